@@ -1,0 +1,1 @@
+"""ControlPlane: who runs where, and at what price. No I/O, no clock."""

@@ -1,0 +1,1 @@
+"""EngineCore: what one worker computes next. No torch, no clock, no I/O."""

@@ -1,0 +1,173 @@
+"""What passes between an EngineCore and whoever drives it: Plan, Result, Effects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.events import KVEvent
+from pigou.request import NEVER, BlockHashes, FinishReason, Ints, Nanos
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request takes a row of the batch: for the first time, or again after a preemption.
+
+    Attributes:
+        request: its id.
+        row: the row that is its own until it finishes or is preempted.
+        computed: tokens whose KV is already there (prefix hit, swapped in, or loaded).
+    """
+
+    request: str
+    row: int
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks to be filled from outside (another worker, a lower tier) off the step's path.
+
+    The driver answers with `EngineCore.loaded`; the request computes nothing before that.
+
+    Attributes:
+        request: its id.
+        row: the row of the batch that it holds.
+        first: index of the first block to fill, within the request; those before were hit.
+        blocks: device blocks to fill, in order, shape (n,); n = 0 when everything was hit, and
+            the offer need only be declined.
+    """
+
+    request: str
+    row: int
+    first: int
+    blocks: Ints
+
+
+@dataclass(slots=True)
+class Plan:
+    """The same batch, computed for up to `repeat` steps.
+
+    Copies are made before the first step: first `swap_out`, then `copies`, then `swap_in`.
+    Entry i computes `counts[i]` tokens of the sequence in row `rows[i]`, from position
+    `starts[i]` on, against `kv_lens[i]` tokens already in the cache; its block ids are
+    `EngineCore.tables[rows[i]]`. Where `samples[i]`, one token is sampled after each step. With
+    `repeat > 1` every entry samples and computes one token a step, each starting where the step
+    before ended.
+
+    Attributes:
+        rows: shape (n,).
+        starts: first position to compute, which is also its rotary position, shape (n,).
+        counts: tokens to compute in a step, shape (n,).
+        kv_lens: cache entries before the first step, shape (n,); equal to `starts` unless
+            tokens were evicted.
+        samples: whether the entry yields a token, shape (n,).
+        repeat: most steps to do.
+        horizon: no step may begin at or after this time, in nanoseconds.
+        started: requests that took a row since the last plan.
+        preempted: ids of requests that lost their row since the last plan.
+        swap_out: device block to host block, shape (m, 2).
+        copies: device block to device block (copy-on-write), shape (m, 2).
+        swap_in: host block to device block, shape (m, 2).
+        loads: blocks to be filled from outside.
+    """
+
+    rows: Ints
+    starts: Ints
+    counts: Ints
+    kv_lens: Ints
+    samples: NDArray[np.bool_]
+    repeat: int = 1
+    horizon: int = NEVER
+    started: list[Started] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    swap_out: Ints = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
+    copies: Ints = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
+    swap_in: Ints = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
+    loads: list[Load] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed in one step."""
+        return int(self.counts.sum())
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to compute (moves and loads may exist without)."""
+        return len(self.rows) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A sequence that ended before its length limit (end token, stop, error).
+
+    Attributes:
+        entry: its index in the plan.
+        reason: why.
+        steps: of the plan's steps, how many count for it (at least 1); what was computed beyond
+            is truncated before a block is sealed.
+    """
+
+    entry: int
+    reason: FinishReason
+    steps: int
+
+
+@dataclass(slots=True)
+class Result:
+    """What an executor did with a plan.
+
+    Attributes:
+        steps: steps done, 1 to `plan.repeat`.
+        finished: sequences that ended early.
+        sealed: per row, hashes of the blocks beyond those the core knows that became full,
+            shape (blocks, 2). A row left out, or fewer hashes, leaves those blocks unshared.
+        durations: of each step, in nanoseconds, shape (steps,); empty where nobody timed them.
+    """
+
+    steps: int = 1
+    finished: list[Finish] = field(default_factory=list)
+    sealed: dict[int, BlockHashes] = field(default_factory=dict)
+    durations: Nanos = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request left the engine.
+
+    Attributes:
+        request: its id.
+        reason: why.
+        prompt: tokens of its prompt.
+        cached: of those, tokens that were not computed here (hit or loaded), at first admission.
+        generated: tokens sampled.
+        preemptions: times that it lost its row.
+        held: device blocks kept for another worker to pull, in prompt order; released by
+            `EngineCore.release`.
+    """
+
+    request: str
+    reason: FinishReason
+    prompt: int
+    cached: int
+    generated: int
+    preemptions: int
+    held: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+
+
+@dataclass(slots=True)
+class Effects:
+    """What follows for the world from one call.
+
+    Attributes:
+        tokens: per plan entry, tokens that count as sampled, shape (n,).
+        finished: requests that left.
+        events: KV events, in order.
+        freed: blocks that became free or evictable.
+    """
+
+    tokens: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    finished: list[Finished] = field(default_factory=list)
+    events: list[KVEvent] = field(default_factory=list)
+    freed: int = 0

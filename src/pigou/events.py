@@ -1,0 +1,61 @@
+"""KV events: what a cache tells the world, as values.
+
+Core events carry (request, block range, hashes, parent); the worker joins the token ids that
+the wire format wants (`pigou.wire.kv_events`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from pigou.request import BlockHashes
+
+
+class Medium(StrEnum):
+    """The tier that holds a block, by vLLM's names on the wire."""
+
+    DEVICE = "GPU"
+    HOST = "CPU"
+    STORAGE = "STORAGE"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Consecutive blocks of one request became full, and can be hit from now on.
+
+    Attributes:
+        request: id of the request that computed (or loaded) them.
+        first: index of the first of these blocks within the request.
+        hashes: shape (blocks, 2).
+        parent: hash of the block before `first`, shape (1, 2); shape (0, 2) at the beginning.
+        medium: where they are.
+    """
+
+    request: str
+    first: int
+    hashes: BlockHashes
+    parent: BlockHashes
+    medium: Medium = Medium.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks can no longer be hit: their memory was handed out again.
+
+    Attributes:
+        hashes: shape (blocks, 2).
+        medium: where they were.
+    """
+
+    hashes: BlockHashes
+    medium: Medium = Medium.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The whole cache was emptied."""
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

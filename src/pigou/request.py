@@ -1,0 +1,106 @@
+"""The nouns that every floor shares: a request, a worker, a role, block hashes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Nanoseconds in a second. All times in the cores are integer nanoseconds.
+SECOND = 1_000_000_000
+#: A time that never comes (int64 nanoseconds).
+NEVER = 2**63 - 1
+
+#: Hashes of consecutive full blocks, shape (blocks, 2): 128 bits as two uint64, (high, low).
+#: The pair (0, 0) means "no hash": such a block is never shared.
+BlockHashes: TypeAlias = NDArray[np.uint64]
+#: Indices of blocks, slots or tokens.
+Ints: TypeAlias = NDArray[np.int32]
+#: Nanoseconds.
+Nanos: TypeAlias = NDArray[np.int64]
+
+
+def no_hashes() -> BlockHashes:
+    """Return an empty array of block hashes, shape (0, 2)."""
+    return np.empty((0, 2), dtype=np.uint64)
+
+
+class Role(StrEnum):
+    """What a worker is asked to do. Every worker is able to do both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def prefills(self) -> bool:
+        """Whether prompts may be sent here for another worker to decode."""
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        """Whether streams may run here."""
+        return self is not Role.PREFILL
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to compute: lengths, block hashes and urgency, but no token ids.
+
+    Attributes:
+        id: unique among the requests in flight.
+        prompt: tokens of the prompt, at least 1.
+        max_tokens: most tokens to generate, at least 1.
+        hashes: of the full blocks of the prompt, shape (prompt // block_size, 2), or fewer
+            rows (what has no hash is not shared).
+        priority: lower goes first (vLLM's convention).
+        arrival: when it arrived, in nanoseconds.
+        deadline: by when its first token is wanted, in nanoseconds.
+        tenant: whose it is.
+        remote: tokens of the prompt whose KV another worker offers; 0 for none.
+        hold: keep the prompt's blocks after the finish, until they are released (prefill leg).
+    """
+
+    id: str
+    prompt: int
+    max_tokens: int
+    hashes: BlockHashes = field(default_factory=no_hashes)
+    priority: int = 0
+    arrival: int = 0
+    deadline: int = NEVER
+    tenant: str = ""
+    remote: int = 0
+    hold: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker as the control plane knows it.
+
+    Attributes:
+        id: its name in the fleet.
+        url: base address of its HTTP server, without a trailing slash.
+        role: what it is asked to do.
+        block_size: tokens in one of its KV blocks.
+        blocks: KV blocks that it has, 0 when it did not say.
+        max_seqs: most sequences that it runs at once, 0 when it did not say.
+    """
+
+    id: str
+    url: str
+    role: Role = Role.BOTH
+    block_size: int = 16
+    blocks: int = 0
+    max_seqs: int = 0

@@ -1,0 +1,71 @@
+"""The house has floors: nothing imports upwards, and pure cores touch nothing outside."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src" / "pigou"
+
+#: First part of the module's name within pigou -> floor.
+FLOORS = {
+    "request": 1, "events": 1, "config": 1, "sampling": 1, "games": 1, "models": 1,
+    "kv": 2, "wire": 2, "text": 2,
+    "engine": 3, "control": 3,
+    "runtime": 4, "sim": 4, "worker": 4, "gateway": 4,
+    "fleet": 5, "workload": 5, "report": 5, "integrations": 5,
+    "cli": 6, "__main__": 6,
+}  # fmt: skip
+PURE = {"games", "kv", "engine", "control"}
+IMPURE_MODULES = {"asyncio", "socket", "socketserver", "time", "zmq", "aiohttp", "threading"}
+#: Neighbours on a floor that may know one another, one way.
+NEIGHBOURS = {("worker", "runtime"), ("fleet", "workload")}
+
+
+def modules() -> list[Path]:
+    return sorted(SRC.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SRC).with_suffix("").parts[0]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Absolute names of everything that the module imports, at any depth."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
+def test_nothing_imports_upwards(path: Path) -> None:
+    here = room(path)
+    if here == "__init__":
+        return
+    assert here in FLOORS, f"{here} stands on no floor: add it to FLOORS"
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "pigou" or len(parts) == 1 or parts[1].startswith("__"):
+            continue
+        there = parts[1]
+        below = FLOORS[there] < FLOORS[here] or there == here
+        same = FLOORS[there] == FLOORS[here] and (FLOORS[here] < 4 or (here, there) in NEIGHBOURS)
+        assert below or same, f"{here} (floor {FLOORS[here]}) imports {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
+def test_only_the_runtime_imports_torch(path: Path) -> None:
+    if room(path) != "runtime":
+        assert not [n for n in imports(path) if n.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
+def test_pure_cores_have_no_clock_and_no_io(path: Path) -> None:
+    if room(path) in PURE:
+        assert not [n for n in imports(path) if n.split(".")[0] in IMPURE_MODULES]

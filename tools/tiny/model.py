@@ -1,0 +1,140 @@
+"""The Llama architecture, small and only for training: names and maths are those of Hugging Face's LlamaForCausalLM."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama model, under the field names of a Hugging Face `config.json`."""
+
+    vocab_size: int = 2048
+    hidden_size: int = 256
+    intermediate_size: int = 640
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int = 32
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+
+    def config(self, bos: int, eos: int) -> dict[str, Any]:
+        """The whole `config.json` for these sizes; `bos` and `eos` are token ids."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **asdict(self),
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "mlp_bias": False,
+            "pretraining_tp": 1,
+            "rope_scaling": None,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+        }
+
+
+def rotary(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary embedding, each of shape (length, head_dim), float32; halves repeated as Llama does."""
+    inverse = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+    angles = torch.outer(torch.arange(length).float(), inverse)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates (batch, heads, length, head_dim) by its positions; `cos` and `sin` are (length, head_dim)."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class Layer(nn.Module):
+    """One decoder layer; query/key/value and gate/up are fused, and split again when saved."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        d, width = shape.hidden_size, shape.head_dim
+        self.heads, self.kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        self.qkv = nn.Linear(d, (self.heads + 2 * self.kv_heads) * width, bias=False)
+        self.o = nn.Linear(self.heads * width, d, bias=False)
+        self.gate_up = nn.Linear(d, 2 * shape.intermediate_size, bias=False)
+        self.down = nn.Linear(shape.intermediate_size, d, bias=False)
+        self.norm1 = nn.Parameter(torch.ones(d))
+        self.norm2 = nn.Parameter(torch.ones(d))
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Causal attention over (batch, length, hidden)."""
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).view(batch, length, -1, self.shape.head_dim).transpose(1, 2)
+        turned = rotate(qkv[:, : self.heads + self.kv_heads], cos.to(qkv.dtype), sin.to(qkv.dtype))
+        q, k = turned.split((self.heads, self.kv_heads), dim=1)
+        v = qkv[:, self.heads + self.kv_heads :]
+        groups = self.heads // self.kv_heads
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(out.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Residual stream (batch, length, hidden) in, the same shape out."""
+        width, eps = (x.shape[-1],), self.shape.rms_norm_eps
+        x = x + self.attend(F.rms_norm(x, width, self.norm1, eps), cos, sin)
+        gate, up = self.gate_up(F.rms_norm(x, width, self.norm2, eps)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Tiny(nn.Module):
+    """A Llama decoder with tied embeddings."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = nn.Parameter(torch.ones(shape.hidden_size))
+        cos, sin = rotary(shape, shape.max_position_embeddings)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.reset()
+
+    def reset(self) -> None:
+        """Draws the weights: normal, std 0.02, and smaller where a layer writes to the residual stream (GPT-2's rule)."""
+        deep = 0.02 / (2 * self.shape.num_hidden_layers) ** 0.5
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                nn.init.normal_(weight, std=deep if name.endswith(("o.weight", "down.weight")) else 0.02)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Final normed states (batch, length, hidden) of `ids` (batch, length)."""
+        x = self.embed(ids)
+        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return F.rms_norm(x, (x.shape[-1],), self.norm, self.shape.rms_norm_eps)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits (batch, length, vocab) of `ids` (batch, length)."""
+        return F.linear(self.hidden(ids), self.embed.weight)
+
+    def loss(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Weighted next-token loss (a scalar) and the plain loss of each target, (batch, length - 1).
+
+        `weights` has the shape of `ids`; a token's weight counts where the token is the target.
+        """
+        logits = self(ids[:, :-1])
+        each = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        each = each.view(ids.shape[0], -1)
+        weights = weights[:, 1:]
+        return (each * weights).sum() / weights.sum().clamp_min(1e-6), each.detach()
