@@ -1,0 +1,45 @@
+# Everything runs in .venv, which the first target makes. Needs Python 3.11+ and make.
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+BIN    := $(VENV)/bin
+# One compute thread a process unless told otherwise: the fleet's processes share the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: serve test test-all lint format bench docs clean
+
+serve: $(VENV)/.serve
+	$(BIN)/pigou serve $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow and not vllm and not dynamo and not gpu" $(ARGS)
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev
+	for b in core transfer gateway engine; do $(BIN)/python -m benchmarks.$$b $(ARGS) || exit 1; done
+
+docs: $(VENV)/.dev
+	$(BIN)/python -m tools.cli_reference > docs/cli.md
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/.serve: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
