@@ -45,8 +45,6 @@ road, until it is as slow as the long one, and then nobody gains anything from i
 short. If each cart paid a small toll for the minutes that it adds to all the others,
 half of them would go round by the wide road, and the whole village would be home sooner.
 
-"What does it cost?" asked the miller. "It costs what you cost the others," said the clerk.
-
 def route(request, workers):
     prices = {w.name: w.delay(request) + w.toll(request) for w in workers}
     return min(prices, key=prices.get)
@@ -113,10 +111,10 @@ def config(shape: Shape, dtype: str) -> dict[str, Any]:
         common |= {"attention_bias": False, "mlp_bias": False}
     if shape.family == "mistral":
         common |= {"sliding_window": None}
-    if shape.family == "qwen2":
+    if shape.family in ("qwen2", "qwen3"):
         common |= {"use_sliding_window": False}
     if shape.family == "qwen3":
-        common |= {"use_sliding_window": False, "attention_bias": False}
+        common |= {"attention_bias": False}
     return common
 
 
@@ -162,7 +160,7 @@ def random_tensor(name: str, size: tuple[int, ...], seed: int, tie: bool) -> tor
         return 0.5 * noise
     if "embed_tokens" in name and not tie:
         return noise
-    scale = size[1] ** -0.5  # keeps activations near unit variance
+    scale: float = size[1] ** -0.5  # keeps activations near unit variance
     if name.endswith(("q_proj.weight", "k_proj.weight")):
         scale *= 1.5  # attention sharper than a flat average
     return scale * noise
@@ -192,7 +190,7 @@ def write_checkpoint(out: Path, shape: Shape, dtype: str = "bfloat16", seed: int
     """Write the checkpoint folder and return the SHA-256 of names and weights.
 
     ``dtype`` is a torch dtype name: bfloat16, float16 or float32. Raises ValueError for a
-    vocabulary smaller than the byte alphabet and its merges' floor.
+    vocabulary smaller than the special tokens and the 256 bytes.
     """
     out.mkdir(parents=True, exist_ok=True)
     train_tokenizer(shape.vocab).save(str(out / "tokenizer.json"))
@@ -217,7 +215,7 @@ def write_checkpoint(out: Path, shape: Shape, dtype: str = "bfloat16", seed: int
     for name, size in sorted(tensor_sizes(shape).items()):
         weight = random_tensor(name, size, seed, shape.tie).to(getattr(torch, dtype)).contiguous()
         digest.update(name.encode())
-        digest.update(weight.view(torch.uint8).numpy())
+        digest.update(weight.view(torch.uint8).numpy().tobytes())
         state[name] = weight
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)
