@@ -9,18 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+SHORT = 512  # tokens: up to here a CPU computes attention by plain products
+
 
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a Llama model, under the field names of a Hugging Face `config.json`."""
 
-    vocab_size: int = 2048
+    vocab_size: int = 2560
     hidden_size: int = 256
     intermediate_size: int = 640
     num_hidden_layers: int = 4
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 4
-    head_dim: int = 32
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
@@ -60,6 +62,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, in products only: the backward of `F.rms_norm` spends its time in `pow` on a CPU."""
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, above: Tensor) -> Tensor:
+    """Causal attention; all of shape (batch, heads, length, head_dim), `above` the additive causal mask (length, length).
+
+    Short sequences on a CPU skip the fused kernel, whose backward is slower there than plain products.
+    """
+    if q.device.type == "cpu" and q.shape[2] <= SHORT:
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + above
+        return torch.softmax(scores, dim=-1, dtype=q.dtype) @ v
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Layer(nn.Module):
     """One decoder layer; query/key/value and gate/up are fused, and split again when saved."""
 
@@ -75,23 +93,23 @@ class Layer(nn.Module):
         self.norm1 = nn.Parameter(torch.ones(d))
         self.norm2 = nn.Parameter(torch.ones(d))
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, above: Tensor) -> Tensor:
         """Causal attention over (batch, length, hidden)."""
         batch, length, _ = x.shape
         qkv = self.qkv(x).view(batch, length, -1, self.shape.head_dim).transpose(1, 2)
-        turned = rotate(qkv[:, : self.heads + self.kv_heads], cos.to(qkv.dtype), sin.to(qkv.dtype))
+        turned = rotate(qkv[:, : self.heads + self.kv_heads], cos, sin)
         q, k = turned.split((self.heads, self.kv_heads), dim=1)
         v = qkv[:, self.heads + self.kv_heads :]
         groups = self.heads // self.kv_heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = attention(q, k, v, above)
         return self.o(out.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, above: Tensor) -> Tensor:
         """Residual stream (batch, length, hidden) in, the same shape out."""
-        width, eps = (x.shape[-1],), self.shape.rms_norm_eps
-        x = x + self.attend(F.rms_norm(x, width, self.norm1, eps), cos, sin)
-        gate, up = self.gate_up(F.rms_norm(x, width, self.norm2, eps)).chunk(2, dim=-1)
+        eps = self.shape.rms_norm_eps
+        x = x + self.attend(norm(x, self.norm1, eps), cos, sin, above)
+        gate, up = self.gate_up(norm(x, self.norm2, eps)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
@@ -107,6 +125,7 @@ class Tiny(nn.Module):
         cos, sin = rotary(shape, shape.max_position_embeddings)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("above", torch.full((SHORT, SHORT), float("-inf")).triu(1), persistent=False)
         self.reset()
 
     def reset(self) -> None:
@@ -119,10 +138,14 @@ class Tiny(nn.Module):
     def hidden(self, ids: Tensor) -> Tensor:
         """Final normed states (batch, length, hidden) of `ids` (batch, length)."""
         x = self.embed(ids)
-        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        length = ids.shape[1]
+        half = torch.is_autocast_enabled(ids.device.type)
+        dtype = torch.get_autocast_dtype(ids.device.type) if half else x.dtype
+        cos, sin = self.cos[:length].to(dtype), self.sin[:length].to(dtype)
+        above = self.above[:length, :length].to(dtype)
         for layer in self.layers:
-            x = layer(x, cos, sin)
-        return F.rms_norm(x, (x.shape[-1],), self.norm, self.shape.rms_norm_eps)
+            x = layer(x, cos, sin, above)
+        return norm(x, self.norm, self.shape.rms_norm_eps)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits (batch, length, vocab) of `ids` (batch, length)."""

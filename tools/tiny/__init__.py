@@ -1,0 +1,1 @@
+"""Training of the bundled model: its corpus, tokenizer, tasks, architecture and curriculum."""

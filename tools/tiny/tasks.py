@@ -1,0 +1,173 @@
+"""What the tiny model trains on: token sequences with a weight for each token as a target.
+
+Every task is a function of a generator and a length, and returns `Sequence`; weights are 0 where nothing can
+be predicted (a new key), 1 for text, and `ANSWER` where the token can be recalled from before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from pigou.workload.recall import KEYS, VALUES, is_held_out
+from tiny.corpus import Corpus
+from tiny.tokenizer import BOS, EOS
+
+ANSWER = 4.0  # weight of a token that must be recalled
+FAINT = 0.02  # weight of a token that only luck could predict
+ECHO = 2.0  # weight of a token in a repeated run
+
+Ids = NDArray[np.int64]
+Weights = NDArray[np.float32]
+Random = np.random.Generator
+
+
+class Sequence(NamedTuple):
+    """Token ids and target weights, both of shape (length,)."""
+
+    ids: Ids
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class Alphabet:
+    """Token ids of keys and values, the separator and the newline, and which (key, value) may be trained on."""
+
+    keys: Ids
+    values: Ids
+    equals: int
+    newline: int
+    allowed: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Alphabet:
+        """The alphabet of `pigou.workload.recall` in this tokenizer; held-out combinations are not allowed."""
+
+        def one(word: str) -> int:
+            (token,) = tokenizer.encode(word).ids
+            return int(token)
+
+        return cls(
+            np.array([one(key) for key in KEYS]),
+            np.array([one(f" {value}") for value in VALUES]),
+            one(" ="),
+            one("\n"),
+            np.array([[not is_held_out(key, value) for value in VALUES] for key in KEYS]),
+        )
+
+    def pairs(self, rng: Random, count: int, keys: int, values: int) -> Ids:
+        """`count` lines `key = value \\n` as (count, 4): different keys, of the first `keys` and `values` words."""
+        chosen = rng.permutation(keys)[:count]
+        scores = rng.random((len(chosen), values)) * self.allowed[chosen, :values]
+        given = scores.argmax(axis=1)
+        lines = np.empty((len(chosen), 4), np.int64)
+        lines[:, 0], lines[:, 1] = self.keys[chosen], self.equals
+        lines[:, 2], lines[:, 3] = self.values[given], self.newline
+        return lines
+
+
+class Tasks:
+    """The tasks over one corpus."""
+
+    def __init__(self, tokenizer: Tokenizer, corpus: Corpus) -> None:
+        self.alphabet = Alphabet.of(tokenizer)
+        self.vocab_size = tokenizer.get_vocab_size()
+        self.bos, self.eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+        self.special = 5
+        documents = [np.array(e.ids, np.int64) for e in tokenizer.encode_batch(corpus.documents)]
+        play, rest = documents[0], documents[1:]
+        self.texts = [play, np.concatenate([np.append(d, self.eos) for d in rest])]
+        chats = [_chat(turns) for turns in corpus.dialogues]
+        self.chats = [np.array(e.ids, np.int64) for e in tokenizer.encode_batch(chats)]
+        self.breaks = [_line_starts(text, self.alphabet.newline) for text in self.texts]
+
+    def text(self, rng: Random, length: int) -> Sequence:
+        """A stretch of text; three in four are Shakespeare, half begin with the begin token."""
+        source = self.texts[0 if rng.random() < 0.75 else 1]
+        start = rng.integers(len(source) - length)
+        ids = source[start : start + length].copy()
+        if rng.random() < 0.5:
+            ids[0] = self.bos
+        return Sequence(ids, np.ones(length, np.float32))
+
+    def chat(self, rng: Random, length: int) -> Sequence:
+        """Whole dialogues in the chat template, one after another, cut to `length`."""
+        parts: list[Ids] = []
+        room = length
+        while room > 0:
+            parts.append(self.chats[rng.integers(len(self.chats))])
+            room -= len(parts[-1])
+        return Sequence(np.concatenate(parts)[:length], np.ones(length, np.float32))
+
+    def echo(self, rng: Random, length: int) -> Sequence:
+        """A run of random tokens, told again and again: induction."""
+        period = int(rng.integers(8, max(length // 2, 9)))
+        run = rng.integers(self.special, self.vocab_size, period)
+        ids = np.resize(run, length)
+        weights = np.full(length, ECHO, np.float32)
+        weights[:period] = 0
+        return Sequence(ids, weights)
+
+    def stream(self, rng: Random, length: int, keys: int, values: int) -> Sequence:
+        """Nothing but pair lines, each key told several times with the same value."""
+        count = int(rng.integers(2, min(keys, max(length // 8, 3)) + 1))
+        lines = self.alphabet.pairs(rng, count, keys, values)
+        order = rng.integers(len(lines), size=length // 4 + 1)
+        _, first = np.unique(order, return_index=True)
+        weights = np.full((len(order), 4), FAINT, np.float32)
+        weights[:, 2] = ANSWER
+        weights[first, 2] = 0
+        return Sequence(lines[order].ravel()[:length], weights.ravel()[:length])
+
+    def woven(self, rng: Random, length: int, keys: int, values: int) -> Sequence:
+        """Pair lines between lines of text, and told again later: scattered, or all of them at the end."""
+        most = min(keys, 48, length // 16)
+        count = int(min(most, np.exp(rng.uniform(0, np.log(most + 1)))))
+        lines = self.alphabet.pairs(rng, max(count, 1), keys, values)
+        count = len(lines)
+        if rng.random() < 0.5:
+            asked = rng.permutation(count)
+            early = np.sort(rng.random(count)) * rng.uniform(0.05, 0.6)
+            places = np.concatenate([early, np.ones(count)])
+        else:
+            asked = rng.integers(count, size=int(rng.integers(count, 2 * count + 1)))
+            early = rng.random(count) * rng.uniform(0.05, 1.0)
+            places = np.concatenate([early, rng.uniform(early[asked], 1.0)])
+        order = np.argsort(places, kind="stable")
+        told = np.concatenate([np.arange(count), asked])[order]
+        return self._weave(rng, length, lines[told], places[order])
+
+    def _weave(self, rng: Random, length: int, lines: Ids, places: NDArray[np.float64]) -> Sequence:
+        """Text of `length` with `lines` at `places` (ascending, 0 to 1), each at the next line break."""
+        which = 0 if rng.random() < 0.75 else 1
+        source, breaks = self.texts[which], self.breaks[which]
+        room = length - 4 * len(lines)
+        low = int(np.searchsorted(breaks, rng.integers(len(source) - 2 * length)))
+        start = int(breaks[low])
+        stops = breaks[low : np.searchsorted(breaks, start + room, side="right")]
+        cuts = stops[np.minimum(np.searchsorted(stops - start, places * room), len(stops) - 1)] - start
+        where = np.repeat(cuts, 4)
+        ids = np.insert(source[start : start + room], where, lines.ravel())
+        weights = np.ones(room, np.float32)
+        told: set[int] = set()
+        marks = np.full((len(lines), 4), FAINT, np.float32)
+        for row, key in enumerate(lines[:, 0].tolist()):
+            marks[row, 2] = ANSWER if key in told else 0
+            told.add(key)
+        return Sequence(ids, np.insert(weights, where, marks.ravel()))
+
+
+def _chat(turns: list[str]) -> str:
+    """A dialogue in the chat template's form."""
+    roles = ("user", "assistant")
+    return BOS + "".join(f"<|{roles[i % 2]}|>\n{turn}{EOS}\n" for i, turn in enumerate(turns))
+
+
+def _line_starts(text: Ids, newline: int) -> Ids:
+    """Offsets at which a line begins, whose line before is not empty."""
+    after = np.flatnonzero(text[:-1] == newline) + 1
+    return after[1:][text[after[1:] - 2] != newline]

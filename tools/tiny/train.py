@@ -1,0 +1,163 @@
+"""The curriculum: recall in bare streams first, then longer contexts, then text, dialogue and all lengths together."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tiny.model import Shape, Tiny
+from tiny.tasks import ANSWER, Sequence, Tasks
+
+WINDOW = 1024  # tokens of a batch, when its sequences are shorter than that
+
+
+@dataclass(frozen=True)
+class Level:
+    """A step of the curriculum: sequence lengths to draw from, words in use, and the share of each task."""
+
+    lengths: tuple[int, ...]
+    keys: int
+    values: int
+    stream: float = 0.0
+    echo: float = 0.0
+    woven: float = 0.0
+    text: float = 0.0
+    chat: float = 0.0
+    steps: int = 0  # at least so many
+    goal: float = 0.95  # and until this share of answers is given more than half of the probability
+
+
+CURRICULUM = (
+    Level((64,), 8, 8, stream=0.8, echo=0.2),
+    Level((128,), 16, 16, stream=0.8, echo=0.2),
+    Level((128,), 128, 128, stream=0.8, echo=0.2),
+    Level((256,), 128, 128, stream=0.6, echo=0.2, text=0.2),
+    Level((256,), 128, 128, stream=0.3, echo=0.1, woven=0.4, text=0.2),
+    Level((512,), 128, 128, stream=0.1, echo=0.1, woven=0.5, text=0.3),
+    Level((1024,), 128, 128, stream=0.1, echo=0.1, woven=0.5, text=0.3),
+    Level((2048,), 128, 128, stream=0.1, echo=0.1, woven=0.6, text=0.2),
+)
+MIX = Level((256, 512, 1024, 2048), 128, 128, stream=0.05, echo=0.05, woven=0.35, text=0.3, chat=0.25)
+
+
+def draw(tasks: Tasks, level: Level, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch: ids and target weights, both (batch, length), at least `WINDOW` tokens."""
+    length = int(rng.choice(level.lengths))
+    shares = np.array([level.stream, level.echo, level.woven, level.text, level.chat])
+    rows: list[Sequence] = []
+    for _ in range(max(1, WINDOW // length)):
+        task = rng.choice(5, p=shares / shares.sum())
+        if task == 0:
+            rows.append(tasks.stream(rng, length, level.keys, level.values))
+        elif task == 1:
+            rows.append(tasks.echo(rng, length))
+        elif task == 2:
+            rows.append(tasks.woven(rng, length, level.keys, level.values))
+        elif task == 3:
+            rows.append(tasks.text(rng, length))
+        else:
+            rows.append(tasks.chat(rng, length))
+    ids = torch.from_numpy(np.stack([row.ids for row in rows]))
+    return ids, torch.from_numpy(np.stack([row.weights for row in rows]))
+
+
+class Meter:
+    """Running means of what a batch tells: loss of text, loss of answers, share of answers that are sure."""
+
+    def __init__(self, decay: float = 0.98) -> None:
+        self.decay = decay
+        self.means: dict[str, float] = {}
+
+    def add(self, each: torch.Tensor, weights: torch.Tensor) -> None:
+        """`each` target's loss and `weights`, both (batch, length - 1)."""
+        for name, mark in (("text", weights == 1.0), ("answer", weights == ANSWER)):
+            if mark.any():
+                self._mix(name, each[mark].mean().item())
+        if (weights == ANSWER).any():
+            self._mix("recall", (each[weights == ANSWER] < math.log(2)).float().mean().item())
+
+    def reset(self, name: str) -> None:
+        """Forgets one mean, when the task changes under it."""
+        self.means.pop(name, None)
+
+    def _mix(self, name: str, value: float) -> None:
+        old = self.means.get(name, 0.0 if name == "recall" else value)
+        self.means[name] = self.decay * old + (1 - self.decay) * value
+
+
+class Trainer:
+    """Holds model, optimizer and log; `run` walks the curriculum and then the mix."""
+
+    def __init__(self, shape: Shape, tasks: Tasks, out: Path, *, seed: int, rate: float, half: bool) -> None:
+        torch.manual_seed(seed)
+        self.rng = np.random.default_rng(seed)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = Tiny(shape).to(self.device)
+        self.tasks, self.out, self.rate, self.half = tasks, out, rate, half
+        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and not n.startswith("embed")]
+        others = [p for n, p in self.model.named_parameters() if p.ndim == 1 or n.startswith("embed")]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=True)
+        self.meter = Meter()
+        self.step, self.tokens, self.began = 0, 0, time.monotonic()
+        out.mkdir(parents=True, exist_ok=True)
+        self.log = (out / "log.jsonl").open("w")
+
+    def update(self, level: Level, rate: float) -> None:
+        """One optimizer step at learning rate `rate`."""
+        ids, weights = draw(self.tasks, level, self.rng)
+        ids, weights = ids.to(self.device), weights.to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+            loss, each = self.model.loss(ids, weights)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.tokens += ids.numel()
+        self.meter.add(each, weights[:, 1:])
+
+    def note(self, stage: str, **more: float) -> None:
+        """Appends a line to the log, and prints it."""
+        seconds = round(time.monotonic() - self.began, 1)
+        means = {name: round(value, 4) for name, value in self.meter.means.items()}
+        line = {"stage": stage, "step": self.step, "tokens": self.tokens, "seconds": seconds, **means, **more}
+        text = json.dumps(line)
+        self.log.write(text + "\n")
+        self.log.flush()
+        print(text, flush=True)
+
+    def climb(self, levels: tuple[Level, ...], limit: int) -> None:
+        """Walks the levels, each until its goal is reached or `limit` steps are spent on it."""
+        for number, level in enumerate(levels):
+            self.meter.reset("recall")
+            for count in range(1, limit + 1):
+                self.update(level, self.rate * min(1.0, self.step / 100))
+                if count % 50 == 0:
+                    self.note(f"level {number}")
+                if count >= level.steps and self.meter.means.get("recall", 0.0) >= level.goal:
+                    break
+            self.note(f"level {number} done")
+            self.save("climb")
+
+    def mix(self, level: Level, steps: int, every: int = 500) -> None:
+        """The long part: `steps` of the mix, the rate falling along a cosine to a twentieth."""
+        for count in range(steps):
+            fall = 0.5 * (1 + math.cos(math.pi * count / steps))
+            self.update(level, self.rate * (0.05 + 0.95 * fall))
+            if (count + 1) % 50 == 0:
+                self.note("mix")
+            if (count + 1) % every == 0:
+                self.save("mix")
+
+    def save(self, name: str) -> None:
+        """Writes weights to `<out>/<name>.pt`."""
+        torch.save(self.model.state_dict(), self.out / f"{name}.pt")
