@@ -1,0 +1,5 @@
+"""`python -m pigou` is `pigou`."""
+
+from pigou.cli import main
+
+main()
