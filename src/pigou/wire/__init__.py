@@ -1,0 +1,1 @@
+"""What travels between processes: OpenAI bodies, errors, SSE, KV events, transfer tickets."""

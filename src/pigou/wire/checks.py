@@ -1,0 +1,281 @@
+"""Checks of request fields that need neither tokenizer nor model; errors name field and remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pigou.sampling import Grammar
+from pigou.wire.errors import bad_request
+from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_SALT = 128
+_SALT_FORBIDS = "@/\\\0"
+
+
+def check(request: GenerationRequest) -> None:
+    """Raise `APIError` 400 for the first field that no server could honour."""
+    _check_numbers(request)
+    _check_stream(request)
+    _check_stops(request)
+    _check_salt(request.cache_salt)
+    _check_resume(request)
+    grammar(request)
+    if isinstance(request, ChatRequest):
+        _check_chat(request)
+    elif isinstance(request, CompletionRequest):
+        _within(request, "logprobs", 0, MAX_LOGPROBS)
+        prompts(request)
+
+
+def prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """Return the prompts, each text or token ids; raise `APIError` 400 when there is none."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        found: list[str | list[int]] = [prompt]
+    elif prompt and isinstance(prompt[0], int):
+        found = [_ids(prompt)]
+    elif prompt and isinstance(prompt[0], str):
+        if not all(isinstance(item, str) for item in prompt):
+            raise _mixed()
+        found = [item for item in prompt if isinstance(item, str)]
+    else:
+        found = [_ids(item) for item in prompt]
+    if not found or any(not item for item in found):
+        raise bad_request("prompt is empty: send text or token ids.", "prompt")
+    return found
+
+
+def stops(request: GenerationRequest) -> tuple[str, ...]:
+    """Return the stop strings."""
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+def grammar(request: GenerationRequest) -> Grammar | None:
+    """Return what the output must match; raise `APIError` 400 when that is said badly."""
+    wanted, form = request.structured_outputs, request.response_format
+    if form is not None and form.type != "text":
+        if wanted is not None:
+            raise bad_request(
+                "response_format and structured_outputs are both given; keep one.",
+                "structured_outputs",
+            )
+        if form.type == "json_object":
+            return Grammar("json_object")
+        if form.json_schema is None or form.json_schema.schema is None:
+            raise bad_request(
+                "response_format.json_schema.schema is missing: json_schema needs one.",
+                "response_format",
+            )
+        return Grammar("json_schema", _text(form.json_schema.schema))
+    if wanted is None:
+        return None
+    given = [
+        name
+        for name in ("json", "regex", "choice", "grammar", "json_object")
+        if getattr(wanted, name) not in (None, False)
+    ]
+    if len(given) != 1:
+        found = ", ".join(given) or "none"
+        raise bad_request(
+            f"structured_outputs has {found}; give exactly one of json, regex, choice, grammar, "
+            "json_object.",
+            "structured_outputs",
+        )
+    return _grammar(given[0], getattr(wanted, given[0]))
+
+
+def _grammar(name: str, value: Any) -> Grammar:
+    if name == "json_object":
+        return Grammar("json_object")
+    if name == "regex":
+        return Grammar("regex", value)
+    if name == "grammar":
+        return Grammar("grammar", value)
+    if name == "choice":
+        if not value or "" in value:
+            raise bad_request(
+                "structured_outputs.choice must hold at least one string, none of them empty.",
+                "structured_outputs",
+            )
+        return Grammar("choice", _text(value))
+    schema = value
+    if isinstance(value, str):
+        try:
+            schema = msgspec.json.decode(value.encode())
+        except (msgspec.DecodeError, UnicodeEncodeError):
+            raise bad_request(
+                "structured_outputs.json is not JSON: send a schema.", "structured_outputs"
+            ) from None
+    if not isinstance(schema, dict | bool):
+        raise bad_request(
+            "structured_outputs.json must be a JSON schema (an object).", "structured_outputs"
+        )
+    return Grammar("json_schema", _text(schema))
+
+
+def _check_numbers(request: GenerationRequest) -> None:
+    _within(request, "n", 1, MAX_N)
+    _within(request, "max_tokens", 1, 2**31 - 1)
+    _within(request, "min_tokens", 0, 2**31 - 1)
+    _within(request, "temperature", 0.0, 2.0)
+    _within(request, "top_k", -1, 2**31 - 1)
+    _within(request, "min_p", 0.0, 1.0)
+    _within(request, "presence_penalty", -2.0, 2.0)
+    _within(request, "frequency_penalty", -2.0, 2.0)
+    _within(request, "seed", -(2**63), 2**63 - 1)
+    _within(request, "prompt_logprobs", 0, MAX_LOGPROBS)
+    _within(request, "priority", -(2**31), 2**31 - 1)
+    _within(request, "deadline_ms", 0, 2**31 - 1)
+    _within(request, "truncate_prompt_tokens", 1, 2**31 - 1)
+    _above_zero(request, "top_p", 1.0)
+    _above_zero(request, "repetition_penalty", 1e6)
+    for token in request.stop_token_ids or ():
+        if not 0 <= token < 2**31:
+            raise bad_request(f"stop_token_ids has {token}, which is no token id.",
+                              "stop_token_ids")  # fmt: skip
+    for key, bias in (request.logit_bias or {}).items():
+        if not key.isascii() or not key.isdigit() or len(key) > 9:
+            raise bad_request(
+                f"logit_bias has the key {key[:40]!r}; keys are token ids.", "logit_bias"
+            )
+        if not -100 <= bias <= 100:
+            raise bad_request(
+                f"logit_bias[{key}] is {bias}; it must be in [-100, 100].", "logit_bias"
+            )
+
+
+def _check_stream(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise bad_request(
+            "stream_options is given without stream: set stream to true, or remove it.",
+            "stream_options",
+        )
+    if request.stream and request.prompt_logprobs is not None:
+        raise bad_request(
+            "prompt_logprobs does not travel in a stream: set stream to false.", "prompt_logprobs"
+        )
+
+
+def _check_stops(request: GenerationRequest) -> None:
+    found = stops(request)
+    if "" in found:
+        raise bad_request("stop holds an empty string: remove it.", "stop")
+    if len(found) > MAX_STOPS:
+        raise bad_request(f"stop has {len(found)} strings; at most {MAX_STOPS} work.", "stop")
+
+
+def _check_salt(salt: str | None) -> None:
+    if salt is None:
+        return
+    if not 1 <= len(salt) <= MAX_SALT or any(char in salt for char in _SALT_FORBIDS):
+        raise bad_request(
+            f"cache_salt must have 1 to {MAX_SALT} characters, none of them '@', '/', '\\' or NUL.",
+            "cache_salt",
+        )
+
+
+def _check_resume(request: GenerationRequest) -> None:
+    if not request.resume_tokens:
+        _within(request, "resume_tokens", 0, 0)
+        return
+    _within(request, "resume_tokens", 0, 2**31 - 1)
+    if (request.n or 1) != 1:
+        raise bad_request("resume_tokens continues one stream: set n to 1.", "resume_tokens")
+    if isinstance(request, CompletionRequest):
+        texts = [item for item in prompts(request) if isinstance(item, str)]
+        if texts or len(prompts(request)) != 1:
+            raise bad_request("resume_tokens needs one prompt of token ids.", "resume_tokens")
+    elif isinstance(request, ChatRequest) and request.prompt_token_ids is None:
+        raise bad_request("resume_tokens needs prompt_token_ids.", "resume_tokens")
+
+
+def _check_chat(request: ChatRequest) -> None:
+    _within(request, "max_completion_tokens", 1, 2**31 - 1)
+    _within(request, "top_logprobs", 0, MAX_LOGPROBS)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad_request(
+            "top_logprobs is given without logprobs: set logprobs to true.", "top_logprobs"
+        )
+    if request.prompt_token_ids is not None:
+        if not request.prompt_token_ids:
+            raise bad_request("prompt_token_ids is empty: remove it.", "prompt_token_ids")
+        _ids(request.prompt_token_ids, "prompt_token_ids")
+    check_messages(request.messages)
+    if request.add_generation_prompt is not False and request.continue_final_message:
+        raise bad_request(
+            "continue_final_message needs add_generation_prompt to be false.",
+            "continue_final_message",
+        )
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Raise `APIError` 400 unless these are chat messages of text."""
+    if not messages:
+        raise bad_request("messages is empty: send at least one message.", "messages")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message.get("role"), str):
+            raise bad_request(f"{where}.role is missing or not a string.", "messages")
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        if not isinstance(content, list):
+            raise bad_request(f"{where}.content must be text or a list of parts.", "messages")
+        for part in content:
+            _check_part(part, where)
+
+
+def _check_part(part: Any, where: str) -> None:
+    if isinstance(part, str):
+        return
+    if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "refusal"):
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        raise bad_request(
+            f"{where}.content has a part of type {str(kind)[:40]!r}; the model reads text only.",
+            "messages",
+        )
+    if not isinstance(part.get("refusal" if part["type"] == "refusal" else "text"), str):
+        raise bad_request(f"{where}.content has a text part without text.", "messages")
+
+
+def _within(request: msgspec.Struct, name: str, least: float, most: float) -> None:
+    value = getattr(request, name)
+    if value is not None and not (least <= value <= most):
+        raise bad_request(f"{name} is {value}; it must be in [{least}, {most}].", name)
+
+
+def _above_zero(request: msgspec.Struct, name: str, most: float) -> None:
+    value = getattr(request, name)
+    if value is not None and not (0 < value <= most and math.isfinite(value)):
+        raise bad_request(f"{name} is {value}; it must be in (0, {most:g}].", name)
+
+
+def _ids(items: Any, name: str = "prompt") -> list[int]:
+    if not isinstance(items, list):
+        raise _mixed()
+    for item in items:
+        if type(item) is not int:
+            raise _mixed()
+        if not 0 <= item < 2**31:
+            raise bad_request(f"{name} has the token id {item}, which is out of vocabulary.", name)
+    return items
+
+
+def _mixed() -> Exception:
+    return bad_request(
+        "prompt mixes kinds: it must be text, a list of texts, token ids, or a list of those.",
+        "prompt",
+    )
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,166 @@
+"""Errors of the HTTP API, in the body shape that vLLM and OpenAI clients know."""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+#: `type` of the error body by HTTP status, as vLLM names them.
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    502: "BadGatewayError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+#: Fields that other servers know and this one does not honour, and what to do instead.
+REFUSED = {
+    "best_of": "it is not supported; ask for n completions and choose among them",
+    "use_beam_search": "beam search is not supported; remove it",
+    "length_penalty": "it belongs to beam search, which is not supported; remove it",
+    "suffix": "insertion is not supported; remove it",
+    "functions": "it is deprecated; use tools",
+    "function_call": "it is deprecated; use tool_choice",
+    "guided_json": "it is deprecated; use structured_outputs.json",
+    "guided_regex": "it is deprecated; use structured_outputs.regex",
+    "guided_choice": "it is deprecated; use structured_outputs.choice",
+    "guided_grammar": "it is deprecated; use structured_outputs.grammar",
+    "chat_template": "a request may not bring its own template; set it on the server",
+    "prompt_embeds": "prompts are text or token ids; use prompt",
+    "audio": "output is text only; remove it",
+    "modalities": "output is text only; remove it",
+    "prediction": "predicted outputs are not supported; remove it",
+    "web_search_options": "web search is not supported; remove it",
+}
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
+_MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
+_WRONG = re.compile(r"(?P<what>.*?) - at `(?P<path>.*)`$")
+_STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
+
+
+class APIError(Exception):
+    """A refusal or failure that a client is told about.
+
+    Attributes:
+        status: HTTP status.
+        message: names the field, its value and the remedy where there is one.
+        param: the field at fault, or None.
+        type: class of the error, by default that of the status.
+        code: as vLLM, the status.
+        retry_after: seconds after which trying again makes sense; sent as `Retry-After`.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        type: str | None = None,
+        code: int | str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.type = type or TYPES.get(status, HTTPStatus(status).phrase.replace(" ", "") + "Error")
+        self.code = status if code is None else code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        """Return the JSON body, `{"error": {message, type, param, code}}`."""
+        return error_body(self.message, self.type, self.param, self.code)
+
+
+def bad_request(message: str, param: str | None = None) -> APIError:
+    """Return the error 400 for a request that cannot be honoured as it stands."""
+    return APIError(400, message, param)
+
+
+def error_body(message: str, type: str, param: str | None, code: int | str) -> bytes:
+    """Encode an error body."""
+    error = {"message": message, "type": type, "param": param, "code": code}
+    return msgspec.json.encode({"error": error})
+
+
+def decode_error(error: Exception, body: bytes) -> APIError:
+    """Translate what msgspec says of a body into an error that names field, value and remedy.
+
+    Args:
+        error: from `msgspec.json.decode` (`DecodeError`, `ValidationError`) or a
+            `UnicodeDecodeError`.
+        body: what was decoded.
+    """
+    text = str(error)
+    if isinstance(error, msgspec.ValidationError):
+        return _field_error(text, body)
+    if isinstance(error, UnicodeDecodeError) or "utf-8" in text.lower():
+        return bad_request("The body is not valid UTF-8; encode it as UTF-8.")
+    if isinstance(error, RecursionError):
+        return bad_request("The body is nested too deeply.")
+    return bad_request(f"The body is not valid JSON: {text}.")
+
+
+def _field_error(text: str, body: bytes) -> APIError:
+    if match := _UNKNOWN.match(text):
+        field = _join(match["path"], match["field"])
+        if remedy := REFUSED.get(field):
+            return bad_request(f"{field} is refused: {remedy}.", field)
+        return bad_request(f"Unknown field {field}: remove it, or check its spelling.", field)
+    if match := _MISSING.match(text):
+        field = _join(match["path"], match["field"])
+        return bad_request(f"{field} is required, and missing.", field)
+    match = _WRONG.match(text)
+    field = _join(match["path"], "") if match else ""
+    if match is None or not field:
+        return bad_request(f"The body must be a JSON object: {_lower(text)}.")
+    value = _shown(_value_at(body, match["path"]))
+    param = field.split("[")[0]
+    return bad_request(f"{field} has a wrong value{value}: {_lower(match['what'])}.", param)
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _join(path: str | None, field: str) -> str:
+    parts = (path or "$").removeprefix("$").removeprefix(".")
+    return ".".join(part for part in (parts, field) if part)
+
+
+def _value_at(body: bytes, path: str) -> Any:
+    """Return the value at msgspec's path (`$.a.b[2]`); the nearest parent of an unnamed item.
+
+    What cannot be decoded (a number out of range) is returned as UNSET.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.UNSET
+    for name, index in _STEP.findall(path):
+        try:
+            value = value[name] if name else value[int(index)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return value
+    return value
+
+
+def _shown(value: Any) -> str:
+    if value is msgspec.UNSET:
+        return ""
+    text = msgspec.json.encode(value).decode()
+    return ", " + (text if len(text) <= 80 else text[:77] + "...")

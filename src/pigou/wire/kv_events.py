@@ -1,0 +1,238 @@
+"""The wire of KV events: vLLM's ZMQ frames and MessagePack, both of its shapes.
+
+A message is `[topic, sequence number (u64, big-endian), payload]`; the payload is MessagePack of
+`[timestamp, [events], data parallel rank?]`. Events are maps with a `type` (new releases) or
+arrays with the type first (old ones); unknown keys and types are ignored. A hash is an unsigned
+integer (low 64 bits of the digest) or raw bytes, and belongs to the engine that sent it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
+from pigou.request import BlockHashes
+
+#: Sequence number of the frame that ends a replay (-1, signed).
+END_OF_REPLAY = b"\xff" * 8
+
+WireHash: TypeAlias = int | bytes
+
+
+class EventError(ValueError):
+    """A payload that is not a batch of KV events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Blocks that can be hit from now on.
+
+    Attributes:
+        hashes: of these consecutive blocks, by the sender's own function.
+        parent: hash of the block before them; None at the beginning of a sequence.
+        token_ids: of all these blocks together; fewer (or none) where the sender hides them.
+        block_size: tokens in a block.
+        medium: tier, as the sender names it; None means the device.
+        salt: cache salt of the sequence; known only where its first block is among these.
+        lora: name of the adapter.
+    """
+
+    hashes: tuple[WireHash, ...]
+    parent: WireHash | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    medium: str | None = None
+    salt: str | None = None
+    lora: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Blocks that can no longer be hit. `medium` None means the device."""
+
+    hashes: tuple[WireHash, ...]
+    medium: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The whole cache was emptied."""
+
+
+WireEvent: TypeAlias = Stored | Removed | Cleared
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Events that one engine step caused.
+
+    Attributes:
+        ts: Unix time in seconds at the sender.
+        events: in order.
+        rank: data parallel rank; None when not said.
+    """
+
+    ts: float
+    events: tuple[WireEvent, ...] = field(default_factory=tuple)
+    rank: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder()
+#: Order of the fields of the array shape, after the type.
+_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+           "lora_name", "extra_keys")  # fmt: skip
+_REMOVED = ("block_hashes", "medium")
+
+
+def wire_hashes(hashes: BlockHashes) -> list[int]:
+    """Return the low 64 bits of each 128-bit hash, unsigned; `hashes` has shape (n, 2)."""
+    low: list[int] = hashes[:, 1].tolist()
+    return low
+
+
+def stored_map(
+    event: BlockStored, token_ids: Sequence[int], block_size: int, salt: str | None
+) -> dict[str, Any]:
+    """Return the map of a core event.
+
+    Args:
+        event: from the EngineCore.
+        token_ids: of all blocks of the event, `blocks * block_size` of them.
+        block_size: tokens in a block.
+        salt: cache salt of the request; travels with its first block only.
+    """
+    hashes = wire_hashes(event.hashes)
+    salted = salt is not None and event.first == 0
+    parent = wire_hashes(event.parent)
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent[0] if parent else None,
+        "token_ids": token_ids,
+        "block_size": block_size,
+        "lora_id": None,
+        "medium": event.medium.value,
+        "lora_name": None,
+        "extra_keys": [[salt] if salted else None] + [None] * (len(hashes) - 1),
+        "group_idx": 0,
+    }
+
+
+def removed_map(event: BlockRemoved) -> dict[str, Any]:
+    """Return the map of a core event."""
+    return {
+        "type": "BlockRemoved",
+        "block_hashes": wire_hashes(event.hashes),
+        "medium": event.medium.value,
+        "group_idx": 0,
+    }
+
+
+def cleared_map(_: AllBlocksCleared) -> dict[str, Any]:
+    """Return the map of a core event."""
+    return {"type": "AllBlocksCleared"}
+
+
+def encode_batch(ts: float, events: list[dict[str, Any]], rank: int = 0) -> bytes:
+    """Encode a payload; `ts` is Unix time in seconds."""
+    return _encoder.encode([ts, events, rank])
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """Decode a payload of vLLM, SGLang or Pigou, of either shape.
+
+    Raises:
+        EventError: it is not `[timestamp, [events], rank?]`, or an event lacks a field.
+    """
+    try:
+        raw = _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise EventError(f"not MessagePack: {error}") from None
+    if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[1], list):
+        raise EventError("a batch is [timestamp, [events], rank?]")
+    if not isinstance(raw[0], int | float):
+        raise EventError(f"timestamp is {raw[0]!r}; it must be a number")
+    events = tuple(event for item in raw[1] if (event := _event(item)) is not None)
+    rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
+    return Batch(float(raw[0]), events, rank)
+
+
+def sequence_frame(number: int) -> bytes:
+    """Return the frame of a sequence number (u64, big-endian)."""
+    return number.to_bytes(8, "big")
+
+
+def sequence_number(frame: bytes) -> int | None:
+    """Return the number of a sequence frame; None for the end of a replay.
+
+    Raises:
+        EventError: the frame has not 8 bytes.
+    """
+    if len(frame) != 8:
+        raise EventError(f"a sequence number has 8 bytes, this frame has {len(frame)}")
+    return None if frame == END_OF_REPLAY else int.from_bytes(frame, "big")
+
+
+def _event(item: Any) -> WireEvent | None:
+    """Return the event; None for a type that is not known."""
+    if isinstance(item, dict):
+        kind, fields = item.get("type"), item
+    elif isinstance(item, list) and item:
+        kind = item[0]
+        names = _STORED if kind == "BlockStored" else _REMOVED
+        fields = dict(zip(names, item[1:], strict=False))
+    else:
+        raise EventError(f"an event is a map or a non-empty array, not {item!r}")
+    if kind == "AllBlocksCleared":
+        return Cleared()
+    if kind not in ("BlockStored", "BlockRemoved"):
+        return None
+    hashes = tuple(_hash(value) for value in _list(fields, "block_hashes"))
+    medium = fields.get("medium")
+    if kind == "BlockRemoved":
+        return Removed(hashes, medium)
+    parent = fields.get("parent_block_hash")
+    size = fields.get("block_size")
+    if not isinstance(size, int) or size < 1:
+        raise EventError(f"block_size is {size!r}; it must be a positive integer")
+    return Stored(
+        hashes=hashes,
+        parent=None if parent is None else _hash(parent),
+        token_ids=tuple(_list(fields, "token_ids")),
+        block_size=size,
+        medium=medium,
+        salt=_salt(fields),
+        lora=fields.get("lora_name"),
+    )
+
+
+def _list(fields: dict[str, Any], name: str) -> list[Any]:
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise EventError(f"{name} is {value!r}; it must be a list")
+    return value
+
+
+def _hash(value: Any) -> WireHash:
+    if isinstance(value, int):
+        return value & 0xFFFF_FFFF_FFFF_FFFF  # some engines send it signed
+    if isinstance(value, bytes):
+        return value
+    raise EventError(f"a block hash is an integer or bytes, not {value!r}")
+
+
+def _salt(fields: dict[str, Any]) -> str | None:
+    """Return SGLang's `cache_salt`, or the salt that vLLM puts among the first block's keys."""
+    salt = fields.get("cache_salt")
+    if isinstance(salt, str):
+        return salt
+    keys = fields.get("extra_keys")
+    if isinstance(keys, list) and keys and isinstance(keys[0], list):
+        texts = [key for key in keys[0] if isinstance(key, str)]
+        return texts[-1] if texts else None
+    return None

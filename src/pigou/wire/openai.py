@@ -1,0 +1,200 @@
+"""Bodies of the OpenAI API, with the fields that vLLM adds and the few that Pigou adds.
+
+Unknown fields are refused by name. `None` means "not given" everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from pigou.wire.errors import decode_error
+
+Number: TypeAlias = float
+TokenIds: TypeAlias = list[int]
+#: Text, several texts, token ids, or several lists of them; told apart by `pigou.wire.checks`.
+Prompt: TypeAlias = str | list[str | int | list[int]]
+NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
+_B = TypeVar("_B")
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A JSON object that refuses what it does not know."""
+
+
+class StreamOptions(_Body):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(_Body):
+    """`json_schema` of a response format; `strict` is always on, output never leaves the schema."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """OpenAI's way to ask for structured output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Body):
+    """vLLM's way to ask for structured output: exactly one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GenerationRequest(_Body, kw_only=True):
+    """What completions and chat requests have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, Number] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # How the server treats it.
+    priority: int | None = None
+    deadline_ms: int | None = None
+    request_id: NonEmpty | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    resume_tokens: int | None = None
+    # Without meaning here: accepted, because clients send them, and not used.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    spaces_between_special_tokens: bool | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """Body of `POST /v1/completions`."""
+
+    prompt: Prompt
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions`.
+
+    Attributes:
+        messages: as in the OpenAI API; further keys of a message reach the chat template.
+        prompt_token_ids: the rendered and tokenized messages; whoever sends it (a gateway)
+            spares the worker both.
+    """
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    prompt_token_ids: TokenIds | None = None
+    parallel_tool_calls: bool | None = None  # without meaning while tools are refused
+
+
+class TokenizeRequest(_Body, kw_only=True):
+    """Body of `POST /tokenize`: `prompt`, or `messages` that the template renders first."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Body, kw_only=True):
+    """Body of `POST /detokenize`."""
+
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
+    model: str | None = None
+
+
+#: Fields that are accepted and have no effect.
+WITHOUT_MEANING = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "spaces_between_special_tokens",
+    "parallel_tool_calls",
+)
+
+_completion = msgspec.json.Decoder(CompletionRequest)
+_chat = msgspec.json.Decoder(ChatRequest)
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    """Decode a completions body; raise `APIError` 400 that names the field at fault."""
+    return _decode(_completion, body)
+
+
+def decode_chat(body: bytes) -> ChatRequest:
+    """Decode a chat body; raise `APIError` 400 that names the field at fault."""
+    return _decode(_chat, body)
+
+
+def decode_tokenize(body: bytes) -> TokenizeRequest:
+    """Decode a tokenize body; raise `APIError` 400 that names the field at fault."""
+    return _decode(_tokenize, body)
+
+
+def decode_detokenize(body: bytes) -> DetokenizeRequest:
+    """Decode a detokenize body; raise `APIError` 400 that names the field at fault."""
+    return _decode(_detokenize, body)
+
+
+def _decode(decoder: msgspec.json.Decoder[_B], body: bytes) -> _B:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise decode_error(error, body) from None

@@ -1,0 +1,346 @@
+"""Bodies of replies, whole and in chunks, in the shapes of vLLM's OpenAI server.
+
+Chunks are encoded around fixed bytes that are made once a stream: what changes is the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from pigou.wire.sse import frame
+
+Json: TypeAlias = dict[str, Any]
+#: Goes into every reply, as an OpenAI server says which build answered.
+FINGERPRINT = "pigou-0.1"
+
+encode = msgspec.json.encode
+
+
+class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """Token counts of a reply: each prompt once, the outputs of all choices summed."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+def usage(prompt: int, completion: int, cached: int | None = None) -> Usage:
+    """Return the usage; `cached` are the prompt tokens that were not computed, None hides them."""
+    details = None if cached is None else PromptTokensDetails(cached)
+    return Usage(prompt, prompt + completion, completion, details)
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """One token and its log-probability.
+
+    Attributes:
+        id: of the token.
+        token: the text that it added; "" while a character is incomplete.
+        logprob: natural logarithm of its probability.
+        rank: 1 for the most probable.
+        bytes: of the text.
+    """
+
+    id: int
+    token: str
+    logprob: float
+    rank: int = 0
+    bytes: list[int] = msgspec.field(default_factory=list)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """A token that was sampled (or is in the prompt), and the most probable ones in its place.
+
+    Attributes:
+        chosen: None for the first token of a prompt, which nothing predicts.
+        top: most probable first.
+        text: the chosen token's.
+    """
+
+    chosen: Logprob | None
+    top: list[Logprob]
+    text: str
+
+
+def completion_logprobs(tokens: list[TokenLogprobs], offset: int) -> Json:
+    """Return `logprobs` of a completion's choice; `offset` is where the first token's text is."""
+    offsets, position = [], offset
+    for token in tokens:
+        offsets.append(position)
+        position += len(token.text)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [token.chosen and token.chosen.logprob for token in tokens],
+        "tokens": [token.text for token in tokens],
+        "top_logprobs": [_top(token) for token in tokens],
+    }
+
+
+def _top(token: TokenLogprobs) -> dict[str, float] | None:
+    if token.chosen is None:
+        return None
+    top = {token.text: token.chosen.logprob}
+    for other in token.top:
+        top.setdefault(other.token, other.logprob)
+    return top
+
+
+def chat_logprobs(tokens: list[TokenLogprobs]) -> Json:
+    """Return `logprobs` of a chat choice."""
+    return {"content": [_chat_token(token) for token in tokens if token.chosen is not None]}
+
+
+def _chat_token(token: TokenLogprobs) -> Json:
+    chosen = token.chosen
+    assert chosen is not None
+    return {
+        "token": chosen.token,
+        "logprob": chosen.logprob,
+        "bytes": chosen.bytes,
+        "top_logprobs": [
+            {"token": other.token, "logprob": other.logprob, "bytes": other.bytes}
+            for other in token.top
+        ],
+    }
+
+
+def prompt_logprobs(tokens: list[TokenLogprobs]) -> list[Json | None]:
+    """Return `prompt_logprobs`: per token of the prompt, a map from token id."""
+    found: list[Json | None] = []
+    for token in tokens:
+        if token.chosen is None:
+            found.append(None)
+            continue
+        entries = {token.chosen.id: token.chosen} | {other.id: other for other in token.top}
+        found.append(
+            {
+                str(entry.id): {
+                    "logprob": entry.logprob,
+                    "rank": entry.rank,
+                    "decoded_token": entry.token,
+                }
+                for entry in entries.values()
+            }
+        )
+    return found
+
+
+def completion_choice(
+    index: int,
+    text: str,
+    finish: str | None,
+    stop: str | int | None,
+    *,
+    logprobs: Json | None = None,
+    token_ids: list[int] | None = None,
+    prompt_token_ids: list[int] | None = None,
+    prompt_logprobs: list[Json | None] | None = None,
+) -> Json:
+    """Return one choice of a whole completion."""
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": finish,
+        "stop_reason": stop,
+        "token_ids": token_ids,
+        "prompt_logprobs": prompt_logprobs,
+        "prompt_token_ids": prompt_token_ids,
+    }
+
+
+def chat_choice(
+    index: int,
+    text: str,
+    finish: str | None,
+    stop: str | int | None,
+    *,
+    logprobs: Json | None = None,
+    token_ids: list[int] | None = None,
+) -> Json:
+    """Return one choice of a whole chat completion."""
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": finish,
+        "stop_reason": stop,
+        "token_ids": token_ids,
+    }
+
+
+def completion(
+    id: str,
+    created: int,
+    model: str,
+    choices: list[Json],
+    *,
+    usage: Usage,
+    ticket: Json | None = None,
+) -> bytes:
+    """Encode a whole completion; `ticket` becomes `kv_transfer_params`."""
+    return encode(
+        {
+            "id": id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": FINGERPRINT,
+            "usage": usage,
+            "kv_transfer_params": ticket,
+        }
+    )
+
+
+def chat_completion(
+    id: str,
+    created: int,
+    model: str,
+    choices: list[Json],
+    *,
+    usage: Usage,
+    ticket: Json | None = None,
+    prompt_token_ids: list[int] | None = None,
+    prompt_logprobs: list[Json | None] | None = None,
+) -> bytes:
+    """Encode a whole chat completion; `ticket` becomes `kv_transfer_params`."""
+    return encode(
+        {
+            "id": id,
+            "object": "chat.completion",
+            "created": created,
+            "model": model,
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": FINGERPRINT,
+            "usage": usage,
+            "prompt_logprobs": prompt_logprobs,
+            "prompt_token_ids": prompt_token_ids,
+            "kv_transfer_params": ticket,
+        }
+    )
+
+
+class Chunk(msgspec.Struct):
+    """What changes from chunk to chunk of one choice.
+
+    Attributes:
+        text: new text, may be empty.
+        finish: why the choice ended, on its last chunk.
+        stop: the stop string or token id that ended it.
+        token_ids: new token ids, where the client wants them.
+        logprobs: of the new tokens, already in the shape of the API.
+        prompt_token_ids: on the first chunk, where the client wants them.
+        usage: running usage, where the client wants it.
+    """
+
+    text: str
+    finish: str | None = None
+    stop: str | int | None = None
+    token_ids: list[int] | None = None
+    logprobs: Json | None = None
+    prompt_token_ids: list[int] | None = None
+    usage: Usage | None = None
+
+
+class Stream:
+    """Encodes the chunks of one streamed reply (of one or more choices) as SSE frames."""
+
+    __slots__ = ("_bare", "_chat", "_heads", "_open")
+
+    def __init__(self, id: str, created: int, model: str, *, chat: bool) -> None:
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        fixed = {"id": id, "object": kind, "created": created, "model": model}
+        self._chat = chat
+        self._open = encode(fixed)[:-1] + b',"choices":['
+        self._bare = (
+            b'},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
+            if chat
+            else b',"logprobs":null,"finish_reason":null,"stop_reason":null,'
+            b'"prompt_token_ids":null,"token_ids":null}]}\n\n'
+        )
+        self._heads: dict[int, bytes] = {}
+
+    def _head(self, index: int) -> bytes:
+        """Return the bytes of a chunk up to where its text goes."""
+        head = self._heads.get(index)
+        if head is None:
+            text = b'"delta":{"content":' if self._chat else b'"text":'
+            head = b"data: " + self._open + b'{"index":' + str(index).encode() + b"," + text
+            self._heads[index] = head
+        return head
+
+    def text(self, index: int, text: str) -> bytes:
+        """Return the frame of a chunk that holds nothing but text: the common case."""
+        return self._head(index) + encode(text) + self._bare
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """Return the frame of a chunk."""
+        parts = [self._head(index), encode(chunk.text)]
+        if self._chat:
+            parts.append(b"}")
+        parts += [b',"logprobs":', encode(chunk.logprobs)]
+        parts += [b',"finish_reason":', encode(chunk.finish)]
+        if not self._chat or chunk.finish is not None:
+            parts += [b',"stop_reason":', encode(chunk.stop)]
+        if not self._chat:
+            parts += [b',"prompt_token_ids":', encode(chunk.prompt_token_ids)]
+        parts += [b',"token_ids":', encode(chunk.token_ids), b"}]"]
+        if chunk.finish is not None:
+            parts += [b',"system_fingerprint":', encode(FINGERPRINT)]
+        if chunk.usage is not None:
+            parts += [b',"usage":', encode(chunk.usage)]
+        parts.append(b"}\n\n")
+        return b"".join(parts)
+
+    def role(
+        self,
+        index: int,
+        prompt_token_ids: list[int] | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """Return the first frame of a chat choice, which says who speaks."""
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        rest: Json = {"prompt_token_ids": prompt_token_ids}
+        if usage is not None:
+            rest["usage"] = usage
+        return frame(self._open + encode(choice) + b"]," + encode(rest)[1:])
+
+    def usage(self, usage: Usage) -> bytes:
+        """Return the frame that closes a stream with its usage."""
+        rest = {"usage": usage, "system_fingerprint": FINGERPRINT}
+        return frame(self._open + b"]," + encode(rest)[1:])
+
+
+def models(name: str, root: str, created: int, max_model_len: int) -> bytes:
+    """Encode the reply of `GET /v1/models`: one model, under the name that requests use."""
+    return encode({"object": "list", "data": [model_card(name, root, created, max_model_len)]})
+
+
+def model_card(name: str, root: str, created: int, max_model_len: int) -> Json:
+    """Return the card of one model."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "pigou",
+        "root": root,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }

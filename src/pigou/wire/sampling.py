@@ -1,0 +1,151 @@
+"""From a checked request to `SamplingParams`, given the prompt's length and the model's limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pigou.sampling import SamplingParams
+from pigou.wire.checks import grammar
+from pigou.wire.errors import bad_request
+from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
+
+_N = TypeVar("_N", int, float)
+
+#: `max_tokens` of a completion that does not say (OpenAI's default).
+COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model allows.
+
+    Attributes:
+        max_model_len: most tokens of a sequence, prompt and output.
+        vocab_size: token ids are below this.
+    """
+
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Sampling that holds where a request says nothing (the model's generation config)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+def sampling_params(
+    request: GenerationRequest,
+    prompt_tokens: int,
+    limits: Limits,
+    defaults: Defaults,
+    seed: int,
+) -> SamplingParams:
+    """Return the sampling parameters of a request.
+
+    Args:
+        request: already through `pigou.wire.checks.check`.
+        prompt_tokens: of the original prompt, that is without resumed tokens.
+        limits: of the model.
+        defaults: of the model.
+        seed: used where the request has none.
+
+    Returns:
+        Parameters; `max_tokens` counts from the original prompt, and fits the context.
+
+    Raises:
+        APIError: 400, the request cannot fit, or names tokens outside the vocabulary.
+    """
+    most = max_tokens(request, prompt_tokens, limits.max_model_len)
+    least = request.min_tokens or 0
+    if least > most:
+        raise bad_request(
+            f"min_tokens is {least}; it must be at most max_tokens, which is {most} here.",
+            "min_tokens",
+        )
+    return SamplingParams(
+        max_tokens=most,
+        min_tokens=least,
+        temperature=_or(request.temperature, defaults.temperature),
+        top_k=max(0, _or(request.top_k, defaults.top_k)),
+        top_p=_or(request.top_p, defaults.top_p),
+        min_p=_or(request.min_p, defaults.min_p),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
+        seed=seed if request.seed is None else request.seed,
+        logprobs=logprobs(request),
+        prompt_logprobs=prompt_logprobs(request),
+        stop_token_ids=frozenset(_in_vocabulary(request, limits)),
+        ignore_eos=bool(request.ignore_eos),
+        logit_bias=_bias(request, limits),
+        grammar=grammar(request),
+    )
+
+
+def max_tokens(request: GenerationRequest, prompt_tokens: int, max_model_len: int) -> int:
+    """Return the output limit, cut to what the context leaves; raise `APIError` 400 if nothing."""
+    room = max_model_len - prompt_tokens
+    if room < 1:
+        raise bad_request(
+            f"The model's context is {max_model_len} tokens, and the prompt has {prompt_tokens}: "
+            "shorten it, so that at least one token of output fits.",
+            "messages" if isinstance(request, ChatRequest) else "prompt",
+        )
+    name, wanted = "max_tokens", request.max_tokens
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        name, wanted = "max_completion_tokens", request.max_completion_tokens
+    if wanted is None:
+        return room if isinstance(request, ChatRequest) else min(room, COMPLETION_TOKENS)
+    if wanted > max_model_len:
+        raise bad_request(
+            f"{name} is {wanted}; the model's context is {max_model_len} tokens: ask for fewer.",
+            name,
+        )
+    return min(wanted, room)
+
+
+def logprobs(request: GenerationRequest) -> int | None:
+    """Return how many alternatives to report beside each token; None for no report."""
+    if isinstance(request, ChatRequest):
+        return (request.top_logprobs or 0) if request.logprobs else None
+    return request.logprobs if isinstance(request, CompletionRequest) else None
+
+
+def prompt_logprobs(request: GenerationRequest) -> int | None:
+    """Return the same for tokens of the prompt; echo with logprobs wants them, too."""
+    if request.prompt_logprobs is None and isinstance(request, CompletionRequest) and request.echo:
+        return request.logprobs
+    return request.prompt_logprobs
+
+
+def _in_vocabulary(request: GenerationRequest, limits: Limits) -> list[int]:
+    ids = request.stop_token_ids or []
+    for token in ids:
+        if token >= limits.vocab_size:
+            raise bad_request(
+                f"stop_token_ids has {token}; the vocabulary has {limits.vocab_size} tokens.",
+                "stop_token_ids",
+            )
+    return ids
+
+
+def _bias(request: GenerationRequest, limits: Limits) -> dict[int, float]:
+    bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
+    for token in bias:
+        if token >= limits.vocab_size:
+            raise bad_request(
+                f"logit_bias has the token {token}; the vocabulary has {limits.vocab_size} tokens.",
+                "logit_bias",
+            )
+    return bias
+
+
+def _or(value: _N | None, default: _N) -> _N:
+    return default if value is None else value

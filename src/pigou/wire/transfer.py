@@ -1,0 +1,84 @@
+"""The two legs of prefill/decode over HTTP, as vLLM's connectors want them.
+
+Leg 1 goes to a prefill worker, which computes the prompt and answers with a `kv_transfer_params`
+dict. That dict is opaque: leg 2 carries it to a decode worker as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pigou.wire.errors import bad_request
+
+#: What asks a prefill worker to hold its blocks for another one.
+ASK: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+#: Fields that make no sense where one token is computed and thrown away.
+_DROPPED = ("stream_options", "min_tokens", "n", "logprobs", "top_logprobs", "prompt_logprobs",
+            "echo", "response_format", "structured_outputs", "stop", "resume_tokens")  # fmt: skip
+
+
+class _Ticketed(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+_reply = msgspec.json.Decoder(_Ticketed)
+
+
+def leg_one(body: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+    """Return the body for the prefill worker: one token, no stream, blocks held.
+
+    Args:
+        body: the client's request, decoded.
+        chat: whether it is a chat request, whose limit has a second name.
+    """
+    leg = {name: value for name, value in body.items() if name not in _DROPPED}
+    leg |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK)}
+    if chat:
+        leg["max_completion_tokens"] = 1
+    return leg
+
+
+def leg_two(body: Mapping[str, Any], ticket: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body for the decode worker: the client's, with the prefill worker's ticket."""
+    return {**body, "kv_transfer_params": ticket}
+
+
+def ticket(reply: bytes) -> dict[str, Any] | None:
+    """Return the `kv_transfer_params` of a prefill worker's JSON reply; None if it has none.
+
+    Raises:
+        msgspec.DecodeError: the reply is not JSON of that shape.
+    """
+    return _reply.decode(reply).kv_transfer_params
+
+
+def asks_to_hold(params: Mapping[str, Any] | None) -> bool:
+    """Whether this is leg 1: keep the blocks for another worker to pull."""
+    return params is not None and _flag(params, "do_remote_decode")
+
+
+def offers_blocks(params: Mapping[str, Any] | None) -> bool:
+    """Whether this is leg 2: another worker holds the prompt's blocks."""
+    return params is not None and _flag(params, "do_remote_prefill")
+
+
+def _flag(params: Mapping[str, Any], name: str) -> bool:
+    value = params.get(name, False)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise bad_request(
+            f"kv_transfer_params.{name} is {value!r}; it must be true or false.",
+            "kv_transfer_params",
+        )
+    return value
