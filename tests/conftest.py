@@ -1,0 +1,57 @@
+"""Fixtures that several test folders share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+#: Control tokens of the tokenizer of `model_folder`; their ids are 0 to 3.
+SPECIAL = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('role is ' + message['role']) }}{% endif %}"
+    "{{ '<|user|>' if message['role'] != 'assistant' else '<|assistant|>' }}"
+    "{{ message['content'] + eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog. Hello world, hello there!",
+    "Zażółć gęślą jaźń. Ünïcödé. 日本語の文字列と絵文字 😀🎉👩‍👩‍👧.",
+    "one two three four five six seven eight nine ten stop here STOP",
+)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model folder with a small byte-level tokenizer and no weights; context 2,048."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("model")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        "bos_token": SPECIAL[0],
+        "eos_token": {"content": SPECIAL[1], "special": True},
+        "chat_template": TEMPLATE,
+    }
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": backend.get_vocab_size(),
+        "max_position_embeddings": 2048,
+        "eos_token_id": 1,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
