@@ -1,0 +1,162 @@
+"""OfferBook: the blocks that a sender keeps for receivers, each offer under a lease."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pigou.request import NEVER, SECOND, Ints
+from pigou.worker.transfer.checksum import Checksums
+from pigou.worker.transfer.lease import LeaseTable
+from pigou.worker.transfer.outcome import Reason, TransferError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Offer:
+    """Blocks of one request that a receiver may take.
+
+    Attributes:
+        number: of the offer, unique in this book.
+        request: id of the request.
+        blocks: device blocks in prompt order, shape (n,).
+        tokens: tokens whose KV is in them.
+        secret: what a receiver must show.
+        checksums: of the blocks, valid once `ready` is set and `error` is empty.
+        error: why there are no checksums.
+        ready: set when the checksums are there, or never will be.
+    """
+
+    number: int
+    request: str
+    blocks: Ints
+    tokens: int
+    secret: str = field(default_factory=lambda: secrets.token_hex(16))
+    checksums: Checksums | None = None
+    error: str = ""
+    ready: threading.Event = field(default_factory=threading.Event)
+
+
+class OfferBook:
+    """Offers by request id; every offer is released exactly once, by one call of `on_release`."""
+
+    def __init__(self, lease: int, max_hold: int, on_release: Callable[[str], None]) -> None:
+        """Begin with no offers.
+
+        Args:
+            lease: term of a lease, in nanoseconds.
+            max_hold: longest life of an offer, in nanoseconds.
+            on_release: called with the request's id, from any thread, when its blocks are free.
+        """
+        self._leases = LeaseTable(lease, max_hold)
+        self._offers: dict[str, Offer] = {}
+        self._numbers: dict[int, Offer] = {}
+        self._next = 0
+        self._on_release = on_release
+        self._change = threading.Condition()
+        self._closed = False
+
+    def __len__(self) -> int:
+        with self._change:
+            return len(self._offers)
+
+    def add(self, request: str, blocks: Ints, tokens: int) -> Offer:
+        """Begin an offer.
+
+        Raises:
+            ValueError: the request has an offer already.
+            TransferError: CLOSED.
+        """
+        with self._change:
+            if self._closed:
+                raise TransferError(Reason.CLOSED, "the sender is closed")
+            if request in self._offers:
+                raise ValueError(f"request {request!r} is offered already")
+            offer = Offer(self._next, request, blocks, tokens)
+            self._next += 1
+            self._leases.grant(offer.number, time.monotonic_ns())
+            self._offers[request] = self._numbers[offer.number] = offer
+            self._change.notify()
+            return offer
+
+    def find(self, request: str, secret: str) -> Offer:
+        """Return an offer that is still held, its lease renewed.
+
+        Raises:
+            TransferError: UNKNOWN, when there is none or the secret is not its own.
+        """
+        with self._change:
+            offer = self._offers.get(request)
+        known = offer is not None and hmac.compare_digest(offer.secret.encode(), secret.encode())
+        if offer is None or not known or not self.keep(offer):
+            raise TransferError(Reason.UNKNOWN, "no such offer: taken, expired or never made")
+        return offer
+
+    def keep(self, offer: Offer) -> bool:
+        """Renew the offer's lease; False when it was lost, and its bytes mean nothing any more."""
+        with self._change:
+            return self._leases.renew(offer.number, time.monotonic_ns())
+
+    def finish(self, offer: Offer) -> bool:
+        """Release the offer's blocks; whether they were held until now."""
+        with self._change:
+            held = self._leases.renew(offer.number, time.monotonic_ns())
+            ended = self._leases.end(offer.number)
+            if ended:
+                self._forget(offer)
+        if ended:
+            self._released(offer)
+        return held
+
+    def release(self, request: str) -> bool:
+        """Release the blocks of a request, if they are held; whether it was this call that did."""
+        with self._change:
+            offer = self._offers.get(request)
+            if offer is None or not self._leases.end(offer.number):
+                return False
+            self._forget(offer)
+        self._released(offer)
+        return True
+
+    def reap(self) -> None:
+        """Release what expires, as it expires; returns after `close`."""
+        while True:
+            with self._change:
+                if self._closed:
+                    return
+                now = time.monotonic_ns()
+                past = [self._numbers[number] for number in self._leases.expire(now)]
+                for offer in past:
+                    self._forget(offer)
+                if not past:
+                    expiry = self._leases.next_expiry()
+                    self._change.wait(None if expiry == NEVER else (expiry - now) / SECOND)
+            for offer in past:
+                log.warning("blocks of request %s expired before they were taken", offer.request)
+                self._released(offer)
+
+    def close(self) -> None:
+        """Release every offer, take no more, and let `reap` return."""
+        with self._change:
+            self._closed = True
+            left = [offer for offer in self._offers.values() if self._leases.end(offer.number)]
+            for offer in left:
+                self._forget(offer)
+            self._change.notify_all()
+        for offer in left:
+            self._released(offer)
+
+    def _forget(self, offer: Offer) -> None:
+        del self._offers[offer.request], self._numbers[offer.number]
+
+    def _released(self, offer: Offer) -> None:
+        try:
+            self._on_release(offer.request)
+        except Exception:
+            log.exception("on_release failed for request %s", offer.request)

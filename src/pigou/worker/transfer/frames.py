@@ -1,0 +1,198 @@
+"""Frames of the side channel: a length (4 bytes, big-endian), then a tagged MessagePack map.
+
+```
+receiver                        sender
+Open      ------------------->          which blocks, by which backend
+          <-------------------  Grant   checksums, and what the backend needs; or Refuse
+          <-------------------  Data    tcp only, repeated: a count, then that many blocks, raw
+Renew     ------------------->          shm only, while it copies
+Done      ------------------->          all is taken: release
+          <-------------------  Confirm whether the lease held until now
+Decline   ------------------->          instead of Open: release, nothing is wanted
+          <-------------------  Confirm
+```
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from pigou.request import SECOND
+from pigou.worker.transfer.outcome import Reason, TransferError
+
+#: Longest frame that a sender reads.
+MAX_REQUEST = 64 << 10
+_LENGTH = struct.Struct("!I")
+#: Buffers that one system call takes.
+_IOV_MAX = 512
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """Asks for blocks `first` to `first + count` of an offer."""
+
+    engine: str
+    request: str
+    secret: str
+    layout: str
+    first: int
+    count: int
+    backend: str
+
+
+class Decline(msgspec.Struct, frozen=True, tag="decline"):
+    """Tells that an offer is not wanted."""
+
+    engine: str
+    request: str
+    secret: str
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """Tells that the receiver is still copying."""
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Tells that the receiver has what it wants; `blocks` of it are verified."""
+
+    blocks: int
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
+    """Gives the blocks.
+
+    Attributes:
+        checksums: of each block, uint64, little-endian, concatenated.
+        details: what the backend's receiving end needs to know.
+        patience: seconds that the sender waits for a sign of life.
+    """
+
+    checksums: bytes
+    details: dict[str, bytes | int]
+    patience: float
+
+
+class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
+    """Gives nothing, or no more, and says why."""
+
+    reason: str
+    detail: str
+
+
+class Data(msgspec.Struct, frozen=True, tag="data"):
+    """Announces this many blocks, raw, right behind this frame."""
+
+    blocks: int
+
+
+class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
+    """Tells whether the lease held until the blocks were released."""
+
+    held: bool
+
+
+Request: TypeAlias = Open | Decline | Renew | Done
+Reply: TypeAlias = Grant | Refuse | Data | Confirm
+_Frame = TypeVar("_Frame")
+
+_encode = msgspec.msgpack.Encoder().encode
+REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+class Link:
+    """One connection of the side channel; every wait is bounded by `timeout` (nanoseconds)."""
+
+    def __init__(self, sock: socket.socket, timeout: int) -> None:
+        self._sock = sock
+        self._timeout = timeout
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, frame: Request | Reply, payload: Sequence[memoryview] = ()) -> None:
+        """Send a frame and the raw buffers behind it, without copying those."""
+        body = _encode(frame)
+        head = memoryview(_LENGTH.pack(len(body)) + body)
+        self._send_all([head, *payload])
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[_Frame], limit: int) -> _Frame:
+        """Receive one frame.
+
+        Raises:
+            TransferError: CUT, TIMEOUT, or PROTOCOL (longer than `limit` bytes, or no such frame).
+        """
+        head = bytearray(_LENGTH.size)
+        self.receive_into([memoryview(head)])
+        (length,) = _LENGTH.unpack(head)
+        if length > limit:
+            raise TransferError(Reason.PROTOCOL, f"a frame of {length} bytes; at most {limit}")
+        body = bytearray(length)
+        self.receive_into([memoryview(body)])
+        try:
+            return decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise TransferError(Reason.PROTOCOL, f"no such frame: {error}") from error
+
+    def receive_into(self, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers in order.
+
+        Raises:
+            TransferError: CUT, or TIMEOUT when they are not full in time.
+        """
+        left = [buffer for buffer in buffers if buffer.nbytes]
+        deadline = time.monotonic_ns() + self._timeout
+        while left:
+            self._patience(deadline)
+            try:
+                count = self._sock.recvmsg_into(left[:_IOV_MAX])[0]
+            except OSError as error:
+                raise _failure(error) from error
+            if count == 0:
+                raise TransferError(Reason.CUT, "the peer closed the connection")
+            left = _beyond(left, count)
+
+    def _send_all(self, buffers: Sequence[memoryview]) -> None:
+        left = [buffer for buffer in buffers if buffer.nbytes]
+        deadline = time.monotonic_ns() + self._timeout
+        while left:
+            self._patience(deadline)
+            try:
+                count = self._sock.sendmsg(left[:_IOV_MAX])
+            except OSError as error:
+                raise _failure(error) from error
+            left = _beyond(left, count)
+
+    def _patience(self, deadline: int) -> None:
+        seconds = (deadline - time.monotonic_ns()) / SECOND
+        if seconds <= 0:
+            raise TransferError(Reason.TIMEOUT, f"no end after {self._timeout / SECOND:g} s")
+        try:
+            self._sock.settimeout(seconds)
+        except OSError as error:
+            raise _failure(error) from error
+
+    def close(self) -> None:
+        """Close the connection, waking whoever waits for it."""
+        with suppress(OSError):  # the peer was faster
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+def _beyond(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What remains of the buffers after their first `count` bytes."""
+    for i, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[i + 1 :]]
+        count -= buffer.nbytes
+    return []
+
+
+def _failure(error: OSError) -> TransferError:
+    if isinstance(error, TimeoutError):
+        return TransferError(Reason.TIMEOUT, "the peer fell silent")
+    return TransferError(Reason.CUT, str(error))

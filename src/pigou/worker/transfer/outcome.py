@@ -1,0 +1,105 @@
+"""How a pull ended, and the counters of both sides."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why a pull brought all, or not all, of the blocks."""
+
+    OK = "ok"
+    BAD_PARAMS = "bad_params"
+    LAYOUT = "layout_mismatch"
+    UNKNOWN = "unknown_request"
+    EXPIRED = "lease_expired"
+    CORRUPT = "checksum_mismatch"
+    UNREACHABLE = "sender_unreachable"
+    CUT = "connection_lost"
+    TIMEOUT = "timeout"
+    PROTOCOL = "protocol_error"
+    STORE = "store_error"
+    BUSY = "busy"
+    CANCELLED = "cancelled"
+    CLOSED = "closed"
+
+
+class TransferError(Exception):
+    """A transfer that cannot go on: the reason, and a detail for the log."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else str(reason))
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a pull brought.
+
+    Attributes:
+        request: id of the request at the sender; empty when the ticket could not be read.
+        blocks: leading destination blocks that hold verified bytes.
+        tokens: tokens in those blocks (the last block of a prompt may be part full).
+        reason: why it ended there.
+        detail: for the log; empty when all went well.
+        backend: which moved the bytes; empty when none did.
+        bytes: bytes in `blocks`.
+        seconds: from the beginning of the pull (not counting its wait for a thread).
+    """
+
+    request: str
+    blocks: int
+    tokens: int
+    reason: Reason
+    detail: str = ""
+    backend: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since the start.
+
+    Attributes:
+        transfers: transfers that ended, well or not.
+        blocks: blocks that arrived verified (Receiver) or were taken and confirmed (Sender).
+        bytes: bytes in them.
+        seconds: sum of the transfers' durations.
+        failures: transfers that did not bring everything, by reason.
+    """
+
+    transfers: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+class Tally:
+    """Counters that several threads add to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = Stats()
+        self._failures: Counter[str] = Counter()
+
+    def add(self, blocks: int, size: int, seconds: float, reason: Reason) -> None:
+        """Count one transfer of `size` bytes in `seconds`."""
+        with self._lock:
+            was = self._stats
+            if reason is not Reason.OK:
+                self._failures[reason] += 1
+            self._stats = Stats(
+                was.transfers + 1, was.blocks + blocks, was.bytes + size, was.seconds + seconds
+            )
+
+    def stats(self) -> Stats:
+        """Return the counters as they are now."""
+        with self._lock:
+            was = self._stats
+            return Stats(was.transfers, was.blocks, was.bytes, was.seconds, dict(self._failures))

@@ -1,0 +1,240 @@
+"""Puller: one pull from its ticket to its outcome."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from pigou.request import SECOND, Ints
+from pigou.worker.transfer.config import TransferConfig
+from pigou.worker.transfer.frames import (
+    REPLIES,
+    Confirm,
+    Decline,
+    Done,
+    Grant,
+    Link,
+    Open,
+    Refuse,
+    Renew,
+)
+from pigou.worker.transfer.landing import Landing
+from pigou.worker.transfer.outcome import Outcome, Reason, TransferError
+from pigou.worker.transfer.store import BlockStore
+from pigou.worker.transfer.tcp import refusal
+from pigou.worker.transfer.ticket import Ticket
+from pigou.worker.transfer.transport import BackendUnavailable, Import
+
+log = logging.getLogger(__name__)
+
+#: Failures after which the sender is there, and is told to free the blocks.
+_TELL = {Reason.LAYOUT, Reason.BAD_PARAMS, Reason.CORRUPT, Reason.CANCELLED, Reason.STORE,
+         Reason.PROTOCOL}  # fmt: skip
+
+
+class Puller:
+    """Runs pulls for the threads of a Receiver; keeps the open connections, to cut at `close`."""
+
+    def __init__(
+        self, store: BlockStore, imports: Sequence[Import], config: TransferConfig
+    ) -> None:
+        """Prepare to pull into `store` by the first of `imports` that reaches the sender."""
+        self._store = store
+        self._imports = imports
+        self._config = config
+        self._lock = threading.Lock()
+        self._links: set[Link] = set()
+        self._closed = False
+
+    def pull(
+        self, ticket: Ticket, first: int, dest: Ints, cancelled: Callable[[], bool]
+    ) -> Outcome:
+        """Pull blocks `first` to `first + len(dest)`, and say how it ended; raises nothing."""
+        began = time.monotonic()
+        run = _Run(ticket, first, dest, cancelled)
+        try:
+            self._check(run)
+            self._by_any_backend(run)
+            reason, detail = Reason.OK, ""
+        except TransferError as error:
+            reason, detail = self._early(run, error)
+        except Exception as error:
+            log.exception("pull of request %s failed", ticket.remote_request_id)
+            reason, detail = self._early(run, TransferError(Reason.STORE, repr(error)))
+        blocks = run.blocks
+        tokens = min(ticket.remote_num_tokens, (first + blocks) * ticket.remote_block_size)
+        return Outcome(
+            request=ticket.remote_request_id,
+            blocks=blocks,
+            tokens=max(0, tokens - first * ticket.remote_block_size) if blocks else 0,
+            reason=Reason.CLOSED if self._closed and reason is not Reason.OK else reason,
+            detail=detail,
+            backend=run.backend,
+            bytes=blocks * self._store.layout.block_bytes,
+            seconds=time.monotonic() - began,
+        )
+
+    def decline(self, ticket: Ticket) -> bool:
+        """Tell the sender to free the blocks; whether they were held until then.
+
+        Raises:
+            TransferError: it could not be told, or holds them no more.
+        """
+        with self._connect(ticket) as link:
+            link.send(
+                Decline(ticket.remote_engine_id, ticket.remote_request_id, ticket.remote_secret)
+            )
+            return self._confirmed(link)
+
+    def close(self) -> None:
+        """Cut every connection, and open no more."""
+        with self._lock:
+            self._closed = True
+            links = list(self._links)
+        for link in links:
+            link.close()
+
+    def _check(self, run: _Run) -> None:
+        layout, ticket = self._store.layout, run.ticket
+        if ticket.remote_layout != layout.fingerprint():
+            raise TransferError(
+                Reason.LAYOUT,
+                f"the offered blocks have the layout {ticket.remote_layout}; here it is "
+                f"{layout.fingerprint()} ({layout}): both workers must serve the same model "
+                "with the same dtype and block size",
+            )
+        if run.first + len(run.dest) > ticket.blocks:
+            raise TransferError(
+                Reason.BAD_PARAMS,
+                f"blocks {run.first} to {run.first + len(run.dest)} are wanted; "
+                f"{ticket.blocks} are offered",
+            )
+
+    def _by_any_backend(self, run: _Run) -> None:
+        detail = f"the sender offers {run.ticket.remote_backends}"
+        for backend in self._imports:
+            if backend.name not in run.ticket.remote_backends or not backend.reaches(run.ticket):
+                continue
+            try:
+                self._by(backend, run)
+            except BackendUnavailable as error:
+                detail = f"{backend.name}: {error}"
+                log.warning("pull by %s is not possible: %s", backend.name, error)
+                continue
+            return
+        raise TransferError(Reason.UNREACHABLE, f"no backend reaches the sender; {detail}")
+
+    def _by(self, backend: Import, run: _Run) -> None:
+        with self._connect(run.ticket) as link:
+            grant = self._open(link, backend.name, run)
+            checksums = np.frombuffer(grant.checksums, dtype="<u8").astype(np.uint64)
+            run.backend, run.needs_confirmation = backend.name, backend.needs_confirmation
+            run.landing = Landing(self._store, run.dest, checksums, run.cancelled)
+            backend.fetch(link, grant, run.landing, _Renewal(link, grant.patience))
+            link.send(Done(run.landing.good))
+            run.confirmed = self._confirmed(link)
+            if not run.confirmed:
+                raise TransferError(Reason.EXPIRED, "the lease was lost during the pull")
+
+    def _open(self, link: Link, backend: str, run: _Run) -> Grant:
+        ticket, count = run.ticket, len(run.dest)
+        link.send(
+            Open(
+                engine=ticket.remote_engine_id,
+                request=ticket.remote_request_id,
+                secret=ticket.remote_secret,
+                layout=self._store.layout.fingerprint(),
+                first=run.first,
+                count=count,
+                backend=backend,
+            )
+        )
+        reply = link.receive(REPLIES, 4096 + 16 * count)
+        if isinstance(reply, Refuse):
+            raise refusal(reply)
+        if not isinstance(reply, Grant) or len(reply.checksums) != 8 * count:
+            raise TransferError(Reason.PROTOCOL, "the sender's answer is no grant of these blocks")
+        return reply
+
+    def _confirmed(self, link: Link) -> bool:
+        reply = link.receive(REPLIES, 4096)
+        if isinstance(reply, Refuse):
+            raise refusal(reply)
+        if not isinstance(reply, Confirm):
+            raise TransferError(Reason.PROTOCOL, f"{type(reply).__name__} out of turn")
+        return reply.held
+
+    def _early(self, run: _Run, error: TransferError) -> tuple[Reason, str]:
+        """End a pull that failed: free the sender's blocks, so that no lease has to run out."""
+        if error.reason in _TELL and not self._closed:
+            try:
+                run.confirmed = self.decline(run.ticket)
+            except TransferError as failure:
+                log.info("the sender could not be told: %s", failure)
+        return error.reason, error.detail
+
+    @contextmanager
+    def _connect(self, ticket: Ticket) -> Iterator[Link]:
+        address = (ticket.remote_host, ticket.remote_port)
+        try:
+            sock = socket.create_connection(address, self._config.timeout / SECOND)
+        except (OSError, UnicodeError) as error:
+            raise TransferError(
+                Reason.UNREACHABLE, f"{address[0]}:{address[1]}: {error}"
+            ) from error
+        link = Link(sock, self._config.timeout)
+        with self._lock:
+            self._links.add(link)
+            closed = self._closed
+        try:
+            if closed:
+                raise TransferError(Reason.CLOSED, "the receiver was closed")
+            yield link
+        finally:
+            with self._lock:
+                self._links.discard(link)
+            link.close()
+
+
+class _Run:
+    """What is known of a pull while it runs."""
+
+    def __init__(
+        self, ticket: Ticket, first: int, dest: Ints, cancelled: Callable[[], bool]
+    ) -> None:
+        self.ticket = ticket
+        self.first = first
+        self.dest = dest
+        self.cancelled = cancelled
+        self.backend = ""
+        self.needs_confirmation = False
+        self.confirmed = False
+        self.landing: Landing | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks that may be used."""
+        if self.landing is None or (self.needs_confirmation and not self.confirmed):
+            return 0
+        return self.landing.good
+
+
+class _Renewal:
+    """Sends a sign of life when a quarter of the sender's patience is over."""
+
+    def __init__(self, link: Link, patience: float) -> None:
+        self._link = link
+        self._every = patience / 4
+        self._last = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._last >= self._every:
+            self._link.send(Renew())
+            self._last = now

@@ -1,0 +1,183 @@
+"""Receiver: the decode side of a transfer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from pigou.request import Ints
+from pigou.worker.transfer.config import TransferConfig
+from pigou.worker.transfer.outcome import Outcome, Reason, Stats, Tally, TransferError
+from pigou.worker.transfer.pull import Puller
+from pigou.worker.transfer.shm import ShmImport
+from pigou.worker.transfer.store import BlockStore
+from pigou.worker.transfer.tcp import TcpImport
+from pigou.worker.transfer.ticket import read_ticket
+from pigou.worker.transfer.transport import Import
+
+log = logging.getLogger(__name__)
+
+OnDone: TypeAlias = Callable[[Outcome], None]
+#: Seconds after which an idle thread lets go of what belongs to dead senders.
+_SWEEP = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class Pull:
+    """A pull that was asked for."""
+
+    params: object
+    first: int
+    dest: Ints
+    done: OnDone | None
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        """Ask it to end early; `done` is still called, and the blocks are not free before."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was asked to end early."""
+        return self._cancelled.is_set()
+
+
+class Receiver:
+    """Pulls blocks that other workers offer, on threads of its own."""
+
+    def __init__(self, store: BlockStore, config: TransferConfig | None = None) -> None:
+        """Start the threads.
+
+        Args:
+            store: where pulled blocks are written.
+            config: limits.
+        """
+        self._config = config or TransferConfig()
+        self._store = store
+        self._tally = Tally()
+        kinds: dict[str, type[Import]] = {"shm": ShmImport, "tcp": TcpImport}
+        self._imports = [kinds[name]() for name in self._config.backends]
+        self._puller = Puller(store, self._imports, self._config)
+        self._wake = threading.Condition()
+        self._waiting: deque[Pull] = deque()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kv-pull-{i}", daemon=True)
+            for i in range(self._config.threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def pull(self, params: object, first: int, dest: Ints, done: OnDone) -> Pull:
+        """Pull blocks `first` to `first + len(dest)` of an offer into the blocks `dest`.
+
+        Args:
+            params: `kv_transfer_params` as they came; checked here, trusted in nothing.
+            first: index of the first block wanted, within the request.
+            dest: device blocks to fill, in order, shape (n,). Until `done` is called they belong
+                to the receiver, and hold garbage beyond `Outcome.blocks` afterwards.
+            done: called exactly once, from a thread of the receiver; or from this call when too
+                many pulls wait (BUSY) or the receiver is closed.
+
+        Raises:
+            ValueError: a destination block does not exist.
+        """
+        self._check(first, dest)
+        pull = Pull(params, first, dest.copy(), done)
+        with self._wake:
+            full = sum(p.done is not None for p in self._waiting) >= self._config.max_pending
+            refused = Reason.CLOSED if self._closed else Reason.BUSY if full else None
+            if refused is None:
+                self._waiting.append(pull)
+                self._wake.notify()
+        if refused is not None:
+            self._finish(pull, Outcome("", 0, 0, refused, "the pull was not begun"))
+        if refused is Reason.BUSY:
+            self.decline(params)
+        return pull
+
+    def decline(self, params: object) -> None:
+        """Tell the sender, in the background, that its blocks are not wanted."""
+        with self._wake:
+            if not self._closed:
+                self._waiting.append(Pull(params, 0, np.empty(0, dtype=np.int32), None))
+                self._wake.notify()
+
+    @property
+    def pending(self) -> int:
+        """Pulls and refusals that wait for a thread."""
+        with self._wake:
+            return len(self._waiting)
+
+    def stats(self) -> Stats:
+        """Counters of what was pulled."""
+        return self._tally.stats()
+
+    def close(self) -> None:
+        """End every pull (CLOSED) and thread. The store may go then."""
+        with self._wake:
+            self._closed = True
+            left = list(self._waiting)
+            self._waiting.clear()
+            self._wake.notify_all()
+        self._puller.close()
+        for thread in self._threads:
+            thread.join()
+        for pull in left:
+            self._finish(pull, Outcome("", 0, 0, Reason.CLOSED, "the receiver was closed"))
+
+    def _check(self, first: int, dest: Ints) -> None:
+        rows = self._store.as_bytes()
+        if first < 0 or (dest.size and dest.min() < 0):
+            raise ValueError("first and every destination block must be at least 0")
+        if rows is not None and dest.size and dest.max() >= len(rows):
+            raise ValueError(f"destination block {dest.max()} does not exist; {len(rows)} do")
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._waiting and not self._closed:
+                    if not self._wake.wait(_SWEEP):
+                        for backend in self._imports:
+                            backend.sweep()
+                if self._closed:
+                    return
+                pull = self._waiting.popleft()
+            if pull.done is None:
+                self._decline(pull)
+            else:
+                self._finish(pull, self._pull(pull))
+
+    def _pull(self, pull: Pull) -> Outcome:
+        try:
+            ticket = read_ticket(pull.params)
+        except TransferError as error:
+            return Outcome("", 0, 0, error.reason, error.detail)
+        return self._puller.pull(ticket, pull.first, pull.dest, lambda: pull.cancelled)
+
+    def _decline(self, pull: Pull) -> None:
+        try:
+            self._puller.decline(read_ticket(pull.params))
+        except TransferError as error:
+            log.info("an offer could not be declined, and will expire: %s", error)
+
+    def _finish(self, pull: Pull, outcome: Outcome) -> None:
+        if outcome.reason is not Reason.OK:
+            log.warning("pull of request %s: %s %s", *_words(outcome))
+        if pull.done is None:
+            return
+        self._tally.add(outcome.blocks, outcome.bytes, outcome.seconds, outcome.reason)
+        try:
+            pull.done(outcome)
+        except Exception:
+            log.exception("done failed for request %s", outcome.request)
+
+
+def _words(outcome: Outcome) -> tuple[str, str, str]:
+    return outcome.request or "(unknown)", outcome.reason, outcome.detail

@@ -1,0 +1,159 @@
+"""Sender: the prefill side of a transfer."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from pigou.request import SECOND, Ints
+from pigou.worker.transfer.book import Offer, OfferBook
+from pigou.worker.transfer.checksum import checksums_in
+from pigou.worker.transfer.config import TransferConfig
+from pigou.worker.transfer.memory import SharedMemory, host_id
+from pigou.worker.transfer.outcome import Stats, Tally
+from pigou.worker.transfer.server import SideChannel
+from pigou.worker.transfer.shm import ShmExport
+from pigou.worker.transfer.store import BlockStore
+from pigou.worker.transfer.tcp import TcpExport
+from pigou.worker.transfer.ticket import Ticket
+from pigou.worker.transfer.transport import Export
+
+log = logging.getLogger(__name__)
+
+
+class Sender:
+    """Offers blocks to other workers, each offer under a lease, and serves them.
+
+    Attributes:
+        engine_id: new at each start; a receiver's ticket for another is refused.
+        port: of the side channel.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        on_release: Callable[[str], None],
+        config: TransferConfig | None = None,
+        memory: SharedMemory | None = None,
+    ) -> None:
+        """Bind the side channel and start the threads.
+
+        Args:
+            store: the worker's KV blocks; offered blocks must not change while they are held.
+            on_release: called from a thread of the sender, exactly once for each offer, with the
+                request's id, when its blocks were taken, declined, released, or have expired.
+            config: limits.
+            memory: the shared memory that the blocks lie in; without it `shm` is not offered.
+
+        Raises:
+            OSError: the address cannot be bound.
+            ValueError: the blocks do not lie in `memory`.
+        """
+        self._config = config or TransferConfig()
+        self._store = store
+        self._fingerprint = store.layout.fingerprint()
+        self._host_id = host_id()
+        self._tally = Tally()
+        self.engine_id = str(uuid.uuid4())
+        self._exports = self._export(memory)
+        self._book = OfferBook(self._config.lease, self._config.max_hold, on_release)
+        self._offered: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
+        self._channel = SideChannel(
+            self._config,
+            engine=self.engine_id,
+            layout=store.layout,
+            book=self._book,
+            exports=self._exports,
+            tally=self._tally,
+        )
+        self.port = self._channel.port
+        self._threads = [
+            threading.Thread(target=self._hash, name="kv-checksum", daemon=True),
+            threading.Thread(target=self._book.reap, name="kv-lease", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def offer(self, request: str, blocks: Ints, tokens: int) -> dict[str, Any]:
+        """Keep blocks for another worker, and return the `kv_transfer_params` to pull them.
+
+        Returns at once: checksums are computed by a thread of the sender.
+
+        Args:
+            request: unique among the offers that are held.
+            blocks: device blocks in prompt order, at least one, shape (n,).
+            tokens: tokens whose KV is in them.
+
+        Raises:
+            ValueError: the request is offered already, or the blocks do not fit the tokens.
+            TransferError: CLOSED.
+        """
+        size = self._store.layout.block_size
+        if tokens < 1 or len(blocks) != -(-tokens // size):
+            raise ValueError(
+                f"{len(blocks)} blocks for {tokens} tokens; blocks of {size} tokens make it "
+                f"{-(-tokens // size)}"
+            )
+        offer = self._book.add(request, blocks.copy(), tokens)
+        self._offered.put(offer)
+        return self._ticket(offer).to_params()
+
+    def release(self, request: str) -> bool:
+        """Free a request's blocks now; False when they were free already."""
+        return self._book.release(request)
+
+    @property
+    def held(self) -> int:
+        """Offers that are held."""
+        return len(self._book)
+
+    def stats(self) -> Stats:
+        """Counters of what receivers took."""
+        return self._tally.stats()
+
+    def close(self) -> None:
+        """Release every offer, and end every connection and thread. The store may go then."""
+        self._book.close()
+        self._channel.close()
+        self._offered.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _export(self, memory: SharedMemory | None) -> dict[str, Export]:
+        exports: dict[str, Export] = {}
+        for name in self._config.backends:
+            if name == "tcp":
+                exports[name] = TcpExport(self._store)
+            elif memory is not None:
+                exports[name] = ShmExport(self._store, memory)
+        if not exports:
+            raise ValueError("backends is ['shm'], and no shared memory was given; also allow tcp")
+        return exports
+
+    def _ticket(self, offer: Offer) -> Ticket:
+        return Ticket(
+            remote_engine_id=self.engine_id,
+            remote_request_id=offer.request,
+            remote_host=self._config.advertise or self._config.host,
+            remote_port=self.port,
+            remote_host_id=self._host_id,
+            remote_num_tokens=offer.tokens,
+            remote_block_size=self._store.layout.block_size,
+            remote_layout=self._fingerprint,
+            remote_secret=offer.secret,
+            remote_backends=list(self._exports),
+            remote_lease_seconds=self._config.lease / SECOND,
+        )
+
+    def _hash(self) -> None:
+        while (offer := self._offered.get()) is not None:
+            try:
+                offer.checksums = checksums_in(self._store, offer.blocks)
+            except Exception as error:
+                log.exception("cannot read the blocks of request %s", offer.request)
+                offer.error = f"cannot read the blocks: {error!r}"
+            offer.ready.set()

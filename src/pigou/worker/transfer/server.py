@@ -1,0 +1,217 @@
+"""SideChannel: answers receivers, one thread a connection, every wait and every frame bounded."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+from pigou.kv.layout import KVLayout
+from pigou.request import SECOND
+from pigou.worker.transfer.book import Offer, OfferBook
+from pigou.worker.transfer.checksum import Checksums
+from pigou.worker.transfer.config import TransferConfig
+from pigou.worker.transfer.frames import (
+    MAX_REQUEST,
+    REQUESTS,
+    Confirm,
+    Decline,
+    Done,
+    Grant,
+    Link,
+    Open,
+    Refuse,
+    Renew,
+)
+from pigou.worker.transfer.outcome import Reason, Tally, TransferError
+from pigou.worker.transfer.transport import Export
+
+log = logging.getLogger(__name__)
+
+
+class SideChannel:
+    """The listening end of a Sender."""
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        *,
+        engine: str,
+        layout: KVLayout,
+        book: OfferBook,
+        exports: Mapping[str, Export],
+        tally: Tally,
+    ) -> None:
+        """Bind and begin to answer.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        self._config = config
+        self._engine = engine
+        self._layout = layout
+        self._book = book
+        self._exports = exports
+        self._tally = tally
+        self._lock = threading.Lock()
+        self._links: dict[Link, threading.Thread] = {}
+        self._closed = False
+        self._listener = _listen(config.host, config.port)
+        self.port: int = self._listener.getsockname()[1]
+        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """End every conversation and every thread."""
+        with self._lock:
+            self._closed = True
+            links = dict(self._links)
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` does not
+        except OSError:
+            log.debug("the listener was down already")
+        self._listener.close()
+        for link in links:
+            link.close()
+        for thread in [self._acceptor, *links.values()]:
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("cannot accept a receiver: %s", error)
+                time.sleep(0.05)  # out of file descriptors, mostly: let others end
+                continue
+            self._admit(Link(sock, min(self._config.timeout, self._config.lease)))
+
+    def _admit(self, link: Link) -> None:
+        thread = threading.Thread(target=self._serve, args=(link,), name="kv-serve", daemon=True)
+        with self._lock:
+            full = len(self._links) >= self._config.max_connections
+            if not full and not self._closed:
+                self._links[link] = thread
+                thread.start()
+                return
+        try:
+            link.send(Refuse(Reason.BUSY, "too many receivers at once"))
+        except TransferError as error:
+            log.debug("a receiver that was turned away left first: %s", error)
+        link.close()
+
+    def _serve(self, link: Link) -> None:
+        try:
+            self._converse(link)
+        except TransferError as error:
+            log.info("a receiver's conversation ended: %s", error)
+            self._refuse(link, error)
+        except Exception as error:
+            log.exception("a receiver's conversation failed")
+            self._refuse(link, TransferError(Reason.STORE, repr(error)))
+        finally:
+            link.close()
+            with self._lock:
+                self._links.pop(link, None)
+
+    def _refuse(self, link: Link, error: TransferError) -> None:
+        self._tally.add(0, 0, 0.0, error.reason)
+        if error.reason in (Reason.CUT, Reason.TIMEOUT):
+            return
+        try:
+            link.send(Refuse(error.reason, error.detail))
+        except TransferError as failure:
+            log.debug("the refusal did not arrive: %s", failure)
+
+    def _converse(self, link: Link) -> None:
+        request = link.receive(REQUESTS, MAX_REQUEST)
+        if not isinstance(request, Open | Decline):
+            raise TransferError(Reason.PROTOCOL, f"{type(request).__name__} out of turn")
+        if request.engine != self._engine:
+            raise TransferError(Reason.UNKNOWN, "another engine: this sender was restarted")
+        offer = self._book.find(request.request, request.secret)
+        if isinstance(request, Decline):
+            link.send(Confirm(self._book.finish(offer)))
+            return
+        self._give(link, request, offer)
+
+    def _give(self, link: Link, request: Open, offer: Offer) -> None:
+        began = time.monotonic()
+        export = self._check(request, offer)
+        checksums = self._checksums(offer)
+        span = slice(request.first, request.first + request.count)
+        blocks = offer.blocks[span]
+        patience = min(self._config.timeout, self._config.lease) / SECOND
+        raw = checksums[span].astype("<u8").tobytes()
+        link.send(Grant(raw, export.details(blocks), patience))
+        export.push(link, blocks, lambda: self._keep(offer))
+        done = self._await_done(link, offer)
+        taken = min(max(done.blocks, 0), len(blocks))
+        held = self._book.finish(offer)
+        self._tally.add(
+            taken,
+            taken * self._layout.block_bytes,
+            time.monotonic() - began,
+            Reason.OK if held else Reason.EXPIRED,
+        )
+        link.send(Confirm(held))
+
+    def _check(self, request: Open, offer: Offer) -> Export:
+        if request.layout != self._layout.fingerprint():
+            raise TransferError(
+                Reason.LAYOUT, f"the sender's blocks are {self._layout}; yours are not"
+            )
+        if request.first < 0 or request.count < 0:
+            raise TransferError(Reason.BAD_PARAMS, "first and count must be at least 0")
+        if request.first + request.count > len(offer.blocks):
+            raise TransferError(
+                Reason.BAD_PARAMS,
+                f"blocks {request.first} to {request.first + request.count} were asked for; "
+                f"{len(offer.blocks)} are offered",
+            )
+        export = self._exports.get(request.backend)
+        if export is None:
+            known = ", ".join(self._exports)
+            raise TransferError(
+                Reason.BAD_PARAMS, f"no backend {request.backend!r}; this sender has {known}"
+            )
+        return export
+
+    def _checksums(self, offer: Offer) -> Checksums:
+        if not offer.ready.wait(self._config.timeout / SECOND):
+            raise TransferError(Reason.TIMEOUT, "the checksums are not there yet")
+        if offer.checksums is None:
+            raise TransferError(Reason.STORE, offer.error)
+        return offer.checksums
+
+    def _await_done(self, link: Link, offer: Offer) -> Done:
+        while True:
+            request = link.receive(REQUESTS, MAX_REQUEST)
+            if isinstance(request, Done):
+                return request
+            if not isinstance(request, Renew):
+                raise TransferError(Reason.PROTOCOL, f"{type(request).__name__} out of turn")
+            self._keep(offer)
+
+    def _keep(self, offer: Offer) -> None:
+        if not self._book.keep(offer):
+            raise TransferError(Reason.EXPIRED, "the lease was lost")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener

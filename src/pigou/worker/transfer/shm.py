@@ -1,0 +1,121 @@
+"""The shared-memory backend: the receiver copies straight out of the sender's KV cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from pigou.request import Ints
+from pigou.worker.transfer.frames import Grant, Link
+from pigou.worker.transfer.landing import Landing, runs_of
+from pigou.worker.transfer.memory import SHARED_DIR, MappedMemory, SharedMemory, host_id
+from pigou.worker.transfer.outcome import Reason, TransferError
+from pigou.worker.transfer.store import BlockStore, Bytes
+from pigou.worker.transfer.ticket import Ticket
+from pigou.worker.transfer.transport import BackendUnavailable
+
+
+class ShmExport:
+    """The sender's end: tells where the blocks are, and moves nothing."""
+
+    name = "shm"
+
+    def __init__(self, store: BlockStore, memory: SharedMemory) -> None:
+        """Export a store whose blocks lie in `memory`.
+
+        Raises:
+            ValueError: they do not.
+        """
+        data = store.as_bytes()
+        offset = None if data is None else memory.offset_of(data)
+        if offset is None:
+            raise ValueError("the store's blocks do not lie in the shared memory that was given")
+        self._offset = offset
+        self._memory = memory
+
+    def details(self, blocks: Ints) -> dict[str, bytes | int]:
+        """Name, key and offset of the memory; the blocks' ids (int32, little-endian)."""
+        return {
+            "name": self._memory.name.encode(),
+            "key": self._memory.key.encode(),
+            "offset": self._offset,
+            "blocks": blocks.astype("<i4").tobytes(),
+        }
+
+    def push(self, link: Link, blocks: Ints, keep: Callable[[], None]) -> None:
+        """Nothing: the receiver reads by itself."""
+
+
+class ShmImport:
+    """The receiver's end: maps the sender's memory read-only, once, and copies out of it."""
+
+    name = "shm"
+    needs_confirmation = True
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: dict[tuple[str, str], MappedMemory] = {}
+        self._host = host_id()
+
+    def reaches(self, ticket: Ticket) -> bool:
+        """Whether the sender is on this machine and shares the file system in memory."""
+        return ticket.remote_host_id == self._host
+
+    def fetch(
+        self,
+        link: Link,  # noqa: ARG002
+        grant: Grant,
+        landing: Landing,
+        renew: Callable[[], None],
+    ) -> None:
+        """Copy chunk by chunk, each verified while it is still in the cache."""
+        rows, ids = self._source(grant, landing)
+        done = 0
+        while count := landing.chunk:
+            sources = runs_of(rows, ids[done : done + count])
+            _copy(sources, landing.targets(count))
+            landing.accept(count)
+            done += count
+            renew()
+
+    def sweep(self) -> None:
+        """Unmap memory whose file is gone: its creator is, and the memory would stay taken."""
+        with self._lock:
+            gone = [key for key in self._mapped if not (SHARED_DIR / key[0]).exists()]
+            for key in gone:
+                del self._mapped[key]
+
+    def _source(self, grant: Grant, landing: Landing) -> tuple[Bytes, Ints]:
+        name, key = grant.details.get("name"), grant.details.get("key")
+        offset, raw = grant.details.get("offset"), grant.details.get("blocks")
+        if not (isinstance(name, bytes) and isinstance(key, bytes) and isinstance(offset, int)):
+            raise TransferError(Reason.PROTOCOL, "the grant names no shared memory")
+        if not isinstance(raw, bytes) or len(raw) != 4 * landing.left:
+            raise TransferError(Reason.PROTOCOL, "the grant does not list the blocks")
+        try:
+            rows = self._map(name.decode(), key.decode()).blocks(offset, landing.block_bytes)
+        except (OSError, ValueError) as error:
+            raise BackendUnavailable(str(error)) from error
+        ids = np.frombuffer(raw, dtype="<i4").astype(np.int32)
+        if ids.size and not (ids.min() >= 0 and ids.max() < len(rows)):
+            raise TransferError(Reason.PROTOCOL, "a block lies outside the shared memory")
+        return rows, ids
+
+    def _map(self, name: str, key: str) -> MappedMemory:
+        with self._lock:
+            if (name, key) not in self._mapped:
+                self._mapped[name, key] = MappedMemory(name, key)
+            return self._mapped[name, key]
+
+
+def _copy(sources: list[Bytes], targets: list[Bytes]) -> None:
+    """Copy rows of the one list of runs to rows of the other, in order."""
+    if len(sources) == len(targets) == 1:
+        np.copyto(targets[0], sources[0])
+        return
+    rows = (row for run in sources for row in run)
+    for target in targets:
+        for row in target:
+            np.copyto(row, next(rows))

@@ -1,0 +1,89 @@
+"""The TCP backend: the sender streams blocks over the side channel, scattered into place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pigou.request import Ints
+from pigou.worker.transfer.frames import REPLIES, Data, Grant, Link, Refuse
+from pigou.worker.transfer.landing import Landing, runs_of
+from pigou.worker.transfer.outcome import Reason, TransferError
+from pigou.worker.transfer.store import BlockStore, Bytes
+from pigou.worker.transfer.ticket import Ticket
+
+#: Bytes that follow one Data frame, when blocks are smaller than that.
+MESSAGE_BYTES = 1 << 20
+#: Longest frame between two messages.
+_MAX_FRAME = 4096
+
+
+class TcpExport:
+    """The sender's end: streams blocks straight out of the cache where it is host memory."""
+
+    name = "tcp"
+
+    def __init__(self, store: BlockStore) -> None:
+        """Export a store, in whatever memory it is."""
+        self._store = store
+        self._step = max(1, MESSAGE_BYTES // store.layout.block_bytes)
+
+    def details(self, blocks: Ints) -> dict[str, bytes | int]:  # noqa: ARG002
+        """Nothing: the blocks come by themselves."""
+        return {}
+
+    def push(self, link: Link, blocks: Ints, keep: Callable[[], None]) -> None:
+        """Send every block; each message's bytes are valid as the lease held after it."""
+        rows = self._store.as_bytes()
+        for i in range(0, len(blocks), self._step):
+            ids = blocks[i : i + self._step]
+            runs = [self._store.read(ids)] if rows is None else runs_of(rows, ids)
+            keep()
+            link.send(Data(len(ids)), [_flat(run) for run in runs])
+
+
+class TcpImport:
+    """The receiver's end: receives straight into the cache where it is host memory."""
+
+    name = "tcp"
+    needs_confirmation = False
+
+    def reaches(self, ticket: Ticket) -> bool:  # noqa: ARG002
+        """Always: the side channel is reached, or nothing is."""
+        return True
+
+    def fetch(
+        self,
+        link: Link,
+        grant: Grant,  # noqa: ARG002
+        landing: Landing,
+        renew: Callable[[], None],  # noqa: ARG002
+    ) -> None:
+        """Receive until every block is there."""
+        while landing.left:
+            reply = link.receive(REPLIES, _MAX_FRAME)
+            if isinstance(reply, Refuse):
+                raise refusal(reply)
+            if not isinstance(reply, Data) or not 0 < reply.blocks <= landing.left:
+                raise TransferError(Reason.PROTOCOL, f"{type(reply).__name__} out of turn")
+            self._message(link, reply.blocks, landing)
+
+    def sweep(self) -> None:
+        """Nothing is kept between pulls."""
+
+    def _message(self, link: Link, blocks: int, landing: Landing) -> None:
+        while blocks:
+            count = min(blocks, landing.chunk)
+            link.receive_into([_flat(run) for run in landing.targets(count)])
+            landing.accept(count)
+            blocks -= count
+
+
+def refusal(refuse: Refuse) -> TransferError:
+    """Return the error that a Refuse frame tells of; an unknown reason counts as PROTOCOL."""
+    known = refuse.reason in set(Reason)
+    reason = Reason(refuse.reason) if known else Reason.PROTOCOL
+    return TransferError(reason, refuse.detail[:500])
+
+
+def _flat(run: Bytes) -> memoryview:
+    return run.reshape(-1).data
