@@ -1,1 +1,1 @@
-"""Blocks of KV memory: who holds them, what they cost. No torch, no clock, no I/O."""
+"""Blocks of KV memory: who holds them, which are cached, and which go first. No torch."""

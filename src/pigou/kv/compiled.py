@@ -1,0 +1,53 @@
+"""The decorator of compiled kernels, and a writable place for what numba caches."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def cache_folder(package: Path) -> Path | None:
+    """Choose where compiled kernels are kept.
+
+    Args:
+        package: folder of the package; numba's own choice is its `__pycache__` folders.
+
+    Returns:
+        None where numba's own choice can be written, else the user's cache folder, or a folder
+        of the system's temporary one as the last resort.
+    """
+    if _writable(package / "__pycache__"):
+        return None
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    user = Path(home) / "pigou" / "numba"
+    if _writable(user):
+        return user
+    return Path(tempfile.gettempdir()) / f"pigou-numba-{os.getuid()}"
+
+
+if "NUMBA_CACHE_DIR" not in os.environ and (_folder := cache_folder(Path(__file__).parent)):
+    os.environ["NUMBA_CACHE_DIR"] = str(_folder)
+
+from numba import njit  # noqa: E402  (numba reads NUMBA_CACHE_DIR when it is imported)
+
+
+def kernel(function: Function) -> Function:
+    """Compile a function of arrays and integers to machine code, free of the GIL, and cache it.
+
+    numba notices a change of the file that a kernel is in, not of files whose kernels it calls:
+    kernels that call one another live in one file.
+    """
+    return cast(Function, njit(cache=True, nogil=True)(function))

@@ -1,0 +1,73 @@
+"""Keys of blocks: a keyed chain of 128-bit hashes over the full blocks of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.request import BlockHashes, no_hashes
+
+_BYTES = 16
+_PERSON = b"pigou-kv-block"
+
+Tokens = Sequence[int] | NDArray[np.integer]
+
+
+def chain(
+    tokens: Tokens, block_size: int, seed: bytes, parent: BlockHashes | None = None
+) -> BlockHashes:
+    """Hash the full blocks of a sequence, each together with all that comes before it.
+
+    A block's hash is BLAKE2b (RFC 7693) with 128 bits, keyed by `seed`, of the parent's hash and
+    the block's tokens as 32-bit little-endian integers. A different key gives unrelated hashes.
+
+    Args:
+        tokens: token ids, from the block after `parent` on; those of the last, partial block are
+            left out.
+        block_size: tokens in a block.
+        seed: the tenure's digest (`Tenure.digest`), 1 to 64 bytes.
+        parent: hash of the block before, shape (1, 2), to continue a chain; None, or shape
+            (0, 2), at the beginning.
+
+    Returns:
+        Hashes, shape (len(tokens) // block_size, 2); none is (0, 0).
+
+    Raises:
+        ValueError: `block_size` or the length of `seed` is out of range.
+        OverflowError: a token id is not in [0, 2^32).
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}; it must be at least 1")
+    if not 1 <= len(seed) <= 64:
+        raise ValueError(f"the seed has {len(seed)} bytes; it must have 1 to 64")
+    blocks = len(tokens) // block_size
+    if blocks == 0:
+        return no_hashes()
+    data = memoryview(_encode(tokens, blocks * block_size))
+    keyed = blake2b(digest_size=_BYTES, key=seed, person=_PERSON, salt=block_size.to_bytes(16))
+    width = 4 * block_size
+    digest = b"" if parent is None else parent.astype(">u8").tobytes()
+    digests = []
+    for start in range(0, blocks * width, width):
+        state = keyed.copy()
+        state.update(digest)
+        state.update(data[start : start + width])
+        digest = _not_zero(state.digest())
+        digests.append(digest)
+    hashes = np.frombuffer(b"".join(digests), dtype=">u8").reshape(blocks, 2)
+    return hashes.astype(np.uint64)
+
+
+def _encode(tokens: Tokens, count: int) -> bytes:
+    ids = np.asarray(tokens[:count], dtype=np.int64)
+    if ids.min() < 0 or ids.max() >= 2**32:
+        raise OverflowError(f"token ids {ids.min()} to {ids.max()}; they must be in [0, 2^32)")
+    return ids.astype("<u4").tobytes()
+
+
+def _not_zero(digest: bytes) -> bytes:
+    """Keep clear of the pair that means "no hash"."""
+    return digest if any(digest) else bytes(_BYTES - 1) + b"\1"

@@ -1,0 +1,71 @@
+"""The prefix cache: which blocks hold the KV of which prefix."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pigou.kv import kernels
+from pigou.kv.pool import BlockPool
+from pigou.request import BlockHashes, Ints
+
+
+class Match(NamedTuple):
+    """A cached prefix.
+
+    Attributes:
+        blocks: in order, shape (n,); valid until the next `match`.
+        idle: how many of them are free at present.
+    """
+
+    blocks: Ints
+    idle: int
+
+
+class Sealed(NamedTuple):
+    """What `PrefixCache.seal` did.
+
+    Attributes:
+        first: index of the first block that is newly cached.
+        new: how many are.
+        twins: whether a block of the range has its hash cached elsewhere.
+    """
+
+    first: int
+    new: int
+    twins: bool
+
+
+class PrefixCache:
+    """Hash to block, over the blocks of a pool. A block's parent is always cached, too."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._found: Ints = np.empty(pool.blocks, dtype=np.int32)
+
+    def match(self, hashes: BlockHashes, limit: int) -> Match:
+        """Find the longest cached prefix of `hashes[:limit]`, shape (n, 2)."""
+        if limit == 0:
+            return Match(self._found[:0], 0)
+        pool = self._pool
+        count, idle = kernels.match(
+            pool.meta, pool.keys, pool.slots, hashes, min(limit, pool.blocks), self._found
+        )
+        return Match(self._found[:count], idle)
+
+    def seal(self, table: Ints, hashes: BlockHashes, start: int, stop: int) -> Sealed:
+        """Cache the full blocks `table[start:stop]` of one sequence under its hashes.
+
+        Of two blocks with one hash the first stays cached, and the duplicate private. A block
+        without a hash, (0, 0), ends what is cached of its sequence.
+        """
+        pool = self._pool
+        return Sealed(
+            *kernels.seal(pool.meta, pool.keys, pool.slots, pool.counts, table, hashes, start, stop)
+        )
+
+    def clear(self) -> None:
+        """Forget all hashes; blocks and references stay."""
+        pool = self._pool
+        kernels.clear(pool.meta, pool.keys, pool.slots, pool.counts)
