@@ -2,40 +2,288 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from pigou.config import EngineConfig
-from pigou.engine.plan import Effects, Plan, Result
-from pigou.request import NEVER, Ints, Request
+from pigou.engine.draft import NO_FORESIGHT
+from pigou.engine.errors import (
+    DuplicateRequest,
+    OutOfTurn,
+    QueueFull,
+    RequestTooLarge,
+    UnknownLoad,
+)
+from pigou.engine.integrity import check_state
+from pigou.engine.plan import Effects, Plan, Result, Started
+from pigou.engine.preemption import Rates
+from pigou.engine.scheduler import Scheduler
+from pigou.engine.sequence import Sequence, State, order_key, usable
+from pigou.engine.settlement import Settlement
+from pigou.engine.state import EngineState
+from pigou.events import AllBlocksCleared
+from pigou.request import NEVER, FinishReason, Ints, Request, no_hashes
 
 
 class EngineCore:
-    """Continuous batching over paged, shared blocks; a state machine without a clock."""
+    """Continuous batching over paged, shared blocks; a state machine without a clock.
 
-    #: Device block ids of each row, shape (max_seqs, blocks of the longest sequence).
+    `schedule` and `apply` alternate; all other calls may come at any moment, between the two as
+    well. A plan without entries need not be applied.
+    """
+
+    #: Device block ids of each row, shape (max_seqs, blocks of the longest sequence). Valid
+    #: from `schedule` to `apply`, for the blocks that the plan's entries touch.
     tables: Ints
 
     def __init__(self, config: EngineConfig) -> None:
-        raise AssertionError("signature only")
+        """Make an engine with nothing to do."""
+        self.config = config
+        self._state = EngineState(config)
+        self._scheduler = Scheduler(self._state)
+        self._settlement = Settlement(self._state)
+        self._plan: Plan | None = None
+        self._ahead = NO_FORESIGHT
+        self._number = 0
+        self.tables = self._state.rows.tables
+
+    # --- calls ------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        raise AssertionError("signature only")
+        """Let a request wait.
+
+        Raises:
+            ValueError: a length is below 1, or the hashes have a wrong shape or type.
+            RequestTooLarge: it could not run here even alone.
+            DuplicateRequest: its id is in use.
+            QueueFull: `max_waiting` requests wait already.
+        """
+        self._check(request)
+        state = self._state
+        hashes = no_hashes()
+        if self.config.prefix_caching:
+            hashes = usable(request.hashes, request.prompt // self.config.block_size)
+        key = order_key(request, self.config.order, self._number)
+        self._number += 1
+        seq = state.sequences[request.id] = Sequence(request, key, hashes)
+        state.queue.push(seq)
 
     def abort(self, request: str) -> Effects:
-        raise AssertionError("signature only")
+        """End a request, wherever it is, and free what it has; a held one is released.
+
+        If its blocks are being loaded, they stay in use until `loaded` says that nothing writes
+        to them any more. An id that is not in flight (it may just have ended) changes nothing.
+        """
+        state = self._state
+        seq = state.sequences.pop(request, None)
+        if seq is None:
+            return self.release(request)
+        if seq.state is State.WAITING:
+            state.queue.remove(seq)
+            state.forget(seq)
+        elif seq.state is State.LOADING:
+            blocks = int(state.rows.blocks[seq.row])
+            state.draining[request] = state.keep_row(seq, blocks)
+            state.rows.vacate(seq)
+        else:
+            state.starting = [s for s in state.starting if s.request != request]
+            state.free_row(seq)
+            state.stop(seq)
+        return state.flush(Effects(finished=[state.finished(seq, FinishReason.ABORT)]))
 
     def schedule(self, now: int, horizon: int = NEVER) -> Plan:
-        raise AssertionError("signature only")
+        """Plan what to compute next.
+
+        Args:
+            now: the time, in nanoseconds.
+            horizon: no step may begin at or after this time; the plan carries it to the
+                executor. At or before `now`, the plan has a single step.
+
+        Raises:
+            OutOfTurn: the last plan had entries, and was not applied.
+        """
+        if self._plan is not None:
+            raise OutOfTurn("apply the last plan before the next is scheduled")
+        plan, self._ahead = self._scheduler.schedule(now, horizon)
+        self._plan = plan if plan else None
+        return plan
 
     def apply(self, plan: Plan, result: Result) -> Effects:
-        raise AssertionError("signature only")
+        """Take a plan's result in.
+
+        Raises:
+            OutOfTurn: it is not the plan that `schedule` returned last.
+            ValueError: the result does not fit the plan.
+        """
+        if not plan and self._plan is None:
+            return self._state.flush(Effects())
+        if plan is not self._plan:
+            raise OutOfTurn("this is not the plan that was scheduled last")
+        _check_result(plan, result)
+        self._plan = None
+        ahead, self._ahead = self._ahead, NO_FORESIGHT
+        return self._settlement.settle(plan, ahead, result)
 
     def loaded(self, request: str, tokens: int) -> Effects:
-        raise AssertionError("signature only")
+        """Say that a load has ended: nothing writes to its blocks any more.
+
+        Every `Load` with blocks is answered once, also after its request was aborted.
+
+        Args:
+            request: its id.
+            tokens: whose KV arrived, counted from the load's first block on; 0 when it failed.
+                The rest is computed here.
+
+        Raises:
+            UnknownLoad: the request has no load under way.
+            ValueError: `tokens` is more than the load's blocks hold, or negative.
+        """
+        state = self._state
+        if request in state.draining:
+            state.free_kept(state.draining.pop(request))
+            return state.flush(Effects())
+        seq = state.sequences.get(request)
+        if seq is None or seq.state is not State.LOADING:
+            raise UnknownLoad(f"request {request!r} has no load under way")
+        first, blocks = seq.load
+        size = self.config.block_size
+        if not 0 <= tokens <= blocks * size:
+            raise ValueError(f"{tokens} tokens were loaded; it must be 0 to {blocks * size}")
+        computed = first * size + tokens
+        state.rows.computed[seq.row] = computed
+        seq.cached = computed
+        state.run(seq)
+        state.starting.append(Started(request, seq.row, computed))
+        full = min(computed // size, len(seq.hashes))
+        if full > state.rows.sealed[seq.row]:
+            state.seal(seq, full)
+        return state.flush(Effects())
 
     def release(self, request: str) -> Effects:
-        raise AssertionError("signature only")
+        """Free the blocks that were held for a request; nothing, if none are."""
+        state = self._state
+        kept = state.held.pop(request, None)
+        if kept is not None:
+            state.free_kept(kept)
+        return state.flush(Effects())
 
     def clear_cache(self) -> Effects:
-        raise AssertionError("signature only")
+        """Forget all cached prefixes; running requests go on."""
+        self._state.prefix.clear()
+        self._state.note(AllBlocksCleared())
+        return self._state.flush(Effects())
 
     def check_integrity(self) -> None:
-        raise AssertionError("signature only")
+        """Check that free, cached and held blocks are all, and every count is right.
+
+        Raises:
+            IntegrityError: names the law that does not hold, and the blocks.
+        """
+        check_state(self._state)
+
+    # --- figures ----------------------------------------------------------------------------
+
+    @property
+    def rates(self) -> Rates | None:
+        """What was measured here; while None, preempted sequences are recomputed."""
+        return self._state.rates
+
+    @rates.setter
+    def rates(self, rates: Rates | None) -> None:
+        self._state.rates = rates
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row, loading ones included."""
+        return self._state.rows.used
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a row, preempted ones included."""
+        return len(self._state.queue)
+
+    @property
+    def loading(self) -> int:
+        """Requests whose blocks are being loaded."""
+        return self._state.rows.used - len(self._state.running)
+
+    @property
+    def held(self) -> int:
+        """Finished requests whose blocks are held."""
+        return len(self._state.held)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be handed out, cached ones included."""
+        return self._state.pool.free
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that can be hit, in use or not."""
+        return self._state.pool.cached
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks in use, 0 to 1."""
+        return 1.0 - self._state.pool.free / self.config.blocks
+
+    @property
+    def prefix_queries(self) -> int:
+        """Tokens of prompts looked up in the prefix cache since the start."""
+        return self._state.counters.queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """Of those, tokens found."""
+        return self._state.counters.hits
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request lost its row since the start."""
+        return self._state.counters.preemptions
+
+    @property
+    def swaps(self) -> int:
+        """Of those, how often its KV was swapped to the host."""
+        return self._state.counters.swaps
+
+    def __contains__(self, request: str) -> bool:
+        """Whether a request waits, loads or runs here."""
+        return request in self._state.sequences
+
+    # --- checks -----------------------------------------------------------------------------
+
+    def _check(self, request: Request) -> None:
+        state, config = self._state, self.config
+        for name in ("prompt", "max_tokens"):
+            if getattr(request, name) < 1:
+                raise ValueError(f"{name} is {getattr(request, name)}; it must be at least 1")
+        if request.hashes.ndim != 2 or request.hashes.shape[1] != 2:
+            raise ValueError(f"hashes have shape {request.hashes.shape}; it must be (blocks, 2)")
+        if request.hashes.dtype != np.uint64:
+            raise ValueError(f"hashes are {request.hashes.dtype}; they must be uint64")
+        tokens = request.prompt + request.max_tokens
+        if tokens > config.max_model_len:
+            raise RequestTooLarge(
+                f"prompt {request.prompt} + max_tokens {request.max_tokens} = {tokens} tokens; "
+                f"max_model_len is {config.max_model_len}"
+            )
+        blocks = -(-(tokens - 1) // config.block_size)
+        if blocks > config.blocks:
+            raise RequestTooLarge(
+                f"prompt {request.prompt} + max_tokens {request.max_tokens} need {blocks} blocks "
+                f"of {config.block_size} tokens; there are {config.blocks}"
+            )
+        if any(request.id in ids for ids in (state.sequences, state.held, state.draining)):
+            raise DuplicateRequest(f"request id {request.id!r} is in use")
+        if config.max_waiting and len(state.queue) >= config.max_waiting:
+            raise QueueFull(f"{len(state.queue)} requests wait; max_waiting is the limit")
+
+
+def _check_result(plan: Plan, result: Result) -> None:
+    if not 1 <= result.steps <= plan.repeat:
+        raise ValueError(f"{result.steps} steps were done; it must be 1 to {plan.repeat}")
+    for finish in result.finished:
+        if not 0 <= finish.entry < len(plan.rows):
+            raise ValueError(f"entry {finish.entry} finished; the plan has {len(plan.rows)}")
+        if not 1 <= finish.steps <= result.steps:
+            raise ValueError(f"entry finished after {finish.steps} of {result.steps} steps")

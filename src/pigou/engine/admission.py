@@ -1,0 +1,121 @@
+"""Whether a waiting sequence fits, and how it takes its row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pigou.engine.draft import Draft, pairs
+from pigou.engine.plan import Load, Started
+from pigou.engine.sequence import NO_BLOCKS, Sequence, State
+from pigou.engine.state import EngineState
+from pigou.request import Ints
+
+
+class Fit(NamedTuple):
+    """Where a sequence's blocks come from.
+
+    Attributes:
+        shared: cached blocks that it will refer to, shape (n,).
+        source: cached block that is copied to the one after those, -1 for none.
+        total: blocks in all; the rest is new.
+        computed: tokens whose KV is thereby there.
+    """
+
+    shared: Ints
+    source: int
+    total: int
+    computed: int
+
+
+def admit(state: EngineState, seq: Sequence, draft: Draft) -> bool:
+    """Give the head of the queue a row, blocks for all tokens it has, and work to do.
+
+    All blocks are taken at once, and one is left for each row in use, so that admitting does
+    not make those preempt one another. When no row is in use and nothing is held, every request
+    that `EngineCore.add` let in fits.
+
+    Returns:
+        False when too few blocks are free; nothing has changed then.
+    """
+    fit = _fit(state, seq, state.pool.free - state.rows.used)
+    if fit is None:
+        return False
+    state.queue.pop()
+    shared = len(fit.shared)
+    row = state.rows.occupy(seq, fit.computed, fit.total, shared)
+    table = state.rows.tables[row]
+    if shared:
+        state.pool.take(fit.shared, table[:shared])
+    if fit.source >= 0:
+        _refer(state, seq, fit.source)
+    state.removed(state.pool.allocate(table[shared : fit.total]))
+    if fit.source >= 0:
+        draft.copies.append(np.array([[fit.source, table[shared]]], dtype=np.int32))
+    if len(seq.host):
+        _swap_in(state, seq, shared, draft)
+    if seq.cached < 0:
+        state.counters.queries += seq.request.prompt if state.config.prefix_caching else 0
+        state.counters.hits += fit.computed
+        seq.cached = fit.computed
+    if seq.offer and _load(state, seq, shared, draft):
+        return True
+    computed = int(state.rows.computed[row])
+    state.run(seq)
+    draft.started.append(Started(seq.request.id, row, computed))
+    draft.compute(row, seq.length - computed)
+    return True
+
+
+def _fit(state: EngineState, seq: Sequence, spare: int) -> Fit | None:
+    """Find the sequence's prefix in the cache; None when `spare` blocks are too few.
+
+    The last token is computed in any case, for its logits. If all blocks are cached, the last
+    one is copied and that one token computed in the copy, instead of the block's every token;
+    where the copy does not fit, the block is computed as if it were not cached.
+    """
+    size = state.config.block_size
+    total = -(-seq.length // size)
+    blocks, idle = state.prefix.match(seq.hashes, min(len(seq.hashes), seq.length // size))
+    hits = len(blocks)
+    if hits * size < seq.length:
+        fits = total - hits + idle <= spare
+        return Fit(blocks, -1, total, hits * size) if fits else None
+    if 1 + idle <= spare:
+        return Fit(blocks[:-1], int(blocks[-1]), total, seq.length - 1)
+    idle -= int(state.pool.refs(blocks[-1:])[0] == 0)
+    return Fit(blocks[:-1], -1, total, (hits - 1) * size) if 1 + idle <= spare else None
+
+
+def _refer(state: EngineState, seq: Sequence, source: int) -> None:
+    """Refer to the source of a copy until the plan is done, so that nobody writes to it."""
+    block = np.array([source], dtype=np.int32)
+    state.pool.take(block, block.copy())
+    seq.source = source
+    state.copying.append(seq)
+
+
+def _swap_in(state: EngineState, seq: Sequence, shared: int, draft: Draft) -> None:
+    """Bring back from the host what the cache does not have."""
+    row = seq.row
+    if seq.computed > state.rows.computed[row]:
+        used = -(-seq.computed // state.config.block_size)
+        target = state.rows.tables[row, shared:used]
+        draft.swap_in.append(pairs(seq.host[shared:used], target))
+        state.rows.computed[row] = seq.computed
+    state.host.release(seq.host)
+    seq.host = NO_BLOCKS
+
+
+def _load(state: EngineState, seq: Sequence, shared: int, draft: Draft) -> bool:
+    """Ask for the offered blocks that were not hit; whether there are any."""
+    last = min(seq.offer, seq.request.prompt - 1) // state.config.block_size
+    seq.offer = 0
+    blocks = state.rows.tables[seq.row, shared : max(last, shared)].copy()
+    draft.loads.append(Load(seq.request.id, seq.row, shared, blocks))
+    if not len(blocks):
+        return False
+    seq.state = State.LOADING
+    seq.load = (shared, len(blocks))
+    return True

@@ -1,0 +1,107 @@
+"""A plan in the making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pigou.engine.plan import Load, Plan, Started
+from pigou.engine.sequence import NO_BLOCKS, Rows
+from pigou.request import Ints
+
+_NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """Blocks laid out for the steps of a plan after its first; still in the free queue.
+
+    Attributes:
+        rows: who needs them, shape (n,), in the order in which single steps would take them.
+        steps: at which step, shape (n,), 1 or more, ascending.
+        blocks: which they are, shape (n,), in the order of the free queue.
+    """
+
+    rows: Ints
+    steps: Ints
+    blocks: Ints
+
+
+NO_FORESIGHT = Foresight(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
+
+
+class Batch:
+    """Reused arrays, shape (max_seqs,), in which the entries of a plan are gathered."""
+
+    def __init__(self, max_seqs: int) -> None:
+        self.rows: Ints = np.zeros(max_seqs, dtype=np.int32)
+        self.counts: Ints = np.zeros(max_seqs, dtype=np.int32)
+        self.size = 0
+
+    def decode(self, count: int) -> None:
+        """Begin with `count` rows, written to `rows`, that compute one token each."""
+        self.counts[:count] = 1
+        self.size = count
+
+    def add(self, row: int, count: int) -> None:
+        """Add a row that computes `count` tokens."""
+        self.rows[self.size] = row
+        self.counts[self.size] = count
+        self.size += 1
+
+
+@dataclass(slots=True)
+class Draft:
+    """What one call of the scheduler has decided so far.
+
+    Attributes:
+        batch: the entries.
+        budget: tokens that may still be computed.
+        started, preempted, loads: as in `Plan`.
+        swap_out, copies, swap_in: pairs of blocks as in `Plan`, in pieces of shape (m, 2).
+    """
+
+    batch: Batch
+    budget: int
+    started: list[Started]
+    preempted: list[str] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    swap_out: list[Ints] = field(default_factory=list)
+    copies: list[Ints] = field(default_factory=list)
+    swap_in: list[Ints] = field(default_factory=list)
+
+    def compute(self, row: int, remaining: int) -> None:
+        """Let a row compute as many of its remaining tokens as the budget allows."""
+        count = min(remaining, self.budget)
+        self.batch.add(row, count)
+        self.budget -= count
+
+    def plan(self, rows: Rows, horizon: int) -> Plan:
+        """Return the plan, for one step."""
+        taken = self.batch.rows[: self.batch.size].copy()
+        counts = self.batch.counts[: self.batch.size].copy()
+        starts = rows.computed[taken]
+        return Plan(
+            rows=taken,
+            starts=starts,
+            counts=counts,
+            kv_lens=starts.copy(),
+            samples=starts + counts == rows.length[taken],
+            horizon=horizon,
+            started=self.started,
+            preempted=self.preempted,
+            swap_out=_joined(self.swap_out),
+            copies=_joined(self.copies),
+            swap_in=_joined(self.swap_in),
+            loads=self.loads,
+        )
+
+
+def pairs(source: Ints, target: Ints) -> Ints:
+    """Return pairs (source, target), shape (n, 2)."""
+    return np.stack((source, target), axis=1)
+
+
+def _joined(pieces: list[Ints]) -> Ints:
+    return np.concatenate(pieces) if pieces else _NO_PAIRS

@@ -1,0 +1,74 @@
+"""The laws of the engine's state, checked against one another."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pigou.engine.sequence import Sequence, State
+from pigou.engine.state import EngineState
+from pigou.kv.integrity import IntegrityError
+from pigou.request import Ints
+
+
+def check_state(state: EngineState) -> None:
+    """Check blocks, rows, queue and host memory.
+
+    Raises:
+        IntegrityError: names the first law that does not hold, and where.
+    """
+    _check_rows(state)
+    _check_queue(state)
+    state.pool.check(_references(state))
+    state.host.check(np.concatenate([seq.host for seq in state.queue] or [_none()]))
+
+
+def _none() -> Ints:
+    return np.empty(0, dtype=np.int32)
+
+
+def _references(state: EngineState) -> Ints:
+    """Count who refers to each block: rows, holds, unanswered loads, sources of copies."""
+    rows = state.rows
+    parts = [rows.tables[s.row, : rows.blocks[s.row]] for s in rows.owner if s is not None]
+    parts += [kept.blocks for kept in (*state.held.values(), *state.draining.values())]
+    parts.append(np.array([seq.source for seq in state.copying], dtype=np.int32))
+    counts = np.bincount(np.concatenate(parts), minlength=state.pool.blocks)
+    return counts.astype(np.int32)
+
+
+def _check_rows(state: EngineState) -> None:
+    rows, size = state.rows, state.config.block_size
+    running = set(state.running.tolist())
+    if len(running) != len(state.running):
+        raise IntegrityError(f"a row runs twice: {state.running.tolist()}")
+    for row, seq in enumerate(rows.owner):
+        if seq is None:
+            _require(row not in running and rows.length[row] == 0, "an empty row runs", row)
+            continue
+        _require(seq.row == row, "a sequence knows its row", row)
+        _require(state.sequences.get(seq.request.id) is seq, "who has a row is in flight", row)
+        _require((row in running) == (seq.state is State.RUNNING), "who runs is in order", row)
+        _require(seq.state is not State.WAITING, "who waits has no row", row)
+        _require(0 <= rows.computed[row] < rows.length[row], "one token is left to compute", row)
+        _require(rows.length[row] < rows.limit[row], "who is at its limit has left", row)
+        _require(rows.blocks[row] * size >= rows.computed[row], "blocks hold what there is", row)
+        _require(rows.known[row] == len(seq.hashes), "known hashes are counted", row)
+
+
+def _check_queue(state: EngineState) -> None:
+    for seq in state.sequences.values():
+        waits = seq.state is State.WAITING
+        _require(waits == (seq in state.queue), "who waits is in the queue", seq)
+        _require(waits == (seq.row < 0), "who waits has no row", seq)
+        _require(waits or not len(seq.host), "who runs has nothing on the host", seq)
+    if len(state.queue) + state.rows.used != len(state.sequences):
+        raise IntegrityError(
+            f"{len(state.queue)} wait and {state.rows.used} have rows, "
+            f"of {len(state.sequences)} sequences"
+        )
+
+
+def _require(holds: bool | np.bool_, law: str, where: int | Sequence) -> None:
+    if not holds:
+        place = f"row {where}" if isinstance(where, int) else f"request {where.request.id!r}"
+        raise IntegrityError(f"{law}: not so for {place}")

@@ -1,0 +1,145 @@
+"""Compiled kernels over the rows of the batch. Arrays are those of `pigou.engine.sequence.Rows`."""
+
+# ruff: noqa: PLR0917  (compiled code gets its arrays one by one, by position)
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.kv.compiled import kernel
+from pigou.request import Ints
+
+
+@kernel
+def decodes(
+    order: Ints,
+    computed: Ints,
+    length: Ints,
+    blocks: Ints,
+    block_size: int,
+    budget: int,
+    rows: Ints,
+    growing: Ints,
+) -> tuple[int, int]:
+    """Find the rows of `order` with one token to compute, at most `budget`.
+
+    Writes them to `rows`, and those whose blocks are full to `growing`.
+
+    Returns:
+        How many of each.
+    """
+    count = 0
+    grow = 0
+    for row in order:
+        if count == budget:
+            break
+        if length[row] - computed[row] == 1:
+            rows[count] = row
+            count += 1
+            if computed[row] == blocks[row] * block_size:
+                growing[grow] = row
+                grow += 1
+    return count, grow
+
+
+@kernel
+def append_blocks(tables: Ints, blocks: Ints, rows: Ints, new: Ints) -> None:
+    """Append one block to each row, in order; a row may occur several times."""
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        tables[row, blocks[row]] = new[i]
+        blocks[row] += 1
+
+
+@kernel
+def foresee(
+    rows: Ints,
+    computed: Ints,
+    length: Ints,
+    limit: Ints,
+    blocks: Ints,
+    block_size: int,
+    most: int,
+    free: int,
+    out_rows: Ints,
+    out_steps: Ints,
+) -> tuple[int, int]:
+    """Find for how many steps decoding rows can go on unchanged, and the blocks they need.
+
+    The blocks of step 0 are there already. Needs of later steps are written to `out_rows` and
+    `out_steps` in the order in which single steps would have them.
+
+    Returns:
+        Steps until the first row reaches its limit, at most `most`, and before blocks run out;
+        and the number of needs.
+    """
+    steps = most
+    for row in rows:
+        steps = min(steps, limit[row] - length[row])
+    # Rows by the step at which they first need a block, 1 to block_size, in stable order.
+    starts = np.zeros(block_size + 1, dtype=np.int32)
+    for row in rows:
+        starts[blocks[row] * block_size - computed[row]] += 1
+    for i in range(1, block_size + 1):
+        starts[i] += starts[i - 1]
+    by_phase = np.empty(rows.shape[0], dtype=np.int32)
+    fill = starts.copy()
+    for row in rows:
+        phase = blocks[row] * block_size - computed[row] - 1
+        by_phase[fill[phase]] = row
+        fill[phase] += 1
+    needs = 0
+    for step in range(1, steps):
+        phase = (step - 1) % block_size
+        first, last = starts[phase], starts[phase + 1]
+        if needs + last - first > free:
+            return step, needs
+        for i in range(first, last):
+            out_rows[needs] = by_phase[i]
+            out_steps[needs] = step
+            needs += 1
+    return steps, needs
+
+
+@kernel
+def advance(
+    rows: Ints,
+    counts: Ints,
+    samples: NDArray[np.bool_],
+    steps: Ints,
+    computed: Ints,
+    length: Ints,
+    limit: Ints,
+    known: Ints,
+    sealed: Ints,
+    block_size: int,
+    tokens: Ints,
+    ended: Ints,
+    fuller: Ints,
+) -> tuple[int, int]:
+    """Move the rows of a plan on by `steps`, shape (n,), each its own number.
+
+    Writes sampled tokens to `tokens`, entries at their limit to `ended`, entries with full
+    blocks to seal to `fuller`. Rows that lost their sequence since are passed over.
+
+    Returns:
+        How many ended, and how many have blocks to seal.
+    """
+    ends = 0
+    full = 0
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        tokens[i] = 0
+        if length[row] == 0:
+            continue
+        computed[row] += counts[i] * steps[i]
+        if samples[i]:
+            length[row] += steps[i]
+            tokens[i] = steps[i]
+        if length[row] >= limit[row]:
+            ended[ends] = i
+            ends += 1
+        if min(known[row], computed[row] // block_size) > sealed[row]:
+            fuller[full] = i
+            full += 1
+    return ends, full

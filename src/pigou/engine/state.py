@@ -1,0 +1,192 @@
+"""Everything that an EngineCore knows, and the changes that several of its parts make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pigou.config import EngineConfig
+from pigou.engine.plan import Effects, Finished, Started
+from pigou.engine.preemption import Rates
+from pigou.engine.queue import WaitingQueue
+from pigou.engine.sequence import NO_BLOCKS, Rows, Sequence, State
+from pigou.events import BlockRemoved, BlockStored, KVEvent
+from pigou.kv.host import HostPool
+from pigou.kv.pool import BlockPool
+from pigou.kv.prefix import PrefixCache
+from pigou.request import BlockHashes, FinishReason, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Blocks that are referred to without a row: held for a pull, or still being written to.
+
+    Attributes:
+        blocks: ids in the order of the sequence, shape (n,).
+        hashes: known hashes of the sequence, shape (known, 2).
+        twins: whether some block of the sequence has its hash cached elsewhere.
+    """
+
+    blocks: Ints
+    hashes: BlockHashes
+    twins: bool
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start.
+
+    Attributes:
+        queries: tokens of prompts looked up in the prefix cache.
+        hits: of those, tokens found.
+        preemptions: how often a sequence lost its row, `swaps` of them by swapping.
+        swaps: see `preemptions`.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+
+
+class EngineState:
+    """Sequences, rows, blocks, and what has happened that the world was not told yet."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.blocks)
+        self.prefix = PrefixCache(self.pool)
+        self.host = HostPool(config.host_blocks)
+        self.rows = Rows(config)
+        self.queue = WaitingQueue()
+        self.rates: Rates | None = None
+        self.counters = Counters()
+        #: Sequences in flight by request id.
+        self.sequences: dict[str, Sequence] = {}
+        #: Finished prompts that another worker may pull.
+        self.held: dict[str, Kept] = {}
+        #: Aborted loads that have not been answered: something may still write there.
+        self.draining: dict[str, Kept] = {}
+        #: The head of the queue, once found not to fit, until blocks become free.
+        self.blocked: Sequence | None = None
+        #: Running sequences that have more than one token to compute.
+        self.prefilling: list[Sequence] = []
+        #: Sequences whose last block is copied by the plan under way.
+        self.copying: list[Sequence] = []
+        #: Requests whose load has come in since the last plan.
+        self.starting: list[Started] = []
+        self._order: Ints = np.zeros(config.max_seqs, dtype=np.int32)
+        self._running = 0
+        self._events: list[KVEvent] = []
+        self._freed = 0
+
+    @property
+    def running(self) -> Ints:
+        """Rows that compute, in the order in which they started, shape (n,)."""
+        return self._order[: self._running]
+
+    def run(self, seq: Sequence) -> None:
+        """Let a sequence that has a row compute."""
+        seq.state = State.RUNNING
+        self._order[self._running] = seq.row
+        self._running += 1
+        if self.rows.length[seq.row] - self.rows.computed[seq.row] > 1:
+            self.prefilling.append(seq)
+
+    def stop(self, seq: Sequence) -> None:
+        """Take a running sequence out of the order, and from its row; its blocks are gone."""
+        others = self.running[self.running != seq.row]
+        self._running = len(others)
+        self._order[: len(others)] = others
+        if seq in self.prefilling:
+            self.prefilling.remove(seq)
+        self.rows.vacate(seq)
+
+    def removed(self, hashes: BlockHashes) -> None:
+        """Note that hashes can no longer be hit."""
+        if len(hashes):
+            self._events.append(BlockRemoved(hashes))
+
+    def note(self, event: KVEvent) -> None:
+        """Note an event for the next effects."""
+        self._events.append(event)
+
+    def seal(self, seq: Sequence, stop: int) -> None:
+        """Offer a row's blocks up to `stop` to the prefix cache; their hashes are known."""
+        row = seq.row
+        start = int(self.rows.sealed[row])
+        self.rows.sealed[row] = stop
+        first, count, twins = self.prefix.seal(self.rows.tables[row], seq.hashes, start, stop)
+        seq.twins |= twins
+        if count:
+            self._events.append(
+                BlockStored(
+                    request=seq.request.id,
+                    first=first,
+                    hashes=seq.hashes[first : first + count],
+                    parent=seq.hashes[max(first - 1, 0) : first],
+                )
+            )
+
+    def free_row(self, seq: Sequence, keep: int = 0) -> None:
+        """Drop the blocks of a sequence's row from index `keep` on."""
+        row = seq.row
+        self.free_source(seq)
+        self._release(
+            self.rows.tables[row], keep, int(self.rows.blocks[row]), seq.hashes, seq.twins
+        )
+
+    def free_kept(self, kept: Kept) -> None:
+        """Drop blocks that were kept without a row."""
+        self._release(kept.blocks, 0, len(kept.blocks), kept.hashes, kept.twins)
+
+    def free_source(self, seq: Sequence) -> None:
+        """Drop the block that the row's last block was copied from."""
+        if seq.source >= 0:
+            source = np.array([seq.source], dtype=np.int32)
+            self._release(source, 0, 1, seq.hashes[:0], False)
+            seq.source = -1
+            self.copying.remove(seq)
+
+    def free_blocks(self, blocks: Ints) -> None:
+        """Drop blocks that no sequence has."""
+        self._release(blocks, 0, len(blocks), np.empty((0, 2), dtype=np.uint64), False)
+
+    def keep_row(self, seq: Sequence, count: int) -> Kept:
+        """Return the first blocks of a row as a value; their references stay."""
+        blocks = self.rows.tables[seq.row, :count].copy()
+        return Kept(blocks, seq.hashes[:count], seq.twins)
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what a sequence has while it waits."""
+        self.host.release(seq.host)
+        seq.host = NO_BLOCKS
+        if self.blocked is seq:
+            self.blocked = None
+
+    def finished(self, seq: Sequence, reason: FinishReason, held: Ints = NO_BLOCKS) -> Finished:
+        """Describe a sequence that left; it has no row any more."""
+        return Finished(
+            request=seq.request.id,
+            reason=reason,
+            prompt=seq.request.prompt,
+            cached=max(seq.cached, 0),
+            generated=seq.length - seq.request.prompt,
+            preemptions=seq.preemptions,
+            held=held,
+        )
+
+    def flush(self, effects: Effects) -> Effects:
+        """Hand over what has happened since the last effects."""
+        effects.events, self._events = self._events, []
+        effects.freed, self._freed = self._freed, 0
+        return effects
+
+    def _release(
+        self, table: Ints, start: int, stop: int, hashes: BlockHashes, twins: bool
+    ) -> None:
+        freed = self.pool.release(table, start, stop, hashes, twins)
+        if freed:
+            self._freed += freed
+            self.blocked = None
