@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from pigou.events import KVEvent
 from pigou.request import FinishReason, Worker
+from pigou.wire.kv_events import WireEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,17 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class CacheChanged:
-    """KV events of a worker, in order."""
+    """KV events of a worker, in order: off the wire, or straight from a simulated core."""
 
     worker: str
-    events: tuple[KVEvent, ...]
+    events: tuple[KVEvent | WireEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLost:
+    """KV events of a worker were missed for good: what it holds is unknown."""
+
+    worker: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,15 @@ class LoadReport:
 
 
 Observation: TypeAlias = (
-    WorkerUp | WorkerDown | PrefillDone | FirstToken | Tokens | Ended | CacheChanged | LoadReport
+    WorkerUp
+    | WorkerDown
+    | PrefillDone
+    | FirstToken
+    | Tokens
+    | Ended
+    | CacheChanged
+    | CacheLost
+    | LoadReport
 )
 
 #: What `tick` may ask for. Parameters, role changes and scaling join the queue's decisions here.

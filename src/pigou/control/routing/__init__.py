@@ -1,0 +1,1 @@
+"""Routing policies: one formula a file, found by name."""
