@@ -1,0 +1,1 @@
+"""The PyTorch runtime: loads a model and computes plans. No other package imports torch."""

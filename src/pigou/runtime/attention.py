@@ -1,0 +1,190 @@
+"""Paged attention of a mixed batch (chunks of prompts beside decodes), on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pigou.request import Ints
+from pigou.runtime.batch import Batch, Chunk
+from pigou.runtime.cache import KVCache
+from pigou.runtime.config import ModelConfig
+from pigou.runtime.rotary import rotary_table, rotate
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMS norm over each query head and each key head: weights of shape (head_dim,)."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+@dataclass(slots=True)
+class _Past:
+    """Where the cache entries of some sequences are, the same for every layer.
+
+    Attributes:
+        blocks: ids of their blocks, shape (sequences * blocks,), int64.
+        sequences: how many.
+        mask: entries that a query may see; broadcasts to (sequences, heads, queries, entries).
+    """
+
+    blocks: Tensor
+    sequences: int
+    mask: Tensor
+
+
+class PagedAttention:
+    """Rotates, stores and attends, layer by layer.
+
+    Validity goes by slot, not by position, so that entries may be missing from a sequence.
+    """
+
+    def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:
+        """Bind a cache.
+
+        Args:
+            config: of the model.
+            cache: that keys and values are kept in.
+            tables: block ids by row of the batch; read at each step.
+            context: positions that can occur.
+        """
+        self.config = config
+        self.cache = cache
+        self.tables = tables
+        self.block_size = cache.layout.block_size
+        self.device = cache.data.device
+        self.turns = rotary_table(config.rope, context, self.device)
+        self._gathered = torch.empty(0, dtype=cache.data.dtype, device=self.device)
+
+    def begin(self, batch: Batch) -> None:
+        """Take up a step: what all its layers share is prepared here."""
+        self.batch = batch
+        self._place(batch)
+        first = batch.singles
+        self._decodes = self._decode_past(batch) if first else None
+        self._pasts = [self._chunk_past(chunk) for chunk in batch.chunks]
+
+    def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
+        """Attend in one layer.
+
+        Args:
+            layer: its index.
+            qkv: queries, keys and values of the step's tokens, shape
+                (tokens, (heads + 2 kv_heads) * head_dim); may be overwritten.
+            norm: of query and key heads, when the model has it.
+
+        Returns:
+            Shape (tokens, heads * head_dim).
+        """
+        query, key, value = self._rotated(layer, qkv, norm)
+        batch = self.batch
+        out = torch.empty_like(query)
+        if self._decodes is not None:
+            self._decode(layer, query[: batch.singles], out[: batch.singles])
+        for chunk, past in zip(batch.chunks, self._pasts, strict=True):
+            here = slice(chunk.first, chunk.first + chunk.count)
+            self._chunk(layer, (query[here], key[here], value[here]), past, out[here])
+        return out.view(batch.size, -1)
+
+    def _place(self, batch: Batch) -> None:
+        blocks = self.tables[batch.rows, batch.slots // self.block_size]
+        self._blocks = self._index(blocks)
+        self._offsets = self._index(batch.slots % self.block_size)
+        turns = self.turns[self._index(batch.positions)]
+        self._turns = turns.to(self.cache.data.dtype).unsqueeze(1)
+
+    def _rotated(
+        self, layer: int, qkv: Tensor, norm: HeadNorm | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Split, norm, rotate and store; each result has shape (tokens, heads, head_dim)."""
+        config = self.config
+        heads = qkv.view(len(qkv), -1, config.head_dim)
+        query, key, value = torch.split(
+            heads, [config.heads, config.kv_heads, config.kv_heads], dim=1
+        )
+        if norm is not None:
+            query = F.rms_norm(query, (config.head_dim,), norm.query, norm.eps)
+            key = F.rms_norm(key, (config.head_dim,), norm.key, norm.eps)
+        query, key = rotate(query, self._turns), rotate(key, self._turns)
+        self.cache.keys(layer)[self._blocks, :, :, self._offsets] = key
+        self.cache.values(layer)[self._blocks, :, self._offsets] = value
+        return query, key, value
+
+    def _decode_past(self, batch: Batch) -> _Past:
+        rows, slots = batch.rows[: batch.singles], batch.slots[: batch.singles]
+        width = int(slots.max()) // self.block_size + 1
+        used = np.arange(width) <= (slots // self.block_size)[:, None]
+        blocks = np.where(used, self.tables[rows, :width], 0)
+        mask = np.arange(width * self.block_size) <= slots[:, None]
+        seen = torch.from_numpy(mask).to(self.device)[:, None, None]
+        return _Past(self._index(blocks.reshape(-1)), len(rows), seen)
+
+    def _chunk_past(self, chunk: Chunk) -> _Past | None:
+        """Return None where a chunk sees nothing but itself."""
+        if chunk.past == 0:
+            return None
+        last = chunk.past + chunk.count - 1
+        width = last // self.block_size + 1
+        queries = np.arange(chunk.past, last + 1)[:, None]
+        mask = torch.from_numpy(np.arange(width * self.block_size) <= queries).to(self.device)
+        return _Past(self._index(self.tables[chunk.row, :width]), 1, mask[None, None])
+
+    def _decode(self, layer: int, query: Tensor, out: Tensor) -> None:
+        """Attend with one query a sequence; `query` and `out` are (sequences, heads, head_dim)."""
+        assert self._decodes is not None
+        keys, values = self._gather(layer, self._decodes)
+        result = F.scaled_dot_product_attention(
+            query.unsqueeze(2), keys, values, attn_mask=self._decodes.mask, enable_gqa=True
+        )
+        out.copy_(result.squeeze(2))
+
+    def _chunk(
+        self, layer: int, own: tuple[Tensor, Tensor, Tensor], past: _Past | None, out: Tensor
+    ) -> None:
+        """Attend with the tokens of one chunk.
+
+        Args:
+            layer: its index.
+            own: the chunk's queries, keys and values, each (tokens, heads, head_dim).
+            past: where its sequence's entries are, when there are others than its own.
+            out: shape of the queries, written to.
+        """
+        query, key, value = own
+        queries = query.transpose(0, 1).unsqueeze(0)
+        if past is None:
+            keys, values = key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
+            result = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=True
+            )
+        else:
+            keys, values = self._gather(layer, past)
+            result = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=past.mask, enable_gqa=True
+            )
+        out.copy_(result.squeeze(0).transpose(0, 1))
+
+    def _gather(self, layer: int, past: _Past) -> tuple[Tensor, Tensor]:
+        """Copy keys and values together, each (sequences, kv_heads, entries, head_dim)."""
+        config, size = self.config, self.block_size
+        blocks = len(past.blocks)
+        half = blocks * config.kv_heads * config.head_dim * size
+        if self._gathered.numel() < 2 * half:  # fresh memory costs more than the copy into it
+            self._gathered = self._gathered.new_empty(4 * half)
+        wide = (blocks, 2, config.kv_heads, config.head_dim * size)
+        both = self._gathered[: 2 * half].view(wide)
+        torch.index_select(self.cache.data[:, layer], 0, past.blocks, out=both)
+        shape = (past.sequences, blocks // past.sequences, config.kv_heads)
+        keys = both[:, 0].view(*shape, config.head_dim, size).permute(0, 2, 1, 4, 3)
+        values = both[:, 1].view(*shape, size, config.head_dim).permute(0, 2, 1, 3, 4)
+        flat = (past.sequences, config.kv_heads, -1, config.head_dim)
+        return keys.reshape(flat), values.reshape(flat)
+
+    def _index(self, ids: Ints) -> Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self.device)

@@ -1,0 +1,182 @@
+"""The sizes and switches of a model, read from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pigou.runtime.errors import ModelError
+from pigou.runtime.rope import Rope, read_rope
+
+#: Architectures that can be run -> name of the family.
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer with grouped attention, RMS norm and a gated SiLU layer.
+
+    Attributes:
+        family: "llama", "mistral", "qwen2" or "qwen3".
+        layers: decoder layers.
+        hidden: width of the residual stream.
+        heads: query heads.
+        kv_heads: key and value heads; divides `heads`.
+        head_dim: width of a head.
+        ffn: width of the gated layer.
+        vocab: rows of the embedding.
+        context: most tokens of a sequence; where the model slides a window over its past, the
+            window, within which that changes nothing.
+        norm_eps: epsilon of the RMS norms.
+        rope: rotary embedding.
+        tied: the output layer is the embedding.
+        qkv_bias: biases on queries, keys and values.
+        output_bias: bias on the attention's output.
+        mlp_bias: biases on the gated layer.
+        qk_norm: RMS norm over each query head and key head, before the rotation.
+        dtype: that the weights were published in ("float32", "bfloat16", ...).
+        eos: ids of the end tokens, from generation_config.json when there is one.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    norm_eps: float
+    rope: Rope
+    tied: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    dtype: str = "bfloat16"
+    eos: frozenset[int] = frozenset()
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key and value head."""
+        return self.heads // self.kv_heads
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read config.json, and the end tokens of generation_config.json, of a model's folder.
+
+    Raises:
+        ModelError: a file is missing or not JSON, or asks for what this runtime does not do.
+    """
+    source = _read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    eos = source.get("eos_token_id")
+    if generation.exists():
+        eos = _read_json(generation).get("eos_token_id", eos)
+    return parse_config(source, eos)
+
+
+def parse_config(source: Mapping[str, Any], eos: int | list[int] | None = None) -> ModelConfig:
+    """Read a config.json that is already a mapping.
+
+    Args:
+        source: the mapping.
+        eos: end tokens; `source` is asked when None.
+
+    Raises:
+        ModelError: the architecture or one of its switches is not supported, or a size is
+            missing or impossible.
+    """
+    family = _family(source)
+    _refuse(source)
+    heads = _size(source, "num_attention_heads")
+    hidden = _size(source, "hidden_size")
+    kv_heads = _size(source, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(f"num_attention_heads {heads} is no multiple of kv heads {kv_heads}")
+    head_dim = _size(source, "head_dim", hidden // heads)
+    if head_dim % 2:
+        raise ModelError(f"head_dim is {head_dim}; rotary embedding needs an even number")
+    biased = bool(source.get("attention_bias", False)) and family in ("llama", "qwen3")
+    return ModelConfig(
+        family=family,
+        layers=_size(source, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=_size(source, "intermediate_size"),
+        vocab=_size(source, "vocab_size"),
+        context=_context(source, family),
+        norm_eps=float(source.get("rms_norm_eps", 1e-6)),
+        rope=read_rope(source, head_dim),
+        tied=bool(source.get("tie_word_embeddings", False)),
+        qkv_bias=biased or family == "qwen2",
+        output_bias=biased,
+        mlp_bias=bool(source.get("mlp_bias", False)) and family == "llama",
+        qk_norm=family == "qwen3",
+        dtype=str(source.get("dtype") or source.get("torch_dtype") or "float32"),
+        eos=_tokens(source.get("eos_token_id") if eos is None else eos),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; a model is a Hugging Face folder") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def _family(source: Mapping[str, Any]) -> str:
+    names = source.get("architectures") or []
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    raise ModelError(f"architectures {names} are not supported; supported: {', '.join(FAMILIES)}")
+
+
+def _refuse(source: Mapping[str, Any]) -> None:
+    """Refuse switches that would change the result if they were ignored."""
+    if source.get("quantization_config"):
+        raise ModelError("quantization_config: quantized weights are not supported; use bf16 ones")
+    activation = source.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
+
+
+def _size(source: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = source.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json: {name} is {value!r}; it must be a whole number above 0")
+    return value
+
+
+def _context(source: Mapping[str, Any], family: str) -> int:
+    context = _size(source, "max_position_embeddings")
+    window = source.get("sliding_window")
+    slides = family == "mistral" or bool(source.get("use_sliding_window", False))
+    return min(context, int(window)) if window and slides and family != "llama" else context
+
+
+def _tokens(value: Any) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) for token in values):
+        raise ModelError(f"eos_token_id is {value!r}; it must be a token id or a list of them")
+    return frozenset(values)

@@ -1,0 +1,153 @@
+"""LocalEngine: a core and an executor in one process, without a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.config import EngineConfig
+from pigou.engine.core import EngineCore
+from pigou.engine.plan import Plan
+from pigou.kv.hashing import chain
+from pigou.request import NEVER, FinishReason, Request
+from pigou.runtime.load import LoadedModel
+from pigou.runtime.outputs import StepOutput, TokenLogprobs
+from pigou.sampling import SamplingParams
+
+Prompt = Sequence[int] | NDArray[np.integer]
+
+#: Key of the block hashes: one engine, one user.
+_SEED = b"local"
+
+
+@dataclass(slots=True)
+class Output:
+    """What came of one prompt.
+
+    Attributes:
+        request: its id.
+        tokens: generated.
+        reason: why it ended; None while it runs.
+        logprobs: of the generated tokens, when asked for.
+        prompt_logprobs: of the prompt's tokens, when asked for.
+        cached: tokens of the prompt that were in the cache.
+        preemptions: times that it lost its row.
+    """
+
+    request: str
+    tokens: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    cached: int = 0
+    preemptions: int = 0
+
+
+class LocalEngine:
+    """Runs prompts to their end, batched as a worker would.
+
+    Attributes:
+        core: that plans.
+        cache: KV blocks.
+        executor: that computes.
+        on_plan: called with each plan before it is executed.
+    """
+
+    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        """Put an engine together.
+
+        Raises:
+            ModelError: the model's context is shorter than `config.max_model_len`.
+        """
+        self.core = EngineCore(config)
+        self.cache = model.cache(config.blocks, config.block_size, config.host_blocks)
+        self.executor = model.executor(self.cache, self.core.tables, config.max_model_len)
+        self.on_plan: Callable[[Plan], None] = lambda _plan: None
+        self._config = config
+        self._outputs: dict[str, Output] = {}
+        self._ids: list[str] = []
+        self._number = 0
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Output]:
+        """Run prompts together.
+
+        Args:
+            prompts: token ids.
+            params: for all, or one for each.
+
+        Returns:
+            What came of each, in the prompts' order.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        outputs = [self.add(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        while any(output.reason is None for output in outputs):
+            self.step()
+        return outputs
+
+    def add(self, prompt: Prompt, params: SamplingParams, resume: int = 0) -> Output:
+        """Let a prompt wait; the object returned fills as `step` is called.
+
+        Args:
+            prompt: token ids.
+            params: how tokens are chosen; `max_tokens` counts those still to come.
+            resume: how many of the last tokens of `prompt` were generated before.
+        """
+        request = f"local-{self._number}"
+        self._number += 1
+        # A prompt whose probabilities are wanted must be computed, not found in the cache.
+        shared = params.prompt_logprobs is None
+        hashes = chain(prompt if shared else [], self._config.block_size, _SEED)
+        seed = _SEED if shared else b""
+        self.executor.add(request, prompt, params, seed, resume)
+        output = self._outputs[request] = Output(request)
+        self.core.add(
+            Request(
+                id=request,
+                prompt=len(prompt),
+                max_tokens=params.max_tokens,
+                hashes=hashes,
+                arrival=time.monotonic_ns(),
+            )
+        )
+        return output
+
+    def step(self, horizon: int = NEVER) -> None:
+        """Execute one plan.
+
+        Args:
+            horizon: no step begins at or after this time, in nanoseconds of `monotonic_ns`.
+        """
+        plan = self.core.schedule(time.monotonic_ns(), horizon)
+        self.on_plan(plan)
+        for started in plan.started:
+            row = started.row
+            while len(self._ids) <= row:
+                self._ids.append("")
+            self._ids[row] = started.request
+        owners = [self._outputs[self._ids[row]] for row in plan.rows.tolist()]
+
+        def note(step: StepOutput) -> bool:
+            for entry, (output, token) in enumerate(zip(owners, step.tokens.tolist(), strict=True)):
+                if token >= 0:
+                    output.tokens.append(token)
+                if entry in step.logprobs:
+                    output.logprobs.append(step.logprobs[entry])
+                if entry in step.prompt_logprobs:
+                    output.prompt_logprobs = step.prompt_logprobs[entry]
+            return True
+
+        effects = self.core.apply(plan, self.executor.execute(plan, note))
+        for load in plan.loads:
+            raise RuntimeError(f"{load.request}: a local engine loads nothing from outside")
+        for finished in effects.finished:
+            output = self._outputs.pop(finished.request)
+            output.reason = finished.reason
+            output.cached = finished.cached
+            output.preemptions = finished.preemptions
+            self.executor.drop(finished.request)

@@ -1,0 +1,256 @@
+"""TorchExecutor: computes an EngineCore's plans with a real model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pigou.engine.plan import Finish, Plan, Result
+from pigou.request import BlockHashes, FinishReason, Ints
+from pigou.runtime.attention import PagedAttention
+from pigou.runtime.batch import Batch, make_batch
+from pigou.runtime.cache import KVCache
+from pigou.runtime.grammar import Grammars
+from pigou.runtime.logprobs import report
+from pigou.runtime.models.decoder import Decoder
+from pigou.runtime.outputs import StepOutput
+from pigou.runtime.sampling import Sampler
+from pigou.runtime.sequence import Sequence, make_sequence
+from pigou.sampling import SamplingParams
+
+OnStep = Callable[[StepOutput], bool]
+
+
+class TorchExecutor:
+    """Keeps the token ids of requests, computes plans on them, and samples.
+
+    Not thread-safe: one thread calls everything here.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        cache: KVCache,
+        tables: Ints,
+        attention: PagedAttention,
+        grammars: Callable[[], Grammars],
+        ends: frozenset[int],
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Bind a model to a cache and a core.
+
+        Args:
+            model: that computes.
+            cache: its KV blocks.
+            tables: `EngineCore.tables`.
+            attention: over this cache and these tables.
+            grammars: makes the grammars of the model's tokenizer; called at the first need.
+            ends: the model's end tokens.
+            clock: of the plans' horizons, and of the durations, in nanoseconds.
+        """
+        self.model = model
+        self.cache = cache
+        self.tables = tables
+        self._attention = attention
+        self._make_grammars = grammars
+        self._grammars: Grammars | None = None
+        self._ends = ends
+        self._clock = clock
+        self._device = cache.data.device
+        self._sequences: dict[str, Sequence] = {}
+        self._rows: dict[int, Sequence] = {}
+
+    def add(
+        self,
+        request: str,
+        tokens: Items[int] | NDArray[np.integer],
+        params: SamplingParams,
+        seed: bytes,
+        resume: int = 0,
+        *,
+        hashes: BlockHashes | None = None,
+    ) -> None:
+        """Take up a request, before the core's plans name it.
+
+        Args:
+            request: its id.
+            tokens: ids of the prompt, and of what was generated before elsewhere.
+            params: how its tokens are chosen.
+            seed: key of the block hashes (the tenure's digest); empty to seal no blocks.
+            resume: how many of the last tokens were generated before: for penalties,
+                `min_tokens` and the grammar they are output.
+            hashes: that the core was told; None stands for those of all full blocks of `tokens`.
+
+        Raises:
+            GrammarError: the grammar is faulty, or the resumed tokens are against it.
+            ValueError: the id is in use, or a token is not in the vocabulary.
+        """
+        if request in self._sequences:
+            raise ValueError(f"request {request!r} is here already")
+        self._check(tokens, params)
+        size = self.cache.layout.block_size
+        sequence = make_sequence(
+            request,
+            tokens,
+            params,
+            seed=seed,
+            resume=resume,
+            ends=self._ends,
+            block_size=size,
+            hashes=hashes,
+        )
+        if params.grammar is not None:
+            sequence.grammar = self.grammars().start(params.grammar)
+            for token in sequence.output.tolist():
+                sequence.grammar.advance(token)
+        self._sequences[request] = sequence
+
+    def drop(self, request: str) -> None:
+        """Forget a request; nothing happens when it is unknown."""
+        self._sequences.pop(request, None)
+
+    def tokens(self, request: str) -> Ints:
+        """Return a copy of the ids known of a request, prompt and output."""
+        sequence = self._sequences[request]
+        return sequence.buffer[: sequence.length].copy()
+
+    def grammars(self) -> Grammars:
+        """Return the grammars of the model's tokenizer.
+
+        Raises:
+            GrammarError: the model has no tokenizer or no end token.
+        """
+        if self._grammars is None:
+            self._grammars = self._make_grammars()
+        return self._grammars
+
+    def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
+        """Do a plan's moves, then its steps, until one ends a sequence.
+
+        Args:
+            plan: from `EngineCore.schedule`.
+            on_step: called after each step; the plan is broken off when it returns False.
+
+        Returns:
+            Steps done, who ended, hashes of the blocks that became full, and durations.
+        """
+        for started in plan.started:
+            self._rows[started.row] = self._sequences[started.request]
+        self.cache.move(plan.swap_out, plan.copies, plan.swap_in)
+        if not plan:
+            return Result()
+        sequences = [self._rows[row] for row in plan.rows.tolist()]
+        with torch.inference_mode():
+            steps, finished, durations = self._steps(plan, sequences, on_step)
+        return Result(
+            steps=steps,
+            finished=[Finish(entry, FinishReason.STOP, steps) for entry in finished],
+            sealed=self._seal(plan, sequences, steps),
+            durations=np.array(durations, dtype=np.int64),
+        )
+
+    def _steps(
+        self, plan: Plan, sequences: list[Sequence], on_step: OnStep | None
+    ) -> tuple[int, list[int], list[int]]:
+        batch = self._lay_out(plan, sequences)
+        sampling = [sequences[entry] for entry in batch.entries.tolist()]
+        sampler = Sampler(sampling, self._device)
+        asked = [s for s in sequences if s.prompt_logprobs]
+        wanted = torch.from_numpy(batch.last[batch.entries]).to(self._device)
+        durations: list[int] = []
+        began = self._clock()
+        while True:
+            self._attention.begin(batch)
+            output = StepOutput(
+                tokens=np.full(len(plan.rows), -1, dtype=np.int32),
+                finished=np.zeros(len(plan.rows), dtype=np.bool_),
+            )
+            everything = None if asked else wanted
+            hidden = self.model.hidden(batch.tokens, self._attention, everything)
+            if asked:
+                self._report_prompts(plan, sequences, batch, hidden, output)
+                hidden, asked = hidden[wanted], []
+            if sampling:
+                chosen, reports = sampler(self.model.logits(hidden))
+                output.logprobs = {int(batch.entries[i]): r for i, r in reports.items()}
+                self._note(batch, sampling, chosen, output)
+            durations.append(self._clock() - began)
+            goes_on = on_step is None or on_step(output)
+            began = self._clock()
+            ended = np.flatnonzero(output.finished).tolist()
+            last = len(durations) == plan.repeat or began >= plan.horizon
+            if ended or last or not goes_on:
+                return len(durations), ended, durations
+            batch.advance(chosen.to(batch.tokens.dtype))
+
+    def _lay_out(self, plan: Plan, sequences: list[Sequence]) -> Batch:
+        spans = zip(sequences, plan.starts.tolist(), plan.counts.tolist(), strict=True)
+        return make_batch(plan, [s.buffer[at : at + n] for s, at, n in spans], self._device)
+
+    def _note(
+        self, batch: Batch, sampling: list[Sequence], chosen: Tensor, output: StepOutput
+    ) -> None:
+        """Append the tokens to their sequences, and tell the output."""
+        tokens = chosen.tolist()
+        output.tokens[batch.entries] = tokens
+        for entry, sequence, token in zip(batch.entries, sampling, tokens, strict=True):
+            if sequence.append(token):
+                output.finished[entry] = True
+
+    def _report_prompts(
+        self,
+        plan: Plan,
+        sequences: list[Sequence],
+        batch: Batch,
+        hidden: Tensor,
+        output: StepOutput,
+    ) -> None:
+        """Report how probable the prompts' tokens were that follow those computed in this step."""
+        for entry, sequence in enumerate(sequences):
+            if not sequence.prompt_logprobs:
+                continue
+            start, count = int(plan.starts[entry]), int(plan.counts[entry])
+            first = int(batch.last[entry]) - count + 1
+            known = max(min(start + count, sequence.prompt - 1) - start, 0)
+            if known:
+                given = sequence.buffer[start + 1 : start + 1 + known].astype(np.int64)
+                tokens = torch.from_numpy(given).to(self._device)
+                logits = self.model.logits(hidden[first : first + known])
+                tops = [sequence.params.prompt_logprobs or 0] * known
+                reports = report(logits, tokens, tops)
+                sequence.prompt_logprobs[start + 1 : start + 1 + known] = reports
+            if plan.samples[entry]:
+                output.prompt_logprobs[entry] = sequence.prompt_logprobs
+                sequence.prompt_logprobs = []
+
+    def _seal(self, plan: Plan, sequences: list[Sequence], steps: int) -> dict[int, BlockHashes]:
+        """Hash the blocks that became full, except where entries are missing from the cache."""
+        ends = plan.kv_lens + plan.counts + (steps - 1)
+        whole = plan.kv_lens == plan.starts
+        full = ends // self.cache.layout.block_size
+        sealed = {}
+        for entry, sequence in enumerate(sequences):
+            if whole[entry] and full[entry] > sequence.sealed:
+                hashes = sequence.seal(int(ends[entry]), self.cache.layout.block_size)
+                if len(hashes):
+                    sealed[int(plan.rows[entry])] = hashes
+        return sealed
+
+    def _check(self, tokens: Items[int] | NDArray[np.integer], params: SamplingParams) -> None:
+        vocab = self.model.config.vocab
+        named = {
+            "a prompt token": np.asarray(tokens),
+            "a token of logit_bias": np.array(list(params.logit_bias), dtype=np.int64),
+            "a token of stop_token_ids": np.array(list(params.stop_token_ids), dtype=np.int64),
+        }
+        for name, ids in named.items():
+            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab:
+                wrong = ids[(ids < 0) | (ids >= vocab)][0]
+                raise ValueError(f"{name} is {wrong}; it must be in [0, {vocab})")

@@ -1,0 +1,137 @@
+"""Loading a model, and putting an executor together from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from pigou.kv.layout import KVLayout
+from pigou.request import Ints
+from pigou.runtime.attention import PagedAttention
+from pigou.runtime.cache import DTYPES, KVCache, make_layout
+from pigou.runtime.config import ModelConfig, read_config
+from pigou.runtime.errors import ModelError
+from pigou.runtime.executor import TorchExecutor
+from pigou.runtime.grammar import read_grammars
+from pigou.runtime.models.decoder import Decoder, load_decoder
+from pigou.runtime.ops import TorchOps
+from pigou.runtime.weights import Weights, digest_model, find_model
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory.
+
+    Attributes:
+        name: as it was asked for.
+        folder: of its files.
+        digest: that tells its weights from others.
+        config: sizes and switches.
+        decoder: the weights.
+        dtype: of weights and cache.
+        device: where they are.
+    """
+
+    name: str
+    folder: Path
+    digest: str
+    config: ModelConfig
+    decoder: Decoder
+    dtype: torch.dtype
+    device: torch.device
+
+    def layout(self, block_size: int) -> KVLayout:
+        """Describe this model's KV blocks of so many tokens."""
+        return make_layout(
+            self.config,
+            model=self.name,
+            digest=self.digest,
+            dtype=self.dtype,
+            block_size=block_size,
+        )
+
+    def cache(
+        self,
+        blocks: int,
+        block_size: int,
+        host_blocks: int = 0,
+        memory: memoryview | None = None,
+    ) -> KVCache:
+        """Make an empty KV cache, over `memory` when it is given (see `KVCache`)."""
+        return KVCache(self.layout(block_size), blocks, self.device, host_blocks, memory)
+
+    def executor(self, cache: KVCache, tables: Ints, max_model_len: int) -> TorchExecutor:
+        """Make an executor over a cache.
+
+        Args:
+            cache: from `cache`.
+            tables: `EngineCore.tables`.
+            max_model_len: most tokens of a sequence.
+
+        Raises:
+            ModelError: the model's context is shorter than that.
+        """
+        if max_model_len > self.config.context:
+            raise ModelError(
+                f"max_model_len is {max_model_len}, but {self.name} has a context of "
+                f"{self.config.context} tokens; lower max_model_len"
+            )
+        return TorchExecutor(
+            model=self.decoder,
+            cache=cache,
+            tables=tables,
+            attention=PagedAttention(self.config, cache, tables, max_model_len),
+            grammars=partial(read_grammars, self.folder, self.config.vocab, self.config.eos),
+            ends=self.config.eos,
+        )
+
+
+def load(model: str | Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+    """Load a model from a Hugging Face folder or hub id.
+
+    Args:
+        model: folder, or hub id ("owner/name").
+        dtype: "bf16", "fp32", or "auto": fp32 where the weights are in fp32, else bf16.
+        device: "cpu", "cuda", or "cuda:N".
+
+    Raises:
+        ModelError: it cannot be had, or cannot be run as it should.
+    """
+    folder = find_model(model)
+    config = read_config(folder)
+    chosen = _dtype(dtype, config)
+    place = _device(device)
+    with torch.inference_mode(), Weights(folder, chosen, place) as weights:
+        decoder = load_decoder(config, weights, TorchOps())
+    return LoadedModel(
+        name=str(model),
+        folder=folder,
+        digest=digest_model(folder),
+        config=config,
+        decoder=decoder,
+        dtype=chosen,
+        device=place,
+    )
+
+
+def _dtype(name: str, config: ModelConfig) -> torch.dtype:
+    if name == "auto":
+        name = "fp32" if config.dtype == "float32" else "bf16"
+    if name not in DTYPES:
+        raise ModelError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelError(f"device {name!r} is unknown; give cpu, cuda, or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {name!r} is not supported; supported: cpu, cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device; give cpu")
+    return device

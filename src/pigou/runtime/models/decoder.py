@@ -1,0 +1,82 @@
+"""The decoder-only transformer that all families are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pigou.runtime.attention import PagedAttention
+from pigou.runtime.config import ModelConfig
+from pigou.runtime.linear import Linear
+from pigou.runtime.models.layer import Layer, load_layer
+from pigou.runtime.ops import Ops
+from pigou.runtime.weights import Weights
+
+
+@dataclass(slots=True)
+class Decoder:
+    """A model's weights, and how tokens pass through them.
+
+    Attributes:
+        config: sizes and switches.
+        embedding: shape (vocab, hidden).
+        layers: in order.
+        norm: weight of the last norm, shape (hidden,).
+        head: from hidden states to logits.
+        ops: element-wise operations.
+    """
+
+    config: ModelConfig
+    embedding: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    head: Linear
+    ops: Ops
+
+    def hidden(self, tokens: Tensor, attention: PagedAttention, wanted: Tensor | None) -> Tensor:
+        """Compute hidden states.
+
+        Args:
+            tokens: ids, shape (tokens,).
+            attention: after `begin` of the step that they belong to.
+            wanted: which tokens' states are asked for, shape (n,), int64; None for all.
+
+        Returns:
+            Normed hidden states, shape (n, hidden).
+        """
+        residual = F.embedding(tokens, self.embedding)
+        x = torch.zeros_like(residual)
+        for layer in self.layers:
+            x = layer(x, residual, attention, self.ops)
+        if wanted is not None:
+            x, residual = x[wanted], residual[wanted]
+        return self.ops.add_norm(x, residual, self.norm, self.config.norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits, shape (n, vocab), float32, for hidden states of shape (n, hidden)."""
+        return self.head(hidden).float()
+
+
+def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
+    """Take all of a model's tensors.
+
+    Raises:
+        ModelError: one is missing or has another shape.
+    """
+    embedding = weights.take("model.embed_tokens.weight", config.vocab, config.hidden)
+    if config.tied:
+        weights.skip("lm_head.weight")
+        head = embedding
+    else:
+        head = weights.take("lm_head.weight", config.vocab, config.hidden)
+    return Decoder(
+        config=config,
+        embedding=embedding,
+        layers=[load_layer(index, config, weights) for index in range(config.layers)],
+        norm=weights.take("model.norm.weight", config.hidden),
+        head=Linear(head),
+        ops=ops,
+    )

@@ -1,0 +1,49 @@
+"""What an executor reports of a step. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.request import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable a token was: log-softmax of the raw logits, before temperature and penalties.
+
+    Attributes:
+        token: the token chosen (or, in a prompt, given).
+        logprob: its log probability, natural.
+        rank: its place by probability, from 1.
+        top: ids of the most probable tokens, most probable first, shape (k,).
+        logprobs: their log probabilities, shape (k,).
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step yielded, by entry of the plan.
+
+    Attributes:
+        tokens: sampled, shape (n,); -1 where none was.
+        finished: whether the sequence ended with this token (an end token, a stop token, or a
+            grammar that allows nothing more); the length limit is the core's affair.
+        logprobs: of the sampled token, for entries that asked.
+        prompt_logprobs: of a prompt that was finished in this step, for entries that asked: one
+            for each of its tokens; None for the first, and for those whose KV was not computed
+            here but found in the cache.
+    """
+
+    tokens: Ints
+    finished: NDArray[np.bool_]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)

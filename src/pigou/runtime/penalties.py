@@ -1,0 +1,71 @@
+"""What changes a sequence's logits before a token is chosen: bias, penalties, bans, grammar."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pigou.runtime.sequence import Sequence
+from pigou.sampling import SamplingParams
+
+_OUT = float("-inf")
+
+
+def adjusts(params: SamplingParams) -> bool:
+    """Whether these parameters can change logits at all."""
+    return bool(
+        params.logit_bias
+        or params.min_tokens
+        or params.grammar is not None
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+    )
+
+
+def adjust(logits: Tensor, sequence: Sequence) -> None:
+    """Apply a sequence's parameters to its logits, shape (vocab,), in place.
+
+    In order: repetition penalty, frequency and presence penalty, bias, the ban on end tokens
+    before `min_tokens`, the grammar. Where the last two leave nothing, end tokens are allowed.
+    """
+    params = sequence.params
+    if params.repetition_penalty != 1.0:
+        _penalize_repetition(logits, sequence)
+    if params.frequency_penalty or params.presence_penalty:
+        tokens, counts = np.unique(sequence.output, return_counts=True)
+        cost = counts * params.frequency_penalty + params.presence_penalty
+        logits[_on(logits, tokens)] -= torch.from_numpy(cost).to(logits)
+    if params.logit_bias:
+        tokens = np.fromiter(params.logit_bias, dtype=np.int64)
+        bias = np.fromiter(params.logit_bias.values(), dtype=np.float32)
+        logits[_on(logits, tokens)] += torch.from_numpy(bias).to(logits)
+    _forbid(logits, sequence)
+
+
+def _penalize_repetition(logits: Tensor, sequence: Sequence) -> None:
+    """Divide positive and multiply negative logits of tokens seen (arXiv 1909.05858, eq. 2)."""
+    penalty = sequence.params.repetition_penalty
+    seen = _on(logits, np.unique(sequence.buffer[: sequence.length]))
+    values = logits[seen]
+    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def _forbid(logits: Tensor, sequence: Sequence) -> None:
+    banned = sequence.ends if sequence.generated < sequence.params.min_tokens else frozenset()
+    if sequence.grammar is None:
+        if banned:
+            logits[_on(logits, np.fromiter(banned, dtype=np.int64))] = _OUT
+        return
+    allowed = sequence.grammar.allowed()
+    if banned:
+        later = allowed.copy()
+        later[list(banned)] = False
+        allowed = later if later.any() else allowed
+    logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), _OUT)
+
+
+def _on(logits: Tensor, tokens: NDArray[np.integer]) -> Tensor:
+    return torch.from_numpy(tokens.astype(np.int64)).to(logits.device)
