@@ -125,7 +125,7 @@ class Puller:
                 self._by(backend, run)
             except BackendUnavailable as error:
                 detail = f"{backend.name}: {error}"
-                log.warning("pull by %s is not possible: %s", backend.name, error)
+                log.warning("pull by %s is not possible: %s", backend.name, str(error))
                 continue
             return
         raise TransferError(Reason.UNREACHABLE, f"no backend reaches the sender; {detail}")
@@ -176,7 +176,7 @@ class Puller:
             try:
                 run.confirmed = self.decline(run.ticket)
             except TransferError as failure:
-                log.info("the sender could not be told: %s", failure)
+                log.info("the sender could not be told: %s", str(failure))
         return error.reason, error.detail
 
     @contextmanager

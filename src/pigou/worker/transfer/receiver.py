@@ -165,7 +165,7 @@ class Receiver:
         try:
             self._puller.decline(read_ticket(pull.params))
         except TransferError as error:
-            log.info("an offer could not be declined, and will expire: %s", error)
+            log.info("an offer could not be declined, and will expire: %s", str(error))
 
     def _finish(self, pull: Pull, outcome: Outcome) -> None:
         if outcome.reason is not Reason.OK:

@@ -85,7 +85,7 @@ class SideChannel:
             except OSError as error:
                 if self._closed:
                     return
-                log.warning("cannot accept a receiver: %s", error)
+                log.warning("cannot accept a receiver: %s", str(error))
                 time.sleep(0.05)  # out of file descriptors, mostly: let others end
                 continue
             self._admit(Link(sock, min(self._config.timeout, self._config.lease)))
@@ -101,14 +101,14 @@ class SideChannel:
         try:
             link.send(Refuse(Reason.BUSY, "too many receivers at once"))
         except TransferError as error:
-            log.debug("a receiver that was turned away left first: %s", error)
+            log.debug("a receiver that was turned away left first: %s", str(error))
         link.close()
 
     def _serve(self, link: Link) -> None:
         try:
             self._converse(link)
         except TransferError as error:
-            log.info("a receiver's conversation ended: %s", error)
+            log.info("a receiver's conversation ended: %s", str(error))
             self._refuse(link, error)
         except Exception as error:
             log.exception("a receiver's conversation failed")
@@ -125,7 +125,7 @@ class SideChannel:
         try:
             link.send(Refuse(error.reason, error.detail))
         except TransferError as failure:
-            log.debug("the refusal did not arrive: %s", failure)
+            log.debug("the refusal did not arrive: %s", str(failure))
 
     def _converse(self, link: Link) -> None:
         request = link.receive(REQUESTS, MAX_REQUEST)
