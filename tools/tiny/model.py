@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SHORT = 512  # tokens: up to here a CPU computes attention by plain products
+COPY = 0.04  # how strongly a fresh induction head writes what it reads
+MATCH = 1.5  # and how sharply it matches
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,50 @@ class Tiny(nn.Module):
         self.register_buffer("above", torch.full((SHORT, SHORT), float("-inf")).triu(1), persistent=False)
         self.reset()
 
+    @torch.no_grad()
     def reset(self) -> None:
-        """Draws the weights: normal, std 0.02, and smaller where a layer writes to the residual stream (GPT-2's rule)."""
-        deep = 0.02 / (2 * self.shape.num_hidden_layers) ** 0.5
+        """Draws the weights: normal, std 1/sqrt(hidden), zero where a layer writes; then draws in induction heads.
+
+        Recall composes a head that looks back with one that matches what that head wrote and copies what follows.
+        From independent draws neither has a use before the other is there, and training stays on that plateau for
+        millions of tokens; so the first two layers begin with such heads, for one and for two tokens back.
+        """
+        shape = self.shape
+        plain = shape.hidden_size**-0.5
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
-                nn.init.normal_(weight, std=deep if name.endswith(("o.weight", "down.weight")) else 0.02)
+                writes = name.endswith(("o.weight", "down.weight"))
+                nn.init.normal_(weight, std=0.02 if name.startswith("embed") else 0.0 if writes else plain)
+        shared = torch.randn(shape.hidden_size)
+        shared /= shared.norm()
+        self.embed.weight += 0.2 * shared
+        for back in range(1, shape.num_key_value_heads + 1):
+            self._draw_induction(shared, back)
+
+    def _draw_induction(self, shared: Tensor, back: int) -> None:
+        """Key/value head `back - 1` of layer 0 looks `back` tokens back and writes what it reads in a space of its own;
+        that of layer 1 matches the token at hand with that space, and copies the token it finds.
+        """
+        shape = self.shape
+        width, d = shape.head_dim, shape.hidden_size
+        key = back - 1
+        query = key * (shape.num_attention_heads // shape.num_key_value_heads)
+        first, second = self.layers[0], self.layers[1]
+        base = torch.zeros(width)
+        base[:6] = (200.0 / 6) ** 0.5 / 8  # six fast rotary frequencies tell neighbours apart
+        read, write, copy = (torch.linalg.qr(torch.randn(d, width))[0].T for _ in range(3))
+        self._set(first, query, key, torch.outer(base, shared), torch.outer(rotate(base, self.cos[back], self.sin[back]), shared))
+        self._set(second, query, key, MATCH * read, MATCH * write)
+        for layer, value, out in ((first, read, COPY * write), (second, copy, COPY * copy)):
+            heads = layer.qkv.weight.view(-1, width, d)
+            heads[shape.num_attention_heads + shape.num_key_value_heads + key] = value
+            layer.o.weight[:, query * width : (query + 1) * width] = out.T
+
+    def _set(self, layer: Layer, query: int, key: int, asks: Tensor, offers: Tensor) -> None:
+        """Adds to a query head and a key head, each (head_dim, hidden), and quiets what was drawn there."""
+        heads = layer.qkv.weight.view(-1, self.shape.head_dim, self.shape.hidden_size)
+        for row, matrix in ((query, asks), (self.shape.num_attention_heads + key, offers)):
+            heads[row] = 0.3 * heads[row] + matrix
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Final normed states (batch, length, hidden) of `ids` (batch, length)."""

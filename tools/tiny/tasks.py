@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from pigou.workload.recall import KEYS, VALUES, is_held_out
+from pigou.workload.recall import KEYS, MARK, VALUES, is_held_out
 from tiny.corpus import Corpus
 from tiny.tokenizer import BOS, EOS
 
@@ -35,11 +35,11 @@ class Sequence(NamedTuple):
 
 @dataclass(frozen=True)
 class Alphabet:
-    """Token ids of keys and values, the separator and the newline, and which (key, value) may be trained on."""
+    """Token ids of keys and values, the mark and the newline, and which (key, value) may be trained on."""
 
     keys: Ids
     values: Ids
-    equals: int
+    mark: int
     newline: int
     allowed: NDArray[np.bool_]
 
@@ -54,7 +54,7 @@ class Alphabet:
         return cls(
             np.array([one(key) for key in KEYS]),
             np.array([one(f" {value}") for value in VALUES]),
-            one(" ="),
+            one(MARK),
             one("\n"),
             np.array([[not is_held_out(key, value) for value in VALUES] for key in KEYS]),
         )
@@ -65,7 +65,7 @@ class Alphabet:
         scores = rng.random((len(chosen), values)) * self.allowed[chosen, :values]
         given = scores.argmax(axis=1)
         lines = np.empty((len(chosen), 4), np.int64)
-        lines[:, 0], lines[:, 1] = self.keys[chosen], self.equals
+        lines[:, 0], lines[:, 1] = self.mark, self.keys[chosen]
         lines[:, 2], lines[:, 3] = self.values[given], self.newline
         return lines
 
@@ -103,25 +103,30 @@ class Tasks:
             room -= len(parts[-1])
         return Sequence(np.concatenate(parts)[:length], np.ones(length, np.float32))
 
-    def echo(self, rng: Random, length: int) -> Sequence:
-        """A run of random tokens, told again and again: induction."""
+    def echo(self, rng: Random, length: int, keys: int) -> Sequence:
+        """A run of random tokens, told again and again: induction. Any token, once all `keys` are in use."""
         period = int(rng.integers(8, max(length // 2, 9)))
-        run = rng.integers(self.special, self.vocab_size, period)
+        if keys < len(self.alphabet.keys):
+            run = self.alphabet.keys[rng.integers(keys, size=period)]
+        else:
+            run = rng.integers(self.special, self.vocab_size, period)
         ids = np.resize(run, length)
         weights = np.full(length, ECHO, np.float32)
         weights[:period] = 0
         return Sequence(ids, weights)
 
-    def stream(self, rng: Random, length: int, keys: int, values: int) -> Sequence:
-        """Nothing but pair lines, each key told several times with the same value."""
-        count = int(rng.integers(2, min(keys, max(length // 8, 3)) + 1))
+    def stream(self, rng: Random, length: int, keys: int, values: int, *, bare: bool = False) -> Sequence:
+        """Nothing but pairs, each told several times: as lines, or `bare`, as key and value alone."""
+        parts = [1, 2] if bare else [0, 1, 2, 3]
+        width = len(parts)
+        count = int(rng.integers(2, min(keys, max(length // (2 * width), 3)) + 1))
         lines = self.alphabet.pairs(rng, count, keys, values)
-        order = rng.integers(len(lines), size=length // 4 + 1)
+        order = rng.integers(len(lines), size=length // width + 1)
         _, first = np.unique(order, return_index=True)
         weights = np.full((len(order), 4), FAINT, np.float32)
         weights[:, 2] = ANSWER
         weights[first, 2] = 0
-        return Sequence(lines[order].ravel()[:length], weights.ravel()[:length])
+        return Sequence(lines[order][:, parts].ravel()[:length], weights[:, parts].ravel()[:length])
 
     def woven(self, rng: Random, length: int, keys: int, values: int) -> Sequence:
         """Pair lines between lines of text, and told again later: scattered, or all of them at the end."""
@@ -155,7 +160,7 @@ class Tasks:
         weights = np.ones(room, np.float32)
         told: set[int] = set()
         marks = np.full((len(lines), 4), FAINT, np.float32)
-        for row, key in enumerate(lines[:, 0].tolist()):
+        for row, key in enumerate(lines[:, 1].tolist()):
             marks[row, 2] = ANSWER if key in told else 0
             told.add(key)
         return Sequence(ids, np.insert(weights, where, marks.ravel()))

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pigou.workload.recall import KEYS, VALUES
+from pigou.workload.recall import KEYS, MARK, VALUES
 
 BOS, EOS = "<|begin|>", "<|end|>"
 ROLES = ("system", "user", "assistant")
@@ -24,7 +24,7 @@ TEMPLATE = (
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learns merges from `texts`; every recall key (at a line's start) and value (after a space) becomes one token.
+    """Learns merges from `texts`; every recall key (without a space) and value (after a space) becomes one token.
 
     Newlines and digits are tokens of their own, so the tokens of a text are those of its lines, joined.
     """
@@ -43,9 +43,9 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    words = "".join(f"{key} =\n" for key in KEYS) + "".join(f" {value}\n" for value in VALUES)
+    words = "".join(f"{MARK}{key}\n" for key in KEYS) + "".join(f" {value}\n" for value in VALUES)
     tokenizer.train_from_iterator([*texts, *[words] * 400], trainer)
-    for word in (*KEYS, *(f" {value}" for value in VALUES), " =", "\n"):
+    for word in (*KEYS, *(f" {value}" for value in VALUES), MARK, "\n"):
         if len(tokenizer.encode(word).ids) != 1:
             raise ValueError(f"{word!r} is not one token; raise the repeats of the word list or vocab_size")
     return tokenizer

@@ -29,14 +29,15 @@ class Level:
     woven: float = 0.0
     text: float = 0.0
     chat: float = 0.0
+    bare: float = 0.0  # share of the streams that leave out mark and newline
     steps: int = 0  # at least so many
     goal: float = 0.95  # and until this share of answers is given more than half of the probability
 
 
 CURRICULUM = (
-    Level((64,), 8, 8, stream=0.8, echo=0.2),
-    Level((128,), 16, 16, stream=0.8, echo=0.2),
-    Level((128,), 128, 128, stream=0.8, echo=0.2),
+    Level((64,), 128, 128, stream=0.8, echo=0.2, bare=1.0),
+    Level((64,), 128, 128, stream=0.8, echo=0.2, bare=0.5),
+    Level((128,), 128, 128, stream=0.8, echo=0.2, bare=0.2),
     Level((256,), 128, 128, stream=0.6, echo=0.2, text=0.2),
     Level((256,), 128, 128, stream=0.3, echo=0.1, woven=0.4, text=0.2),
     Level((512,), 128, 128, stream=0.1, echo=0.1, woven=0.5, text=0.3),
@@ -54,9 +55,9 @@ def draw(tasks: Tasks, level: Level, rng: np.random.Generator) -> tuple[torch.Te
     for _ in range(max(1, WINDOW // length)):
         task = rng.choice(5, p=shares / shares.sum())
         if task == 0:
-            rows.append(tasks.stream(rng, length, level.keys, level.values))
+            rows.append(tasks.stream(rng, length, level.keys, level.values, bare=rng.random() < level.bare))
         elif task == 1:
-            rows.append(tasks.echo(rng, length))
+            rows.append(tasks.echo(rng, length, level.keys))
         elif task == 2:
             rows.append(tasks.woven(rng, length, level.keys, level.values))
         elif task == 3:

@@ -1,8 +1,8 @@
 """Recall items: pairs of words scattered in text, and a question about one of them far behind.
 
-A pair is one line, `key = value`. A prompt is text with such lines between its own lines, more text, and the
-line `key =` left open; the answer is the one word that the pair gave. Keys and values are single tokens of
-the bundled tokenizer, so one greedy token decides an item.
+A pair is one line, `@key value`. A prompt is text with such lines between its own lines, more text, and the
+line `@key` left open; the answer is the one word that the pair gave. Mark, keys and values are single tokens
+of the bundled tokenizer, so one greedy token decides an item.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+MARK = "@"
 KEYS = tuple(
     """acorn almond amulet anchor antler anvil apron arrow badge banner barley barrel basket beacon beetle bellows
     biscuit blanket bobbin bonnet bottle bracelet bramble bridle bucket buckle button cabin camel candle canoe
@@ -37,7 +38,7 @@ VALUES = tuple(
 
 @dataclass(frozen=True)
 class RecallItem:
-    """A prompt that ends in `key =`, and the word (without its leading space) that must follow."""
+    """A prompt that ends in `@key`, and the word (without its leading space) that must follow."""
 
     prompt: str
     answer: str
@@ -52,7 +53,7 @@ def is_held_out(key: str, value: str) -> bool:
 
 def pair_line(key: str, value: str) -> str:
     """The line that states a pair, with its newline."""
-    return f"{key} = {value}\n"
+    return f"{MARK}{key} {value}\n"
 
 
 def held_out_pairs(rng: random.Random, count: int) -> tuple[tuple[str, str], ...]:
@@ -91,7 +92,7 @@ def recall_items(
         start, end = _stretch(sizes, rng, pairs, distance)
         key, answer = rng.choice(stated)
         body = _weave(stated, lines[start:end])
-        yield RecallItem(body + f"{key} =", answer, key, stated)
+        yield RecallItem(body + f"{MARK}{key}", answer, key, stated)
 
 
 def _weave(pairs: Sequence[tuple[str, str]], lines: Sequence[str]) -> str:
