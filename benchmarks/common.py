@@ -73,6 +73,7 @@ class Server:
     ) -> None:
         self.url = url
         self.log = log
+        self._stopped = False
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -126,6 +127,9 @@ class Server:
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """End the whole group: SIGTERM, then SIGKILL to what is left. May be called twice."""
+        if self._stopped:
+            return  # the group's number may belong to somebody else by now
+        self._stopped = True
         if self.alive:
             os.killpg(self.pid, signal.SIGCONT)
             self._process.terminate()
