@@ -1,0 +1,51 @@
+"""What computes tokens for the engine thread: an executor that keeps token ids and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from pigou.engine.plan import Plan, Result
+from pigou.request import BlockHashes
+from pigou.runtime.outputs import StepOutput
+from pigou.sampling import SamplingParams
+
+#: Is called after each step; returns whether the plan's next steps may go on.
+OnStep: TypeAlias = Callable[[StepOutput], bool]
+
+
+class Backend(Protocol):
+    """Computes plans; called from the engine thread only. `TorchExecutor` is one."""
+
+    def add(
+        self,
+        request: str,
+        tokens: list[int],
+        params: SamplingParams,
+        *,
+        seed: bytes,
+        resume: int = 0,
+        hashes: BlockHashes | None = None,
+    ) -> None:
+        """Take a request up, before it is planned.
+
+        Args:
+            request: its id.
+            tokens: of its prompt, and those that were generated elsewhere.
+            params: how it is sampled.
+            seed: of its block hashes (`Tenure.digest`).
+            resume: how many of the last `tokens` were generated elsewhere.
+            hashes: that the core was told; None stands for all full blocks of `tokens`.
+
+        Raises:
+            ValueError: a parameter cannot be honoured (a grammar, mostly); says which.
+        """
+        ...
+
+    def drop(self, request: str) -> None:
+        """Forget a request; nothing, if it is not known."""
+        ...
+
+    def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
+        """Do the plan's moves, then its steps; return early where a sequence ends."""
+        ...

@@ -1,0 +1,157 @@
+"""What passes between the event loop and the engine thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from pigou.engine.plan import Finished
+from pigou.request import Request
+from pigou.runtime.outputs import TokenLogprobs
+from pigou.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Compute a request.
+
+    Attributes:
+        request: for the core; `remote` is set where `ticket` is.
+        tokens: of its prompt, and those generated elsewhere.
+        params: how it is sampled.
+        generated: how many of the last `tokens` were generated elsewhere.
+        seed: of its block hashes.
+        salt: its cache salt, for its KV events.
+        ticket: `kv_transfer_params` of the worker that has its blocks.
+    """
+
+    request: Request
+    tokens: list[int]
+    params: SamplingParams
+    generated: int
+    seed: bytes
+    salt: str | None = None
+    ticket: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Free the blocks that are held for another worker."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load has ended; `tokens` arrived, in `bytes` bytes of `blocks` blocks."""
+
+    request: str
+    tokens: int
+    blocks: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClearCache:
+    """Forget all cached prefixes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the thread."""
+
+
+Command: TypeAlias = Add | Abort | Release | Loaded | ClearCache | Stop
+
+
+@dataclass(slots=True)
+class Gauges:
+    """The core's figures after a step; counts since the start where it says "total"."""
+
+    running: int = 0
+    waiting: int = 0
+    loading: int = 0
+    held: int = 0
+    free: int = 0
+    cached: int = 0
+    usage: float = 0.0
+    queries_total: int = 0
+    hits_total: int = 0
+    preemptions_total: int = 0
+    swaps_total: int = 0
+    steps_total: int = 0
+    tokens_total: int = 0
+    blocks_received_total: int = 0
+    bytes_received_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request was refused by the engine, or failed in it.
+
+    Attributes:
+        request: its id.
+        status: HTTP status that says so.
+        message: for the client.
+    """
+
+    request: str
+    status: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request took a row: for the first time, or again after a preemption.
+
+    Attributes:
+        request: its id.
+        computed: tokens that need not be computed.
+        loaded: of those, tokens that another worker's blocks brought.
+    """
+
+    request: str
+    computed: int
+    loaded: int
+
+
+@dataclass(slots=True)
+class Report:
+    """All that one step did, in one message.
+
+    Attributes:
+        now: when it ended, monotonic nanoseconds.
+        begun: requests that took a row.
+        tokens: (request, token, log-probabilities where asked for), in order.
+        prompts: (request, log-probabilities of its prompt), in order.
+        finished: requests that left the engine.
+        tickets: by request, `kv_transfer_params` of the blocks held.
+        failed: requests that were refused.
+        events: KV events, as maps of the wire.
+        computed: tokens computed in the step.
+        gauges: figures after the step.
+    """
+
+    now: int = 0
+    begun: list[Begun] = field(default_factory=list)
+    tokens: list[tuple[str, int, TokenLogprobs | None]] = field(default_factory=list)
+    prompts: list[tuple[str, list[TokenLogprobs | None]]] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    tickets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: list[Failed] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    computed: int = 0
+    gauges: Gauges | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell besides figures."""
+        return bool(
+            self.begun or self.tokens or self.prompts or self.finished or self.failed or self.events
+        )

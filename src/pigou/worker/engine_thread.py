@@ -1,0 +1,284 @@
+"""The engine thread: it drives an EngineCore and its backend, and reports once a step."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pigou.engine.core import EngineCore
+from pigou.engine.errors import DuplicateRequest, QueueFull, RequestTooLarge, UnknownLoad
+from pigou.engine.plan import Effects, Finished, Plan
+from pigou.events import BlockRemoved, BlockStored, KVEvent
+from pigou.request import FinishReason
+from pigou.runtime.outputs import StepOutput
+from pigou.wire.kv_events import cleared_map, removed_map, stored_map
+from pigou.worker.backend import Backend
+from pigou.worker.commands import (
+    Abort,
+    Add,
+    Begun,
+    ClearCache,
+    Command,
+    Failed,
+    Gauges,
+    Loaded,
+    Release,
+    Report,
+    Stop,
+)
+from pigou.worker.loads import Transfers
+
+log = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """Owns core and backend; others talk to it by `put`, and hear from it through `report`."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        backend: Backend,
+        report: Callable[[Report], None],
+        crashed: Callable[[BaseException], None],
+        events: bool,
+    ) -> None:
+        """Prepare the thread; `transfers` must be set before `start`.
+
+        Args:
+            core: with nothing in it.
+            backend: of the same block size.
+            report: takes each step's report; called from the thread.
+            crashed: told when the thread dies of an error; called from the thread.
+            events: whether KV events are wanted.
+        """
+        self._core = core
+        self._backend = backend
+        self._report = report
+        self._crashed = crashed
+        self._events = events
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._adds: dict[str, Add] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self._loaded: dict[str, int] = {}
+        self._entries: list[str] = []
+        self._left = 0
+        self._owner: dict[int, str] = {}
+        self._out = Report()
+        self._gauges = Gauges()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.transfers: Transfers
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, command: Command) -> None:
+        """Send a command; from any thread. A plan under way is cut short for it."""
+        self._inbox.put(command)
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the thread to end; whether it did within `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            idle = True
+            while not self._stopping:
+                self._take_commands(block=idle)
+                idle = not self._step()
+        except BaseException as error:
+            log.critical("the engine thread died", exc_info=True)
+            self._crashed(error)
+
+    # --- commands ---------------------------------------------------------------------------
+
+    def _take_commands(self, block: bool) -> None:
+        """Do all commands that are there; wait for one first if there is nothing else to do."""
+        if block:
+            self._flush()
+            self._do(self._inbox.get())
+        while not self._inbox.empty():
+            self._do(self._inbox.get())
+
+    def _do(self, command: Command) -> None:
+        match command:
+            case Add():
+                self._add(command)
+            case Abort(request):
+                self._abort(request)
+            case Release(request):
+                self._take(self._core.release(request))
+            case Loaded():
+                self._load_ended(command)
+            case ClearCache():
+                self._take(self._core.clear_cache())
+            case Stop():
+                self._stopping = True
+
+    def _add(self, add: Add) -> None:
+        request = add.request
+        try:
+            self._backend.add(
+                request.id,
+                add.tokens,
+                add.params,
+                seed=add.seed,
+                resume=add.generated,
+                hashes=request.hashes,
+            )
+        except ValueError as error:
+            self._refuse(add, 400, str(error))
+            return
+        try:
+            self._core.add(request)
+        except (RequestTooLarge, DuplicateRequest) as error:
+            self._refuse(add, 400, str(error))
+        except QueueFull as error:
+            self._refuse(add, 503, str(error))
+        else:
+            self._adds[request.id] = add
+            self._tokens[request.id] = list(add.tokens)
+
+    def _refuse(self, add: Add, status: int, message: str) -> None:
+        if add.request.id not in self._adds:
+            self._backend.drop(add.request.id)
+        if add.ticket is not None:
+            self.transfers.decline(add.ticket)
+        self._out.failed.append(Failed(add.request.id, status, message))
+
+    def _abort(self, request: str) -> None:
+        add = self._adds.get(request)
+        if add is not None and add.ticket is not None and request not in self._loaded:
+            self.transfers.decline(add.ticket)
+        self.transfers.cancel(request)
+        self._take(self._core.abort(request))
+
+    def _load_ended(self, loaded: Loaded) -> None:
+        request = loaded.request
+        self.transfers.done(request)
+        self._gauges.blocks_received_total += loaded.blocks
+        self._gauges.bytes_received_total += loaded.bytes
+        size = self._core.config.block_size
+        try:
+            effects = self._core.loaded(request, min(loaded.tokens, loaded.blocks * size))
+        except UnknownLoad:
+            log.warning("a load of request %s ended that nobody waits for", request)
+            return
+        if request in self._adds:
+            self._loaded[request] = loaded.tokens
+        self._take(effects)
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """Plan and compute; whether there was anything to do."""
+        plan = self._core.schedule(time.monotonic_ns())
+        self._begin(plan)
+        if not plan and not plan.started and not _moves(plan):
+            return False
+        self._left = plan.repeat
+        self._entries = [self._owner[row] for row in plan.rows.tolist()]
+        result = self._backend.execute(plan, self._on_step)
+        self._gauges.steps_total += result.steps
+        self._gauges.tokens_total += plan.tokens * result.steps
+        self._out.computed = plan.tokens
+        self._take(self._core.apply(plan, result))
+        self._flush()
+        return True
+
+    def _begin(self, plan: Plan) -> None:
+        """Note who took a row, and begin the loads."""
+        for started in plan.started:
+            self._owner[started.row] = started.request
+            loaded = self._loaded.get(started.request, 0)
+            self._out.begun.append(Begun(started.request, started.computed, loaded))
+        for load in plan.loads:
+            self._owner[load.row] = load.request
+            ticket = self._adds[load.request].ticket
+            if ticket is None:
+                self.put(Loaded(load.request, 0, 0, 0))
+                continue
+            self._loaded[load.request] = 0
+            self.transfers.begin(load, ticket)
+
+    def _on_step(self, step: StepOutput) -> bool:
+        """Collect a step's tokens; send them now, if they are not the plan's last."""
+        out = self._out
+        for entry, prompt in step.prompt_logprobs.items():
+            out.prompts.append((self._entries[entry], prompt))
+        reports = step.logprobs
+        for entry, token in enumerate(step.tokens.tolist()):
+            if token >= 0:
+                request = self._entries[entry]
+                self._tokens[request].append(token)
+                out.tokens.append((request, token, reports.get(entry) if reports else None))
+        self._left -= 1
+        if not self._inbox.empty():
+            return False
+        if self._left and not step.finished.any():
+            self._flush()
+        return True
+
+    def _take(self, effects: Effects) -> None:
+        """Tell what follows from a call of the core."""
+        if self._events and effects.events:
+            self._out.events += [self._map(event) for event in effects.events]
+        for finished in effects.finished:
+            self._finish(finished)
+
+    def _finish(self, finished: Finished) -> None:
+        request = finished.request
+        add = self._adds.pop(request, None)
+        if add is not None and add.request.hold:
+            self._offer(finished)
+        self._tokens.pop(request, None)
+        self._loaded.pop(request, None)
+        self._backend.drop(request)
+        self._out.finished.append(finished)
+
+    def _offer(self, finished: Finished) -> None:
+        if not len(finished.held):
+            return
+        size = self._core.config.block_size
+        ticket = self.transfers.offer(finished.request, finished.held, size)
+        if ticket is None:
+            self.put(Release(finished.request))
+        elif finished.reason is not FinishReason.ABORT:
+            self._out.tickets[finished.request] = ticket
+
+    def _map(self, event: KVEvent) -> dict[str, Any]:
+        if isinstance(event, BlockStored):
+            size = self._core.config.block_size
+            start = event.first * size
+            tokens = self._tokens[event.request][start : start + len(event.hashes) * size]
+            return stored_map(event, tokens, size, self._adds[event.request].salt)
+        return removed_map(event) if isinstance(event, BlockRemoved) else cleared_map(event)
+
+    # --- reports ----------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        """Send what there is to tell."""
+        out = self._out
+        out.now = time.monotonic_ns()
+        out.gauges = self._figures()
+        self._out = Report()
+        self._report(out)
+
+    def _figures(self) -> Gauges:
+        core, gauges = self._core, self._gauges
+        gauges.running, gauges.waiting = core.running - core.loading, core.waiting
+        gauges.loading, gauges.held = core.loading, core.held
+        gauges.free, gauges.cached, gauges.usage = core.free_blocks, core.cached_blocks, core.usage
+        gauges.queries_total, gauges.hits_total = core.prefix_queries, core.prefix_hits
+        gauges.preemptions_total, gauges.swaps_total = core.preemptions, core.swaps
+        return gauges
+
+
+def _moves(plan: Plan) -> bool:
+    return bool(len(plan.swap_out) or len(plan.copies) or len(plan.swap_in))

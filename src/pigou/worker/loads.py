@@ -1,0 +1,111 @@
+"""Blocks that come from other workers, and blocks that are kept for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from pigou.engine.plan import Load
+from pigou.request import Ints
+from pigou.worker.commands import Loaded
+from pigou.worker.transfer import Outcome, Pull, Receiver, Sender, TransferError
+
+
+class Transfers(Protocol):
+    """Moves blocks between workers; called from the engine thread."""
+
+    def begin(self, load: Load, ticket: dict[str, Any]) -> None:
+        """Fill a load's blocks; a `Loaded` command follows. Without blocks, decline the offer."""
+        ...
+
+    def decline(self, ticket: dict[str, Any]) -> None:
+        """Tell the other worker that its blocks are not wanted."""
+        ...
+
+    def cancel(self, request: str) -> None:
+        """End a request's load early; its `Loaded` follows all the same."""
+        ...
+
+    def done(self, request: str) -> None:
+        """Note that a request's load was answered."""
+        ...
+
+    def offer(self, request: str, blocks: Ints, block_size: int) -> dict[str, Any] | None:
+        """Keep blocks for another worker; return the ticket, or None where that fails."""
+        ...
+
+
+class NoTransfers:
+    """A worker that exchanges no blocks: every load fails at once, nothing is offered."""
+
+    def __init__(self, put: Callable[[Loaded], None]) -> None:
+        self._put = put
+
+    def begin(self, load: Load, ticket: dict[str, Any]) -> None:  # noqa: ARG002
+        """Answer that nothing came."""
+        if len(load.blocks):
+            self._put(Loaded(load.request, 0, 0, 0))
+
+    def decline(self, ticket: dict[str, Any]) -> None:
+        """Do nothing: there is nobody to tell."""
+
+    def cancel(self, request: str) -> None:
+        """Do nothing: no load is under way."""
+
+    def done(self, request: str) -> None:
+        """Do nothing: no load is under way."""
+
+    def offer(self, *_: object) -> None:
+        """Offer nothing."""
+
+
+class WorkerTransfers:
+    """Transfers over a Sender and a Receiver."""
+
+    def __init__(self, sender: Sender, receiver: Receiver, put: Callable[[Loaded], None]) -> None:
+        """Use these two; `put` takes `Loaded` commands from any thread."""
+        self._sender = sender
+        self._receiver = receiver
+        self._put = put
+        self._pulls: dict[str, Pull] = {}
+
+    def begin(self, load: Load, ticket: dict[str, Any]) -> None:
+        """Pull a load's blocks."""
+        if not len(load.blocks):
+            self._receiver.decline(ticket)
+            return
+        request = load.request
+
+        def done(outcome: Outcome) -> None:
+            self._put(Loaded(request, outcome.tokens, outcome.blocks, outcome.bytes))
+
+        self._pulls[request] = self._receiver.pull(ticket, load.first, load.blocks, done)
+
+    def decline(self, ticket: dict[str, Any]) -> None:
+        """Tell the sender of a ticket that its blocks are not wanted."""
+        self._receiver.decline(ticket)
+
+    def cancel(self, request: str) -> None:
+        """End a request's pull early."""
+        if (pull := self._pulls.get(request)) is not None:
+            pull.cancel()
+
+    def done(self, request: str) -> None:
+        """Forget a pull that has ended."""
+        self._pulls.pop(request, None)
+
+    def offer(self, request: str, blocks: Ints, block_size: int) -> dict[str, Any] | None:
+        """Offer full blocks."""
+        if not len(blocks):
+            return None
+        try:
+            return self._sender.offer(request, np.asarray(blocks), len(blocks) * block_size)
+        except TransferError:
+            return None  # the sender is closing: the caller frees the blocks
+
+    def close(self) -> None:
+        """End all transfers."""
+        self._receiver.close()
+        self._sender.close()

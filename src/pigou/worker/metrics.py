@@ -1,0 +1,214 @@
+"""The worker's metrics, under the names that vLLM's have, in a registry of their own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from pigou.engine.plan import Finished
+from pigou.request import SECOND
+from pigou.worker.commands import Gauges
+from pigou.worker.reply import Sequence
+
+#: Of the page that `Metrics.page` returns.
+CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
+         40, 80, 160, 640, 2560)  # fmt: skip
+_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
+        40, 80)  # fmt: skip
+_SPAN = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
+         7680)  # fmt: skip
+_STEP = tuple(2**power for power in (0, *range(3, 15)))
+
+_GAUGES = {
+    "num_requests_running": "Requests that compute.",
+    "num_requests_waiting": "Requests that wait for a row.",
+    "kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1.",
+}
+_COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Of those, tokens found.",
+    "external_prefix_cache_queries": "Prompt tokens that other workers offered.",
+    "external_prefix_cache_hits": "Of those, tokens that arrived.",
+    "num_preemptions": "Times that a request lost its row.",
+    "prompt_tokens": "Tokens of the prompts.",
+    "prompt_tokens_cached": "Of those, tokens that were not computed here.",
+    "generation_tokens": "Tokens sampled.",
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", _TTFT),
+    "inter_token_latency_seconds": ("Between tokens of a request.", _ITL),
+    "request_time_per_output_token_seconds": ("Mean time between tokens of a request.", _ITL),
+    "e2e_request_latency_seconds": ("From arrival to the last token.", _SPAN),
+    "request_queue_time_seconds": ("From arrival to the row.", _SPAN),
+    "request_inference_time_seconds": ("From the row to the last token.", _SPAN),
+    "request_prefill_time_seconds": ("From the row to the first token.", _SPAN),
+    "request_decode_time_seconds": ("From the first token to the last.", _SPAN),
+}
+#: Figures that vLLM has no name for.
+_OWN_GAUGES = {
+    "kv_blocks_total": "KV blocks on the device.",
+    "kv_blocks_free": "Of those, blocks that can be handed out, cached ones included.",
+    "kv_blocks_cached": "Blocks that can be hit, in use or not.",
+    "kv_requests_held": "Finished prompts that are held for other workers.",
+    "kv_requests_loading": "Requests whose blocks are on their way.",
+}
+_OWN_COUNTERS = {
+    "kv_blocks_received": "KV blocks that came from other workers.",
+    "kv_bytes_received": "Bytes in them.",
+    "swaps": "Preemptions that moved KV to host memory.",
+    "engine_steps": "Steps computed.",
+    "computed_tokens": "Tokens computed in them, of prompts and outputs.",
+}
+REASONS = ("stop", "length", "abort", "error")
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+
+
+class Metrics:
+    """Counts what passes; used by the event loop only."""
+
+    def __init__(self, model: str, max_model_len: int, cache: dict[str, str], blocks: int) -> None:
+        """Make the metrics of one model.
+
+        Args:
+            model: its name, a label of everything.
+            max_model_len: the largest bucket of token counts.
+            cache: labels of `vllm:cache_config_info`.
+            blocks: KV blocks on the device.
+        """
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model, "engine": "0"}
+        tokens = _tokens(max_model_len)
+        self._gauge = {n: self._new_gauge(f"vllm:{n}", h) for n, h in _GAUGES.items()}
+        self._gauge |= {n: self._new_gauge(f"pigou:{n}", h) for n, h in _OWN_GAUGES.items()}
+        self._counter = {n: self._new_counter(f"vllm:{n}", h) for n, h in _COUNTERS.items()}
+        self._counter |= {n: self._new_counter(f"pigou:{n}", h) for n, h in _OWN_COUNTERS.items()}
+        self._histogram = {
+            n: self._new_histogram(n, h, buckets) for n, (h, buckets) in _HISTOGRAMS.items()
+        }
+        for name, text, buckets in (
+            ("request_prompt_tokens", "Tokens of a prompt.", tokens),
+            ("request_generation_tokens", "Tokens generated for a request.", tokens),
+            ("request_params_max_tokens", "Output limit of a request.", tokens),
+            ("request_prefill_kv_computed_tokens", "Prompt tokens computed here.", tokens),
+            ("iteration_tokens_total", "Tokens computed in a step.", _STEP),
+            ("request_num_preemptions", "Preemptions of a request.", (0, 1, 2, 5, 10)),
+        ):
+            self._histogram[name] = self._new_histogram(name, text, buckets)
+        self._success = self._new_family("request_success", "Requests that ended.",
+                                         "finished_reason", REASONS)  # fmt: skip
+        self._sources = self._new_family("prompt_tokens_by_source", "Where prompt KV came from.",
+                                         "source", SOURCES)  # fmt: skip
+        info = Gauge("vllm:cache_config_info", "Of the KV cache.", [*cache, "engine"],
+                     registry=self.registry)  # fmt: skip
+        info.labels(**cache, engine="0").set(1)
+        self._gauge["kv_blocks_total"].set(blocks)
+        self._seen = Gauges()
+        self._itl = self._histogram["inter_token_latency_seconds"]
+
+    def figures(self, gauges: Gauges) -> None:
+        """Take in the figures after a step."""
+        gauge = self._gauge
+        gauge["num_requests_running"].set(gauges.running + gauges.loading)
+        gauge["num_requests_waiting"].set(gauges.waiting)
+        gauge["kv_cache_usage_perc"].set(gauges.usage)
+        gauge["kv_blocks_free"].set(gauges.free)
+        gauge["kv_blocks_cached"].set(gauges.cached)
+        gauge["kv_requests_held"].set(gauges.held)
+        gauge["kv_requests_loading"].set(gauges.loading)
+        for name, total in (
+            ("prefix_cache_queries", "queries_total"),
+            ("prefix_cache_hits", "hits_total"),
+            ("num_preemptions", "preemptions_total"),
+            ("kv_blocks_received", "blocks_received_total"),
+            ("kv_bytes_received", "bytes_received_total"),
+            ("swaps", "swaps_total"),
+            ("engine_steps", "steps_total"),
+            ("computed_tokens", "tokens_total"),
+        ):
+            value = getattr(gauges, total)
+            if more := value - getattr(self._seen, total):
+                self._counter[name].inc(more)
+                setattr(self._seen, total, value)
+
+    def step(self, tokens: int) -> None:
+        """Count a step of so many tokens."""
+        self._histogram["iteration_tokens_total"].observe(tokens)
+
+    def begun(self, sequence: Sequence, offered: int) -> None:
+        """Count a prompt that took a row for the first time; `offered` tokens by other workers."""
+        prompt = len(sequence.prompt)
+        local = sequence.cached - sequence.loaded
+        self._counter["prompt_tokens"].inc(prompt)
+        self._counter["prompt_tokens_cached"].inc(sequence.cached)
+        self._counter["external_prefix_cache_queries"].inc(offered)
+        self._counter["external_prefix_cache_hits"].inc(sequence.loaded)
+        counts = (max(prompt - sequence.cached, 0), local, sequence.loaded)
+        for source, count in zip(SOURCES, counts, strict=True):
+            self._sources[source].inc(count)
+        self._histogram["request_prefill_kv_computed_tokens"].observe(counts[0])
+        self._observe("request_queue_time_seconds", sequence.begun - sequence.arrival)
+
+    def token(self, sequence: Sequence, now: int) -> None:
+        """Count a token that came at `now`, monotonic nanoseconds."""
+        if sequence.first:
+            self._itl.observe((now - sequence.last) / SECOND)
+        else:
+            sequence.first = now
+            self._observe("time_to_first_token_seconds", now - sequence.arrival)
+        sequence.last = now
+
+    def tokens(self, count: int) -> None:
+        """Count tokens sampled."""
+        self._counter["generation_tokens"].inc(count)
+
+    def finished(self, sequence: Sequence, finished: Finished, reason: str, limit: int) -> None:
+        """Count a request that left the engine."""
+        self._success[reason if reason in REASONS else "error"].inc()
+        histogram = self._histogram
+        histogram["request_prompt_tokens"].observe(len(sequence.prompt))
+        histogram["request_generation_tokens"].observe(finished.generated)
+        histogram["request_params_max_tokens"].observe(limit)
+        histogram["request_num_preemptions"].observe(finished.preemptions)
+        if not sequence.first:
+            return
+        span, begun = sequence.last - sequence.first, sequence.begun or sequence.arrival
+        self._observe("e2e_request_latency_seconds", sequence.last - sequence.arrival)
+        self._observe("request_inference_time_seconds", sequence.last - begun)
+        self._observe("request_prefill_time_seconds", sequence.first - begun)
+        self._observe("request_decode_time_seconds", span)
+        if (tokens := len(sequence.choice.tokens)) > 1:
+            self._observe("request_time_per_output_token_seconds", span // (tokens - 1))
+
+    def page(self) -> bytes:
+        """Return the page for Prometheus."""
+        return generate_latest(self.registry)
+
+    def _observe(self, name: str, nanoseconds: int) -> None:
+        self._histogram[name].observe(nanoseconds / SECOND)
+
+    def _new_gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, list(self._labels), registry=self.registry).labels(**self._labels)
+
+    def _new_counter(self, name: str, text: str) -> Counter:
+        counter = Counter(name, text, list(self._labels), registry=self.registry)
+        return counter.labels(**self._labels)
+
+    def _new_histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            f"vllm:{name}", text, list(self._labels), registry=self.registry, buckets=buckets
+        )
+        return histogram.labels(**self._labels)
+
+    def _new_family(
+        self, name: str, text: str, label: str, values: tuple[str, ...]
+    ) -> dict[str, Counter]:
+        names = [*self._labels, label]
+        counter = Counter(f"vllm:{name}", text, names, registry=self.registry)
+        return {value: counter.labels(**self._labels, **{label: value}) for value in values}
+
+
+def _tokens(most: int) -> tuple[float, ...]:
+    """Return the buckets 1, 2, 5, 10, 20, 50, ... up to `most`."""
+    buckets = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
+    return tuple(bucket for bucket in buckets if bucket <= most)

@@ -1,0 +1,299 @@
+"""The reply to one HTTP request while it is computed: choices, frames, usage."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from pigou.runtime.outputs import TokenLogprobs as Report
+from pigou.wire import replies
+from pigou.wire.errors import APIError
+from pigou.wire.replies import Chunk, Json, Stream, TokenLogprobs, Usage
+from pigou.wire.sse import DONE
+from pigou.worker.choice import Choice, Explainer
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One engine request, as the event loop sees it.
+
+    Attributes:
+        id: of the engine request.
+        index: of its choice within the reply.
+        prompt: token ids of the original prompt.
+        choice: its text so far.
+        arrival: when it was submitted; all times in monotonic nanoseconds.
+        begun: when it first took a row; 0 before.
+        first: when its first token came; 0 before.
+        last: when its last token came.
+        cached: tokens of the prompt that were not computed here.
+        loaded: of those, tokens that came from another worker.
+        preemptions: times that it lost its row.
+        explainer: puts log-probabilities into words; None where nobody asked.
+        logprobs: of the tokens so far (and of the prompt's, with echo).
+        prompt_logprobs: of the prompt, where asked for.
+        text: all text so far, of a reply that is not streamed.
+        offset: length of the text of the tokens whose log-probabilities were sent.
+        opened: whether a chunk was sent.
+    """
+
+    id: str
+    index: int
+    prompt: list[int]
+    choice: Choice
+    arrival: int
+    begun: int = 0
+    first: int = 0
+    last: int = 0
+    cached: int = 0
+    loaded: int = 0
+    preemptions: int = 0
+    explainer: Explainer | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    text: list[str] = field(default_factory=list)
+    offset: int = 0
+    opened: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyOptions:
+    """What a reply holds besides text.
+
+    Attributes:
+        chat: it answers a chat request.
+        stream: it is sent in chunks.
+        token_ids: it has token ids.
+        usage: a stream ends with its usage.
+        running_usage: every chunk of a stream has the usage so far.
+        logprobs: it has log-probabilities.
+        echo: text of each prompt, shown before the output; None for no echo.
+        resumed: tokens that were generated and sent elsewhere.
+        hold: blocks are kept for another worker, and the reply carries their ticket.
+        per_prompt: choices of one prompt.
+    """
+
+    chat: bool
+    stream: bool = False
+    token_ids: bool = False
+    usage: bool = False
+    running_usage: bool = False
+    logprobs: bool = False
+    echo: list[str] | None = None
+    resumed: int = 0
+    hold: bool = False
+    per_prompt: int = 1
+
+    @property
+    def bare(self) -> bool:
+        """Whether chunks hold nothing but text."""
+        return not (self.token_ids or self.running_usage or self.logprobs)
+
+
+class Reply:
+    """Collects what the engine yields for one HTTP request."""
+
+    def __init__(self, id: str, created: int, model: str, options: ReplyOptions) -> None:
+        """Begin without sequences; `created` is Unix time in seconds."""
+        self.id = id
+        self.created = created
+        self.model = model
+        self.options = options
+        self.sequences: list[Sequence] = []
+        self.ticket: Json | None = None
+        self.error: APIError | None = None
+        self.open = 0
+        self._stream = Stream(id, created, model, chat=options.chat)
+        self._frames: list[bytes] = []
+        self._wake = asyncio.Event()
+        self._holding = options.hold
+        self._plain = options.stream and options.bare
+
+    # --- what comes in ----------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a further sequence in."""
+        self.sequences.append(sequence)
+        self.open += 1
+
+    def take(self, sequence: Sequence, token: int, report: Report | None) -> bool:
+        """Take a token of a sequence; return whether that ended it."""
+        choice = sequence.choice
+        text = choice.take(token)
+        ended = choice.finish is not None
+        if self._plain and not ended and sequence.opened:
+            self._frames.append(self._stream.text(sequence.index, text))
+            self._wake.set()
+            return False
+        if report is not None and sequence.explainer is not None:
+            sequence.logprobs.append(sequence.explainer.explain(report))
+        if self.options.stream:
+            self._chunk(sequence, text, [token])
+        else:
+            sequence.text.append(text)
+        if ended:
+            self._close()
+        return ended
+
+    def end(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence that the engine ended, and no token did."""
+        text = sequence.choice.end(reason)
+        if self.options.stream:
+            self._chunk(sequence, text, [])
+        else:
+            sequence.text.append(text)
+        self._close()
+
+    def fail(self, error: APIError) -> None:
+        """End the reply with an error."""
+        self.error = self.error or error
+        self._wake.set()
+
+    def hand_over(self, ticket: Json | None) -> None:
+        """Note that the engine is done with the request; `ticket` for the blocks it holds."""
+        self.ticket = ticket or self.ticket
+        self._holding = False
+        if self.done:
+            self._wake.set()
+
+    def _close(self) -> None:
+        self.open -= 1
+        if self.done or self.options.stream:
+            self._wake.set()
+
+    # --- what goes out ----------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.error is not None or (self.open == 0 and not self._holding)
+
+    async def wait(self) -> None:
+        """Wait for frames (of a stream), or for the end."""
+        await self._wake.wait()
+        self._wake.clear()
+
+    def take_frames(self) -> bytes:
+        """Return the frames since the last call."""
+        frames, self._frames = self._frames, []
+        return b"".join(frames)
+
+    def opening(self) -> bytes:
+        """Return the frames that open a stream."""
+        if not self.options.chat or self.options.resumed:
+            return b""
+        return b"".join(self._role(sequence) for sequence in self.sequences)
+
+    def closing(self) -> bytes:
+        """Return the frames that close a stream, after the last choice."""
+        usage = self._stream.usage(self.usage()) if self.options.usage else b""
+        return usage + DONE
+
+    def usage(self) -> Usage:
+        """Return the usage of the whole reply."""
+        firsts = self.sequences[:: self.options.per_prompt]
+        prompt = sum(len(sequence.prompt) for sequence in firsts)
+        completion = sum(sequence.choice.count for sequence in self.sequences)
+        cached = sum(min(sequence.cached, len(sequence.prompt)) for sequence in firsts)
+        return replies.usage(prompt, completion, cached)
+
+    def body(self) -> bytes:
+        """Return the JSON body of a reply that is not streamed."""
+        if self.options.chat:
+            first = self.sequences[0]
+            return replies.chat_completion(
+                self.id,
+                self.created,
+                self.model,
+                [self._chat_choice(sequence) for sequence in self.sequences],
+                usage=self.usage(),
+                ticket=self.ticket,
+                prompt_token_ids=first.prompt if self.options.token_ids else None,
+                prompt_logprobs=_prompt_logprobs(first),
+            )
+        return replies.completion(
+            self.id,
+            self.created,
+            self.model,
+            [self._completion_choice(sequence) for sequence in self.sequences],
+            usage=self.usage(),
+            ticket=self.ticket,
+        )
+
+    # --- details ----------------------------------------------------------------------------
+
+    def _role(self, sequence: Sequence) -> bytes:
+        usage = self._running_usage(sequence, 0)
+        ids = sequence.prompt if self.options.token_ids else None
+        return self._stream.role(sequence.index, ids, usage)
+
+    def _running_usage(self, sequence: Sequence, count: int) -> Usage | None:
+        if not self.options.running_usage:
+            return None
+        return replies.usage(len(sequence.prompt), count)
+
+    def _chunk(self, sequence: Sequence, text: str, tokens: list[int]) -> None:
+        """Append the frame of a chunk."""
+        choice, options = sequence.choice, self.options
+        first, sequence.opened = not sequence.opened, True
+        logprobs = None
+        if options.logprobs:
+            taken, sequence.logprobs = sequence.logprobs, []
+            logprobs = self._logprobs(sequence, taken)
+        if first and options.echo is not None and not options.resumed:
+            text = options.echo[sequence.index // options.per_prompt] + text
+        chunk = Chunk(
+            text=text,
+            finish=choice.finish,
+            stop=choice.stop,
+            token_ids=tokens if options.token_ids else None,
+            logprobs=logprobs,
+            usage=self._running_usage(sequence, choice.count),
+        )
+        if first and options.token_ids and not options.chat:
+            chunk.prompt_token_ids = sequence.prompt
+        self._frames.append(self._stream.chunk(sequence.index, chunk))
+        self._wake.set()
+
+    def _logprobs(self, sequence: Sequence, taken: list[TokenLogprobs]) -> Json:
+        if self.options.chat:
+            return replies.chat_logprobs(taken)
+        shaped = replies.completion_logprobs(taken, sequence.offset)
+        sequence.offset += sum(len(token.text) for token in taken)
+        return shaped
+
+    def _completion_choice(self, sequence: Sequence) -> Json:
+        choice, options = sequence.choice, self.options
+        text = "".join(sequence.text)
+        if options.echo is not None and not options.resumed:
+            text = options.echo[sequence.index // options.per_prompt] + text
+        return replies.completion_choice(
+            sequence.index,
+            text,
+            choice.finish,
+            choice.stop,
+            logprobs=self._all_logprobs(sequence),
+            token_ids=choice.tokens if options.token_ids else None,
+            prompt_token_ids=sequence.prompt if options.token_ids else None,
+            prompt_logprobs=_prompt_logprobs(sequence),
+        )
+
+    def _chat_choice(self, sequence: Sequence) -> Json:
+        choice = sequence.choice
+        return replies.chat_choice(
+            sequence.index,
+            "".join(sequence.text),
+            choice.finish,
+            choice.stop,
+            logprobs=self._all_logprobs(sequence),
+            token_ids=choice.tokens if self.options.token_ids else None,
+        )
+
+    def _all_logprobs(self, sequence: Sequence) -> Json | None:
+        return self._logprobs(sequence, sequence.logprobs) if self.options.logprobs else None
+
+
+def _prompt_logprobs(sequence: Sequence) -> list[dict[str, Any] | None] | None:
+    told = sequence.prompt_logprobs
+    return None if told is None else replies.prompt_logprobs(told)

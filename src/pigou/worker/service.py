@@ -1,0 +1,178 @@
+"""The event loop's side of the engine: requests in, replies out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from pigou.engine.plan import Finished
+from pigou.request import FinishReason
+from pigou.runtime.outputs import TokenLogprobs as Report
+from pigou.wire.errors import APIError
+from pigou.worker.commands import Abort, Add, ClearCache, Command, Gauges
+from pigou.worker.commands import Report as EngineReport
+from pigou.worker.metrics import Metrics
+from pigou.worker.reply import Reply, Sequence
+
+log = logging.getLogger(__name__)
+
+#: Seconds after which a client may try again when the queue is full.
+RETRY_AFTER = 1
+
+
+class Service:
+    """Hands sequences to the engine thread, and its reports to their replies."""
+
+    def __init__(
+        self,
+        put: Callable[[Command], None],
+        metrics: Metrics,
+        publish: Callable[[list[dict[str, Any]]], None],
+    ) -> None:
+        """Begin with nothing in flight.
+
+        Args:
+            put: sends a command to the engine thread.
+            metrics: counts what passes.
+            publish: sends KV events.
+        """
+        self._put = put
+        self._metrics = metrics
+        self._publish = publish
+        self._flights: dict[str, tuple[Sequence, Reply, Add]] = {}
+        self.gauges = Gauges()
+        self.dead = False
+        self.draining = False
+        self._shaken: Callable[[], None] | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences that the engine has not finished."""
+        return len(self._flights)
+
+    def check_open(self) -> None:
+        """Raise `APIError` 503 or 500 when no request can be taken."""
+        if self.dead:
+            raise APIError(500, "The engine has died; this worker is about to exit.")
+        if self.draining:
+            raise APIError(
+                503,
+                "This worker is shutting down: send the request to another.",
+                retry_after=RETRY_AFTER,
+            )
+
+    def submit(self, reply: Reply, sequence: Sequence, add: Add) -> None:
+        """Compute a sequence of a reply."""
+        reply.add(sequence)
+        self._flights[sequence.id] = (sequence, reply, add)
+        self._put(add)
+
+    def cancel(self, reply: Reply) -> None:
+        """Abort what is still computed for a reply that nobody waits for."""
+        for sequence in reply.sequences:
+            if sequence.id in self._flights:
+                self._put(Abort(sequence.id))
+
+    def clear_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._put(ClearCache())
+
+    def died(self, error: BaseException) -> None:
+        """Fail everything: the engine thread has ended."""
+        self.dead = True
+        for _, reply, _ in self._flights.values():
+            reply.fail(APIError(500, f"The engine died: {type(error).__name__}."))
+        self._flights.clear()
+
+    # --- reports ----------------------------------------------------------------------------
+
+    def deliver(self, report: EngineReport) -> None:
+        """Pass a step's report on."""
+        if report.gauges is not None:
+            self.gauges = report.gauges
+            self._metrics.figures(report.gauges)
+        if report.computed:
+            self._metrics.step(report.computed)
+        for begun in report.begun:
+            self._begin(begun.request, begun.computed, begun.loaded, report.now)
+        for request, prompt in report.prompts:
+            self._explain_prompt(request, prompt)
+        if report.tokens:
+            self._take_tokens(report)
+        for failed in report.failed:
+            retry = RETRY_AFTER if failed.status == 503 else None
+            self._fail(failed.request, APIError(failed.status, failed.message, retry_after=retry))
+        for finished in report.finished:
+            self._finish(finished, report.tickets.get(finished.request))
+        if report.events:
+            self._publish(report.events)
+
+    def _begin(self, request: str, computed: int, loaded: int, now: int) -> None:
+        flight = self._flights.get(request)
+        if flight is None or flight[0].begun:
+            return
+        sequence, _, add = flight
+        sequence.begun, sequence.cached, sequence.loaded = now, computed, loaded
+        self._metrics.begun(sequence, add.request.remote)
+
+    def _explain_prompt(self, request: str, reports: list[Report | None]) -> None:
+        flight = self._flights.get(request)
+        if flight is None:
+            return
+        sequence, reply, _ = flight
+        assert sequence.explainer is not None
+        explainer = sequence.explainer.fresh()
+        told = [
+            explainer.bare(token) if report is None else explainer.explain(report)
+            for token, report in zip(sequence.prompt, reports, strict=True)
+        ]
+        sequence.prompt_logprobs = told
+        if reply.options.echo is not None and reply.options.logprobs:
+            sequence.logprobs += told
+
+    def _take_tokens(self, report: EngineReport) -> None:
+        flights, metrics, now = self._flights, self._metrics, report.now
+        for request, token, logprobs in report.tokens:
+            flight = flights.get(request)
+            if flight is None:
+                continue
+            sequence, reply, _ = flight
+            if sequence.choice.finish is not None:
+                continue  # tokens after a stop string, before the abort arrived
+            metrics.token(sequence, now)
+            if reply.take(sequence, token, logprobs) and sequence.choice.stopped_by_text:
+                self._put(Abort(request))
+        metrics.tokens(len(report.tokens))
+
+    def _fail(self, request: str, error: APIError) -> None:
+        flight = self._flights.pop(request, None)
+        if flight is not None:
+            flight[1].fail(error)
+            self.cancel(flight[1])
+            self._settled()
+
+    def _finish(self, finished: Finished, ticket: dict[str, Any] | None) -> None:
+        flight = self._flights.pop(finished.request, None)
+        if flight is None:
+            return
+        sequence, reply, add = flight
+        reason = finished.reason.value
+        if sequence.choice.finish is not None:
+            reason = sequence.choice.finish
+        elif finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            reply.end(sequence, reason)
+        else:
+            reply.fail(APIError(500, f"The engine ended the request: {reason}."))
+        self._metrics.finished(sequence, finished, reason, add.params.max_tokens)
+        reply.hand_over(ticket)
+        self._settled()
+
+    def _settled(self) -> None:
+        if self._shaken is not None and not self._flights:
+            self._shaken()
+
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Call once nothing is in flight (again, each time); at once if that is so now."""
+        self._shaken = call
+        self._settled()

@@ -1,0 +1,177 @@
+"""A backend without a model: it sleeps as long as a timing law says, and makes up tokens."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.engine.plan import Finish, Plan, Result
+from pigou.kv.hashing import chain
+from pigou.request import SECOND, BlockHashes, FinishReason
+from pigou.runtime.outputs import StepOutput, TokenLogprobs
+from pigou.sampling import SamplingParams
+from pigou.worker.backend import OnStep
+
+
+@dataclass(frozen=True, slots=True)
+class TimingLaw:
+    """How long a step takes: `base + per_sequence * sampling entries + prompt tokens / rate`.
+
+    Attributes:
+        base: nanoseconds of any step.
+        per_sequence: nanoseconds more for every sequence that decodes.
+        prefill_rate: prompt tokens computed in a second.
+    """
+
+    base: int = 2_000_000
+    per_sequence: int = 100_000
+    prefill_rate: float = 100_000.0
+
+    def __post_init__(self) -> None:
+        """Refuse laws by which time runs backwards."""
+        if self.base < 0 or self.per_sequence < 0 or self.prefill_rate <= 0:
+            raise ConfigError(
+                f"timing law is {self}; base and per_sequence must be at least 0, the rate above 0"
+            )
+
+    def duration(self, decodes: int, prefill_tokens: int) -> int:
+        """Return the nanoseconds of a step."""
+        prefill = round(prefill_tokens / self.prefill_rate * SECOND)
+        return self.base + self.per_sequence * decodes + prefill
+
+
+@dataclass(slots=True)
+class _Sequence:
+    tokens: list[int]
+    params: SamplingParams
+    prompt: int
+    seed: bytes
+    last: BlockHashes
+    known: int
+    reported: bool = False
+
+
+class SleepingBackend:
+    """Yields tokens that depend on the sequence so far alone, wherever it is computed."""
+
+    def __init__(
+        self, law: TimingLaw, block_size: int, vocab: int, eos: frozenset[int], first: int = 0
+    ) -> None:
+        """Make a backend.
+
+        Args:
+            law: of the durations.
+            block_size: tokens in a block, as in the core.
+            vocab: tokens are below this.
+            eos: end tokens; they are never made up, nor is any token below `first`.
+            first: lowest token that is made up.
+        """
+        self._law = law
+        self._block_size = block_size
+        self._choices = [token for token in range(first, vocab) if token not in eos]
+        self._sequences: dict[str, _Sequence] = {}
+        self._rows: dict[int, str] = {}
+
+    def add(
+        self,
+        request: str,
+        tokens: list[int],
+        params: SamplingParams,
+        *,
+        seed: bytes,
+        resume: int = 0,
+        hashes: BlockHashes | None = None,
+    ) -> None:
+        """Take a request up; grammars cannot be honoured without a model."""
+        if params.grammar is not None:
+            raise ValueError("structured output needs a model; this worker only sleeps")
+        known = chain(tokens, self._block_size, seed) if hashes is None else hashes
+        self._sequences[request] = _Sequence(
+            list(tokens), params, len(tokens) - resume, seed, known[-1:], len(known)
+        )
+
+    def drop(self, request: str) -> None:
+        """Forget a request."""
+        self._sequences.pop(request, None)
+
+    def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
+        """Sleep through the plan's steps."""
+        for started in plan.started:
+            self._rows[started.row] = started.request
+        if not plan:
+            return Result()
+        begin = time.monotonic_ns()
+        finished: list[Finish] = []
+        decodes = int((plan.counts == 1).sum())
+        duration = self._law.duration(decodes, int(plan.counts[plan.counts > 1].sum()))
+        steps = 0
+        while True:
+            steps += 1
+            _sleep_until(begin + steps * duration)
+            out = self._sample(plan, steps, finished)
+            going = on_step is None or on_step(out)
+            late = time.monotonic_ns() >= plan.horizon
+            if not going or late or finished or steps == plan.repeat:
+                break
+        sealed = self._seal(plan, steps)
+        durations = np.full(steps, duration, dtype=np.int64)
+        return Result(steps=steps, finished=finished, sealed=sealed, durations=durations)
+
+    def _sample(self, plan: Plan, step: int, finished: list[Finish]) -> StepOutput:
+        size = len(plan.rows)
+        out = StepOutput(np.full(size, -1, dtype=np.int32), np.zeros(size, dtype=np.bool_))
+        for entry in np.flatnonzero(plan.samples).tolist():
+            seq = self._sequences[self._rows[int(plan.rows[entry])]]
+            self._report_prompt(entry, seq, out)
+            token = self._next(seq)
+            seq.tokens.append(token)
+            out.tokens[entry] = token
+            if (count := seq.params.logprobs) is not None:
+                out.logprobs[entry] = self._explain(token, count)
+            generated = len(seq.tokens) - seq.prompt
+            if token in seq.params.stop_token_ids and generated > seq.params.min_tokens:
+                out.finished[entry] = True
+                finished.append(Finish(entry, FinishReason.STOP, step))
+        return out
+
+    def _report_prompt(self, entry: int, seq: _Sequence, out: StepOutput) -> None:
+        count = seq.params.prompt_logprobs
+        if count is not None and not seq.reported:
+            seq.reported = True
+            told = [self._explain(token, count) for token in seq.tokens[1 : seq.prompt]]
+            out.prompt_logprobs[entry] = [None, *told]
+
+    def _next(self, seq: _Sequence) -> int:
+        """Return a token that follows from the last one and the position."""
+        at = (seq.tokens[-1] * 31 + len(seq.tokens) * 17 + 7) % len(self._choices)
+        return self._choices[at]
+
+    def _explain(self, token: int, count: int) -> TokenLogprobs:
+        others = [other for other in self._choices[: count + 1] if other != token]
+        top = np.array([token, *others][:count], dtype=np.int64)
+        logprobs = np.array([-0.5, *(-2.0 - at for at in range(len(others)))], dtype=np.float32)
+        return TokenLogprobs(token, -0.5, 1, top, logprobs[:count])
+
+    def _seal(self, plan: Plan, steps: int) -> dict[int, BlockHashes]:
+        """Return hashes of the blocks that became full, beyond those of the prompt."""
+        size = self._block_size
+        sealed: dict[int, BlockHashes] = {}
+        for entry, row in enumerate(plan.rows.tolist()):
+            seq = self._sequences[self._rows[row]]
+            computed = int(plan.starts[entry]) + int(plan.counts[entry]) * steps
+            full, known = computed // size, seq.known
+            if full > known:
+                tokens = seq.tokens[known * size : full * size]
+                sealed[row] = chain(tokens, size, seq.seed, seq.last)
+                seq.known, seq.last = full, sealed[row][-1:]
+        return sealed
+
+
+def _sleep_until(when: int) -> None:
+    """Sleep until a monotonic time in nanoseconds."""
+    left = when - time.monotonic_ns()
+    if left > 0:
+        time.sleep(left / SECOND)
