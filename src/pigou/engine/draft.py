@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pigou.engine import kernels
 from pigou.engine.plan import Load, Plan, Started
 from pigou.engine.sequence import NO_BLOCKS, Rows
 from pigou.request import Ints
@@ -77,17 +78,21 @@ class Draft:
         self.batch.add(row, count)
         self.budget -= count
 
-    def plan(self, rows: Rows, horizon: int) -> Plan:
-        """Return the plan, for one step."""
-        taken = self.batch.rows[: self.batch.size].copy()
-        counts = self.batch.counts[: self.batch.size].copy()
-        starts = rows.computed[taken]
-        return Plan(
+    def plan(self, rows: Rows, horizon: int) -> tuple[Plan, bool]:
+        """Return the plan, for one step, and whether all its entries decode."""
+        size = self.batch.size
+        taken = self.batch.rows[:size].copy()
+        counts = self.batch.counts[:size].copy()
+        starts = np.empty(size, dtype=np.int32)
+        samples = np.empty(size, dtype=np.bool_)
+        decode = kernels.entries(taken, counts, rows.computed, rows.length, starts, samples)
+        plan = Plan(
             rows=taken,
             starts=starts,
             counts=counts,
             kv_lens=starts.copy(),
-            samples=starts + counts == rows.length[taken],
+            samples=samples,
+            repeat=1,
             horizon=horizon,
             started=self.started,
             preempted=self.preempted,
@@ -96,6 +101,7 @@ class Draft:
             swap_in=_joined(self.swap_in),
             loads=self.loads,
         )
+        return plan, decode and size > 0
 
 
 def pairs(source: Ints, target: Ints) -> Ints:

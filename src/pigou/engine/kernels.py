@@ -43,12 +43,56 @@ def decodes(
 
 
 @kernel
+def entries(
+    rows: Ints,
+    counts: Ints,
+    computed: Ints,
+    length: Ints,
+    starts: Ints,
+    samples: NDArray[np.bool_],
+) -> bool:
+    """Write where each entry of a plan starts, and whether it yields a token.
+
+    Returns:
+        Whether all compute one token and sample.
+    """
+    decode = True
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        starts[i] = computed[row]
+        samples[i] = computed[row] + counts[i] == length[row]
+        decode &= samples[i] and counts[i] == 1
+    return decode
+
+
+@kernel
 def append_blocks(tables: Ints, blocks: Ints, rows: Ints, new: Ints) -> None:
     """Append one block to each row, in order; a row may occur several times."""
     for i in range(rows.shape[0]):
         row = rows[i]
         tables[row, blocks[row]] = new[i]
         blocks[row] += 1
+
+
+@kernel
+def append_wanted(
+    tables: Ints, blocks: Ints, rows: Ints, steps: Ints, new: Ints, taken: Ints, orphans: Ints
+) -> int:
+    """Append the blocks of each row's first `taken[row]` steps; write the others to `orphans`.
+
+    Returns:
+        How many others there are.
+    """
+    others = 0
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        if steps[i] < taken[row]:
+            tables[row, blocks[row]] = new[i]
+            blocks[row] += 1
+        else:
+            orphans[others] = new[i]
+            others += 1
+    return others
 
 
 @kernel
@@ -114,13 +158,15 @@ def advance(
     sealed: Ints,
     block_size: int,
     tokens: Ints,
+    taken: Ints,
     ended: Ints,
     fuller: Ints,
 ) -> tuple[int, int]:
     """Move the rows of a plan on by `steps`, shape (n,), each its own number.
 
-    Writes sampled tokens to `tokens`, entries at their limit to `ended`, entries with full
-    blocks to seal to `fuller`. Rows that lost their sequence since are passed over.
+    Writes sampled tokens to `tokens`, each row's steps to `taken`, entries at their limit to
+    `ended`, entries with full blocks to seal to `fuller`. Rows that lost their sequence since
+    have taken no steps.
 
     Returns:
         How many ended, and how many have blocks to seal.
@@ -130,8 +176,10 @@ def advance(
     for i in range(rows.shape[0]):
         row = rows[i]
         tokens[i] = 0
+        taken[row] = 0
         if length[row] == 0:
             continue
+        taken[row] = steps[i]
         computed[row] += counts[i] * steps[i]
         if samples[i]:
             length[row] += steps[i]

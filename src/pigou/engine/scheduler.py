@@ -34,10 +34,10 @@ class Scheduler:
         self._continue_prefills(draft)
         if not draft.preempted:
             self._admit_waiting(draft)
-        plan = draft.plan(state.rows, horizon)
-        if draft.preempted or horizon <= now:
-            return plan, NO_FORESIGHT
-        return plan, self._look_ahead(plan)
+        plan, decode = draft.plan(state.rows, horizon)
+        if decode and not draft.preempted and horizon > now and state.config.max_repeat > 1:
+            return plan, self._look_ahead(plan)
+        return plan, NO_FORESIGHT
 
     def _continue_decodes(self, draft: Draft) -> None:
         """Give each decoding row the block it needs, preempting from the back of the queue."""
@@ -123,14 +123,12 @@ class Scheduler:
         decodes, or too few blocks are free, and all that only changes when a sequence ends.
         """
         state, rows = self._state, self._state.rows
-        most = state.config.max_repeat
-        if most == 1 or not plan or not (plan.samples.all() and (plan.counts == 1).all()):
-            return NO_FORESIGHT
         steps, needs = kernels.foresee(
             plan.rows, rows.computed, rows.length, rows.limit, rows.blocks,
-            state.config.block_size, most, state.pool.free, self._need_rows, self._need_steps,
+            state.config.block_size, state.config.max_repeat, state.pool.free,
+            self._need_rows, self._need_steps,
         )  # fmt: skip
-        plan.repeat = int(steps)
+        plan.repeat = steps
         if not needs:
             return NO_FORESIGHT
         ahead = Foresight(

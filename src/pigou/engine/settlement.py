@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from pigou.engine import kernels
 from pigou.engine.draft import Foresight
-from pigou.engine.plan import Effects, Finish, Finished, Plan, Result
+from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.engine.sequence import NO_BLOCKS, Sequence
 from pigou.engine.state import EngineState
 from pigou.request import FinishReason, Ints
@@ -17,9 +19,11 @@ class Settlement:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        seqs = state.config.max_seqs
+        seqs, blocks = state.config.max_seqs, state.config.blocks
+        self._taken: Ints = np.zeros(seqs, dtype=np.int32)
         self._ended: Ints = np.zeros(seqs, dtype=np.int32)
         self._fuller: Ints = np.zeros(seqs, dtype=np.int32)
+        self._orphans: Ints = np.zeros(blocks, dtype=np.int32)
 
     def settle(self, plan: Plan, ahead: Foresight, result: Result) -> Effects:
         """Take a plan's steps as done, in the order in which single steps would have been."""
@@ -27,22 +31,31 @@ class Settlement:
         for seq in state.copying[:]:
             state.free_source(seq)
         steps = np.full(len(plan.rows), result.steps, dtype=np.int32)
-        early = {finish.entry: finish for finish in result.finished}
         for finish in result.finished:
-            steps[finish.entry] = min(finish.steps, result.steps)
+            steps[finish.entry] = finish.steps
         tokens = np.empty(len(plan.rows), dtype=np.int32)
-        ends, fuller = kernels.advance(
+        ends, full = kernels.advance(
             plan.rows, plan.counts, plan.samples, steps,
             rows.computed, rows.length, rows.limit, rows.known, rows.sealed,
-            state.config.block_size, tokens, self._ended, self._fuller,
+            state.config.block_size, tokens, self._taken, self._ended, self._fuller,
         )  # fmt: skip
-        entries = set(self._fuller[:fuller].tolist())
+        ended, fuller = self._ended[:ends].tolist(), self._fuller[:full].tolist()
         if result.sealed and state.config.prefix_caching:
-            entries |= self._learn(plan, result)
-        self._claim_and_seal(plan, ahead, result.steps, steps, sorted(entries))
-        ended = sorted(early.keys() | set(self._ended[:ends].tolist()))
-        finished = self._finish(plan, ended, early)
+            fuller = sorted({*fuller, *self._learn(plan, result)})
+        self._claim_and_seal(plan, ahead, result.steps, fuller)
+        reasons = dict.fromkeys(ended, FinishReason.LENGTH)
+        reasons.update({finish.entry: finish.reason for finish in result.finished})
+        finished = [self._leave(seq, reason) for seq, reason in self._owners(plan, reasons)]
         return state.flush(Effects(tokens=tokens, finished=finished))
+
+    def _owners(
+        self, plan: Plan, reasons: dict[int, FinishReason]
+    ) -> Iterator[tuple[Sequence, FinishReason]]:
+        """Yield the sequences of entries, in their order, without those that were aborted."""
+        for entry in sorted(reasons):
+            seq = self._state.rows.owner[plan.rows[entry]]
+            if seq is not None:
+                yield seq, reasons[entry]
 
     def _learn(self, plan: Plan, result: Result) -> set[int]:
         """Note hashes of generated blocks; returns the entries that have blocks to seal."""
@@ -59,17 +72,15 @@ class Settlement:
                 entries.add(entry)
         return entries
 
-    def _claim_and_seal(
-        self, plan: Plan, ahead: Foresight, done: int, steps: Ints, entries: list[int]
-    ) -> None:
+    def _claim_and_seal(self, plan: Plan, ahead: Foresight, done: int, entries: list[int]) -> None:
         """Take the blocks that later steps wrote to, and cache those that became full."""
         claimed = 0
         for step, entry, stop in self._seals(plan, entries):
-            claimed = self._claim(plan, ahead, claimed, step, steps)
+            claimed = self._claim(ahead, claimed, step)
             seq = self._state.rows.owner[plan.rows[entry]]
             assert seq is not None
             self._state.seal(seq, stop)
-        self._claim(plan, ahead, claimed, done - 1, steps)
+        self._claim(ahead, claimed, done - 1)
 
     def _seals(self, plan: Plan, entries: list[int]) -> list[tuple[int, int, int]]:
         """List (step, entry, end of the range) of what is to be sealed, in order."""
@@ -86,36 +97,28 @@ class Settlement:
                 found.append((max((block + 1) * size - start - 1, 0), entry, block + 1))
         return sorted(found) if plan.repeat > 1 else found
 
-    def _claim(self, plan: Plan, ahead: Foresight, start: int, step: int, steps: Ints) -> int:
+    def _claim(self, ahead: Foresight, start: int, step: int) -> int:
         """Take the foreseen blocks from index `start` on that were written to up to `step`.
 
         A block that was written to for a sequence that had ended by then, or was aborted, is
         freed again; it must lose its hash all the same.
+
+        Returns:
+            Where the next call starts.
         """
         if start == len(ahead.blocks):
             return start
         state, rows = self._state, self._state.rows
-        stop = int(np.searchsorted(ahead.steps, step, side="right"))
-        if stop == start:
-            return start
-        blocks, takers = ahead.blocks[start:stop], ahead.rows[start:stop]
+        stop = int(ahead.steps.searchsorted(step, side="right"))
+        blocks = ahead.blocks[start:stop]
         state.removed(state.pool.claim(blocks))
-        allowed = np.zeros(len(rows.owner), dtype=np.int32)
-        allowed[plan.rows] = np.where(rows.length[plan.rows] > 0, steps, 0)
-        wanted = ahead.steps[start:stop] < allowed[takers]
-        kernels.append_blocks(rows.tables, rows.blocks, takers[wanted], blocks[wanted])
-        if not wanted.all():
-            state.free_blocks(blocks[~wanted])
+        orphans = kernels.append_wanted(
+            rows.tables, rows.blocks, ahead.rows[start:stop], ahead.steps[start:stop],
+            blocks, self._taken, self._orphans,
+        )  # fmt: skip
+        if orphans:
+            state.free_blocks(self._orphans[:orphans])
         return stop
-
-    def _finish(self, plan: Plan, ended: list[int], early: dict[int, Finish]) -> list[Finished]:
-        finished = []
-        for entry in ended:
-            seq = self._state.rows.owner[plan.rows[entry]]
-            if seq is not None:
-                reason = early[entry].reason if entry in early else FinishReason.LENGTH
-                finished.append(self._leave(seq, reason))
-        return finished
 
     def _leave(self, seq: Sequence, reason: FinishReason) -> Finished:
         """Let a sequence go, and hold its prompt's full blocks if it asked for that."""
