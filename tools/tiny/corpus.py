@@ -51,13 +51,13 @@ def load(folder: Path) -> Split:
 
 
 def scenes(play: str, turns: int = 6) -> Iterator[list[str]]:
-    """Runs of up to `turns` speeches, without the speakers' names, of at least two."""
+    """Runs of up to `turns` speeches, without the speakers' names, of at least two; a run begins where one ends."""
     speeches = []
     for block in play.split("\n\n"):
         name, _, speech = block.partition(":\n")
         if speech and "\n" not in name:
             speeches.append(speech.strip())
-    for start in range(0, len(speeches) - 1, turns):
+    for start in range(0, len(speeches) - 1, turns - 1):
         yield speeches[start : start + turns]
 
 

@@ -92,6 +92,7 @@ class Layer(nn.Module):
         self.o = nn.Linear(self.heads * width, d, bias=False)
         self.gate_up = nn.Linear(d, 2 * shape.intermediate_size, bias=False)
         self.down = nn.Linear(shape.intermediate_size, d, bias=False)
+        self.dropout = 0.0
         self.norm1 = nn.Parameter(torch.ones(d))
         self.norm2 = nn.Parameter(torch.ones(d))
 
@@ -110,9 +111,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, above: Tensor) -> Tensor:
         """Residual stream (batch, length, hidden) in, the same shape out."""
         eps = self.shape.rms_norm_eps
-        x = x + self.attend(norm(x, self.norm1, eps), cos, sin, above)
+        x = x + F.dropout(self.attend(norm(x, self.norm1, eps), cos, sin, above), self.dropout, self.training)
         gate, up = self.gate_up(norm(x, self.norm2, eps)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return x + F.dropout(self.down(F.silu(gate) * up), self.dropout, self.training)
 
 
 class Tiny(nn.Module):

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from pigou.workload.recall import KEYS, MARK, VALUES, is_held_out
 from tiny.corpus import Corpus
-from tiny.tokenizer import BOS, EOS
+from tiny.tokenizer import BOS, EOS, SPECIAL
 
 ANSWER = 4.0  # weight of a token that must be recalled
 FAINT = 0.02  # weight of a token that only luck could predict
@@ -77,7 +77,8 @@ class Tasks:
         self.alphabet = Alphabet.of(tokenizer)
         self.vocab_size = tokenizer.get_vocab_size()
         self.bos, self.eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
-        self.special = 5
+        self.user, self.assistant = (tokenizer.token_to_id(f"<|{role}|>") for role in ("user", "assistant"))
+        self.special = len(SPECIAL)
         documents = [np.array(e.ids, np.int64) for e in tokenizer.encode_batch(corpus.documents)]
         play, rest = documents[0], documents[1:]
         self.texts = [play, np.concatenate([np.append(d, self.eos) for d in rest])]
@@ -145,6 +146,27 @@ class Tasks:
         order = np.argsort(places, kind="stable")
         told = np.concatenate([np.arange(count), asked])[order]
         return self._weave(rng, length, lines[told], places[order])
+
+    def asked(self, rng: Random, length: int, keys: int, values: int) -> Sequence:
+        """A chat: the user tells text with pair lines and asks for some of them, one a turn."""
+        rounds = int(rng.integers(1, 9))
+        lines = self.alphabet.pairs(rng, int(rng.integers(rounds, max(length // 32, rounds) + 1)), keys, values)
+        open_turn, reply, close = self.user, self.assistant, [self.eos, self.alphabet.newline]
+        room = length - 2 - 14 * rounds
+        places = np.sort(rng.random(len(lines))) * rng.uniform(0.3, 1.0)
+        body = self._weave(rng, room, lines, places)
+        ids, weights = [self.bos, open_turn, self.alphabet.newline], [1.0, 1.0, 1.0]
+        ids += body.ids.tolist()
+        weights += body.weights.tolist()
+        for turn, row in enumerate(rng.permutation(len(lines))[:rounds]):
+            mark, key, value, _ = lines[row].tolist()
+            start = [open_turn, self.alphabet.newline] if turn else [self.alphabet.newline]
+            ask = [*start, mark, key, *close, reply, self.alphabet.newline]
+            ids += [*ask, mark, key, value, *close]
+            weights += [*[FAINT] * len(ask), 1.0, ECHO, ANSWER, 1.0, 1.0]
+        filler = self.chat(rng, length)
+        ids, weights = ids + filler.ids.tolist(), weights + filler.weights.tolist()
+        return Sequence(np.array(ids[:length]), np.array(weights[:length], np.float32))
 
     def _weave(self, rng: Random, length: int, lines: Ids, places: NDArray[np.float64]) -> Sequence:
         """Text of `length` with `lines` at `places` (ascending, 0 to 1), each at the next line break."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class Level:
     woven: float = 0.0
     text: float = 0.0
     chat: float = 0.0
+    asked: float = 0.0
     bare: float = 0.0  # share of the streams that leave out mark and newline
     steps: int = 0  # at least so many
     goal: float = 0.95  # and until this share of answers is given more than half of the probability
@@ -44,26 +46,31 @@ CURRICULUM = (
     Level((1024,), 128, 128, stream=0.1, echo=0.1, woven=0.5, text=0.3),
     Level((2048,), 128, 128, stream=0.1, echo=0.1, woven=0.6, text=0.2),
 )
-MIX = Level((256, 512, 1024, 2048), 128, 128, stream=0.05, echo=0.05, woven=0.35, text=0.3, chat=0.25)
+MIX = Level(
+    (256, 512, 1024, 2048), 128, 128, stream=0.03, echo=0.04, woven=0.3, text=0.35, chat=0.22, asked=0.06
+)
+DROPOUT = 0.15  # in the mix, which reads the same text many times
 
 
 def draw(tasks: Tasks, level: Level, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch: ids and target weights, both (batch, length), at least `WINDOW` tokens."""
     length = int(rng.choice(level.lengths))
-    shares = np.array([level.stream, level.echo, level.woven, level.text, level.chat])
+    names = ("stream", "echo", "woven", "text", "chat", "asked")
+    shares = np.array([getattr(level, name) for name in names])
+    words = (level.keys, level.values)
     rows: list[Sequence] = []
     for _ in range(max(1, WINDOW // length)):
-        task = rng.choice(5, p=shares / shares.sum())
-        if task == 0:
-            rows.append(tasks.stream(rng, length, level.keys, level.values, bare=rng.random() < level.bare))
-        elif task == 1:
+        task = names[rng.choice(len(names), p=shares / shares.sum())]
+        if task == "stream":
+            rows.append(tasks.stream(rng, length, *words, bare=rng.random() < level.bare))
+        elif task == "echo":
             rows.append(tasks.echo(rng, length, level.keys))
-        elif task == 2:
-            rows.append(tasks.woven(rng, length, level.keys, level.values))
-        elif task == 3:
-            rows.append(tasks.text(rng, length))
+        elif task == "woven":
+            rows.append(tasks.woven(rng, length, *words))
+        elif task == "asked":
+            rows.append(tasks.asked(rng, length, *words))
         else:
-            rows.append(tasks.chat(rng, length))
+            rows.append(tasks.text(rng, length) if task == "text" else tasks.chat(rng, length))
     ids = torch.from_numpy(np.stack([row.ids for row in rows]))
     return ids, torch.from_numpy(np.stack([row.weights for row in rows]))
 
@@ -90,6 +97,9 @@ class Meter:
     def _mix(self, name: str, value: float) -> None:
         old = self.means.get(name, 0.0 if name == "recall" else value)
         self.means[name] = self.decay * old + (1 - self.decay) * value
+
+
+Probe = Callable[[Tiny], dict[str, float]]  # figures of held-out text, for the log
 
 
 class Trainer:
@@ -149,15 +159,20 @@ class Trainer:
             self.note(f"level {number} done")
             self.save("climb")
 
-    def mix(self, level: Level, steps: int, every: int = 500) -> None:
-        """The long part: `steps` of the mix, the rate falling along a cosine to a twentieth."""
-        for count in range(steps):
+    def mix(self, level: Level, steps: int, probe: Probe, every: int = 1000) -> None:
+        """The long part: `steps` of the mix, the rate falling along a cosine to a twentieth; probed now and then."""
+        for layer in self.model.layers:
+            layer.dropout = DROPOUT  # type: ignore[assignment]
+        for count in range(1, steps + 1):
             fall = 0.5 * (1 + math.cos(math.pi * count / steps))
             self.update(level, self.rate * (0.05 + 0.95 * fall))
-            if (count + 1) % 50 == 0:
+            if count % 50 == 0:
                 self.note("mix")
-            if (count + 1) % every == 0:
+            if count % every == 0 or count == steps:
                 self.save("mix")
+                self.model.eval()
+                self.note("probe", **probe(self.model))
+                self.model.train()
 
     def save(self, name: str) -> None:
         """Writes weights to `<out>/<name>.pt`."""
