@@ -1,0 +1,132 @@
+"""A flow over parallel links: Wardrop equilibrium, optimum, and the tolls between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pigou.games.arrays import Floats
+
+Cost = Callable[[float], float]
+
+#: Halvings of an interval: enough to reach neighbouring floats.
+HALVINGS = 100
+
+
+def marginal(cost: Cost, flow: float) -> float:
+    """Return d/dx of x cost(x) at ``flow``, by differences; infinite where the cost is."""
+    step = 1e-5 * max(flow, 1e-3)
+    low = max(flow - step, 0.0)
+    high = flow + step
+    here, there = low * cost(low), high * cost(high)
+    if not math.isfinite(there):
+        return math.inf
+    return (there - here) / (high - low)
+
+
+class ParallelLinks:
+    """A demand that spreads over parallel links, each infinitesimal part of it to its own liking.
+
+    ``costs[i]`` gives the cost of link i at a flow; it must be at least 0 and never fall, and may
+    be infinite (beyond a server's rate, say). ``demand`` is the total flow, above 0. Flows have
+    shape (links,). Raises ValueError when no finite cost carries the demand.
+    """
+
+    def __init__(self, costs: Sequence[Cost], demand: float) -> None:
+        if not costs or not demand > 0:
+            raise ValueError(f"{len(costs)} links, demand {demand}: give a link, and a demand > 0")
+        self.costs = list(costs)
+        self.demand = float(demand)
+
+    def wardrop(self) -> Floats:
+        """Return equilibrium flows: every used link costs the same, no unused one costs less."""
+        return self._level_flows(self.costs)
+
+    def optimum(self) -> Floats:
+        """Return flows of least total cost, where x cost(x) is convex: marginal costs are level."""
+        return self._level_flows([self._marginal(cost) for cost in self.costs])
+
+    def cost(self, flows: Floats) -> float:
+        """Return the total cost: the sum over links of flow times cost."""
+        pairs = zip(flows.tolist(), self.costs, strict=True)
+        return math.fsum(x * cost(x) for x, cost in pairs if x > 0)
+
+    def price_of_anarchy(self) -> float:
+        """Return the equilibrium's total cost over the optimum's (all equilibria cost the same)."""
+        best = self.cost(self.optimum())
+        if best <= 0:
+            raise ValueError(f"the optimum costs {best}: a ratio needs a cost above 0")
+        return self.cost(self.wardrop()) / best
+
+    def tolls(self) -> Floats:
+        """Return Pigou's tolls, x cost'(x) at the optimum: with them, it is the equilibrium."""
+        flows = self.optimum().tolist()
+        return np.array(
+            [max(0.0, marginal(c, x) - c(x)) for c, x in zip(self.costs, flows, strict=True)]
+        )
+
+    def with_tolls(self, tolls: Floats) -> ParallelLinks:
+        """Return the same links, each with its toll added to its cost."""
+        return ParallelLinks(
+            [_plus(c, t) for c, t in zip(self.costs, tolls, strict=True)], self.demand
+        )
+
+    @staticmethod
+    def _marginal(cost: Cost) -> Cost:
+        return lambda flow: marginal(cost, flow)
+
+    def _level_flows(self, prices: Sequence[Cost]) -> Floats:
+        """Spread the demand so that prices are level.
+
+        At a level, a link takes what keeps its price at or under it. Just below the right level
+        that is too little, just above it is enough; links whose price is flat there jump, and
+        share the rest.
+        """
+        low, high = 0.0, self._enough(prices)
+        for _ in range(2 * HALVINGS):
+            middle = 0.5 * (low + high)
+            if not low < middle < high:
+                break
+            if self._taken(prices, middle).sum() >= self.demand:
+                high = middle
+            else:
+                low = middle
+        least, most = self._taken(prices, low), self._taken(prices, high)
+        jump = most.sum() - least.sum()
+        share = (self.demand - least.sum()) / jump if jump > 0 else 0.0
+        flows: Floats = least + min(max(share, 0.0), 1.0) * (most - least)
+        return flows * float(self.demand / flows.sum())
+
+    def _enough(self, prices: Sequence[Cost]) -> float:
+        level = 1.0
+        while self._taken(prices, level).sum() < self.demand:
+            level *= 2.0
+            if level > 1e30:
+                raise ValueError(f"no finite cost carries a demand of {self.demand}: add capacity")
+        return level
+
+    def _taken(self, prices: Sequence[Cost], level: float) -> Floats:
+        return np.array([self._flow_up_to(price, level) for price in prices])
+
+    def _flow_up_to(self, price: Cost, level: float) -> float:
+        """The largest flow, at most the demand, whose price is at or under ``level``."""
+        if price(self.demand) <= level:
+            return self.demand
+        if price(0.0) > level:
+            return 0.0
+        low, high = 0.0, self.demand
+        for _ in range(HALVINGS):
+            middle = 0.5 * (low + high)
+            if not low < middle < high:
+                break
+            if price(middle) <= level:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def _plus(cost: Cost, toll: float) -> Cost:
+    return lambda flow: cost(flow) + toll

@@ -1,0 +1,200 @@
+"""The routing game: requests choose workers, for latency and for what is cached there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pigou.games.arrays import Floats, Indices, improves
+from pigou.games.congestion.flow import cheapest_assignment
+
+#: Seconds that each of n requests on a worker takes. A `LatencyLaw` is one.
+Law = Callable[[float], float]
+
+#: Profiles up to exchange of identical requests, beyond which equilibria are sampled.
+MAX_PROFILES = 100_000
+
+
+class RoutingGame:
+    """R requests on W workers: on w, request i pays f_w(n_w) - omega o_iw (Georgiou 2026, Eq. 7).
+
+    ``laws[w]`` is f_w, seconds at a load; ``overlaps`` (requests, workers) is the share of each
+    request's prompt that each worker holds, fixed while the game is played; ``omega`` is what a
+    whole prompt saves, in seconds. An assignment holds a worker for each request, (requests,). The
+    social cost is the sum over w of n_w f_w(n_w), less the savings. Overlaps depend on nobody
+    else's choice, so an exact potential exists, and with it a pure equilibrium. Raises ValueError
+    for shapes that do not match or values that are not finite.
+    """
+
+    def __init__(self, laws: Sequence[Law], overlaps: ArrayLike, omega: float) -> None:
+        self.laws = list(laws)
+        self.overlaps = np.asarray(overlaps, dtype=np.float64)
+        self.omega = float(omega)
+        if self.overlaps.ndim != 2 or self.overlaps.shape[1] != len(self.laws):
+            raise ValueError(
+                f"overlaps have shape {self.overlaps.shape}: give (requests, {len(self.laws)}), "
+                "a column for each law"
+            )
+        self.requests, self.workers = self.overlaps.shape
+        counts = range(1, self.requests + 1)
+        #: Latency at [w, k]: seconds on worker w with k + 1 requests.
+        self.latency: Floats = np.array([[float(f(float(k))) for k in counts] for f in self.laws])
+        self.savings: Floats = self.omega * self.overlaps
+        if not (np.isfinite(self.latency).all() and np.isfinite(self.savings).all()):
+            raise ValueError("laws, overlaps and omega must be finite at every possible load")
+
+    def loads(self, assignment: ArrayLike) -> Indices:
+        """Return the number of requests on each worker, shape (workers,)."""
+        return np.bincount(np.asarray(assignment, dtype=np.intp), minlength=self.workers)
+
+    def saved(self, assignment: ArrayLike) -> float:
+        """Return the seconds that cached prefixes save all requests together."""
+        chosen = np.asarray(assignment, dtype=np.intp)
+        return float(self.savings[np.arange(self.requests), chosen].sum())
+
+    def social_cost(self, assignment: ArrayLike) -> float:
+        """Return the seconds that all requests pay together; savings can make it negative."""
+        return self._over_loads(assignment, self._totals) - self.saved(assignment)
+
+    def potential(self, assignment: ArrayLike) -> float:
+        """Return the sum over w of f_w(1) + ... + f_w(n_w), less the savings.
+
+        A move changes it by exactly what it changes the mover's own cost by.
+        """
+        return self._over_loads(assignment, np.cumsum(self.latency, axis=1)) - self.saved(
+            assignment
+        )
+
+    def tolls(self, loads: ArrayLike) -> Floats:
+        """Return n_w (f_w(n_w + 1) - f_w(n_w)), (workers,): what one more costs those there."""
+        counts = [float(n) for n in np.asarray(loads, dtype=np.float64)]
+        pairs = zip(self.laws, counts, strict=True)
+        return np.array([n * (f(n + 1.0) - f(n)) if n > 0 else 0.0 for f, n in pairs])
+
+    def greedy(self, order: ArrayLike | None = None, *, tolls: bool = False) -> Indices:
+        """Return the assignment of requests that arrive in ``order`` and each take what is best.
+
+        ``order`` is a permutation of the requests (by index when None). Each pays its own
+        f_w(n_w + 1) less its savings, with ``tolls`` also the `tolls` of those there; ties go to
+        the lower index. With tolls and equal overlaps the result is an optimum. Raises ValueError
+        for an order that is no permutation.
+        """
+        turns = np.arange(self.requests) if order is None else np.asarray(order, dtype=np.intp)
+        if not np.array_equal(np.sort(turns), np.arange(self.requests)):
+            raise ValueError(
+                "order must name every request once: give a permutation of the indices"
+            )
+        price = self._marginals if tolls else self.latency
+        workers = np.arange(self.workers)
+        loads: Indices = np.zeros(self.workers, dtype=np.intp)
+        assignment: Indices = np.empty(self.requests, dtype=np.intp)
+        for request in turns.tolist():
+            choice = int(np.argmin(price[workers, loads] - self.savings[request]))
+            assignment[request] = choice
+            loads[choice] += 1
+        return assignment
+
+    def is_equilibrium(self, assignment: ArrayLike) -> bool:
+        """Return whether no request gains by moving alone."""
+        chosen = np.asarray(assignment, dtype=np.intp)
+        loads = self.loads(chosen)
+        return all(self._better(i, chosen, loads) is None for i in range(self.requests))
+
+    def equilibrium(self, seed: int) -> Indices:
+        """Return the equilibrium that best responses in random order reach from a random start.
+
+        Every move lowers the potential, so this ends.
+        """
+        rng = np.random.default_rng(seed)
+        start = rng.integers(0, self.workers, size=(self.requests,))
+        assignment: Indices = np.asarray(start, dtype=np.intp)
+        loads = self.loads(assignment)
+        moved = True
+        while moved:
+            moved = False
+            for request in rng.permutation(self.requests).tolist():
+                choice = self._better(request, assignment, loads)
+                if choice is not None:
+                    loads[assignment[request]] -= 1
+                    loads[choice] += 1
+                    assignment[request] = choice
+                    moved = True
+        return assignment
+
+    def optimum(self) -> Indices:
+        """Return an assignment of least social cost, exact, by min-cost flow.
+
+        Raises ValueError where some n f_w(n) is not convex (it is for every `LatencyLaw`).
+        """
+        return cheapest_assignment(self._marginals, -self.savings)
+
+    def price_of_anarchy(self, restarts: int = 200, seed: int = 0) -> float:
+        """Return the social cost of the worst pure equilibrium over that of the optimum.
+
+        Exact where profiles, up to exchange of identical requests, number at most 100,000.
+        Otherwise the worst equilibrium that ``restarts`` runs of `equilibrium` find: a lower
+        bound. Raises ValueError when the optimum's cost is not above 0: with large savings a
+        ratio means nothing; compare differences.
+        """
+        best = self.social_cost(self.optimum())
+        if best <= 0:
+            raise ValueError(f"the optimum costs {best}: compare differences, a ratio needs > 0")
+        types, kind = np.unique(self.savings, axis=0, return_inverse=True)
+        sizes = np.bincount(kind.ravel(), minlength=len(types)).tolist()
+        ways = math.prod(math.comb(size + self.workers - 1, size) for size in sizes)
+        if ways > MAX_PROFILES:
+            found = (self.equilibrium(seed + i) for i in range(restarts))
+            return max(self.social_cost(a) for a in found) / best
+        return max(self._equilibrium_costs(types, sizes)) / best
+
+    @property
+    def _totals(self) -> Floats:
+        """n f_w(n) at [w, n - 1]."""
+        return self.latency * np.arange(1, self.requests + 1)
+
+    @property
+    def _marginals(self) -> Floats:
+        """(n + 1) f_w(n + 1) - n f_w(n) at [w, n]."""
+        return np.diff(self._totals, axis=1, prepend=0.0)
+
+    def _over_loads(self, assignment: ArrayLike, table: Floats) -> float:
+        loads = self.loads(assignment)
+        used = np.flatnonzero(loads)
+        return float(table[used, loads[used] - 1].sum())
+
+    def _better(self, request: int, assignment: Indices, loads: Indices) -> int | None:
+        here = int(assignment[request])
+        after = loads.copy()
+        after[here] -= 1
+        offers = self.latency[np.arange(self.workers), after] - self.savings[request]
+        best = int(np.argmin(offers))
+        return best if improves(float(offers[best]), float(offers[here])) else None
+
+    def _equilibrium_costs(self, types: Floats, sizes: list[int]) -> Iterator[float]:
+        """Social cost of each pure equilibrium, up to exchange of identical requests."""
+        workers = np.arange(self.workers)
+        for spread in product(*(list(_compositions(size, self.workers)) for size in sizes)):
+            counts = np.array(spread)  # (types, workers)
+            loads = counts.sum(axis=0)
+            stay = self.latency[workers, np.maximum(loads, 1) - 1] - types
+            move = self.latency[workers, np.minimum(loads, self.requests - 1)] - types
+            worst_stay = np.where(counts > 0, stay, -np.inf)
+            gain = worst_stay[:, :, None] - move[:, None, :]
+            gain[:, workers, workers] = -np.inf
+            if gain.max() <= 1e-9 * max(1.0, float(np.abs(stay).max())):
+                total = (loads * self.latency[workers, np.maximum(loads, 1) - 1]).sum()
+                yield float(total - (counts * types).sum())
+
+
+def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write ``total`` as ``parts`` ordered numbers of 0 or more."""
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(total + 1):
+        for rest in _compositions(total - first, parts - 1):
+            yield (first, *rest)

@@ -1,0 +1,273 @@
+"""The cost law of a worker: what each of its n requests pays, in seconds.
+
+f(n) = a n + b + d / (n_sat - n)^beta: linear while a batch has room, with a pole where it has
+none (Georgiou, "The Price of Anarchy in Disaggregated Inference", 2026, Eq. 8 and 9).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pigou.games.arrays import Floats
+from pigou.games.regression import Bank, bank_around, bank_over, solve
+
+#: Tukey's bisquare: residuals beyond this many standard deviations have no weight.
+TUKEY = 4.685
+#: How fast the online fit's running median moves: by this share of itself an observation.
+MEDIAN_STEP = 0.02
+ABSOLUTE_ROUNDS = 6
+TUKEY_ROUNDS = 6
+REFINEMENTS = 5
+SMALLEST_SCALE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyLaw:
+    """Seconds that each of n requests on a worker takes: a n + b + d / (n_sat - n)^beta.
+
+    ``a`` (seconds a request), ``b`` (seconds) and ``d`` are at least 0, ``n_sat`` (requests),
+    ``beta`` and ``floor`` (requests) above 0; a law without a pole has ``d`` = 0. Nearer to
+    ``n_sat`` than ``floor``, and past it, the slope is that at the floor: the law goes on along its
+    tangent. So it is finite, rising and convex for every n, and n f(n) is convex, which the
+    exact optimum of a `RoutingGame` needs. (A floor under the gap in the value itself would make
+    f flat past the pole, and an overloaded worker's toll would fall to that of an idle one.)
+    Raises ValueError for a parameter outside its range.
+    """
+
+    a: float
+    b: float
+    d: float = 0.0
+    n_sat: float = math.inf
+    beta: float = 1.0
+    floor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b", "d"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value}: give a finite number, 0 or more")
+        for name in ("n_sat", "beta", "floor"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"{name} is {value}: give a number above 0")
+
+    @overload
+    def __call__(self, n: float) -> float: ...
+    @overload
+    def __call__(self, n: Floats) -> Floats: ...
+    def __call__(self, n: float | Floats) -> float | Floats:
+        """Return the seconds that each takes when ``n`` requests share the worker."""
+        n = np.asarray(n, dtype=np.float64)
+        value = self.a * n + self.b
+        if self.d:
+            gap = self.n_sat - n
+            near = np.maximum(gap, self.floor)
+            value = value + self.d * near**-self.beta + (near - gap) * self._pole_slope(near)
+        return _plain(value)
+
+    @overload
+    def slope(self, n: float) -> float: ...
+    @overload
+    def slope(self, n: Floats) -> Floats: ...
+    def slope(self, n: float | Floats) -> float | Floats:
+        """Return the derivative f'(n), in seconds a request."""
+        n = np.asarray(n, dtype=np.float64)
+        near = np.maximum(self.n_sat - n, self.floor)
+        return _plain(self.a + self._pole_slope(near))
+
+    @overload
+    def marginal(self, n: float) -> float: ...
+    @overload
+    def marginal(self, n: Floats) -> Floats: ...
+    def marginal(self, n: float | Floats) -> float | Floats:
+        """Return what one more request adds to the cost of all, with ``n`` there: seconds.
+
+        (n+1) f(n+1) - n f(n): the newcomer's own f(n+1), and the `toll`.
+        """
+        return _plain(np.asarray(self(n + 1.0)) + self.toll(n))
+
+    @overload
+    def toll(self, n: float) -> float: ...
+    @overload
+    def toll(self, n: Floats) -> Floats: ...
+    def toll(self, n: float | Floats) -> float | Floats:
+        """Return n (f(n+1) - f(n)): the seconds that one more request costs the ``n`` there."""
+        return _plain(n * (np.asarray(self(n + 1.0)) - self(n)))
+
+    def _pole_slope(self, gap: Floats) -> Floats:
+        slope: Floats = self.beta * self.d * gap ** (-self.beta - 1.0)
+        return slope
+
+
+def fit(n: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None = None) -> LatencyLaw:
+    """Fit a law to observed latencies, robust to outliers.
+
+    ``n`` (requests on the worker, itself counted), ``seconds`` and ``weights`` have shape
+    (observations,). Residuals are relative to the law, as noise of latencies is. For a grid of
+    poles (n_sat, beta) the law is linear in a, b and d, which are fitted by non-negative least
+    squares, reweighted to least absolute residuals first and then by Tukey's bisquare; the grid
+    is refined about its best pole. A pole that the data do not call for (Schwarz's criterion) is
+    left out. Only the curve over the observed range is identified: different poles can draw
+    nearly the same one. Raises ValueError for empty, unequal or non-positive data.
+    """
+    loads, times, weight = _checked(n, seconds, weights)
+    if np.ptp(loads) == 0:
+        return LatencyLaw(0.0, float(_bisquare_mean(times, weight)))
+    bank = bank_over(float(loads.max()))
+    theta = _absolute_fit(bank, loads, times, weight)
+    best = _best_absolute(bank, theta, loads, times, weight)
+    expected = bank.design(loads)[best] @ theta[best]
+    for round_ in range(TUKEY_ROUNDS):
+        robust = weight * _bisquare(times / expected - 1.0, weight) / expected**2
+        if 0 < round_ <= REFINEMENTS:
+            bank = bank_around(bank, best, round_)
+        theta, errors = bank.fit(loads, times, robust)
+        best = _chosen(errors, int(np.count_nonzero(robust)))
+        expected = bank.design(loads)[best] @ theta[best]
+    return _law(bank, best, theta[best])
+
+
+class OnlineFit:
+    """A law that follows a worker: each observation counts half after ``half_life`` more.
+
+    For a fixed grid of poles scaled to ``n_max`` (the most requests expected on the worker), it
+    keeps the weighted sums that least squares need, so an observation costs the same for ever.
+    Outliers get Tukey's weight against a running median of residuals; that median grows when most
+    residuals are large, so a lasting change is followed. Raises ValueError for a parameter of 0
+    or less.
+    """
+
+    def __init__(self, n_max: float, half_life: float = 512.0) -> None:
+        for name, value in (("n_max", n_max), ("half_life", half_life)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}: give a finite number above 0")
+        self._bank = bank_over(n_max)
+        self._keep = 0.5 ** (1.0 / half_life)
+        size = len(self._bank.n_sat)
+        self._gram = np.zeros((size, 3, 3))
+        self._moment = np.zeros((size, 3))
+        self._energy = 0.0
+        self._spread = 1.0  # running median of absolute relative residuals
+        self._seen = 0
+        self._reference: LatencyLaw | None = None  # what residuals are taken from
+        self._law: LatencyLaw | None = None
+        self.weight = 0.0  #: sum of the weights of all observations, as forgotten by now
+
+    def observe(self, n: float, seconds: float) -> None:
+        """Take in that a request took ``seconds`` while ``n`` shared the worker, itself counted."""
+        if not (n >= 0 and seconds > 0 and math.isfinite(n + seconds)):
+            raise ValueError(f"n={n}, seconds={seconds}: give n >= 0 and seconds > 0, both finite")
+        expected = max(self._expected(n, seconds), SMALLEST_SCALE * seconds)
+        residual = seconds / expected - 1.0
+        limit = TUKEY * max(1.4826 * self._spread, SMALLEST_SCALE)
+        trust = max(0.0, 1.0 - (residual / limit) ** 2) ** 2
+        step = MEDIAN_STEP if abs(residual) > self._spread else -MEDIAN_STEP
+        self._spread = min(max(self._spread * math.exp(step), SMALLEST_SCALE), 1e6)
+        row = self._bank.row(n)
+        weight = trust / expected**2
+        self._gram *= self._keep
+        self._gram += weight * row[:, :, None] * row[:, None, :]
+        self._moment *= self._keep
+        self._moment += (weight * seconds) * row
+        self._energy = self._keep * self._energy + weight * seconds**2
+        self.weight = self._keep * self.weight + trust
+        self._seen += 1
+        self._law = None
+
+    def law(self) -> LatencyLaw:
+        """Return the law as it stands; raises ValueError before the first observation."""
+        if not self._seen:
+            raise ValueError("no observations: call observe() first, or start from a fitted law")
+        if self._law is None:
+            theta, errors = solve(self._gram, self._moment, self._energy)
+            best = _chosen(errors, max(2, int(self.weight)))
+            self._law = _law(self._bank, best, theta[best])
+        return self._law
+
+    def _expected(self, n: float, seconds: float) -> float:
+        """The law's word on ``n``; the law is solved anew often at first, then every 16th time."""
+        if not self._seen:
+            return seconds
+        if self._reference is None or self._seen < 32 or self._seen % 16 == 0:
+            self._reference = self.law()
+        return self._reference(float(n))
+
+
+def _plain(value: Floats | np.float64) -> float | Floats:
+    return float(value) if np.ndim(value) == 0 else np.asarray(value)
+
+
+def _law(bank: Bank, index: int, theta: Floats) -> LatencyLaw:
+    a, b, d = (float(x) for x in theta)
+    if d == 0.0:
+        return LatencyLaw(a, b)
+    return LatencyLaw(a, b, d, float(bank.n_sat[index]), float(bank.beta[index]))
+
+
+def _checked(
+    n: ArrayLike, seconds: ArrayLike, weights: ArrayLike | None
+) -> tuple[Floats, Floats, Floats]:
+    loads = np.asarray(n, dtype=np.float64).ravel()
+    times = np.asarray(seconds, dtype=np.float64).ravel()
+    weight = np.ones_like(loads) if weights is None else np.asarray(weights, dtype=np.float64)
+    if not len(loads) == len(times) == weight.size or not len(loads):
+        raise ValueError(
+            f"n, seconds and weights have {len(loads)}, {len(times)} and {weight.size} entries: "
+            "give as many of each, and at least one"
+        )
+    weight = weight.ravel()
+    good = np.isfinite(loads) & (loads >= 0) & np.isfinite(times) & (times > 0) & (weight >= 0)
+    if not good.all() or not weight.any():
+        raise ValueError("give n >= 0, seconds > 0 and weights >= 0, all finite, not all weights 0")
+    used = weight > 0
+    return loads[used], times[used], weight[used]
+
+
+def _absolute_fit(bank: Bank, n: Floats, seconds: Floats, weight: Floats) -> Floats:
+    """Least absolute relative residuals by reweighting, for every pole: shape (poles, 3)."""
+    design = bank.design(n)
+    robust = np.broadcast_to(weight / seconds**2, design.shape[:2])
+    for _ in range(ABSOLUTE_ROUNDS):
+        theta, _ = bank.fit(n, seconds, robust)
+        expected = np.maximum(np.einsum("pij,pj->pi", design, theta), 1e-12)
+        residual = np.maximum(np.abs(seconds - expected), 1e-4 * expected)
+        robust = weight / (residual * expected)
+    return theta
+
+
+def _best_absolute(bank: Bank, theta: Floats, n: Floats, seconds: Floats, weight: Floats) -> int:
+    expected = np.maximum(np.einsum("pij,pj->pi", bank.design(n), theta), 1e-12)
+    return int(np.argmin(np.abs(np.log(seconds / expected)) @ weight))
+
+
+def _bisquare(residual: Floats, weight: Floats) -> Floats:
+    """Tukey's weights of residuals, their scale being 1.4826 median absolute deviations."""
+    scale = max(1.4826 * _median(np.abs(residual), weight), SMALLEST_SCALE)
+    return np.square(np.maximum(0.0, 1.0 - np.square(residual / (TUKEY * scale))))
+
+
+def _bisquare_mean(values: Floats, weight: Floats) -> float:
+    centre = _median(values, weight)
+    for _ in range(TUKEY_ROUNDS):
+        robust = weight * _bisquare(values / centre - 1.0, weight)
+        centre = float(robust @ values / robust.sum())
+    return centre
+
+
+def _median(values: Floats, weight: Floats) -> float:
+    order = np.argsort(values)
+    mass = np.cumsum(weight[order])
+    return float(values[order][np.searchsorted(mass, 0.5 * mass[-1])])
+
+
+def _chosen(errors: Floats, count: int) -> int:
+    """The best pole, or the straight line (entry 0) where the pole's three parameters gain less
+    than Schwarz's criterion asks of them."""
+    best = int(np.argmin(errors))
+    gain = count * math.log(max(errors[0], 1e-300) / max(errors[best], 1e-300))
+    return best if gain > 3.0 * math.log(max(count, 2)) else 0
