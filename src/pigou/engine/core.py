@@ -61,7 +61,8 @@ class EngineCore:
         state = self._state
         hashes = no_hashes()
         if self.config.prefix_caching:
-            hashes = usable(request.hashes, request.prompt // self.config.block_size)
+            hashes = np.require(request.hashes, requirements=("C", "W"))
+            hashes = usable(hashes, request.prompt // self.config.block_size)
         key = order_key(request, self.config.order, self._number)
         self._number += 1
         seq = state.sequences[request.id] = Sequence(request, key, hashes)
@@ -148,7 +149,7 @@ class EngineCore:
         size = self.config.block_size
         if not 0 <= tokens <= blocks * size:
             raise ValueError(f"{tokens} tokens were loaded; it must be 0 to {blocks * size}")
-        computed = first * size + tokens
+        computed = first * size + int(tokens)
         state.rows.computed[seq.row] = computed
         seq.cached = computed
         state.run(seq)

@@ -1,0 +1,34 @@
+"""Compile the kernels before the first request needs them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pigou.config import EngineConfig
+from pigou.engine.core import EngineCore
+from pigou.engine.plan import Result
+from pigou.request import Request
+
+
+def warm_up() -> None:
+    """Run two small requests through an engine, so that every kernel is compiled or loaded.
+
+    Takes some seconds the first time on a machine, and a fraction of one after that.
+    """
+    core = EngineCore(
+        EngineConfig(
+            blocks=8,
+            block_size=1,
+            max_seqs=2,
+            max_batched_tokens=4,
+            max_model_len=8,
+            max_repeat=4,
+        )
+    )
+    hashes = np.array([[1, 1], [2, 2]], dtype=np.uint64)
+    for name in ("cold", "hit"):
+        core.add(Request(name, prompt=2, max_tokens=4, hashes=hashes))
+        while name in core:
+            plan = core.schedule(0)
+            core.apply(plan, Result(steps=plan.repeat))
+    core.clear_cache()
