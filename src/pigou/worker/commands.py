@@ -115,11 +115,13 @@ class Begun:
         request: its id.
         computed: tokens that need not be computed.
         loaded: of those, tokens that another worker's blocks brought.
+        now: when, in monotonic nanoseconds.
     """
 
     request: str
     computed: int
     loaded: int
+    now: int
 
 
 @dataclass(slots=True)

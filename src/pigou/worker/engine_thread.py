@@ -11,7 +11,7 @@ from typing import Any
 
 from pigou.engine.core import EngineCore
 from pigou.engine.errors import DuplicateRequest, QueueFull, RequestTooLarge, UnknownLoad
-from pigou.engine.plan import Effects, Finished, Plan
+from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.events import BlockRemoved, BlockStored, KVEvent
 from pigou.request import FinishReason
 from pigou.runtime.outputs import StepOutput
@@ -31,6 +31,7 @@ from pigou.worker.commands import (
     Stop,
 )
 from pigou.worker.loads import Transfers
+from pigou.worker.rates import RateMeter
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class EngineThread:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.transfers: Transfers
+        self.meter: RateMeter | None = None
 
     def start(self) -> None:
         """Start the thread."""
@@ -142,6 +144,8 @@ class EngineThread:
         except QueueFull as error:
             self._refuse(add, 503, str(error))
         else:
+            if add.ticket is not None and not request.remote:
+                self.transfers.decline(add.ticket)
             self._adds[request.id] = add
             self._tokens[request.id] = list(add.tokens)
 
@@ -154,8 +158,8 @@ class EngineThread:
 
     def _abort(self, request: str) -> None:
         add = self._adds.get(request)
-        if add is not None and add.ticket is not None and request not in self._loaded:
-            self.transfers.decline(add.ticket)
+        if add is not None and add.request.remote and request not in self._loaded:
+            self.transfers.decline(add.ticket or {})
         self.transfers.cancel(request)
         self._take(self._core.abort(request))
 
@@ -178,8 +182,9 @@ class EngineThread:
 
     def _step(self) -> bool:
         """Plan and compute; whether there was anything to do."""
-        plan = self._core.schedule(time.monotonic_ns())
-        self._begin(plan)
+        now = time.monotonic_ns()
+        plan = self._core.schedule(now)
+        self._begin(plan, now)
         if not plan and not plan.started and not _moves(plan):
             return False
         self._left = plan.repeat
@@ -188,16 +193,24 @@ class EngineThread:
         self._gauges.steps_total += result.steps
         self._gauges.tokens_total += plan.tokens * result.steps
         self._out.computed = plan.tokens
+        self._measure(plan, result)
         self._take(self._core.apply(plan, result))
         self._flush()
         return True
 
-    def _begin(self, plan: Plan) -> None:
+    def _measure(self, plan: Plan, result: Result) -> None:
+        if self.meter is None or not len(result.durations):
+            return
+        rates = self.meter.observe(plan.tokens, int(result.durations[0]))
+        if rates is not None:
+            self._core.rates = rates
+
+    def _begin(self, plan: Plan, now: int) -> None:
         """Note who took a row, and begin the loads."""
         for started in plan.started:
             self._owner[started.row] = started.request
             loaded = self._loaded.get(started.request, 0)
-            self._out.begun.append(Begun(started.request, started.computed, loaded))
+            self._out.begun.append(Begun(started.request, started.computed, loaded, now))
         for load in plan.loads:
             self._owner[load.row] = load.request
             ticket = self._adds[load.request].ticket

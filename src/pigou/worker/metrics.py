@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from pigou.engine.plan import Finished
 from pigou.request import SECOND
@@ -76,6 +83,7 @@ class Metrics:
             cache: labels of `vllm:cache_config_info`.
             blocks: KV blocks on the device.
         """
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
         tokens = _tokens(max_model_len)

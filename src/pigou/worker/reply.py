@@ -169,6 +169,10 @@ class Reply:
         """Whether nothing more will come."""
         return self.error is not None or (self.open == 0 and not self._holding)
 
+    def failure(self) -> APIError | None:
+        """Return what went wrong, if anything did."""
+        return self.error
+
     async def wait(self) -> None:
         """Wait for frames (of a stream), or for the end."""
         await self._wake.wait()

@@ -10,7 +10,7 @@ from pigou.engine.plan import Finished
 from pigou.request import FinishReason
 from pigou.runtime.outputs import TokenLogprobs as Report
 from pigou.wire.errors import APIError
-from pigou.worker.commands import Abort, Add, ClearCache, Command, Gauges
+from pigou.worker.commands import Abort, Add, Begun, ClearCache, Command, Gauges
 from pigou.worker.commands import Report as EngineReport
 from pigou.worker.metrics import Metrics
 from pigou.worker.reply import Reply, Sequence
@@ -41,6 +41,7 @@ class Service:
         self._metrics = metrics
         self._publish = publish
         self._flights: dict[str, tuple[Sequence, Reply, Add]] = {}
+        self._followers: dict[str, list[Add]] = {}
         self.gauges = Gauges()
         self.dead = False
         self.draining = False
@@ -62,17 +63,33 @@ class Service:
                 retry_after=RETRY_AFTER,
             )
 
-    def submit(self, reply: Reply, sequence: Sequence, add: Add) -> None:
-        """Compute a sequence of a reply."""
-        reply.add(sequence)
-        self._flights[sequence.id] = (sequence, reply, add)
-        self._put(add)
+    def submit(self, reply: Reply, pairs: list[tuple[Sequence, Add]]) -> None:
+        """Compute the choices of one prompt.
+
+        Those after the first follow once it has a token: then they find the prompt's blocks in
+        the cache.
+        """
+        for sequence, add in pairs:
+            reply.add(sequence)
+            self._flights[sequence.id] = (sequence, reply, add)
+        leader = pairs[0][1]
+        if len(pairs) > 1:
+            self._followers[leader.request.id] = [add for _, add in pairs[1:]]
+        self._put(leader)
 
     def cancel(self, reply: Reply) -> None:
         """Abort what is still computed for a reply that nobody waits for."""
         for sequence in reply.sequences:
+            for add in self._followers.pop(sequence.id, ()):
+                self._flights.pop(add.request.id, None)
+        for sequence in reply.sequences:
             if sequence.id in self._flights:
                 self._put(Abort(sequence.id))
+
+    def _follow(self, leader: str) -> None:
+        """Submit the choices that waited for this one."""
+        for add in self._followers.pop(leader, ()):
+            self._put(add)
 
     def clear_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -95,7 +112,7 @@ class Service:
         if report.computed:
             self._metrics.step(report.computed)
         for begun in report.begun:
-            self._begin(begun.request, begun.computed, begun.loaded, report.now)
+            self._begin(begun)
         for request, prompt in report.prompts:
             self._explain_prompt(request, prompt)
         if report.tokens:
@@ -108,12 +125,13 @@ class Service:
         if report.events:
             self._publish(report.events)
 
-    def _begin(self, request: str, computed: int, loaded: int, now: int) -> None:
-        flight = self._flights.get(request)
+    def _begin(self, begun: Begun) -> None:
+        flight = self._flights.get(begun.request)
         if flight is None or flight[0].begun:
             return
         sequence, _, add = flight
-        sequence.begun, sequence.cached, sequence.loaded = now, computed, loaded
+        sequence.begun = begun.now
+        sequence.cached, sequence.loaded = begun.computed, begun.loaded
         self._metrics.begun(sequence, add.request.remote)
 
     def _explain_prompt(self, request: str, reports: list[Report | None]) -> None:
@@ -140,6 +158,8 @@ class Service:
             sequence, reply, _ = flight
             if sequence.choice.finish is not None:
                 continue  # tokens after a stop string, before the abort arrived
+            if self._followers:
+                self._follow(request)
             metrics.token(sequence, now)
             if reply.take(sequence, token, logprobs) and sequence.choice.stopped_by_text:
                 self._put(Abort(request))
@@ -157,6 +177,7 @@ class Service:
         if flight is None:
             return
         sequence, reply, add = flight
+        self._follow(finished.request)
         reason = finished.reason.value
         if sequence.choice.finish is not None:
             reason = sequence.choice.finish

@@ -1,0 +1,119 @@
+"""`pigou worker`."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+import typer
+
+from pigou.config import ConfigError
+from pigou.request import Role
+from pigou.worker.config import WorkerConfig
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_DEFAULT = WorkerConfig()
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a size like `512MiB` or `2G` means (powers of 1,024)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size; write for example 512MiB or 2G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def worker(  # noqa: PLR0917 (options, all of them named)
+    model: Annotated[
+        str, typer.Option(help="Folder, Hugging Face hub id, or 'bundled'.")
+    ] = _DEFAULT.model,
+    served_model_name: Annotated[
+        str, typer.Option(help="Name that requests use; by default the model's own.")
+    ] = "",
+    role: Annotated[Role, typer.Option(help="What the fleet asks it to do.")] = _DEFAULT.role,
+    host: Annotated[str, typer.Option(help="Address of the HTTP server.")] = _DEFAULT.host,
+    port: Annotated[int, typer.Option(help="Its port; 0 takes a free one.")] = _DEFAULT.port,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = _DEFAULT.device,
+    dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.")] = _DEFAULT.dtype,
+    threads: Annotated[int, typer.Option(help="Compute threads.")] = _DEFAULT.threads,
+    blocks: Annotated[
+        int, typer.Option(help="KV blocks; 0 takes as many as fit --memory.")
+    ] = _DEFAULT.blocks,
+    memory: Annotated[
+        str, typer.Option(help="Memory for KV blocks, like 512MiB; 0 chooses by the device.")
+    ] = "0",
+    block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = _DEFAULT.block_size,
+    host_blocks: Annotated[
+        int, typer.Option(help="Blocks of host memory that preempted requests may be swapped to.")
+    ] = _DEFAULT.host_blocks,
+    max_seqs: Annotated[
+        int, typer.Option(help="Most sequences that run at once.")
+    ] = _DEFAULT.max_seqs,
+    max_batched_tokens: Annotated[
+        int, typer.Option(help="Most tokens computed in one step.")
+    ] = _DEFAULT.max_batched_tokens,
+    max_model_len: Annotated[
+        int, typer.Option(help="Most tokens of a sequence; 0 for the model's context.")
+    ] = _DEFAULT.max_model_len,
+    max_waiting: Annotated[
+        int, typer.Option(help="Most requests that may wait; 0 for no limit.")
+    ] = _DEFAULT.max_waiting,
+    order: Annotated[
+        str, typer.Option(help="Who is admitted first: fcfs, priority or edf.")
+    ] = _DEFAULT.order,
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Keep finished blocks for requests with the same prefix.")
+    ] = _DEFAULT.prefix_caching,
+    repeat: Annotated[
+        int, typer.Option(help="Most steps that are planned at once.")
+    ] = _DEFAULT.repeat,
+    kv_events: Annotated[bool, typer.Option(help="Publish KV events.")] = _DEFAULT.kv_events,
+    kv_events_endpoint: Annotated[
+        str, typer.Option(help="ZMQ address that KV events are published on.")
+    ] = _DEFAULT.kv_events_endpoint,
+    kv_replay_endpoint: Annotated[
+        str, typer.Option(help="ZMQ address that past KV events can be asked for on.")
+    ] = _DEFAULT.kv_replay_endpoint,
+    kv_transfer: Annotated[
+        str, typer.Option(help="How blocks move between workers: auto, shm, tcp or none.")
+    ] = _DEFAULT.kv_transfer,
+    kv_lease: Annotated[
+        float, typer.Option(help="Seconds for which offered blocks are kept.")
+    ] = _DEFAULT.kv_lease,
+    max_body: Annotated[str, typer.Option(help="Largest body of a request.")] = "16MiB",
+    drain: Annotated[
+        float, typer.Option(help="Seconds that requests in flight are given after SIGTERM.")
+    ] = _DEFAULT.drain,
+    exit_with_parent: Annotated[
+        bool, typer.Option(help="End when the process that started this one is gone.")
+    ] = _DEFAULT.exit_with_parent,
+    executor: Annotated[
+        str, typer.Option(help="torch, or sleep: no model, time by a law, made-up tokens.")
+    ] = _DEFAULT.executor,
+    sleep_base: Annotated[
+        int, typer.Option(help="For --executor sleep: nanoseconds of a step.")
+    ] = _DEFAULT.sleep_base,
+    sleep_per_seq: Annotated[
+        int, typer.Option(help="For --executor sleep: nanoseconds more per decoding sequence.")
+    ] = _DEFAULT.sleep_per_seq,
+    sleep_prefill_rate: Annotated[
+        float, typer.Option(help="For --executor sleep: prompt tokens computed in a second.")
+    ] = _DEFAULT.sleep_prefill_rate,
+) -> None:
+    """Run one worker: an OpenAI-compatible server over one model."""
+    values = dict(locals())
+    values["memory"], values["max_body"] = parse_size(memory), parse_size(max_body)
+    try:
+        config = msgspec.convert(values, WorkerConfig)
+        from pigou.worker.process import run
+
+        status = run(config)
+    except (ConfigError, msgspec.ValidationError) as error:
+        typer.echo(f"pigou worker: {error}", err=True)
+        raise typer.Exit(2) from None
+    except (OSError, ValueError) as error:
+        typer.echo(f"pigou worker: {error}", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(status)

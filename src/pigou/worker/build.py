@@ -1,0 +1,265 @@
+"""Puts a worker together: model, core, executor, cache, transfers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pigou.config import ConfigError, EngineConfig
+from pigou.engine.core import EngineCore
+from pigou.kv.layout import KVLayout
+from pigou.request import SECOND, Ints
+from pigou.text.tokenizer import Tokenizer
+from pigou.wire.sampling import Limits
+from pigou.worker.backend import Backend
+from pigou.worker.config import WorkerConfig
+from pigou.worker.model import ServedModel, chat_template, sampling_defaults, seeds
+from pigou.worker.rates import RateMeter
+from pigou.worker.sleeping import SleepingBackend, TimingLaw
+from pigou.worker.transfer import BlockStore, HostStore, SharedMemory, TransferConfig
+
+log = logging.getLogger(__name__)
+
+#: Bytes of KV blocks at most, where nobody says and the device is a CPU.
+CPU_MEMORY = 2**30
+#: Share of a GPU's free memory that KV blocks get, where nobody says.
+GPU_SHARE = 0.9
+#: Sequences of full length that the KV blocks hold at most, where nobody says.
+SEQUENCES = 64
+#: Bytes of a block of the sleeping backend.
+_SLEEP_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a worker is made of.
+
+    Attributes:
+        model: as the HTTP side knows it.
+        core: with nothing in it.
+        backend: that computes.
+        store: the KV blocks, for transfers.
+        memory: shared memory that they lie in; None where they do not.
+        meter: of speeds, where requests can be swapped.
+    """
+
+    model: ServedModel
+    core: EngineCore
+    backend: Backend
+    store: BlockStore
+    memory: SharedMemory | None
+    meter: RateMeter | None
+
+
+def build(config: WorkerConfig) -> Parts:
+    """Load the model and make everything that computes.
+
+    Raises:
+        ConfigError: values that do not fit one another or the model.
+        ModelError: the model cannot be had or run.
+        TokenizerError: its tokenizer cannot be used.
+    """
+    return _build_sleeping(config) if config.executor == "sleep" else _build_torch(config)
+
+
+def bundled() -> Path:
+    """Return the folder of the model that ships with Pigou.
+
+    Raises:
+        ConfigError: this installation has none.
+    """
+    folder = Path(str(files("pigou"))) / "models" / "tiny"
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            "model is 'bundled', and this installation has no bundled model; give a folder or a "
+            "Hugging Face hub id"
+        )
+    return folder
+
+
+def transfer_config(config: WorkerConfig, backends: tuple[str, ...]) -> TransferConfig:
+    """Return the limits of this worker's transfers."""
+    wild = config.host in ("", "0.0.0.0", "::")
+    lease = round(config.kv_lease * SECOND)
+    return TransferConfig(
+        host=config.host,
+        advertise=socket.gethostbyname(socket.gethostname()) if wild else "",
+        backends=backends,
+        lease=lease,
+        max_hold=max(10 * lease, 300 * SECOND),
+    )
+
+
+# --- a real model -----------------------------------------------------------------------------
+
+
+def _build_torch(config: WorkerConfig) -> Parts:
+    from pigou.runtime.load import load
+    from pigou.runtime.memory import free_memory
+    from pigou.runtime.threads import set_threads
+
+    set_threads(config.threads)
+    source = bundled() if config.model == "bundled" else config.model
+    loaded = load(source, config.dtype, config.device)
+    layout = loaded.layout(config.block_size)
+    longest = config.max_model_len or loaded.config.context
+    on_cpu = loaded.device.type == "cpu"
+    free = free_memory(loaded.device)
+    room = min(CPU_MEMORY, free // 4) if on_cpu else int(free * GPU_SHARE)
+    blocks = _blocks(config, layout, longest, room)
+    core = EngineCore(_engine_config(config, blocks, longest))
+    memory = _shared_memory(config, blocks * layout.block_bytes) if on_cpu else None
+    cache = loaded.cache(
+        blocks,
+        config.block_size,
+        config.host_blocks,
+        memory.buffer.data if memory is not None else None,
+    )
+    executor = loaded.executor(cache, core.tables, core.config.max_model_len)
+    model = _served(
+        config,
+        loaded.folder,
+        eos=loaded.config.eos,
+        digest=loaded.digest,
+        limits=Limits(core.config.max_model_len, loaded.config.vocab),
+    )
+    meter = None
+    if config.host_blocks:
+        meter = RateMeter(_swap_rate(cache.move, config.host_blocks, layout), layout.block_bytes)
+    return Parts(model, core, executor, cache, memory, meter)
+
+
+def _swap_rate(
+    move: Callable[[Ints, Ints, Ints], None], host_blocks: int, layout: KVLayout
+) -> float:
+    """Copy some blocks to the host and back, before they hold anything; bytes in a second."""
+    count = min(16, host_blocks)
+    pairs = np.repeat(np.arange(count, dtype=np.int32)[:, None], 2, axis=1)
+    none = np.empty((0, 2), dtype=np.int32)
+    move(pairs, none, pairs)
+    began = time.perf_counter()
+    move(pairs, none, pairs)
+    return 2 * count * layout.block_bytes / max(time.perf_counter() - began, 1e-9)
+
+
+# --- no model ---------------------------------------------------------------------------------
+
+
+def _build_sleeping(config: WorkerConfig) -> Parts:
+    folder = bundled() if config.model == "bundled" else Path(config.model)
+    spec = _read_spec(folder)
+    vocab = int(spec.get("vocab_size", 0))
+    longest = config.max_model_len or int(spec.get("max_position_embeddings", 2048))
+    layout = KVLayout(
+        model=config.model,
+        digest="sleep",
+        dtype="uint8",
+        block_size=config.block_size,
+        layers=1,
+        kv_heads=1,
+        head_dim=1,
+        block_bytes=_SLEEP_BYTES,
+    )
+    blocks = _blocks(config, layout, longest, CPU_MEMORY)
+    core = EngineCore(_engine_config(config, blocks, longest))
+    memory = _shared_memory(config, blocks * layout.block_bytes)
+    data = memory.buffer if memory is not None else np.zeros(blocks * _SLEEP_BYTES, dtype=np.uint8)
+    tokenizer = Tokenizer.load(folder)
+    vocab = vocab or len(tokenizer.vocabulary)
+    law = TimingLaw(config.sleep_base, config.sleep_per_seq, config.sleep_prefill_rate)
+    hidden = tokenizer.eos | tokenizer.vocabulary.special
+    backend = SleepingBackend(law, config.block_size, len(tokenizer.vocabulary), hidden)
+    limits = Limits(core.config.max_model_len, vocab)
+    model = _served(config, folder, eos=tokenizer.eos, digest="sleep", limits=limits)
+    store = HostStore(layout, data[: blocks * _SLEEP_BYTES].reshape(blocks, _SLEEP_BYTES))
+    return Parts(model, core, backend, store, memory, None)
+
+
+def _read_spec(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"model is {str(folder)!r}, and has no config.json")
+    spec: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+    return spec
+
+
+# --- both -------------------------------------------------------------------------------------
+
+
+def _blocks(config: WorkerConfig, layout: KVLayout, longest: int, room: int) -> int:
+    """Return how many KV blocks to have; `room` is for when nobody says, in bytes."""
+    if config.blocks:
+        return config.blocks
+    if config.memory:
+        fit = config.memory // layout.block_bytes
+        if not fit:
+            raise ConfigError(
+                f"memory is {config.memory}; one block of {config.block_size} tokens takes "
+                f"{layout.block_bytes} bytes"
+            )
+        return fit
+    wanted = SEQUENCES * -(-longest // config.block_size)
+    return max(1, min(wanted, room // layout.block_bytes))
+
+
+def _engine_config(config: WorkerConfig, blocks: int, longest: int) -> EngineConfig:
+    """Return the core's limits; no sequence is longer than all blocks together."""
+    most = blocks * config.block_size
+    if config.max_model_len > most:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; {blocks} blocks of {config.block_size} "
+            f"tokens hold {most}: lower it, or give more blocks or memory"
+        )
+    return EngineConfig(
+        blocks=blocks,
+        block_size=config.block_size,
+        host_blocks=config.host_blocks,
+        max_seqs=config.max_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        max_model_len=min(longest, most),
+        order=config.order,
+        prefix_caching=config.prefix_caching,
+        max_repeat=config.repeat,
+        max_waiting=config.max_waiting,
+    )
+
+
+def _shared_memory(config: WorkerConfig, size: int) -> SharedMemory | None:
+    """Return shared memory for the blocks, where it is allowed and there is room."""
+    if config.kv_transfer not in ("auto", "shm"):
+        return None
+    try:
+        return SharedMemory(size)
+    except OSError as error:
+        if config.kv_transfer == "shm":
+            raise ConfigError(f"kv_transfer is shm: {error}") from None
+        log.warning("KV blocks will move by TCP: %s", error)
+        return None
+
+
+def _served(
+    config: WorkerConfig, folder: Path, *, eos: frozenset[int], digest: str, limits: Limits
+) -> ServedModel:
+    tokenizer = Tokenizer.load(folder)
+    bundled_name = "pigou-tiny" if config.model == "bundled" else config.model
+    name = config.served_model_name or bundled_name
+    return ServedModel(
+        name=name,
+        root=str(folder) if config.model != "bundled" else "bundled",
+        created=int(time.time()),
+        tokenizer=tokenizer,
+        template=chat_template(tokenizer),
+        eos=eos or tokenizer.eos,
+        limits=limits,
+        defaults=sampling_defaults(tokenizer.generation),
+        seed=seeds(name, digest),
+    )

@@ -1,0 +1,99 @@
+"""How a worker runs: checked values, unknown keys refused."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pigou.config import ConfigError, QueueOrder
+from pigou.request import Role
+
+ExecutorKind = Literal["torch", "sleep"]
+TransferKind = Literal["auto", "shm", "tcp", "none"]
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One worker process.
+
+    Attributes:
+        model: folder, hub id, or "bundled".
+        served_model_name: name that requests use; empty for the model's own.
+        role: what it is asked to do; it is able to do both.
+        host: address of the HTTP server.
+        port: its port; 0 takes a free one.
+        device: "cpu", "cuda" or "cuda:N".
+        dtype: "auto", "bf16" or "fp32".
+        threads: compute threads.
+        blocks: KV blocks; 0 takes as many as fit `memory`.
+        memory: bytes for KV blocks; 0 chooses by the device.
+        block_size: tokens in a block.
+        host_blocks: blocks of host memory for preempted requests.
+        max_seqs: most sequences that run at once.
+        max_batched_tokens: most tokens computed in one step.
+        max_model_len: most tokens of a sequence; 0 for the model's context.
+        max_waiting: most requests that may wait; one more is answered with 503.
+        order: who is admitted first.
+        prefix_caching: keep finished blocks for requests with the same prefix.
+        repeat: most steps that are planned at once.
+        kv_events: publish KV events.
+        kv_events_endpoint: ZMQ address that they are published on.
+        kv_replay_endpoint: ZMQ address that past ones can be asked for on.
+        kv_transfer: how blocks move between workers.
+        kv_lease: seconds for which offered blocks are kept.
+        max_body: most bytes of a request's body.
+        drain: seconds that requests in flight are given after SIGTERM.
+        exit_with_parent: end when the process that started this one is gone.
+        executor: "torch" computes; "sleep" has no model, and takes time by a law.
+        sleep_base: nanoseconds of a step, for `executor="sleep"`.
+        sleep_per_seq: nanoseconds more for every decoding sequence.
+        sleep_prefill_rate: prompt tokens computed in a second.
+    """
+
+    model: str = "bundled"
+    served_model_name: str = ""
+    role: Role = Role.BOTH
+    host: str = "127.0.0.1"
+    port: int = 8100
+    device: str = "cpu"
+    dtype: str = "auto"
+    threads: int = 1
+    blocks: int = 0
+    memory: int = 0
+    block_size: int = 16
+    host_blocks: int = 0
+    max_seqs: int = 256
+    max_batched_tokens: int = 2048
+    max_model_len: int = 0
+    max_waiting: int = 1024
+    order: QueueOrder = "priority"
+    prefix_caching: bool = True
+    repeat: int = 8
+    kv_events: bool = True
+    kv_events_endpoint: str = "tcp://127.0.0.1:*"
+    kv_replay_endpoint: str = "tcp://127.0.0.1:*"
+    kv_transfer: TransferKind = "auto"
+    kv_lease: float = 30.0
+    max_body: int = 16 * 2**20
+    drain: float = 30.0
+    exit_with_parent: bool = False
+    executor: ExecutorKind = "torch"
+    sleep_base: int = 2_000_000
+    sleep_per_seq: int = 100_000
+    sleep_prefill_rate: float = 100_000.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that no worker could work with."""
+        for name in ("threads", "block_size", "max_seqs", "max_batched_tokens", "repeat",
+                     "max_body"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("blocks", "memory", "host_blocks", "max_model_len", "max_waiting", "drain"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; give 0 (any free port) to 65535")
+        if self.kv_lease <= 0:
+            raise ConfigError(f"kv_lease is {self.kv_lease}; it must be above 0 seconds")
+        if self.dtype not in ("auto", "bf16", "fp32"):
+            raise ConfigError(f"dtype is {self.dtype!r}; give auto, bf16 or fp32")

@@ -1,0 +1,104 @@
+"""Publishes KV events over ZMQ, and replays those that a subscriber missed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from pigou.wire.kv_events import END_OF_REPLAY, encode_batch, sequence_frame
+
+log = logging.getLogger(__name__)
+
+TOPIC = b"kv"
+#: Batches that can be replayed.
+BUFFER = 10_000
+#: Batches that wait for a slow subscriber before it misses some.
+HIGH_WATER = 100_000
+
+
+class EventPublisher:
+    """A PUB socket for batches of events, and a ROUTER socket for replays of past ones.
+
+    Attributes:
+        endpoint: address of the former, with its actual port.
+        replay_endpoint: address of the latter.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str) -> None:
+        """Bind both sockets; a port `*` takes a free one.
+
+        Raises:
+            zmq.ZMQError: an address cannot be bound.
+        """
+        self._context = zmq.asyncio.Context()
+        self._pub = zmq.Socket(zmq.Context(self._context), zmq.PUB)
+        self._router = self._context.socket(zmq.ROUTER)
+        for socket in (self._pub, self._router):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+        self._pub.bind(endpoint)
+        self._router.bind(replay_endpoint)
+        self.endpoint = _bound(self._pub)
+        self.replay_endpoint = _bound(self._router)
+        self._next = 0
+        self._past: deque[tuple[bytes, bytes]] = deque(maxlen=BUFFER)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to answer replays; within a running event loop."""
+        self._task = asyncio.create_task(self._replay(), name="kv-replay")
+
+    def publish(self, events: list[dict[str, Any]]) -> None:
+        """Send the events of a step, as maps of the wire."""
+        number, payload = sequence_frame(self._next), encode_batch(time.time(), events)
+        self._next += 1
+        self._past.append((number, payload))
+        try:
+            self._pub.send_multipart((TOPIC, number, payload), zmq.NOBLOCK)
+        except zmq.Again:
+            log.warning("KV events %d were not sent; they can be replayed", self._next - 1)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `GET /kv_event_sources` says of this worker."""
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.endpoint,
+            "replay_endpoint": self.replay_endpoint,
+            "buffer_steps": BUFFER,
+            "hwm": HIGH_WATER,
+            "topic": TOPIC.decode(),
+        }
+
+    async def close(self) -> None:
+        """Close both sockets."""
+        if self._task is not None:
+            self._task.cancel()
+        self._pub.close()
+        self._router.close()
+        self._context.term()
+
+    async def _replay(self) -> None:
+        while True:
+            peer, *frames = await self._router.recv_multipart()
+            if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
+                log.warning("a request for a replay has %d frames; it needs 2", len(frames))
+                continue
+            start: bytes = frames[1]
+            for number, payload in list(self._past):
+                if number >= start:
+                    await self._router.send_multipart((peer, b"", TOPIC, number, payload))
+            await self._router.send_multipart((peer, b"", b"", END_OF_REPLAY, b""))
+
+
+def _bound(socket: zmq.Socket[Any]) -> str:
+    """Return the address that a socket is bound to."""
+    address = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.rstrip(b"\0").decode()

@@ -1,0 +1,138 @@
+"""HTTP handlers of completions and chats."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from pigou.wire.errors import APIError, bad_request
+from pigou.wire.openai import decode_chat, decode_completion
+from pigou.wire.sse import DONE, frame
+from pigou.worker.intake import Intake
+from pigou.worker.reply import Reply
+from pigou.worker.service import Service
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+class Generation:
+    """`POST /v1/completions` and `POST /v1/chat/completions`."""
+
+    def __init__(self, intake: Intake, service: Service) -> None:
+        self._intake = intake
+        self._service = service
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Complete a prompt, or several."""
+        body = decode_completion(await json_body(request))
+        reply = await self._intake.completion(body, _id(request, body.request_id))
+        return await self._send(request, reply)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a chat."""
+        body = decode_chat(await json_body(request))
+        reply = await self._intake.chat(body, _id(request, body.request_id))
+        return await self._send(request, reply)
+
+    async def _send(self, request: web.Request, reply: Reply) -> web.StreamResponse:
+        try:
+            if reply.options.stream:
+                return await self._stream(request, reply)
+            while not reply.done:
+                await reply.wait()
+            if (failure := reply.failure()) is not None:
+                raise failure
+            return web.Response(body=reply.body(), content_type="application/json")
+        finally:
+            # Also when the client went away: its requests are computed no further.
+            self._service.cancel(reply)
+
+    async def _stream(self, request: web.Request, reply: Reply) -> web.StreamResponse:
+        await reply.wait()
+        if (failure := reply.failure()) is not None:
+            raise failure  # before the first byte it can still have a status
+        response = web.StreamResponse(headers=_echo(request))
+        response.content_type = "text/event-stream"
+        response.charset = "utf-8"
+        await response.prepare(request)
+        data = reply.opening()
+        while True:
+            ended, error = reply.done, reply.failure()
+            data += reply.take_frames()
+            if error is not None:
+                await response.write(data + frame(error.body()) + DONE)
+                break
+            if ended:
+                await response.write(data + reply.closing())
+                break
+            if data:
+                await response.write(data)
+            data = b""
+            await reply.wait()
+        await response.write_eof()
+        return response
+
+
+async def json_body(request: web.Request) -> bytes:
+    """Return a request's body, which must be declared as JSON."""
+    if request.content_type != "application/json":
+        raise bad_request(
+            f"Content-Type is {request.content_type!r}; send application/json.", "content-type"
+        )
+    return await request.read()
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every failure into an error body, and echo the request's id."""
+    try:
+        response = await handler(request)
+    except APIError as error:
+        response = _error(error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        response = _error(APIError(error.status, _explain(error, request)))
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+    if not response.prepared:
+        response.headers.update(_echo(request))
+    return response
+
+
+def _explain(error: web.HTTPException, request: web.Request) -> str:
+    if error.status == 404:
+        return f"There is no path {request.path}."
+    if error.status == 405:
+        return f"{request.path} does not take {request.method}."
+    if error.status == 413:
+        return f"The body has more than {request.client_max_size} bytes."
+    return error.reason
+
+
+def _error(error: APIError) -> web.Response:
+    response = web.Response(status=error.status, body=error.body(), content_type="application/json")
+    if error.retry_after is not None:
+        response.headers["Retry-After"] = str(error.retry_after)
+    return response
+
+
+def _echo(request: web.Request) -> dict[str, str]:
+    given = request.headers.get("X-Request-Id", "")
+    return {"X-Request-Id": given} if _REQUEST_ID.fullmatch(given) else {}
+
+
+def _id(request: web.Request, body: str | None) -> str:
+    given = request.headers.get("X-Request-Id") or body
+    if given is None:
+        return secrets.token_hex(8)
+    if not _REQUEST_ID.fullmatch(given):
+        raise bad_request(
+            "The request id must have 1 to 256 printable ASCII characters, and no spaces.",
+            "request_id",
+        )
+    return given

@@ -1,0 +1,76 @@
+"""What the HTTP side knows of the model it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from pigou.config import ConfigError
+from pigou.kv.tenure import Tenure
+from pigou.text.template import ChatTemplate
+from pigou.text.tokenizer import Tokenizer
+from pigou.wire.sampling import Defaults, Limits
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model, by the name that requests use.
+
+    Attributes:
+        name: that requests use.
+        root: where its files are, or what it was asked for as.
+        created: Unix time in seconds at which it was loaded.
+        tokenizer: of the model.
+        template: for chats; None where the model has none.
+        eos: tokens that end a sequence.
+        limits: of context and vocabulary.
+        defaults: sampling that holds where a request says nothing.
+        seed: from a cache salt to the seed of block hashes.
+    """
+
+    name: str
+    root: str
+    created: int
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    eos: frozenset[int]
+    limits: Limits
+    defaults: Defaults
+    seed: Callable[[str], bytes]
+
+
+def seeds(name: str, digest: str) -> Callable[[str], bytes]:
+    """Return the function from a cache salt to the seed of block hashes.
+
+    Args:
+        name: of the model.
+        digest: of its weights.
+    """
+
+    @lru_cache(maxsize=4096)
+    def seed(salt: str) -> bytes:
+        return Tenure(model=name, release=digest, cache_salt=salt).digest()
+
+    return seed
+
+
+def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the model's usual chat template; None where it has none."""
+    source = tokenizer.templates.get("default")
+    return None if source is None else ChatTemplate(source, tokenizer.names)
+
+
+def sampling_defaults(generation: dict[str, Any]) -> Defaults:
+    """Return the sampling that `generation_config.json` asks for, as vLLM reads it.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: generation[name] for name in names if generation.get(name) is not None}
+    defaults = Defaults(**given)
+    if not (0 <= defaults.temperature <= 2 and 0 < defaults.top_p <= 1 and defaults.top_k >= -1):
+        raise ConfigError(f"generation_config.json asks for {given}; a value is out of range")
+    return defaults

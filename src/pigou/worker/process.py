@@ -1,0 +1,223 @@
+"""The worker process: starts everything, serves, drains, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pigou.worker.build import Parts, build, transfer_config
+from pigou.worker.commands import Release, Report, Stop
+from pigou.worker.config import WorkerConfig
+from pigou.worker.engine_thread import EngineThread
+from pigou.worker.events import EventPublisher
+from pigou.worker.intake import Intake
+from pigou.worker.loads import NoTransfers, WorkerTransfers
+from pigou.worker.metrics import Metrics
+from pigou.worker.parent import watch_parent
+from pigou.worker.routes import Routes
+from pigou.worker.service import Service
+from pigou.worker.transfer import Receiver, Sender
+from pigou.worker.warm import warm_backend, warm_kernels
+
+log = logging.getLogger(__name__)
+
+#: Seconds for which a thread may hold the interpreter while others want it.
+_SWITCH = 0.0005
+#: Seconds that the engine thread is given to end.
+_JOIN = 5.0
+
+
+class WorkerProcess:
+    """One worker, from its parts to its end."""
+
+    def __init__(self, config: WorkerConfig, parts: Parts) -> None:
+        """Put the process together; within a running event loop."""
+        self._config = config
+        self._parts = parts
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        self._failed = False
+        self._stopping = False
+        model, core = parts.model, parts.core
+        info = self._about()
+        self._metrics = Metrics(
+            model.name,
+            model.limits.max_model_len,
+            {
+                "block_size": str(core.config.block_size),
+                "num_gpu_blocks": str(core.config.blocks),
+                "enable_prefix_caching": str(core.config.prefix_caching),
+            },
+            core.config.blocks,
+        )
+        self._events = self._publisher()
+        self.engine = EngineThread(
+            core, parts.backend, self._report, self._crashed, self._events is not None
+        )
+        self.engine.meter = parts.meter
+        publish = self._events.publish if self._events is not None else _discard
+        self._service = Service(self.engine.put, self._metrics, publish)
+        self._intake = Intake(model, config, self._service)
+        self._transfers = self._start_transfers()
+        routes = Routes(
+            model, self._intake, self._service, self._metrics, events=self._events, about=info
+        )
+        self._runner = web.AppRunner(
+            routes.application(config.max_body),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+        )
+
+    async def serve(self) -> int:
+        """Serve until a signal or a crash; return the exit status."""
+        self.engine.start()
+        if self._events is not None:
+            self._events.start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self.stop)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._config.host, self._config.port, backlog=1024)
+        await site.start()
+        self._announce()
+        await self._over.wait()
+        await self._close()
+        return 1 if self._failed else 0
+
+    def stop(self) -> None:
+        """Take no more requests; end when those in flight have, or at the second call."""
+        if self._stopping:
+            self._over.set()
+            return
+        self._stopping = True
+        self._service.draining = True
+        self._service.when_idle(self._over.set)
+        self._loop.call_later(self._config.drain, self._over.set)
+
+    # --- from other threads -----------------------------------------------------------------
+
+    def _report(self, report: Report) -> None:
+        self._loop.call_soon_threadsafe(self._service.deliver, report)
+
+    def _crashed(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._die, error)
+
+    def _die(self, error: BaseException) -> None:
+        self._failed = True
+        self._service.died(error)
+        self._loop.call_later(0.2, self._over.set)  # time for the replies to say so
+
+    # --- parts ------------------------------------------------------------------------------
+
+    def _publisher(self) -> EventPublisher | None:
+        config = self._config
+        if not (config.kv_events and config.prefix_caching):
+            return None
+        return EventPublisher(config.kv_events_endpoint, config.kv_replay_endpoint)
+
+    def _start_transfers(self) -> WorkerTransfers | None:
+        parts, put = self._parts, self.engine.put
+        if self._config.kv_transfer == "none":
+            self.engine.transfers = NoTransfers(put)
+            return None
+        backends = {"shm": ("shm",), "tcp": ("tcp",)}.get(
+            self._config.kv_transfer, ("shm", "tcp") if parts.memory is not None else ("tcp",)
+        )
+        limits = transfer_config(self._config, backends)
+        sender = Sender(parts.store, lambda request: put(Release(request)), limits, parts.memory)
+        transfers = WorkerTransfers(sender, Receiver(parts.store, limits), put)
+        self.engine.transfers = transfers
+        return transfers
+
+    def _about(self) -> dict[str, Any]:
+        core, model = self._parts.core.config, self._parts.model
+        return {
+            "model": model.name,
+            "role": self._config.role.value,
+            "block_size": core.block_size,
+            "blocks": core.blocks,
+            "max_seqs": core.max_seqs,
+            "max_batched_tokens": core.max_batched_tokens,
+            "max_model_len": core.max_model_len,
+            "max_waiting": core.max_waiting,
+            "order": core.order,
+            "kv_transfer": self._config.kv_transfer,
+            "pid": os.getpid(),
+        }
+
+    def _announce(self) -> None:
+        """Print one line of JSON that says where this worker is."""
+        address = self._runner.addresses[0]
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        line = {"ready": True, "url": f"http://{host}:{address[1]}", **self._about()}
+        if self._events is not None:
+            line["kv_events"] = self._events.endpoint
+        print(msgspec.json.encode(line).decode(), flush=True)
+
+    async def _close(self) -> None:
+        self._intake.close()
+        await self._runner.cleanup()
+        self.engine.put(Stop())
+        ended = await asyncio.to_thread(self.engine.join, _JOIN)
+        if not ended:
+            log.error("the engine thread did not end within %s seconds", _JOIN)
+        if self._transfers is not None:
+            await asyncio.to_thread(self._transfers.close)
+        if self._events is not None:
+            await self._events.close()
+        if self._parts.memory is not None:
+            self._parts.memory.close()
+
+
+def run(config: WorkerConfig) -> int:
+    """Run a worker until it ends; return the process's exit status.
+
+    Raises:
+        ConfigError: values that do not fit one another or the model.
+        ModelError: the model cannot be had or run.
+        TokenizerError: its tokenizer cannot be used.
+        OSError: the address cannot be bound.
+    """
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    if config.exit_with_parent:
+        watch_parent()
+    if config.executor == "torch":
+        from pigou.runtime.threads import prepare_environment
+
+        prepare_environment(config.threads)
+    sys.setswitchinterval(_SWITCH)
+    parts = build(config)
+    warm_kernels(parts.core.config)
+    warm_backend(parts.core, parts.backend)
+
+    async def main() -> int:
+        return await WorkerProcess(config, parts).serve()
+
+    status: int = _runner()(main())
+    if threading.active_count() > 1 and status:
+        os._exit(status)  # a thread that hangs must not keep a dead worker alive
+    return status
+
+
+def _runner() -> Any:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return asyncio.run
+    return uvloop.run
+
+
+def _discard(_: list[dict[str, Any]]) -> None:
+    """Publish nothing."""

@@ -1,0 +1,146 @@
+"""The small routes: models, health, metrics, tokens, version, load, events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pigou import __version__
+from pigou.wire import checks, replies
+from pigou.wire.errors import bad_request
+from pigou.wire.openai import decode_detokenize, decode_tokenize
+from pigou.worker.events import EventPublisher
+from pigou.worker.handlers import Generation, errors, json_body
+from pigou.worker.intake import Intake
+from pigou.worker.metrics import CONTENT_TYPE, Metrics
+from pigou.worker.model import ServedModel
+from pigou.worker.service import Service
+
+
+class Routes:
+    """Everything that is answered without the engine."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        intake: Intake,
+        service: Service,
+        metrics: Metrics,
+        *,
+        events: EventPublisher | None,
+        about: dict[str, Any],
+    ) -> None:
+        """Answer for these; `about` is what `GET /server_info` says."""
+        self._model = model
+        self._intake = intake
+        self._service = service
+        self._metrics = metrics
+        self._events = events
+        self._about = about
+
+    def application(self, max_body: int) -> web.Application:
+        """Return the application with all routes; bodies have at most `max_body` bytes."""
+        app = web.Application(client_max_size=max_body, middlewares=[errors])
+        generation = Generation(self._intake, self._service)
+        app.add_routes(
+            [
+                web.post("/v1/completions", generation.completions),
+                web.post("/v1/chat/completions", generation.chat),
+                web.get("/v1/models", self.models, allow_head=False),
+                web.get("/v1/models/{model:.+}", self.model_card, allow_head=False),
+                web.get("/health", self.health),
+                web.get("/ping", self.health),
+                web.post("/ping", self.health),
+                web.get("/metrics", self.metrics_page),
+                web.get("/version", self.version),
+                web.get("/load", self.load),
+                web.get("/server_info", self.server_info),
+                web.get("/kv_event_sources", self.event_sources),
+                web.post("/reset_prefix_cache", self.reset_prefix_cache),
+                web.post("/tokenize", self.tokenize),
+                web.post("/detokenize", self.detokenize),
+            ]
+        )
+        return app
+
+    async def models(self, _: web.Request) -> web.Response:
+        """List the one model."""
+        model = self._model
+        body = replies.models(model.name, model.root, model.created, model.limits.max_model_len)
+        return _json(body)
+
+    async def model_card(self, request: web.Request) -> web.Response:
+        """Describe the one model."""
+        self._intake.check_model(request.match_info["model"])
+        model = self._model
+        card = replies.model_card(model.name, model.root, model.created, model.limits.max_model_len)
+        return _json(card)
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Answer 200 while requests are taken; else 503."""
+        ready = not (self._service.dead or self._service.draining)
+        return web.Response(status=200 if ready else 503)
+
+    async def metrics_page(self, _: web.Request) -> web.Response:
+        """Return the metrics in the text format of Prometheus."""
+        return web.Response(body=self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def version(self, _: web.Request) -> web.Response:
+        """Say which version this is."""
+        return _json({"version": __version__})
+
+    async def load(self, _: web.Request) -> web.Response:
+        """Say how many sequences are in flight."""
+        return _json({"server_load": self._service.in_flight})
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        """Say what this worker is: role, block size, limits."""
+        return _json(self._about)
+
+    async def event_sources(self, _: web.Request) -> web.Response:
+        """Say where KV events are published."""
+        return _json({} if self._events is None else {"0": self._events.describe()})
+
+    async def reset_prefix_cache(self, _: web.Request) -> web.Response:
+        """Forget all cached prefixes."""
+        self._service.check_open()
+        self._service.clear_cache()
+        return _json({"success": True})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """Return the tokens of a text, or of rendered messages."""
+        body = decode_tokenize(await json_body(request))
+        self._intake.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("Give prompt or messages, and only one of them.", "prompt")
+        if body.messages is not None:
+            checks.check_messages(body.messages)
+            tokens = await self._intake.encode(
+                self._intake.render(body), bool(body.add_special_tokens)
+            )
+        else:
+            text = body.prompt or ""
+            tokens = await self._intake.encode(text, body.add_special_tokens is not False)
+        names = [self._model.tokenizer.name(token) for token in tokens]
+        return _json(
+            {
+                "count": len(tokens),
+                "max_model_len": self._model.limits.max_model_len,
+                "tokens": tokens,
+                "token_strs": names if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """Return the text of tokens."""
+        body = decode_detokenize(await json_body(request))
+        self._intake.check_model(body.model)
+        text = self._model.tokenizer.decode(body.tokens, skip_special=False)
+        return _json({"prompt": text})
+
+
+def _json(value: Any) -> web.Response:
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    return web.Response(body=body, content_type="application/json")
