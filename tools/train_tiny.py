@@ -1,8 +1,10 @@
 """Trains, packs and evaluates the bundled model.
 
     python tools/train_tiny.py train --out DIR         about an hour on two CPU cores, less on a GPU
-    python tools/train_tiny.py pack --out DIR          writes the trained weights as a Hugging Face folder into DIR
-    python tools/train_tiny.py evaluate --model DIR    perplexity, recall, samples; the bundled model by default
+    python tools/train_tiny.py pack --out DIR          writes the trained weights as a Hugging
+    Face folder into DIR
+    python tools/train_tiny.py evaluate --model DIR    perplexity, recall, samples; the bundled
+    model by default
 
 The corpus is read from $PIGOU_SHARED/corpus (default: ../shared beside the checkout).
 """
@@ -32,7 +34,9 @@ def read_corpus() -> corpus.Split:
     """The corpus of $PIGOU_SHARED. `SystemExit` with the remedy if it is not there."""
     folder = Path(os.environ.get("PIGOU_SHARED", ROOT.parent / "shared")) / "corpus"
     if not folder.is_dir():
-        raise SystemExit(f"no corpus in {folder}; set PIGOU_SHARED to the folder that holds corpus/")
+        raise SystemExit(
+            f"no corpus in {folder}; set PIGOU_SHARED to the folder that holds corpus/"
+        )
     return corpus.load(folder)
 
 
@@ -42,12 +46,21 @@ def train(args: argparse.Namespace) -> None:
     play = split.train.documents[0]
     words = tokenizer.train([play, *split.train.documents], shape.vocab_size)
     tokenizer.save(words, args.out, shape.max_position_embeddings)
-    trainer = Trainer(shape, Tasks(words, split.train), args.out, seed=args.seed, rate=args.rate, half=not args.fp32)
+    trainer = Trainer(
+        shape,
+        Tasks(words, split.train),
+        args.out,
+        seed=args.seed,
+        rate=args.rate,
+        half=not args.fp32,
+    )
 
     def probe(model: Tiny) -> dict[str, float]:
         figures = {"perplexity": evaluate.perplexity(model, words, split.play)[0]}
         for pairs in evaluate.PAIRS:
-            figures[f"recall_{pairs}"] = evaluate.recall(model, words, split.play, pairs, count=20, seed=1)
+            figures[f"recall_{pairs}"] = evaluate.recall(
+                model, words, split.play, pairs, count=20, seed=1
+            )
         return figures
 
     trainer.climb(CURRICULUM, args.limit)
@@ -71,16 +84,26 @@ def judge(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads; one is best where cores are shared")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads; one is best where cores are shared"
+    )
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("train")
     command.add_argument("--out", type=Path, required=True)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
-    command.add_argument("--steps", type=int, default=12000, help="steps of the mix, after the curriculum")
-    command.add_argument("--limit", type=int, default=4000, help="most steps spent on one level of the curriculum")
-    command.add_argument("--fp32", action="store_true", help="no bfloat16 autocast; about half the speed on AMX")
+    command.add_argument(
+        "--steps", type=int, default=12000, help="steps of the mix, after the curriculum"
+    )
+    command.add_argument(
+        "--limit", type=int, default=4000, help="most steps spent on one level of the curriculum"
+    )
+    command.add_argument(
+        "--fp32", action="store_true", help="no bfloat16 autocast; about half the speed on AMX"
+    )
     command.set_defaults(run=train)
     command = commands.add_parser("pack")
     command.add_argument("--out", type=Path, required=True)

@@ -1,4 +1,6 @@
-"""The text that the tiny model reads: Shakespeare and agent conversations, split into training and held-out parts."""
+"""The text that the tiny model reads: Shakespeare and agent conversations, split into training
+and held-out parts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ AGENT_LIMIT = 4000  # characters kept of one agent message
 
 @dataclass
 class Corpus:
-    """Plain documents, and dialogues as lists of turns, alternately the user's and the assistant's."""
+    """Plain documents, and dialogues as lists of turns, alternately the user's and the
+    assistant's.
+    """
 
     documents: list[str] = field(default_factory=list)
     dialogues: list[list[str]] = field(default_factory=list)
@@ -35,7 +39,8 @@ class Split:
 def load(folder: Path) -> Split:
     """Reads `tinyshakespeare.txt` and `agent-conversations.tar.zst` from `folder`.
 
-    The last tenth of Shakespeare and every tenth agent session are held out. `FileNotFoundError` if a file is missing.
+    The last tenth of Shakespeare and every tenth agent session are held out. `FileNotFoundError`
+    if a file is missing.
     """
     play = (folder / "tinyshakespeare.txt").read_text("utf-8")
     cut = play.index("\n\n", int(len(play) * (1 - HELD_OUT))) + 2
@@ -51,7 +56,9 @@ def load(folder: Path) -> Split:
 
 
 def scenes(play: str, turns: int = 6) -> Iterator[list[str]]:
-    """Runs of up to `turns` speeches, without the speakers' names, of at least two; a run begins where one ends."""
+    """Runs of up to `turns` speeches, without the speakers' names, of at least two; a run begins
+    where one ends.
+    """
     speeches = []
     for block in play.split("\n\n"):
         name, _, speech = block.partition(":\n")
@@ -62,7 +69,9 @@ def scenes(play: str, turns: int = 6) -> Iterator[list[str]]:
 
 
 def sessions(archive: Path) -> Iterator[list[dict[str, str]]]:
-    """The agent sessions of the archive that converse in prose, each a list of records with `input` and `output`."""
+    """The agent sessions of the archive that converse in prose, each a list of records with
+    `input` and `output`.
+    """
     raw = zstandard.ZstdDecompressor().stream_reader(archive.read_bytes()).read()
     with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
         for member in sorted(tar.getmembers(), key=lambda m: m.name):
@@ -87,7 +96,9 @@ def exchanges(session: list[dict[str, str]]) -> Iterator[list[str]]:
     seen: set[str] = set()
     for record in session:
         asked, reply = record["input"].split("\n\n")[-1].strip(), record["output"].strip()
-        prose = 0 < len(asked) < 600 and 0 < len(reply) < 600 and not {asked[0], reply[0]} & set("{[<`")
+        prose = (
+            0 < len(asked) < 600 and 0 < len(reply) < 600 and not {asked[0], reply[0]} & set("{[<`")
+        )
         if prose and reply not in seen:
             seen.add(reply)
             yield [asked, reply]

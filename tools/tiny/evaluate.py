@@ -1,4 +1,6 @@
-"""What a trained folder can do: perplexity on held-out text, recall far back in unseen text, greedy samples."""
+"""What a trained folder can do: perplexity on held-out text, recall far back in unseen text,
+greedy samples.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ PAIRS = (1, 8, 32)
 
 
 @torch.inference_mode()
-def perplexity(model: Tiny, tokenizer: Tokenizer, text: str, window: int = 1024) -> tuple[float, float]:
-    """(perplexity a token, bits a character) of `text`, read in windows, each after the begin token."""
+def perplexity(
+    model: Tiny, tokenizer: Tokenizer, text: str, window: int = 1024
+) -> tuple[float, float]:
+    """(perplexity a token, bits a character) of `text`, read in windows, each after the begin
+    token.
+    """
     ids = tokenizer.encode(text).ids
     bos, total = tokenizer.token_to_id(BOS), 0.0
     for start in range(0, len(ids), window):
@@ -31,7 +37,14 @@ def perplexity(model: Tiny, tokenizer: Tokenizer, text: str, window: int = 1024)
 
 @torch.inference_mode()
 def recall(
-    model: Tiny, tokenizer: Tokenizer, text: str, pairs: int, *, distance: int = 1000, count: int = 500, seed: int = 0
+    model: Tiny,
+    tokenizer: Tokenizer,
+    text: str,
+    pairs: int,
+    *,
+    distance: int = 1000,
+    count: int = 500,
+    seed: int = 0,
 ) -> float:
     """Share of `count` items whose greedy continuation is the answer and a newline, exactly."""
     right = 0
@@ -53,7 +66,9 @@ def items(
 
 @torch.inference_mode()
 def greedy(model: Tiny, tokenizer: Tokenizer, prompt: str, length: int) -> str:
-    """Up to `length` greedy tokens after `prompt`, decoded, ending before the end token; every step recomputes all."""
+    """Up to `length` greedy tokens after `prompt`, decoded, ending before the end token; every
+    step recomputes all.
+    """
     ids = tokenizer.encode(prompt).ids
     new: list[int] = []
     for _ in range(length):
@@ -84,5 +99,8 @@ def report(model: Tiny, folder: Path, split: Split, count: int) -> Iterator[str]
         yield f"recall at 1,000 tokens, {pairs} pairs: {share:.1%} of {count}"
     for start in ("ROMEO:\n", "First Citizen:\nBefore we proceed"):
         yield f"--- greedy after {start!r}\n{start}{greedy(model, tokenizer, start, 120)}"
-    for message in ("Good morrow, sir. What news from the king?", "Hi! I'd like to change my flight. Can you help me?"):
+    for message in (
+        "Good morrow, sir. What news from the king?",
+        "Hi! I'd like to change my flight. Can you help me?",
+    ):
         yield f"--- chat: {message}\n{chat(model, tokenizer, message)}"

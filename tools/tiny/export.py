@@ -1,4 +1,6 @@
-"""Between the training model and a Hugging Face folder: weights are stored, and judged, in bfloat16."""
+"""Between the training model and a Hugging Face folder: weights are stored, and judged, in
+bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,25 @@ def _rows(shape: Shape, part: str, whole: int) -> int:
         return shape.num_attention_heads * shape.head_dim
     if part.endswith(("k_proj.weight", "v_proj.weight")):
         return shape.num_key_value_heads * shape.head_dim
-    return shape.intermediate_size if part.endswith(("gate_proj.weight", "up_proj.weight")) else whole
+    return (
+        shape.intermediate_size if part.endswith(("gate_proj.weight", "up_proj.weight")) else whole
+    )
 
 
 def save(state: dict[str, Tensor], shape: Shape, folder: Path, bos: int, eos: int) -> None:
-    """Writes `config.json`, `generation_config.json` and `model.safetensors` (bfloat16) from a state of `Tiny`."""
+    """Writes `config.json`, `generation_config.json` and `model.safetensors` (bfloat16) from a
+    state of `Tiny`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for mine, theirs in names(shape).items():
         whole = state[mine].to(torch.bfloat16)
         parts = whole.split([_rows(shape, part, whole.shape[0]) for part in theirs])
-        tensors.update({part: tensor.clone().contiguous() for part, tensor in zip(theirs, parts, strict=True)})
+        tensors.update(
+            {part: tensor.clone().contiguous() for part, tensor in zip(theirs, parts, strict=True)}
+        )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     (folder / "config.json").write_text(json.dumps(shape.config(bos, eos), indent=2) + "\n")
     generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -55,6 +64,9 @@ def load(folder: Path) -> Tiny:
     shape = Shape(**{name: config[name] for name in Shape.__dataclass_fields__})
     tensors = load_file(folder / "model.safetensors")
     model = Tiny(shape)
-    state = {mine: torch.cat([tensors[part] for part in theirs]).float() for mine, theirs in names(shape).items()}
+    state = {
+        mine: torch.cat([tensors[part] for part in theirs]).float()
+        for mine, theirs in names(shape).items()
+    }
     model.load_state_dict(state)
     return model.eval()

@@ -1,4 +1,6 @@
-"""The Llama architecture, small and only for training: names and maths are those of Hugging Face's LlamaForCausalLM."""
+"""The Llama architecture, small and only for training: names and maths are those of Hugging
+Face's LlamaForCausalLM.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Shape:
 
 
 def rotary(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary embedding, each of shape (length, head_dim), float32; halves repeated as Llama does."""
+    """Cosines and sines of rotary embedding, each of shape (length, head_dim), float32; halves
+    repeated as Llama does.
+    """
     inverse = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
     angles = torch.outer(torch.arange(length).float(), inverse)
     angles = torch.cat((angles, angles), dim=-1)
@@ -59,20 +63,26 @@ def rotary(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates (batch, heads, length, head_dim) by its positions; `cos` and `sin` are (length, head_dim)."""
+    """Rotates (batch, heads, length, head_dim) by its positions; `cos` and `sin` are (length,
+    head_dim).
+    """
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, in products only: the backward of `F.rms_norm` spends its time in `pow` on a CPU."""
+    """RMSNorm over the last dimension, in products only: the backward of `F.rms_norm` spends its
+    time in `pow` on a CPU.
+    """
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, above: Tensor) -> Tensor:
-    """Causal attention; all of shape (batch, heads, length, head_dim), `above` the additive causal mask (length, length).
+    """Causal attention; all of shape (batch, heads, length, head_dim), `above` the additive
+    causal mask (length, length).
 
-    Short sequences on a CPU skip the fused kernel, whose backward is slower there than plain products.
+    Short sequences on a CPU skip the fused kernel, whose backward is slower there than plain
+    products.
     """
     if q.device.type == "cpu" and q.shape[2] <= SHORT:
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + above
@@ -111,7 +121,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, above: Tensor) -> Tensor:
         """Residual stream (batch, length, hidden) in, the same shape out."""
         eps = self.shape.rms_norm_eps
-        x = x + F.dropout(self.attend(norm(x, self.norm1, eps), cos, sin, above), self.dropout, self.training)
+        x = x + F.dropout(
+            self.attend(norm(x, self.norm1, eps), cos, sin, above), self.dropout, self.training
+        )
         gate, up = self.gate_up(norm(x, self.norm2, eps)).chunk(2, dim=-1)
         return x + F.dropout(self.down(F.silu(gate) * up), self.dropout, self.training)
 
@@ -128,23 +140,31 @@ class Tiny(nn.Module):
         cos, sin = rotary(shape, shape.max_position_embeddings)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.register_buffer("above", torch.full((SHORT, SHORT), float("-inf")).triu(1), persistent=False)
+        self.register_buffer(
+            "above", torch.full((SHORT, SHORT), float("-inf")).triu(1), persistent=False
+        )
         self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Draws the weights: normal, std 1/sqrt(hidden), zero where a layer writes; then draws in induction heads.
+        """Draws the weights: normal, std 1/sqrt(hidden), zero where a layer writes; then draws in
+        induction heads.
 
-        Recall composes a head that looks back with one that matches what that head wrote and copies what follows.
-        From independent draws neither has a use before the other is there, and training stays on that plateau for
-        millions of tokens; so the first two layers begin with such heads, for one and for two tokens back.
+        Recall composes a head that looks back with one that matches what that head wrote and
+        copies what follows.
+        From independent draws neither has a use before the other is there, and training stays on
+        that plateau for
+        millions of tokens; so the first two layers begin with such heads, for one and for two
+        tokens back.
         """
         shape = self.shape
         plain = shape.hidden_size**-0.5
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
                 writes = name.endswith(("o.weight", "down.weight"))
-                nn.init.normal_(weight, std=0.02 if name.startswith("embed") else 0.0 if writes else plain)
+                nn.init.normal_(
+                    weight, std=0.02 if name.startswith("embed") else 0.0 if writes else plain
+                )
         shared = torch.randn(shape.hidden_size)
         shared /= shared.norm()
         self.embed.weight += 0.2 * shared
@@ -152,7 +172,8 @@ class Tiny(nn.Module):
             self._draw_induction(shared, back)
 
     def _draw_induction(self, shared: Tensor, back: int) -> None:
-        """Key/value head `back - 1` of layer 0 looks `back` tokens back and writes what it reads in a space of its own;
+        """Key/value head `back - 1` of layer 0 looks `back` tokens back and writes what it reads
+        in a space of its own;
         that of layer 1 matches the token at hand with that space, and copies the token it finds.
         """
         shape = self.shape
@@ -163,7 +184,13 @@ class Tiny(nn.Module):
         base = torch.zeros(width)
         base[:6] = (200.0 / 6) ** 0.5 / 8  # six fast rotary frequencies tell neighbours apart
         read, write, copy = (torch.linalg.qr(torch.randn(d, width))[0].T for _ in range(3))
-        self._set(first, query, key, torch.outer(base, shared), torch.outer(rotate(base, self.cos[back], self.sin[back]), shared))
+        self._set(
+            first,
+            query,
+            key,
+            torch.outer(base, shared),
+            torch.outer(rotate(base, self.cos[back], self.sin[back]), shared),
+        )
         self._set(second, query, key, MATCH * read, MATCH * write)
         for layer, value, out in ((first, read, COPY * write), (second, copy, COPY * copy)):
             heads = layer.qkv.weight.view(-1, width, d)
@@ -171,7 +198,9 @@ class Tiny(nn.Module):
             layer.o.weight[:, query * width : (query + 1) * width] = out.T
 
     def _set(self, layer: Layer, query: int, key: int, asks: Tensor, offers: Tensor) -> None:
-        """Adds to a query head and a key head, each (head_dim, hidden), and quiets what was drawn there."""
+        """Adds to a query head and a key head, each (head_dim, hidden), and quiets what was drawn
+        there.
+        """
         heads = layer.qkv.weight.view(-1, self.shape.head_dim, self.shape.hidden_size)
         for row, matrix in ((query, asks), (self.shape.num_attention_heads + key, offers)):
             heads[row] = 0.3 * heads[row] + matrix
@@ -193,7 +222,8 @@ class Tiny(nn.Module):
         return F.linear(self.hidden(ids), self.embed.weight)
 
     def loss(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Weighted next-token loss (a scalar) and the plain loss of each target, (batch, length - 1).
+        """Weighted next-token loss (a scalar) and the plain loss of each target, (batch, length -
+        1).
 
         `weights` has the shape of `ids`; a token's weight counts where the token is the target.
         """

@@ -1,6 +1,7 @@
 """What the tiny model trains on: token sequences with a weight for each token as a target.
 
-Every task is a function of a generator and a length, and returns `Sequence`; weights are 0 where nothing can
+Every task is a function of a generator and a length, and returns `Sequence`; weights are 0 where
+nothing can
 be predicted (a new key), 1 for text, and `ANSWER` where the token can be recalled from before.
 """
 
@@ -35,7 +36,9 @@ class Sequence(NamedTuple):
 
 @dataclass(frozen=True)
 class Alphabet:
-    """Token ids of keys and values, the mark and the newline, and which (key, value) may be trained on."""
+    """Token ids of keys and values, the mark and the newline, and which (key, value) may be
+    trained on.
+    """
 
     keys: Ids
     values: Ids
@@ -45,7 +48,9 @@ class Alphabet:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Alphabet:
-        """The alphabet of `pigou.workload.recall` in this tokenizer; held-out combinations are not allowed."""
+        """The alphabet of `pigou.workload.recall` in this tokenizer; held-out combinations are
+        not allowed.
+        """
 
         def one(word: str) -> int:
             (token,) = tokenizer.encode(word).ids
@@ -60,7 +65,9 @@ class Alphabet:
         )
 
     def pairs(self, rng: Random, count: int, keys: int, values: int) -> Ids:
-        """`count` lines `key = value \\n` as (count, 4): different keys, of the first `keys` and `values` words."""
+        """`count` lines `key = value \\n` as (count, 4): different keys, of the first `keys` and
+        `values` words.
+        """
         chosen = rng.permutation(keys)[:count]
         scores = rng.random((len(chosen), values)) * self.allowed[chosen, :values]
         given = scores.argmax(axis=1)
@@ -77,7 +84,9 @@ class Tasks:
         self.alphabet = Alphabet.of(tokenizer)
         self.vocab_size = tokenizer.get_vocab_size()
         self.bos, self.eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
-        self.user, self.assistant = (tokenizer.token_to_id(f"<|{role}|>") for role in ("user", "assistant"))
+        self.user, self.assistant = (
+            tokenizer.token_to_id(f"<|{role}|>") for role in ("user", "assistant")
+        )
         self.special = len(SPECIAL)
         documents = [np.array(e.ids, np.int64) for e in tokenizer.encode_batch(corpus.documents)]
         play, rest = documents[0], documents[1:]
@@ -105,7 +114,9 @@ class Tasks:
         return Sequence(np.concatenate(parts)[:length], np.ones(length, np.float32))
 
     def echo(self, rng: Random, length: int, keys: int) -> Sequence:
-        """A run of random tokens, told again and again: induction. Any token, once all `keys` are in use."""
+        """A run of random tokens, told again and again: induction. Any token, once all `keys` are
+        in use.
+        """
         period = int(rng.integers(8, max(length // 2, 9)))
         if keys < len(self.alphabet.keys):
             run = self.alphabet.keys[rng.integers(keys, size=period)]
@@ -116,8 +127,12 @@ class Tasks:
         weights[:period] = 0
         return Sequence(ids, weights)
 
-    def stream(self, rng: Random, length: int, keys: int, values: int, *, bare: bool = False) -> Sequence:
-        """Nothing but pairs, each told several times: as lines, or `bare`, as key and value alone."""
+    def stream(
+        self, rng: Random, length: int, keys: int, values: int, *, bare: bool = False
+    ) -> Sequence:
+        """Nothing but pairs, each told several times: as lines, or `bare`, as key and value
+        alone.
+        """
         parts = [1, 2] if bare else [0, 1, 2, 3]
         width = len(parts)
         count = int(rng.integers(2, min(keys, max(length // (2 * width), 3)) + 1))
@@ -130,7 +145,9 @@ class Tasks:
         return Sequence(lines[order][:, parts].ravel()[:length], weights[:, parts].ravel()[:length])
 
     def woven(self, rng: Random, length: int, keys: int, values: int) -> Sequence:
-        """Pair lines between lines of text, and told again later: scattered, or all of them at the end."""
+        """Pair lines between lines of text, and told again later: scattered, or all of them at
+        the end.
+        """
         most = min(keys, 48, length // 16)
         count = int(min(most, np.exp(rng.uniform(0, np.log(most + 1)))))
         lines = self.alphabet.pairs(rng, max(count, 1), keys, values)
@@ -150,7 +167,9 @@ class Tasks:
     def asked(self, rng: Random, length: int, keys: int, values: int) -> Sequence:
         """A chat: the user tells text with pair lines and asks for some of them, one a turn."""
         rounds = int(rng.integers(1, 9))
-        lines = self.alphabet.pairs(rng, int(rng.integers(rounds, max(length // 32, rounds) + 1)), keys, values)
+        lines = self.alphabet.pairs(
+            rng, int(rng.integers(rounds, max(length // 32, rounds) + 1)), keys, values
+        )
         open_turn, reply, close = self.user, self.assistant, [self.eos, self.alphabet.newline]
         room = length - 2 - 14 * rounds
         places = np.sort(rng.random(len(lines))) * rng.uniform(0.3, 1.0)
@@ -169,14 +188,18 @@ class Tasks:
         return Sequence(np.array(ids[:length]), np.array(weights[:length], np.float32))
 
     def _weave(self, rng: Random, length: int, lines: Ids, places: NDArray[np.float64]) -> Sequence:
-        """Text of `length` with `lines` at `places` (ascending, 0 to 1), each at the next line break."""
+        """Text of `length` with `lines` at `places` (ascending, 0 to 1), each at the next line
+        break.
+        """
         which = 0 if rng.random() < 0.75 else 1
         source, breaks = self.texts[which], self.breaks[which]
         room = length - 4 * len(lines)
         low = int(np.searchsorted(breaks, rng.integers(len(source) - 2 * length)))
         start = int(breaks[low])
         stops = breaks[low : np.searchsorted(breaks, start + room, side="right")]
-        cuts = stops[np.minimum(np.searchsorted(stops - start, places * room), len(stops) - 1)] - start
+        cuts = (
+            stops[np.minimum(np.searchsorted(stops - start, places * room), len(stops) - 1)] - start
+        )
         where = np.repeat(cuts, 4)
         ids = np.insert(source[start : start + room], where, lines.ravel())
         weights = np.ones(room, np.float32)

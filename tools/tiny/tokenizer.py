@@ -17,16 +17,19 @@ SPECIAL = (BOS, EOS, *(f"<|{role}|>" for role in ROLES))
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('role is ' + message['role'] + '; use system, user or assistant') }}{% endif %}"
+    "{{ raise_exception('role is ' + message['role'] + '; use system, user or assistant') }}"
+    "{% endif %}"
     "{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learns merges from `texts`; every recall key (without a space) and value (after a space) becomes one token.
+    """Learns merges from `texts`; every recall key (without a space) and value (after a space)
+    becomes one token.
 
-    Newlines and digits are tokens of their own, so the tokens of a text are those of its lines, joined.
+    Newlines and digits are tokens of their own, so the tokens of a text are those of its lines,
+    joined.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -47,7 +50,9 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.train_from_iterator([*texts, *[words] * 400], trainer)
     for word in (*KEYS, *(f" {value}" for value in VALUES), MARK, "\n"):
         if len(tokenizer.encode(word).ids) != 1:
-            raise ValueError(f"{word!r} is not one token; raise the repeats of the word list or vocab_size")
+            raise ValueError(
+                f"{word!r} is not one token; raise the repeats of the word list or vocab_size"
+            )
     return tokenizer
 
 

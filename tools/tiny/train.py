@@ -1,4 +1,6 @@
-"""The curriculum: recall in bare streams first, then longer contexts, then text, dialogue and all lengths together."""
+"""The curriculum: recall in bare streams first, then longer contexts, then text, dialogue and all
+lengths together.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ WINDOW = 1024  # tokens of a batch, when its sequences are shorter than that
 
 @dataclass(frozen=True)
 class Level:
-    """A step of the curriculum: sequence lengths to draw from, words in use, and the share of each task."""
+    """A step of the curriculum: sequence lengths to draw from, words in use, and the share of
+    each task.
+    """
 
     lengths: tuple[int, ...]
     keys: int
@@ -47,7 +51,15 @@ CURRICULUM = (
     Level((2048,), 128, 128, stream=0.1, echo=0.1, woven=0.6, text=0.2),
 )
 MIX = Level(
-    (256, 512, 1024, 2048), 128, 128, stream=0.03, echo=0.04, woven=0.3, text=0.35, chat=0.22, asked=0.06
+    (256, 512, 1024, 2048),
+    128,
+    128,
+    stream=0.03,
+    echo=0.04,
+    woven=0.3,
+    text=0.35,
+    chat=0.22,
+    asked=0.06,
 )
 DROPOUT = 0.15  # in the mix, which reads the same text many times
 
@@ -76,7 +88,9 @@ def draw(tasks: Tasks, level: Level, rng: np.random.Generator) -> tuple[torch.Te
 
 
 class Meter:
-    """Running means of what a batch tells: loss of text, loss of answers, share of answers that are sure."""
+    """Running means of what a batch tells: loss of text, loss of answers, share of answers that
+    are sure.
+    """
 
     def __init__(self, decay: float = 0.98) -> None:
         self.decay = decay
@@ -105,15 +119,24 @@ Probe = Callable[[Tiny], dict[str, float]]  # figures of held-out text, for the 
 class Trainer:
     """Holds model, optimizer and log; `run` walks the curriculum and then the mix."""
 
-    def __init__(self, shape: Shape, tasks: Tasks, out: Path, *, seed: int, rate: float, half: bool) -> None:
+    def __init__(
+        self, shape: Shape, tasks: Tasks, out: Path, *, seed: int, rate: float, half: bool
+    ) -> None:
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = Tiny(shape).to(self.device)
         self.tasks, self.out, self.rate, self.half = tasks, out, rate, half
-        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and not n.startswith("embed")]
-        others = [p for n, p in self.model.named_parameters() if p.ndim == 1 or n.startswith("embed")]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        matrices = [
+            p for n, p in self.model.named_parameters() if p.ndim == 2 and not n.startswith("embed")
+        ]
+        others = [
+            p for n, p in self.model.named_parameters() if p.ndim == 1 or n.startswith("embed")
+        ]
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": others, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=True)
         self.meter = Meter()
         self.step, self.tokens, self.began = 0, 0, time.monotonic()
@@ -140,7 +163,14 @@ class Trainer:
         """Appends a line to the log, and prints it."""
         seconds = round(time.monotonic() - self.began, 1)
         means = {name: round(value, 4) for name, value in self.meter.means.items()}
-        line = {"stage": stage, "step": self.step, "tokens": self.tokens, "seconds": seconds, **means, **more}
+        line = {
+            "stage": stage,
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": seconds,
+            **means,
+            **more,
+        }
         text = json.dumps(line)
         self.log.write(text + "\n")
         self.log.flush()
@@ -160,7 +190,9 @@ class Trainer:
             self.save("climb")
 
     def mix(self, level: Level, steps: int, probe: Probe, every: int = 1000) -> None:
-        """The long part: `steps` of the mix, the rate falling along a cosine to a twentieth; probed now and then."""
+        """The long part: `steps` of the mix, the rate falling along a cosine to a twentieth;
+        probed now and then.
+        """
         for layer in self.model.layers:
             layer.dropout = DROPOUT  # type: ignore[assignment]
         for count in range(1, steps + 1):

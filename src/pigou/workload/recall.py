@@ -1,7 +1,9 @@
 """Recall items: pairs of words scattered in text, and a question about one of them far behind.
 
-A pair is one line, `@key value`. A prompt is text with such lines between its own lines, more text, and the
-line `@key` left open; the answer is the one word that the pair gave. Mark, keys and values are single tokens
+A pair is one line, `@key value`. A prompt is text with such lines between its own lines, more
+text, and the
+line `@key` left open; the answer is the one word that the pair gave. Mark, keys and values are
+single tokens
 of the bundled tokenizer, so one greedy token decides an item.
 """
 
@@ -14,31 +16,41 @@ from dataclasses import dataclass
 
 MARK = "@"
 KEYS = tuple(
-    """acorn almond amulet anchor antler anvil apron arrow badge banner barley barrel basket beacon beetle bellows
-    biscuit blanket bobbin bonnet bottle bracelet bramble bridle bucket buckle button cabin camel candle canoe
-    carpet carrot castle cedar chapel chariot cherry chimney cider clover cobweb compass copper coral cotton
-    cradle cricket dagger daisy donkey dragon drum eagle easel falcon feather fiddle flagon flask fossil fountain
-    garlic garnet goblet granite hammer harbor harness harp hazel helmet heron honey hornet jacket jasmine kettle
-    ladder lantern lemon lizard locket magnet maple marble meadow mirror mitten mortar needle nutmeg oyster paddle
-    parrot pebble pepper pigeon pillow pistol pocket puddle pulley quill rabbit raven ribbon rocket saddle salmon
-    sandal satchel scarf shovel sickle spider sponge statue stirrup tablet teapot thimble timber trumpet turnip
-    turtle velvet violin""".split()
+    """acorn almond amulet anchor antler anvil apron arrow badge banner barley barrel basket beacon
+    beetle bellows biscuit blanket bobbin bonnet bottle bracelet bramble bridle bucket buckle
+    button cabin camel candle canoe carpet carrot castle cedar chapel chariot cherry chimney
+    cider clover cobweb compass copper coral cotton cradle cricket dagger daisy donkey dragon
+    drum eagle easel falcon feather fiddle flagon flask fossil fountain garlic garnet goblet
+    granite hammer harbor harness harp hazel helmet heron honey hornet jacket jasmine kettle
+    ladder lantern lemon lizard locket magnet maple marble meadow mirror mitten mortar needle
+    nutmeg oyster paddle parrot pebble pepper pigeon pillow pistol pocket puddle pulley quill
+    rabbit raven ribbon rocket saddle salmon sandal satchel scarf shovel sickle spider sponge
+    statue stirrup tablet teapot thimble timber trumpet turnip turtle velvet violin""".split()  # noqa: SIM905
 )
 VALUES = tuple(
-    """amber april august autumn azure bishop bronze butler canyon captain carmine chalk cobalt comet cosmic crimson
-    crystal cyan dawn delta desert dozen dusk ebony eleven emerald epsilon falling fifty forest forty friday
-    frozen galaxy gamma gentle giant ginger glacier golden green hidden hollow humble hundred indigo island ivory
-    jade january jolly july june jungle jupiter khaki lagoon lilac linen little lively lunar magenta mango maroon
-    mellow mercury meteor million misty monday mosaic neon neptune nimble nine noble november ocean october olive
-    opal orange orbit orchid oval pale pastel pearl pink planet plum polar prairie purple quartz quiet rapid river
-    royal ruby rustic saffron sapphire saturn scarlet secret seven shadow silver sixty solar spiral spring square
-    stellar summer sunday sunny swift tango teal tender thirty thunder tiger topaz triple""".split()
+    """amber april august autumn azure bishop bronze butler canyon captain carmine chalk cobalt
+    comet cosmic crimson crystal cyan dawn delta desert dozen dusk ebony eleven emerald epsilon
+    falling fifty forest forty friday frozen galaxy gamma gentle giant ginger glacier golden
+    green hidden hollow humble hundred indigo island ivory jade january jolly july june jungle
+    jupiter khaki lagoon lilac linen little lively lunar magenta mango maroon mellow mercury
+    meteor million misty monday mosaic neon neptune nimble nine noble november ocean october
+    olive opal orange orbit orchid oval pale pastel pearl pink planet plum polar prairie purple
+    quartz quiet rapid river royal ruby rustic saffron sapphire saturn scarlet secret seven
+    shadow silver sixty solar spiral spring square stellar summer sunday sunny swift tango teal
+    tender thirty thunder tiger topaz triple""".split()  # noqa: SIM905
 )
 
 
 @dataclass(frozen=True)
 class RecallItem:
-    """A prompt that ends in `@key`, and the word (without its leading space) that must follow."""
+    """A question about a pair told far behind.
+
+    Attributes:
+        prompt: text that ends in the open line `@key`.
+        answer: the word that must follow, without its leading space.
+        key: the key asked for.
+        pairs: all (key, value) pairs of the prompt, in the order told.
+    """
 
     prompt: str
     answer: str
@@ -47,17 +59,21 @@ class RecallItem:
 
 
 def is_held_out(key: str, value: str) -> bool:
-    """Whether this combination is kept for evaluation: one in five, by hash; training never shows it."""
+    """Return whether training never shows this combination: one in five, by hash."""
     return zlib.crc32(f"{key}={value}".encode()) % 5 == 0
 
 
 def pair_line(key: str, value: str) -> str:
-    """The line that states a pair, with its newline."""
+    """Return the line that tells a pair, with its newline."""
     return f"{MARK}{key} {value}\n"
 
 
 def held_out_pairs(rng: random.Random, count: int) -> tuple[tuple[str, str], ...]:
-    """`count` pairs with different keys and different values, all held out. `ValueError` beyond 64 pairs."""
+    """Return `count` pairs with different keys and different values, all held out.
+
+    Raises:
+        ValueError: `count` is not within 1 to 64.
+    """
     if not 1 <= count <= len(KEYS) // 2:
         raise ValueError(f"count is {count}; give 1 to {len(KEYS) // 2} pairs")
     pairs: dict[str, str] = {}
@@ -79,30 +95,42 @@ def recall_items(
     count: int,
     seed: int = 0,
 ) -> Iterator[RecallItem]:
-    """Yields `count` items over pieces of `text`.
+    """Yield questions over random pieces of a text.
 
-    Between consecutive pairs stands one line of text; after the last pair stand the fewest whole lines that
-    make `distance` tokens, as `tokens(line)` counts them. `ValueError` if the text is too short.
+    A line of text stands before each pair; after the last pair stand the fewest whole lines
+    that make the distance.
+
+    Args:
+        text: with line breaks; the longer, the more the items differ.
+        tokens: counts the tokens of a line.
+        pairs: told in each prompt, 1 to 64.
+        distance: least tokens between the last pair and the question.
+        count: items to yield.
+        seed: of the choice of text, pairs and question.
+
+    Raises:
+        ValueError: `pairs` is out of range, or no stretch of the text is long enough.
     """
     lines = [line + "\n" for line in text.split("\n")]
     sizes = [tokens(line) for line in lines]
     rng = random.Random(f"{seed}/{pairs}/{distance}")
     for _ in range(count):
-        stated = held_out_pairs(rng, pairs)
+        told = held_out_pairs(rng, pairs)
         start, end = _stretch(sizes, rng, pairs, distance)
-        key, answer = rng.choice(stated)
-        body = _weave(stated, lines[start:end])
-        yield RecallItem(body + f"{MARK}{key}", answer, key, stated)
+        key, answer = rng.choice(told)
+        yield RecallItem(_weave(told, lines[start:end]) + MARK + key, answer, key, told)
 
 
 def _weave(pairs: Sequence[tuple[str, str]], lines: Sequence[str]) -> str:
-    """A line of text before each pair, and the remaining lines after the last."""
+    """Put a line of text before each pair, and the remaining lines after the last."""
     told = [line + pair_line(*pair) for line, pair in zip(lines, pairs, strict=False)]
     return "".join(told) + "".join(lines[len(pairs) :])
 
 
-def _stretch(sizes: Sequence[int], rng: random.Random, pairs: int, distance: int) -> tuple[int, int]:
-    """A random range of lines: `pairs` of them, then the fewest that make `distance` tokens."""
+def _stretch(
+    sizes: Sequence[int], rng: random.Random, pairs: int, distance: int
+) -> tuple[int, int]:
+    """Draw a range of lines: one for each pair, then the fewest that make the distance."""
     for _ in range(1000):
         start = rng.randrange(len(sizes))
         end, room = start + pairs, distance
@@ -111,4 +139,4 @@ def _stretch(sizes: Sequence[int], rng: random.Random, pairs: int, distance: int
             end += 1
         if room <= 0:
             return start, end
-    raise ValueError(f"the text has no stretch of {pairs} lines and {distance} tokens; give a longer text")
+    raise ValueError(f"no stretch of {pairs} lines and {distance} tokens; give a longer text")

@@ -1,0 +1,1 @@
+"""Work to send to a fleet, and work whose answers are known."""
