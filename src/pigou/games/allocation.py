@@ -1,0 +1,197 @@
+"""The allocation game: prefill and decode share a budget of GPUs (Georgiou 2026, Definition 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from scipy.optimize import brentq, minimize_scalar
+
+from pigou.games.arrays import Floats, improves
+
+Kind = Literal["interior", "kink", "flat", "no prefill", "no decode"]
+
+POINTS = 4001
+#: Gains count as equal when they differ by less than this share of them, or by rounding.
+LEVEL = 1e-9
+ROUNDING = 1e-15
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """``prefill`` + ``decode`` GPUs, and the violations (TTFT plus ITL) that they lead to."""
+
+    prefill: float
+    decode: float
+    violations: float
+
+
+@dataclass(frozen=True, slots=True)
+class Equilibrium(Allocation):
+    """A variational equilibrium: one price of a GPU for both pools.
+
+    ``kind`` is "interior" (equal marginal gains), "kink" (the gains cross in a step), "flat" (the
+    gains are equal from ``prefill`` to ``until`` GPUs: every point of it is one), or a corner: "no
+    prefill", "no decode" (the pool with all GPUs gains the most). ``stable`` says whether GPUs
+    that move to the larger gain come back after a small push.
+    """
+
+    kind: Kind
+    stable: bool
+    until: float
+
+
+class AllocationGame:
+    """G GPUs, ``prefill`` of them for prefill and the others for decode.
+
+    ``v_ttft(g_p)`` and ``v_itl(g_d, g_p)`` give the rates (or any cost) of violated TTFT and ITL
+    objectives; each must not rise with its own pool. Each pool counts what a GPU of its own
+    gains it: v_ttft in g_p, v_itl in its first argument. That prefill GPUs also change v_itl (its
+    second) is the externality, which only the social optimum counts. Raises ValueError unless
+    ``gpus`` is above 0.
+    """
+
+    def __init__(
+        self,
+        v_ttft: Callable[[float], float],
+        v_itl: Callable[[float, float], float],
+        gpus: float,
+    ) -> None:
+        if not gpus > 0:
+            raise ValueError(f"gpus is {gpus}: give a number above 0")
+        self.v_ttft = v_ttft
+        self.v_itl = v_itl
+        self.gpus = float(gpus)
+        self._step = 1e-5 * self.gpus
+
+    def violations(self, prefill: float) -> float:
+        """Return v_ttft + v_itl with ``prefill`` GPUs for prefill and all others for decode."""
+        return float(self.v_ttft(prefill) + self.v_itl(self.gpus - prefill, prefill))
+
+    def pull(self, prefill: float) -> float:
+        """Return what a GPU more gains prefill, less what one more gains decode.
+
+        Above 0, the larger gain draws GPUs to prefill; 0 at an interior equilibrium (Eq. 5).
+        """
+        of_prefill, of_decode = self._gains(prefill)
+        return of_prefill - of_decode
+
+    def _gains(self, prefill: float) -> tuple[float, float]:
+        of_prefill = -self._slope(self.v_ttft, prefill)
+        of_decode = -self._slope(lambda g: self.v_itl(g, prefill), self.gpus - prefill)
+        return of_prefill, of_decode
+
+    def equilibria(self) -> list[Equilibrium]:
+        """Return every variational equilibrium, by rising prefill share.
+
+        Found by scanning 4,001 allocations for changes of sign of `pull` and solving between
+        them; two equilibria closer than that are one. Of the generalised Nash equilibria, which are
+        all allocations that use every GPU, these are the ones with a common price.
+        """
+        grid = np.linspace(0.0, self.gpus, POINTS)
+        gains = np.array([self._gains(float(g)) for g in grid])
+        pulls = gains[:, 0] - gains[:, 1]
+        rounding = ROUNDING * max(abs(self.violations(g)) for g in (0.0, self.gpus)) / self._step
+        pulls[np.abs(pulls) <= LEVEL * np.abs(gains).sum(axis=1) + rounding] = 0.0
+        found = []
+        if pulls[0] < 0:
+            found.append(self._equilibrium(0.0, "no prefill", stable=True))
+        found += self._between(grid, pulls)
+        if pulls[-1] > 0:
+            found.append(self._equilibrium(self.gpus, "no decode", stable=True))
+        return found
+
+    def social_optimum(self) -> Allocation:
+        """Return the allocation of least violations in all, the externality counted."""
+        grid = np.linspace(0.0, self.gpus, POINTS)
+        costs = np.array([self.violations(float(g)) for g in grid])
+        best = int(np.argmin(costs))
+        low, high = grid[max(best - 1, 0)], grid[min(best + 1, POINTS - 1)]
+        inner = minimize_scalar(self.violations, bounds=(low, high), options={"xatol": 1e-10})
+        if improves(float(inner.fun), float(costs[best])):
+            return self._allocation(float(inner.x))
+        return self._allocation(float(grid[best]))
+
+    def best_response_path(self, start: int, step: int = 1) -> list[int]:
+        """Return the prefill GPUs that a planner passes through which moves ``step`` at a time.
+
+        GPUs move to the pool that gains more than the other loses, each counting only its own
+        violations at the split as it is. The path ends where neither move pays, or at the first
+        split seen before, which is then its last entry: the planner goes round for ever. Raises
+        ValueError when the budget is not whole, or start or step lie outside it.
+        """
+        total = round(self.gpus)
+        if total != self.gpus or not 0 <= start <= total or step < 1:
+            raise ValueError(
+                f"start={start}, step={step}, gpus={self.gpus}: give whole GPUs, "
+                "0 <= start <= gpus and step >= 1"
+            )
+        path = [start]
+        while True:
+            here = path[-1]
+            moves = [g for g in (here + step, here - step) if 0 <= g <= total]
+            gain, best = max(((self._net_gain(here, g), g) for g in moves), default=(0.0, here))
+            if not improves(-gain, 0.0):
+                return path
+            path.append(best)
+            if best in path[:-1]:
+                return path
+
+    def _net_gain(self, here: int, there: int) -> float:
+        """What the growing pool gains less what the other loses, prefill's size in v_itl kept."""
+        ttft = self.v_ttft(here) - self.v_ttft(there)
+        itl = self.v_itl(self.gpus - here, here) - self.v_itl(self.gpus - there, here)
+        return float(ttft + itl)
+
+    def _between(self, grid: Floats, pulls: Floats) -> list[Equilibrium]:
+        """Equilibria where the pull is, or passes through, 0."""
+        found: list[Equilibrium | None] = []
+        index = 0
+        while index < POINTS:
+            first = index
+            while index + 1 < POINTS and pulls[first] == pulls[index + 1] == 0.0:
+                index += 1
+            if index > first:
+                found.append(self._flat(grid, pulls, first, index))
+            elif pulls[index] == 0.0:
+                found.append(self._point(float(grid[index]), pulls, index - 1, index + 1))
+            elif index + 1 < POINTS and pulls[index] * pulls[index + 1] < 0:
+                low, high = float(grid[index]), float(grid[index + 1])
+                root = float(brentq(self.pull, low, high, xtol=1e-12 * self.gpus))
+                found.append(self._point(root, pulls, index, index + 1))
+            index += 1
+        return [each for each in found if each is not None]
+
+    def _flat(self, grid: Floats, pulls: Floats, first: int, last: int) -> Equilibrium:
+        comes_back = first == 0 or pulls[first - 1] > 0
+        comes_back = comes_back and (last == POINTS - 1 or pulls[last + 1] < 0)
+        start = self._equilibrium(float(grid[first]), "flat", stable=bool(comes_back))
+        return replace(start, until=float(grid[last]))
+
+    def _point(self, root: float, pulls: Floats, left: int, right: int) -> Equilibrium | None:
+        """The equilibrium at ``root``, between two grid points, if it is one."""
+        nearby = 3.0 * self._step
+        below = self.pull(max(root - nearby, 0.0))
+        above = self.pull(min(root + nearby, self.gpus))
+        stable = below >= 0 >= above and below > above
+        before = abs(float(pulls[max(left, 0)]))
+        after = abs(float(pulls[min(right, POINTS - 1)]))
+        if abs(below) <= 0.5 * before or abs(above) <= 0.5 * after:
+            return self._equilibrium(root, "interior", stable=stable)
+        # The gains jump past one another. Falling, a price between them clears the market;
+        # rising, each pool pulls away from here, and no price does.
+        return self._equilibrium(root, "kink", stable=True) if stable else None
+
+    def _slope(self, cost: Callable[[float], float], at: float) -> float:
+        """Derivative by central differences, one-sided at the ends of [0, gpus]."""
+        low, high = max(at - self._step, 0.0), min(at + self._step, self.gpus)
+        return float((cost(high) - cost(low)) / (high - low))
+
+    def _allocation(self, prefill: float) -> Allocation:
+        return Allocation(prefill, self.gpus - prefill, self.violations(prefill))
+
+    def _equilibrium(self, prefill: float, kind: Kind, *, stable: bool) -> Equilibrium:
+        cost = self.violations(prefill)
+        return Equilibrium(prefill, self.gpus - prefill, cost, kind, stable, prefill)

@@ -1,0 +1,321 @@
+"""The Price of Anarchy of a live fleet: what its requests cost, over what they need have cost."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import linear_sum_assignment
+
+from pigou.games.arrays import Floats, Indices
+from pigou.games.congestion import RoutingGame
+from pigou.games.latency import LatencyLaw
+from pigou.games.window import LOCAL, Window
+
+__all__ = ["Anarchy", "Estimate", "LegacyEstimator", "Window", "calibrated"]
+
+#: Fleets with more splits into prefill and decode than this are searched, not enumerated.
+MAX_SPLITS = 1024
+
+
+class LegacyEstimator:
+    """The paper's estimator (Georgiou 2026, Eq. 12), as its tables show that it was run.
+
+    Mean latency of the last ``window`` completions over that of an assignment of them, one to one,
+    to copies of the workers' columns: the k-th request that a column takes costs it
+    a k + b + d / max(capacity - k, eps)^beta, less ``cache_weight`` times its overlap. Columns grow
+    past ``capacity`` where the requests need it. None of the parameters is fitted to the fleet,
+    so the index is neither a bound nor an estimate of a Price of Anarchy: it is mean latency over a
+    constant. `calibrated` is what replaces it.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        window: int = 200,
+        a: float = 0.005,
+        b: float = 0.020,
+        d: float = 0.010,
+        beta: float = 2.0,
+        capacity: int = 64,
+        eps: float = 0.4,
+        cache_weight: float = 0.015,
+    ) -> None:
+        if workers < 1 or window < 1 or capacity < 1 or not eps > 0:
+            raise ValueError("workers, window and capacity must be 1 or more, and eps above 0")
+        self.workers = workers
+        self.a, self.b, self.d, self.beta = a, b, d, beta
+        self.capacity, self.eps, self.cache_weight = capacity, eps, cache_weight
+        self._latencies: deque[float] = deque(maxlen=window)
+        self._overlaps: deque[Floats] = deque(maxlen=window)
+
+    def observe(self, seconds: float, overlaps: ArrayLike | None = None) -> None:
+        """Take in a completion: its end-to-end latency, and its overlap with each worker (0..1)."""
+        row = np.zeros(self.workers) if overlaps is None else np.asarray(overlaps, dtype=np.float64)
+        if row.shape != (self.workers,):
+            raise ValueError(f"overlaps have shape {row.shape}: give ({self.workers},)")
+        self._latencies.append(float(seconds))
+        self._overlaps.append(row)
+
+    def optimum(self) -> float:
+        """Return the denominator: seconds of the cheapest assignment of the window's requests."""
+        count = len(self._latencies)
+        if not count:
+            raise ValueError("no completions: call observe() first")
+        copies = max(self.capacity, math.ceil(count / self.workers))
+        k = np.arange(1, copies + 1, dtype=np.float64)
+        gap = np.maximum(self.capacity - k, self.eps)
+        column = self.a * k + self.b + self.d / gap**self.beta
+        saved = self.cache_weight * np.stack(self._overlaps)
+        cost = column[None, None, :] - saved[:, :, None]
+        matrix = cost.reshape(count, self.workers * copies)
+        rows, columns = linear_sum_assignment(matrix)
+        return float(matrix[rows, columns].sum())
+
+    def poa(self) -> float:
+        """Return the index: summed latencies over the `optimum`."""
+        best = self.optimum()
+        if best <= 0:
+            raise ValueError(f"the optimum costs {best}: lower cache_weight, a ratio needs > 0")
+        return math.fsum(self._latencies) / best
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A ratio, and the interval that bootstrap over the window's requests gives it."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Anarchy:
+    """Observed cost over the best, and the parts that multiply to it.
+
+    ``queueing``: observed seconds over those that the laws expect at the loads each request met;
+    what loads do not explain, such as waiting before any worker. ``routing``: those over the least
+    that the same requests would cost on the same pools, spread at best. ``prefill_decode``: that
+    over the least with the same workers split at best between prefill and decode;
+    ``prefill_workers`` names that split's prefill pool.
+    """
+
+    whole: Estimate
+    routing: Estimate
+    prefill_decode: Estimate
+    queueing: Estimate
+    prefill_workers: tuple[int, ...]
+
+
+def calibrated(
+    window: Window,
+    laws: Sequence[LatencyLaw],
+    prefill_laws: Sequence[LatencyLaw] | None = None,
+    *,
+    prefill_workers: Collection[int] | None = None,
+    savings: ArrayLike | None = None,
+    level: float = 0.9,
+    draws: int = 400,
+    seed: int = 0,
+) -> Anarchy:
+    """Return the Price of Anarchy of a window under laws fitted to this very fleet.
+
+    ``laws[w]`` is the law of worker w's decode stage (all of the request where prefill is local),
+    ``prefill_laws[w]`` that of its prefill stage; workers that never had a role take the law of
+    those like them that did. ``prefill_workers`` are those with that role now (those that the
+    window shows, when None). ``savings`` (requests, workers) is what a cached prefix saves each
+    request where its prefill runs, in seconds.
+
+    The optimum keeps what was there: each request meets as many others in all, over its stage, as
+    it did, and they are spread over the pool at least cost (exact by convexity, fractions of a
+    request interpolated); savings are counted by the `RoutingGame` of the window. Intervals are
+    of ``draws`` seeded draws of a circular block bootstrap at ``level``; they hold the laws fixed.
+    Raises ValueError for missing laws, pools that leave a stage without workers, or an optimum
+    that is not above 0.
+    """
+    pools = _Pools.of(window, laws, prefill_laws, prefill_workers)
+    saved, saved_more = _savings(window, pools, savings)
+    expected = _expected(window, pools) - saved
+    here = _spread(window, pools, pools.prefill) - saved_more
+    split = _best_split(window, pools)
+    best = _spread(window, pools, split) - saved_more
+    if not (expected.sum() > 0 and here.sum() > 0 and best.sum() > 0):
+        raise ValueError("savings exceed what the laws say: a ratio needs costs above 0")
+    draw = _bootstrap(len(best), draws, seed)
+    chain = [window.observed, expected, here, best]
+
+    def ratio(above: Floats, below: Floats) -> Estimate:
+        low, high = np.quantile(draw @ above / (draw @ below), [(1 - level) / 2, (1 + level) / 2])
+        return Estimate(float(above.sum() / below.sum()), float(low), float(high))
+
+    queueing, routing, prefill_decode = (ratio(chain[i], chain[i + 1]) for i in range(3))
+    whole = ratio(chain[0], chain[3])
+    return Anarchy(whole, routing, prefill_decode, queueing, tuple(sorted(split)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """Who has which role, and every worker's law in each."""
+
+    laws: Sequence[LatencyLaw]
+    prefill_laws: Sequence[LatencyLaw]
+    prefill: frozenset[int]
+    both: frozenset[int]  # seen in both roles: they keep both in any split
+
+    @classmethod
+    def of(
+        cls,
+        window: Window,
+        laws: Sequence[LatencyLaw],
+        prefill_laws: Sequence[LatencyLaw] | None,
+        prefill_workers: Collection[int] | None,
+    ) -> _Pools:
+        seen = frozenset(np.unique(window.prefill[window.prefill != LOCAL]).tolist())
+        prefill = seen if prefill_workers is None else frozenset(prefill_workers) | seen
+        most = max(int(window.decode.max()), max(prefill, default=0))
+        if most >= len(laws) or min(prefill, default=0) < 0:
+            raise ValueError(f"worker {most} has no law among {len(laws)}: give one a worker")
+        if prefill and (prefill_laws is None or len(prefill_laws) != len(laws)):
+            raise ValueError("a fleet with prefill workers needs prefill_laws, one a worker")
+        decode = frozenset(np.unique(window.decode).tolist())
+        return cls(laws, prefill_laws or laws, prefill, prefill & decode)
+
+    def decoders(self, prefill: frozenset[int]) -> list[int]:
+        return [w for w in range(len(self.laws)) if w not in prefill or w in self.both]
+
+
+def _expected(window: Window, pools: _Pools) -> Floats:
+    """What the laws say of each request at the loads that it met, (requests,)."""
+    total = _of_own(window.decode, window.decode_load, pools.laws)
+    remote = window.prefill != LOCAL
+    own = _of_own(window.prefill[remote], window.prefill_load[remote], pools.prefill_laws)
+    total[remote] += own
+    return total
+
+
+def _of_own(worker: Indices, load: Floats, laws: Sequence[LatencyLaw]) -> Floats:
+    seconds = np.zeros(len(worker))
+    for each in np.unique(worker).tolist():
+        here = worker == each
+        seconds[here] = laws[each](load[here])
+    return seconds
+
+
+def _spread(window: Window, pools: _Pools, prefill: frozenset[int]) -> Floats:
+    """What each request costs when all that it met are spread at best over the pools."""
+    decoders = [pools.laws[w] for w in pools.decoders(prefill)]
+    total = _level(decoders, window.decode_total)
+    remote = window.prefill != LOCAL
+    if remote.any():
+        prefills = [pools.prefill_laws[w] for w in sorted(prefill)]
+        total[remote] += _level(prefills, window.prefill_total[remote])
+    return total
+
+
+def _level(laws: Sequence[LatencyLaw], totals: Floats) -> Floats:
+    """Least mean cost of ``totals`` requests over workers with these laws, (requests,)."""
+    most = math.ceil(float(totals.max()))
+    counts = np.arange(1, most + 1, dtype=np.float64)
+    marginals = np.concatenate([np.diff(law(counts) * counts, prepend=0.0) for law in laws])
+    costs = np.concatenate([[0.0], np.cumsum(np.sort(marginals)[:most])])
+    least: Floats = np.interp(totals, np.arange(most + 1), costs) / totals
+    return least
+
+
+def _best_split(window: Window, pools: _Pools) -> frozenset[int]:
+    """The prefill pool of least cost, the present one if none is better."""
+    if not (window.prefill != LOCAL).any():
+        return pools.prefill
+    movable = [w for w in range(len(pools.laws)) if w not in pools.both]
+
+    def cost(prefill: frozenset[int]) -> float:
+        return float(_spread(window, pools, prefill).sum())
+
+    best, least = pools.prefill, cost(pools.prefill)
+    while True:
+        everything = 2 ** len(movable) <= MAX_SPLITS
+        offers = _splits(movable, pools) if everything else _nearby(best, movable, pools)
+        costs = [(cost(offer), offer) for offer in offers]
+        lower, offer = min(costs, key=lambda pair: pair[0], default=(least, best))
+        if lower < least * (1.0 - 1e-9):
+            best, least = offer, lower
+            if not everything:
+                continue
+        return best
+
+
+def _splits(movable: Sequence[int], pools: _Pools) -> Iterator[frozenset[int]]:
+    for size in range(len(movable) + 1):
+        for some in combinations(movable, size):
+            prefill = frozenset(some) | pools.both
+            if prefill and pools.decoders(prefill):
+                yield prefill
+
+
+def _nearby(
+    prefill: frozenset[int], movable: Sequence[int], pools: _Pools
+) -> Iterator[frozenset[int]]:
+    """Splits in which one worker changes its role."""
+    for worker in movable:
+        other = prefill ^ {worker}
+        if other and pools.decoders(other):
+            yield other
+
+
+def _savings(window: Window, pools: _Pools, savings: ArrayLike | None) -> tuple[Floats, Floats]:
+    """What each request saved, and its share of what the optimum would save: (requests,) each.
+
+    The optimum's is net of the imbalance that it accepts to be with the cached prefixes.
+    """
+    count, workers = len(window.decode), len(pools.laws)
+    if savings is None:
+        return np.zeros(count), np.zeros(count)
+    table = np.asarray(savings, dtype=np.float64)
+    if table.shape != (count, workers):
+        raise ValueError(f"savings have shape {table.shape}: give ({count}, {workers})")
+    remote = window.prefill != LOCAL
+    where = np.where(remote, window.prefill, window.decode)
+    more = np.zeros(count)
+    stages = (
+        (remote, sorted(pools.prefill), pools.prefill_laws, window.prefill_total),
+        (~remote, pools.decoders(pools.prefill), pools.laws, window.decode_total),
+    )
+    for some, pool, laws, totals in stages:
+        if some.any():
+            part = [laws[w] for w in pool]
+            more[some] = _net_savings(part, table[some][:, pool], float(totals[some].mean()))
+    return table[np.arange(count), where], more
+
+
+def _net_savings(laws: Sequence[LatencyLaw], savings: Floats, present: float) -> float:
+    """Seconds a request that the optimum gains by caches, ``present`` requests being there."""
+    count = len(savings)
+    share = present / count  # the load that each request of the window is, on average
+
+    def scaled(law: LatencyLaw) -> LatencyLaw:
+        unit = share**-law.beta
+        return LatencyLaw(
+            law.a * share, law.b, law.d * unit, law.n_sat / share, law.beta, law.floor / share
+        )
+
+    with_caches = RoutingGame([scaled(law) for law in laws], savings, 1.0)
+    without = RoutingGame(with_caches.laws, np.zeros_like(savings), 1.0)
+    plain = without.social_cost(without.optimum())
+    return (plain - with_caches.social_cost(with_caches.optimum())) / count
+
+
+def _bootstrap(count: int, draws: int, seed: int) -> Floats:
+    """How often each request is in each draw of a circular block bootstrap: (draws, requests)."""
+    rng = np.random.default_rng(seed)
+    block = max(1, round(count ** (1.0 / 3.0)))
+    starts = rng.integers(0, count, size=(draws, math.ceil(count / block)))
+    taken = (starts[:, :, None] + np.arange(block)).reshape(draws, -1)[:, :count] % count
+    drawn: Floats = np.zeros((draws, count))
+    np.add.at(drawn, (np.arange(draws)[:, None], taken), 1.0)
+    return drawn

@@ -1,0 +1,138 @@
+"""What was observed of a fleet: requests, their stages, and the loads they met."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pigou.games.arrays import Floats, Indices
+
+#: In place of a prefill worker: the decode worker prefilled itself.
+LOCAL = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """R completed requests. Every field has shape (requests,); times are in seconds.
+
+    ``waiting`` is the time before any worker had the request. Its decode stage ran on worker
+    ``decode`` for ``decode_seconds``, in which ``decode_load`` requests (itself counted, a mean
+    over that time) were there, and ``decode_total`` on all decode workers. ``prefill`` and the
+    fields that begin with it say the same of its remote prefill, queueing at that worker included;
+    the worker is -1 (and the other fields are not looked at) where the decode stage covers the
+    prefill. Raises ValueError for unequal lengths, no requests, or values out of range.
+    """
+
+    waiting: Floats
+    prefill: Indices
+    prefill_seconds: Floats
+    prefill_load: Floats
+    prefill_total: Floats
+    decode: Indices
+    decode_seconds: Floats
+    decode_load: Floats
+    decode_total: Floats
+
+    def __post_init__(self) -> None:
+        sizes = {f.name: np.shape(getattr(self, f.name)) for f in fields(self)}
+        if len(set(sizes.values())) != 1 or len(self.waiting.shape) != 1 or not len(self.waiting):
+            raise ValueError(f"fields have shapes {sizes}: give (requests,) of each, 1 or more")
+        self._check_stage("decode", np.ones(len(self.decode), dtype=bool), 0)
+        self._check_stage("prefill", self.prefill != LOCAL, LOCAL)
+        if not (np.isfinite(self.waiting).all() and (self.waiting >= 0).all()):
+            raise ValueError("waiting must be finite, and 0 or more")
+
+    @classmethod
+    def from_times(
+        cls,
+        *,
+        arrived: ArrayLike,
+        started: ArrayLike,
+        handed: ArrayLike,
+        ended: ArrayLike,
+        prefill: ArrayLike,
+        decode: ArrayLike,
+        scored: ArrayLike | None = None,
+    ) -> Window:
+        """Build a window from when requests arrived, started, were handed over, and ended.
+
+        All are (requests,), times in seconds. Prefill worker -1 means none: that request's decode
+        stage begins at ``started``, and ``handed`` is not looked at. ``scored`` (bool) picks the
+        requests that count; the others (still running, or completed before the window) only load
+        the workers: leave them out, and the loads at the window's edges come out too low. Raises
+        ValueError when a request ends a stage before it begins it.
+        """
+        came, begun, given, done = (
+            np.asarray(t, dtype=np.float64) for t in (arrived, started, handed, ended)
+        )
+        prefills, decodes = (np.asarray(w, dtype=np.intp) for w in (prefill, decode))
+        remote = prefills != LOCAL
+        entered = np.where(remote, given, begun)
+        if (begun < came).any() or (done <= entered).any() or (given <= begun)[remote].any():
+            raise ValueError(
+                "each request must arrive, start, be handed over and end in this order"
+            )
+        picked = slice(None) if scored is None else np.asarray(scored, dtype=bool)
+        prefill_load, prefill_total = np.ones(len(begun)), np.ones(len(begun))
+        first = _loads(begun[remote], given[remote], prefills[remote])
+        prefill_load[remote], prefill_total[remote] = first
+        decode_load, decode_total = _loads(entered, done, decodes)
+        return cls(
+            waiting=(begun - came)[picked],
+            prefill=prefills[picked],
+            prefill_seconds=np.where(remote, given - begun, 0.0)[picked],
+            prefill_load=prefill_load[picked],
+            prefill_total=prefill_total[picked],
+            decode=decodes[picked],
+            decode_seconds=(done - entered)[picked],
+            decode_load=decode_load[picked],
+            decode_total=decode_total[picked],
+        )
+
+    def _check_stage(self, stage: str, ran: np.ndarray, least: int) -> None:
+        if (getattr(self, stage) < least).any():
+            raise ValueError(f"{stage} names a worker below {least}: use indices into the laws")
+        seconds = getattr(self, f"{stage}_seconds")[ran]
+        load, total = (getattr(self, f"{stage}_{name}")[ran] for name in ("load", "total"))
+        if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
+            raise ValueError(f"{stage}_seconds must be finite, and 0 or more")
+        if (load <= 0).any() or (total < load - 1e-6).any():
+            raise ValueError(f"{stage}_load must be above 0 and at most {stage}_total")
+
+    @property
+    def observed(self) -> Floats:
+        """Seconds from arrival to end, each request's: (requests,)."""
+        remote = np.where(self.prefill == LOCAL, 0.0, self.prefill_seconds)
+        seconds: Floats = self.waiting + remote + self.decode_seconds
+        return seconds
+
+
+def _loads(begin: Floats, end: Floats, worker: Indices) -> tuple[Floats, Floats]:
+    """Mean requests on the same worker, and on all, over each request's own stage."""
+    total = _mean_present(begin, end)
+    load = np.empty_like(total)
+    for each in np.unique(worker):
+        here = worker == each
+        load[here] = _mean_present(begin[here], end[here])
+    return load, np.maximum(load, total)
+
+
+def _mean_present(begin: Floats, end: Floats) -> Floats:
+    """Mean number of intervals that are open, over each interval."""
+    origin = begin.min() if len(begin) else 0.0  # sums of clock readings would lose digits
+    begin, end = begin - origin, end - origin
+
+    def elapsed(since: Floats, at: Floats) -> Floats:
+        """Sum over intervals of the time from ``since`` to ``at``, for those that began."""
+        ordered = np.sort(since)
+        sums = np.concatenate([[0.0], np.cumsum(ordered)])
+        count = np.searchsorted(ordered, at)
+        return np.asarray(at * count - sums[count])
+
+    def open_time(at: Floats) -> Floats:
+        return elapsed(begin, at) - elapsed(end, at)
+
+    mean: Floats = (open_time(end) - open_time(begin)) / (end - begin)
+    return np.maximum(mean, 1.0)
