@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import transfer_stand as stand
@@ -20,6 +21,7 @@ from transfer_stand import BLOCK_BYTES, BLOCK_SIZE, BLOCKS, Wait, ids, proxied, 
 
 from pigou.request import SECOND
 from pigou.worker.transfer import Reason, Receiver, TransferConfig, TransferError
+from pigou.worker.transfer.frames import Confirm
 from pigou.worker.transfer.memory import SHARED_DIR
 
 both = pytest.mark.parametrize("backend", ["shm", "tcp"])
@@ -54,13 +56,12 @@ def test_a_shared_memory_pull_whose_side_channel_is_cut_counts_for_nothing(
 ) -> None:
     sender, _, _ = make_sender()
     receiver = make_receiver(stand.empty_store(), backends=("shm",))
-    replies: list[int] = []
+    confirmed = len(msgspec.msgpack.encode(Confirm(True)))
 
-    def after_the_grant(offset: int, data: bytes) -> bytes | None:
-        replies.append(offset)
-        return data if len(replies) == 1 else None
+    def without_the_confirmation(offset: int, data: bytes) -> bytes | None:
+        return None if len(data) == 4 + confirmed else data
 
-    with proxied(sender.offer("r", ALL, TOKENS), after_the_grant) as params:
+    with proxied(sender.offer("r", ALL, TOKENS), without_the_confirmation) as params:
         outcome = pull(receiver, params, ALL)
     assert (outcome.reason, outcome.blocks, outcome.tokens) == (Reason.CUT, 0, 0)
 
@@ -160,13 +161,13 @@ def test_a_pull_that_is_slow_but_alive_keeps_its_lease(
 
     class Slow(stand.StagedStore):
         def write(self, ids: Any, data: Any) -> None:
-            time.sleep(0.25)
+            time.sleep(0.45)
             super().write(ids, data)
 
     store = stand.empty_store(Slow)
     receiver = make_receiver(store, backends=("shm",))
     outcome = pull(receiver, sender.offer("r", ALL, TOKENS), ALL)
-    assert outcome.seconds > 2
+    assert outcome.seconds > 2  # of a lease of 1
     assert (outcome.reason, released) == (Reason.OK, ["r"])
     assert_prefix(outcome, store, source, BLOCKS, BLOCKS)
 

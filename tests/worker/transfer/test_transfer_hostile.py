@@ -20,7 +20,16 @@ from transfer_stand import ids, pull
 
 from pigou.request import SECOND
 from pigou.worker.transfer import Reason
-from pigou.worker.transfer.frames import REPLIES, Confirm, Data, Decline, Grant, Open, Refuse
+from pigou.worker.transfer.frames import (
+    REPLIES,
+    Checksums,
+    Confirm,
+    Data,
+    Decline,
+    Grant,
+    Open,
+    Refuse,
+)
 
 SHARED = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -174,7 +183,8 @@ def impostor(*answers: bytes) -> Iterator[int]:
 
 
 def grant(details: dict[str, Any] | None = None, count: int = 2) -> bytes:
-    return encoded(Grant(np.zeros(count, dtype="<u8").tobytes(), details or {}, 1.0))
+    checksums = Checksums(np.zeros(count, dtype="<u8").tobytes())
+    return encoded(Grant(details or {}, 1.0)) + encoded(checksums)
 
 
 def shared(sender: Any, blocks: Any, **changes: Any) -> bytes:
@@ -188,6 +198,8 @@ def shared(sender: Any, blocks: Any, **changes: Any) -> bytes:
         ("tcp", lambda s: b"\xff" * 200, Reason.PROTOCOL),
         ("tcp", lambda s: framed(b"\x00" * 50), Reason.PROTOCOL),
         ("tcp", lambda s: grant(count=3), Reason.PROTOCOL),
+        ("tcp", lambda s: grant(count=10**6), Reason.PROTOCOL),
+        ("tcp", lambda s: encoded(Grant({}, 1.0)) + encoded(Data(2)), Reason.PROTOCOL),
         ("tcp", lambda s: grant() + encoded(Data(1000)), Reason.PROTOCOL),
         ("tcp", lambda s: grant() + encoded(Data(-1)), Reason.PROTOCOL),
         ("tcp", lambda s: grant() + encoded(Data(0)), Reason.PROTOCOL),
@@ -204,6 +216,7 @@ def shared(sender: Any, blocks: Any, **changes: Any) -> bytes:
         ("shm", lambda s: shared(s, [1, 2], name=b"\xff\xff"), Reason.UNREACHABLE),
         ("shm", lambda s: shared(s, [1, 2], key=b"another"), Reason.UNREACHABLE),
         ("shm", lambda s: shared(s, [1, 2]), Reason.CORRUPT),
+        ("shm", lambda s: shared(s, [1, 2])[:-60], Reason.CUT),
     ],
 )
 def test_a_receiver_believes_no_sender(

@@ -3,7 +3,8 @@
 ```
 receiver                        sender
 Open      ------------------->          which blocks, by which backend
-          <-------------------  Grant   checksums, and what the backend needs; or Refuse
+          <-------------------  Grant   what the backend needs; or Refuse
+          <-------------------  Checksums of the blocks, as soon as they are there
           <-------------------  Data    tcp only, repeated: a count, then that many blocks, raw
 Renew     ------------------->          shm only, while it copies
 Done      ------------------->          all is taken: release
@@ -68,14 +69,18 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Gives the blocks.
 
     Attributes:
-        checksums: of each block, uint64, little-endian, concatenated.
         details: what the backend's receiving end needs to know.
         patience: seconds that the sender waits for a sign of life.
     """
 
-    checksums: bytes
     details: dict[str, bytes | int]
     patience: float
+
+
+class Checksums(msgspec.Struct, frozen=True, tag="checksums"):
+    """Gives xxh3 of each block: uint64, little-endian, concatenated."""
+
+    xxh3: bytes
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
@@ -98,7 +103,7 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 Request: TypeAlias = Open | Decline | Renew | Done
-Reply: TypeAlias = Grant | Refuse | Data | Confirm
+Reply: TypeAlias = Grant | Checksums | Refuse | Data | Confirm
 _Frame = TypeVar("_Frame")
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -14,37 +14,42 @@ from pigou.worker.transfer.outcome import Reason, TransferError
 from pigou.worker.transfer.store import BlockStore, Bytes
 
 #: Bytes that are moved before they are verified: few enough to be in the cache still.
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 512 << 10
 
 
 class Landing:
     """Destination blocks of one pull, filled from the first to the last.
 
+    Blocks are digested as they arrive, while they are in the cache, and verified as soon as the
+    sender's checksums are known, which may be before or after.
+
     Attributes:
         good: leading blocks that arrived and are verified.
+        block_bytes: bytes of a block.
     """
 
     def __init__(
-        self,
-        store: BlockStore,
-        dest: Ints,
-        checksums: Checksums,
-        cancelled: Callable[[], bool] = lambda: False,
+        self, store: BlockStore, dest: Ints, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
-        """Expect `len(dest)` blocks with these checksums."""
+        """Expect `len(dest)` blocks."""
         self.good = 0
         self.block_bytes = store.layout.block_bytes
         self._store = store
         self._dest = dest
-        self._checksums = checksums
         self._cancelled = cancelled
         self._rows = store.as_bytes()
         self._stage = np.empty((0, self.block_bytes), dtype=np.uint8)
+        self._targets: list[Bytes] = []
+        self._digests: list[int] = []
+        self._wanted: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._dest)
 
     @property
     def left(self) -> int:
         """Blocks that are still to come."""
-        return len(self._dest) - self.good
+        return len(self._dest) - len(self._digests)
 
     @property
     def chunk(self) -> int:
@@ -59,11 +64,14 @@ class Landing:
         if self._rows is None:
             if len(self._stage) < count:
                 self._stage = np.empty((count, self.block_bytes), dtype=np.uint8)
-            return [self._stage[:count]]
-        return runs_of(self._rows, self._dest[self.good : self.good + count])
+            self._targets = [self._stage[:count]]
+        else:
+            first = len(self._digests)
+            self._targets = runs_of(self._rows, self._dest[first : first + count])
+        return self._targets
 
     def accept(self, count: int) -> None:
-        """Verify the next `count` blocks, now that they are written.
+        """Take the next `count` blocks, now that they are written to `targets(count)`.
 
         Raises:
             TransferError: CORRUPT at the first block that is not what was offered (those before
@@ -71,26 +79,39 @@ class Landing:
         """
         if self._cancelled():
             raise TransferError(Reason.CANCELLED, "nobody waits for these blocks any more")
-        wanted = self._checksums[self.good : self.good + count].tolist()
-        rows = [row for run in self.targets(count) for row in run]
-        digests = (xxh3_64_intdigest(row) for row in rows)
-        same = zip(digests, wanted, strict=True)
-        good = next((i for i, (got, want) in enumerate(same) if got != want), count)
-        if self._rows is None and good:
-            self._write(good)
-        self.good += good
-        if good < count:
-            raise TransferError(Reason.CORRUPT, f"block {self.good} is not what was offered")
+        first = len(self._digests)
+        digests = [xxh3_64_intdigest(row) for run in self._targets for row in run]
+        if self._rows is None:
+            self._write(first, count)
+        self._digests += digests
+        self._verify()
 
-    def _write(self, count: int) -> None:
+    def verify(self, checksums: Checksums) -> None:
+        """Learn what the blocks should be, shape (len(self),): those there, and those to come.
+
+        Raises:
+            TransferError: CORRUPT at the first that is not what was offered.
+        """
+        self._wanted = checksums.tolist()
+        self._verify()
+
+    def _verify(self) -> None:
+        if self._wanted is None:
+            return
+        while self.good < len(self._digests):
+            if self._digests[self.good] != self._wanted[self.good]:
+                raise TransferError(Reason.CORRUPT, f"block {self.good} is not what was offered")
+            self.good += 1
+
+    def _write(self, first: int, count: int) -> None:
         try:
-            self._store.write(self._dest[self.good : self.good + count], self._stage[:count])
+            self._store.write(self._dest[first : first + count], self._stage[:count])
         except Exception as error:
             raise TransferError(Reason.STORE, f"cannot write blocks: {error!r}") from error
 
 
 def runs_of(rows: Bytes, ids: Ints) -> list[Bytes]:
     """Views of the rows `ids`, in order, consecutive ids merged; each of shape (n, row bytes)."""
-    cuts = np.flatnonzero(np.diff(ids) != 1) + 1
+    cuts = (ids[1:] - ids[:-1] != 1).nonzero()[0] + 1
     edges = [0, *cuts.tolist(), len(ids)]
     return [rows[int(ids[a]) : int(ids[a]) + (b - a)] for a, b in pairwise(edges) if b > a]

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import logging
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from pigou.request import SECOND, Ints
+from pigou.request import Ints
 from pigou.worker.transfer.config import TransferConfig
 from pigou.worker.transfer.frames import (
-    REPLIES,
     Confirm,
     Decline,
     Done,
     Grant,
     Link,
     Open,
-    Refuse,
     Renew,
 )
 from pigou.worker.transfer.landing import Landing
 from pigou.worker.transfer.outcome import Outcome, Reason, TransferError
+from pigou.worker.transfer.pool import LinkPool
+from pigou.worker.transfer.replies import expect
 from pigou.worker.transfer.store import BlockStore
-from pigou.worker.transfer.tcp import refusal
 from pigou.worker.transfer.ticket import Ticket
 from pigou.worker.transfer.transport import BackendUnavailable, Import
 
@@ -47,10 +41,8 @@ class Puller:
         """Prepare to pull into `store` by the first of `imports` that reaches the sender."""
         self._store = store
         self._imports = imports
-        self._config = config
-        self._lock = threading.Lock()
-        self._links: set[Link] = set()
-        self._closed = False
+        self._links = LinkPool(config.timeout)
+        self._fingerprint = store.layout.fingerprint()
 
     def pull(
         self, ticket: Ticket, first: int, dest: Ints, cancelled: Callable[[], bool]
@@ -73,7 +65,7 @@ class Puller:
             request=ticket.remote_request_id,
             blocks=blocks,
             tokens=max(0, tokens - first * ticket.remote_block_size) if blocks else 0,
-            reason=Reason.CLOSED if self._closed and reason is not Reason.OK else reason,
+            reason=Reason.CLOSED if self._links.closed and reason is not Reason.OK else reason,
             detail=detail,
             backend=run.backend,
             bytes=blocks * self._store.layout.block_bytes,
@@ -86,27 +78,29 @@ class Puller:
         Raises:
             TransferError: it could not be told, or holds them no more.
         """
-        with self._connect(ticket) as link:
+        with self._links.link(ticket.address, fresh=True) as (link, _):
             link.send(
                 Decline(ticket.remote_engine_id, ticket.remote_request_id, ticket.remote_secret)
             )
-            return self._confirmed(link)
+            return expect(link, Confirm).held
 
     def close(self) -> None:
         """Cut every connection, and open no more."""
-        with self._lock:
-            self._closed = True
-            links = list(self._links)
-        for link in links:
-            link.close()
+        self._links.close()
+
+    def sweep(self) -> None:
+        """Let go of what is not used any more; called now and then."""
+        self._links.sweep()
+        for backend in self._imports:
+            backend.sweep()
 
     def _check(self, run: _Run) -> None:
         layout, ticket = self._store.layout, run.ticket
-        if ticket.remote_layout != layout.fingerprint():
+        if ticket.remote_layout != self._fingerprint:
             raise TransferError(
                 Reason.LAYOUT,
                 f"the offered blocks have the layout {ticket.remote_layout}; here it is "
-                f"{layout.fingerprint()} ({layout}): both workers must serve the same model "
+                f"{self._fingerprint} ({layout}): both workers must serve the same model "
                 "with the same dtype and block size",
             )
         if run.first + len(run.dest) > ticket.blocks:
@@ -131,16 +125,25 @@ class Puller:
         raise TransferError(Reason.UNREACHABLE, f"no backend reaches the sender; {detail}")
 
     def _by(self, backend: Import, run: _Run) -> None:
-        with self._connect(run.ticket) as link:
-            grant = self._open(link, backend.name, run)
-            checksums = np.frombuffer(grant.checksums, dtype="<u8").astype(np.uint64)
-            run.backend, run.needs_confirmation = backend.name, backend.needs_confirmation
-            run.landing = Landing(self._store, run.dest, checksums, run.cancelled)
-            backend.fetch(link, grant, run.landing, _Renewal(link, grant.patience))
-            link.send(Done(run.landing.good))
-            run.confirmed = self._confirmed(link)
-            if not run.confirmed:
-                raise TransferError(Reason.EXPIRED, "the lease was lost during the pull")
+        used = False
+        try:
+            with self._links.link(run.ticket.address) as (link, used):
+                self._over(link, backend, run)
+        except TransferError as error:
+            if not used or run.landing is not None or error.reason is not Reason.CUT:
+                raise
+            with self._links.link(run.ticket.address, fresh=True) as (link, _):
+                self._over(link, backend, run)
+
+    def _over(self, link: Link, backend: Import, run: _Run) -> None:
+        grant = self._open(link, backend.name, run)
+        run.backend, run.needs_confirmation = backend.name, backend.needs_confirmation
+        run.landing = Landing(self._store, run.dest, run.cancelled)
+        backend.fetch(link, grant, run.landing, _Renewal(link, grant.patience))
+        link.send(Done(run.landing.good))
+        run.confirmed = expect(link, Confirm).held
+        if not run.confirmed:
+            raise TransferError(Reason.EXPIRED, "the lease was lost during the pull")
 
     def _open(self, link: Link, backend: str, run: _Run) -> Grant:
         ticket, count = run.ticket, len(run.dest)
@@ -149,57 +152,22 @@ class Puller:
                 engine=ticket.remote_engine_id,
                 request=ticket.remote_request_id,
                 secret=ticket.remote_secret,
-                layout=self._store.layout.fingerprint(),
+                layout=self._fingerprint,
                 first=run.first,
                 count=count,
                 backend=backend,
             )
         )
-        reply = link.receive(REPLIES, 4096 + 16 * count)
-        if isinstance(reply, Refuse):
-            raise refusal(reply)
-        if not isinstance(reply, Grant) or len(reply.checksums) != 8 * count:
-            raise TransferError(Reason.PROTOCOL, "the sender's answer is no grant of these blocks")
-        return reply
-
-    def _confirmed(self, link: Link) -> bool:
-        reply = link.receive(REPLIES, 4096)
-        if isinstance(reply, Refuse):
-            raise refusal(reply)
-        if not isinstance(reply, Confirm):
-            raise TransferError(Reason.PROTOCOL, f"{type(reply).__name__} out of turn")
-        return reply.held
+        return expect(link, Grant, 4096 + 16 * count)
 
     def _early(self, run: _Run, error: TransferError) -> tuple[Reason, str]:
         """End a pull that failed: free the sender's blocks, so that no lease has to run out."""
-        if error.reason in _TELL and not self._closed:
+        if error.reason in _TELL and not self._links.closed:
             try:
                 run.confirmed = self.decline(run.ticket)
             except TransferError as failure:
                 log.info("the sender could not be told: %s", str(failure))
         return error.reason, error.detail
-
-    @contextmanager
-    def _connect(self, ticket: Ticket) -> Iterator[Link]:
-        address = (ticket.remote_host, ticket.remote_port)
-        try:
-            sock = socket.create_connection(address, self._config.timeout / SECOND)
-        except (OSError, UnicodeError) as error:
-            raise TransferError(
-                Reason.UNREACHABLE, f"{address[0]}:{address[1]}: {error}"
-            ) from error
-        link = Link(sock, self._config.timeout)
-        with self._lock:
-            self._links.add(link)
-            closed = self._closed
-        try:
-            if closed:
-                raise TransferError(Reason.CLOSED, "the receiver was closed")
-            yield link
-        finally:
-            with self._lock:
-                self._links.discard(link)
-            link.close()
 
 
 class _Run:

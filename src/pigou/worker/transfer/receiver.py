@@ -62,8 +62,8 @@ class Receiver:
         self._store = store
         self._tally = Tally()
         kinds: dict[str, type[Import]] = {"shm": ShmImport, "tcp": TcpImport}
-        self._imports = [kinds[name]() for name in self._config.backends]
-        self._puller = Puller(store, self._imports, self._config)
+        imports = [kinds[name]() for name in self._config.backends]
+        self._puller = Puller(store, imports, self._config)
         self._wake = threading.Condition()
         self._waiting: deque[Pull] = deque()
         self._closed = False
@@ -144,8 +144,7 @@ class Receiver:
             with self._wake:
                 while not self._waiting and not self._closed:
                     if not self._wake.wait(_SWEEP):
-                        for backend in self._imports:
-                            backend.sweep()
+                        self._puller.sweep()
                 if self._closed:
                     return
                 pull = self._waiting.popleft()

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND
+from pigou.worker.transfer import checksum
 from pigou.worker.transfer.book import Offer, OfferBook
-from pigou.worker.transfer.checksum import Checksums
 from pigou.worker.transfer.config import TransferConfig
 from pigou.worker.transfer.frames import (
     MAX_REQUEST,
     REQUESTS,
+    Checksums,
     Confirm,
     Decline,
     Done,
@@ -24,6 +25,7 @@ from pigou.worker.transfer.frames import (
     Open,
     Refuse,
     Renew,
+    Request,
 )
 from pigou.worker.transfer.outcome import Reason, Tally, TransferError
 from pigou.worker.transfer.transport import Export
@@ -106,7 +108,8 @@ class SideChannel:
 
     def _serve(self, link: Link) -> None:
         try:
-            self._converse(link)
+            while (request := self._next(link)) is not None:
+                self._answer(link, request)
         except TransferError as error:
             log.info("a receiver's conversation ended: %s", str(error))
             self._refuse(link, error)
@@ -127,8 +130,16 @@ class SideChannel:
         except TransferError as failure:
             log.debug("the refusal did not arrive: %s", str(failure))
 
-    def _converse(self, link: Link) -> None:
-        request = link.receive(REQUESTS, MAX_REQUEST)
+    def _next(self, link: Link) -> Request | None:
+        """The receiver's next request; None when it has no more."""
+        try:
+            return link.receive(REQUESTS, MAX_REQUEST)
+        except TransferError as error:
+            if error.reason in (Reason.CUT, Reason.TIMEOUT):
+                return None
+            raise
+
+    def _answer(self, link: Link, request: Request) -> None:
         if not isinstance(request, Open | Decline):
             raise TransferError(Reason.PROTOCOL, f"{type(request).__name__} out of turn")
         if request.engine != self._engine:
@@ -142,12 +153,11 @@ class SideChannel:
     def _give(self, link: Link, request: Open, offer: Offer) -> None:
         began = time.monotonic()
         export = self._check(request, offer)
-        checksums = self._checksums(offer)
         span = slice(request.first, request.first + request.count)
         blocks = offer.blocks[span]
         patience = min(self._config.timeout, self._config.lease) / SECOND
-        raw = checksums[span].astype("<u8").tobytes()
-        link.send(Grant(raw, export.details(blocks), patience))
+        link.send(Grant(export.details(blocks), patience))
+        link.send(Checksums(self._checksums(offer)[span].astype("<u8").tobytes()))
         export.push(link, blocks, lambda: self._keep(offer))
         done = self._await_done(link, offer)
         taken = min(max(done.blocks, 0), len(blocks))
@@ -181,7 +191,7 @@ class SideChannel:
             )
         return export
 
-    def _checksums(self, offer: Offer) -> Checksums:
+    def _checksums(self, offer: Offer) -> checksum.Checksums:
         if not offer.ready.wait(self._config.timeout / SECOND):
             raise TransferError(Reason.TIMEOUT, "the checksums are not there yet")
         if offer.checksums is None:

@@ -12,6 +12,7 @@ from pigou.worker.transfer.frames import Grant, Link
 from pigou.worker.transfer.landing import Landing, runs_of
 from pigou.worker.transfer.memory import SHARED_DIR, MappedMemory, SharedMemory, host_id
 from pigou.worker.transfer.outcome import Reason, TransferError
+from pigou.worker.transfer.replies import expect_checksums
 from pigou.worker.transfer.store import BlockStore, Bytes
 from pigou.worker.transfer.ticket import Ticket
 from pigou.worker.transfer.transport import BackendUnavailable
@@ -65,12 +66,12 @@ class ShmImport:
 
     def fetch(
         self,
-        link: Link,  # noqa: ARG002
+        link: Link,
         grant: Grant,
         landing: Landing,
         renew: Callable[[], None],
     ) -> None:
-        """Copy chunk by chunk, each verified while it is still in the cache."""
+        """Copy chunk by chunk; the sender may compute its checksums at the same time."""
         rows, ids = self._source(grant, landing)
         done = 0
         while count := landing.chunk:
@@ -79,6 +80,7 @@ class ShmImport:
             landing.accept(count)
             done += count
             renew()
+        landing.verify(expect_checksums(link, len(landing)))
 
     def sweep(self) -> None:
         """Unmap memory whose file is gone: its creator is, and the memory would stay taken."""
@@ -112,8 +114,9 @@ class ShmImport:
 
 def _copy(sources: list[Bytes], targets: list[Bytes]) -> None:
     """Copy rows of the one list of runs to rows of the other, in order."""
-    if len(sources) == len(targets) == 1:
-        np.copyto(targets[0], sources[0])
+    if [len(run) for run in sources] == [len(run) for run in targets]:
+        for source, target in zip(sources, targets, strict=True):
+            np.copyto(target, source)
         return
     rows = (row for run in sources for row in run)
     for target in targets:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pigou.request import Ints
-from pigou.worker.transfer.frames import REPLIES, Data, Grant, Link, Refuse
+from pigou.worker.transfer.frames import Data, Grant, Link
 from pigou.worker.transfer.landing import Landing, runs_of
 from pigou.worker.transfer.outcome import Reason, TransferError
+from pigou.worker.transfer.replies import expect, expect_checksums
 from pigou.worker.transfer.store import BlockStore, Bytes
 from pigou.worker.transfer.ticket import Ticket
 
 #: Bytes that follow one Data frame, when blocks are smaller than that.
 MESSAGE_BYTES = 1 << 20
-#: Longest frame between two messages.
-_MAX_FRAME = 4096
 
 
 class TcpExport:
@@ -59,13 +58,12 @@ class TcpImport:
         renew: Callable[[], None],  # noqa: ARG002
     ) -> None:
         """Receive until every block is there."""
+        landing.verify(expect_checksums(link, len(landing)))
         while landing.left:
-            reply = link.receive(REPLIES, _MAX_FRAME)
-            if isinstance(reply, Refuse):
-                raise refusal(reply)
-            if not isinstance(reply, Data) or not 0 < reply.blocks <= landing.left:
-                raise TransferError(Reason.PROTOCOL, f"{type(reply).__name__} out of turn")
-            self._message(link, reply.blocks, landing)
+            blocks = expect(link, Data).blocks
+            if not 0 < blocks <= landing.left:
+                raise TransferError(Reason.PROTOCOL, f"{blocks} blocks; {landing.left} are left")
+            self._message(link, blocks, landing)
 
     def sweep(self) -> None:
         """Nothing is kept between pulls."""
@@ -76,13 +74,6 @@ class TcpImport:
             link.receive_into([_flat(run) for run in landing.targets(count)])
             landing.accept(count)
             blocks -= count
-
-
-def refusal(refuse: Refuse) -> TransferError:
-    """Return the error that a Refuse frame tells of; an unknown reason counts as PROTOCOL."""
-    known = refuse.reason in set(Reason)
-    reason = Reason(refuse.reason) if known else Reason.PROTOCOL
-    return TransferError(reason, refuse.detail[:500])
 
 
 def _flat(run: Bytes) -> memoryview:

@@ -43,6 +43,11 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     do_remote_decode: bool = False
 
     @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the side channel."""
+        return self.remote_host, self.remote_port
+
+    @property
     def blocks(self) -> int:
         """Blocks offered: those that hold `remote_num_tokens`."""
         return -(-self.remote_num_tokens // self.remote_block_size)
