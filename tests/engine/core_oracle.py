@@ -101,7 +101,8 @@ class Oracle:
 
     # --- executor ---------------------------------------------------------------------------
 
-    def execute(self, plan: Plan) -> Result:
+    def execute(self, plan: Plan, most: int = 1_000_000) -> Result:
+        """Do the plan's moves, and at most `most` of its steps."""
         self._move(plan)
         for name in plan.preempted:
             self.rows = {row: other for row, other in self.rows.items() if other != name}
@@ -115,7 +116,7 @@ class Oracle:
                 self.loads[load.request] = load
         result = Result(steps=0)
         extra = self.overrun
-        while plan and result.steps < plan.repeat:
+        while plan and result.steps < min(plan.repeat, most):
             self._step(plan, result)
             if result.finished:
                 if not extra:

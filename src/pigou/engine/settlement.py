@@ -85,17 +85,18 @@ class Settlement:
     def _seals(self, plan: Plan, entries: list[int]) -> list[tuple[int, int, int]]:
         """List (step, entry, end of the range) of what is to be sealed, in order."""
         rows, size = self._state.rows, self._state.config.block_size
-        found = []
+        ends: dict[tuple[int, int], int] = {}
         for entry in entries:
             row = plan.rows[entry]
             stop = min(int(rows.known[row]), int(rows.computed[row]) // size)
             if plan.repeat == 1:
-                found.append((0, entry, stop))
+                ends[0, entry] = stop
                 continue
             start = int(plan.starts[entry])
             for block in range(int(rows.sealed[row]), stop):
-                found.append((max((block + 1) * size - start - 1, 0), entry, block + 1))
-        return sorted(found) if plan.repeat > 1 else found
+                full_at = (block + 1) * size - start - 1
+                ends[max(full_at, 0), entry] = block + 1
+        return [(step, entry, stop) for (step, entry), stop in sorted(ends.items())]
 
     def _claim(self, ahead: Foresight, start: int, step: int) -> int:
         """Take the foreseen blocks from index `start` on that were written to up to `step`.
