@@ -54,7 +54,7 @@ def sampling_params(
         prompt_tokens: of the original prompt, that is without resumed tokens.
         limits: of the model.
         defaults: of the model.
-        seed: used where the request has none.
+        seed: of this sequence; choices of one request have seeds of their own.
 
     Returns:
         Parameters; `max_tokens` counts from the original prompt, and fits the context.
@@ -79,7 +79,7 @@ def sampling_params(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
-        seed=seed if request.seed is None else request.seed,
+        seed=seed,
         logprobs=logprobs(request),
         prompt_logprobs=prompt_logprobs(request),
         stop_token_ids=frozenset(_in_vocabulary(request, limits)),

@@ -70,6 +70,7 @@ class EngineThread:
         self._owner: dict[int, str] = {}
         self._out = Report()
         self._gauges = Gauges()
+        self._warm_queries = core.prefix_queries  # those of the warm-up
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.transfers: Transfers
@@ -288,7 +289,8 @@ class EngineThread:
         gauges.running, gauges.waiting = core.running - core.loading, core.waiting
         gauges.loading, gauges.held = core.loading, core.held
         gauges.free, gauges.cached, gauges.usage = core.free_blocks, core.cached_blocks, core.usage
-        gauges.queries_total, gauges.hits_total = core.prefix_queries, core.prefix_hits
+        gauges.queries_total = core.prefix_queries - self._warm_queries
+        gauges.hits_total = core.prefix_hits
         gauges.preemptions_total, gauges.swaps_total = core.preemptions, core.swaps
         return gauges
 

@@ -242,6 +242,7 @@ class Intake:
     ) -> Reply:
         options = self._options(request, echo)
         reply = Reply(id, int(time.time()), self._model.name, options)
+        # Choice j of a seeded request is what the same request with seed + j yields.
         base = request.seed if request.seed is not None else secrets.randbits(62)
         pairs: list[tuple[Sequence, Add]] = []
         for prompt in prompts:

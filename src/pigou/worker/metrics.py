@@ -83,7 +83,7 @@ class Metrics:
             cache: labels of `vllm:cache_config_info`.
             blocks: KV blocks on the device.
         """
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
         tokens = _tokens(max_model_len)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pigou.engine.warm import warm_up
 from pigou.worker.build import Parts, build, transfer_config
 from pigou.worker.commands import Release, Report, Stop
 from pigou.worker.config import WorkerConfig
@@ -25,7 +26,7 @@ from pigou.worker.parent import watch_parent
 from pigou.worker.routes import Routes
 from pigou.worker.service import Service
 from pigou.worker.transfer import Receiver, Sender
-from pigou.worker.warm import warm_backend, warm_kernels
+from pigou.worker.warm import warm_backend
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ def run(config: WorkerConfig) -> int:
         prepare_environment(config.threads)
     sys.setswitchinterval(_SWITCH)
     parts = build(config)
-    warm_kernels(parts.core.config)
+    warm_up()
     warm_backend(parts.core, parts.backend)
 
     async def main() -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.kv.hashing import chain
-from pigou.request import SECOND, BlockHashes, FinishReason
+from pigou.request import SECOND, BlockHashes, FinishReason, no_hashes
 from pigou.runtime.outputs import StepOutput, TokenLogprobs
 from pigou.sampling import SamplingParams
 from pigou.worker.backend import OnStep
@@ -88,7 +88,9 @@ class SleepingBackend:
         """Take a request up; grammars cannot be honoured without a model."""
         if params.grammar is not None:
             raise ValueError("structured output needs a model; this worker only sleeps")
-        known = chain(tokens, self._block_size, seed) if hashes is None else hashes
+        known = hashes
+        if known is None:
+            known = chain(tokens, self._block_size, seed) if seed else no_hashes()
         self._sequences[request] = _Sequence(
             list(tokens), params, len(tokens) - resume, seed, known[-1:], len(known)
         )
@@ -163,7 +165,7 @@ class SleepingBackend:
             seq = self._sequences[self._rows[row]]
             computed = int(plan.starts[entry]) + int(plan.counts[entry]) * steps
             full, known = computed // size, seq.known
-            if full > known:
+            if full > known and seq.seed:
                 tokens = seq.tokens[known * size : full * size]
                 sealed[row] = chain(tokens, size, seq.seed, seq.last)
                 seq.known, seq.last = full, sealed[row][-1:]
