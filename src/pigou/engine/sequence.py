@@ -75,8 +75,9 @@ class Sequence:
         self.source = -1
 
     def wait(self) -> None:
-        """Go back to the queue, without a row."""
+        """Go back to the queue after a preemption, without a row."""
         self.state = State.WAITING
+        self.preemptions += 1
         self.twins = False
 
     def learn(self, hashes: BlockHashes, full: int) -> None:

@@ -1,0 +1,167 @@
+"""Who is admitted first, and what a step's budget is spent on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pigou.config import EngineConfig
+from pigou.engine.core import EngineCore
+from pigou.engine.plan import Plan, Result
+from pigou.engine.queue import WaitingQueue
+from pigou.engine.sequence import Sequence, order_key
+from pigou.request import Request, no_hashes
+
+
+def engine(**fields: Any) -> EngineCore:
+    base = {"blocks": 64, "block_size": 2, "max_seqs": 8, "max_batched_tokens": 8}
+    return EngineCore(EngineConfig(**{**base, "max_model_len": 64, **fields}))
+
+
+def step(core: EngineCore) -> Plan:
+    plan = core.schedule(0)
+    if plan:
+        core.apply(plan, Result())
+    core.check_integrity()
+    return plan
+
+
+def started(core: EngineCore, plans: int) -> list[str]:
+    return [each.request for _ in range(plans) for each in step(core).started]
+
+
+REQUESTS = [
+    Request("late", 2, 1, priority=0, arrival=9, deadline=30),
+    Request("urgent", 2, 1, priority=1, arrival=5, deadline=10),
+    Request("early", 2, 1, priority=1, arrival=1, deadline=20),
+]
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("fcfs", ["early", "urgent", "late"]),
+        ("priority", ["late", "early", "urgent"]),
+        ("edf", ["urgent", "early", "late"]),
+    ],
+)
+def test_requests_are_admitted_in_the_order_of_the_queue(order: str, expected: list[str]) -> None:
+    core = engine(order=order, max_seqs=1)
+    for request in REQUESTS:
+        core.add(request)
+    assert started(core, 3) == expected
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority", "edf"])
+def test_equal_requests_are_admitted_as_they_came(order: str) -> None:
+    core = engine(order=order, max_seqs=1)
+    for name in "bac":
+        core.add(Request(name, 2, 1))
+    assert started(core, 3) == ["b", "a", "c"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=20))
+def test_a_queue_gives_the_lowest_key_of_those_that_are_left(
+    items: list[tuple[int, bool]],
+) -> None:
+    queue = WaitingQueue()
+    left = []
+    for number, (priority, stays) in enumerate(items):
+        request = Request(str(number), 1, 1, priority=priority)
+        seq = Sequence(request, order_key(request, "priority", number), no_hashes())
+        queue.push(seq)
+        if stays:
+            left.append(seq)
+        else:
+            queue.remove(seq)
+            assert seq not in queue
+    assert set(queue) == set(left)
+    assert [queue.pop() for _ in left] == sorted(left, key=lambda seq: seq.key)
+    assert queue.head() is None
+
+
+def test_decodes_come_before_chunks_and_chunks_before_admissions() -> None:
+    core = engine(max_batched_tokens=6)
+    core.add(Request("decode", 2, 9))
+    step(core)
+    core.add(Request("chunked", 9, 9))
+    core.add(Request("new", 4, 9))
+    assert step(core).counts.tolist() == [1, 5]
+    plan = step(core)
+    assert plan.counts.tolist() == [1, 4, 1]
+    assert plan.samples.tolist() == [True, True, False]
+    assert plan.starts.tolist() == plan.kv_lens.tolist() == [3, 5, 0]
+    assert [s.request for s in plan.started] == ["new"]
+
+
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 5)), min_size=1, max_size=8),
+)
+def test_no_step_exceeds_the_budget_and_every_token_is_computed_once(
+    budget: int, lengths: list[tuple[int, int]]
+) -> None:
+    core = engine(max_batched_tokens=budget)
+    for i, (prompt, most) in enumerate(lengths):
+        core.add(Request(str(i), prompt, most))
+    computed = 0
+    sampled = 0
+    while core.running or core.waiting:
+        plan = core.schedule(0)
+        assert 0 < plan.tokens <= budget
+        assert (plan.counts > 0).all()
+        computed += plan.tokens
+        sampled += int(core.apply(plan, Result()).tokens.sum())
+    assert computed == sum(prompt + most - 1 for prompt, most in lengths)
+    assert sampled == sum(most for _, most in lengths)
+
+
+def test_prompts_are_continued_in_the_order_of_the_queue() -> None:
+    core = engine(order="priority", max_batched_tokens=4)
+    core.add(Request("low", 9, 1, priority=5))
+    step(core)
+    core.add(Request("high", 9, 1, priority=1))
+    plan = step(core)
+    assert plan.rows.tolist() == [0]
+    plan = step(core)
+    assert plan.counts.tolist() == [1, 3]
+    core.add(Request("higher", 2, 1, priority=0))
+    plan = step(core)
+    assert [s.request for s in plan.started] == []
+    assert plan.rows.tolist() == [1]
+
+
+def test_an_engine_without_work_plans_nothing() -> None:
+    core = engine()
+    plan = core.schedule(0)
+    assert not plan
+    assert plan.tokens == 0
+    assert core.apply(plan, Result()).tokens.size == 0
+    assert not core.schedule(0)
+
+
+def test_admission_leaves_a_block_for_each_running_row() -> None:
+    core = engine(blocks=5)
+    core.add(Request("a", 4, 5))
+    core.add(Request("b", 5, 5))
+    assert [s.request for s in core.schedule(0).started] == ["a"]
+    assert core.waiting == 1
+
+
+def test_figures_count_what_there_is() -> None:
+    core = engine(blocks=10)
+    hashes = np.arange(2, 6, dtype=np.uint64).reshape(2, 2)
+    core.add(Request("a", 5, 2, hashes))
+    assert (core.running, core.waiting, core.free_blocks, core.usage) == (0, 1, 10, 0.0)
+    step(core)
+    assert (core.running, core.waiting, core.free_blocks) == (1, 0, 7)
+    assert core.usage == pytest.approx(0.3)
+    step(core)
+    core.add(Request("b", 5, 1, hashes))
+    step(core)
+    assert (core.prefix_queries, core.prefix_hits, core.preemptions) == (10, 4, 0)
+    assert (core.usage, core.cached_blocks) == (0.0, 2)

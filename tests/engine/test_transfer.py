@@ -1,0 +1,178 @@
+"""Prefill and decode on different workers: loads, holds, and what ends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pigou.config import EngineConfig
+from pigou.engine.core import EngineCore
+from pigou.engine.plan import Plan, Result
+from pigou.events import BlockStored
+from pigou.kv.hashing import chain
+from pigou.request import FinishReason, Request
+
+HASHES = chain(list(range(16)), 4, b"s")
+
+
+def engine(**fields: Any) -> EngineCore:
+    base = {"blocks": 12, "block_size": 4, "max_seqs": 4, "max_model_len": 64}
+    return EngineCore(EngineConfig(**{**base, **fields}))
+
+
+def loading(core: EngineCore, prompt: int = 14, remote: int = 14) -> Plan:
+    core.add(Request("a", prompt, 3, HASHES[: prompt // 4], remote=remote))
+    return core.schedule(0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "remote", "blocks"),
+    [(14, 14, 3), (16, 16, 3), (13, 13, 3), (14, 9, 2), (16, 99, 3), (5, 5, 1)],
+)
+def test_offered_blocks_below_the_last_token_are_loaded(
+    prompt: int, remote: int, blocks: int
+) -> None:
+    core = engine()
+    plan = loading(core, prompt, remote)
+    assert not plan
+    assert not plan.started
+    (load,) = plan.loads
+    assert (load.first, len(load.blocks)) == (0, blocks)
+    assert core.tables[load.row, :blocks].tolist() == load.blocks.tolist()
+    core.check_integrity()
+
+
+def test_nothing_is_computed_before_the_load_has_come() -> None:
+    core = engine()
+    loading(core)
+    assert not core.schedule(0)
+    assert (core.running, core.loading, core.waiting) == (1, 1, 0)
+    effects = core.loaded("a", 12)
+    (stored,) = effects.events
+    assert isinstance(stored, BlockStored)
+    assert stored.first == 0
+    assert np.array_equal(stored.hashes, HASHES[:3])
+    plan = core.schedule(0)
+    assert [(s.request, s.computed) for s in plan.started] == [("a", 12)]
+    assert plan.counts.tolist() == [2]
+    assert core.loading == 0
+
+
+@pytest.mark.parametrize(("arrived", "left"), [(0, 14), (4, 10), (7, 7), (12, 2)])
+def test_what_did_not_arrive_is_computed_here(arrived: int, left: int) -> None:
+    core = engine()
+    loading(core)
+    core.loaded("a", arrived)
+    plan = core.schedule(0)
+    assert (plan.starts.tolist(), plan.counts.tolist()) == ([arrived], [left])
+    core.apply(plan, Result())
+    core.check_integrity()
+
+
+def test_only_what_was_not_hit_is_loaded() -> None:
+    core = engine()
+    core.add(Request("before", 8, 1, HASHES[:2]))
+    core.apply(core.schedule(0), Result())
+    (load,) = loading(core).loads
+    assert (load.first, len(load.blocks)) == (2, 1)
+    core.loaded("a", 4)
+    core.apply(core.schedule(0), Result(steps=1))
+    core.schedule(0)
+
+
+def test_an_offer_is_declined_when_everything_was_hit() -> None:
+    core = engine()
+    core.add(Request("before", 14, 1, HASHES[:3]))
+    core.apply(core.schedule(0), Result())
+    plan = loading(core)
+    (load,) = plan.loads
+    assert len(load.blocks) == 0
+    assert [(s.request, s.computed) for s in plan.started] == [("a", 12)]
+    assert plan.counts.tolist() == [2]
+
+
+def test_more_than_was_asked_for_cannot_arrive() -> None:
+    core = engine()
+    loading(core)
+    with pytest.raises(ValueError, match="13 tokens were loaded; it must be 0 to 12"):
+        core.loaded("a", 13)
+
+
+def test_blocks_of_an_aborted_load_stay_until_nothing_writes_to_them() -> None:
+    core = engine()
+    (load,) = loading(core).loads
+    effects = core.abort("a")
+    assert [f.reason for f in effects.finished] == [FinishReason.ABORT]
+    assert effects.freed == 0
+    core.check_integrity()
+    core.add(Request("b", 30, 1))
+    assert set(core.tables[core.schedule(0).rows[0], :8]).isdisjoint(load.blocks.tolist())
+    assert core.loaded("a", 0).freed == 4
+    core.check_integrity()
+
+
+def test_loads_take_their_time_while_others_decode() -> None:
+    core = engine()
+    core.add(Request("b", 4, 5))
+    core.apply(core.schedule(0), Result())
+    plan = loading(core)
+    assert plan.rows.tolist() == [0]
+    core.apply(plan, Result())
+    core.loaded("a", 12)
+    plan = core.schedule(0)
+    assert plan.counts.tolist() == [1, 2]
+
+
+def test_the_full_blocks_of_a_held_prompt_stay_until_released() -> None:
+    core = engine()
+    core.add(Request("p", 14, 1, HASHES[:3], hold=True))
+    plan = core.schedule(0)
+    expected = core.tables[0, :3].tolist()
+    (finished,) = core.apply(plan, Result()).finished
+    assert finished.held.tolist() == expected
+    assert core.free_blocks == 9
+    core.check_integrity()
+    core.clear_cache()
+    core.add(Request("other", 30, 6))
+    core.schedule(0)
+    assert set(core.tables[0, :8].tolist()).isdisjoint(expected)
+    assert core.release("p").freed == 3
+    assert core.release("p").freed == 0
+    core.check_integrity()
+
+
+def test_nothing_is_held_of_what_was_aborted() -> None:
+    core = engine()
+    core.add(Request("p", 14, 3, hold=True))
+    core.apply(core.schedule(0), Result())
+    (finished,) = core.abort("p").finished
+    assert finished.held.size == 0
+    assert core.free_blocks == 12
+
+
+def test_a_full_hit_copies_the_last_block_and_computes_one_token() -> None:
+    core = engine()
+    core.add(Request("before", 16, 1, HASHES))
+    core.apply(core.schedule(0), Result())
+    core.add(Request("a", 16, 4, HASHES))
+    plan = core.schedule(0)
+    core.check_integrity()
+    assert (plan.starts.tolist(), plan.counts.tolist()) == ([15], [1])
+    assert plan.copies.tolist() == [[3, core.tables[plan.rows[0], 3]]]
+    assert core.tables[plan.rows[0], 3] != 3
+    core.apply(plan, Result())
+    core.check_integrity()
+
+
+def test_a_full_hit_computes_a_block_where_a_copy_does_not_fit() -> None:
+    core = engine(blocks=4)
+    core.add(Request("before", 16, 1, HASHES))
+    core.apply(core.schedule(0), Result())
+    core.add(Request("a", 16, 1, HASHES))
+    plan = core.schedule(0)
+    assert (plan.starts.tolist(), plan.counts.tolist()) == ([12], [4])
+    assert not len(plan.copies)
+    core.apply(plan, Result())
+    assert core.free_blocks == 4
