@@ -13,7 +13,7 @@ from pigou.request import NEVER, BlockHashes, FinishReason, Ints, Nanos
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A request takes a row of the batch: for the first time, or again after a preemption.
+    """A request computes in a row of the batch: for the first time, or after a preemption.
 
     Attributes:
         request: its id.
@@ -30,7 +30,9 @@ class Started:
 class Load:
     """Blocks to be filled from outside (another worker, a lower tier) off the step's path.
 
-    The driver answers with `EngineCore.loaded`; the request computes nothing before that.
+    The driver answers each load that has blocks with `EngineCore.loaded`, once, when nothing
+    writes to them any more, also after its request was aborted: until then they stay in use.
+    The request computes nothing before that; it is `Started` by the first plan after it.
 
     Attributes:
         request: its id.
@@ -50,7 +52,7 @@ class Load:
 class Plan:
     """The same batch, computed for up to `repeat` steps.
 
-    Copies are made before the first step: first `swap_out`, then `copies`, then `swap_in`.
+    A plan that has entries is applied before the next is scheduled. Copies are made before the first step: first `swap_out`, then `copies`, then `swap_in`.
     Entry i computes `counts[i]` tokens of the sequence in row `rows[i]`, from position
     `starts[i]` on, against `kv_lens[i]` tokens already in the cache; its block ids are
     `EngineCore.tables[rows[i]]`. Where `samples[i]`, one token is sampled after each step. With
@@ -66,7 +68,7 @@ class Plan:
         samples: whether the entry yields a token, shape (n,).
         repeat: most steps to do.
         horizon: no step may begin at or after this time, in nanoseconds.
-        started: requests that took a row since the last plan.
+        started: requests that compute from this plan on, in a row of their own.
         preempted: ids of requests that lost their row since the last plan.
         swap_out: device block to host block, shape (m, 2).
         copies: device block to device block (copy-on-write), shape (m, 2).
@@ -122,7 +124,8 @@ class Result:
         steps: steps done, 1 to `plan.repeat`.
         finished: sequences that ended early.
         sealed: per row, hashes of the blocks beyond those the core knows that became full,
-            shape (blocks, 2). A row left out, or fewer hashes, leaves those blocks unshared.
+            shape (blocks, 2). The core knows `Request.hashes` and what was sealed before, also
+            after a preemption. A row left out, or fewer hashes, leaves those blocks unshared.
         durations: of each step, in nanoseconds, shape (steps,); empty where nobody timed them.
     """
 
