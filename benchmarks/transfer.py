@@ -32,6 +32,8 @@ from pigou.worker.transfer import HostStore, Outcome, Receiver, Sender, SharedMe
 SIZES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)
 GOAL_SIZE, GOAL = 16 << 20, 0.5
 BACKENDS = ("shm", "tcp")
+#: Seconds after which a thread must let others go on, as in a worker's process.
+SWITCH_INTERVAL = 0.0005
 #: Transfers in which every page is touched and every cache filled; not counted.
 WARM_UP = 3
 
@@ -171,6 +173,7 @@ def main() -> int:
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--blocks", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     if args.serve:
         serve(args.serve, args.blocks)
         return 0

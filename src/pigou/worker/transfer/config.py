@@ -7,6 +7,7 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.request import SECOND
 
+_POSITIVE = ("lease", "timeout", "threads", "copy_threads", "max_pending", "max_connections")
 #: Backends by name, the preferred one first.
 BACKENDS = ("shm", "tcp")
 
@@ -23,6 +24,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         max_hold: longest time that blocks are kept, whatever a receiver does.
         timeout: longest silence of a peer during a pull or a handshake.
         threads: pulls that a Receiver runs at once.
+        copy_threads: threads that copy one large pull from shared memory.
         max_pending: pulls that may wait for a thread; one more is refused.
         max_connections: receivers that a Sender serves at once; one more is turned away.
     """
@@ -35,12 +37,13 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_hold: int = 300 * SECOND
     timeout: int = 5 * SECOND
     threads: int = 2
+    copy_threads: int = 2
     max_pending: int = 1024
     max_connections: int = 128
 
     def __post_init__(self) -> None:
         """Refuse values that no transfer could work with."""
-        for name in ("lease", "timeout", "threads", "max_pending", "max_connections"):
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_hold < self.lease:

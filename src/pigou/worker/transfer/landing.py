@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ CHUNK_BYTES = 512 << 10
 
 
 class Landing:
-    """Destination blocks of one pull, filled from the first to the last.
+    """Destination blocks of one pull; several threads may fill different parts at once.
 
     Blocks are digested as they arrive, while they are in the cache, and verified as soon as the
     sender's checksums are known, which may be before or after.
@@ -38,40 +39,30 @@ class Landing:
         self._dest = dest
         self._cancelled = cancelled
         self._rows = store.as_bytes()
-        self._stage = np.empty((0, self.block_bytes), dtype=np.uint8)
-        self._targets: list[Bytes] = []
-        self._digests: list[int] = []
+        self._lock = threading.Lock()
+        self._digests: list[int | None] = [None] * len(dest)
         self._wanted: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self._dest)
 
-    @property
-    def left(self) -> int:
-        """Blocks that are still to come."""
-        return len(self._dest) - len(self._digests)
+    def chunks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int]]:
+        """Cut blocks `first` to `last` (default all) into (first, count) of a size good to move."""
+        last = len(self) if last is None else last
+        step = max(1, CHUNK_BYTES // self.block_bytes)
+        return ((i, min(step, last - i)) for i in range(first, last, step))
 
-    @property
-    def chunk(self) -> int:
-        """Blocks that are best moved at once; 0 when none are left."""
-        return min(self.left, max(1, CHUNK_BYTES // self.block_bytes))
-
-    def targets(self, count: int) -> list[Bytes]:
-        """Where the next `count` blocks belong: consecutive runs, each of shape (n, block_bytes).
+    def targets(self, first: int, count: int) -> list[Bytes]:
+        """Where blocks `first` to `first + count` belong: runs in order, each (n, block_bytes).
 
         What is written there counts only after `accept`.
         """
         if self._rows is None:
-            if len(self._stage) < count:
-                self._stage = np.empty((count, self.block_bytes), dtype=np.uint8)
-            self._targets = [self._stage[:count]]
-        else:
-            first = len(self._digests)
-            self._targets = runs_of(self._rows, self._dest[first : first + count])
-        return self._targets
+            return [np.empty((count, self.block_bytes), dtype=np.uint8)]
+        return runs_of(self._rows, self._dest[first : first + count])
 
-    def accept(self, count: int) -> None:
-        """Take the next `count` blocks, now that they are written to `targets(count)`.
+    def accept(self, first: int, targets: list[Bytes]) -> None:
+        """Take the blocks from `first` on, now that they are written to `targets(first, ...)`.
 
         Raises:
             TransferError: CORRUPT at the first block that is not what was offered (those before
@@ -79,12 +70,12 @@ class Landing:
         """
         if self._cancelled():
             raise TransferError(Reason.CANCELLED, "nobody waits for these blocks any more")
-        first = len(self._digests)
-        digests = [xxh3_64_intdigest(row) for run in self._targets for row in run]
+        digests = [xxh3_64_intdigest(row) for run in targets for row in run]
         if self._rows is None:
-            self._write(first, count)
-        self._digests += digests
-        self._verify()
+            self._write(first, targets[0])
+        with self._lock:
+            self._digests[first : first + len(digests)] = digests
+            self._verify()
 
     def verify(self, checksums: Checksums) -> None:
         """Learn what the blocks should be, shape (len(self),): those there, and those to come.
@@ -92,20 +83,21 @@ class Landing:
         Raises:
             TransferError: CORRUPT at the first that is not what was offered.
         """
-        self._wanted = checksums.tolist()
-        self._verify()
+        with self._lock:
+            self._wanted = checksums.tolist()
+            self._verify()
 
     def _verify(self) -> None:
         if self._wanted is None:
             return
-        while self.good < len(self._digests):
+        while self.good < len(self) and self._digests[self.good] is not None:
             if self._digests[self.good] != self._wanted[self.good]:
                 raise TransferError(Reason.CORRUPT, f"block {self.good} is not what was offered")
             self.good += 1
 
-    def _write(self, first: int, count: int) -> None:
+    def _write(self, first: int, data: Bytes) -> None:
         try:
-            self._store.write(self._dest[first : first + count], self._stage[:count])
+            self._store.write(self._dest[first : first + len(data)], data)
         except Exception as error:
             raise TransferError(Reason.STORE, f"cannot write blocks: {error!r}") from error
 

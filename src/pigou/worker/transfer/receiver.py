@@ -61,9 +61,8 @@ class Receiver:
         self._config = config or TransferConfig()
         self._store = store
         self._tally = Tally()
-        kinds: dict[str, type[Import]] = {"shm": ShmImport, "tcp": TcpImport}
-        imports = [kinds[name]() for name in self._config.backends]
-        self._puller = Puller(store, imports, self._config)
+        self._imports = [self._import(name) for name in self._config.backends]
+        self._puller = Puller(store, self._imports, self._config)
         self._wake = threading.Condition()
         self._waiting: deque[Pull] = deque()
         self._closed = False
@@ -129,8 +128,13 @@ class Receiver:
         self._puller.close()
         for thread in self._threads:
             thread.join()
+        for backend in self._imports:
+            backend.close()
         for pull in left:
             self._finish(pull, Outcome("", 0, 0, Reason.CLOSED, "the receiver was closed"))
+
+    def _import(self, name: str) -> Import:
+        return ShmImport(self._config.copy_threads) if name == "shm" else TcpImport()
 
     def _check(self, first: int, dest: Ints) -> None:
         rows = self._store.as_bytes()

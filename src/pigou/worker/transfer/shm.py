@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -16,6 +18,9 @@ from pigou.worker.transfer.replies import expect_checksums
 from pigou.worker.transfer.store import BlockStore, Bytes
 from pigou.worker.transfer.ticket import Ticket
 from pigou.worker.transfer.transport import BackendUnavailable
+
+#: A pull of so many bytes is worth waking a second thread.
+PARALLEL_BYTES = 2 << 20
 
 
 class ShmExport:
@@ -55,10 +60,13 @@ class ShmImport:
     name = "shm"
     needs_confirmation = True
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
+        """Copy with up to `threads` threads a pull, that of the caller included."""
         self._lock = threading.Lock()
         self._mapped: dict[tuple[str, str], MappedMemory] = {}
         self._host = host_id()
+        self._helpers = threads - 1
+        self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="kv-copy")
 
     def reaches(self, ticket: Ticket) -> bool:
         """Whether the sender is on this machine and shares the file system in memory."""
@@ -73,13 +81,16 @@ class ShmImport:
     ) -> None:
         """Copy chunk by chunk; the sender may compute its checksums at the same time."""
         rows, ids = self._source(grant, landing)
-        done = 0
-        while count := landing.chunk:
-            sources = runs_of(rows, ids[done : done + count])
-            _copy(sources, landing.targets(count))
-            landing.accept(count)
-            done += count
-            renew()
+        lanes = self._helpers if len(landing) * landing.block_bytes >= PARALLEL_BYTES else 0
+        chunks = deque(landing.chunks())  # its methods are atomic: the lanes share it
+        helpers = [self._pool.submit(_lane, rows, ids, landing, chunks) for _ in range(lanes)]
+        try:
+            _lane(rows, ids, landing, chunks, renew)
+        finally:
+            chunks.clear()
+            wait(helpers)
+        for helper in helpers:
+            helper.result()
         landing.verify(expect_checksums(link, len(landing)))
 
     def sweep(self) -> None:
@@ -89,12 +100,18 @@ class ShmImport:
             for key in gone:
                 del self._mapped[key]
 
+    def close(self) -> None:
+        """End the helpers, and unmap."""
+        self._pool.shutdown()
+        with self._lock:
+            self._mapped.clear()
+
     def _source(self, grant: Grant, landing: Landing) -> tuple[Bytes, Ints]:
         name, key = grant.details.get("name"), grant.details.get("key")
         offset, raw = grant.details.get("offset"), grant.details.get("blocks")
         if not (isinstance(name, bytes) and isinstance(key, bytes) and isinstance(offset, int)):
             raise TransferError(Reason.PROTOCOL, "the grant names no shared memory")
-        if not isinstance(raw, bytes) or len(raw) != 4 * landing.left:
+        if not isinstance(raw, bytes) or len(raw) != 4 * len(landing):
             raise TransferError(Reason.PROTOCOL, "the grant does not list the blocks")
         try:
             rows = self._map(name.decode(), key.decode()).blocks(offset, landing.block_bytes)
@@ -110,6 +127,25 @@ class ShmImport:
             if (name, key) not in self._mapped:
                 self._mapped[name, key] = MappedMemory(name, key)
             return self._mapped[name, key]
+
+
+def _lane(
+    rows: Bytes,
+    ids: Ints,
+    landing: Landing,
+    chunks: deque[tuple[int, int]],
+    renew: Callable[[], None] = lambda: None,
+) -> None:
+    """Move chunks until none is left."""
+    while chunks:
+        try:
+            first, count = chunks.popleft()
+        except IndexError:
+            return  # another lane took the last
+        targets = landing.targets(first, count)
+        _copy(runs_of(rows, ids[first : first + count]), targets)
+        landing.accept(first, targets)
+        renew()
 
 
 def _copy(sources: list[Bytes], targets: list[Bytes]) -> None:

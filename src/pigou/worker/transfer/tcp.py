@@ -59,21 +59,22 @@ class TcpImport:
     ) -> None:
         """Receive until every block is there."""
         landing.verify(expect_checksums(link, len(landing)))
-        while landing.left:
-            blocks = expect(link, Data).blocks
-            if not 0 < blocks <= landing.left:
-                raise TransferError(Reason.PROTOCOL, f"{blocks} blocks; {landing.left} are left")
-            self._message(link, blocks, landing)
+        arrived = 0
+        while arrived < len(landing):
+            count = expect(link, Data).blocks
+            if not 0 < count <= len(landing) - arrived:
+                raise TransferError(Reason.PROTOCOL, f"{count} blocks after {arrived}")
+            for first, size in landing.chunks(arrived, arrived + count):
+                targets = landing.targets(first, size)
+                link.receive_into([_flat(run) for run in targets])
+                landing.accept(first, targets)
+            arrived += count
 
     def sweep(self) -> None:
         """Nothing is kept between pulls."""
 
-    def _message(self, link: Link, blocks: int, landing: Landing) -> None:
-        while blocks:
-            count = min(blocks, landing.chunk)
-            link.receive_into([_flat(run) for run in landing.targets(count)])
-            landing.accept(count)
-            blocks -= count
+    def close(self) -> None:
+        """Nothing is kept between pulls."""
 
 
 def _flat(run: Bytes) -> memoryview:

@@ -78,3 +78,7 @@ class Import(Protocol):
     def sweep(self) -> None:
         """Let go of what belongs to senders that are gone; called now and then."""
         ...
+
+    def close(self) -> None:
+        """Let go of everything; no pull runs any more."""
+        ...
