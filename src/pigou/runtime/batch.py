@@ -38,10 +38,9 @@ class Batch:
 
     Attributes:
         tokens: ids, shape (tokens,), int32, on the device.
-        positions: rotary positions, shape (tokens,).
-        slots: index of each token's cache entry within its sequence, shape (tokens,); it attends
-            to the entries up to and with its own.
-        rows: row of each token, shape (tokens,).
+        places: three rows, shape (3, tokens): rotary positions; slots, the index of each token's
+            cache entry within its sequence, up to and with which it attends; and rows of the
+            batch.
         singles: entries of a single token; theirs are the first tokens.
         chunks: the others.
         last: last token of each plan entry, shape (entries,).
@@ -49,9 +48,7 @@ class Batch:
     """
 
     tokens: Tensor
-    positions: Ints
-    slots: Ints
-    rows: Ints
+    places: Ints
     singles: int
     chunks: list[Chunk]
     last: NDArray[np.int64]
@@ -62,6 +59,24 @@ class Batch:
         """Tokens of the step."""
         return len(self.rows)
 
+    @property
+    def positions(self) -> Ints:
+        """Rotary position of each token, shape (tokens,)."""
+        row: Ints = self.places[0]
+        return row
+
+    @property
+    def slots(self) -> Ints:
+        """Index of each token's cache entry within its sequence, shape (tokens,)."""
+        row: Ints = self.places[1]
+        return row
+
+    @property
+    def rows(self) -> Ints:
+        """Row of the batch of each token, shape (tokens,)."""
+        row: Ints = self.places[2]
+        return row
+
     def advance(self, tokens: Tensor) -> None:
         """Make this the next step of a repeated plan: every entry has one token, sampled just now.
 
@@ -69,8 +84,7 @@ class Batch:
             tokens: sampled, shape (entries,), in the plan's order.
         """
         self.tokens = tokens
-        self.positions += 1
-        self.slots += 1
+        self.places[:2] += 1
 
 
 def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> Batch:
@@ -91,14 +105,15 @@ def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> Batch:
     firsts = ends - sizes
     singles = int((counts == 1).sum())
     within = np.arange(int(ends[-1]), dtype=np.int32) - np.repeat(firsts, sizes)
+    places = np.stack((plan.starts[order], plan.kv_lens[order], plan.rows[order]))
+    places = np.repeat(places, sizes, axis=1)
+    places[:2] += within
     last = np.empty(len(order), dtype=np.int64)
     last[order] = ends - 1
     ids = np.concatenate([tokens[entry] for entry in order])
     return Batch(
         tokens=torch.from_numpy(ids).to(device),
-        positions=np.repeat(plan.starts[order], sizes) + within,
-        slots=np.repeat(plan.kv_lens[order], sizes) + within,
-        rows=np.repeat(plan.rows[order], sizes),
+        places=places,
         singles=singles,
         chunks=[
             Chunk(

@@ -161,7 +161,7 @@ class TorchExecutor:
     ) -> tuple[int, list[int], list[int]]:
         batch = self._lay_out(plan, sequences)
         sampling = [sequences[entry] for entry in batch.entries.tolist()]
-        sampler = Sampler(sampling, self._device)
+        sampler = Sampler(sampling, self.model.ops, self._device)
         asked = [s for s in sequences if s.prompt_logprobs]
         wanted = torch.from_numpy(batch.last[batch.entries]).to(self._device)
         durations: list[int] = []

@@ -13,11 +13,12 @@ from pigou.request import Ints
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.cache import DTYPES, KVCache, make_layout
 from pigou.runtime.config import ModelConfig, read_config
+from pigou.runtime.cpu_attention import CPUAttention
 from pigou.runtime.errors import ModelError
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.grammar import read_grammars
 from pigou.runtime.models.decoder import Decoder, load_decoder
-from pigou.runtime.ops import TorchOps
+from pigou.runtime.ops import KernelOps, TorchOps
 from pigou.runtime.weights import Weights, digest_model, find_model
 
 
@@ -79,11 +80,12 @@ class LoadedModel:
                 f"max_model_len is {max_model_len}, but {self.name} has a context of "
                 f"{self.config.context} tokens; lower max_model_len"
             )
+        kind = CPUAttention if CPUAttention.supports(self.config, cache) else PagedAttention
         return TorchExecutor(
             model=self.decoder,
             cache=cache,
             tables=tables,
-            attention=PagedAttention(self.config, cache, tables, max_model_len),
+            attention=kind(self.config, cache, tables, max_model_len),
             grammars=partial(read_grammars, self.folder, self.config.vocab, self.config.eos),
             ends=self.config.eos,
         )
@@ -105,7 +107,7 @@ def load(model: str | Path, dtype: str = "auto", device: str = "cpu") -> LoadedM
     chosen = _dtype(dtype, config)
     place = _device(device)
     with torch.inference_mode(), Weights(folder, chosen, place) as weights:
-        decoder = load_decoder(config, weights, TorchOps())
+        decoder = load_decoder(config, weights, KernelOps() if place.type == "cpu" else TorchOps())
     return LoadedModel(
         name=str(model),
         folder=folder,

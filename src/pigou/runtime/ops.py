@@ -8,35 +8,63 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pigou.runtime import kernels
+from pigou.runtime.stored import stored
+
 
 class Ops(Protocol):
     """What a decoder layer needs beside products and attention."""
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the RMS norm of x, shape (rows, width), times `weight`, shape (width,)."""
-        ...
-
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to the residual, in place, and return the RMS norm of the sum."""
+        """Add x to the residual, in place, and return the RMS norm of the sum times `weight`.
+
+        `x` and `residual` have shape (rows, width), `weight` (width,).
+        """
         ...
 
     def gate(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up for rows that hold gate and up, shape (rows, 2 * width)."""
         ...
 
+    def argmax(self, x: Tensor) -> Tensor:
+        """Return the index of the first largest number of each row, shape (rows,), int64."""
+        ...
+
 
 class TorchOps:
     """The operations by torch, on any device."""
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the RMS norm of x times `weight`."""
-        return F.rms_norm(x, weight.shape, weight, eps)
-
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to the residual, in place, and return the RMS norm of the sum."""
+        """Add x to the residual, in place, and return the RMS norm of the sum times `weight`."""
         return F.rms_norm(residual.add_(x), weight.shape, weight, eps)
 
     def gate(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up."""
         gate, up = torch.chunk(x, 2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """Return the index of the first largest number of each row."""
+        return x.argmax(-1)
+
+
+class KernelOps:
+    """The operations by compiled kernels, on the CPU."""
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to the residual, in place, and return the RMS norm of the sum times `weight`."""
+        out = torch.empty_like(x)
+        kernels.add_norm(stored(x), stored(residual), stored(weight), eps, stored(out))
+        return out
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Return silu(gate) * up."""
+        out = x.new_empty((x.shape[0], x.shape[1] // 2))
+        kernels.gate(stored(x), stored(out))
+        return out
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """Return the index of the first largest number of each row."""
+        out = torch.empty(x.shape[0], dtype=torch.int64)
+        kernels.argmax(stored(x), out.numpy())
+        return out

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pigou.runtime.draw import choose, uniform
 from pigou.runtime.logprobs import report
+from pigou.runtime.ops import Ops
 from pigou.runtime.outputs import TokenLogprobs
 from pigou.runtime.penalties import adjust, adjusts
 from pigou.runtime.sequence import Sequence
@@ -23,9 +24,10 @@ class Sampler:
     A row's token depends on its own logits, parameters, tokens and position, and on no other row.
     """
 
-    def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
+    def __init__(self, sequences: list[Sequence], ops: Ops, device: torch.device) -> None:
         """Prepare for these sequences, in the order of the logits' rows."""
         self._sequences = sequences
+        self._ops = ops
         params = [sequence.params for sequence in sequences]
         self._adjusted = [i for i, p in enumerate(params) if adjusts(p)]
         self._reported = [i for i, p in enumerate(params) if p.logprobs is not None]
@@ -38,18 +40,20 @@ class Sampler:
         """Choose a token for each row.
 
         Args:
-            logits: shape (n, vocab), float32; may be overwritten.
+            logits: shape (n, vocab); may be overwritten.
 
         Returns:
             Tokens, shape (n,), int64, and reports by row for the sequences that ask for them.
         """
         raw = logits[self._reported] if self._reported else None
+        if self._adjusted:
+            logits = logits.float()
         for row in self._adjusted:
             adjust(logits[row], self._sequences[row])
         if len(self._random) == len(self._sequences):
             tokens = self._draw(logits)
         else:
-            tokens = logits.argmax(-1)
+            tokens = self._ops.argmax(logits)
             if self._random:
                 tokens[self._rows] = self._draw(logits[self._rows])
         return tokens, {} if raw is None else self._report(raw, tokens)
@@ -71,7 +75,7 @@ class Sampler:
 
     def _draw(self, logits: Tensor) -> Tensor:
         """Draw from the rows that are not greedy; `logits` has these rows alone."""
-        logits = logits * self._scale
+        logits = logits.float() * self._scale
         min_p, top_k, top_p = self._cuts
         if min_p:
             cut_min_p(logits, self._min_p)

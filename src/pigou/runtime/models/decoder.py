@@ -47,8 +47,8 @@ class Decoder:
         Returns:
             Normed hidden states, shape (n, hidden).
         """
-        residual = F.embedding(tokens, self.embedding)
-        x = torch.zeros_like(residual)
+        x = F.embedding(tokens, self.embedding)
+        residual = torch.zeros_like(x)
         for layer in self.layers:
             x = layer(x, residual, attention, self.ops)
         if wanted is not None:
@@ -56,8 +56,8 @@ class Decoder:
         return self.ops.add_norm(x, residual, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits, shape (n, vocab), float32, for hidden states of shape (n, hidden)."""
-        return self.head(hidden).float()
+        """Return logits, shape (n, vocab), for hidden states of shape (n, hidden)."""
+        return self.head(hidden)
 
 
 def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:

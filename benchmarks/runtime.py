@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Tokens per second of the runtime alone, beside the time of its matrix products alone.
+
+    runtime.py MODEL [--dtype bf16] [--threads 2] [--batch 1 8 32] [--prompt 128] [--output 64]
+
+For each batch it prints the prefill's and the decode's tokens per second, and the share of a
+decode step that goes into the products of the linear layers, which no runtime can avoid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pigou.runtime.threads import prepare_environment
+
+if TYPE_CHECKING:
+    from pigou.runtime.engine import LocalEngine
+    from pigou.runtime.load import LoadedModel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=8, help="most steps of a plan")
+    parser.add_argument("--rounds", type=int, default=3, help="the best counts")
+    options = parser.parse_args()
+    prepare_environment(options.threads)
+    from pigou.config import EngineConfig
+    from pigou.runtime.engine import LocalEngine
+    from pigou.runtime.load import load
+    from pigou.runtime.threads import set_threads
+
+    set_threads(options.threads)
+    model = load(options.model, options.dtype, options.device)
+    length = options.prompt + options.output
+    config = EngineConfig(
+        blocks=(length // 16 + 2) * max(options.batch),
+        max_seqs=max(options.batch),
+        max_batched_tokens=max(2048, options.prompt),
+        max_model_len=length,
+        max_repeat=options.repeat,
+        prefix_caching=False,
+    )
+    engine = LocalEngine(model, config)
+    print(f"{'batch':>5} {'prefill tok/s':>14} {'decode tok/s':>13} {'step ms':>8} {'products':>9}")
+    for batch in options.batch:
+        rounds = [measure(engine, model, batch, options) for _ in range(options.rounds)]
+        prefill, step = (min(column) for column in zip(*rounds, strict=True))
+        share = products(model, batch, options.rounds) / step
+        print(
+            f"{batch:>5} {batch * options.prompt / prefill:>14,.0f} {batch / step:>13,.1f} "
+            f"{step * 1e3:>8.2f} {share:>9.0%}"
+        )
+
+
+def measure(
+    engine: LocalEngine, model: LoadedModel, batch: int, options: argparse.Namespace
+) -> tuple[float, float]:
+    """Return seconds of a batch's prefill, and of one decode step of it."""
+    from pigou.sampling import SamplingParams
+
+    rng = np.random.default_rng(0)
+    params = SamplingParams(max_tokens=options.output, temperature=0.0, ignore_eos=True)
+    prompts = rng.integers(0, model.config.vocab, size=(batch, options.prompt))
+    outputs = [engine.add(prompt, params) for prompt in prompts]
+    began = time.perf_counter()
+    while not all(output.tokens for output in outputs):
+        engine.step()
+    middle = time.perf_counter()
+    done = sum(len(output.tokens) for output in outputs)
+    while any(output.reason is None for output in outputs):
+        engine.step()
+    steps = (sum(len(output.tokens) for output in outputs) - done) / batch
+    return middle - began, (time.perf_counter() - middle) / steps
+
+
+def products(model: LoadedModel, batch: int, rounds: int) -> float:
+    """Return seconds that the linear layers of one decode step take by themselves."""
+    import torch
+
+    decoder = model.decoder
+    linears = [
+        (linear, width)
+        for layer in decoder.layers
+        for linear, width in (
+            (layer.qkv, model.config.hidden),
+            (layer.output, model.config.heads * model.config.head_dim),
+            (layer.gate_up, model.config.hidden),
+            (layer.down, model.config.ffn),
+        )
+    ]
+    linears.append((decoder.head, model.config.hidden))
+    inputs = {
+        width: torch.randn(batch, width, dtype=model.dtype, device=model.device)
+        for _, width in linears
+    }
+    best = float("inf")
+    with torch.inference_mode():
+        for _ in range(5 * rounds):
+            began = time.perf_counter()
+            for linear, width in linears:
+                linear(inputs[width])
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - began)
+    return best
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Compiled kernels for the CPU: what lies between the products of a step.
+
+Arrays hold float32, or bfloat16 as uint16; sums are in float32. `kv` is one layer of the cache,
+shape (blocks, 2, kv_heads, head_dim * block_size): a head's keys dimension by dimension, so
+that the scores of a block come out side by side, its values token by token.
+
+Kernels that call one another live in this file, since numba's cache watches no other; after a
+change in simd.py the cached ones must be removed.
+"""
+
+# ruff: noqa: PLR0917  (compiled code gets its arrays one by one, by position)
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+import pigou.kv.compiled  # noqa: F401  (chooses where numba keeps what it compiled)
+from pigou.request import Ints
+from pigou.runtime.simd import LANES, float_of, narrow, product, widen
+
+Stored = NDArray[Any]
+Floats = NDArray[np.float32]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def fast(function: Function) -> Function:
+    """Compile; sums may be reordered and fused, but infinities and NaN keep their meaning."""
+    math = {"reassoc", "contract", "arcp", "nsz"}
+    compiler = njit(cache=True, nogil=True, fastmath=math, error_model="numpy")
+    return cast(Function, compiler(function))
+
+
+@fast
+def exponential(x: Any) -> Any:
+    """Return e^x of a float32 clipped to [-87, 87] (Cephes expf; error about 1e-7 of it)."""
+    x = min(max(x, np.float32(-87.0)), np.float32(87.0))
+    power = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
+    rest = x - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
+    y = np.float32(1.9875691500e-4)
+    y = y * rest + np.float32(1.3981999507e-3)
+    y = y * rest + np.float32(8.3334519073e-3)
+    y = y * rest + np.float32(4.1665795894e-2)
+    y = y * rest + np.float32(1.6666665459e-1)
+    y = y * rest + np.float32(5.0000001201e-1)
+    y = y * rest * rest + rest + np.float32(1.0)
+    return y * float_of(np.uint32(np.int32(power) + np.int32(127)) << np.uint32(23))
+
+
+@fast
+def add_norm(x: Stored, residual: Stored, weight: Stored, eps: float, out: Stored) -> None:
+    """Add x to the residual in place, and put the RMS norm of the sum, times weight, in out."""
+    rows, width = x.shape
+    sums = np.empty(width, np.float32)
+    for i in range(rows):
+        square = np.float32(0.0)
+        for d in range(width):
+            stored = narrow(widen(x[i, d]) + widen(residual[i, d]), residual)
+            residual[i, d] = stored
+            sums[d] = widen(stored)
+            square += sums[d] * sums[d]
+        scale = np.float32(1.0) / np.sqrt(square / np.float32(width) + np.float32(eps))
+        for d in range(width):
+            out[i, d] = narrow(sums[d] * scale * widen(weight[d]), out)
+
+
+@fast
+def gate(x: Stored, out: Stored) -> None:
+    """Put silu(gate) * up in out, shape (rows, width), for rows of x that hold gate, then up."""
+    rows, width = out.shape
+    for i in range(rows):
+        for d in range(width):
+            value = widen(x[i, d])
+            silu = value / (np.float32(1.0) + exponential(-value))
+            out[i, d] = narrow(silu * widen(x[i, width + d]), out)
+
+
+@fast
+def argmax(x: Stored, out: NDArray[np.int64]) -> None:
+    """Put the index of the first largest number of each row of x in out."""
+    rows, width = x.shape
+    for i in range(rows):
+        highest = widen(x[i, 0])
+        for d in range(width):
+            highest = max(highest, widen(x[i, d]))
+        out[i] = 0
+        for d in range(width):
+            if widen(x[i, d]) == highest:
+                out[i] = d
+                break
+
+
+@fast
+def rotate(head: Stored, norm: Stored, eps: float, turn: Floats, scale: float, out: Floats) -> None:
+    """Norm a head, when `norm` is not empty, rotate it, and put it times `scale` in out.
+
+    `turn` has the cosines, then the sines, of its position.
+    """
+    width = len(out)
+    half = width // 2
+    factor = np.float32(1.0)
+    if len(norm):
+        square = np.float32(0.0)
+        for d in range(width):
+            square += widen(head[d]) * widen(head[d])
+        factor = np.float32(1.0) / np.sqrt(square / np.float32(width) + np.float32(eps))
+    factor = factor * np.float32(scale)
+    for d in range(half):
+        first, second = widen(head[d]) * factor, widen(head[half + d]) * factor
+        if len(norm):
+            first, second = first * widen(norm[d]), second * widen(norm[half + d])
+        out[d] = first * turn[d] - second * turn[half + d]
+        out[half + d] = second * turn[d] + first * turn[half + d]
+
+
+@fast
+def softmax(scores: Floats, entries: int) -> None:
+    """Make the first `entries` of a row of scores into probabilities."""
+    highest = np.float32(-np.inf)
+    for t in range(entries):
+        highest = max(highest, scores[t])
+    total = np.float32(0.0)
+    for t in range(entries):
+        weight = exponential(scores[t] - highest)
+        scores[t] = weight
+        total += weight
+    scale = np.float32(1.0) / total
+    for t in range(entries):
+        scores[t] *= scale
+
+
+@fast
+def multiply(
+    a: int, a_stride: int, b: int, b_stride: int, c: int, c_stride: int, depth: int, kv: Stored,
+    rows: int,
+) -> None:  # fmt: skip
+    """Call `product` with the number of rows as a literal."""
+    if rows == 1:
+        product(a, a_stride, b, b_stride, c, c_stride, depth, kv, 1)
+    elif rows == 2:
+        product(a, a_stride, b, b_stride, c, c_stride, depth, kv, 2)
+    elif rows == 4:
+        product(a, a_stride, b, b_stride, c, c_stride, depth, kv, 4)
+    else:
+        product(a, a_stride, b, b_stride, c, c_stride, depth, kv, 8)
+
+
+@fast
+def attend(
+    query: Floats, kv: Stored, table: Ints, head: int, entries: int, size: int, out: Floats
+) -> None:
+    """Attend with some queries of one KV head to the first entries of a sequence.
+
+    Args:
+        query: already scaled, shape (rows, head_dim); rows is 1, 2, 4, or a multiple of 8.
+        kv: a layer of the cache.
+        table: block ids of the sequence.
+        head: the KV head.
+        entries: that the queries see, at least 1.
+        size: tokens in a block.
+        out: shape of `query`.
+    """
+    rows, width = query.shape
+    blocks = (entries + size - 1) // size
+    stride = blocks * size
+    scores = np.zeros((rows, stride), np.float32)
+    out[:] = np.float32(0.0)
+    item = kv.itemsize
+    base = kv.ctypes.data + head * kv.strides[2]
+    step = min(rows, 8)
+    for block in range(blocks):
+        keys = base + table[block] * kv.strides[0]
+        for first in range(0, rows, step):
+            for t in range(0, size, LANES):
+                multiply(
+                    query.ctypes.data + first * width * 4, width, keys + t * item, size,
+                    scores.ctypes.data + (first * stride + block * size + t) * 4, stride,
+                    width, kv, step,
+                )  # fmt: skip
+    for row in range(rows):
+        softmax(scores[row], entries)
+    for block in range(blocks):
+        values = base + table[block] * kv.strides[0] + kv.strides[1]
+        depth = min(size, entries - block * size)
+        for first in range(0, rows, step):
+            for d in range(0, width, LANES):
+                multiply(
+                    scores.ctypes.data + (first * stride + block * size) * 4, stride,
+                    values + d * item, width, out.ctypes.data + (first * width + d) * 4, width,
+                    depth, kv, step,
+                )  # fmt: skip
+
+
+@fast
+def store(
+    key: Floats, value: Stored, kv: Stored, table: Ints, head: int, slot: int, size: int
+) -> None:
+    """Store a rotated key and a value in the sequence's entry `slot`."""
+    block, offset = table[slot // size], slot % size
+    keys, values = kv[block, 0, head], kv[block, 1, head]
+    for d in range(len(key)):
+        keys[d * size + offset] = narrow(key[d], kv)
+        values[offset * len(key) + d] = value[d]
+
+
+@fast
+def decode(
+    tokens: int, qkv: Stored, norms: Stored, eps: float, turns: Floats, places: Ints,
+    tables: Ints, kv: Stored, size: int, rows: int, out: Stored,
+) -> None:  # fmt: skip
+    """Norm, rotate, store and attend for the first tokens, each of a sequence of its own.
+
+    Args:
+        tokens: how many.
+        qkv: queries, keys and values, shape (at least tokens, heads + 2 kv_heads, head_dim).
+        norms: weights of the query heads' norm and of the key heads', shape (2, head_dim), or
+            (2, 0) for none.
+        eps: of these norms.
+        turns: cosines and sines by position, shape (positions, head_dim).
+        places: position, slot and row of the batch of each token, shape (3, at least tokens).
+        tables: block ids by row of the batch.
+        kv: a layer of the cache.
+        size: tokens in a block.
+        rows: queries of a KV head, rounded up to 1, 2, 4 or a multiple of 8.
+        out: shape (at least tokens, heads, head_dim).
+    """
+    _, heads, width = out.shape
+    kv_heads = kv.shape[2]
+    group = heads // kv_heads
+    scale = 1.0 / np.sqrt(width)
+    query = np.zeros((rows, width), np.float32)
+    result = np.empty((rows, width), np.float32)
+    key = np.empty(width, np.float32)
+    for token in range(tokens):
+        turn, slot, table = turns[places[0, token]], places[1, token], tables[places[2, token]]
+        for head in range(kv_heads):
+            rotate(qkv[token, heads + head], norms[1], eps, turn, 1.0, key)
+            store(key, qkv[token, heads + kv_heads + head], kv, table, head, slot, size)
+            for j in range(group):
+                rotate(qkv[token, head * group + j], norms[0], eps, turn, scale, query[j])
+            attend(query, kv, table, head, slot + 1, size, result)
+            for j in range(group):
+                for d in range(width):
+                    out[token, head * group + j, d] = narrow(result[j, d], out)
+
+
+@fast
+def place(
+    first: int, qkv: Stored, norms: Stored, eps: float, turns: Floats, places: Ints,
+    tables: Ints, kv: Stored, size: int,
+) -> None:  # fmt: skip
+    """Norm and rotate queries and keys in place, and store keys and values, from `first` on.
+
+    The other arguments are those of `decode`.
+    """
+    tokens, _, width = qkv.shape
+    kv_heads = kv.shape[2]
+    heads = qkv.shape[1] - 2 * kv_heads
+    turned = np.empty(width, np.float32)
+    for token in range(first, tokens):
+        turn, slot, table = turns[places[0, token]], places[1, token], tables[places[2, token]]
+        for head in range(heads + kv_heads):
+            rotate(qkv[token, head], norms[int(head >= heads)], eps, turn, 1.0, turned)
+            for d in range(width):
+                qkv[token, head, d] = narrow(turned[d], qkv)
+            if head >= heads:
+                store(turned, qkv[token, head + kv_heads], kv, table, head - heads, slot, size)

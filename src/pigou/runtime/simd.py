@@ -1,0 +1,186 @@
+"""What compiled kernels need beyond Python's arithmetic: bits, and a product held in registers."""
+
+from __future__ import annotations
+
+# ruff: noqa: ARG001, PLR0917  (numba finds an instruction's arguments by position)
+from collections.abc import Callable
+from typing import Any, cast
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+#: Numbers that one step of `product` handles side by side.
+LANES = 16
+
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
+_WORDS = ir.VectorType(ir.IntType(32), LANES)
+_WORD = ir.IntType(32)
+_INDEX = ir.IntType(64)
+
+
+def instruction(typing: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function for kernels out of one that returns its signature and its code."""
+    return cast(Callable[..., Any], intrinsic(prefer_literal=True)(typing))
+
+
+@instruction
+def float_of(_context: Any, _bits: Any) -> Any:
+    """Return the float32 that has these bits (uint32)."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@instruction
+def widen(_context: Any, stored: Any) -> Any:
+    """Return a stored number as float32: a bfloat16 is stored as uint16."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        if stored == types.float32:
+            return arguments[0]
+        word = builder.zext(arguments[0], _WORD)
+        return builder.bitcast(builder.shl(word, ir.Constant(_WORD, 16)), ir.FloatType())
+
+    return types.float32(stored), generate
+
+
+@instruction
+def narrow(_context: Any, _number: Any, like: Any) -> Any:
+    """Return a float32 as an array `like` stores it, rounded to nearest, ties to even."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        if like.dtype == types.float32:
+            return arguments[0]
+        word = builder.bitcast(arguments[0], _WORD)
+        odd = builder.and_(builder.lshr(word, ir.Constant(_WORD, 16)), ir.Constant(_WORD, 1))
+        rounded = builder.add(word, builder.add(odd, ir.Constant(_WORD, 0x7FFF)))
+        return builder.trunc(builder.lshr(rounded, ir.Constant(_WORD, 16)), ir.IntType(16))
+
+    return like.dtype(types.float32, like), generate
+
+
+@instruction
+def product(
+    _context: Any,
+    a: Any,
+    a_stride: Any,
+    b: Any,
+    b_stride: Any,
+    c: Any,
+    c_stride: Any,
+    depth: Any,
+    kind: Any,
+    rows: Any,
+) -> Any:
+    """Add A B to C, where C is `rows` by 16: C stays in registers while B is read once.
+
+    `a`, `b`, `c` are addresses, and the strides, between rows, count numbers. A, shape
+    (rows, depth), and C are float32; B, shape (depth, 16), is stored as in the array `kind`.
+    `rows` is a literal, 1, 2, 4 or 8. Few rows are summed in several parts, so that additions
+    need not wait for one another.
+    """
+    whole = types.intp
+    signature = types.void(whole, whole, whole, whole, whole, whole, whole, kind, rows)
+    wide = kind.dtype == types.float32
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        body = _Product(builder, arguments, rows.literal_value, wide)
+        body.write()
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+class _Product:
+    """Writes the instructions of `product`."""
+
+    def __init__(self, builder: Any, arguments: Any, rows: int, wide: bool) -> None:
+        self.builder = builder
+        self.a, self.a_stride, self.b, self.b_stride, self.c, self.c_stride, self.depth = arguments[
+            :7
+        ]
+        self.rows = rows
+        self.parts = max(1, 8 // rows)
+        self.wide = wide
+
+    def write(self) -> None:
+        builder = self.builder
+        targets = [
+            self._pointer(self.c, builder.mul(self.c_stride, _index(j)), 4, _VECTOR)
+            for j in range(self.rows)
+        ]
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        sums = [builder.load(target, align=4) for target in targets]
+        sums += [zero] * (self.rows * (self.parts - 1))
+        bulk = builder.mul(builder.sdiv(self.depth, _index(self.parts)), _index(self.parts))
+        sums = self._loop(_index(0), bulk, self.parts, sums)
+        if self.parts > 1:
+            sums = self._loop(bulk, self.depth, 1, sums)
+        for j, target in enumerate(targets):
+            total = sums[j]
+            for part in range(1, self.parts):
+                total = builder.fadd(total, sums[part * self.rows + j], flags=("contract",))
+            builder.store(total, target, align=4)
+
+    def _loop(self, start: Any, stop: Any, step: int, sums: list[Any]) -> list[Any]:
+        builder = self.builder
+        before = builder.block
+        loop = builder.append_basic_block("product.loop")
+        after = builder.append_basic_block("product.after")
+        builder.cbranch(builder.icmp_signed("<", start, stop), loop, after)
+        builder.position_at_end(loop)
+        index = builder.phi(_INDEX)
+        index.add_incoming(start, before)
+        held = [builder.phi(_VECTOR) for _ in sums]
+        for phi, value in zip(held, sums, strict=True):
+            phi.add_incoming(value, before)
+        new = list(held)
+        for part in range(step):
+            at = builder.add(index, _index(part))
+            self._accumulate(at, new, part * self.rows)
+        following = builder.add(index, _index(step))
+        index.add_incoming(following, loop)
+        for phi, value in zip(held, new, strict=True):
+            phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", following, stop), loop, after)
+        builder.position_at_end(after)
+        results = [builder.phi(_VECTOR) for _ in sums]
+        for phi, skipped, value in zip(results, sums, new, strict=True):
+            phi.add_incoming(skipped, before)
+            phi.add_incoming(value, loop)
+        return results
+
+    def _accumulate(self, at: Any, sums: list[Any], first: int) -> None:
+        builder = self.builder
+        line = self._line(at)
+        undefined = ir.Constant(_VECTOR, ir.Undefined)
+        for j in range(self.rows):
+            offset = builder.add(builder.mul(self.a_stride, _index(j)), at)
+            number = builder.load(self._pointer(self.a, offset, 4, ir.FloatType()), align=4)
+            lone = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
+            spread = builder.shuffle_vector(lone, undefined, ir.Constant(_WORDS, [0] * LANES))
+            term = builder.fmul(spread, line, flags=("contract",))
+            sums[first + j] = builder.fadd(term, sums[first + j], flags=("contract",))
+
+    def _line(self, at: Any) -> Any:
+        """Load 16 numbers of B's row `at`, widened."""
+        builder = self.builder
+        offset = builder.mul(self.b_stride, at)
+        if self.wide:
+            return builder.load(self._pointer(self.b, offset, 4, _VECTOR), align=4)
+        halves = builder.load(self._pointer(self.b, offset, 2, _HALVES), align=2)
+        words = builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * LANES))
+        return builder.bitcast(words, _VECTOR)
+
+    def _pointer(self, address: Any, offset: Any, size: int, kind: Any) -> Any:
+        builder = self.builder
+        place = builder.add(address, builder.mul(offset, _index(size)))
+        return builder.inttoptr(place, kind.as_pointer())
+
+
+def _index(value: int) -> Any:
+    return ir.Constant(_INDEX, value)
