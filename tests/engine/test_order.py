@@ -165,3 +165,18 @@ def test_figures_count_what_there_is() -> None:
     step(core)
     assert (core.prefix_queries, core.prefix_hits, core.preemptions) == (10, 4, 0)
     assert (core.usage, core.cached_blocks) == (0.0, 2)
+
+
+def test_a_head_that_did_not_fit_is_tried_again_when_a_row_becomes_free() -> None:
+    """A prompt that is held frees no block, but the block that was left for its row."""
+    core = engine(blocks=4, max_batched_tokens=3)
+    core.add(Request("held", 4, 1, hold=True))
+    core.add(Request("head", 4, 1))
+    assert started(core, 3) == ["held", "head"]
+    assert core.held == 1
+    core = engine(blocks=4)
+    core.add(Request("loading", 4, 1, remote=4))
+    core.add(Request("head", 4, 1))
+    assert started(core, 1) == []
+    core.abort("loading")
+    assert started(core, 1) == ["head"]

@@ -84,7 +84,7 @@ class EngineCore:
         elif seq.state is State.LOADING:
             blocks = int(state.rows.blocks[seq.row])
             state.draining[request] = state.keep_row(seq, blocks)
-            state.rows.vacate(seq)
+            state.vacate(seq)
         else:
             state.starting = [s for s in state.starting if s.request != request]
             state.free_row(seq)

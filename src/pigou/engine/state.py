@@ -68,7 +68,7 @@ class EngineState:
         self.held: dict[str, Kept] = {}
         #: Aborted loads that have not been answered: something may still write there.
         self.draining: dict[str, Kept] = {}
-        #: The head of the queue, once found not to fit, until blocks become free.
+        #: The head of the queue, once found not to fit, until blocks or rows become free.
         self.blocked: Sequence | None = None
         #: Running sequences that have more than one token to compute.
         self.prefilling: list[Sequence] = []
@@ -101,7 +101,12 @@ class EngineState:
         self._order[: len(others)] = others
         if seq in self.prefilling:
             self.prefilling.remove(seq)
+        self.vacate(seq)
+
+    def vacate(self, seq: Sequence) -> None:
+        """Take a sequence's row; the head of the queue no longer leaves a block for it."""
         self.rows.vacate(seq)
+        self.blocked = None
 
     def removed(self, hashes: BlockHashes) -> None:
         """Note that hashes can no longer be hit."""
