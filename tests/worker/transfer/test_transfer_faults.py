@@ -165,7 +165,7 @@ def test_a_pull_that_is_slow_but_alive_keeps_its_lease(
             super().write(ids, data)
 
     store = stand.empty_store(Slow)
-    receiver = make_receiver(store, backends=("shm",))
+    receiver = make_receiver(store, backends=("shm",), copy_threads=1)
     outcome = pull(receiver, sender.offer("r", ALL, TOKENS), ALL)
     assert outcome.seconds > 2  # of a lease of 1
     assert (outcome.reason, released) == (Reason.OK, ["r"])

@@ -15,7 +15,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class BlockStore(Protocol):
-    """What a transfer reads from and writes to; called from the transfer's own threads."""
+    """What a transfer reads and writes; called from several of its threads at once."""
 
     @property
     def layout(self) -> KVLayout:
