@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable
@@ -14,6 +16,8 @@ from pigou.wire.sse import DONE, frame
 from pigou.worker.intake import Intake
 from pigou.worker.reply import Reply
 from pigou.worker.service import Service
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -99,6 +103,11 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = _error(APIError(error.status, _explain(error, request)))
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
+    except (ConnectionError, asyncio.CancelledError):
+        raise  # the client went away
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        response = _error(APIError(500, "The server failed on this request; its log says how."))
     if not response.prepared:
         response.headers.update(_echo(request))
     return response

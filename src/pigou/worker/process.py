@@ -192,6 +192,8 @@ def run(config: WorkerConfig) -> int:
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    # Bytes that are not HTTP are answered with 400; what fails in a handler is logged there.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     if config.exit_with_parent:
         watch_parent()
     if config.executor == "torch":

@@ -1,0 +1,134 @@
+"""Prefill and decode in two legs over HTTP, between two worker processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker_process import Worker, start, stop
+
+from pigou.wire.transfer import ASK, leg_one, leg_two
+
+PROMPT = [4 + i % 90 for i in range(200)]
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Path) -> Iterator[tuple[Worker, Worker]]:
+    workers = [
+        start(model_folder, "--blocks", "64", "--kv-lease", "2", "--role", role)
+        for role in ("prefill", "decode")
+    ]
+    yield workers[0], workers[1]
+    for worker in workers:
+        stop(worker)
+
+
+def prefill(worker: Worker, body: dict[str, Any]) -> dict[str, Any]:
+    reply = worker.post("/v1/completions", leg_one(body, chat=False))
+    assert reply.status == 200, reply.body
+    ticket: dict[str, Any] = reply.json["kv_transfer_params"]
+    return ticket
+
+
+def salted(name: str) -> dict[str, Any]:
+    return BODY | {"cache_salt": f"{name}-{time.monotonic_ns()}"}
+
+
+def test_the_second_leg_computes_at_most_a_block(pair: tuple[Worker, Worker]) -> None:
+    first, second = pair
+    body = salted("legs")
+    alone = first.complete(**salted("alone"))["choices"][0]
+    before = second.metric("pigou:kv_blocks_received_total")
+    ticket = prefill(first, body)
+    assert first.metric("pigou:kv_requests_held") == 1
+    assert ticket["do_remote_prefill"] is True
+    reply = second.post("/v1/completions", leg_two(body, ticket)).json
+    assert reply["choices"][0]["token_ids"] == alone["token_ids"]
+    assert reply["choices"][0]["text"] == alone["text"]
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    assert reply["kv_transfer_params"] is None
+    assert second.metric("pigou:kv_blocks_received_total") - before == 12
+    assert second.metric("vllm:prompt_tokens_by_source_total", source="local_compute") <= 16
+    first.settle()
+    second.settle()
+
+
+def test_a_prompt_that_is_cached_there_is_not_pulled(pair: tuple[Worker, Worker]) -> None:
+    first, second = pair
+    body = salted("cached")
+    second.complete(**body)
+    before = second.metric("pigou:kv_blocks_received_total")
+    second.post("/v1/completions", leg_two(body, prefill(first, body)))
+    assert second.metric("pigou:kv_blocks_received_total") == before
+    first.settle()
+
+
+def test_a_ticket_that_leads_nowhere_is_computed_here(pair: tuple[Worker, Worker]) -> None:
+    first, second = pair
+    body = salted("nowhere")
+    ticket = prefill(first, body) | {"remote_port": 1}
+    reply = second.post("/v1/completions", leg_two(body, ticket))
+    assert reply.status == 200
+    assert reply.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    first.settle()
+
+
+def test_blocks_that_nobody_pulls_are_freed_when_the_lease_ends(
+    pair: tuple[Worker, Worker],
+) -> None:
+    first, _ = pair
+    prefill(first, salted("lease"))
+    assert first.metric("pigou:kv_requests_held") == 1
+    first.settle()
+
+
+def test_choices_of_a_second_leg_share_what_was_pulled(pair: tuple[Worker, Worker]) -> None:
+    first, second = pair
+    body = salted("choices") | {"n": 3, "temperature": 1.0}
+    before = second.metric("pigou:kv_blocks_received_total")
+    reply = second.post("/v1/completions", leg_two(body, prefill(first, body))).json
+    assert len(reply["choices"]) == 3
+    assert second.metric("pigou:kv_blocks_received_total") - before == 12
+    second.settle()
+
+
+def test_a_prompt_shorter_than_a_block_has_no_ticket(pair: tuple[Worker, Worker]) -> None:
+    first, _ = pair
+    body = {"prompt": [5, 6, 7], "max_tokens": 1, "kv_transfer_params": ASK}
+    assert first.post("/v1/completions", body).json["kv_transfer_params"] is None
+    first.settle()
+
+
+def test_chats_have_two_legs_too(pair: tuple[Worker, Worker]) -> None:
+    first, second = pair
+    text = "one two three four five six seven eight nine ten " * 4
+    body = {"messages": [{"role": "user", "content": text}], "max_completion_tokens": 5}
+    ticket = first.post("/v1/chat/completions", leg_one(body, chat=True)).json["kv_transfer_params"]
+    reply = second.post("/v1/chat/completions", leg_two(body, ticket)).json
+    assert reply["usage"]["completion_tokens"] == 5
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_client_that_leaves_during_the_pull_leaks_nothing(
+    start_worker: Callable[..., Worker],
+) -> None:
+    first = start_worker("--blocks", "64", "--kv-lease", "2", "--kv-transfer", "tcp")
+    second = start_worker("--blocks", "64", "--max-seqs", "1", "--sleep-base", "20000000")
+    blocker = second.connect()
+    blocker.request("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1000}',
+                    {"content-type": "application/json"})  # fmt: skip
+    body = salted("leaver")
+    import json
+
+    leaver = second.connect()
+    leaver.request("POST", "/v1/completions", json.dumps(leg_two(body, prefill(first, body))),
+                   {"content-type": "application/json"})  # fmt: skip
+    time.sleep(0.1)
+    leaver.close()
+    blocker.close()
+    first.settle()
+    second.settle()
