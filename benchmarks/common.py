@@ -8,6 +8,7 @@ import platform
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -180,3 +181,8 @@ def post_json(
     )
     with urllib.request.urlopen(request, timeout=timeout_s) as reply:
         return json.loads(reply.read())
+
+
+def unwind_on_terminate() -> None:
+    """Let SIGTERM unwind the stack, so that servers started here are stopped."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
