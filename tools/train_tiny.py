@@ -25,7 +25,7 @@ from tokenizers import Tokenizer  # noqa: E402
 from tiny import corpus, evaluate, export, tokenizer  # noqa: E402
 from tiny.model import Shape, Tiny  # noqa: E402
 from tiny.tasks import Tasks  # noqa: E402
-from tiny.train import CURRICULUM, MIX, Trainer  # noqa: E402
+from tiny.train import CURRICULUM, MIX, POLISH, Trainer  # noqa: E402
 
 BUNDLED = ROOT / "src" / "pigou" / "models" / "tiny"
 
@@ -46,32 +46,30 @@ def train(args: argparse.Namespace) -> None:
     play = split.train.documents[0]
     words = tokenizer.train([play, *split.train.documents], shape.vocab_size)
     tokenizer.save(words, args.out, shape.max_position_embeddings)
-    trainer = Trainer(
-        shape,
-        Tasks(words, split.train),
-        args.out,
-        seed=args.seed,
-        rate=args.rate,
-        half=not args.fp32,
-    )
+    half = not args.fp32
+    tasks = Tasks(words, split.train)
+    trainer = Trainer(shape, tasks, args.out, seed=args.seed, rate=args.rate, half=half)
 
     def probe(model: Tiny) -> dict[str, float]:
         figures = {"perplexity": evaluate.perplexity(model, words, split.play)[0]}
         for pairs in evaluate.PAIRS:
-            figures[f"recall_{pairs}"] = evaluate.recall(
-                model, words, split.play, pairs, count=20, seed=1
-            )
+            share = evaluate.recall(model, words, split.play, pairs, count=20, seed=1)
+            figures[f"recall_{pairs}"] = share
         return figures
 
-    trainer.climb(CURRICULUM, args.limit)
-    trainer.mix(MIX, args.steps, probe)
+    if args.polish_only:
+        trainer.resume("mix")
+    else:
+        trainer.climb(CURRICULUM, args.limit)
+        trainer.mix(MIX, args.steps, probe)
+    trainer.polish(POLISH, args.polish, probe)
     pack(args)
 
 
 def pack(args: argparse.Namespace) -> None:
-    """Writes config, generation config and bfloat16 weights of the last checkpoint into `--out`."""
+    """Writes config, generation config and bfloat16 weights of a checkpoint into `--out`."""
     words = Tokenizer.from_file(str(args.out / "tokenizer.json"))
-    state = torch.load(args.out / "mix.pt", map_location="cpu", weights_only=True)
+    state = torch.load(args.out / f"{args.checkpoint}.pt", map_location="cpu", weights_only=True)
     bos, eos = words.token_to_id(tokenizer.BOS), words.token_to_id(tokenizer.EOS)
     export.save(state, Shape(), args.out, bos, eos)
 
@@ -96,7 +94,7 @@ def main() -> None:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     command.add_argument(
-        "--steps", type=int, default=12000, help="steps of the mix, after the curriculum"
+        "--steps", type=int, default=6000, help="steps of the mix, after the curriculum"
     )
     command.add_argument(
         "--limit", type=int, default=4000, help="most steps spent on one level of the curriculum"
@@ -104,9 +102,12 @@ def main() -> None:
     command.add_argument(
         "--fp32", action="store_true", help="no bfloat16 autocast; about half the speed on AMX"
     )
-    command.set_defaults(run=train)
+    command.add_argument("--polish", type=int, default=200, help="steps of the polish")
+    command.add_argument("--polish-only", action="store_true", help="from the mix in --out")
+    command.set_defaults(run=train, checkpoint="polish")
     command = commands.add_parser("pack")
     command.add_argument("--out", type=Path, required=True)
+    command.add_argument("--checkpoint", default="polish", help="climb, mix or polish")
     command.set_defaults(run=pack)
     command = commands.add_parser("evaluate")
     command.add_argument("--model", type=Path, default=BUNDLED)

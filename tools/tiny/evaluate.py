@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from pigou.workload.recall import RecallItem, recall_items
+from tiny import decode
 from tiny.corpus import Split
 from tiny.model import Tiny
 from tiny.tokenizer import BOS, EOS
@@ -64,19 +65,12 @@ def items(
     return recall_items(text, tokens, pairs=pairs, distance=distance, count=count, seed=seed)
 
 
-@torch.inference_mode()
 def greedy(model: Tiny, tokenizer: Tokenizer, prompt: str, length: int) -> str:
-    """Up to `length` greedy tokens after `prompt`, decoded, ending before the end token; every
-    step recomputes all.
-    """
-    ids = tokenizer.encode(prompt).ids
-    new: list[int] = []
-    for _ in range(length):
-        hidden = model.hidden(torch.tensor([(ids + new)[-model.shape.max_position_embeddings :]]))
-        token = int((hidden[0, -1] @ model.embed.weight.T).argmax())
-        if token == tokenizer.token_to_id(EOS):
-            break
-        new.append(token)
+    """Up to `length` greedy tokens after `prompt`, decoded, ending before the end token."""
+    stop = tokenizer.token_to_id(EOS)
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    new = decode.greedy(model, ids, length, stop)[0].tolist()
+    new = new[: new.index(stop)] if stop in new else new
     return str(tokenizer.decode(new, skip_special_tokens=False))
 
 

@@ -16,7 +16,10 @@ from tiny.model import Shape, Tiny
 
 def names(shape: Shape) -> dict[str, tuple[str, ...]]:
     """For each weight of `Tiny`, the Hugging Face tensors that it is stacked from, in order."""
-    table = {"embed.weight": ("model.embed_tokens.weight",), "norm": ("model.norm.weight",)}
+    table: dict[str, tuple[str, ...]] = {
+        "embed.weight": ("model.embed_tokens.weight",),
+        "norm": ("model.norm.weight",),
+    }
     for i in range(shape.num_hidden_layers):
         mine, theirs = f"layers.{i}", f"model.layers.{i}"
         attn, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"

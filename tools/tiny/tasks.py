@@ -87,6 +87,7 @@ class Tasks:
         self.user, self.assistant = (
             tokenizer.token_to_id(f"<|{role}|>") for role in ("user", "assistant")
         )
+        self.colon = tokenizer.token_to_id(":")
         self.special = len(SPECIAL)
         documents = [np.array(e.ids, np.int64) for e in tokenizer.encode_batch(corpus.documents)]
         play, rest = documents[0], documents[1:]
@@ -144,9 +145,11 @@ class Tasks:
         weights[first, 2] = 0
         return Sequence(lines[order][:, parts].ravel()[:length], weights[:, parts].ravel()[:length])
 
-    def woven(self, rng: Random, length: int, keys: int, values: int) -> Sequence:
+    def woven(
+        self, rng: Random, length: int, keys: int, values: int, *, few: float = 1.0
+    ) -> Sequence:
         """Pair lines between lines of text, and told again later: scattered, or all of them at
-        the end.
+        the end. Where fewer than `few` answers are, they weigh as much as so many.
         """
         most = min(keys, 48, length // 16)
         count = int(min(most, np.exp(rng.uniform(0, np.log(most + 1)))))
@@ -162,7 +165,7 @@ class Tasks:
             places = np.concatenate([early, rng.uniform(early[asked], 1.0)])
         order = np.argsort(places, kind="stable")
         told = np.concatenate([np.arange(count), asked])[order]
-        return self._weave(rng, length, lines[told], places[order])
+        return self._weave(rng, length, lines[told], places[order], few)
 
     def asked(self, rng: Random, length: int, keys: int, values: int) -> Sequence:
         """A chat: the user tells text with pair lines and asks for some of them, one a turn."""
@@ -173,7 +176,7 @@ class Tasks:
         open_turn, reply, close = self.user, self.assistant, [self.eos, self.alphabet.newline]
         room = length - 2 - 14 * rounds
         places = np.sort(rng.random(len(lines))) * rng.uniform(0.3, 1.0)
-        body = self._weave(rng, room, lines, places)
+        body = self._weave(rng, room, lines, places, 1.0)
         ids, weights = [self.bos, open_turn, self.alphabet.newline], [1.0, 1.0, 1.0]
         ids += body.ids.tolist()
         weights += body.weights.tolist()
@@ -187,7 +190,14 @@ class Tasks:
         ids, weights = ids + filler.ids.tolist(), weights + filler.weights.tolist()
         return Sequence(np.array(ids[:length]), np.array(weights[:length], np.float32))
 
-    def _weave(self, rng: Random, length: int, lines: Ids, places: NDArray[np.float64]) -> Sequence:
+    def _weave(
+        self,
+        rng: Random,
+        length: int,
+        lines: Ids,
+        places: NDArray[np.float64],
+        few: float,
+    ) -> Sequence:
         """Text of `length` with `lines` at `places` (ascending, 0 to 1), each at the next line
         break.
         """
@@ -203,11 +213,10 @@ class Tasks:
         where = np.repeat(cuts, 4)
         ids = np.insert(source[start : start + room], where, lines.ravel())
         weights = np.ones(room, np.float32)
-        told: set[int] = set()
+        _, first = np.unique(lines[:, 1], return_index=True)
         marks = np.full((len(lines), 4), FAINT, np.float32)
-        for row, key in enumerate(lines[:, 1].tolist()):
-            marks[row, 2] = ANSWER if key in told else 0
-            told.add(key)
+        marks[:, 2] = ANSWER * max(1.0, few / max(len(lines) - len(first), 1))
+        marks[first, 2] = 0
         return Sequence(ids, np.insert(weights, where, marks.ravel()))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tiny import polish
 from tiny.model import Shape, Tiny
 from tiny.tasks import ANSWER, Sequence, Tasks
 
@@ -36,6 +37,7 @@ class Level:
     chat: float = 0.0
     asked: float = 0.0
     bare: float = 0.0  # share of the streams that leave out mark and newline
+    few: float = 1.0  # answers of a woven text weigh at least as much as so many
     steps: int = 0  # at least so many
     goal: float = 0.95  # and until this share of answers is given more than half of the probability
 
@@ -60,8 +62,11 @@ MIX = Level(
     text=0.35,
     chat=0.22,
     asked=0.06,
+    few=4.0,
 )
-DROPOUT = 0.15  # in the mix, which reads the same text many times
+POLISH = Level((512, 1024, 2048), 128, 128, woven=0.5, text=0.2, chat=0.22, asked=0.08, few=16.0)
+DROPOUT = 0.2  # in the mix, which reads the same text many times
+LOOPS = 10.0  # weight of the unlikelihood of loops, in the polish
 
 
 def draw(tasks: Tasks, level: Level, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +83,7 @@ def draw(tasks: Tasks, level: Level, rng: np.random.Generator) -> tuple[torch.Te
         elif task == "echo":
             rows.append(tasks.echo(rng, length, level.keys))
         elif task == "woven":
-            rows.append(tasks.woven(rng, length, *words))
+            rows.append(tasks.woven(rng, length, *words, few=level.few))
         elif task == "asked":
             rows.append(tasks.asked(rng, length, *words))
         else:
@@ -98,17 +103,18 @@ class Meter:
 
     def add(self, each: torch.Tensor, weights: torch.Tensor) -> None:
         """`each` target's loss and `weights`, both (batch, length - 1)."""
-        for name, mark in (("text", weights == 1.0), ("answer", weights == ANSWER)):
+        for name, mark in (("text", weights == 1.0), ("answer", weights >= ANSWER)):
             if mark.any():
-                self._mix(name, each[mark].mean().item())
-        if (weights == ANSWER).any():
-            self._mix("recall", (each[weights == ANSWER] < math.log(2)).float().mean().item())
+                self.mix(name, each[mark].mean().item())
+        if (weights >= ANSWER).any():
+            self.mix("recall", (each[weights >= ANSWER] < math.log(2)).float().mean().item())
 
     def reset(self, name: str) -> None:
         """Forgets one mean, when the task changes under it."""
         self.means.pop(name, None)
 
-    def _mix(self, name: str, value: float) -> None:
+    def mix(self, name: str, value: float) -> None:
+        """Moves one mean towards a new value."""
         old = self.means.get(name, 0.0 if name == "recall" else value)
         self.means[name] = self.decay * old + (1 - self.decay) * value
 
@@ -117,7 +123,7 @@ Probe = Callable[[Tiny], dict[str, float]]  # figures of held-out text, for the 
 
 
 class Trainer:
-    """Holds model, optimizer and log; `run` walks the curriculum and then the mix."""
+    """Holds model, optimizer and log, and walks the three parts: climb, mix, polish."""
 
     def __init__(
         self, shape: Shape, tasks: Tasks, out: Path, *, seed: int, rate: float, half: bool
@@ -141,14 +147,18 @@ class Trainer:
         self.meter = Meter()
         self.step, self.tokens, self.began = 0, 0, time.monotonic()
         out.mkdir(parents=True, exist_ok=True)
-        self.log = (out / "log.jsonl").open("w")
+        self.log = (out / "log.jsonl").open("a")
 
-    def update(self, level: Level, rate: float) -> None:
-        """One optimizer step at learning rate `rate`."""
+    def update(self, level: Level, rate: float, loops: float = 0.0) -> None:
+        """One optimizer step at learning rate `rate`; `loops` weighs the unlikelihood of loops."""
         ids, weights = draw(self.tasks, level, self.rng)
         ids, weights = ids.to(self.device), weights.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             loss, each = self.model.loss(ids, weights)
+            if loops:
+                unlikely, share = polish.penalty(self.model, self.tasks, self.rng)
+                loss = loss + loops * unlikely
+                self.meter.mix("loops", share)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
@@ -205,6 +215,23 @@ class Trainer:
                 self.model.eval()
                 self.note("probe", **probe(self.model))
                 self.model.train()
+
+    def polish(self, level: Level, steps: int, probe: Probe) -> None:
+        """The end: few pairs weigh more, greedy loops become unlikely; the rate falls to 0."""
+        for count in range(1, steps + 1):
+            self.update(level, self.rate * 0.3 * (1 - (count - 1) / steps), loops=LOOPS)
+            if count % 10 == 0:
+                self.note("polish")
+            if count % 50 == 0:
+                self.save("polish")
+        self.save("polish")
+        self.model.eval()
+        self.note("probe", **probe(self.model))
+
+    def resume(self, name: str) -> None:
+        """Takes the weights of `<out>/<name>.pt`; the optimizer begins afresh."""
+        path = self.out / f"{name}.pt"
+        self.model.load_state_dict(torch.load(path, map_location=self.device, weights_only=True))
 
     def save(self, name: str) -> None:
         """Writes weights to `<out>/<name>.pt`."""
