@@ -39,7 +39,7 @@ class CachingGame:
     descents of the social cost find. Raises ValueError for shapes or values that do not fit.
     """
 
-    def __init__(  # noqa: PLR0917 - the published game's parameters, in its order
+    def __init__(
         self,
         distance: ArrayLike,
         demand: ArrayLike,

@@ -1,0 +1,177 @@
+"""Laws of the latency law, and of its fits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pigou.games.latency import LatencyLaw, OnlineFit, fit
+
+LAWS = [
+    LatencyLaw(0.0005, 0.02),
+    LatencyLaw(0.002, 0.02, 0.5, 70, 1),
+    LatencyLaw(0.0, 0.05, 0.3, 45, 0.5),
+    LatencyLaw(0.0005, 0.02, 3.0, 64, 2),
+]
+laws = st.builds(
+    LatencyLaw,
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.floats(0, 10),
+    st.floats(0.5, 100),
+    st.floats(0.2, 4),
+    st.floats(0.1, 4),
+)
+
+
+def test_the_law_is_the_papers_equation_below_the_pole() -> None:
+    law = LatencyLaw(0.005, 0.02, 0.01, 64, 2)
+    for n in (0, 1, 32, 63):
+        assert law(n) == pytest.approx(0.005 * n + 0.02 + 0.01 / (64 - n) ** 2)
+    assert law(np.array([1.0, 2.0])).shape == (2,)
+    assert isinstance(law(3.0), float)
+
+
+@given(laws, st.floats(0, 200))
+def test_the_law_is_finite_rising_and_convex_past_its_pole(law: LatencyLaw, n: float) -> None:
+    low, middle, high = law(n), law(n + 1), law(n + 2)
+    assert math.isfinite(high)
+    assert low <= middle + 1e-12 <= high + 2e-12
+    assert high - middle >= middle - low - 1e-9 * max(1.0, high)
+    assert law.marginal(n + 1) >= law.marginal(n) - 1e-9 * max(1.0, high) * (n + 2)
+
+
+@given(laws, st.integers(0, 200))
+def test_a_newcomers_marginal_cost_is_its_own_and_the_toll(law: LatencyLaw, n: int) -> None:
+    social = (n + 1) * law(n + 1) - n * law(n)
+    assert law.marginal(n) == pytest.approx(social, rel=1e-9, abs=1e-9)
+    assert law.marginal(n) == pytest.approx(law(n + 1) + law.toll(n))
+    assert law.toll(0) == 0
+
+
+@given(laws, st.floats(0, 150))
+def test_the_slope_is_the_derivative(law: LatencyLaw, n: float) -> None:
+    step = 1e-6
+    if abs(law.n_sat - law.floor - n) < 1e-3:
+        return  # at the floor the second derivative jumps
+    numeric = (law(n + step) - law(n - step)) / (2 * step)
+    assert law.slope(n) == pytest.approx(numeric, rel=1e-3, abs=1e-4)
+
+
+def test_an_overloaded_workers_toll_does_not_fall_past_the_pole() -> None:
+    law = LatencyLaw(0.001, 0.02, 0.5, 40, 1)
+    tolls = [law.toll(n) for n in range(80)]
+    assert tolls == sorted(tolls)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("a", -1), ("b", math.nan), ("d", math.inf), ("n_sat", 0), ("beta", 0)]
+)
+def test_a_law_names_the_parameter_that_is_out_of_range(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} is"):
+        LatencyLaw(**{"a": 0.1, "b": 0.1, field: value})
+
+
+def observed(
+    law: LatencyLaw, seed: int, noise: float, outliers: float, count: int = 1000
+) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    top = 60 if math.isinf(law.n_sat) else round(0.95 * law.n_sat)
+    n = rng.integers(1, top + 1, count).astype(float)
+    seconds = law(n) * np.exp(rng.normal(-0.5 * noise**2, noise, count))
+    bad = rng.random(count) < outliers
+    seconds[bad] *= rng.uniform(3, 30, bad.sum())
+    return n, seconds
+
+
+def error(fitted: LatencyLaw, law: LatencyLaw, n: np.ndarray) -> float:
+    loads = np.arange(1.0, n.max() + 1)
+    return float(np.mean(np.abs(fitted(loads) / law(loads) - 1)))
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_a_fit_draws_the_curve_that_the_data_lie_on(law: LatencyLaw) -> None:
+    n, seconds = observed(law, 1, 0.0, 0.0)
+    assert error(fit(n, seconds), law, n) < 0.01
+    n, seconds = observed(law, 2, 0.1, 0.0)
+    assert error(fit(n, seconds), law, n) < 0.02
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_a_fifth_of_outliers_hardly_moves_a_fit(law: LatencyLaw) -> None:
+    n, seconds = observed(law, 3, 0.15, 0.2)
+    assert error(fit(n, seconds), law, n) < 0.04
+
+
+def test_a_straight_line_gets_no_pole() -> None:
+    n, seconds = observed(LAWS[0], 4, 0.1, 0.0)
+    assert fit(n, seconds).d == 0
+
+
+def test_weights_count_as_repetitions() -> None:
+    n, seconds = observed(LAWS[0], 5, 0.1, 0.0, count=200)
+    weights = np.random.default_rng(0).integers(0, 4, 200)
+    repeated = fit(np.repeat(n, weights), np.repeat(seconds, weights))
+    weighted = fit(n, seconds, weights)
+    assert error(weighted, repeated, n) < 1e-3
+
+
+def test_one_load_alone_gives_a_constant() -> None:
+    law = fit([4, 4, 4, 4, 4], [1.0, 1.1, 0.9, 1.0, 50.0])
+    assert law.a == law.d == 0
+    assert law(9) == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_fit_refuses_data_that_are_none() -> None:
+    for n, seconds in (([], []), ([1], [1, 2]), ([1], [0]), ([-1], [1]), ([1], [math.nan])):
+        with pytest.raises(ValueError, match="give"):
+            fit(n, seconds)
+    with pytest.raises(ValueError, match="not all weights 0"):
+        fit([1, 2], [1, 2], [0, 0])
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("outliers", [0.0, 0.15])
+def test_the_online_fit_agrees_with_the_law(law: LatencyLaw, outliers: float) -> None:
+    n, seconds = observed(law, 6, 0.1, outliers)
+    online = OnlineFit(64)
+    for load, each in zip(n, seconds, strict=True):
+        online.observe(load, each)
+    assert error(online.law(), law, n) < 0.06
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_the_online_fit_follows_a_lasting_change(factor: float) -> None:
+    law = LAWS[0]
+    changed = LatencyLaw(law.a * factor, law.b * factor)
+    online = OnlineFit(64, half_life=128)
+    for each, seed in ((law, 7), (changed, 8)):
+        for load, took in zip(*observed(each, seed, 0.1, 0.0, count=1000), strict=True):
+            online.observe(load, took)
+    assert error(online.law(), changed, np.array([60.0])) < 0.05
+
+
+def test_the_online_fit_refuses_what_it_cannot_use() -> None:
+    with pytest.raises(ValueError, match="no observations"):
+        OnlineFit(64).law()
+    with pytest.raises(ValueError, match="n_max"):
+        OnlineFit(0)
+    with pytest.raises(ValueError, match="half_life"):
+        OnlineFit(64, 0)
+    with pytest.raises(ValueError, match="seconds > 0"):
+        OnlineFit(64).observe(1, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.floats(1e-4, 1e3)), min_size=1, max_size=40))
+@settings(deadline=None, max_examples=40)
+def test_any_latencies_fit_to_a_law(data: list[tuple[int, float]]) -> None:
+    n, seconds = zip(*data, strict=True)
+    online = OnlineFit(max(n) + 1)
+    for load, each in data:
+        online.observe(load, each)
+    for law in (fit(n, seconds), online.law()):
+        assert np.isfinite([law(k) for k in range(120)]).all()
