@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 
 def pieces(ids: list[int], at: list[int]) -> list[list[int]]:
     edges = [0, *sorted(min(cut, len(ids)) for cut in at), len(ids)]
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in pairwise(edges)]
 
 
 @given(ids=tokens, at=cuts, skip=st.booleans())
