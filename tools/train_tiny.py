@@ -94,7 +94,7 @@ def main() -> None:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     command.add_argument(
-        "--steps", type=int, default=6000, help="steps of the mix, after the curriculum"
+        "--steps", type=int, default=5000, help="steps of the mix, after the curriculum"
     )
     command.add_argument(
         "--limit", type=int, default=4000, help="most steps spent on one level of the curriculum"

@@ -141,7 +141,7 @@ class Tasks:
         order = rng.integers(len(lines), size=length // width + 1)
         _, first = np.unique(order, return_index=True)
         weights = np.full((len(order), 4), FAINT, np.float32)
-        weights[:, 2] = ANSWER
+        weights[:, 2], weights[:, 3] = ANSWER, 1.0
         weights[first, 2] = 0
         return Sequence(lines[order][:, parts].ravel()[:length], weights[:, parts].ravel()[:length])
 
@@ -216,6 +216,7 @@ class Tasks:
         _, first = np.unique(lines[:, 1], return_index=True)
         marks = np.full((len(lines), 4), FAINT, np.float32)
         marks[:, 2] = ANSWER * max(1.0, few / max(len(lines) - len(first), 1))
+        marks[:, 3] = 1.0
         marks[first, 2] = 0
         return Sequence(ids, np.insert(weights, where, marks.ravel()))
 
