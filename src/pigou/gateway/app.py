@@ -1,0 +1,193 @@
+"""The gateway's routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from pigou import __version__
+from pigou.gateway.board import Board
+from pigou.gateway.call import CHAT, COMPLETIONS
+from pigou.gateway.config import GatewayConfig
+from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.generate import Generator
+from pigou.gateway.guard import guard, tenant_of
+from pigou.gateway.intake import read
+from pigou.gateway.keys import Keys
+from pigou.gateway.metrics import Metrics
+from pigou.gateway.outlet import Outlet
+from pigou.gateway.pilot import Pilot
+from pigou.gateway.upstream import Upstream
+from pigou.wire.errors import APIError
+from pigou.wire.replies import model_card
+
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What the routes work with.
+
+    Attributes:
+        config: limits.
+        pilot: drives the control plane.
+        metrics: counters.
+        board: the fleet's table.
+        keys: accepted API keys; None lets everybody in.
+        created: Unix time in seconds, which the model card shows.
+    """
+
+    config: GatewayConfig
+    pilot: Pilot
+    metrics: Metrics
+    board: Board
+    keys: Keys | None
+    created: int
+
+
+def build(gateway: Gateway) -> web.Application:
+    """Return the application, whose start and end also start and end the pilot."""
+    app = web.Application(
+        client_max_size=gateway.config.max_body,
+        middlewares=[guard(gateway.keys, gateway.metrics)],
+    )
+    routes = _Routes(gateway)
+    app.router.add_post(COMPLETIONS, routes.completions)
+    app.router.add_post(CHAT, routes.chat)
+    app.router.add_get("/v1/models", routes.models, allow_head=False)
+    app.router.add_post("/tokenize", routes.forward)
+    app.router.add_post("/detokenize", routes.forward)
+    for path, handler in _PAGES.items():
+        app.router.add_get(path, getattr(routes, handler), allow_head=False)
+
+    async def start(_: web.Application) -> None:
+        gateway.pilot.start()
+
+    async def stop(_: web.Application) -> None:
+        await gateway.pilot.stop()
+
+    app.on_startup.append(start)
+    app.on_cleanup.append(stop)
+    return app
+
+
+_PAGES = {
+    "/": "page",
+    "/health": "health",
+    "/ping": "health",
+    "/metrics": "metrics",
+    "/workers": "workers",
+    "/version": "version",
+}
+
+
+class _Routes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._generator = Generator(gateway.pilot, gateway.metrics)
+        gateway.metrics.add_fleet(gateway.board.gauges)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, chat=False)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, chat=True)
+
+    async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        data = await _json_body(request)
+        call = read(
+            data,
+            chat=chat,
+            strict=self._gateway.config.strict,
+            tenant=tenant_of(request),
+            request_id=request.headers.get("x-request-id"),
+        )
+        self._check_model(call.body.get("model"))
+        if not call.stream:
+            return web.Response(body=await self._generator.whole(call), content_type=_JSON)
+        outlet = Outlet(request)
+        try:
+            await self._generator.stream(call, outlet.write)
+        except (APIError, Rejected) as error:
+            if not outlet.open:
+                raise
+            await outlet.fail(error)
+        return await outlet.close()
+
+    def _check_model(self, raw: msgspec.Raw | None) -> None:
+        named = None if raw is None else msgspec.json.decode(raw)
+        models = self._models()
+        if named is not None and models and named not in models:
+            valid = ", ".join(models)
+            raise APIError(
+                404, f"The model `{named}` does not exist. Valid aliases: {valid}.", "model"
+            )
+
+    def _models(self) -> dict[str, Upstream]:
+        return {up.engine.model: up for up in self._gateway.pilot.upstreams.values()}
+
+    async def models(self, _: web.Request) -> web.Response:
+        cards = [
+            model_card(name, name, self._gateway.created, up.engine.max_model_len)
+            for name, up in self._models().items()
+        ]
+        return _json({"object": "list", "data": cards})
+
+    async def forward(self, request: web.Request) -> web.Response:
+        """Pass a request of `/tokenize` or `/detokenize` to any worker."""
+        data = await _json_body(request)
+        try:
+            body = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise APIError(400, f"The body is not a JSON object: {error}.") from error
+        last: WorkerFailed | None = None
+        for upstream in list(self._gateway.pilot.upstreams.values()):
+            try:
+                reply = await upstream.whole(request.path, body, "forward")
+            except WorkerFailed as failure:
+                last = failure
+            else:
+                return web.Response(body=reply, content_type=_JSON)
+        raise APIError(503, f"No worker answers: {last or 'none is up'}.", retry_after=1)
+
+    async def health(self, _: web.Request) -> web.Response:
+        workers = (up.worker for up in self._gateway.pilot.upstreams.values())
+        if any(worker.role.decodes for worker in workers):
+            return web.Response(status=200)
+        raise APIError(503, "No worker that could decode is up.", retry_after=1)
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        metrics = self._gateway.metrics
+        metrics.queued.set(self._gateway.pilot.queued)
+        return web.Response(
+            body=generate_latest(metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST}
+        )
+
+    async def workers(self, _: web.Request) -> web.Response:
+        return _json(self._gateway.board.view())
+
+    async def version(self, _: web.Request) -> web.Response:
+        return _json({"version": __version__})
+
+    async def page(self, _: web.Request) -> web.Response:
+        return web.Response(text=_page(), content_type="text/html")
+
+
+def _page() -> str:
+    return files("pigou.gateway").joinpath("page.html").read_text(encoding="utf-8")
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type=_JSON)
+
+
+async def _json_body(request: web.Request) -> bytes:
+    if request.content_type != _JSON:
+        raise APIError(
+            400, f"Unsupported Media Type {request.content_type!r}: send application/json."
+        )
+    return await request.read()

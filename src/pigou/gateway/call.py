@@ -1,0 +1,76 @@
+"""A generation request as the gateway reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from pigou.request import NEVER, Request
+
+#: Fields of a JSON body, the untouched ones still encoded (`msgspec.Raw`).
+Body: TypeAlias = dict[str, Any]
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+_MILLISECOND = 1_000_000
+
+
+@dataclass(slots=True)
+class Call:
+    """One request of a client.
+
+    Attributes:
+        id: unique among the gateway's requests.
+        wire_id: `X-Request-Id` of both legs, from which workers make the reply's id.
+        chat: whether it came to the chat route.
+        stream: whether the client wants a stream.
+        body: what is sent to workers.
+        prompt: tokens of the prompt; a guess from the text's length unless it came as ids.
+        max_tokens: most tokens to generate, a guess where the client did not say.
+        single: one prompt and one choice: can be split in two legs, and go on elsewhere.
+        splits: the prompt may be computed on another worker.
+        portable: can go on where only prompt and tokens so far are understood (a stock vLLM).
+        seeded: the client gave a seed.
+        wants_ids: the client wants token ids.
+        wants_usage: the client wants a last chunk with the usage.
+        tenant: who asks; empty without keys.
+        priority: lower goes first.
+        deadline_ms: milliseconds after the arrival by which the first token is wanted.
+        arrival: nanoseconds of the gateway's clock.
+    """
+
+    id: str
+    wire_id: str
+    chat: bool
+    stream: bool
+    body: Body = field(repr=False)
+    prompt: int
+    max_tokens: int
+    single: bool = True
+    splits: bool = True
+    portable: bool = True
+    seeded: bool = False
+    wants_ids: bool = False
+    wants_usage: bool = False
+    tenant: str = ""
+    priority: int = 0
+    deadline_ms: int | None = None
+    arrival: int = 0
+
+    @property
+    def path(self) -> str:
+        """The route it came to."""
+        return CHAT if self.chat else COMPLETIONS
+
+    def request(self, generated: int = 0) -> Request:
+        """Return what ControlPlane is told; `generated` tokens have joined the prompt."""
+        wanted = self.deadline_ms
+        return Request(
+            id=self.id,
+            prompt=self.prompt + generated,
+            max_tokens=max(1, self.max_tokens - generated),
+            priority=self.priority,
+            arrival=self.arrival,
+            deadline=NEVER if wanted is None else self.arrival + wanted * _MILLISECOND,
+            tenant=self.tenant,
+        )

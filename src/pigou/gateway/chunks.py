@@ -1,0 +1,128 @@
+"""Chunks of a worker's stream: the few fields that are read, and the ids that are cut out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+_IDS = b'"token_ids":['
+_PROMPT_IDS = b'"prompt_token_ids":['
+#: A field that is not there (`msgspec.Raw` cannot be optional).
+ABSENT = msgspec.Raw(b"")
+
+
+def given(raw: msgspec.Raw) -> bool:
+    """Whether a field is there and not null."""
+    return bytes(raw) not in (b"", b"null")
+
+
+class Choice(msgspec.Struct):
+    """What is read of each choice."""
+
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class Chunk(msgspec.Struct):
+    """A chunk, or an error in its place."""
+
+    choices: list[Choice] = []
+    error: dict[str, Any] | None = None
+
+
+class Delta(msgspec.Struct):
+    """What a chat chunk adds."""
+
+    content: str | None = None
+
+
+class FullChoice(Choice):
+    """A choice with what matters only at a stream's beginning, or on a stock worker."""
+
+    prompt_token_ids: msgspec.Raw = ABSENT
+    text: str | None = None
+    delta: Delta | None = None
+
+    @property
+    def shows(self) -> bool:
+        """Whether the client sees text of it."""
+        return bool(self.text or (self.delta is not None and self.delta.content))
+
+
+class FullChunk(msgspec.Struct):
+    """A chunk with the prompt's ids and its text."""
+
+    choices: list[FullChoice] = []
+    prompt_token_ids: msgspec.Raw = ABSENT
+    error: dict[str, Any] | None = None
+
+    def prompt(self) -> bytes:
+        """Return the prompt's ids, wherever they are; empty when they are not here."""
+        places = [self.prompt_token_ids, *(choice.prompt_token_ids for choice in self.choices)]
+        return next((bytes(raw) for raw in places if given(raw)), b"")
+
+
+class Head(msgspec.Struct):
+    """What all chunks of a stream have in common."""
+
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    system_fingerprint: str | None = None
+
+
+class Counted(msgspec.Struct):
+    """Usage of a whole reply."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Whole(msgspec.Struct):
+    """A reply that is not streamed."""
+
+    choices: list[Choice] = []
+    usage: Counted | None = None
+
+
+chunk = msgspec.json.Decoder(Chunk).decode
+full_chunk = msgspec.json.Decoder(FullChunk).decode
+head = msgspec.json.Decoder(Head).decode
+whole = msgspec.json.Decoder(Whole).decode
+ids = msgspec.json.Decoder(list[int]).decode
+
+
+def without_ids(payload: bytes, prompt: bool) -> bytes:
+    """Return a chunk's JSON with null in place of its token ids.
+
+    Cuts bytes: within a JSON string a quote is escaped, so that what is looked for is a key.
+    What another encoder has spaced out is decoded and encoded again.
+
+    Args:
+        payload: JSON of a chunk that has token ids.
+        prompt: whether it has the prompt's ids as well.
+    """
+    at = payload.find(_IDS)
+    if at < 0 and not prompt:
+        return _recoded(payload)
+    while at >= 0:
+        payload = payload[: at + 12] + b"null" + payload[payload.index(b"]", at) + 1 :]
+        at = payload.find(_IDS, at)
+    if prompt:
+        at = payload.find(_PROMPT_IDS)
+        if at < 0:
+            return _recoded(payload)
+        while at >= 0:
+            payload = payload[: at + 19] + b"null" + payload[payload.index(b"]", at) + 1 :]
+            at = payload.find(_PROMPT_IDS, at)
+    return payload
+
+
+def _recoded(payload: bytes) -> bytes:
+    body: dict[str, Any] = msgspec.json.decode(payload)
+    for each in [body, *body.get("choices", [])]:
+        for name in ("token_ids", "prompt_token_ids"):
+            if each.get(name) is not None:
+                each[name] = None
+    return msgspec.json.encode(body)

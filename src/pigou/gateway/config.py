@@ -1,0 +1,62 @@
+"""Configuration of the gateway: checked values, unknown keys refused."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import msgspec
+
+from pigou.config import ConfigError
+
+#: Addresses that only this machine reaches.
+_LOOPBACK_NAMES = ("localhost",)
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of one gateway.
+
+    Attributes:
+        host: address to listen on.
+        port: TCP port; 0 takes a free one.
+        max_body: most bytes of a request's body; more is answered 413.
+        max_line: most bytes of the request line; more is answered 431.
+        max_header: most bytes of one header; more is answered 431.
+        max_headers: most headers; more is answered 431.
+        api_keys_file: hashed keys; without it, whoever reaches the port is served.
+        allow_open: listen beyond loopback although there are no keys.
+        strict: refuse unknown fields of request bodies here; off in front of stock workers,
+            which know fields that Pigou does not.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_body: int = 16 * 1024 * 1024
+    max_line: int = 8190
+    max_header: int = 8190
+    max_headers: int = 100
+    api_keys_file: str | None = None
+    allow_open: bool = False
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse values that are out of range, and an open door that nobody asked for."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be in [0, 65535]")
+        for name in ("max_body", "max_line", "max_header", "max_headers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not is_loopback(self.host) and self.api_keys_file is None and not self.allow_open:
+            raise ConfigError(
+                f"host is {self.host!r}, which other machines reach, and there are no API keys; "
+                "give --api-keys-file FILE, or --allow-open if the network is trusted"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if host in _LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

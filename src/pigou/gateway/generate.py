@@ -1,0 +1,255 @@
+"""The life of a request: route, two legs, relay, and again elsewhere when a worker fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import aiohttp
+import msgspec
+
+from pigou.control.messages import FirstToken, PrefillDone, Route
+from pigou.gateway import chunks
+from pigou.gateway.call import COMPLETIONS, Body, Call
+from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.metrics import Metrics
+from pigou.gateway.pilot import Pilot, Refused
+from pigou.gateway.relay import Relay
+from pigou.gateway.resume import can_resume, sending
+from pigou.gateway.splice import closing, out_of_room
+from pigou.gateway.upstream import Upstream
+from pigou.request import SECOND, FinishReason
+from pigou.wire.errors import APIError
+from pigou.wire.transfer import leg_one, leg_two, ticket
+
+#: Failures in a row, none with a token between them, after which a request is given up: it may
+#: be the request that breaks the workers.
+MAX_FAILURES = 4
+#: Failures of one request altogether.
+MAX_MOVES = 16
+_END_S = 1.0
+
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class Generator:
+    """Serves generation requests over the fleet."""
+
+    def __init__(self, pilot: Pilot, metrics: Metrics) -> None:
+        self._pilot = pilot
+        self._metrics = metrics
+
+    async def whole(self, call: Call) -> bytes:
+        """Return the JSON body of a reply that is not streamed.
+
+        Raises:
+            APIError: no worker could serve it. Rejected: a worker refused it.
+        """
+        reason = FinishReason.ABORT
+        try:
+            reply = await self._persist(Relay(call), self._fetch)
+            reason = FinishReason.STOP
+        except (APIError, Rejected):
+            reason = FinishReason.ERROR
+            raise
+        finally:
+            self._pilot.end(call.id, reason)
+        self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
+        return reply
+
+    async def stream(self, call: Call, write: Write) -> None:
+        """Stream a reply through `write`, which gets whole SSE frames.
+
+        Raises:
+            APIError, Rejected: as `whole`; when something was written before, the caller ends the
+                stream with an error event.
+        """
+
+        async def attempt(relay: Relay, tried: frozenset[str]) -> bytes:
+            await self._relay(relay, tried, write)
+            return b""
+
+        relay = Relay(call)
+        self._pilot.watch(relay)
+        reason = FinishReason.ABORT
+        try:
+            await self._persist(relay, attempt)
+            reason = FinishReason.STOP
+        except (APIError, Rejected):
+            reason = FinishReason.ERROR
+            raise
+        finally:
+            self._pilot.end(call.id, reason)
+            self._metrics.generation_tokens.labels(call.tenant).inc(relay.counted)
+            self._metrics.prompt_tokens.labels(call.tenant).inc(call.prompt)
+        self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
+
+    async def _persist(
+        self,
+        relay: Relay,
+        attempt: Callable[[Relay, frozenset[str]], Awaitable[bytes]],
+    ) -> bytes:
+        """Attempt until it is served, or there is no sense in trying again."""
+        tried: frozenset[str] = frozenset()
+        failures = 0
+        for _ in range(MAX_MOVES):
+            before = relay.counted
+            try:
+                return await attempt(relay, tried)
+            except WorkerFailed as failure:
+                failures = 1 if relay.counted > before else failures + 1
+                tried = failure.workers | (tried if relay.counted == before else frozenset())
+                last = failure
+            except Refused as refused:
+                message = f"The fleet is busy: {refused}. Try again later."
+                raise APIError(503, message, retry_after=refused.retry_after) from refused
+            if failures == MAX_FAILURES:
+                break
+            phase = "stream" if relay.counted else "prompt"
+            self._metrics.migrations.labels(phase, last.reason).inc()
+        self._metrics.unfinished.labels(last.reason).inc()
+        raise _surrender(last)
+
+    async def _route(self, call: Call, relay: Relay, tried: frozenset[str]) -> Route:
+        return await self._pilot.route(call.request(len(relay.transcript.tokens)), tried)
+
+    def _upstream(self, worker: str) -> Upstream:
+        found = self._pilot.upstreams.get(worker)
+        if found is None:
+            raise WorkerFailed("connect", f"{worker} is gone", frozenset({worker}))
+        return found
+
+    async def _fetch(self, relay: Relay, tried: frozenset[str]) -> bytes:
+        """One attempt at a reply that is not streamed."""
+        call = relay.call
+        route = await self._route(call, relay, tried)
+        body = await self._prefilled(call, route, call.path, call.body)
+        decode = self._upstream(route.choice.decode)
+        with decode.busy():
+            reply = await decode.whole(call.path, body, call.wire_id)
+        me = frozenset({decode.worker.id})
+        try:
+            found = chunks.whole(reply)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise WorkerFailed("garbage", f"{decode.worker.id}: {error}", me) from error
+        if any(choice.finish_reason in ("abort", "error") for choice in found.choices):
+            raise WorkerFailed("abort", f"{decode.worker.id} gave the request up", me)
+        if found.usage is not None:
+            decode.tokens += found.usage.completion_tokens
+            labels = call.tenant
+            self._metrics.generation_tokens.labels(labels).inc(found.usage.completion_tokens)
+            self._metrics.prompt_tokens.labels(labels).inc(found.usage.prompt_tokens)
+        return reply
+
+    async def _prefilled(self, call: Call, route: Route, path: str, body: Body) -> Body:
+        """Run leg 1 where the route has one; return the body for the decode worker."""
+        if route.choice.prefill is None:
+            return body
+        if not call.splits:
+            self._pilot.observe(PrefillDone(call.id))
+            return body
+        start = time.monotonic_ns()
+        prefill = self._upstream(route.choice.prefill)
+        leg = leg_one(body, chat=path != COMPLETIONS) | {"return_token_ids": False}
+        try:
+            with prefill.busy():
+                reply = await prefill.whole(path, leg, call.wire_id)
+            params = ticket(reply)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            me = frozenset({prefill.worker.id})
+            raise WorkerFailed("garbage", f"{prefill.worker.id}: {error}", me) from error
+        finally:
+            self._pilot.observe(PrefillDone(call.id))
+        self._metrics.prefill.observe((time.monotonic_ns() - start) / SECOND)
+        return body if params is None else leg_two(body, params)
+
+    async def _relay(self, relay: Relay, tried: frozenset[str], write: Write) -> None:
+        """One attempt at a stream, its first or a further one."""
+        call, transcript = relay.call, relay.transcript
+        if transcript.finish is not None and call.single:
+            await write(closing(call, transcript))
+            return
+        route = await self._route(call, relay, tried)
+        decode = self._upstream(route.choice.decode)
+        engine = decode.engine
+        if not can_resume(call, transcript, engine.stock):
+            raise APIError(
+                502,
+                "The worker of this stream failed, and the stream cannot go on elsewhere: it "
+                "has several choices, or depends on state that a stock worker does not resume.",
+            )
+        sent = sending(
+            call, transcript, stock=engine.stock, seed=_seed(call),
+            max_model_len=engine.max_model_len,
+        )  # fmt: skip
+        if sent.body.get("max_tokens") == 0:
+            await write(out_of_room(call, transcript) + closing(call, transcript))
+            return
+        body = await self._prefilled(call, route, sent.path, sent.body)
+        relay.begin(stock=engine.stock, mapped=sent.mapped)
+        with decode.busy():
+            response = await decode.post(sent.path, body, call.wire_id)
+            try:
+                await self._pump(relay, decode, response, write)
+            finally:
+                await _let_go(response, whole=transcript.done)
+
+    async def _pump(
+        self, relay: Relay, decode: Upstream, response: aiohttp.ClientResponse, write: Write
+    ) -> None:
+        """Pass the worker's bytes on until the stream is done."""
+        content, transcript = response.content, relay.transcript
+        counted = first = relay.counted
+        while not transcript.done:
+            try:
+                data = await content.readany()
+            except (aiohttp.ClientError, OSError) as error:
+                raise self._broke(decode, str(error)) from error
+            if not data:
+                raise self._broke(decode, "the stream ended early")
+            out = relay.feed(data)
+            decode.progress = time.monotonic_ns()
+            if relay.counted > counted:
+                if counted == first == 0:
+                    self._first_token(relay.call)
+                decode.tokens += relay.counted - counted
+                counted = relay.counted
+            if out:
+                await write(out)
+            if relay.failed is not None:
+                if isinstance(relay.failed, WorkerFailed):
+                    relay.failed.workers = frozenset({decode.worker.id})
+                raise relay.failed
+
+    def _broke(self, decode: Upstream, words: str) -> WorkerFailed:
+        worker = decode.worker.id
+        return WorkerFailed("broke", f"{worker}: {words}", frozenset({worker}))
+
+    def _first_token(self, call: Call) -> None:
+        self._pilot.observe(FirstToken(call.id))
+        self._metrics.first_token.observe((time.monotonic_ns() - call.arrival) / SECOND)
+
+
+async def _let_go(response: aiohttp.ClientResponse, *, whole: bool) -> None:
+    """Give a read connection back; cut any other, so that the worker stops computing."""
+    if whole:
+        with suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with asyncio.timeout(_END_S):
+                if not await response.content.readany():
+                    response.release()
+                    return
+    response.close()
+
+
+def _seed(call: Call) -> int:
+    """Return the seed of a request whose client gave none: the same in every attempt."""
+    return int(call.id, 16) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+def _surrender(failure: WorkerFailed) -> APIError:
+    if failure.status == 503:
+        message = "All workers that could serve this request are busy. Try again later."
+        return APIError(503, message, retry_after=1)
+    return APIError(502, f"No worker could finish this request; the last failure: {failure}.")

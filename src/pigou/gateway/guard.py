@@ -1,0 +1,97 @@
+"""The guard: who may come in, and how refusals and failures are told."""
+
+from __future__ import annotations
+
+import logging
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from pigou.gateway.call import CHAT, COMPLETIONS
+from pigou.gateway.failure import Rejected
+from pigou.gateway.keys import Keys
+from pigou.gateway.metrics import Metrics
+from pigou.wire.errors import APIError
+
+_log = logging.getLogger("pigou.gateway")
+
+
+_TENANT = "pigou.tenant"
+_UNAUTHORIZED = b'{"error":"Unauthorized"}'
+#: Routes that are open to probes and scrapers even where keys are needed.
+_OPEN = ("/health", "/ping", "/version", "/metrics")
+_ROUTES = (COMPLETIONS, CHAT, "/v1/models", "/tokenize", "/detokenize", "/workers", "/", *_OPEN)
+
+
+def tenant_of(request: web.Request) -> str:
+    """Return the tenant whose key the request came with; empty where there are no keys."""
+    return str(request.get(_TENANT, ""))
+
+
+def guard(keys: Keys | None, metrics: Metrics) -> Middleware:
+    """Return the middleware that checks keys, turns errors into bodies, and counts."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        route = request.path if request.path in _ROUTES else "other"
+        metrics.inflight.inc()
+        status = "499"
+        try:
+            response = await _answer(request, handler, keys, metrics)
+            status = str(response.status)
+        finally:
+            metrics.inflight.dec()
+            metrics.requests.labels(route, status).inc()
+            if status == "499":
+                metrics.cancelled.inc()
+        return response
+
+    return middleware
+
+
+async def _answer(
+    request: web.Request, handler: Handler, keys: Keys | None, metrics: Metrics
+) -> web.StreamResponse:
+    try:
+        if keys is not None and request.path not in _OPEN:
+            tenant = keys.tenant(request.headers.get("authorization"))
+            if tenant is None:
+                return _json(401, _UNAUTHORIZED)
+            request[_TENANT] = tenant
+        return await handler(request)
+    except (ConnectionError, TimeoutError):
+        raise  # the client is gone: there is nobody to tell
+    except Exception as error:
+        return _refusal(request, error, metrics)
+
+
+def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Response:
+    """Return the response that tells the client of an error."""
+    match error:
+        case Rejected():
+            return _json(error.status, error.body)
+        case APIError():
+            if error.status == 503:
+                metrics.shed.inc()
+            return error_response(error)
+        case web.HTTPRequestEntityTooLarge():
+            return error_response(APIError(413, f"The body is too large: {error.text}."))
+        case web.HTTPException():
+            response = web.json_response({"detail": error.reason}, status=error.status)
+            if "allow" in error.headers:
+                response.headers["allow"] = error.headers["allow"]
+            return response
+    _log.error("%s %s failed", request.method, request.path, exc_info=error)
+    return error_response(APIError(500, "The gateway failed; its log says why."))
+
+
+def _json(status: int, body: bytes) -> web.Response:
+    return web.Response(status=status, body=body, content_type="application/json")
+
+
+def error_response(error: APIError) -> web.Response:
+    """Return the response that tells a client of an error."""
+    response = _json(error.status, error.body())
+    if error.retry_after is not None:
+        response.headers["retry-after"] = str(error.retry_after)
+    return response

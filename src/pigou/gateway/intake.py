@@ -1,0 +1,197 @@
+"""The intake: from a client's body to a `Call`, or to an error that says what is wrong."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from pigou.gateway.call import Body, Call
+from pigou.gateway.chunks import ABSENT, given
+from pigou.gateway.keys import tenant_salt
+from pigou.wire.checks import check
+from pigou.wire.errors import APIError, bad_request, decode_error
+from pigou.wire.openai import decode_chat, decode_completion
+
+#: Bytes of text that make a token, as a guess.
+_BYTES_PER_TOKEN = 4
+_COMPLETION_TOKENS = 16
+_CHAT_TOKENS = 256
+_WIRE_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+#: Fields that are the gateway's to fill in, and what to do instead.
+_RESERVED = {
+    "kv_transfer_params": "the gateway makes transfers itself; remove it",
+    "resume_tokens": "the gateway resumes streams itself; remove it",
+}
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Format(msgspec.Struct):
+    type: str = "text"
+
+
+class _Asked(msgspec.Struct):
+    """What the gateway itself reads of a body; the rest is the worker's to judge."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: int | None = None
+    prompt: Any = None
+    messages: msgspec.Raw = ABSENT
+    prompt_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+    tools: list[Any] | None = None
+    response_format: _Format | None = None
+    structured_outputs: Any = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    deadline_ms: int | None = None
+
+
+_asked = msgspec.json.Decoder(_Asked, strict=False)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def read(
+    data: bytes, *, chat: bool, strict: bool, tenant: str = "", request_id: str | None = None
+) -> Call:
+    """Read a body.
+
+    Args:
+        data: as the client sent it.
+        chat: whether it came to the chat route.
+        strict: refuse what Pigou's own workers would refuse; otherwise the workers judge.
+        tenant: whose key it came with; its name is joined to the cache salt.
+        request_id: the client's `X-Request-Id`.
+
+    Raises:
+        APIError: 400, naming field and remedy.
+    """
+    arrival = time.monotonic_ns()
+    try:
+        asked = _asked.decode(data)
+        body: Body = dict(_fields.decode(data))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise decode_error(error, data) from None
+    for name, remedy in _RESERVED.items():
+        if given(body.get(name, ABSENT)):
+            raise bad_request(f"{name} is refused: {remedy}.", name)
+    if strict:
+        check(decode_chat(data) if chat else decode_completion(data))
+    call = _call(asked, body, chat)
+    call.arrival, call.tenant, call.wire_id = (
+        arrival,
+        tenant,
+        _wire_id(asked.request_id or request_id),
+    )
+    if tenant:
+        body["cache_salt"] = tenant_salt(tenant, asked.cache_salt)
+    return call
+
+
+def _call(asked: _Asked, body: Body, chat: bool) -> Call:
+    prompts, tokens = (1, _chat_size(asked)) if chat else _prompt_size(asked.prompt)
+    single = prompts == 1 and (asked.n or 1) == 1
+    stream = bool(asked.stream)
+    wanted = asked.max_completion_tokens or asked.max_tokens
+    call = Call(
+        id=secrets.token_hex(16),
+        wire_id="",
+        chat=chat,
+        stream=stream,
+        body=body,
+        prompt=max(1, tokens),
+        max_tokens=wanted or (_CHAT_TOKENS if chat else _COMPLETION_TOKENS),
+        single=single,
+        splits=single and not _scores_prompt(asked, chat),
+        portable=_portable(asked),
+        seeded=asked.seed is not None,
+        wants_ids=bool(asked.return_token_ids),
+        wants_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
+        priority=asked.priority or 0,
+        deadline_ms=asked.deadline_ms,
+    )
+    body.pop("request_id", None)
+    if stream:
+        body["return_token_ids"] = True
+    return call
+
+
+def _prompt_size(prompt: Any) -> tuple[int, int]:
+    """Return how many prompts there are, and the tokens of all."""
+    if isinstance(prompt, str):
+        return 1, len(prompt) // _BYTES_PER_TOKEN
+    if not isinstance(prompt, list) or not prompt:
+        raise bad_request("prompt is missing: send text or token ids.", "prompt")
+    if isinstance(prompt[0], int):
+        return 1, len(prompt)
+    sizes = [
+        len(item) // (_BYTES_PER_TOKEN if isinstance(item, str) else 1)
+        for item in prompt
+        if isinstance(item, str | list)
+    ]
+    return len(prompt), sum(sizes)
+
+
+def _chat_size(asked: _Asked) -> int:
+    if asked.prompt_token_ids:
+        return len(asked.prompt_token_ids)
+    if not given(asked.messages):
+        raise bad_request("messages is required, and missing.", "messages")
+    return len(memoryview(asked.messages)) // _BYTES_PER_TOKEN
+
+
+def _scores_prompt(asked: _Asked, chat: bool) -> bool:
+    """Whether the decode worker must compute the whole prompt itself, to score it."""
+    if asked.prompt_logprobs is not None:
+        return True
+    return not chat and bool(asked.echo) and asked.logprobs not in (None, False)
+
+
+def _portable(asked: _Asked) -> bool:
+    """Whether prompt and tokens so far are all that the rest of the reply depends on."""
+    return not (
+        asked.stop
+        or asked.presence_penalty
+        or asked.frequency_penalty
+        or asked.repetition_penalty not in (None, 1.0)
+        or asked.logprobs not in (None, False)
+        or asked.prompt_logprobs is not None
+        or asked.echo
+        or asked.tools
+        or asked.structured_outputs is not None
+        or (asked.response_format is not None and asked.response_format.type != "text")
+        or (asked.seed is not None and asked.temperature != 0)
+    )
+
+
+def _wire_id(wanted: str | None) -> str:
+    if wanted is None:
+        return secrets.token_hex(8)
+    if not _WIRE_ID.fullmatch(wanted):
+        raise APIError(
+            400,
+            f"The request id {wanted[:60]!r} must have 1 to 128 letters, digits, or _ . : -",
+            "request_id",
+        )
+    return wanted

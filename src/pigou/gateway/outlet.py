@@ -1,0 +1,61 @@
+"""The outlet: the client's end of a stream."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from pigou.gateway.failure import Rejected
+from pigou.gateway.splice import error_frames
+from pigou.wire.errors import TYPES, APIError
+from pigou.wire.sse import DONE, frame
+
+_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+
+class Outlet:
+    """A streamed response whose head is sent with its first bytes.
+
+    Until then the request can still be answered with a plain error.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether the client has got anything."""
+        return self._response is not None
+
+    async def write(self, data: bytes) -> None:
+        """Send whole SSE frames; waits while the client is slow."""
+        response = self._response
+        if response is None:
+            response = self._response = web.StreamResponse(headers=_HEADERS)
+            await response.prepare(self._request)
+        await response.write(data)
+
+    async def fail(self, error: APIError | Rejected) -> None:
+        """End the stream with an error event."""
+        if isinstance(error, Rejected):
+            await self.write(frame(_compact(error.body)) + DONE)
+        else:
+            kind = TYPES.get(error.status, error.type)
+            await self.write(error_frames(error.status, error.message, kind))
+
+    async def close(self) -> web.StreamResponse:
+        """End the response and return it."""
+        if self._response is None:
+            await self.write(b"")
+        assert self._response is not None
+        await self._response.write_eof()
+        return self._response
+
+
+def _compact(body: bytes) -> bytes:
+    """Return the JSON in one line, as an event must be."""
+    try:
+        return msgspec.json.format(body, indent=-1)
+    except msgspec.DecodeError:
+        return msgspec.json.encode({"error": {"message": body.decode("utf-8", "replace")}})

@@ -1,0 +1,139 @@
+"""The pilot: drives ControlPlane by the wall clock, and keeps an upstream for each worker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from pigou.control.messages import (
+    Action,
+    Decision,
+    Ended,
+    Observation,
+    Queue,
+    Route,
+    Shed,
+    Tokens,
+    WorkerDown,
+    WorkerUp,
+)
+from pigou.control.plane import ControlPlane
+from pigou.gateway.relay import Relay
+from pigou.gateway.upstream import Engine, Upstream
+from pigou.request import SECOND, FinishReason, Request, Worker
+
+_TICK_S = 0.1
+
+
+class Refused(Exception):
+    """ControlPlane shed the request. `retry_after` is in whole seconds, at least 1."""
+
+    def __init__(self, shed: Shed) -> None:
+        super().__init__(shed.reason)
+        self.retry_after = -(-shed.retry_after // SECOND)
+
+
+class Pilot:
+    """Turns decisions into futures, and facts into observations.
+
+    Attributes:
+        plane: the control plane; nobody else calls it.
+        upstreams: by id, of the workers that are up.
+        shed: requests refused so far.
+    """
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self.plane = plane
+        self.upstreams: dict[str, Upstream] = {}
+        self.shed = 0
+        self._queued: dict[str, asyncio.Future[Route]] = {}
+        self._relays: dict[str, tuple[Relay, int]] = {}
+        self._ticker: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to let time pass; call within the event loop."""
+        self._ticker = asyncio.create_task(self._tick(), name="pilot")
+
+    async def stop(self) -> None:
+        """End the ticker, and all connections."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._ticker
+        for upstream in list(self.upstreams.values()):
+            await upstream.close()
+        self.upstreams.clear()
+
+    async def up(self, worker: Worker, engine: Engine, secret: str = "") -> None:
+        """A worker is ready: send it requests."""
+        if worker.id in self.upstreams:
+            await self.upstreams.pop(worker.id).close()
+        self.upstreams[worker.id] = Upstream(worker, engine, secret)
+        self.observe(WorkerUp(worker))
+
+    async def down(self, worker: str) -> None:
+        """A worker is gone: cut its connections, so that its requests go elsewhere."""
+        upstream = self.upstreams.pop(worker, None)
+        self.observe(WorkerDown(worker))
+        if upstream is not None:
+            await upstream.close()
+
+    async def route(self, request: Request, exclude: frozenset[str]) -> Route:
+        """Submit a request and wait for its route.
+
+        Raises:
+            Refused: it was shed.
+        """
+        decision = self.plane.submit(request, time.monotonic_ns(), exclude)
+        if isinstance(decision, Route):
+            return decision
+        if isinstance(decision, Shed):
+            self.shed += 1
+            raise Refused(decision)
+        assert isinstance(decision, Queue)
+        future: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
+        self._queued[request.id] = future
+        try:
+            return await future
+        finally:
+            self._queued.pop(request.id, None)
+
+    def observe(self, observation: Observation) -> None:
+        """Tell ControlPlane a fact, and wake whom that sets free."""
+        self._wake(self.plane.observe(observation, time.monotonic_ns()))
+
+    def end(self, request: str, reason: FinishReason) -> None:
+        """A request is over."""
+        self._relays.pop(request, None)
+        self.observe(Ended(request, reason))
+
+    def watch(self, relay: Relay) -> None:
+        """Report this relay's tokens at each tick, until its request ends."""
+        self._relays[relay.call.id] = (relay, relay.counted)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a worker."""
+        return len(self.plane.queue)
+
+    def _wake(self, decisions: Sequence[Decision] | Sequence[Action]) -> None:
+        for decision in decisions:
+            future = self._queued.get(decision.request)
+            if future is None or future.done():
+                continue
+            if isinstance(decision, Route):
+                future.set_result(decision)
+            elif isinstance(decision, Shed):
+                self.shed += 1
+                future.set_exception(Refused(decision))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            for request, (relay, told) in list(self._relays.items()):
+                if relay.counted > told:
+                    self._relays[request] = (relay, relay.counted)
+                    self.observe(Tokens(request, relay.counted - told))
+            self._wake(self.plane.tick(time.monotonic_ns()))

@@ -1,0 +1,148 @@
+"""The relay: bytes of a worker's stream in, bytes of the client's stream out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pigou.gateway import chunks
+from pigou.gateway.call import Call
+from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.splice import Splice
+from pigou.gateway.transcript import Transcript
+from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader
+
+#: Finish reasons that say the worker gave up; no client knows them.
+_GAVE_UP = ("abort", "error")
+
+
+class Relay:
+    """Passes a stream on, chunk by chunk, and keeps the transcript.
+
+    `begin` starts each attempt; `feed` takes what its worker sends. Within the first attempt a
+    chunk's bytes pass as they are, without the token ids that only the gateway asked for. In
+    later attempts chunks are decoded and made to fit what the client saw before.
+
+    Attributes:
+        transcript: what the client was told.
+        counted: tokens of all choices so far.
+        failed: why the attempt cannot go on, set by `feed`; None while it can.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.transcript = Transcript()
+        self.counted = 0
+        self.failed: WorkerFailed | Rejected | None = None
+        self._reader = Reader()
+        self._stock = False
+        self._full = True
+        self._splice: Splice | None = None
+
+    def begin(self, *, stock: bool, mapped: bool) -> None:
+        """Start an attempt.
+
+        Args:
+            stock: the worker does not resume by itself, so it matters what has been shown.
+            mapped: a chat is continued on the completions route.
+        """
+        self.failed = None
+        self._reader = Reader()
+        self._stock = stock
+        self._full = stock or not self.transcript.begun or not self.call.single
+        if self.transcript.begun:
+            self._splice = Splice(self.call, self.transcript, mapped)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the worker; return bytes for the client, possibly none.
+
+        When the worker sends an error, or what is no chunk, `failed` is set, and what came
+        before it is returned.
+        """
+        out: list[bytes] = []
+        for payload in self._reader.feed(data):
+            if payload == DONE_PAYLOAD:
+                self.transcript.done = True
+                out.append(DONE)
+                break
+            try:
+                passed = self._take(payload)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                self.failed = WorkerFailed("garbage", f"the worker sent no chunk: {error}")
+                break
+            except (WorkerFailed, Rejected) as failure:
+                self.failed = failure
+                break
+            if passed:
+                out += (b"data: ", passed, b"\n\n")
+        return b"".join(out)
+
+    def _take(self, payload: bytes) -> bytes:
+        """Note one chunk; return what the client gets of it."""
+        if self._full:
+            return self._take_full(payload)
+        chunk = chunks.chunk(payload)
+        if chunk.error is not None:
+            raise _error(payload)
+        has_ids = self._count(chunk.choices)
+        if self._splice is not None:
+            return self._splice.fit(payload)
+        if has_ids and not self.call.wants_ids:
+            return chunks.without_ids(payload, False)
+        return payload
+
+    def _take_full(self, payload: bytes) -> bytes:
+        """Do the same where a chunk may hold the prompt's ids, or its text matters."""
+        chunk = chunks.full_chunk(payload)
+        if chunk.error is not None:
+            raise _error(payload)
+        transcript = self.transcript
+        has_ids = self._count(chunk.choices)
+        if any(choice.shows for choice in chunk.choices):
+            transcript.shown = len(transcript.tokens)
+        if self._splice is not None:
+            return self._splice.fit(payload)
+        prompt = chunk.prompt()
+        if transcript.head is None:
+            transcript.head = chunks.head(payload)
+            transcript.prompt = prompt
+            self._full = self._stock or not self.call.single
+        if (has_ids or prompt) and not self.call.wants_ids:
+            return chunks.without_ids(payload, bool(prompt))
+        return payload
+
+    def _count(self, choices: Sequence[chunks.Choice]) -> bool:
+        """Note tokens and ends; return whether there are token ids."""
+        found = False
+        for choice in choices:
+            if choice.finish_reason is not None:
+                if choice.finish_reason in _GAVE_UP:
+                    raise WorkerFailed(choice.finish_reason, "the worker gave the request up")
+                self.transcript.finish = choice.finish_reason
+            ids = choice.token_ids
+            if ids:
+                found = True
+                self.transcript.tokens += ids
+                self.counted += len(ids)
+        if not choices:
+            self.transcript.usage = True
+        return found
+
+
+class _ErrorBody(msgspec.Struct):
+    code: int | str | None = None
+    message: str = ""
+
+
+class _Error(msgspec.Struct):
+    error: _ErrorBody
+
+
+def _error(payload: bytes) -> WorkerFailed | Rejected:
+    """Return what an error chunk means: the request's fault (4xx), or the worker's."""
+    found = msgspec.json.decode(payload, type=_Error).error
+    status = found.code if isinstance(found.code, int) else 500
+    if 400 <= status < 500:
+        return Rejected(status, payload)
+    return WorkerFailed("error", f"the worker said: {found.message}", status=status)

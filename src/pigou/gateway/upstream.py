@@ -1,0 +1,165 @@
+"""Upstream: the connections to one worker, for as long as that worker lives."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from pigou.gateway.call import Body
+from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.request import Worker
+
+#: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
+#: on a connection at the moment it closes is lost.
+_KEEPALIVE_S = 4.0
+_CONNECT_S = 5.0
+_READ_BUFFER = 256 * 1024
+_HEADERS = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a worker runs.
+
+    Attributes:
+        stock: it is not Pigou's own, and knows no `resume_tokens`.
+        model: name that requests use.
+        max_model_len: context in tokens, 0 when it did not say.
+        version: as `GET /version` says.
+    """
+
+    stock: bool = False
+    model: str = ""
+    max_model_len: int = 0
+    version: str = ""
+
+
+class Upstream:
+    """A worker's HTTP client, without a connection limit.
+
+    Attributes:
+        worker: whom it speaks to.
+        engine: what that runs.
+        inflight: requests under way.
+        progress: when a worker last answered anything, or had nothing to do (monotonic ns).
+        tokens: that it streamed so far.
+    """
+
+    def __init__(self, worker: Worker, engine: Engine, secret: str = "") -> None:
+        """Connect lazily; `secret` is sent as bearer key."""
+        self.worker = worker
+        self.engine = engine
+        self.inflight = 0
+        self.progress = time.monotonic_ns()
+        self.tokens = 0
+        self._closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._headers = _HEADERS | ({"authorization": f"Bearer {secret}"} if secret else {})
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            auto_decompress=False,
+            read_bufsize=_READ_BUFFER,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether the worker went down."""
+        return self._closed
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Within it, the current task works with this worker, and fails when that goes down.
+
+        Raises:
+            WorkerFailed: `close` was called meanwhile, or before.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        if self.closed:
+            raise self._gone()
+        if self.inflight == 0:
+            self.progress = time.monotonic_ns()
+        cancelling = task.cancelling()
+        self.inflight += 1
+        self._tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.closed and task.uncancel() <= cancelling:
+                raise self._gone() from None
+            raise
+        finally:
+            self._tasks.discard(task)
+            self.inflight -= 1
+            self.progress = time.monotonic_ns()
+
+    async def post(self, path: str, body: Body, request_id: str) -> aiohttp.ClientResponse:
+        """Send a request; return the response of status 200, its body unread.
+
+        Raises:
+            Rejected: 4xx, the request's fault.
+            WorkerFailed: no connection, no answer, or 5xx.
+        """
+        me = frozenset({self.worker.id})
+        try:
+            response = await self._session.post(
+                self.worker.url + path,
+                data=msgspec.json.encode(body),
+                headers={**self._headers, "x-request-id": request_id},
+            )
+            if response.status == 200:
+                return response
+            answer = await response.read()
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            raise WorkerFailed("connect", f"{self.worker.id}: {_words(error)}", me) from error
+        if 400 <= response.status < 500 and response.status not in (408, 429):
+            raise Rejected(response.status, answer)
+        raise WorkerFailed(
+            "refused",
+            f"{self.worker.id} answered {response.status}",
+            me,
+            status=response.status,
+            body=answer,
+        )
+
+    async def whole(self, path: str, body: Body, request_id: str) -> bytes:
+        """Send a request; return the body of its answer. Raises as `post`."""
+        response = await self.post(path, body, request_id)
+        try:
+            return await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            me = frozenset({self.worker.id})
+            raise WorkerFailed("broke", f"{self.worker.id}: {_words(error)}", me) from error
+        finally:
+            response.release()
+
+    async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Return status and body of a GET; raises `aiohttp.ClientError`, `TimeoutError`."""
+        async with self._session.get(
+            self.worker.url + path, timeout=aiohttp.ClientTimeout(total=timeout_s)
+        ) as response:
+            return response.status, await response.read()
+
+    async def close(self) -> None:
+        """Cut all connections: whoever waits for this worker learns that it failed."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await self._session.close()
+
+    def _gone(self) -> WorkerFailed:
+        worker = self.worker.id
+        return WorkerFailed("down", f"{worker} went down", frozenset({worker}))
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,307 @@
+"""Scripted workers, in process: they answer as Pigou's own or a stock vLLM would, or misbehave.
+
+Token i of a reply has the id 1000 + i. Every fifth and the one before it make up one character
+between them, so that text depends on what came before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from pigou.config import ControlConfig
+from pigou.control.plane import ControlPlane
+from pigou.gateway.app import Gateway
+from pigou.gateway.board import Board
+from pigou.gateway.config import GatewayConfig
+from pigou.gateway.keys import Keys
+from pigou.gateway.metrics import Metrics
+from pigou.gateway.pilot import Pilot
+from pigou.gateway.server import GatewayServer
+from pigou.gateway.upstream import Engine
+from pigou.request import Role, Worker
+
+BASE = 1000
+
+
+def text_of(index: int) -> str:
+    """What token `index` adds to the text."""
+    return {3: "", 4: "é"}.get(index % 5, f" t{index}")
+
+
+def whole_text(count: int) -> str:
+    return "".join(text_of(i) for i in range(count))
+
+
+@dataclass
+class Script:
+    """How a worker misbehaves; everything off is a good worker.
+
+    `*_after` count content chunks that are sent before; `times` bounds how often it happens.
+    """
+
+    die_after: int | None = None
+    hang_after: int | None = None
+    garbage_after: int | None = None
+    error_after: int | None = None
+    abort_after: int | None = None
+    end_after: int | None = None
+    status: int = 200
+    delay_s: float = 0.0
+    per_chunk: int = 1
+    cut: int = 0
+    no_ticket: bool = False
+    times: int = 1_000_000
+
+
+@dataclass
+class Seen:
+    path: str
+    body: dict[str, Any]
+    request_id: str
+
+
+@dataclass
+class Stub:
+    """One scripted worker."""
+
+    name: str
+    role: Role = Role.BOTH
+    stock: bool = False
+    script: Script = field(default_factory=Script)
+    seen: list[Seen] = field(default_factory=list)
+    cancelled: int = 0
+    active: int = 0
+    port: int = 0
+
+    async def start(self) -> web.AppRunner:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_post("/v1/completions", self._serve)
+        app.router.add_post("/v1/chat/completions", self._serve)
+        app.router.add_post("/tokenize", self._tokenize)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        return runner
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        return web.json_response({"count": len(body["prompt"]), "tokens": [1]})
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        self.active += 1
+        try:
+            return await self._reply(request)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.active -= 1
+
+    async def _reply(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.seen.append(Seen(request.path, body, request.headers.get("x-request-id", "")))
+        chat = request.path.endswith("chat/completions")
+        if self.script.status != 200 and self._strike():
+            message = {"error": {"message": "scripted", "type": "X", "param": None,
+                                 "code": self.script.status}}  # fmt: skip
+            return web.json_response(message, status=self.script.status)
+        await asyncio.sleep(self.script.delay_s)
+        ids, first = self._prompt(body, chat)
+        most = body.get("max_completion_tokens") or body.get("max_tokens") or 5
+        last = (first if self.stock else 0) + most
+        if not body.get("stream"):
+            if self.script.die_after is not None and self._strike():
+                request.transport.abort()
+            return web.json_response(self._whole(body, chat, ids, last))
+        return await self._stream(request, body, chat, ids, (first, last))
+
+    def _strike(self) -> bool:
+        if self.script.times == 0:
+            return False
+        self.script.times -= 1
+        return True
+
+    def _prompt(self, body: dict[str, Any], chat: bool) -> tuple[list[int], int]:
+        """Return the original prompt's ids, and how many tokens of the reply were there."""
+        if chat:
+            ids = body.get("prompt_token_ids") or list(json.dumps(body["messages"]).encode())
+        else:
+            prompt = body["prompt"]
+            ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+        done = sum(each >= BASE for each in ids)
+        if not self.stock:
+            assert done == (0 if body.get("max_tokens") == 1 else body.get("resume_tokens", 0))
+        return ids[: len(ids) - done], done
+
+    def _whole(self, body: dict[str, Any], chat: bool, ids: list[int], last: int) -> dict[str, Any]:
+        text = whole_text(last)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "stop_reason": None}
+        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        ticket = None
+        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            ticket = {"do_remote_prefill": True, "from": self.name, "nested": [[1, 2]]}
+        return {
+            "id": "whole",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": 1,
+            "model": "stub",
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": len(ids),
+                "total_tokens": len(ids) + last,
+                "completion_tokens": last,
+            },
+            "kv_transfer_params": None if self.script.no_ticket else ticket,
+        }
+
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], chat: bool, ids: list[int],
+        span: tuple[int, int],
+    ) -> web.StreamResponse:  # fmt: skip
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        wants = body.get("return_token_ids")
+        prefix = "chatcmpl" if chat else "cmpl"
+        head = {
+            "id": f"{prefix}-{request.headers['x-request-id']}",
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": 1 + len(self.seen),
+            "model": "stub",
+        }
+        prompt = ids if wants else None
+        if chat:
+            delta = {"role": "assistant", "content": ""}
+            choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None,
+                                      "finish_reason": None}  # fmt: skip
+            await self._send(response, {**head, "choices": [choice], "prompt_token_ids": prompt})
+        first, last = span
+        sent = 0
+        for start in range(first, last, self.script.per_chunk):
+            if await self._misbehave(request, response, head, sent):
+                return response
+            group = range(start, min(last, start + self.script.per_chunk))
+            text = "".join(text_of(i) for i in group)
+            over = group[-1] == last - 1
+            choice = {"index": 0}
+            choice |= {"delta": {"content": text}} if chat else {"text": text}
+            choice |= {"logprobs": None, "finish_reason": "length" if over else None}
+            choice["token_ids"] = [BASE + i for i in group] if wants else None
+            if not chat:
+                choice["prompt_token_ids"] = prompt if sent == 0 else None
+            if over:
+                choice["stop_reason"] = None
+            await self._send(response, {**head, "choices": [choice]})
+            sent += 1
+            await asyncio.sleep(self.script.delay_s)
+        if await self._misbehave(request, response, head, sent):
+            return response
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"prompt_tokens": len(ids), "total_tokens": len(ids) + last,
+                     "completion_tokens": last}  # fmt: skip
+            await self._send(response, {**head, "choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _misbehave(
+        self, request: web.Request, response: web.StreamResponse, head: dict[str, Any], sent: int
+    ) -> bool:
+        script = self.script
+        if script.die_after == sent and self._strike():
+            request.transport.abort()
+            return True
+        if script.hang_after == sent and self._strike():
+            await asyncio.sleep(3600)
+        if script.garbage_after == sent and self._strike():
+            await response.write(b"data: {not json\n\n")
+            return True
+        if script.end_after == sent and self._strike():
+            return True
+        if script.error_after == sent and self._strike():
+            error = {"message": "scripted", "type": "InternalServerError", "code": 500}
+            await self._send(response, {"error": error})
+            await response.write(b"data: [DONE]\n\n")
+            return True
+        if script.abort_after == sent and self._strike():
+            choice = {"index": 0, "text": "", "delta": {}, "finish_reason": "abort"}
+            await self._send(response, {**head, "choices": [choice]})
+            await response.write(b"data: [DONE]\n\n")
+            return True
+        return False
+
+    async def _send(self, response: web.StreamResponse, chunk: dict[str, Any]) -> None:
+        data = b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+        cut = self.script.cut or len(data)
+        for start in range(0, len(data), cut):
+            await response.write(data[start : start + cut])
+            if cut < len(data):
+                await asyncio.sleep(0)
+
+
+@dataclass
+class Fleet:
+    """A gateway in front of stubs."""
+
+    url: str
+    stubs: dict[str, Stub]
+    pilot: Pilot
+    metrics: Metrics
+
+    def idle(self) -> bool:
+        """Whether nothing weighs on anybody."""
+        counts = self.pilot.plane.state.counts.values()
+        ups = self.pilot.upstreams.values()
+        return (
+            all((c == 0).all() for c in counts)
+            and not self.pilot.plane.state.loads
+            and self.pilot.queued == 0
+            and all(up.inflight == 0 for up in ups)
+        )
+
+    async def settle(self, timeout_s: float = 3.0) -> None:
+        """Wait until nothing weighs on anybody."""
+        for _ in range(int(timeout_s / 0.02)):
+            if self.idle():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("load was left behind")
+
+
+@asynccontextmanager
+async def serving(
+    *stubs: Stub,
+    control: ControlConfig | None = None,
+    keys: Keys | None = None,
+    **limits: Any,
+) -> AsyncIterator[Fleet]:
+    """Run a gateway over these stubs, all of them up."""
+    runners = [await stub.start() for stub in stubs]
+    pilot = Pilot(ControlPlane(control or ControlConfig()))
+    metrics = Metrics()
+    config = GatewayConfig(port=0, **limits)
+    board = Board(pilot, list)
+    server = GatewayServer(Gateway(config, pilot, metrics, board, keys, 1), shutdown_s=0.2)
+    try:
+        async with server:
+            for stub in stubs:
+                worker = Worker(stub.name, stub.url, stub.role)
+                await pilot.up(worker, Engine(stub.stock, "stub", 2048))
+            url = f"http://127.0.0.1:{server.port}"
+            yield Fleet(url, {stub.name: stub for stub in stubs}, pilot, metrics)
+    finally:
+        for runner in runners:
+            await runner.cleanup()
