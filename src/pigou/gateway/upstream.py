@@ -70,9 +70,8 @@ class Upstream:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    @property
     def closed(self) -> bool:
-        """Whether the worker went down."""
+        """Return whether the worker went down."""
         return self._closed
 
     @contextmanager
@@ -84,7 +83,7 @@ class Upstream:
         """
         task = asyncio.current_task()
         assert task is not None
-        if self.closed:
+        if self.closed():
             raise self._gone()
         if self.inflight == 0:
             self.progress = time.monotonic_ns()
@@ -94,7 +93,7 @@ class Upstream:
         try:
             yield
         except asyncio.CancelledError:
-            if self.closed and task.uncancel() <= cancelling:
+            if self.closed() and task.uncancel() <= cancelling:
                 raise self._gone() from None
             raise
         finally:
