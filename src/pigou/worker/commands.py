@@ -137,7 +137,8 @@ class Report:
         tickets: by request, `kv_transfer_params` of the blocks held.
         failed: requests that were refused.
         events: KV events, as maps of the wire.
-        computed: tokens computed in the step.
+        computed: tokens computed in each step of the plan; 0 in reports between its steps.
+        steps: that the plan had.
         gauges: figures after the step.
     """
 
@@ -150,6 +151,7 @@ class Report:
     failed: list[Failed] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     computed: int = 0
+    steps: int = 0
     gauges: Gauges | None = None
 
     def __bool__(self) -> bool:

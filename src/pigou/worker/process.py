@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds for which a thread may hold the interpreter while others want it.
 _SWITCH = 0.0005
+#: Seconds for which an idle connection is kept: longer than any client's pool keeps it.
+_KEEPALIVE = 3600.0
 #: Seconds that the engine thread is given to end.
 _JOIN = 5.0
 
@@ -76,6 +78,7 @@ class WorkerProcess:
             access_log=None,
             handler_cancellation=True,
             shutdown_timeout=1.0,
+            keepalive_timeout=_KEEPALIVE,
         )
 
     async def serve(self) -> int:

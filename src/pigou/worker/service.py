@@ -109,7 +109,7 @@ class Service:
         if report.gauges is not None:
             self.gauges = report.gauges
             self._metrics.figures(report.gauges)
-        if report.computed:
+        for _ in range(report.steps):
             self._metrics.step(report.computed)
         for begun in report.begun:
             self._begin(begun)
