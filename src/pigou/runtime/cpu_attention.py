@@ -13,6 +13,7 @@ from pigou.runtime.batch import Batch
 from pigou.runtime.cache import KVCache
 from pigou.runtime.config import ModelConfig
 from pigou.runtime.simd import LANES
+from pigou.runtime.spread import spread
 from pigou.runtime.stored import stored
 
 
@@ -32,11 +33,13 @@ class CPUAttention(PagedAttention):
         self._table = self.turns.numpy()
         self._no_norm = np.empty((2, 0), dtype=self._layers[0].dtype)
         self._norms: dict[int, kernels.Stored] = {}
-        self._rows = _padded(config.group)
+        self._queries = _padded(config.group)
 
     def begin(self, batch: Batch) -> None:
         """Take up a step."""
         self.batch = batch
+        entries = int(batch.slots[: batch.singles].sum()) + batch.singles
+        self._work = 0.08 * entries * self.config.heads * self.config.head_dim
         self._pasts = [self._chunk_past(chunk) for chunk in batch.chunks]
 
     def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
@@ -50,9 +53,11 @@ class CPUAttention(PagedAttention):
             norms, eps = self._norm(layer, norm), norm.eps
         where = (norms, eps, self._table, batch.places, self.tables, kv, size)
         if batch.singles:
-            kernels.decode(batch.singles, array, *where, self._rows, stored(out))
+            tasks = (0, batch.singles * config.kv_heads)
+            spread(kernels.decode, self._work, tasks, array, *where, self._queries, stored(out))
         if batch.chunks:
-            kernels.place(batch.singles, array, *where)
+            tokens = (batch.singles, batch.size)
+            spread(kernels.place, 1.0 * heads.numel(), tokens, array, *where)
             query, key, value = torch.split(
                 heads, [config.heads, config.kv_heads, config.kv_heads], dim=1
             )

@@ -8,14 +8,13 @@ Kernels that call one another live in this file, since numba's cache watches no 
 change in simd.py the cached ones must be removed.
 """
 
-# ruff: noqa: PLR0917  (compiled code gets its arrays one by one, by position)
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from numba import njit
+from numba import njit, prange
 from numpy.typing import NDArray
 
 import pigou.kv.compiled  # noqa: F401  (chooses where numba keeps what it compiled)
@@ -27,11 +26,27 @@ Floats = NDArray[np.float32]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+#: First and last row, the last not included, that a call works on.
+Range = tuple[int, int]
+
+
 def fast(function: Function) -> Function:
     """Compile; sums may be reordered and fused, but infinities and NaN keep their meaning."""
     math = {"reassoc", "contract", "arcp", "nsz"}
     compiler = njit(cache=True, nogil=True, fastmath=math, error_model="numpy")
     return cast(Function, compiler(function))
+
+
+def faster(function: Function) -> Function:
+    """Compile for numbers that are no NaN."""
+    math = {"reassoc", "contract", "arcp", "nsz", "nnan"}
+    compiler = njit(cache=True, nogil=True, fastmath=math, error_model="numpy")
+    return cast(Function, compiler(function))
+
+
+def parallel(function: Function) -> Function:
+    """Compile so that the iterations of `prange` run on several threads."""
+    return cast(Function, njit(cache=True, nogil=True, parallel=True)(function))
 
 
 @fast
@@ -51,11 +66,13 @@ def exponential(x: Any) -> Any:
 
 
 @fast
-def add_norm(x: Stored, residual: Stored, weight: Stored, eps: float, out: Stored) -> None:
+def add_norm(
+    rows: Range, x: Stored, residual: Stored, weight: Stored, eps: float, out: Stored
+) -> None:
     """Add x to the residual in place, and put the RMS norm of the sum, times weight, in out."""
-    rows, width = x.shape
+    width = x.shape[1]
     sums = np.empty(width, np.float32)
-    for i in range(rows):
+    for i in range(rows[0], rows[1]):
         square = np.float32(0.0)
         for d in range(width):
             stored = narrow(widen(x[i, d]) + widen(residual[i, d]), residual)
@@ -68,27 +85,35 @@ def add_norm(x: Stored, residual: Stored, weight: Stored, eps: float, out: Store
 
 
 @fast
-def gate(x: Stored, out: Stored) -> None:
-    """Put silu(gate) * up in out, shape (rows, width), for rows of x that hold gate, then up."""
-    rows, width = out.shape
-    for i in range(rows):
+def gate(rows: Range, x: Stored, out: Stored) -> None:
+    """Put silu(gate) * up in out, shape (n, width), for rows of x that hold gate, then up."""
+    width = out.shape[1]
+    for i in range(rows[0], rows[1]):
         for d in range(width):
             value = widen(x[i, d])
             silu = value / (np.float32(1.0) + exponential(-value))
             out[i, d] = narrow(silu * widen(x[i, width + d]), out)
 
 
+@faster
+def highest(row: Stored, count: int) -> Any:
+    """Return the largest of the first numbers of a row, as float32; arbitrary where one is NaN."""
+    largest = widen(row[0])
+    for d in range(count):
+        number = widen(row[d])
+        largest = number if number > largest else largest
+    return largest
+
+
 @fast
-def argmax(x: Stored, out: NDArray[np.int64]) -> None:
+def argmax(rows: Range, x: Stored, out: NDArray[np.int64]) -> None:
     """Put the index of the first largest number of each row of x in out."""
-    rows, width = x.shape
-    for i in range(rows):
-        highest = widen(x[i, 0])
-        for d in range(width):
-            highest = max(highest, widen(x[i, d]))
+    width = x.shape[1]
+    for i in range(rows[0], rows[1]):
+        largest = highest(x[i], width)
         out[i] = 0
         for d in range(width):
-            if widen(x[i, d]) == highest:
+            if widen(x[i, d]) == largest:
                 out[i] = d
                 break
 
@@ -119,12 +144,10 @@ def rotate(head: Stored, norm: Stored, eps: float, turn: Floats, scale: float, o
 @fast
 def softmax(scores: Floats, entries: int) -> None:
     """Make the first `entries` of a row of scores into probabilities."""
-    highest = np.float32(-np.inf)
-    for t in range(entries):
-        highest = max(highest, scores[t])
+    largest = highest(scores, entries)
     total = np.float32(0.0)
     for t in range(entries):
-        weight = exponential(scores[t] - highest)
+        weight = exponential(scores[t] - largest)
         scores[t] = weight
         total += weight
     scale = np.float32(1.0) / total
@@ -208,13 +231,13 @@ def store(
 
 @fast
 def decode(
-    tokens: int, qkv: Stored, norms: Stored, eps: float, turns: Floats, places: Ints,
-    tables: Ints, kv: Stored, size: int, rows: int, out: Stored,
+    tasks: Range, qkv: Stored, norms: Stored, eps: float, turns: Floats, places: Ints,
+    tables: Ints, kv: Stored, size: int, queries: int, out: Stored,
 ) -> None:  # fmt: skip
-    """Norm, rotate, store and attend for the first tokens, each of a sequence of its own.
+    """Norm, rotate, store and attend for tokens of which each has a sequence of its own.
 
     Args:
-        tokens: how many.
+        tasks: range of token * kv_heads + KV head.
         qkv: queries, keys and values, shape (at least tokens, heads + 2 kv_heads, head_dim).
         norms: weights of the query heads' norm and of the key heads', shape (2, head_dim), or
             (2, 0) for none.
@@ -224,43 +247,43 @@ def decode(
         tables: block ids by row of the batch.
         kv: a layer of the cache.
         size: tokens in a block.
-        rows: queries of a KV head, rounded up to 1, 2, 4 or a multiple of 8.
+        queries: of a KV head, rounded up to 1, 2, 4 or a multiple of 8.
         out: shape (at least tokens, heads, head_dim).
     """
     _, heads, width = out.shape
     kv_heads = kv.shape[2]
     group = heads // kv_heads
     scale = 1.0 / np.sqrt(width)
-    query = np.zeros((rows, width), np.float32)
-    result = np.empty((rows, width), np.float32)
+    query = np.zeros((queries, width), np.float32)
+    result = np.empty((queries, width), np.float32)
     key = np.empty(width, np.float32)
-    for token in range(tokens):
+    for task in range(tasks[0], tasks[1]):
+        token, head = task // kv_heads, task % kv_heads
         turn, slot, table = turns[places[0, token]], places[1, token], tables[places[2, token]]
-        for head in range(kv_heads):
-            rotate(qkv[token, heads + head], norms[1], eps, turn, 1.0, key)
-            store(key, qkv[token, heads + kv_heads + head], kv, table, head, slot, size)
-            for j in range(group):
-                rotate(qkv[token, head * group + j], norms[0], eps, turn, scale, query[j])
-            attend(query, kv, table, head, slot + 1, size, result)
-            for j in range(group):
-                for d in range(width):
-                    out[token, head * group + j, d] = narrow(result[j, d], out)
+        rotate(qkv[token, heads + head], norms[1], eps, turn, 1.0, key)
+        store(key, qkv[token, heads + kv_heads + head], kv, table, head, slot, size)
+        for j in range(group):
+            rotate(qkv[token, head * group + j], norms[0], eps, turn, scale, query[j])
+        attend(query, kv, table, head, slot + 1, size, result)
+        for j in range(group):
+            for d in range(width):
+                out[token, head * group + j, d] = narrow(result[j, d], out)
 
 
 @fast
 def place(
-    first: int, qkv: Stored, norms: Stored, eps: float, turns: Floats, places: Ints,
+    tokens: Range, qkv: Stored, norms: Stored, eps: float, turns: Floats, places: Ints,
     tables: Ints, kv: Stored, size: int,
 ) -> None:  # fmt: skip
-    """Norm and rotate queries and keys in place, and store keys and values, from `first` on.
+    """Norm and rotate queries and keys in place, and store keys and values, of some tokens.
 
     The other arguments are those of `decode`.
     """
-    tokens, _, width = qkv.shape
+    width = qkv.shape[2]
     kv_heads = kv.shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
     turned = np.empty(width, np.float32)
-    for token in range(first, tokens):
+    for token in range(tokens[0], tokens[1]):
         turn, slot, table = turns[places[0, token]], places[1, token], tables[places[2, token]]
         for head in range(heads + kv_heads):
             rotate(qkv[token, head], norms[int(head >= heads)], eps, turn, 1.0, turned)
@@ -268,3 +291,47 @@ def place(
                 qkv[token, head, d] = narrow(turned[d], qkv)
             if head >= heads:
                 store(turned, qkv[token, head + kv_heads], kv, table, head - heads, slot, size)
+
+
+@fast
+def share(rows: Range, part: int, parts: int) -> Range:
+    """Return the part-th of equal shares of a range."""
+    first, count = rows[0], rows[1] - rows[0]
+    return first + count * part // parts, first + count * (part + 1) // parts
+
+
+@parallel
+def spread_add_norm(
+    parts: int, rows: Range, x: Stored, residual: Stored, weight: Stored, eps: float, out: Stored
+) -> None:
+    """Call `add_norm` on several threads."""
+    for part in prange(parts):
+        add_norm(share(rows, part, parts), x, residual, weight, eps, out)
+
+
+@parallel
+def spread_gate(parts: int, rows: Range, x: Stored, out: Stored) -> None:
+    """Call `gate` on several threads."""
+    for part in prange(parts):
+        gate(share(rows, part, parts), x, out)
+
+
+@parallel
+def spread_decode(
+    parts: int, tasks: Range, qkv: Stored, norms: Stored, eps: float, turns: Floats, places: Ints,
+    tables: Ints, kv: Stored, size: int, queries: int, out: Stored,
+) -> None:  # fmt: skip
+    """Call `decode` on several threads."""
+    for part in prange(parts):
+        some = share(tasks, part, parts)
+        decode(some, qkv, norms, eps, turns, places, tables, kv, size, queries, out)
+
+
+@parallel
+def spread_place(
+    parts: int, tokens: Range, qkv: Stored, norms: Stored, eps: float, turns: Floats,
+    places: Ints, tables: Ints, kv: Stored, size: int,
+) -> None:  # fmt: skip
+    """Call `place` on several threads."""
+    for part in prange(parts):
+        place(share(tokens, part, parts), qkv, norms, eps, turns, places, tables, kv, size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# ruff: noqa: ARG001, PLR0917  (numba finds an instruction's arguments by position)
+# ruff: noqa: ARG001  (numba finds an instruction's arguments by position)
 from collections.abc import Callable
 from typing import Any, cast
 
