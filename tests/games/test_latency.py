@@ -37,6 +37,7 @@ def test_the_law_is_the_papers_equation_below_the_pole() -> None:
 
 
 @given(laws, st.floats(0, 200))
+@settings(deadline=None)
 def test_the_law_is_finite_rising_and_convex_past_its_pole(law: LatencyLaw, n: float) -> None:
     low, middle, high = law(n), law(n + 1), law(n + 2)
     assert math.isfinite(high)
@@ -46,6 +47,7 @@ def test_the_law_is_finite_rising_and_convex_past_its_pole(law: LatencyLaw, n: f
 
 
 @given(laws, st.integers(0, 200))
+@settings(deadline=None)
 def test_a_newcomers_marginal_cost_is_its_own_and_the_toll(law: LatencyLaw, n: int) -> None:
     social = (n + 1) * law(n + 1) - n * law(n)
     assert law.marginal(n) == pytest.approx(social, rel=1e-9, abs=1e-9)
@@ -54,6 +56,7 @@ def test_a_newcomers_marginal_cost_is_its_own_and_the_toll(law: LatencyLaw, n: i
 
 
 @given(laws, st.floats(0, 150))
+@settings(deadline=None)
 def test_the_slope_is_the_derivative(law: LatencyLaw, n: float) -> None:
     step = 1e-6
     if abs(law.n_sat - law.floor - n) < 1e-3:

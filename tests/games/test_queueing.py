@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.games.queueing import (
@@ -38,6 +38,7 @@ def test_erlang_c_is_as_in_the_tables(
 
 
 @given(st.integers(1, 40), st.floats(0.01, 0.99))
+@settings(deadline=None)
 def test_erlang_c_is_its_defining_sum(servers: int, utilisation: float) -> None:
     offered = servers * utilisation
     top = offered**servers / math.factorial(servers) / (1 - utilisation)
@@ -51,12 +52,14 @@ def test_erlang_b_is_as_in_the_tables() -> None:
 
 
 @given(st.floats(0.01, 0.99), st.floats(0, 9))
+@settings(deadline=None)
 def test_one_server_is_pollaczek_khinchine(utilisation: float, scv: float) -> None:
     expected = utilisation * (1 + scv) / 2 / (1 - utilisation)
     assert mgc_wait(1, utilisation, scv) == pytest.approx(expected)
 
 
 @given(st.integers(1, 20), st.floats(0.05, 0.98), st.floats(0, 0.999))
+@settings(deadline=None)
 def test_waits_exceed_their_quantile_as_often_as_it_says(
     servers: int, utilisation: float, quantile: float
 ) -> None:
