@@ -25,7 +25,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def worker(  # noqa: PLR0917 (options, all of them named)
+def worker(
     model: Annotated[
         str, typer.Option(help="Folder, Hugging Face hub id, or 'bundled'.")
     ] = _DEFAULT.model,
