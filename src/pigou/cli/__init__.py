@@ -16,6 +16,7 @@ import typer
 COMMANDS = {
     "serve": "pigou.cli.serve:serve",
     "worker": "pigou.cli.worker:worker",
+    "key": "pigou.cli.key:key",
     "bench": "pigou.cli.bench:bench",
     "version": "pigou.cli.version:version",
 }

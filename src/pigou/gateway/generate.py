@@ -83,7 +83,7 @@ class Generator:
         finally:
             self._pilot.end(call.id, reason)
             self._metrics.generation_tokens.labels(call.tenant).inc(relay.counted)
-            self._metrics.prompt_tokens.labels(call.tenant).inc(call.prompt)
+            self._metrics.prompt_tokens.labels(call.tenant).inc(relay.transcript.prompt_size)
         self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
 
     async def _persist(

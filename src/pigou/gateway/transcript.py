@@ -36,6 +36,11 @@ class Transcript:
         """Whether the client has been told anything."""
         return self.head is not None
 
+    @property
+    def prompt_size(self) -> int:
+        """Tokens of the prompt; 0 when no worker has said them."""
+        return self.prompt.count(b",") + 1 if self.prompt else 0
+
     def prompt_ids(self) -> list[int]:
         """Return the prompt's token ids; empty when no worker has said them."""
         return chunks.ids(self.prompt) if self.prompt else []

@@ -1,0 +1,177 @@
+"""`pigou serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Annotated
+
+import typer
+
+from pigou.config import ConfigError, ControlConfig
+from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
+from pigou.fleet.member import FleetError
+from pigou.fleet.serve import Serving, local_workers, threads_each
+from pigou.gateway.config import GatewayConfig
+from pigou.request import SECOND
+
+_LOCAL = (1, 2, 0)
+
+
+def serve(
+    worker_arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="After `--`: further options of `pigou worker`, for every worker."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Folder, Hugging Face hub id, or 'bundled'.")
+    ] = "bundled",
+    served_model_name: Annotated[
+        str, typer.Option(help="Name that requests use; by default the model's own.")
+    ] = "",
+    prefill: Annotated[
+        int | None, typer.Option(help="Prefill workers to start.  [default: 1; 0 with --attach]")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(help="Decode workers to start.  [default: 2; 0 with --attach]")
+    ] = None,
+    both: Annotated[int, typer.Option(help="Workers for both to start.")] = _LOCAL[2],
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or cuda:N; several with commas, given out in turn.")
+    ] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.")] = "auto",
+    threads: Annotated[
+        int, typer.Option(help="Compute threads of each worker; 0 splits the cores.")
+    ] = 0,
+    kv_transfer: Annotated[
+        str, typer.Option(help="How blocks move between workers: auto, shm, tcp or none.")
+    ] = "auto",
+    host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Its port; 0 takes a free one.")] = 8000,
+    attach: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A running server to use: URL[,role=prefill|decode|both][,events=tcp://..]"
+            "[,replay=tcp://..][,topic=T][,key=K]. Repeat it for more."
+        ),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="Routing policy, by name (entry points `pigou.routing`).")
+    ] = "least-loaded",
+    max_queued: Annotated[
+        int, typer.Option(help="Requests that may wait for a worker; more are answered 503.")
+    ] = 1024,
+    max_inflight: Annotated[
+        int, typer.Option(help="Streams of one decode worker; 0 asks the worker.")
+    ] = 0,
+    queue_timeout: Annotated[
+        float, typer.Option(help="Seconds that a request waits before it is answered 503.")
+    ] = 60.0,
+    api_keys_file: Annotated[
+        str | None, typer.Option(help="Hashed API keys; `pigou key TENANT` makes them.")
+    ] = None,
+    allow_open: Annotated[
+        bool, typer.Option(help="Listen beyond loopback although there are no keys.")
+    ] = False,
+    max_body: Annotated[int, typer.Option(help="Most bytes of a request's body.")] = 16 * 2**20,
+    hang_timeout: Annotated[
+        float, typer.Option(help="Seconds without any progress after which a worker hangs; 0 off.")
+    ] = 60.0,
+    drain: Annotated[
+        float, typer.Option(help="Seconds that requests under way are given at the end.")
+    ] = 5.0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the workers' logs.")] = (
+        False
+    ),
+) -> None:
+    """Serve a model on a fleet: a gateway, and the workers behind it."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("pigou").setLevel(logging.INFO if verbose else logging.WARNING)
+    try:
+        attached = [AttachedWorker.parse(text, i) for i, text in enumerate(attach or [])]
+        counts = (
+            _LOCAL[0] * (not attached) if prefill is None else prefill,
+            _LOCAL[1] * (not attached and not both) if decode is None else decode,
+            both,
+        )
+        if prefill is None and both:
+            counts = (0, *counts[1:])
+        if min(counts) < 0 or not (attached or counts[1] + counts[2]):
+            raise ConfigError("there is nobody to decode; start --decode or --both workers")
+        arguments = ["--model", model, "--dtype", dtype, "--kv-transfer", kv_transfer]
+        arguments += ["--threads", str(threads or threads_each(sum(counts)))]
+        arguments += ["--served-model-name", served_model_name] if served_model_name else []
+        local = local_workers(*counts, [*arguments, *(worker_arguments or [])], device.split(","))
+        gateway = GatewayConfig(
+            host=host, port=port, max_body=max_body, api_keys_file=api_keys_file,
+            allow_open=allow_open, strict=not attached,
+        )  # fmt: skip
+        control = ControlConfig(
+            policy=policy, max_queued=max_queued, max_inflight=max_inflight,
+            queue_timeout=int(queue_timeout * SECOND),
+        )  # fmt: skip
+        watch = WatchConfig(hang=hang_timeout, drain=drain)
+        _run(gateway, control, [*local, *attached], watch)
+    except ConfigError as error:
+        typer.echo(f"pigou serve: {error}", err=True)
+        raise typer.Exit(2) from None
+    except (FleetError, OSError) as error:
+        typer.echo(f"pigou serve: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _run(
+    gateway: GatewayConfig,
+    control: ControlConfig,
+    workers: list[LocalWorker | AttachedWorker],
+    watch: WatchConfig,
+) -> None:
+    async def main() -> None:
+        serving = Serving(gateway, control, workers, watch)
+        typer.echo(f"Starting {_roles(workers)} ...")
+        await serving.run(lambda: typer.echo(_banner(serving, gateway.host)))
+        typer.echo("Stopped.")
+
+    with asyncio.Runner(loop_factory=_loop) as runner:
+        runner.run(main())
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _roles(workers: list[LocalWorker | AttachedWorker]) -> str:
+    names = [
+        f"{sum(w.role is role for w in workers)} {role.value}"
+        for role in dict.fromkeys(w.role for w in workers)
+    ]
+    return " + ".join(names) + (" worker" if len(workers) == 1 else " workers")
+
+
+def _banner(serving: Serving, host: str) -> str:
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    url = f"http://{f'[{shown}]' if ':' in shown else shown}:{serving.port}"
+    ups = list(serving.pilot.upstreams.values())
+    model = ups[0].engine.model if ups else "MODEL"
+    lines = [f"  {row.id:<12} {row.state:<8} {row.url}" for row in serving.supervisor.rows()]
+    request = (
+        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f'    -d \'{{"model": "{model}", "max_tokens": 64, '
+        '"messages": [{"role": "user", "content": "Good morning! How are you?"}]}\''
+    )
+    return "\n".join(
+        [
+            "",
+            f"Pigou serves {model} at {url}/v1, and shows the fleet at {url}/",
+            *lines,
+            "",
+            "Try it:",
+            request,
+            "",
+            "Ctrl-C ends it.",
+        ]
+    )

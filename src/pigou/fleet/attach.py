@@ -1,0 +1,49 @@
+"""Attached members: servers that somebody else runs; used while they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from pigou.fleet.config import AttachedWorker, WatchConfig
+from pigou.fleet.member import Backoff, FleetError, Member
+from pigou.fleet.probe import Found, ProbeFailed, Source, probe
+from pigou.gateway.pilot import Pilot
+
+
+class AttachedMember(Member):
+    """Uses one server, waits for it when it is away."""
+
+    kind = "attached"
+
+    def __init__(self, spec: AttachedWorker, pilot: Pilot, config: WatchConfig) -> None:
+        super().__init__(spec.id, spec.role, pilot, config)
+        self._spec = spec
+        self._row.url = spec.url
+        self._backoff = Backoff(config)
+
+    async def run(self) -> None:
+        """Use the server while it is there, until cancelled."""
+        while True:
+            began = time.monotonic()
+            try:
+                found = await probe(self._spec.url, self._spec.key)
+                why = await self.serve(self._spec.url, found, self._spec.key, self._sources(found))
+                self._row.restarts += 1
+            except ProbeFailed as error:
+                why = str(error)
+            except FleetError as error:
+                self.failed = why = str(error)
+                if not self.ready.is_set():
+                    self._say("stopped", why)
+                    self.ready.set()
+                    return
+            wait = self._backoff.failed(time.monotonic() - began)
+            self._say("down", why)
+            await asyncio.sleep(wait)
+
+    def _sources(self, found: Found) -> tuple[Source, ...]:
+        spec = self._spec
+        if spec.events:
+            return (Source(spec.events, spec.replay, spec.topic),)
+        return found.sources

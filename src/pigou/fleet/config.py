@@ -1,0 +1,109 @@
+"""What a fleet is made of, and how closely it is watched."""
+
+from __future__ import annotations
+
+from typing import Self
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.request import Role
+
+
+class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How closely workers are watched; all in seconds.
+
+    Attributes:
+        every: between two looks at a worker.
+        timeout: that `/health` may take.
+        failures: looks in a row that may fail before a worker counts as down.
+        hang: that requests may be under way on a worker without any of them moving; 0 never
+            minds.
+        start: that a worker may take to become ready.
+        drain: that requests under way are given when the fleet ends.
+        least_backoff: before the first restart; doubled by each further one.
+        most_backoff: at which the doubling ends.
+    """
+
+    every: float = 1.0
+    timeout: float = 3.0
+    failures: int = 3
+    hang: float = 60.0
+    start: float = 600.0
+    drain: float = 5.0
+    least_backoff: float = 0.25
+    most_backoff: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that would watch nobody."""
+        for name in ("every", "timeout", "start", "least_backoff", "most_backoff"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
+        for name in ("hang", "drain"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.failures < 1:
+            raise ConfigError(f"failures is {self.failures}; it must be at least 1")
+
+
+class LocalWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker process to start.
+
+    Attributes:
+        id: name in the fleet.
+        role: what it is asked to do.
+        arguments: of `pigou worker`, besides role, address and port.
+    """
+
+    id: str
+    role: Role
+    arguments: tuple[str, ...] = ()
+
+
+class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that somebody else runs.
+
+    Attributes:
+        id: name in the fleet.
+        url: base address, without a trailing slash.
+        role: what it is asked to do.
+        events: ZMQ address of its KV events; empty asks the server.
+        replay: ZMQ address where past events can be asked for; empty asks the server.
+        topic: of the events; every topic when empty.
+        key: sent as bearer key.
+    """
+
+    id: str
+    url: str
+    role: Role = Role.BOTH
+    events: str = ""
+    replay: str = ""
+    topic: str = ""
+    key: str = ""
+
+    @classmethod
+    def parse(cls, text: str, number: int) -> Self:
+        """Read `URL[,role=R][,events=ZMQ][,replay=ZMQ][,topic=T][,key=K]`.
+
+        Raises:
+            ConfigError: the URL or an option is not understood.
+        """
+        url, *rest = text.split(",")
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ConfigError(f"attach: {url!r} is no base URL; write for example http://HOST:8000")
+        options = {}
+        for item in rest:
+            name, equals, value = item.partition("=")
+            if name not in ("role", "events", "replay", "topic", "key") or not equals:
+                raise ConfigError(
+                    f"attach: {item!r} is not understood; after the URL come role=, events=, "
+                    "replay=, topic= or key="
+                )
+            options[name] = value
+        role = options.pop("role", Role.BOTH.value)
+        if role not in list(Role):
+            raise ConfigError(f"attach: role is {role!r}; it must be prefill, decode or both")
+        url = url.rstrip("/").removesuffix("/v1")
+        return cls(id=f"attached-{number}", url=url, role=Role(role), **options)

@@ -1,0 +1,161 @@
+"""KV events of a worker: subscribes, fills gaps by replay, and says when the thread is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from pigou.fleet.probe import Source
+from pigou.wire.kv_events import (
+    EventError,
+    WireEvent,
+    decode_batch,
+    sequence_frame,
+    sequence_number,
+)
+
+_log = logging.getLogger("pigou.fleet")
+
+#: Batches that may wait at the subscriber before ZMQ drops some (which a replay then fills).
+_HIGH_WATER = 100_000
+_REPLAY_S = 5.0
+
+Apply = Callable[[tuple[WireEvent, ...]], None]
+Lose = Callable[[], None]
+
+
+@dataclass(slots=True)
+class Order:
+    """The sequence numbers of one publisher, as far as they were taken in.
+
+    Attributes:
+        next: number of the batch that is to come; None before the first.
+    """
+
+    next: int | None = None
+
+    def judge(self, number: int) -> str:
+        """Say what to do with a batch of this number: apply, replay, restart or skip.
+
+        The first batch is what we start from, and what came before it is asked for. A number
+        above the next one leaves a gap; one that falls by more than a repetition does means
+        that the publisher started anew.
+        """
+        if self.next is None:
+            return "apply" if number == 0 else "replay"
+        if number == self.next:
+            return "apply"
+        if number > self.next:
+            return "replay"
+        return "skip" if number == self.next - 1 else "restart"
+
+
+class Subscriber:
+    """Reads the events of one publisher until it is cancelled."""
+
+    def __init__(self, source: Source, apply: Apply, lose: Lose) -> None:
+        """Prepare.
+
+        Args:
+            source: where the events come from.
+            apply: called with the events of each batch, in order.
+            lose: called when batches are missing for good, or the publisher started anew.
+        """
+        self._source = source
+        self._apply = apply
+        self._lose = lose
+        self._order = Order()
+
+    async def run(self) -> None:
+        """Subscribe, and take in what comes; ends only by cancellation."""
+        with zmq.asyncio.Context() as context:
+            socket = context.socket(zmq.SUB)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+            socket.setsockopt_string(zmq.SUBSCRIBE, self._source.topic)
+            socket.connect(self._source.endpoint)
+            try:
+                await self._catch_up(context, None)
+                while True:
+                    await self._take(context, await socket.recv_multipart())
+            finally:
+                socket.close(0)
+
+    async def _take(self, context: zmq.asyncio.Context, frames: list[bytes]) -> None:
+        try:
+            _, sequence, payload = frames
+            number = sequence_number(sequence)
+        except (ValueError, EventError) as error:
+            _log.warning("%s sent what is no KV event: %s", self._source.endpoint, error)
+            return
+        if number is None:
+            return
+        verdict = self._order.judge(number)
+        if verdict == "restart":
+            self._lose()
+            self._order.next = None
+            verdict = self._order.judge(number)
+        if verdict == "replay":
+            await self._catch_up(context, number)
+        elif verdict == "apply":
+            self._accept(number, payload)
+
+    def _accept(self, number: int, payload: bytes) -> None:
+        self._order.next = number + 1
+        try:
+            self._apply(decode_batch(payload).events)
+        except EventError as error:
+            _log.warning("%s: batch %d: %s", self._source.endpoint, number, error)
+            self._lose()
+
+    async def _catch_up(self, context: zmq.asyncio.Context, until: int | None) -> None:
+        """Take in past batches: those before `until`, and it; all that there are for None.
+
+        What the publisher no longer has is lost; we go on from what it has.
+        """
+        wanted = self._order.next or 0
+        found = await self._past(context, wanted) if self._source.replay else []
+        if until is not None and not any(number == until for number, _ in found):
+            found = []
+        if not found:
+            if until is not None:
+                self._lose()
+                self._order.next = until + 1
+            return
+        if found[0][0] > wanted:
+            self._lose()
+        for number, payload in found:
+            self._accept(number, payload)
+
+    async def _past(self, context: zmq.asyncio.Context, start: int) -> list[tuple[int, bytes]]:
+        """Ask for past batches; return them in order, none when nobody answers in time."""
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self._source.replay)
+        found: list[tuple[int, bytes]] = []
+        try:
+            async with asyncio.timeout(_REPLAY_S):
+                await _send(socket, [b"", sequence_frame(start)])
+                while True:
+                    frames = await socket.recv_multipart()
+                    # Older servers leave the topic out.
+                    sequence, payload = frames[-2], frames[-1]
+                    number = sequence_number(sequence)
+                    if number is None:
+                        return found
+                    found.append((number, payload))
+        except (TimeoutError, EventError, IndexError) as error:
+            _log.warning("%s: no replay: %s", self._source.replay, error or "no answer")
+            return []
+        finally:
+            socket.close(0)
+
+
+def _send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> Awaitable[Any]:
+    return socket.send_multipart(frames)

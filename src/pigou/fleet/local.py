@@ -1,0 +1,74 @@
+"""Local members: worker processes that are started, and started again when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from pigou.fleet.config import LocalWorker, WatchConfig
+from pigou.fleet.member import Backoff, FleetError, Member
+from pigou.fleet.probe import ProbeFailed, probe
+from pigou.fleet.process import WorkerProcess
+from pigou.gateway.pilot import Pilot
+
+
+class LocalMember(Member):
+    """Keeps one worker process going."""
+
+    kind = "local"
+
+    def __init__(self, spec: LocalWorker, pilot: Pilot, config: WatchConfig) -> None:
+        super().__init__(spec.id, spec.role, pilot, config)
+        self._spec = spec
+        self._backoff = Backoff(config)
+
+    async def run(self) -> None:
+        """Start the process again and again until cancelled; a first start must succeed."""
+        while True:
+            began = time.monotonic()
+            try:
+                why = await self._live()
+            except (FleetError, ProbeFailed, OSError) as error:
+                if not self.ready.is_set():
+                    self.failed = str(error)
+                    self._say("stopped", self.failed)
+                    self.ready.set()
+                    return
+                why = str(error)
+            wait = self._backoff.failed(time.monotonic() - began)
+            self._say("backoff", f"{why}; starts again in {wait:g} s")
+            self._row.pid = 0
+            await asyncio.sleep(wait)
+            self._row.restarts += 1
+            self._row.state = "starting"
+
+    async def _live(self) -> str:
+        """Run one process from start to end; return why it ended."""
+        process = await WorkerProcess.start(
+            self.id, ["--role", self.role.value, *self._spec.arguments]
+        )
+        self._row.pid = process.pid
+        drain = 0.0
+        try:
+            line = await process.ready(self._config.start)
+            return await self._until_down(process, line)
+        except asyncio.CancelledError:
+            drain = self._config.drain  # the fleet ends, the worker has done nothing wrong
+            self._row.state = "stopped"
+            raise
+        finally:
+            await process.stop(drain)
+
+    async def _until_down(self, process: WorkerProcess, line: dict[str, Any]) -> str:
+        url = str(line["url"])
+        found = await probe(url)
+        serving = asyncio.create_task(self.serve(url, found, "", found.sources))
+        exiting = asyncio.create_task(process.exited())
+        try:
+            done, _ = await asyncio.wait((serving, exiting), return_when=asyncio.FIRST_COMPLETED)
+            return exiting.result() if exiting in done else serving.result()
+        finally:
+            for task in (serving, exiting):
+                task.cancel()
+            await asyncio.gather(serving, exiting, return_exceptions=True)

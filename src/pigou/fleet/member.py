@@ -1,0 +1,111 @@
+"""A member of the fleet: what all have in common, whoever started them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from pigou.fleet.config import WatchConfig
+from pigou.fleet.probe import Found, Source
+from pigou.fleet.watch import Watch
+from pigou.gateway.board import Row
+from pigou.gateway.pilot import Pilot
+from pigou.gateway.upstream import Engine
+from pigou.request import Role, Worker
+
+_log = logging.getLogger("pigou.fleet")
+
+
+class FleetError(RuntimeError):
+    """The fleet cannot be what was asked for; the message says why."""
+
+
+class Member(ABC):
+    """One place in the fleet: a worker that comes and goes under one name.
+
+    Attributes:
+        ready: set once the worker was up for the first time, or failed for good.
+        failed: why it never came up; empty otherwise.
+    """
+
+    kind = ""
+
+    def __init__(self, id: str, role: Role, pilot: Pilot, config: WatchConfig) -> None:
+        self.id = id
+        self.role = role
+        self.ready = asyncio.Event()
+        self.failed = ""
+        self._pilot = pilot
+        self._config = config
+        self._row = Row(id=id, url="", role=role.value, state="starting", kind=self.kind)
+
+    def row(self) -> Row:
+        """Return what the board shows of it."""
+        return self._row
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Keep the worker going until cancelled."""
+
+    async def serve(self, url: str, found: Found, key: str, sources: tuple[Source, ...]) -> str:
+        """Put the worker to use until it is down; return why.
+
+        Raises:
+            FleetError: it does not fit the workers that are there.
+        """
+        others = [up for up in self._pilot.upstreams.values() if up.worker.id != self.id]
+        check_fit([(self.role, found.engine), *((up.worker.role, up.engine) for up in others)])
+        worker = Worker(self.id, url, self.role, found.block_size, found.blocks, found.max_seqs)
+        await self._pilot.up(worker, found.engine, key)
+        self._say("up", "")
+        self._row.url = url
+        self.ready.set()
+        watch = Watch(self._pilot, self._pilot.upstreams[self.id], self._config)
+        try:
+            return await watch.until_down(sources)
+        finally:
+            self._row.gaps += watch.gaps
+            await self._pilot.down(self.id)
+
+    def _say(self, state: str, note: str) -> None:
+        if note:
+            _log.warning("%s is %s: %s", self.id, state, note)
+        self._row.state, self._row.note = state, note
+
+
+def check_fit(workers: Sequence[tuple[Role, Engine]]) -> None:
+    """Refuse workers that do not fit together.
+
+    Raises:
+        FleetError: they serve different models, or blocks would have to move between engines of
+            different makes.
+    """
+    models = sorted({engine.model for _, engine in workers})
+    if len(models) > 1:
+        raise FleetError(
+            f"the workers serve different models ({', '.join(models)}); a fleet serves one"
+        )
+    splits = any(role is not Role.BOTH for role, _ in workers)
+    if splits and len({engine.stock for _, engine in workers}) > 1:
+        raise FleetError(
+            "Pigou's workers and others cannot pass blocks to one another; "
+            "give them all role=both, or run two fleets"
+        )
+
+
+class Backoff:
+    """Waits longer after each failure, until a worker has stayed up."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self._config = config
+        self._next = config.least_backoff
+
+    def failed(self, lived_s: float) -> float:
+        """Return the seconds to wait after a worker that lived for `lived_s` seconds."""
+        if lived_s > 2 * self._config.most_backoff:
+            self._next = self._config.least_backoff
+        wait = self._next
+        self._next = min(2 * wait, self._config.most_backoff)
+        return wait

@@ -1,0 +1,103 @@
+"""A worker process: started, waited for, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+import msgspec
+
+from pigou.fleet.member import FleetError
+
+_log = logging.getLogger("pigou.worker")
+
+_TAIL = 20
+_LINE = 1 << 20
+#: OpenMP threads that wait must not burn the cores that others need.
+_QUIET = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0", "PYTHONUNBUFFERED": "1"}
+
+
+class WorkerProcess:
+    """`pigou worker` as a child, in a session of its own: the terminal's Ctrl-C is ours alone.
+
+    Attributes:
+        pid: of the process.
+    """
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.pid = process.pid
+        self._name = name
+        self._process = process
+        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._reader = asyncio.create_task(self._read_errors())
+
+    @classmethod
+    async def start(cls, name: str, arguments: Sequence[str]) -> Self:
+        """Start it on a free port of the loopback interface; it ends when this process does."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "pigou", "worker",
+            "--host", "127.0.0.1", "--port", "0", "--exit-with-parent", *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **_QUIET},
+            start_new_session=True,
+            limit=_LINE,
+        )  # fmt: skip
+        return cls(name, process)
+
+    async def ready(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for the line that says where it listens; return it.
+
+        Raises:
+            FleetError: it ended before, or took too long; the message has its last words.
+        """
+        stdout = self._process.stdout
+        assert stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while line := await stdout.readline():
+                    if line.startswith(b'{"ready"'):
+                        found: dict[str, Any] = msgspec.json.decode(line)
+                        return found
+        except TimeoutError:
+            raise FleetError(f"{self._name} was not ready within {timeout_s:g} s") from None
+        code = await self._process.wait()
+        await self._reader
+        words = "\n".join(self._tail)
+        raise FleetError(f"{self._name} ended with status {code} before it was ready\n{words}")
+
+    async def exited(self) -> str:
+        """Return how it ended, once it has."""
+        code = await self._process.wait()
+        return f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
+
+    async def stop(self, drain_s: float) -> None:
+        """End it: politely, and after `drain_s` seconds by force; 0 forces at once."""
+        if drain_s > 0:
+            self._signal(signal.SIGTERM)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), drain_s)
+        if self._process.returncode is None:
+            self._signal(signal.SIGKILL)
+            await self._process.wait()
+        await self._reader
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def _read_errors(self) -> None:
+        stderr = self._process.stderr
+        assert stderr is not None
+        while line := await stderr.readline():
+            text = line.decode("utf-8", "replace").rstrip()
+            self._tail.append(text)
+            _log.info("%s | %s", self._name, text)

@@ -1,0 +1,126 @@
+"""A whole fleet behind one gateway, from start to end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pigou.config import ControlConfig
+from pigou.control.plane import ControlPlane
+from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
+from pigou.fleet.supervisor import Supervisor
+from pigou.gateway.app import Gateway
+from pigou.gateway.board import Board
+from pigou.gateway.config import GatewayConfig
+from pigou.gateway.keys import Keys
+from pigou.gateway.metrics import Metrics
+from pigou.gateway.pilot import Pilot
+from pigou.gateway.server import GatewayServer
+from pigou.request import Role
+
+
+class Serving:
+    """A gateway and its fleet; `start` and `stop` it, or `run` it until a signal.
+
+    Attributes:
+        pilot: drives the control plane.
+        supervisor: runs the workers.
+    """
+
+    def __init__(
+        self,
+        gateway: GatewayConfig,
+        control: ControlConfig,
+        workers: Sequence[LocalWorker | AttachedWorker],
+        watch: WatchConfig | None = None,
+    ) -> None:
+        """Put the parts together; within a running event loop.
+
+        Raises:
+            ConfigError: the policy is unknown, or the keys file is not readable.
+        """
+        self._watch = watch or WatchConfig()
+        keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
+        self.pilot = Pilot(ControlPlane(control))
+        self.supervisor = Supervisor(self.pilot, workers, self._watch)
+        self._server = GatewayServer(
+            Gateway(
+                config=gateway,
+                pilot=self.pilot,
+                metrics=Metrics(),
+                board=Board(self.pilot, self.supervisor.rows),
+                keys=keys,
+                created=int(time.time()),
+            ),
+            shutdown_s=self._watch.drain,
+        )
+
+    @property
+    def port(self) -> int:
+        """The gateway's TCP port, once started."""
+        return self._server.port
+
+    async def start(self) -> None:
+        """Listen, then start the workers, and wait for them.
+
+        Raises:
+            OSError: the address is taken. FleetError: a worker did not come up.
+        """
+        await self._server.start()
+        await self.supervisor.start()
+
+    async def stop(self) -> None:
+        """Finish what is under way, then end the workers."""
+        await self._server.stop()
+        await self.supervisor.stop()
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Start, call `ready`, and serve until SIGINT or SIGTERM; a second one ends at once."""
+        over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, over.set)
+        starting = asyncio.create_task(self.start())
+        leaving = asyncio.create_task(over.wait())
+        try:
+            await asyncio.wait((starting, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                ready()
+                await leaving
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            starting.cancel()
+            leaving.cancel()
+            await asyncio.gather(starting, leaving, return_exceptions=True)
+            await self.stop()
+
+
+def local_workers(
+    prefill: int, decode: int, both: int, arguments: Sequence[str], devices: Sequence[str]
+) -> list[LocalWorker]:
+    """Return the workers of a local fleet, named by role and number.
+
+    Args:
+        prefill, decode, both: how many of each role.
+        arguments: of `pigou worker`, the same for all.
+        devices: given to the workers in turn.
+    """
+    roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.BOTH] * both
+    found: list[LocalWorker] = []
+    for number, role in enumerate(roles):
+        place = sum(each.role is role for each in found)
+        device = devices[number % len(devices)]
+        name = f"{role.value}-{place}"
+        found.append(LocalWorker(id=name, role=role, arguments=("--device", device, *arguments)))
+    return found
+
+
+def threads_each(workers: int) -> int:
+    """Return compute threads for each of so many workers, so that together they fill the cores."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, workers))

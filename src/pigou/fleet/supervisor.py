@@ -1,0 +1,73 @@
+"""The supervisor: all members of a fleet, from start to end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from pigou.fleet.attach import AttachedMember
+from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
+from pigou.fleet.local import LocalMember
+from pigou.fleet.member import FleetError, Member
+from pigou.gateway.board import Row
+from pigou.gateway.pilot import Pilot
+
+_log = logging.getLogger("pigou.fleet")
+
+#: Seconds that attached servers are waited for at the start.
+_ATTACH_S = 15.0
+
+
+class Supervisor:
+    """Runs the members of a fleet; every one in a task of its own."""
+
+    def __init__(
+        self,
+        pilot: Pilot,
+        workers: Sequence[LocalWorker | AttachedWorker],
+        config: WatchConfig | None = None,
+    ) -> None:
+        """Prepare the members; within the event loop. They begin with `start`."""
+        config = config or WatchConfig()
+        self._pilot = pilot
+        self._members: list[Member] = [
+            LocalMember(each, pilot, config)
+            if isinstance(each, LocalWorker)
+            else AttachedMember(each, pilot, config)
+            for each in workers
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def rows(self) -> list[Row]:
+        """Return what the board shows of each member."""
+        return [member.row() for member in self._members]
+
+    async def start(self) -> None:
+        """Start all members, and wait until each was up once.
+
+        Attached servers that are away do not hold up the start.
+
+        Raises:
+            FleetError: a local worker did not come up, or one does not fit the others.
+        """
+        self._tasks = [asyncio.create_task(each.run(), name=each.id) for each in self._members]
+        waits = {asyncio.create_task(each.ready.wait()): each for each in self._members}
+        local = [task for task, each in waits.items() if isinstance(each, LocalMember)]
+        if local:
+            await asyncio.wait(local, return_when=asyncio.ALL_COMPLETED)
+        await asyncio.wait(waits, timeout=_ATTACH_S)
+        for task in waits:
+            task.cancel()
+        for member in self._members:
+            if member.failed:
+                raise FleetError(member.failed)
+
+    async def stop(self) -> None:
+        """End all members; local workers are drained, then ended."""
+        for task in self._tasks:
+            task.cancel()
+        results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                _log.error("a member of the fleet failed", exc_info=result)
