@@ -53,4 +53,4 @@ def test_no_kernel_is_compiled_for_other_types() -> None:
             core.apply(plan, Result(steps=plan.repeat))
     for module in (engine_kernels, block_kernels):
         for name, each in vars(module).items():
-            assert len(getattr(each, "signatures", ())) <= 1, name
+            assert name in INNER or len(getattr(each, "signatures", ())) <= 1, name

@@ -61,8 +61,7 @@ class EngineCore:
         state = self._state
         hashes = no_hashes()
         if self.config.prefix_caching:
-            hashes = np.require(request.hashes, requirements=("C", "W"))
-            hashes = usable(hashes, request.prompt // self.config.block_size)
+            hashes = usable(request.hashes, request.prompt // self.config.block_size)
         key = order_key(request, self.config.order, self._number)
         self._number += 1
         seq = state.sequences[request.id] = Sequence(request, key, hashes)

@@ -1,6 +1,5 @@
 """Compiled kernels over the rows of the batch. Arrays are those of `pigou.engine.sequence.Rows`."""
 
-# ruff: noqa: PLR0917  (compiled code gets its arrays one by one, by position)
 from __future__ import annotations
 
 import numpy as np

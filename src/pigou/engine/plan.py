@@ -52,7 +52,9 @@ class Load:
 class Plan:
     """The same batch, computed for up to `repeat` steps.
 
-    A plan that has entries is applied before the next is scheduled. Copies are made before the first step: first `swap_out`, then `copies`, then `swap_in`.
+    A plan that has entries is applied before the next is scheduled. Copies are made before the
+    first step: first `swap_out`, then `copies`, then `swap_in`.
+
     Entry i computes `counts[i]` tokens of the sequence in row `rows[i]`, from position
     `starts[i]` on, against `kv_lens[i]` tokens already in the cache; its block ids are
     `EngineCore.tables[rows[i]]`. Where `samples[i]`, one token is sampled after each step. With

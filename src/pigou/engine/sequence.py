@@ -7,7 +7,8 @@ from enum import Enum, auto
 import numpy as np
 
 from pigou.config import EngineConfig, QueueOrder
-from pigou.request import BlockHashes, Ints, Request, no_hashes
+from pigou.kv import kernels
+from pigou.request import BlockHashes, Ints, Request
 
 #: An empty array of block ids.
 NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
@@ -93,12 +94,13 @@ class Sequence:
 
 
 def usable(hashes: BlockHashes, limit: int) -> BlockHashes:
-    """Cut `hashes` to `limit` rows, and before the first that is (0, 0)."""
-    hashes = hashes[: max(limit, 0)]
-    if not len(hashes):
-        return no_hashes()
-    gaps = np.flatnonzero((hashes[:, 0] | hashes[:, 1]) == 0)
-    return hashes[: gaps[0]] if len(gaps) else hashes
+    """Cut `hashes` to `limit` rows, and before the first that is (0, 0).
+
+    The result is contiguous and can be written to: kernels are compiled for such arrays alone.
+    """
+    if not (hashes.flags.c_contiguous and hashes.flags.writeable):
+        hashes = hashes.copy()
+    return hashes[: kernels.gapless(hashes, min(max(limit, 0), len(hashes)))]
 
 
 def order_key(request: Request, order: QueueOrder, number: int) -> tuple[int, int, int]:

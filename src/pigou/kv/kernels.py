@@ -11,7 +11,6 @@ The free queue is a doubly linked list in the order in which blocks are handed o
 blocks form a forest: a block's parent is the block cached under the hash before its own.
 """
 
-# ruff: noqa: PLR0917  (compiled code gets its arrays one by one, by position)
 from __future__ import annotations
 
 import numpy as np
@@ -180,6 +179,15 @@ def uncache(
         if at == block:
             return done
         at = parent
+
+
+@kernel
+def gapless(hashes: BlockHashes, limit: int) -> int:
+    """Count the hashes of `hashes[:limit]` before the first that is (0, 0)."""
+    for i in range(limit):
+        if hashes[i, 0] == 0 and hashes[i, 1] == 0:
+            return i
+    return limit
 
 
 # --- ranges ---------------------------------------------------------------------------------
