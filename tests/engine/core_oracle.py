@@ -102,7 +102,10 @@ class Oracle:
     # --- executor ---------------------------------------------------------------------------
 
     def execute(self, plan: Plan, most: int = 1_000_000) -> Result:
-        """Do the plan's moves, and at most `most` of its steps."""
+        """Do the plan's moves, and at most `most` of its steps; loads begin to write before."""
+        for load in plan.loads:
+            for block in load.blocks:
+                self.device[block] = [POISON] * self.core.config.block_size
         self._move(plan)
         for name in plan.preempted:
             self.rows = {row: other for row, other in self.rows.items() if other != name}
