@@ -98,7 +98,9 @@ class Worker:
 
 def start(folder: Path, *options: str) -> Worker:
     command = [sys.executable, "-m", "pigou", "worker", "--model", str(folder), "--port", "0"]
-    command += ["--executor", "sleep", "--served-model-name", "tiny", "--exit-with-parent"]
+    command += ["--served-model-name", "tiny", "--exit-with-parent"]
+    if "--executor" not in options:
+        command += ["--executor", "sleep"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, text=True, env=environment
