@@ -1,0 +1,44 @@
+"""When an open-loop client means to send: a renewal process with a given rate and variation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from pigou.request import SECOND
+
+_CHUNK = 1024
+
+
+def renewal_times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
+    """Yield intended send times, nanoseconds from the start, without end and never falling.
+
+    The gaps, that before the first request included, are independent and Gamma distributed with
+    mean 1/rate and coefficient of variation `cv`: shape 1/cv^2, scale cv^2/rate. A cv of 1 is
+    Poisson (exponential gaps), less is smoother, more is burstier, and 0 is a metronome.
+
+    Args:
+        rate: requests per second, above 0.
+        cv: standard deviation of a gap over its mean, at least 0.
+        rng: the only source of randomness; the same generator state gives the same times.
+
+    Raises:
+        ValueError: rate or cv is out of its range.
+    """
+    if not (math.isfinite(rate) and rate > 0):
+        raise ValueError(f"rate is {rate}; it must be above 0 requests per second")
+    if not (math.isfinite(cv) and cv >= 0):
+        raise ValueError(f"cv is {cv}; it must be 0 or more")
+    return _times(rate, cv, rng)
+
+
+def _times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
+    mean = SECOND / rate
+    last = 0.0
+    while True:
+        gaps = rng.gamma(1 / cv**2, mean * cv**2, _CHUNK) if cv else np.full(_CHUNK, mean)
+        times = last + np.cumsum(gaps)
+        last = float(times[-1])
+        yield from times.round().astype(np.int64).tolist()
