@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.common import machine
 
+from benchmarks.common import machine
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND
 from pigou.worker.transfer import HostStore, Outcome, Receiver, Sender, SharedMemory, TransferConfig

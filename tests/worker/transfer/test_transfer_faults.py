@@ -271,7 +271,6 @@ def test_kill_9_of_the_sender_in_the_middle_of_a_pull(make_receiver: Any, backen
     assert good < BLOCKS
     assert good == 0 or backend == "tcp"
     assert (gated._data[:good] == wanted[:good]).all()
-    assert shared.exists()
     stand.memory().close()  # whoever creates the next one clears away what the dead one left
     assert not shared.exists()
 
