@@ -1,0 +1,151 @@
+"""The CPU's kernels compute what torch computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import make_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pigou.engine.plan import Plan
+from pigou.runtime import kernels, spread
+from pigou.runtime.attention import HeadNorm, PagedAttention
+from pigou.runtime.batch import make_batch
+from pigou.runtime.cache import KVCache, make_layout
+from pigou.runtime.config import ModelConfig, parse_config
+from pigou.runtime.cpu_attention import CPUAttention
+from pigou.runtime.linear import Linear
+from pigou.runtime.ops import KernelOps, TorchOps
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+#: Relative to the largest number: float32 rounds at 6e-8, bfloat16 at 4e-3.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    limit = TOLERANCE[ours.dtype] * float(theirs.abs().max())
+    return float((ours.float() - theirs.float()).abs().max()) <= limit
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 896), (40, 17)])
+def test_norm_and_gate_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, residual = noise(*shape).to(dtype), noise(*shape, seed=1).to(dtype)
+    weight = noise(shape[1], seed=2).to(dtype)
+    other = residual.clone()
+    assert close(
+        KernelOps().add_norm(x, residual, weight, 1e-6), TorchOps().add_norm(x, other, weight, 1e-6)
+    )
+    assert torch.equal(residual, other)
+    both = (4 * noise(shape[0], 2 * shape[1])).to(dtype)
+    assert close(KernelOps().gate(both), TorchOps().gate(both))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 5), width=st.integers(1, 300), seed=st.integers(0, 99))
+def test_argmax_is_the_first_largest(rows: int, width: int, seed: int) -> None:
+    for dtype in DTYPES:
+        x = noise(rows, width, seed=seed).mul(3).round().to(dtype)
+        assert KernelOps().argmax(x).tolist() == np.argmax(x.float().numpy(), axis=1).tolist()
+
+
+def test_exponential_is_exact_to_a_few_units_in_the_last_place() -> None:
+    x = np.linspace(-87, 87, 20_001, dtype=np.float32)
+    ours = np.array([kernels.exponential(value) for value in x])
+    assert np.abs(ours / np.exp(x.astype(np.float64)) - 1).max() < 3e-7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_product_equals_the_plain_one(dtype: torch.dtype) -> None:
+    weight, bias, x = (noise(*s).to(dtype) for s in ((96, 64), (96,), (5, 64)))
+    assert close(Linear(weight.clone(), bias)(x), F.linear(x, weight, bias))
+
+
+def build(heads: int, kv_heads: int, width: int, family: str = "qwen3") -> ModelConfig:
+    return parse_config(
+        make_config(family, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"),
+    [(2, 2, 16), (4, 2, 32), (6, 2, 64), (4, 1, 48), (14, 2, 64), (8, 1, 128), (12, 1, 16)],
+)
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_attention_is_that_of_torch(
+    dtype: torch.dtype, heads: int, kv_heads: int, width: int, block_size: int
+) -> None:
+    compare(build(heads, kv_heads, width), dtype, block_size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_on_two_threads_is_that_of_torch(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spread, "WORTH", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    compare(build(14, 2, 64), dtype, 16)
+
+
+def compare(config: ModelConfig, dtype: torch.dtype, block_size: int) -> None:
+    """Both kinds of attention, on decodes beside chunks with and without a past."""
+    heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
+    norm = HeadNorm(noise(width).to(dtype), noise(width, seed=1).to(dtype), 1e-6)
+    rng = np.random.default_rng(0)
+    starts = np.array([0, 15, 16, 40, 9, 0], dtype=np.int32)
+    counts = np.array([1, 1, 1, 1, 20, 33], dtype=np.int32)
+    tables = rng.permutation(6 * 8).astype(np.int32).reshape(6, 8)
+    plan = Plan(
+        rows=np.array([3, 1, 5, 0, 2, 4], dtype=np.int32),
+        starts=starts,
+        counts=counts,
+        kv_lens=starts.copy(),
+        samples=np.ones(6, dtype=np.bool_),
+    )
+    batch = make_batch(plan, [np.zeros(n, dtype=np.int32) for n in counts], CPU)
+    qkv = noise(int(counts.sum()), (heads + 2 * kv_heads) * width, seed=3).to(dtype)
+    layout = make_layout(config, model="m", digest="d", dtype=dtype, block_size=block_size)
+    results = []
+    for kind in (CPUAttention, PagedAttention):
+        cache = KVCache(layout, 48, CPU)
+        cache.data.copy_(noise(*cache.data.shape, seed=4))
+        attention = kind(config, cache, tables, 128)
+        attention.begin(batch)
+        results.append((attention(1, qkv.clone(), norm), cache.data))
+    assert close(results[0][0], results[1][0])
+    assert close(results[0][1], results[1][1])
+
+
+def test_a_sequence_with_evicted_entries_attends_by_slot() -> None:
+    config = build(4, 2, 32, "llama")
+    layout = make_layout(config, model="m", digest="d", dtype=torch.float32, block_size=16)
+    qkv = noise(1, 8 * 32, seed=3)
+    outputs = []
+    for kind in (CPUAttention, PagedAttention):
+        cache = KVCache(layout, 4, CPU)
+        cache.data.copy_(noise(*cache.data.shape, seed=4))
+        plan = Plan(
+            rows=np.array([0], dtype=np.int32),
+            starts=np.array([90], dtype=np.int32),
+            counts=np.array([1], dtype=np.int32),
+            kv_lens=np.array([20], dtype=np.int32),
+            samples=np.ones(1, dtype=np.bool_),
+        )
+        attention = kind(config, cache, np.array([[2, 1]], dtype=np.int32), 128)
+        attention.begin(make_batch(plan, [np.zeros(1, dtype=np.int32)], CPU))
+        outputs.append(attention(0, qkv.clone(), None))
+        slots = torch.cat((cache.keys(0)[2].mT, cache.keys(0)[1].mT), dim=1)
+        assert torch.equal(
+            slots[:, 21:], noise(*cache.data.shape, seed=4)[1, 0, 0].view(2, 32, 16).mT[:, 5:]
+        )
+    assert close(outputs[0], outputs[1])
