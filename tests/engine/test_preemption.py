@@ -175,3 +175,19 @@ def test_what_others_keep_in_the_cache_counts_as_a_hit() -> None:
     assert cheaper(20, 5, core.rates) == "swap"
     assert cheaper(20, 5, core.rates, hit_tokens=16, hit_blocks=4) == "recompute"
     assert not len(plan.swap_out)
+
+
+def test_a_step_that_preempts_admits_nobody() -> None:
+    """Else a host block could be written to and read from in one plan."""
+    core = engine()
+    core.rates = SWAP
+    crowd(core)
+    for _ in range(5):
+        core.apply(core.schedule(0), Result())
+    core.add(Request("small", 1, 1))
+    plan = core.schedule(0)
+    assert plan.preempted == ["second"]
+    assert core.free_blocks > 1
+    assert not plan.started
+    core.apply(plan, Result())
+    assert [each.request for each in core.schedule(0).started] == ["small"]

@@ -176,3 +176,29 @@ def test_a_full_hit_computes_a_block_where_a_copy_does_not_fit() -> None:
     assert not len(plan.copies)
     core.apply(plan, Result())
     assert core.free_blocks == 4
+
+
+def test_a_load_never_writes_to_the_source_of_a_copy() -> None:
+    core = engine(blocks=6)
+    core.add(Request("before", 8, 1, HASHES[:2]))
+    core.apply(core.schedule(0), Result())
+    core.add(Request("hit", 8, 4, HASHES[:2]))
+    core.add(Request("far", 9, 1, remote=9))
+    core.add(Request("farther", 5, 1, remote=5))
+    plan = core.schedule(0)
+    ((source, _),) = plan.copies.tolist()
+    assert source not in [block for load in plan.loads for block in load.blocks]
+    core.check_integrity()
+    assert core.free_blocks == 3
+    core.apply(plan, Result())
+    assert core.free_blocks == 4
+
+
+def test_a_request_aborted_after_its_load_never_starts() -> None:
+    core = engine()
+    loading(core)
+    core.loaded("a", 12)
+    core.abort("a")
+    core.check_integrity()
+    assert not core.schedule(0).started
+    assert core.free_blocks == 12
