@@ -184,6 +184,8 @@ REFUSED = [
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"resume_tokens": 1}, "resume_tokens"),

@@ -177,3 +177,12 @@ def test_a_resumed_stream_draws_the_tokens_of_the_unbroken_one(
         assert rest["usage"]["completion_tokens"] == len(ids)
         assert len(choice["text"]) <= len(whole["text"]) - len(shown)
         shown = whole["text"][: len(whole["text"]) - len(choice["text"])]
+
+
+FAULTY = [{"regex": "[a-"}, {"grammar": "nonsense ((("}, {"json": {"type": "nope"}}]
+
+
+@pytest.mark.parametrize("wanted", FAULTY, ids=str)
+def test_a_faulty_grammar_is_refused(pair: tuple[Worker, Worker], wanted: Any) -> None:
+    reply = pair[0].post("/v1/completions", {"prompt": "a", "structured_outputs": wanted})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "structured_outputs")

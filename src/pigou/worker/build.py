@@ -18,6 +18,7 @@ from pigou.config import ConfigError, EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND, Ints
+from pigou.sampling import Grammar
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.sampling import Limits
 from pigou.worker.backend import Backend
@@ -50,6 +51,7 @@ class Parts:
         store: the KV blocks, for transfers.
         memory: shared memory that they lie in; None where they do not.
         meter: of speeds, where requests can be swapped.
+        prepare: compiles a grammar, from any thread; raises ValueError for a faulty one.
     """
 
     model: ServedModel
@@ -58,6 +60,7 @@ class Parts:
     store: BlockStore
     memory: SharedMemory | None
     meter: RateMeter | None
+    prepare: Callable[[Grammar], object]
 
 
 def build(config: WorkerConfig) -> Parts:
@@ -135,7 +138,11 @@ def _build_torch(config: WorkerConfig) -> Parts:
     meter = None
     if config.host_blocks:
         meter = RateMeter(_swap_rate(cache.move, config.host_blocks, layout), layout.block_bytes)
-    return Parts(model, core, executor, cache, memory, meter)
+
+    def prepare(grammar: Grammar) -> object:
+        return executor.grammars().start(grammar)
+
+    return Parts(model, core, executor, cache, memory, meter, prepare)
 
 
 def _swap_rate(
@@ -181,7 +188,7 @@ def _build_sleeping(config: WorkerConfig) -> Parts:
     limits = Limits(core.config.max_model_len, vocab)
     model = _served(config, folder, eos=tokenizer.eos, digest="sleep", limits=limits)
     store = HostStore(layout, data[: blocks * _SLEEP_BYTES].reshape(blocks, _SLEEP_BYTES))
-    return Parts(model, core, backend, store, memory, None)
+    return Parts(model, core, backend, store, memory, None, backend.refuse)
 
 
 def _read_spec(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pigou.engine.core import EngineCore
-from pigou.engine.errors import DuplicateRequest, QueueFull, RequestTooLarge, UnknownLoad
+from pigou.engine.errors import QueueFull, UnknownLoad
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.events import BlockRemoved, BlockStored, KVEvent
 from pigou.request import FinishReason
@@ -140,7 +140,7 @@ class EngineThread:
             return
         try:
             self._core.add(request)
-        except (RequestTooLarge, DuplicateRequest) as error:
+        except ValueError as error:  # too large, or its id is taken
             self._refuse(add, 400, str(error))
         except QueueFull as error:
             self._refuse(add, 503, str(error))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pigou.kv.hashing import chain
 from pigou.request import NEVER, BlockHashes, Request, no_hashes
+from pigou.sampling import Grammar
 from pigou.text.template import ChatError
 from pigou.wire import checks
 from pigou.wire.errors import APIError, bad_request
@@ -49,7 +50,23 @@ class _Prompt:
 class Intake:
     """Takes requests in. Raises `APIError` for what cannot be honoured."""
 
-    def __init__(self, model: ServedModel, config: WorkerConfig, service: Service) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        config: WorkerConfig,
+        service: Service,
+        prepare: Callable[[Grammar], object],
+    ) -> None:
+        """Take requests in for these.
+
+        Args:
+            model: that is served.
+            config: of the worker.
+            service: that computes.
+            prepare: compiles a grammar, from any thread, so that the engine thread need not;
+                raises ValueError for a faulty one.
+        """
+        self._prepare = prepare
         self._model = model
         self._config = config
         self._service = service
@@ -58,7 +75,7 @@ class Intake:
 
     async def completion(self, request: CompletionRequest, request_id: str) -> Reply:
         """Begin a completion; `request_id` becomes part of its id."""
-        self._check(request)
+        await self._check(request)
         found = checks.prompts(request)
         if len(found) * (request.n or 1) > MAX_SEQUENCES:
             raise bad_request(
@@ -73,7 +90,7 @@ class Intake:
 
     async def chat(self, request: ChatRequest, request_id: str) -> Reply:
         """Begin a chat completion; `request_id` becomes part of its id."""
-        self._check(request)
+        await self._check(request)
         if request.tools and request.tool_choice != "none":
             raise bad_request(
                 "tools is given; this worker calls no tools yet: remove tools, or set "
@@ -129,6 +146,13 @@ class Intake:
             return self._model.tokenizer.encode(text, special)
         return await self._off_loop(lambda: self._model.tokenizer.encode(text, special))
 
+    async def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens, control tokens included."""
+        decode = self._model.tokenizer.decode
+        if len(tokens) <= LONG:
+            return decode(tokens, skip_special=False)
+        return await self._off_loop(lambda: decode(tokens, skip_special=False))
+
     def check_model(self, name: str | None) -> None:
         """Raise `APIError` 404 unless the name is this worker's model."""
         if name is not None and name != self._model.name:
@@ -144,7 +168,7 @@ class Intake:
 
     # --- checks -----------------------------------------------------------------------------
 
-    def _check(self, request: GenerationRequest) -> None:
+    async def _check(self, request: GenerationRequest) -> None:
         self._service.check_open()
         self.check_model(request.model)
         checks.check(request)
@@ -173,6 +197,18 @@ class Intake:
                 "kv_transfer_params.do_remote_decode needs one prompt, n of 1, and no stream.",
                 "kv_transfer_params",
             )
+        await self._check_grammar(request)
+
+    async def _check_grammar(self, request: GenerationRequest) -> None:
+        grammar = checks.grammar(request)
+        if grammar is None:
+            return
+        try:
+            await self._off_loop(lambda: self._prepare(grammar))
+        except ValueError as error:
+            given = request.structured_outputs is not None
+            name = "structured_outputs" if given else "response_format"
+            raise bad_request(f"{name} cannot be honoured: {error}", name) from None
 
     # --- prompts ----------------------------------------------------------------------------
 

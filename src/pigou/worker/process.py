@@ -68,7 +68,7 @@ class WorkerProcess:
         self.engine.meter = parts.meter
         publish = self._events.publish if self._events is not None else _discard
         self._service = Service(self.engine.put, self._metrics, publish)
-        self._intake = Intake(model, config, self._service)
+        self._intake = Intake(model, config, self._service, parts.prepare)
         self._transfers = self._start_transfers()
         routes = Routes(
             model, self._intake, self._service, self._metrics, events=self._events, about=info

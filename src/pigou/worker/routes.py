@@ -137,8 +137,7 @@ class Routes:
         """Return the text of tokens."""
         body = decode_detokenize(await json_body(request))
         self._intake.check_model(body.model)
-        text = self._model.tokenizer.decode(body.tokens, skip_special=False)
-        return _json({"prompt": text})
+        return _json({"prompt": await self._intake.decode(body.tokens)})
 
 
 def _json(value: Any) -> web.Response:

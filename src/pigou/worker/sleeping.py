@@ -12,7 +12,7 @@ from pigou.engine.plan import Finish, Plan, Result
 from pigou.kv.hashing import chain
 from pigou.request import SECOND, BlockHashes, FinishReason, no_hashes
 from pigou.runtime.outputs import StepOutput, TokenLogprobs
-from pigou.sampling import SamplingParams
+from pigou.sampling import Grammar, SamplingParams
 from pigou.worker.backend import OnStep
 
 
@@ -87,13 +87,17 @@ class SleepingBackend:
     ) -> None:
         """Take a request up; grammars cannot be honoured without a model."""
         if params.grammar is not None:
-            raise ValueError("structured output needs a model; this worker only sleeps")
+            self.refuse(params.grammar)
         known = hashes
         if known is None:
             known = chain(tokens, self._block_size, seed) if seed else no_hashes()
         self._sequences[request] = _Sequence(
             list(tokens), params, len(tokens) - resume, seed, known[-1:], len(known)
         )
+
+    def refuse(self, grammar: Grammar) -> None:
+        """Raise ValueError: a grammar cannot be honoured without a model."""
+        raise ValueError(f"a {grammar.kind} needs a model, and this worker only sleeps")
 
     def drop(self, request: str) -> None:
         """Forget a request."""
