@@ -101,9 +101,10 @@ class Subscriber:
             self._lose()
             self._order.next = None
             verdict = self._order.judge(number)
-        if verdict == "replay":
-            await self._catch_up(context, number)
-        elif verdict == "apply":
+        if verdict == "replay" and not await self._catch_up(context, number):
+            self._lose()
+            verdict = "apply"
+        if verdict == "apply":
             self._accept(number, payload)
 
     def _accept(self, number: int, payload: bytes) -> None:
@@ -114,24 +115,21 @@ class Subscriber:
             _log.warning("%s: batch %d: %s", self._source.endpoint, number, error)
             self._lose()
 
-    async def _catch_up(self, context: zmq.asyncio.Context, until: int | None) -> None:
-        """Take in past batches: those before `until`, and it; all that there are for None.
+    async def _catch_up(self, context: zmq.asyncio.Context, until: int | None) -> bool:
+        """Take in past batches, up to and with `until`, or all that there are.
 
-        What the publisher no longer has is lost; we go on from what it has.
+        What the publisher no longer has is lost; we go on from what it has. Return whether
+        `until` was among them; if not, none was taken in.
         """
         wanted = self._order.next or 0
         found = await self._past(context, wanted) if self._source.replay else []
-        if until is not None and not any(number == until for number, _ in found):
-            found = []
-        if not found:
-            if until is not None:
-                self._lose()
-                self._order.next = until + 1
-            return
+        if not found or (until is not None and all(number != until for number, _ in found)):
+            return False
         if found[0][0] > wanted:
             self._lose()
         for number, payload in found:
             self._accept(number, payload)
+        return True
 
     async def _past(self, context: zmq.asyncio.Context, start: int) -> list[tuple[int, bytes]]:
         """Ask for past batches; return them in order, none when nobody answers in time."""

@@ -1,0 +1,156 @@
+"""Laws of the subscriber: events arrive in order, once, and what is missed for good is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from pigou.fleet.events import Order, Subscriber
+from pigou.fleet.probe import Source
+from pigou.wire.kv_events import END_OF_REPLAY, Removed, WireEvent, encode_batch, sequence_frame
+
+
+def payload(number: int) -> bytes:
+    return encode_batch(0.0, [{"type": "BlockRemoved", "block_hashes": [number], "medium": "GPU"}])
+
+
+class Publisher:
+    """A publisher that can be told what it still remembers."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self.pub = context.socket(zmq.PUB)
+        self.router = context.socket(zmq.ROUTER)
+        for socket in (self.pub, self.router):
+            socket.setsockopt(zmq.LINGER, 0)
+        self.ports = [s.bind_to_random_port("tcp://127.0.0.1") for s in (self.pub, self.router)]
+        self.past: dict[int, bytes] = {}
+        self.topic_in_replay = True
+
+    async def send(self, number: int, silent: bool = False) -> None:
+        self.past[number] = payload(number)
+        if not silent:
+            await self.pub.send_multipart([b"kv", sequence_frame(number), payload(number)])
+
+    async def answer(self) -> None:
+        while True:
+            peer, _, start = await self.router.recv_multipart()
+            topic = [b"kv"] if self.topic_in_replay else []
+            for number, data in sorted(self.past.items()):
+                if number >= int.from_bytes(start, "big"):
+                    await self.router.send_multipart(
+                        [peer, b"", *topic, sequence_frame(number), data]
+                    )
+            await self.router.send_multipart([peer, b"", *topic, END_OF_REPLAY, b""])
+
+
+class Sink:
+    """What the subscriber delivered: block hashes, and "lost"."""
+
+    def __init__(self) -> None:
+        self.seen: list[int | str | bytes] = []
+
+    def apply(self, events: tuple[WireEvent, ...]) -> None:
+        for event in events:
+            assert isinstance(event, Removed)
+            self.seen += event.hashes
+
+    def lose(self) -> None:
+        self.seen.append("lost")
+
+    async def reaches(self, expected: list[int | str]) -> None:
+        for _ in range(200):
+            if self.seen == expected:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"{self.seen} is not {expected}")
+
+
+@asynccontextmanager
+async def subscribed(
+    past: list[int], replay: bool = True, topic: bool = True
+) -> AsyncIterator[tuple[Publisher, Sink]]:
+    context = zmq.asyncio.Context()
+    publisher, sink = Publisher(context), Sink()
+    publisher.topic_in_replay = topic
+    for number in past:
+        await publisher.send(number, silent=True)
+    ports = publisher.ports
+    source = Source(
+        f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}" if replay else "", "kv"
+    )
+    tasks = [
+        asyncio.create_task(publisher.answer()),
+        asyncio.create_task(Subscriber(source, sink.apply, sink.lose).run()),
+    ]
+    await asyncio.sleep(0.3)  # a subscription takes a moment to reach the publisher
+    try:
+        yield publisher, sink
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        context.destroy(linger=0)
+
+
+async def test_live_events_are_taken_in_order() -> None:
+    async with subscribed([]) as (publisher, sink):
+        for number in range(5):
+            await publisher.send(number)
+        await sink.reaches([0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("topic", [True, False])
+async def test_past_events_are_asked_for_at_the_start(topic: bool) -> None:
+    async with subscribed([0, 1, 2], topic=topic) as (publisher, sink):
+        await publisher.send(3)
+        await sink.reaches([0, 1, 2, 3])
+
+
+async def test_a_gap_is_filled_by_replay() -> None:
+    async with subscribed([]) as (publisher, sink):
+        await publisher.send(0)
+        await sink.reaches([0])
+        await publisher.send(1, silent=True)
+        await publisher.send(2)
+        await publisher.send(3)
+        await sink.reaches([0, 1, 2, 3])
+
+
+async def test_a_gap_beyond_the_buffer_is_told() -> None:
+    async with subscribed([]) as (publisher, sink):
+        await publisher.send(0)
+        await sink.reaches([0])
+        publisher.past.clear()
+        await publisher.send(5)
+        await sink.reaches([0, "lost", 5])
+
+
+async def test_without_a_replay_every_gap_is_told() -> None:
+    async with subscribed([], replay=False) as (publisher, sink):
+        await publisher.send(0)
+        await publisher.send(2)
+        await publisher.send(3)
+        await sink.reaches([0, "lost", 2, 3])
+
+
+async def test_a_number_that_falls_is_a_new_publisher() -> None:
+    async with subscribed([]) as (publisher, sink):
+        for number in range(3):
+            await publisher.send(number)
+        await sink.reaches([0, 1, 2])
+        publisher.past.clear()
+        await publisher.send(0)
+        await sink.reaches([0, 1, 2, "lost", 0])
+
+
+def test_an_order_judges_every_number() -> None:
+    assert Order().judge(0) == "apply"
+    assert Order().judge(4) == "replay"
+    assert [Order(5).judge(n) for n in (5, 7, 4, 3, 0)] == [
+        "apply", "replay", "skip", "restart", "restart",
+    ]  # fmt: skip
