@@ -25,11 +25,13 @@ def choose(probabilities: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: shape (n,), float64, in [0, 1).
 
     Returns:
-        Tokens, shape (n,), int64; never one of probability 0.
+        Tokens, shape (n,), int64; never one of probability 0. A row without any probability
+        (everything is forbidden) gives the last token.
     """
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     targets = uniforms.unsqueeze(-1) * sums[:, -1:]
-    return torch.searchsorted(sums, targets, right=True).squeeze(-1)
+    tokens = torch.searchsorted(sums, targets, right=True).squeeze(-1)
+    return tokens.clamp_(max=probabilities.shape[-1] - 1)
 
 
 def _mix(key: int) -> int:

@@ -16,6 +16,9 @@ from pigou.runtime.sequence import Sequence
 from pigou.runtime.truncation import cut_min_p, cut_top_k, cut_top_p
 from pigou.sampling import SamplingParams
 
+#: Logits beyond this are as good as certain.
+_MOST = 1e30
+
 
 class Sampler:
     """Chooses tokens for a fixed list of sequences, step after step.
@@ -75,7 +78,8 @@ class Sampler:
 
     def _draw(self, logits: Tensor) -> Tensor:
         """Draw from the rows that are not greedy; `logits` has these rows alone."""
-        logits = logits.float() * self._scale
+        # Extreme penalties overflow; two infinities would make the softmax NaN.
+        logits = (logits.float() * self._scale).clamp_(max=_MOST)
         min_p, top_k, top_p = self._cuts
         if min_p:
             cut_min_p(logits, self._min_p)
