@@ -15,6 +15,9 @@ _N = TypeVar("_N", int, float)
 #: `max_tokens` of a completion that does not say (OpenAI's default).
 COMPLETION_TOKENS = 16
 
+#: Lowest temperature besides 0.
+MIN_TEMPERATURE = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -72,7 +75,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=most,
         min_tokens=least,
-        temperature=_or(request.temperature, defaults.temperature),
+        temperature=_temperature(_or(request.temperature, defaults.temperature)),
         top_k=max(0, _or(request.top_k, defaults.top_k)),
         top_p=_or(request.top_p, defaults.top_p),
         min_p=_or(request.min_p, defaults.min_p),
@@ -145,6 +148,11 @@ def _bias(request: GenerationRequest, limits: Limits) -> dict[int, float]:
                 "logit_bias",
             )
     return bias
+
+
+def _temperature(value: float) -> float:
+    """Raise what is above 0 to the least that is computed exactly, as vLLM does."""
+    return max(value, MIN_TEMPERATURE) if value > 0 else 0.0
 
 
 def _or(value: _N | None, default: _N) -> _N:
