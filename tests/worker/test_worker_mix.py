@@ -186,3 +186,60 @@ FAULTY = [{"regex": "[a-"}, {"grammar": "nonsense ((("}, {"json": {"type": "nope
 def test_a_faulty_grammar_is_refused(pair: tuple[Worker, Worker], wanted: Any) -> None:
     reply = pair[0].post("/v1/completions", {"prompt": "a", "structured_outputs": wanted})
     assert (reply.status, reply.json["error"]["param"]) == (400, "structured_outputs")
+
+
+EXTREMES: dict[str, list[Any]] = {
+    "prompt": ["hi", "日本語 é", "x " * 100, [5] * 40, [[1, 2], [3]], ["a", "bb"], [511]],
+    "max_tokens": [1, 2, 30, 390],
+    "temperature": [0, 1e-30, 0.5, 1, 2],
+    "top_p": [1e-12, 0.5, 1],
+    "top_k": [-1, 0, 1, 511, 512, 513, 2**31 - 1],
+    "min_p": [0, 0.5, 1],
+    "n": [1, 2, 5],
+    "presence_penalty": [-2, 2],
+    "frequency_penalty": [-2, 2],
+    "repetition_penalty": [1e-30, 0.1, 1, 1e6],
+    "seed": [-(2**63), 0, 2**63 - 1],
+    "stop": ["a", ["b", "\n"], "é"],
+    "stop_token_ids": [[0], list(range(512))],
+    "logit_bias": [{"0": 100, "1": -100}, {str(i): -100 for i in range(512)}],
+    "min_tokens": [0, 1, 5],
+    "ignore_eos": [True, False],
+    "logprobs": [0, 1, 20],
+    "prompt_logprobs": [0, 5, 20],
+    "echo": [True],
+    "stream": [True],
+    "structured_outputs": [
+        {"regex": "[a-z]+"}, {"json_object": True}, {"choice": ["é", "日本", "x"]},
+        {"regex": ""}, {"choice": ["a" * 300]}, {"json": {}}, {"grammar": "start: start"},
+    ],
+    "truncate_prompt_tokens": [1, 3, 1000],
+}  # fmt: skip
+
+
+def test_extreme_values_are_honoured_or_refused_and_kill_nobody(
+    pair: tuple[Worker, Worker],
+) -> None:
+    at = random.Random(5)
+
+    async def main() -> dict[int, int]:
+        gate, statuses = asyncio.Semaphore(16), dict.fromkeys((200, 400), 0)
+
+        async def one(session: aiohttp.ClientSession) -> None:
+            names = at.sample(sorted(EXTREMES), at.randrange(1, 8))
+            body = {"prompt": "hi", "max_tokens": 20}
+            body |= {name: at.choice(EXTREMES[name]) for name in names}
+            url = pair[0].url + "/v1/completions"
+            async with gate, session.post(url, json=body) as reply:
+                text = await reply.text()
+                assert reply.status in statuses, (body, text)
+                assert reply.status == 400 or '"error"' not in text, (body, text)
+                statuses[reply.status] += 1
+
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            await asyncio.gather(*(one(session) for _ in range(400)))
+        return statuses
+
+    statuses = asyncio.run(main())
+    assert statuses[200] > 200
+    pair[0].settle()
