@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pigou.engine.plan import Plan
-from pigou.runtime import kernels, spread
+from pigou.runtime import kernels
 from pigou.runtime.attention import HeadNorm, PagedAttention
 from pigou.runtime.batch import make_batch
 from pigou.runtime.cache import KVCache, make_layout
@@ -20,6 +20,7 @@ from pigou.runtime.config import ModelConfig, parse_config
 from pigou.runtime.cpu_attention import CPUAttention
 from pigou.runtime.linear import Linear
 from pigou.runtime.ops import KernelOps, TorchOps
+from pigou.runtime.spread import always_spread
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -92,9 +93,9 @@ def test_attention_is_that_of_torch(
 def test_attention_on_two_threads_is_that_of_torch(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spread, "WORTH", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    compare(build(14, 2, 64), dtype, 16)
+    with always_spread():
+        compare(build(14, 2, 64), dtype, 16)
 
 
 def compare(config: ModelConfig, dtype: torch.dtype, block_size: int) -> None:

@@ -37,13 +37,6 @@ def fast(function: Function) -> Function:
     return cast(Function, compiler(function))
 
 
-def faster(function: Function) -> Function:
-    """Compile for numbers that are no NaN."""
-    math = {"reassoc", "contract", "arcp", "nsz", "nnan"}
-    compiler = njit(cache=True, nogil=True, fastmath=math, error_model="numpy")
-    return cast(Function, compiler(function))
-
-
 def parallel(function: Function) -> Function:
     """Compile so that the iterations of `prange` run on several threads."""
     return cast(Function, njit(cache=True, nogil=True, parallel=True)(function))
@@ -95,27 +88,39 @@ def gate(rows: Range, x: Stored, out: Stored) -> None:
             out[i, d] = narrow(silu * widen(x[i, width + d]), out)
 
 
-@faster
-def highest(row: Stored, count: int) -> Any:
-    """Return the largest of the first numbers of a row, as float32; arbitrary where one is NaN."""
-    largest = widen(row[0])
-    for d in range(count):
-        number = widen(row[d])
-        largest = number if number > largest else largest
+@fast
+def highest(row: Stored, count: int, lanes: Floats) -> Any:
+    """Return the largest of the first numbers of a row, as float32.
+
+    It is sought in 16 `lanes` (scratch, shape (16,)), or numba would go number by number.
+    """
+    bulk = count - count % LANES
+    lanes[:] = np.float32(-np.inf)
+    for start in range(0, bulk, LANES):
+        for lane in range(LANES):
+            number = widen(row[start + lane])
+            lanes[lane] = number if number > lanes[lane] else lanes[lane]
+    largest = np.float32(-np.inf)
+    for lane in range(LANES):
+        largest = max(largest, lanes[lane])
+    for d in range(bulk, count):
+        largest = max(largest, widen(row[d]))
     return largest
 
 
 @fast
 def argmax(rows: Range, x: Stored, out: NDArray[np.int64]) -> None:
-    """Put the index of the first largest number of each row of x in out."""
-    width = x.shape[1]
+    """Put the index of the first largest number of each row of x in out; 0 if all are NaN."""
+    width = np.int32(x.shape[1])
+    lanes = np.empty(LANES, np.float32)
     for i in range(rows[0], rows[1]):
-        largest = highest(x[i], width)
-        out[i] = 0
+        row = x[i]
+        largest = highest(row, int(width), lanes)
+        found = width
         for d in range(width):
-            if widen(x[i, d]) == largest:
-                out[i] = d
-                break
+            here = np.int32(d) if widen(row[d]) == largest else width
+            found = here if here < found else found
+        out[i] = found if found < width else 0
 
 
 @fast
@@ -142,9 +147,9 @@ def rotate(head: Stored, norm: Stored, eps: float, turn: Floats, scale: float, o
 
 
 @fast
-def softmax(scores: Floats, entries: int) -> None:
-    """Make the first `entries` of a row of scores into probabilities."""
-    largest = highest(scores, entries)
+def softmax(scores: Floats, entries: int, lanes: Floats) -> None:
+    """Make the first `entries` of a row of scores into probabilities; `lanes` as in `highest`."""
+    largest = highest(scores, entries, lanes)
     total = np.float32(0.0)
     for t in range(entries):
         weight = exponential(scores[t] - largest)
@@ -203,8 +208,9 @@ def attend(
                     scores.ctypes.data + (first * stride + block * size + t) * 4, stride,
                     width, kv, step,
                 )  # fmt: skip
+    lanes = np.empty(LANES, np.float32)
     for row in range(rows):
-        softmax(scores[row], entries)
+        softmax(scores[row], entries, lanes)
     for block in range(blocks):
         values = base + table[block] * kv.strides[0] + kv.strides[1]
         depth = min(size, entries - block * size)

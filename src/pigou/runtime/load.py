@@ -19,6 +19,7 @@ from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.grammar import read_grammars
 from pigou.runtime.models.decoder import Decoder, load_decoder
 from pigou.runtime.ops import KernelOps, TorchOps
+from pigou.runtime.warmup import WARM_UP_TOKENS, warm_up
 from pigou.runtime.weights import Weights, digest_model, find_model
 
 
@@ -65,7 +66,7 @@ class LoadedModel:
         return KVCache(self.layout(block_size), blocks, self.device, host_blocks, memory)
 
     def executor(self, cache: KVCache, tables: Ints, max_model_len: int) -> TorchExecutor:
-        """Make an executor over a cache.
+        """Make an executor over an empty cache.
 
         Args:
             cache: from `cache`.
@@ -81,7 +82,7 @@ class LoadedModel:
                 f"{self.config.context} tokens; lower max_model_len"
             )
         kind = CPUAttention if CPUAttention.supports(self.config, cache) else PagedAttention
-        return TorchExecutor(
+        executor = TorchExecutor(
             model=self.decoder,
             cache=cache,
             tables=tables,
@@ -89,6 +90,9 @@ class LoadedModel:
             grammars=partial(read_grammars, self.folder, self.config.vocab, self.config.eos),
             ends=self.config.eos,
         )
+        if kind is CPUAttention and max_model_len >= WARM_UP_TOKENS:
+            warm_up(executor)
+        return executor
 
 
 def load(model: str | Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
