@@ -284,6 +284,19 @@ def test_a_stream_continues_where_another_broke_off(worker: Worker) -> None:
             assert [t for c in rest for t in c["choices"][0]["token_ids"]] == sampled[at:]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_resumed_stream_continues_its_offsets(worker: Worker, echo: bool) -> None:
+    body: dict[str, Any] = {"prompt": [75, 80, 85, 90], "max_tokens": 8, "stream": True,
+                            "logprobs": 1, "echo": echo, "return_token_ids": True}  # fmt: skip
+    chunks = [c["choices"][0] for c in worker.post("/v1/completions", body).chunks]
+    sampled = [c["token_ids"][0] for c in chunks]
+    for at in range(1, 8):
+        more = {"prompt": body["prompt"] + sampled[:at], "resume_tokens": at}
+        rest = worker.post("/v1/completions", body | more).chunks
+        assert [c["choices"][0]["logprobs"] for c in rest] == [c["logprobs"] for c in chunks[at:]]
+        assert [c["choices"][0]["text"] for c in rest] == [c["text"] for c in chunks[at:]]
+
+
 def test_a_resumed_chat_sends_no_role(worker: Worker) -> None:
     ids = worker.post("/tokenize", CHAT).json["tokens"]
     body = CHAT | {"prompt_token_ids": ids, "stream": True, "max_tokens": 4,

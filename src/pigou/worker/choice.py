@@ -119,16 +119,18 @@ class Explainer:
     """Puts an executor's reports of log-probabilities into words.
 
     A token's text is what it adds to the text before it: "" within a character.
+
+    Attributes:
+        length: characters of the tokens that it began after.
     """
 
-    __slots__ = ("_detokenizer", "_special", "_tokenizer")
+    __slots__ = ("_detokenizer", "_tokenizer", "length")
 
     def __init__(self, tokenizer: Tokenizer, resumed: list[int]) -> None:
         """Begin after `resumed`."""
         self._tokenizer = tokenizer
-        self._special = tokenizer.vocabulary.special
         self._detokenizer = Detokenizer(tokenizer.vocabulary, skip_special=False)
-        self._detokenizer.feed(resumed)
+        self.length = len(self._detokenizer.feed(resumed))
 
     def fresh(self) -> Explainer:
         """Return one that begins at no text."""

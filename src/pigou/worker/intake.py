@@ -329,7 +329,9 @@ class Intake:
         id = f"{reply.id}-{index}-{next(self._numbers):x}"
         sequence = Sequence(id, index, original, choice, now)
         if params.logprobs is not None or params.prompt_logprobs is not None:
+            echoed = original if resumed and reply.options.echo is not None else []
             sequence.explainer = Explainer(model.tokenizer, resumed)
+            sequence.offset = Explainer(model.tokenizer, echoed).length + sequence.explainer.length
         ticket = None if index else self._ticket(request, params.prompt_logprobs is not None)
         core = Request(
             id=id,

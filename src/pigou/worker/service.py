@@ -146,7 +146,8 @@ class Service:
             for token, report in zip(sequence.prompt, reports, strict=True)
         ]
         sequence.prompt_logprobs = told
-        if reply.options.echo is not None and reply.options.logprobs:
+        options = reply.options
+        if options.echo is not None and options.logprobs and not options.resumed:
             sequence.logprobs += told
 
     def _take_tokens(self, report: EngineReport) -> None:
