@@ -1,0 +1,146 @@
+"""Decode workers die by `kill -9` after any number of tokens, and no client notices."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tests.e2e.client import Streamed
+from tests.e2e.fleet import Fleet
+
+TOKENS = 14
+PROMPT = list(range(300, 350))
+TEXT = "Two roads lead from the village to the market, and the short one is narrow."
+CHAT = {"messages": [{"role": "user", "content": TEXT}]}
+TEXTUAL = {"prompt": PROMPT}
+SEEDED = {"temperature": 1.0, "seed": 11}
+GREEDY = {"temperature": 0}
+USAGE = {"stream_options": {"include_usage": True}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "completion, greedy, usage": TEXTUAL | GREEDY | USAGE,
+    "completion, seeded, logprobs": TEXTUAL | SEEDED | {"logprobs": 2},
+    "completion, seeded, stop": TEXTUAL | SEEDED | {"stop": "?"},
+    "completion, seeded, penalties": TEXTUAL | SEEDED | {"presence_penalty": 1.5, "top_k": 40},
+    "chat, greedy, stop, usage": CHAT | GREEDY | USAGE | {"stop": "?"},
+    "chat, seeded, logprobs": CHAT | SEEDED | {"logprobs": True, "top_logprobs": 2},
+    "chat, seeded, grammar": CHAT | SEEDED | {"structured_outputs": {"regex": "[a-z0-9 ]{400}"}},
+}
+
+
+@dataclass
+class Case:
+    """A request, what it must say, and what became of it each time."""
+
+    name: str
+    body: dict[str, Any]
+    expected: tuple[Any, ...] = ()
+    times: list[list[float]] = field(default_factory=list)
+
+
+def body(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True} | fields
+
+
+def across_tokens(fleet: Fleet, fields: dict[str, Any]) -> str:
+    """Return a stop string that begins within one token, and ends within a later one."""
+    fields = {name: value for name, value in fields.items() if name != "stop"}
+    ends = [(len(stream.text), stream.text) for stream in fleet.follow(**body(fields))]
+    places = sorted({end for end, _ in ends if end})
+    text = ends[-1][1]
+    for middle in range(len(places) // 2, len(places) - 1):
+        stop = text[places[middle] - 1 : places[middle + 1] + 1]
+        if text.find(stop) == places[middle] - 1 and len(stop) > 2:
+            return stop
+    raise AssertionError(f"no stop string in {text!r}")
+
+
+@pytest.fixture(scope="module")
+def cases(real: Fleet) -> list[Case]:
+    found = []
+    for name, fields in VARIANTS.items():
+        fields = dict(fields)
+        if "stop" in fields:
+            fields["stop"] = across_tokens(real, fields)
+        stream = real.stream(**body(fields))
+        found.append(Case(name, body(fields), stream.told))
+        assert stream.finish == ("stop" if "stop" in fields else "length"), name
+        assert "stop" not in fields or stream.stop == fields["stop"]
+    return found
+
+
+class Round:
+    """Streams of all cases, begun one after another; then the decode workers are killed."""
+
+    def __init__(self, fleet: Fleet, cases: list[Case], each: int, seed: int) -> None:
+        self.fleet = fleet
+        self.runs = [case for _ in range(each) for case in cases]
+        self.random = random.Random(seed)
+        self.over = threading.Event()
+        self.streams = [Streamed() for _ in self.runs]
+
+    def follow(self, number: int) -> tuple[Case, Streamed, list[tuple[float, int]]]:
+        case, times, stream = self.runs[number], [], Streamed()
+        for stream in self.fleet.follow(**case.body):
+            self.streams[number] = stream
+            times.append((time.monotonic(), len(stream.tokens)))
+        return case, stream, times
+
+    def run(self) -> set[tuple[str, int]]:
+        """Return (case, tokens that its client had when the workers died), of unbroken streams."""
+        rows = self.fleet.rows()
+        pids = [row["pid"] for row in rows.values() if row["role"] == "decode"]
+        with ThreadPoolExecutor(len(self.runs)) as pool:
+            futures = []
+            for number in range(len(self.runs)):
+                futures.append(pool.submit(self.follow, number))
+                time.sleep(self.random.random() * 0.012)
+            died = time.monotonic()
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            told = [future.result() for future in futures]
+        found = set()
+        for case, stream, times in told:
+            for one, other in zip(stream.told, case.expected, strict=True):
+                pairs = zip(one, other, strict=False) if isinstance(one, list) else ()
+                assert one == other, (case.name, [pair for pair in pairs if pair[0] != pair[1]])
+            if times[-1][0] > died:
+                found.add((case.name, max((n for at, n in times if at < died), default=0)))
+        self.fleet.recovered(pids)
+        return found
+
+
+@pytest.mark.parametrize(
+    "whole", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_after_every_token_index_no_token_is_lost_and_none_told_twice(
+    real: Fleet, cases: list[Case], whole: bool
+) -> None:
+    seen: set[tuple[str, int]] = set()
+    rounds = 0
+    indexes = set(range(TOKENS - 2))
+
+    def missing() -> set[Any]:
+        if not whole:
+            return indexes - {index for _, index in seen}
+        return {(c.name, i) for c in cases for i in indexes if (c.name, i) not in seen}
+
+    while left := missing():
+        assert rounds < (20 if whole else 5), f"never killed at {left}"
+        seen |= Round(real, cases, 8, rounds).run()
+        rounds += 1
+    print(f"{rounds} rounds, killed at {len(seen)} places: {sorted(seen)}")
+    real.settle()
+
+
+def test_a_worker_that_was_killed_serves_again(real: Fleet, cases: list[Case]) -> None:
+    for case in cases:
+        assert real.stream(**case.body).told == case.expected, case.name
+    for row in real.rows().values():
+        assert row["state"] == "up"
