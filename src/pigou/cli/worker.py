@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 import typer
@@ -110,10 +110,22 @@ def worker(
         from pigou.worker.process import run
 
         status = run(config)
-    except (ConfigError, msgspec.ValidationError) as error:
+    except msgspec.ValidationError as error:
+        typer.echo(f"pigou worker: {_explain(error, values)}", err=True)
+        raise typer.Exit(2) from None
+    except ConfigError as error:
         typer.echo(f"pigou worker: {error}", err=True)
         raise typer.Exit(2) from None
     except (OSError, ValueError) as error:
         typer.echo(f"pigou worker: {error}", err=True)
         raise typer.Exit(1) from None
     raise typer.Exit(status)
+
+
+def _explain(error: msgspec.ValidationError, values: dict[str, Any]) -> str:
+    """Name the option at fault, its value, and what may be given."""
+    field = str(error).rpartition("$.")[2].rstrip("`")
+    choices = get_args(get_type_hints(WorkerConfig).get(field))
+    if not choices:
+        return str(error)
+    return f"{field} is {values[field]!r}; give one of: {', '.join(map(str, choices))}"
