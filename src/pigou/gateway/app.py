@@ -15,7 +15,7 @@ from pigou.gateway.call import CHAT, COMPLETIONS
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.generate import Generator
-from pigou.gateway.guard import guard, tenant_of
+from pigou.gateway.guard import current_tenant, guard
 from pigou.gateway.intake import read
 from pigou.gateway.keys import Keys
 from pigou.gateway.metrics import Metrics
@@ -103,7 +103,7 @@ class _Routes:
             data,
             chat=chat,
             strict=self._gateway.config.strict,
-            tenant=tenant_of(request),
+            tenant=current_tenant(),
             request_id=request.headers.get("x-request-id"),
         )
         self._check_model(call.body.get("model"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -16,16 +17,17 @@ from pigou.wire.errors import APIError
 _log = logging.getLogger("pigou.gateway")
 
 
-_TENANT = "pigou.tenant"
+#: Whose key the request of the current task came with.
+_tenant: ContextVar[str] = ContextVar("tenant", default="")
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
-#: Routes that are open to probes and scrapers even where keys are needed.
-_OPEN = ("/health", "/ping", "/version", "/metrics")
-_ROUTES = (COMPLETIONS, CHAT, "/v1/models", "/tokenize", "/detokenize", "/workers", "/", *_OPEN)
+#: Routes that need no key: for probes and scrapers, and the page, which holds no data itself.
+_OPEN = ("/health", "/ping", "/version", "/metrics", "/")
+_ROUTES = (COMPLETIONS, CHAT, "/v1/models", "/tokenize", "/detokenize", "/workers", *_OPEN)
 
 
-def tenant_of(request: web.Request) -> str:
+def current_tenant() -> str:
     """Return the tenant whose key the request came with; empty where there are no keys."""
-    return str(request.get(_TENANT, ""))
+    return _tenant.get()
 
 
 def guard(keys: Keys | None, metrics: Metrics) -> Middleware:
@@ -57,7 +59,7 @@ async def _answer(
             tenant = keys.tenant(request.headers.get("authorization"))
             if tenant is None:
                 return _json(401, _UNAUTHORIZED)
-            request[_TENANT] = tenant
+            _tenant.set(tenant)
         return await handler(request)
     except (ConnectionError, TimeoutError):
         raise  # the client is gone: there is nobody to tell
