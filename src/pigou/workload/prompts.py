@@ -1,0 +1,139 @@
+"""Seeded prompts: of given lengths, from common words or a text, with shared prefixes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pigou.workload.config import Lengths
+
+Prompt = str | list[int]
+
+#: Short common words: each is one token of most tokenizers, with the space before it.
+WORDS = tuple(
+    """about after again all also always and another any are around ask at away back be because
+    been before began being best better big both bring but by call came can care change city
+    clear close cold come could country cut dark day did different do does door down draw each
+    early earth eat end even ever every eye face fact family far farm fast father feel few field
+    find fire first five follow food for form found four free friend from full game gave get girl
+    give go gold good got great green ground group grow had half hand hard has have he head hear
+    help her here high him his hold home horse hot hour house how idea if in is it just keep kind
+    king knew know land large last late learn leave left let letter life light like line list
+    little live long look lost love low made make man many map mark may mean men might mind money
+    moon more most mother move much music must my name near need never new next night no north not
+    note now number of off often old on once one only open or order other our out over own page
+    paper part pass people place plan plant play point power public pull put question quick rain
+    ran read real red rest right river road rock room round rule run said same saw say school sea
+    second see seem send set ship short should show side simple since six sleep slow small snow so
+    some song soon sound south space stand star start state stay step still stop story street
+    strong such sun sure table take talk tell ten than that the their them then there these they
+    thing think this those though three time to today told too took top toward town tree true try
+    turn two under until up us use very voice wait walk want war warm was watch water way we week
+    well went were west what wheel when where which while white who whole why will wind with wood
+    word work world would write year yes you young your""".split()  # noqa: SIM905
+)
+_PIECE = re.compile(r"\s*\S+")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What prompts are cut from.
+
+    Attributes:
+        units: token ids, or pieces of text (a word with the white space before it).
+        running: a prompt is a passage of `units`, begun anywhere and going round at the end;
+            otherwise every unit of a prompt is drawn by itself, so that prompts share no prefix.
+        tokens_per_unit: tokens that a unit makes on average; 1 for token ids.
+    """
+
+    units: Sequence[int] | Sequence[str]
+    running: bool
+    tokens_per_unit: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse an empty source, with ValueError."""
+        if not len(self.units):
+            raise ValueError("the text has no words")
+
+    def cut(self, tokens: int, rng: np.random.Generator) -> list[int] | list[str]:
+        """Return units of about so many tokens, exactly so many where units are token ids."""
+        count = max(1, round(tokens / self.tokens_per_unit))
+        size = len(self.units)
+        if self.running:
+            chosen = (int(rng.integers(size)) + np.arange(count)) % size
+        else:
+            chosen = rng.integers(size, size=count)
+        return [self.units[i] for i in chosen.tolist()]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Lengths of prompts and outputs, in tokens, and the prefixes that prompts share.
+
+    Attributes:
+        input: of the part that is a prompt's own.
+        output: asked for.
+        prefixes: how many shared prefixes there are; 0 for none.
+        prefix_length: of each.
+    """
+
+    input: Lengths
+    output: Lengths
+    prefixes: int = 0
+    prefix_length: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and its output together."""
+        return self.prefix_length * bool(self.prefixes) + self.input.high + self.output.high
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request to send.
+
+    Attributes:
+        prompt: token ids or text.
+        output: tokens to ask for.
+        prefix: which shared prefix it begins with, None for none.
+    """
+
+    prompt: Prompt
+    output: int
+    prefix: int | None = None
+
+
+def pieces(text: str) -> list[str]:
+    """Split a text into words, each with the white space before it; joined, they are the text."""
+    return _PIECE.findall(text)
+
+
+def make_prefixes(
+    source: Source, shape: Shape, rng: np.random.Generator
+) -> list[list[int] | list[str]]:
+    """Return the shared prefixes, as units of the source."""
+    return [source.cut(shape.prefix_length, rng) for _ in range(shape.prefixes)]
+
+
+def jobs(
+    source: Source,
+    shape: Shape,
+    prefixes: Sequence[list[int] | list[str]],
+    rng: np.random.Generator,
+) -> Iterator[Job]:
+    """Yield jobs without end; the same generator state gives the same jobs."""
+    while True:
+        output = shape.output.draw(rng)
+        prefix = int(rng.integers(len(prefixes))) if prefixes else None
+        front = [] if prefix is None else prefixes[prefix]
+        units: list[int | str] = [*front, *source.cut(shape.input.draw(rng), rng)]
+        yield Job(_join(units), output, prefix)
+
+
+def _join(units: list[int | str]) -> Prompt:
+    if isinstance(units[0], str):
+        return "".join(map(str, units)).lstrip()
+    return units  # type: ignore[return-value]
