@@ -1,0 +1,144 @@
+"""What a run of load comes to: counts, rates and latencies.
+
+Percentiles interpolate linearly between order statistics: of n sorted values, p is the value at
+rank (n - 1) p / 100 from 0 (Hyndman and Fan 1996, type 7; numpy's default).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pigou.request import SECOND
+from pigou.workload.outcome import Failure, Outcome, Stream
+
+_MILLISECOND = 1e6
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A distribution, in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """How many requests failed for one reason, and what the first of them saw."""
+
+    reason: str
+    count: int
+    example: str
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to. Latencies are of completed requests only; None where there are none.
+
+    Attributes:
+        seconds: from the start to the last end.
+        offered: requests that were meant to be sent.
+        completed: of those, streams that ended well.
+        failed: of those, the others that ended.
+        cancelled: of those, cut off by the user.
+        failures: the failed by reason, the commonest first.
+        output_tokens_per_second: output tokens of completed requests over `seconds`.
+        requests_per_second: completed requests over `seconds`.
+        output_tokens: of completed requests.
+        output_tokens_asked: what the same requests asked for.
+        prompt_tokens: of completed requests, as the endpoint counted; None when it did not.
+        cached_tokens: of those, not computed anew; None when it did not say.
+        tokens_per_chunk: output tokens over chunks that brought some.
+        counted_by: how tokens of a chunk were told: "usage", "token_ids", "chunks" or "mixed".
+        ttft: first token, from the intended time.
+        itl: between consecutive tokens.
+        tpot: (e2e - ttft) / (tokens - 1) of each request with two tokens or more.
+        e2e: last token, from the intended time.
+        queue_wait: sent, from the intended time: what the client itself added.
+        server_ttft: first token, from sending.
+        server_e2e: last token, from sending.
+    """
+
+    seconds: float
+    offered: int
+    completed: int
+    failed: int
+    cancelled: int
+    failures: list[Reason]
+    output_tokens_per_second: float
+    requests_per_second: float
+    output_tokens: int
+    output_tokens_asked: int
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    tokens_per_chunk: float | None
+    counted_by: str | None
+    ttft: Spread | None
+    itl: Spread | None
+    tpot: Spread | None
+    e2e: Spread | None
+    queue_wait: Spread | None
+    server_ttft: Spread | None
+    server_e2e: Spread | None
+
+
+def spread(values: Sequence[float] | npt.NDArray[np.generic]) -> Spread | None:
+    """Return the distribution of values in nanoseconds; None when there are none."""
+    if not len(values):
+        return None
+    array = np.asarray(values, np.float64) / _MILLISECOND
+    return Spread(float(array.mean()), *np.percentile(array, (50, 90, 95, 99)).tolist())
+
+
+def summarize(outcomes: Sequence[Outcome], *, offered: int, nanoseconds: int) -> Summary:
+    """Return the summary of a run that took so long and was meant to send `offered` requests."""
+    done = [(o, o.result) for o in outcomes if isinstance(o.result, Stream)]
+    streams = [stream for _, stream in done]
+    tokens = sum(s.tokens for s in streams)
+    chunks = sum(s.chunks for s in streams)
+    seconds = nanoseconds / SECOND
+    return Summary(
+        seconds=seconds,
+        offered=offered,
+        completed=len(done),
+        failed=len(outcomes) - len(done),
+        cancelled=offered - len(outcomes),
+        failures=_reasons(outcomes),
+        output_tokens_per_second=tokens / seconds if seconds else 0.0,
+        requests_per_second=len(done) / seconds if seconds else 0.0,
+        output_tokens=tokens,
+        output_tokens_asked=sum(o.asked for o, _ in done),
+        prompt_tokens=_total(s.prompt_tokens for s in streams),
+        cached_tokens=_total(s.cached_tokens for s in streams),
+        tokens_per_chunk=tokens / chunks if chunks else None,
+        counted_by=_counted(streams),
+        ttft=spread([s.first - o.intended for o, s in done]),
+        itl=spread(np.concatenate([s.gaps for s in streams]) if streams else []),
+        tpot=spread([(s.last - s.first) / (s.tokens - 1) for s in streams if s.tokens > 1]),
+        e2e=spread([s.last - o.intended for o, s in done]),
+        queue_wait=spread([o.sent - o.intended for o, _ in done]),
+        server_ttft=spread([s.first - o.sent for o, s in done]),
+        server_e2e=spread([s.last - o.sent for o, s in done]),
+    )
+
+
+def _reasons(outcomes: Sequence[Outcome]) -> list[Reason]:
+    failures = [o.result for o in outcomes if isinstance(o.result, Failure)]
+    examples = {failure.reason: failure.detail for failure in reversed(failures)}
+    counts = Counter(failure.reason for failure in failures)
+    return [Reason(reason, count, examples[reason]) for reason, count in counts.most_common()]
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _counted(streams: Sequence[Stream]) -> str | None:
+    ways = {stream.counted for stream in streams}
+    return None if not ways else ways.pop() if len(ways) == 1 else "mixed"
