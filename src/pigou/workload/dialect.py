@@ -1,0 +1,63 @@
+"""Which fields of a request an endpoint takes, and the bodies made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pigou.workload.prompts import Job
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Fields that a body has beyond model, prompt and stream.
+
+    Attributes:
+        continuous: usage on every chunk, which tells its tokens (vLLM, SGLang, Pigou).
+        ignore_eos: go on past the end token (the same).
+        temperature: 0, for greedy output.
+        usage: usage at the end of the stream.
+        limit: name of the field for the most output tokens.
+    """
+
+    continuous: bool = True
+    ignore_eos: bool = True
+    temperature: bool = True
+    usage: bool = True
+    limit: str = "max_tokens"
+
+    def body(self, model: str, job: Job, *, chat: bool) -> dict[str, Any]:
+        """Return the body of a streamed request for the job."""
+        body: dict[str, Any] = {"model": model, "stream": True, self.limit: job.output}
+        if chat:
+            body["messages"] = [{"role": "user", "content": job.prompt}]
+        else:
+            body["prompt"] = job.prompt
+        if self.temperature:
+            body["temperature"] = 0
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.usage:
+            body["stream_options"] = {"include_usage": True}
+            if self.continuous:
+                body["stream_options"]["continuous_usage_stats"] = True
+        return body
+
+    def simpler(self, refusal: str) -> Dialect | None:
+        """Return the dialect without the field that a refusal names.
+
+        When it names none, the least common field goes; None when there is nothing left to drop.
+        """
+        steps: dict[str, tuple[bool, dict[str, Any]]] = {
+            "continuous_usage_stats": (self.usage and self.continuous, {"continuous": False}),
+            "ignore_eos": (self.ignore_eos, {"ignore_eos": False}),
+            "temperature": (self.temperature, {"temperature": False}),
+            "stream_options": (self.usage, {"usage": False}),
+            "max_tokens": (self.limit == "max_tokens", {"limit": "max_completion_tokens"}),
+        }
+        possible = {name: changes for name, (present, changes) in steps.items() if present}
+        if not possible:
+            return None
+        named = [name for name in possible if name in refusal]
+        changes = possible[named[0] if named else next(iter(possible))]
+        return replace(self, **changes)

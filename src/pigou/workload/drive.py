@@ -1,0 +1,92 @@
+"""Sends jobs, in a closed or an open loop, and keeps what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+from pigou.request import SECOND
+from pigou.workload.outcome import Failure, Outcome
+from pigou.workload.prompts import Job
+
+Send = Callable[[Job, int], Awaitable[Outcome]]
+
+
+class Drive:
+    """One run of load.
+
+    Attributes:
+        offered: requests that were meant to be sent by now.
+        inflight: of those, how many are on their way.
+        failed: how many failed.
+        outcomes: of those that ended.
+        began: nanoseconds of the monotonic clock.
+    """
+
+    def __init__(self, send: Send, watch: Callable[[Drive], None] | None = None) -> None:
+        """`watch` is called after each request that ended."""
+        self._send = send
+        self._watch = watch
+        self.offered = 0
+        self.inflight = 0
+        self.failed = 0
+        self.outcomes: list[Outcome] = []
+        self.began = time.monotonic_ns()
+
+    async def closed(self, jobs: Iterator[Job], slots: int, duration: float | None = None) -> None:
+        """Keep `slots` requests in flight until the jobs, or the seconds to send in, run out.
+
+        A request is meant to be sent when the one before it in its slot has ended.
+        """
+        self.began = time.monotonic_ns()
+        end = None if duration is None else self.began + round(duration * SECOND)
+
+        async def slot() -> None:
+            for job in jobs:
+                intended = time.monotonic_ns()
+                if end is not None and intended >= end:
+                    return
+                self.offered += 1
+                await self._one(job, intended)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(slots):
+                group.create_task(slot())
+
+    async def open(
+        self, jobs: Iterable[Job], times: Iterable[int], max_inflight: int | None = None
+    ) -> None:
+        """Send each job at its time, nanoseconds from the start, whatever became of the others.
+
+        A client that is late, and one that must wait since `max_inflight` are on their way, sends
+        as soon as it can; the intended time stays.
+        """
+        slots = asyncio.Semaphore(max_inflight) if max_inflight else None
+
+        async def one(job: Job, intended: int) -> None:
+            if slots is None:
+                await self._one(job, intended)
+            else:
+                async with slots:
+                    await self._one(job, intended)
+
+        self.began = time.monotonic_ns()
+        async with asyncio.TaskGroup() as group:
+            for job, at in zip(jobs, times, strict=False):
+                intended = self.began + at
+                if (ahead := intended - time.monotonic_ns()) > 0:
+                    await asyncio.sleep(ahead / SECOND)
+                self.offered += 1
+                group.create_task(one(job, intended))
+
+    async def _one(self, job: Job, intended: int) -> None:
+        self.inflight += 1
+        try:
+            outcome = await self._send(job, intended)
+        finally:
+            self.inflight -= 1
+        self.outcomes.append(outcome)
+        self.failed += isinstance(outcome.result, Failure)
+        if self._watch is not None:
+            self._watch(self)
