@@ -1,0 +1,244 @@
+"""One run of the load client: prepare, warm up, load, sum up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.request import SECOND
+from pigou.workload.arrivals import renewal_times
+from pigou.workload.client import Client, open_session
+from pigou.workload.config import BenchConfig
+from pigou.workload.dialect import Dialect
+from pigou.workload.drive import Drive
+from pigou.workload.endpoint import EndpointError, find_dialect, find_model, tokenize
+from pigou.workload.prompts import WORDS, Job, Shape, Source, jobs, make_prefixes, pieces
+from pigou.workload.summary import Summary, summarize
+
+_OPEN_WARMUP_SLOTS = 8
+_TEXT_LIMIT = 8 * 2**20
+_TOKENIZE_CHARACTERS = 1 << 17
+_ARRIVALS, _PROMPTS, _WARMUP, _PREFIXES = range(4)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `bench` saw.
+
+    Attributes:
+        model: that was asked for.
+        prompts: "token ids" or "text".
+        dialect: the fields that were sent.
+        interrupted: whether `stop` ended the run.
+        summary: counts, rates and latencies.
+        notes: what the reader of the figures must know.
+    """
+
+    model: str
+    prompts: str
+    dialect: Dialect
+    interrupted: bool
+    summary: Summary
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    client: Client
+    source: Source
+    shape: Shape
+
+
+async def bench(
+    config: BenchConfig,
+    stop: asyncio.Event | None = None,
+    watch: Callable[[Drive], None] | None = None,
+) -> Result | None:
+    """Load an endpoint as configured; return what was measured, None when stopped before that.
+
+    Args:
+        config: what to do.
+        stop: ends the run when set; what was measured by then is returned.
+        watch: called with the state of the run after each request that ended.
+
+    Raises:
+        ConfigError: the text cannot be used, or the requests do not fit the model.
+        EndpointError: the endpoint is not there, or refuses what was asked.
+    """
+    stop = stop or asyncio.Event()
+    _raise_file_limit()
+    async with open_session(config.api_key) as session:
+        ready = await _unless(stop, _prepare(config, session))
+        if ready is None:
+            return None
+        drive = Drive(ready.client.send, watch)
+        load = _load(config, ready, drive)
+        finished = await _unless(stop, load) is not None
+        took = time.monotonic_ns() - drive.began
+    summary = summarize(drive.outcomes, offered=drive.offered, nanoseconds=took)
+    ids = not isinstance(ready.source.units[0], str)
+    return Result(
+        model=ready.client.model,
+        prompts="token ids" if ids else "text",
+        dialect=ready.client.dialect,
+        interrupted=not finished,
+        summary=summary,
+        notes=_notes(config, ready.client.dialect, summary),
+    )
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """Return what the work returns; None, the work being cancelled, when `stop` is set first."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for future in (task, stopped):
+            future.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({future})
+
+
+async def _prepare(config: BenchConfig, session: aiohttp.ClientSession) -> _Prepared:
+    shape = Shape(config.inputs, config.outputs, config.prefixes, config.prefix_length)
+    text = _read(config.text) if config.text else None
+    card = await find_model(session, config.base, config.model)
+    if card.max_model_len is not None and shape.longest > card.max_model_len:
+        raise ConfigError(
+            f"prompt and output can be {shape.longest} tokens long, and {card.id} takes "
+            f"{card.max_model_len}; lower --input, --output or --prefix-length"
+        )
+    client = Client(
+        session, config.base, card.id, Dialect(), chat=config.chat, timeout=config.timeout
+    )
+    source = await _source(client, text)
+    probe = Job("Hello" if config.chat else "Hello there", 1)
+    dialect = await find_dialect(client, probe, config.ignore_eos)
+    ready = _Prepared(replace(client, dialect=dialect), source, shape)
+    await _warm_up(config, ready)
+    return ready
+
+
+def _read(path: str) -> str:
+    try:
+        if (size := Path(path).stat().st_size) > _TEXT_LIMIT:
+            raise ConfigError(
+                f"--text {path} has {size} bytes; give at most {_TEXT_LIMIT}, an excerpt will do"
+            )
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {path} cannot be read: {error}") from error
+    if not text.strip():
+        raise ConfigError(f"--text {path} has no words; give a file with text")
+    return text
+
+
+async def _source(client: Client, text: str | None) -> Source:
+    # Every piece begins with white space, so that a passage may go round at the end.
+    words = [f" {word}" for word in WORDS] if text is None else pieces(f" {text.strip()}")
+    tokens: list[int] = []
+    for part in _parts(words):
+        found = await tokenize(client.session, client.base, client.model, part)
+        if found is None:
+            return Source(words, running=text is not None)
+        tokens += found
+    if client.chat:  # the template wants text
+        return Source(words, text is not None, len(tokens) / len(words))
+    return Source(tokens, running=text is not None)
+
+
+def _parts(words: list[str]) -> Iterator[str]:
+    part: list[str] = []
+    size = 0
+    for word in words:
+        if part and size + len(word) > _TOKENIZE_CHARACTERS:
+            yield "".join(part)
+            part, size = [], 0
+        part.append(word)
+        size += len(word)
+    yield "".join(part)
+
+
+def _jobs(config: BenchConfig, ready: _Prepared, stream: int) -> Iterator[Job]:
+    # The prefixes are the same for warm-up and run; the rest of a prompt is not.
+    prefixes = make_prefixes(ready.source, ready.shape, _rng(config, _PREFIXES))
+    return jobs(ready.source, ready.shape, prefixes, _rng(config, stream))
+
+
+def _rng(config: BenchConfig, stream: int) -> np.random.Generator:
+    return np.random.default_rng([config.seed, stream])
+
+
+async def _warm_up(config: BenchConfig, ready: _Prepared) -> None:
+    slots = config.slots if config.rate is None else _OPEN_WARMUP_SLOTS
+    drive = Drive(ready.client.send)
+    await drive.closed(islice(_jobs(config, ready, _WARMUP), config.warmup), slots)
+    if drive.failed:
+        reason = summarize(drive.outcomes, offered=drive.offered, nanoseconds=0).failures[0]
+        raise EndpointError(
+            f"{drive.failed} of {config.warmup} warm-up requests failed, the first with "
+            f"{reason.reason}: {reason.example}"
+        )
+
+
+async def _load(config: BenchConfig, ready: _Prepared, drive: Drive) -> bool:
+    endless = _jobs(config, ready, _PROMPTS)
+    if config.rate is None:
+        # What can be made before is made before, so that the client is not busy with it.
+        made = endless if config.count is None else iter(list(islice(endless, config.count)))
+        await drive.closed(made, config.slots, config.duration)
+        return True
+    cv = 1.0 if config.cv is None else config.cv
+    arrivals = renewal_times(config.rate, cv, _rng(config, _ARRIVALS))
+    if config.duration is None:
+        times = list(islice(arrivals, config.count))
+    else:
+        end = round(config.duration * SECOND)
+        times = list(takewhile(lambda at: at < end, arrivals))
+    await drive.open(list(islice(endless, len(times))), times, config.max_inflight)
+    return True
+
+
+def _notes(config: BenchConfig, dialect: Dialect, summary: Summary) -> list[str]:
+    notes = []
+    if config.ignore_eos is None and not dialect.ignore_eos:
+        notes.append("The endpoint refuses ignore_eos: outputs end where the model ends them.")
+    if summary.output_tokens < summary.output_tokens_asked:
+        notes.append(
+            f"Outputs have {summary.output_tokens} tokens of {summary.output_tokens_asked} asked."
+        )
+    if summary.counted_by == "chunks":
+        notes.append(
+            "The endpoint does not tell the tokens of a chunk: ITL is between chunks, of which "
+            f"each holds {summary.tokens_per_chunk:.2f} tokens."
+        )
+    wait = summary.queue_wait
+    if config.max_inflight is None and config.rate is not None and wait and wait.p99 > 50:
+        notes.append("The client itself was late: its queue wait is part of TTFT and end-to-end.")
+    return notes
+
+
+def _raise_file_limit() -> None:
+    """Let the process open as many connections as the system allows it to."""
+    try:
+        import resource
+    except ImportError:  # not on every platform
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # some systems bound it below the hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

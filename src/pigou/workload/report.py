@@ -1,0 +1,96 @@
+"""The figures of a run, as a table and as a JSON document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from pigou.workload.bench import Result
+from pigou.workload.config import BenchConfig
+from pigou.workload.summary import Spread, Summary
+
+#: Changes when a key of the document changes its meaning or goes.
+VERSION = 1
+_SPREADS = {
+    "ttft": "TTFT",
+    "itl": "ITL",
+    "tpot": "TPOT",
+    "e2e": "End-to-end",
+    "queue_wait": "Client queue wait",
+    "server_ttft": "Server TTFT",
+    "server_e2e": "Server end-to-end",
+}
+
+
+def document(config: BenchConfig, result: Result) -> dict[str, Any]:
+    """Return the JSON document: latencies in milliseconds under keys that end in `_ms`."""
+    summary: dict[str, Any] = msgspec.to_builtins(result.summary)
+    load = {key: value for key, value in msgspec.to_builtins(config).items() if key != "api_key"}
+    return {
+        "version": VERSION,
+        "load": load | {"model": result.model},
+        "prompts": result.prompts,
+        "fields": msgspec.to_builtins(result.dialect),
+        "interrupted": result.interrupted,
+        "notes": result.notes,
+        **{f"{key}_ms" if key in _SPREADS else key: value for key, value in summary.items()},
+    }
+
+
+def tables(config: BenchConfig, result: Result) -> list[Table]:
+    """Return the table of counts and rates, and that of latencies."""
+    return [_counts(config, result), _latencies(result.summary)]
+
+
+def describe(config: BenchConfig) -> str:
+    """Return what kind of load it is, in a few words."""
+    if config.rate is None:
+        loop = f"closed loop, {config.slots} at once"
+    else:
+        cv = 1.0 if config.cv is None else config.cv
+        gaps = "Poisson" if cv == 1 else f"gamma, CV {cv:g}"
+        loop = f"open loop, {config.rate:g} requests/s ({gaps})"
+        loop += f", at most {config.max_inflight} in flight" if config.max_inflight else ""
+    front = f"{config.prefixes} x {config.prefix_length} + " if config.prefixes else ""
+    return f"{loop}, prompts {front}{config.inputs}, outputs {config.outputs} tokens"
+
+
+def _counts(config: BenchConfig, result: Result) -> Table:
+    summary = result.summary
+    table = Table(title=f"{result.model}: {describe(config)}", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    rows = {
+        "Offered": summary.offered,
+        "Completed": summary.completed,
+        "Failed": summary.failed,
+        **({"Cut off": summary.cancelled} if summary.cancelled else {}),
+        "Seconds": f"{summary.seconds:.2f}",
+        "Requests/s": f"{summary.requests_per_second:.2f}",
+        "Output tokens/s": f"{summary.output_tokens_per_second:.1f}",
+        "Output tokens": summary.output_tokens,
+        f"Prompt tokens ({result.prompts})": _or_dash(summary.prompt_tokens),
+        "  of these cached": _or_dash(summary.cached_tokens),
+    }
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _latencies(summary: Summary) -> Table:
+    table = Table(title="Milliseconds")
+    for column in ("", "mean", "p50", "p90", "p95", "p99"):
+        table.add_column(column, justify="right" if column else "left")
+    for key, name in _SPREADS.items():
+        spread: Spread | None = getattr(summary, key)
+        values = (
+            ["-"] * 5 if spread is None else [f"{v:.2f}" for v in msgspec.structs.astuple(spread)]
+        )
+        table.add_row(name, *values, end_section=key == "e2e")
+    return table
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
