@@ -28,7 +28,7 @@ def row(parameter: inspect.Parameter) -> str:
     elif kind is bool:
         names.append(f"--no-{names[0][2:]}")
     shown = ", ".join(f"`{name}`" for name in names)
-    text = " ".join((getattr(info, "help", "") or "").split())
+    text = " ".join((getattr(info, "help", "") or "").split()).replace("|", "\\|")
     return f"| {shown} | {values(kind)} | {default(parameter.default)} | {text} |"
 
 
