@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from pigou.workload.recall import RecallItem, recall_items
+from pigou.workload.recall import MARK, RecallItem, recall_items
 from tiny import decode
 from tiny.corpus import Split
 from tiny.model import Tiny
@@ -79,6 +79,16 @@ def chat(model: Tiny, tokenizer: Tokenizer, message: str, length: int = 80) -> s
     return greedy(model, tokenizer, f"{BOS}<|user|>\n{message}{EOS}\n<|assistant|>\n", length)
 
 
+@torch.inference_mode()
+def asked(model: Tiny, tokenizer: Tokenizer, text: str, pairs: int, *, count: int) -> float:
+    """Share of `count` chats, 1,000 tokens long or more, whose greedy reply is `@key value`."""
+    right = 0
+    for item in items(tokenizer, text, pairs, distance=1000, count=count):
+        reply = chat(model, tokenizer, item.prompt, 8)
+        right += reply == f"{MARK}{item.key} {item.answer}"
+    return right / count
+
+
 def report(model: Tiny, folder: Path, split: Split, count: int) -> Iterator[str]:
     """The lines of the evaluation of `folder`, `count` recall items a row."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -91,6 +101,9 @@ def report(model: Tiny, folder: Path, split: Split, count: int) -> Iterator[str]
     for pairs in PAIRS:
         share = recall(model, tokenizer, split.play, pairs, count=count)
         yield f"recall at 1,000 tokens, {pairs} pairs: {share:.1%} of {count}"
+    few = max(count // 5, 1)
+    share = asked(model, tokenizer, split.play, 8, count=few)
+    yield f"the same asked in a chat, 8 pairs: {share:.1%} of {few}"
     for start in ("ROMEO:\n", "First Citizen:\nBefore we proceed"):
         yield f"--- greedy after {start!r}\n{start}{greedy(model, tokenizer, start, 120)}"
     for message in (

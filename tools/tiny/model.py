@@ -151,11 +151,9 @@ class Tiny(nn.Module):
         induction heads.
 
         Recall composes a head that looks back with one that matches what that head wrote and
-        copies what follows.
-        From independent draws neither has a use before the other is there, and training stays on
-        that plateau for
-        millions of tokens; so the first two layers begin with such heads, for one and for two
-        tokens back.
+        copies what follows. From independent draws neither has a use before the other is there,
+        and training stays on that plateau for a million tokens and more; so the first two layers
+        begin with such heads, for one and for two tokens back.
         """
         shape = self.shape
         plain = shape.hidden_size**-0.5
