@@ -22,7 +22,7 @@ from pigou.workload.bench import bench as run_bench
 from pigou.workload.config import BenchConfig
 from pigou.workload.drive import Drive
 from pigou.workload.endpoint import EndpointError
-from pigou.workload.report import document, tables
+from pigou.workload.report import describe, document, tables
 
 _INTERRUPTED = 130
 _EXAMPLE = 200
@@ -161,7 +161,8 @@ def _show(config: BenchConfig, result: Result) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=100)
-    for table in tables(config, result):
+    console.print(describe(config, result.model), markup=False)
+    for table in tables(result):
         console.print(table)
     for reason in result.summary.failures:
         example = " ".join(reason.example.split())[:_EXAMPLE]

@@ -221,7 +221,9 @@ def _notes(config: BenchConfig, dialect: Dialect, summary: Summary) -> list[str]
         notes.append(
             f"Outputs have {summary.output_tokens} tokens of {summary.output_tokens_asked} asked."
         )
-    if summary.counted_by == "chunks":
+    if summary.counted_by == "chunks" and summary.prompt_tokens is None:
+        notes.append("The endpoint tells no token counts: a chunk with text counts as one token.")
+    elif summary.counted_by == "chunks" and summary.tokens_per_chunk != 1:
         notes.append(
             "The endpoint does not tell the tokens of a chunk: ITL is between chunks, of which "
             f"each holds {summary.tokens_per_chunk:.2f} tokens."

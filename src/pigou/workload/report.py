@@ -39,13 +39,13 @@ def document(config: BenchConfig, result: Result) -> dict[str, Any]:
     }
 
 
-def tables(config: BenchConfig, result: Result) -> list[Table]:
+def tables(result: Result) -> list[Table]:
     """Return the table of counts and rates, and that of latencies."""
-    return [_counts(config, result), _latencies(result.summary)]
+    return [_counts(result), _latencies(result.summary)]
 
 
-def describe(config: BenchConfig) -> str:
-    """Return what kind of load it is, in a few words."""
+def describe(config: BenchConfig, model: str) -> str:
+    """Return what was asked for, in one line."""
     if config.rate is None:
         loop = f"closed loop, {config.slots} at once"
     else:
@@ -54,12 +54,12 @@ def describe(config: BenchConfig) -> str:
         loop = f"open loop, {config.rate:g} requests/s ({gaps})"
         loop += f", at most {config.max_inflight} in flight" if config.max_inflight else ""
     front = f"{config.prefixes} x {config.prefix_length} + " if config.prefixes else ""
-    return f"{loop}, prompts {front}{config.inputs}, outputs {config.outputs} tokens"
+    return f"{model}: {loop}, prompts {front}{config.inputs}, outputs {config.outputs} tokens"
 
 
-def _counts(config: BenchConfig, result: Result) -> Table:
+def _counts(result: Result) -> Table:
     summary = result.summary
-    table = Table(title=f"{result.model}: {describe(config)}", show_header=False)
+    table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     rows = {
@@ -72,7 +72,7 @@ def _counts(config: BenchConfig, result: Result) -> Table:
         "Output tokens/s": f"{summary.output_tokens_per_second:.1f}",
         "Output tokens": summary.output_tokens,
         f"Prompt tokens ({result.prompts})": _or_dash(summary.prompt_tokens),
-        "  of these cached": _or_dash(summary.cached_tokens),
+        "  cached, it says": _or_dash(summary.cached_tokens),
     }
     for name, value in rows.items():
         table.add_row(name, str(value))
@@ -80,9 +80,9 @@ def _counts(config: BenchConfig, result: Result) -> Table:
 
 
 def _latencies(summary: Summary) -> Table:
-    table = Table(title="Milliseconds")
-    for column in ("", "mean", "p50", "p90", "p95", "p99"):
-        table.add_column(column, justify="right" if column else "left")
+    table = Table()
+    for column in ("Milliseconds", "mean", "p50", "p90", "p95", "p99"):
+        table.add_column(column, justify="left" if column == "Milliseconds" else "right")
     for key, name in _SPREADS.items():
         spread: Spread | None = getattr(summary, key)
         values = (
