@@ -32,6 +32,8 @@ URL = "http://127.0.0.1:8000"
         ({"input": "9:3"}, "--input is '9:3'"),
         ({"output": "many"}, "--output is 'many'"),
         ({"url": "127.0.0.1:8000"}, "the URL is"),
+        ({"url": "http://[::1"}, "the URL is"),
+        ({"url": "http://h:port"}, "the URL is"),
         ({"url": "http://h/?x=1"}, "the URL is"),
         ({"url": "http://me:secret@h"}, "--api-key"),
     ],

@@ -102,8 +102,15 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.cv is not None and not (math.isfinite(self.cv) and self.cv >= 0):
             raise ConfigError(f"--cv is {self.cv}; it must be 0 (even gaps) or more")
         self.inputs, self.outputs  # noqa: B018  (they raise when they cannot be read)
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        self._check_url()
+
+    def _check_url(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # brackets that do not close, a port that is no number
+            usable = False
+        if not usable:
             raise ConfigError(
                 f"the URL is {self.url!r}; write for example http://127.0.0.1:8000 or https://host"
             )
