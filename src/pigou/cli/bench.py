@@ -42,21 +42,21 @@ def bench(
     chat: Annotated[bool, typer.Option("--chat", help="Chat completions.")] = False,
     concurrency: Annotated[
         int | None,
-        typer.Option(help="Closed loop: requests always in flight.  [default: 1 without --rate]"),
+        typer.Option(help="Closed loop: requests always in flight. (default: 1 without --rate)"),
     ] = None,
     rate: Annotated[
         float | None, typer.Option(help="Open loop: requests per second, whatever comes back.")
     ] = None,
     cv: Annotated[
         float | None,
-        typer.Option(help="Variation of the gaps (gamma); 0 is even.  [default: 1, Poisson]"),
+        typer.Option(help="Variation of the gaps (gamma); 0 is even. (default: 1, Poisson)"),
     ] = None,
     max_inflight: Annotated[
         int | None,
         typer.Option(help="Bound of an open loop; the wait counts as client queue wait."),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(help="Requests to send.  [default: 100 without --duration]")
+        int | None, typer.Option(help="Requests to send. (default: 100 without --duration)")
     ] = None,
     duration: Annotated[float | None, typer.Option(help="Seconds to send requests in.")] = None,
     warmup: Annotated[int, typer.Option(help="Requests before, which are not measured.")] = 0,
@@ -66,7 +66,7 @@ def bench(
         bool | None,
         typer.Option(
             "--ignore-eos/--no-ignore-eos",
-            help="Go on past the end token.  [default: where the endpoint knows it]",
+            help="Go on past the end token. (default: where the endpoint knows it)",
         ),
     ] = None,
     text: Annotated[str, typer.Option(help="File whose passages are the prompts.")] = "",
