@@ -192,3 +192,13 @@ def test_models_of_other_weights_have_other_digests(tmp_path: Path) -> None:
     again = write_checkpoint(tmp_path / "again", make_config("llama"), seed=0)
     digests = [load(f).digest for f in (*folders, again)]
     assert digests[0] == digests[2] != digests[1]
+
+
+def test_a_model_with_frozen_embeddings_has_another_digest(tmp_path: Path) -> None:
+    config = make_config("llama")
+    folder = write_checkpoint(tmp_path, config)
+    before = load(folder).digest
+    tensors = make_tensors(config)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.5
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load(folder).digest != before

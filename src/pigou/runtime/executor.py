@@ -19,10 +19,13 @@ from pigou.runtime.cache import KVCache
 from pigou.runtime.grammar import Grammars
 from pigou.runtime.logprobs import report
 from pigou.runtime.models.decoder import Decoder
-from pigou.runtime.outputs import StepOutput
+from pigou.runtime.outputs import StepOutput, TokenLogprobs
 from pigou.runtime.sampling import Sampler
 from pigou.runtime.sequence import Sequence, make_sequence
 from pigou.sampling import SamplingParams
+
+#: Tokens of a prompt whose logits, each as wide as the vocabulary, are held at once.
+_AT_ONCE = 256
 
 OnStep = Callable[[StepOutput], bool]
 
@@ -220,15 +223,26 @@ class TorchExecutor:
             first = int(batch.last[entry]) - count + 1
             known = max(min(start + count, sequence.prompt - 1) - start, 0)
             if known:
-                given = sequence.buffer[start + 1 : start + 1 + known].astype(np.int64)
-                tokens = torch.from_numpy(given).to(self._device)
-                logits = self.model.logits(hidden[first : first + known])
-                tops = [sequence.params.prompt_logprobs or 0] * known
-                reports = report(logits, tokens, tops)
+                states = hidden[first : first + known]
+                given = sequence.buffer[start + 1 : start + 1 + known]
+                reports = self._report_prompt(states, given, sequence.params)
                 sequence.prompt_logprobs[start + 1 : start + 1 + known] = reports
             if plan.samples[entry]:
                 output.prompt_logprobs[entry] = sequence.prompt_logprobs
                 sequence.prompt_logprobs = []
+
+    def _report_prompt(
+        self, states: Tensor, tokens: Ints, params: SamplingParams
+    ) -> list[TokenLogprobs]:
+        """Report tokens given the hidden states before them, some at a time to spare memory."""
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
+        reports = []
+        for some, part in zip(
+            torch.split(states, _AT_ONCE), torch.split(ids, _AT_ONCE), strict=True
+        ):
+            tops = [params.prompt_logprobs or 0] * len(part)
+            reports += report(self.model.logits(some), part, tops)
+        return reports
 
     def _seal(self, plan: Plan, sequences: list[Sequence], steps: int) -> dict[int, BlockHashes]:
         """Hash the blocks that became full, except where entries are missing from the cache."""

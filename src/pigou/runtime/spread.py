@@ -42,6 +42,7 @@ def spread(kernel: Callable[..., None], work: float, rows: kernels.Range, *argum
         kernel(rows, *arguments)
         return
     with _one_caller:
+        numba.set_num_threads(parts)
         _SPREAD[kernel](parts, rows, *arguments)
 
 
