@@ -15,6 +15,8 @@ JSON = {"content-type": "application/json"}
 
 @dataclass
 class Reply:
+    """An answer; names of headers are in lower case."""
+
     status: int
     headers: dict[str, str]
     body: bytes
@@ -106,14 +108,13 @@ class Endpoint:
     def connect(self, timeout: float = 120) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=timeout)
 
-    def call(
-        self, method: str, path: str, body: bytes | None = None, headers: Any = None
-    ) -> Reply:
+    def call(self, method: str, path: str, body: bytes | None = None, headers: Any = None) -> Reply:
         connection = self.connect()
         try:
             connection.request(method, path, body, headers or {})
             answer = connection.getresponse()
-            return Reply(answer.status, dict(answer.getheaders()), answer.read())
+            headers = {name.lower(): value for name, value in answer.getheaders()}
+            return Reply(answer.status, headers, answer.read())
         finally:
             connection.close()
 

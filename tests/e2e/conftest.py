@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.fleet import Fleet, worker
+
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
 #: Bytes of a block of the model below: K and V, 2 layers, 16 slots, 2 heads of 16, fp32.

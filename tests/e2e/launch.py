@@ -36,6 +36,8 @@ async def main(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main(json.loads(sys.argv[1])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -110,8 +111,6 @@ def test_openai_raises_the_right_errors(client: openai.OpenAI) -> None:
 
 
 def test_openai_streams_from_an_asynchronous_client(real: Fleet) -> None:
-    import asyncio
-
     async def main() -> list[str]:
         async with openai.AsyncOpenAI(base_url=real.url + "/v1", api_key="any") as client:
 
@@ -159,7 +158,8 @@ def test_vllm_bench_serve_runs(
          "--tokenizer", str(checkpoint), "--dataset-name", "random", "--random-input-len", "96",
          "--random-output-len", "24", "--num-prompts", "16", "--max-concurrency", "8",
          "--ignore-eos", "--temperature", "0", "--num-warmups", "2", "--disable-tqdm",
-         "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"])  # fmt: skip
+         "--save-result", "--result-dir", str(tmp_path),
+         "--result-filename", "r.json"])  # fmt: skip
     result = json.loads((tmp_path / "r.json").read_text())
     assert (result["completed"], result["failed"]) == (16, 0)
     assert result["total_output_tokens"] == 16 * 24

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import json
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-from urllib.parse import urlsplit
 
-import psutil
 import pytest
-from tests.e2e.client import Endpoint, Streamed
+from tests.e2e.client import Streamed
 from tests.e2e.fleet import Fleet, alive
 
 from pigou.wire.transfer import leg_one, leg_two
@@ -64,7 +61,9 @@ def test_a_prefill_worker_killed_during_leg_one_costs_no_token(
     sleeping.settle()
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 5, 11])
+@pytest.mark.parametrize(
+    "tokens", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 11))]
+)
 def test_a_stream_of_a_killed_decode_worker_goes_on_at_the_other(
     sleeping: Fleet, expected: tuple[Any, ...], tokens: int
 ) -> None:
@@ -80,6 +79,7 @@ def test_a_stream_of_a_killed_decode_worker_goes_on_at_the_other(
     sleeping.settle()
 
 
+@pytest.mark.slow
 def test_a_decode_worker_killed_before_the_first_token_costs_none(
     sleeping: Fleet, expected: tuple[Any, ...]
 ) -> None:
@@ -92,6 +92,7 @@ def test_a_decode_worker_killed_before_the_first_token_costs_none(
     sleeping.settle()
 
 
+@pytest.mark.slow
 def test_a_reply_that_is_not_streamed_is_made_again(
     sleeping: Fleet, expected: tuple[Any, ...]
 ) -> None:
@@ -107,7 +108,7 @@ def test_a_reply_that_is_not_streamed_is_made_again(
     sleeping.settle()
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("victim", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
 def test_a_worker_that_hangs_is_replaced_and_its_stream_goes_on(
     sleeping: Fleet, expected: tuple[Any, ...], victim: str
 ) -> None:
@@ -180,7 +181,9 @@ class Cut(threading.Thread):
             each.close()
 
 
-@pytest.mark.parametrize("most", [10, 200, 20_000, 150_000])
+@pytest.mark.parametrize(
+    "most", [20_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (10, 200, 150_000))]
+)
 def test_a_transfer_that_is_cut_in_the_middle_changes_no_token(real: Fleet, most: int) -> None:
     first, second = real.worker("prefill-0"), real.worker("decode-tcp")
     asked = body(LONG[:400], cache_salt=f"cut{most}")
@@ -199,8 +202,6 @@ def test_a_transfer_that_is_cut_in_the_middle_changes_no_token(real: Fleet, most
 @pytest.mark.parametrize("when", ["in leg one", "while it streams", "at once"])
 def test_a_client_that_leaves_frees_everything(sleeping: Fleet, when: str) -> None:
     before = sleeping.metric("pigou:requests_cancelled_total")
-    import json
-
     for stream in (True, False):
         connection = sleeping.connect()
         asked = salted(sleeping) | {"max_tokens": 1000, "stream": stream}
@@ -217,6 +218,7 @@ def test_a_client_that_leaves_frees_everything(sleeping: Fleet, when: str) -> No
     assert sleeping.metric("pigou:requests_cancelled_total") == before + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [False, True])
 def test_no_worker_outlives_a_gateway_that_is_killed(
     start_fleet: Callable[..., Fleet], early: bool
@@ -234,7 +236,7 @@ def test_no_worker_outlives_a_gateway_that_is_killed(
     fleet.gone(15)
 
 
-def test_a_worker_started_by_a_command_line_fleet_serves(
+def test_the_command_line_starts_a_fleet_that_serves_and_ends_it(
     checkpoint: Any, tmp_path: Any
 ) -> None:
     """`pigou serve` itself: banner, requests, an orderly end."""

@@ -7,13 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from benchmarks.common import get_json
 from tests.e2e.client import Endpoint
 from tests.e2e.fleet import Fleet
 
+from benchmarks.common import get_json
+
 if TYPE_CHECKING:
-    from benchmarks.peers import VllmPair
     from tests.peers.conftest import VllmWorker
+
+    from benchmarks.peers import VllmPair
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -91,7 +93,7 @@ def test_chats_run_over_both_legs(pair: tuple[Fleet, Endpoint, Endpoint]) -> Non
 
 
 def test_requests_of_clients_with_transfer_params_never_reach_a_server(
-    pair: tuple[Fleet, Endpoint, Endpoint]
+    pair: tuple[Fleet, Endpoint, Endpoint],
 ) -> None:
     fleet, prefill, decode = pair
     for params in ({"do_remote_prefill": True}, {"do_remote_decode": True}):
