@@ -47,7 +47,7 @@ class WorkerProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **_QUIET},
+            env={**os.environ, **_QUIET, "PIGOU_PARENT": str(os.getpid())},
             start_new_session=True,
             limit=_LINE,
         )  # fmt: skip

@@ -7,6 +7,9 @@ import signal
 import threading
 import time
 
+#: Environment variable with the parent's process id: a parent that is gone before this process
+#: looks for the first time would not be missed otherwise.
+PARENT = "PIGOU_PARENT"
 #: Seconds between looks.
 _INTERVAL = 0.25
 #: Seconds from the polite signal to the end.
@@ -15,7 +18,7 @@ _GRACE = 2.0
 
 def watch_parent() -> None:
     """Watch the parent in a thread; once it is gone, end this process, politely or not."""
-    parent = os.getppid()
+    parent = int(os.environ.get(PARENT) or os.getppid())
     threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
 
 
