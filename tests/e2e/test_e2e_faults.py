@@ -233,7 +233,7 @@ def test_no_worker_outlives_a_gateway_that_is_killed(
     assert len([p for p in fleet.seen.values() if alive(p)]) >= 2
     fleet.process.kill()
     fleet.process.wait()
-    fleet.gone(15)
+    fleet.gone(15, files=not early)
 
 
 def test_the_command_line_starts_a_fleet_that_serves_and_ends_it(
