@@ -113,7 +113,7 @@ async def measure_ttft(ways: Sequence[Way], rounds: int) -> None:
 
 async def measure_chunks(ways: Sequence[Way], mode: str, streams: int, rounds: int) -> None:
     """Run many streams at once through each way in turn; note chunks per CPU-second."""
-    pause, chunks = {"paced": (20.0, 150), "flood": (0.0, 1500)}[mode]
+    pause, chunks = {"paced": (20.0, 300), "flood": (0.0, 1500)}[mode]
     for _ in range(rounds):
         for way in ways:
             if not way.pid:
@@ -124,7 +124,8 @@ async def measure_chunks(ways: Sequence[Way], mode: str, streams: int, rounds: i
             found = await asyncio.gather(*(line.ask(request) for line in lines))
             spent = cpu_seconds(way.pid) - before
             total = sum(count for _, count in found)
-            if total != streams * chunks:
+            # A proxy may cut the body anywhere, also within what is counted.
+            if not 0.995 * streams * chunks <= total <= streams * chunks:
                 raise RuntimeError(f"{way.name}: {total} chunks of {streams * chunks} came")
             way.chunks_per_cpu_s.setdefault(mode, []).append(total / spent)
             for line in lines:

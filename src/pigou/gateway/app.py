@@ -111,7 +111,7 @@ class _Routes:
             return web.Response(body=await self._generator.whole(call), content_type=_JSON)
         outlet = Outlet(request)
         try:
-            await self._generator.stream(call, outlet.write)
+            await self._generator.stream(call, outlet)
         except (APIError, Rejected) as error:
             if not outlet.open:
                 raise

@@ -7,14 +7,15 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-import aiohttp
 import msgspec
 
 from pigou.control.messages import FirstToken, PrefillDone, Route
 from pigou.gateway import chunks
 from pigou.gateway.call import COMPLETIONS, Body, Call
 from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.line import Line, LineError
 from pigou.gateway.metrics import Metrics
+from pigou.gateway.outlet import Outlet
 from pigou.gateway.pilot import Pilot, Refused
 from pigou.gateway.relay import Relay
 from pigou.gateway.resume import can_resume, sending
@@ -30,8 +31,6 @@ MAX_FAILURES = 4
 #: Failures of one request altogether.
 MAX_MOVES = 16
 _END_S = 1.0
-
-Write = Callable[[bytes], Awaitable[None]]
 
 
 class Generator:
@@ -59,8 +58,8 @@ class Generator:
         self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
         return reply
 
-    async def stream(self, call: Call, write: Write) -> None:
-        """Stream a reply through `write`, which gets whole SSE frames.
+    async def stream(self, call: Call, outlet: Outlet) -> None:
+        """Stream a reply to `outlet`.
 
         Raises:
             APIError, Rejected: as `whole`; when something was written before, the caller ends the
@@ -68,7 +67,7 @@ class Generator:
         """
 
         async def attempt(relay: Relay, tried: frozenset[str]) -> bytes:
-            await self._relay(relay, tried, write)
+            await self._relay(relay, tried, outlet)
             return b""
 
         relay = Relay(call)
@@ -165,11 +164,11 @@ class Generator:
         self._metrics.prefill.observe((time.monotonic_ns() - start) / SECOND)
         return body if params is None else leg_two(body, params)
 
-    async def _relay(self, relay: Relay, tried: frozenset[str], write: Write) -> None:
+    async def _relay(self, relay: Relay, tried: frozenset[str], outlet: Outlet) -> None:
         """One attempt at a stream, its first or a further one."""
         call, transcript = relay.call, relay.transcript
         if transcript.finish is not None and call.single:
-            await write(closing(call, transcript))
+            await outlet.write(closing(call, transcript))
             return
         route = await self._route(call, relay, tried)
         decode = self._upstream(route.choice.decode)
@@ -185,62 +184,68 @@ class Generator:
             max_model_len=engine.max_model_len,
         )  # fmt: skip
         if sent.body.get("max_tokens") == 0:
-            await write(out_of_room(call, transcript) + closing(call, transcript))
+            await outlet.write(out_of_room(call, transcript) + closing(call, transcript))
             return
         body = await self._prefilled(call, route, sent.path, sent.body)
         relay.begin(stock=engine.stock, mapped=sent.mapped)
         with decode.busy():
-            response = await decode.post(sent.path, body, call.wire_id)
-            try:
-                await self._pump(relay, decode, response, write)
-            finally:
-                await _let_go(response, whole=transcript.done)
+            async with decode.stream(sent.path, body, call.wire_id) as line:
+                await self._pump(relay, decode, line, outlet)
 
-    async def _pump(
-        self, relay: Relay, decode: Upstream, response: aiohttp.ClientResponse, write: Write
-    ) -> None:
-        """Pass the worker's bytes on until the stream is done."""
-        content, transcript = response.content, relay.transcript
-        counted = first = relay.counted
-        while not transcript.done:
-            try:
-                data = await content.readany()
-            except (aiohttp.ClientError, OSError) as error:
-                raise self._broke(decode, str(error)) from error
-            if not data:
-                raise self._broke(decode, "the stream ended early")
+    async def _pump(self, relay: Relay, decode: Upstream, line: Line, outlet: Outlet) -> None:
+        """Pass the worker's bytes on until the stream is done.
+
+        Once the client has the head of its response, chunks pass within the call that receives
+        them (`take`); the task only wakes when the client is slow, or at the end.
+        """
+        transcript = relay.transcript
+
+        def feed(data: bytes) -> bytes:
+            before = relay.counted
             out = relay.feed(data)
             decode.progress = time.monotonic_ns()
-            if relay.counted > counted:
-                if counted == first == 0:
-                    self._first_token(relay.call)
-                decode.tokens += relay.counted - counted
-                counted = relay.counted
-            if out:
-                await write(out)
+            decode.tokens += relay.counted - before
+            if before == 0 < relay.counted:
+                self._first_token(relay.call)
+            return out
+
+        def take(data: bytes) -> bool:
+            out = feed(data)
+            room = not out or outlet.push(out)
+            return room and relay.failed is None and not transcript.done
+
+        while True:
+            try:
+                data = await line.read(take if outlet.fast else None)
+            except LineError as error:
+                raise decode.broke("broke", error) from error
+            if data:
+                out = feed(data)
+                if out:
+                    await outlet.write(out)
             if relay.failed is not None:
                 if isinstance(relay.failed, WorkerFailed):
                     relay.failed.workers = frozenset({decode.worker.id})
                 raise relay.failed
-
-    def _broke(self, decode: Upstream, words: str) -> WorkerFailed:
-        worker = decode.worker.id
-        return WorkerFailed("broke", f"{worker}: {words}", frozenset({worker}))
+            if transcript.done:
+                await _to_end(line)
+                return
+            if data == b"":
+                raise decode.broke("broke", EOFError("the stream ended early"))
+            if data is None:
+                await outlet.drain()
 
     def _first_token(self, call: Call) -> None:
         self._pilot.observe(FirstToken(call.id))
         self._metrics.first_token.observe((time.monotonic_ns() - call.arrival) / SECOND)
 
 
-async def _let_go(response: aiohttp.ClientResponse, *, whole: bool) -> None:
-    """Give a read connection back; cut any other, so that the worker stops computing."""
-    if whole:
-        with suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with asyncio.timeout(_END_S):
-                if not await response.content.readany():
-                    response.release()
-                    return
-    response.close()
+async def _to_end(line: Line) -> None:
+    """Read what follows the last event, so that the connection can be kept."""
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_END_S):
+            while await line.read():
+                pass
 
 
 def _seed(call: Call) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from aiohttp import web
 
@@ -10,6 +12,9 @@ from pigou.gateway.splice import error_frames
 from pigou.wire.errors import TYPES, APIError
 from pigou.wire.sse import DONE, frame
 
+#: Bytes that may wait for a slow client before its worker is not read any further.
+_HIGH_WATER = 256 * 1024
+_LOOK_S = 0.01
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -35,6 +40,34 @@ class Outlet:
             response = self._response = web.StreamResponse(headers=_HEADERS)
             await response.prepare(self._request)
         await response.write(data)
+
+    @property
+    def fast(self) -> bool:
+        """Whether `push` works: the head was sent, and the body is chunked (HTTP/1.1)."""
+        response = self._response
+        return response is not None and response.headers.get("transfer-encoding") == "chunked"
+
+    def push(self, data: bytes) -> bool:
+        """Send whole SSE frames without waiting; return whether there is room for more."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return bool(transport.get_write_buffer_size() < _HIGH_WATER)
+
+    async def drain(self) -> None:
+        """Wait until there is room.
+
+        Raises:
+            ConnectionResetError: the client left.
+        """
+        while True:
+            transport = self._request.transport
+            if transport is None or transport.is_closing():
+                raise ConnectionResetError("the client left")
+            if transport.get_write_buffer_size() < _HIGH_WATER:
+                return
+            await asyncio.sleep(_LOOK_S)
 
     async def fail(self, error: APIError | Rejected) -> None:
         """End the stream with an error event."""

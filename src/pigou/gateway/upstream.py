@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import msgspec
 
 from pigou.gateway.call import Body
 from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.line import Line
+from pigou.gateway.lines import Lines
 from pigou.request import Worker
 
 #: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
@@ -62,6 +64,7 @@ class Upstream:
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._headers = _HEADERS | ({"authorization": f"Bearer {secret}"} if secret else {})
+        self._lines = Lines(worker.url, self._headers)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -101,45 +104,64 @@ class Upstream:
             self.inflight -= 1
             self.progress = time.monotonic_ns()
 
-    async def post(self, path: str, body: Body, request_id: str) -> aiohttp.ClientResponse:
-        """Send a request; return the response of status 200, its body unread.
+    @asynccontextmanager
+    async def stream(self, path: str, body: Body, request_id: str) -> AsyncIterator[Line]:
+        """Send a request; within the block its answer, of status 200, can be read.
+
+        A line that was not read to its end is cut, so that the worker stops computing.
 
         Raises:
             Rejected: 4xx, the request's fault.
             WorkerFailed: no connection, no answer, or 5xx.
         """
-        me = frozenset({self.worker.id})
         try:
-            response = await self._session.post(
+            line, head = await self._lines.ask(path, msgspec.json.encode(body), request_id)
+        except (OSError, TimeoutError) as error:
+            raise self.broke("connect", error) from error
+        try:
+            if head.status != 200:
+                raise self._refusal(head.status, await self._rest(line))
+            yield line
+        finally:
+            self._lines.give_back(line)
+
+    async def _rest(self, line: Line) -> bytes:
+        answer = b""
+        try:
+            while data := await line.read():
+                answer += data
+        except OSError as error:
+            raise self.broke("broke", error) from error
+        return answer
+
+    def broke(self, reason: str, error: BaseException) -> WorkerFailed:
+        """Return what to raise when the connection to this worker fails."""
+        words = str(error) or type(error).__name__
+        return WorkerFailed(reason, f"{self.worker.id}: {words}", frozenset({self.worker.id}))
+
+    def _refusal(self, status: int, answer: bytes) -> Rejected | WorkerFailed:
+        if 400 <= status < 500 and status not in (408, 429):
+            return Rejected(status, answer)
+        worker = self.worker.id
+        return WorkerFailed(
+            "refused", f"{worker} answered {status}", frozenset({worker}), status=status,
+            body=answer,
+        )  # fmt: skip
+
+    async def whole(self, path: str, body: Body, request_id: str) -> bytes:
+        """Send a request; return the body of its answer. Raises as `stream`."""
+        try:
+            async with self._session.post(
                 self.worker.url + path,
                 data=msgspec.json.encode(body),
                 headers={**self._headers, "x-request-id": request_id},
-            )
-            if response.status == 200:
-                return response
-            answer = await response.read()
+            ) as response:
+                answer = await response.read()
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            raise WorkerFailed("connect", f"{self.worker.id}: {_words(error)}", me) from error
-        if 400 <= response.status < 500 and response.status not in (408, 429):
-            raise Rejected(response.status, answer)
-        raise WorkerFailed(
-            "refused",
-            f"{self.worker.id} answered {response.status}",
-            me,
-            status=response.status,
-            body=answer,
-        )
-
-    async def whole(self, path: str, body: Body, request_id: str) -> bytes:
-        """Send a request; return the body of its answer. Raises as `post`."""
-        response = await self.post(path, body, request_id)
-        try:
-            return await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            me = frozenset({self.worker.id})
-            raise WorkerFailed("broke", f"{self.worker.id}: {_words(error)}", me) from error
-        finally:
-            response.release()
+            raise self.broke("connect", error) from error
+        if response.status != 200:
+            raise self._refusal(response.status, answer)
+        return answer
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body of a GET; raises `aiohttp.ClientError`, `TimeoutError`."""
@@ -153,12 +175,9 @@ class Upstream:
         self._closed = True
         for task in self._tasks:
             task.cancel()
+        self._lines.close()
         await self._session.close()
 
     def _gone(self) -> WorkerFailed:
         worker = self.worker.id
         return WorkerFailed("down", f"{worker} went down", frozenset({worker}))
-
-
-def _words(error: BaseException) -> str:
-    return str(error) or type(error).__name__

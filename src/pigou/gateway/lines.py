@@ -1,0 +1,86 @@
+"""The lines to one worker: kept open for a while, opened when there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from urllib.parse import urlsplit
+
+from pigou.gateway.line import Head, Line, LineError
+
+#: Below the 5 seconds after which vLLM's server closes idle connections.
+_KEEPALIVE_S = 4.0
+_CONNECT_S = 5.0
+
+
+class Lines:
+    """A pool without a limit."""
+
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
+        """Prepare; `headers` go with every request."""
+        parts = urlsplit(url)
+        self._host = parts.hostname or ""
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._prefix = parts.path.encode()
+        fixed = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._fixed = f"host: {parts.netloc}\r\n{fixed}".encode()
+        self._idle: list[Line] = []
+
+    async def ask(self, path: str, body: bytes, request_id: str) -> tuple[Line, Head]:
+        """Post a body; return the line, whose body is to be read, and the head of the answer.
+
+        A kept line that turns out to be closed is replaced once: nothing of the request was
+        answered, the server had ended the connection before.
+
+        Raises:
+            LineError, OSError, TimeoutError: no connection, or no answer.
+        """
+        request = b"POST %b%b HTTP/1.1\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
+            self._prefix, path.encode(), self._fixed, request_id.encode(), len(body), body,
+        )  # fmt: skip
+        kept = self._kept()
+        if kept is not None:
+            try:
+                return kept, await self._send(kept, request)
+            except LineError as error:
+                if not error.fresh:
+                    raise
+        line = await self._open()
+        return line, await self._send(line, request)
+
+    def give_back(self, line: Line) -> None:
+        """Keep a line for the next request; cut one whose answer was not read to its end."""
+        if line.idle:
+            line.idle_since = asyncio.get_running_loop().time()
+            self._idle.append(line)
+        else:
+            line.abort()
+
+    def close(self) -> None:
+        """Cut the idle lines."""
+        for line in self._idle:
+            line.abort()
+        self._idle.clear()
+
+    def _kept(self) -> Line | None:
+        oldest = asyncio.get_running_loop().time() - _KEEPALIVE_S
+        while self._idle:
+            line = self._idle.pop()
+            if line.idle and line.idle_since > oldest:
+                return line
+            line.abort()
+        return None
+
+    async def _open(self) -> Line:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(_CONNECT_S):
+            _, line = await loop.create_connection(Line, self._host, self._port, ssl=self._tls)
+        return line
+
+    async def _send(self, line: Line, request: bytes) -> Head:
+        try:
+            return await line.ask(request)
+        except BaseException:
+            line.abort()
+            raise
