@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=8, help="most steps of a plan")
-    parser.add_argument("--rounds", type=int, default=3, help="the best counts")
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     prepare_environment(options.threads)
     from pigou.config import EngineConfig
@@ -54,66 +54,61 @@ def main() -> None:
     engine = LocalEngine(model, config)
     print(f"{'batch':>5} {'prefill tok/s':>14} {'decode tok/s':>13} {'step ms':>8} {'products':>9}")
     for batch in options.batch:
-        rounds = [measure(engine, model, batch, options) for _ in range(options.rounds)]
-        prefill, step = (min(column) for column in zip(*rounds, strict=True))
-        share = products(model, batch, options.rounds) / step
+        prefill, step, alone = measure(engine, model, batch, options)
         print(
             f"{batch:>5} {batch * options.prompt / prefill:>14,.0f} {batch / step:>13,.1f} "
-            f"{step * 1e3:>8.2f} {share:>9.0%}"
+            f"{step * 1e3:>8.2f} {alone / step:>9.0%}",
+            flush=True,
         )
 
 
 def measure(
     engine: LocalEngine, model: LoadedModel, batch: int, options: argparse.Namespace
-) -> tuple[float, float]:
-    """Return seconds of a batch's prefill, and of one decode step of it."""
+) -> tuple[float, float, float]:
+    """Return seconds of a batch's prefill, of a decode step, and of the step's products alone.
+
+    All are medians, and the last two are taken in turns, so that a busy machine slows both.
+    """
     from pigou.sampling import SamplingParams
 
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=options.output, temperature=0.0, ignore_eos=True)
-    prompts = rng.integers(0, model.config.vocab, size=(batch, options.prompt))
-    outputs = [engine.add(prompt, params) for prompt in prompts]
-    began = time.perf_counter()
-    while not all(output.tokens for output in outputs):
-        engine.step()
-    middle = time.perf_counter()
-    done = sum(len(output.tokens) for output in outputs)
-    while any(output.reason is None for output in outputs):
-        engine.step()
-    steps = (sum(len(output.tokens) for output in outputs) - done) / batch
-    return middle - began, (time.perf_counter() - middle) / steps
+    prefills: list[float] = []
+    steps: list[float] = []
+    alone: list[float] = []
+    for _ in range(options.rounds):
+        prompts = rng.integers(0, model.config.vocab, size=(batch, options.prompt))
+        outputs = [engine.add(prompt, params) for prompt in prompts]
+        began = time.perf_counter()
+        while not all(output.tokens for output in outputs):
+            engine.step()
+        prefills.append(time.perf_counter() - began)
+        while any(output.reason is None for output in outputs):
+            steps += (engine.step().durations / 1e9).tolist()
+            alone.append(products(model, batch))
+    return float(np.median(prefills)), float(np.median(steps)), float(np.median(alone))
 
 
-def products(model: LoadedModel, batch: int, rounds: int) -> float:
+def products(model: LoadedModel, batch: int) -> float:
     """Return seconds that the linear layers of one decode step take by themselves."""
     import torch
 
-    decoder = model.decoder
-    linears = [
-        (linear, width)
-        for layer in decoder.layers
-        for linear, width in (
-            (layer.qkv, model.config.hidden),
-            (layer.output, model.config.heads * model.config.head_dim),
-            (layer.gate_up, model.config.hidden),
-            (layer.down, model.config.ffn),
-        )
-    ]
-    linears.append((decoder.head, model.config.hidden))
+    decoder, config = model.decoder, model.config
+    linears = [(decoder.head, config.hidden)]
+    for layer in decoder.layers:
+        linears += [(layer.qkv, config.hidden), (layer.output, config.heads * config.head_dim)]
+        linears += [(layer.gate_up, config.hidden), (layer.down, config.ffn)]
     inputs = {
-        width: torch.randn(batch, width, dtype=model.dtype, device=model.device)
+        width: torch.ones(batch, width, dtype=model.dtype, device=model.device)
         for _, width in linears
     }
-    best = float("inf")
     with torch.inference_mode():
-        for _ in range(5 * rounds):
-            began = time.perf_counter()
-            for linear, width in linears:
-                linear(inputs[width])
-            if model.device.type == "cuda":
-                torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - began)
-    return best
+        began = time.perf_counter()
+        for linear, width in linears:
+            linear(inputs[width])
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
 
 
 if __name__ == "__main__":

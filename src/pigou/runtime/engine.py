@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.plan import Plan
+from pigou.engine.plan import Plan, Result
 from pigou.kv.hashing import chain
 from pigou.request import NEVER, FinishReason, Request
 from pigou.runtime.load import LoadedModel
@@ -117,11 +117,14 @@ class LocalEngine:
         )
         return output
 
-    def step(self, horizon: int = NEVER) -> None:
+    def step(self, horizon: int = NEVER) -> Result:
         """Execute one plan.
 
         Args:
             horizon: no step begins at or after this time, in nanoseconds of `monotonic_ns`.
+
+        Returns:
+            What the executor did.
         """
         plan = self.core.schedule(time.monotonic_ns(), horizon)
         self.on_plan(plan)
@@ -142,7 +145,8 @@ class LocalEngine:
                     output.prompt_logprobs = step.prompt_logprobs[entry]
             return True
 
-        effects = self.core.apply(plan, self.executor.execute(plan, note))
+        result = self.executor.execute(plan, note)
+        effects = self.core.apply(plan, result)
         for load in plan.loads:
             raise RuntimeError(f"{load.request}: a local engine loads nothing from outside")
         for finished in effects.finished:
@@ -151,3 +155,4 @@ class LocalEngine:
             output.cached = finished.cached
             output.preemptions = finished.preemptions
             self.executor.drop(finished.request)
+        return result
