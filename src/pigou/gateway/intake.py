@@ -14,7 +14,7 @@ from pigou.gateway.chunks import ABSENT, given
 from pigou.gateway.keys import tenant_salt
 from pigou.wire.checks import check
 from pigou.wire.errors import APIError, bad_request, decode_error
-from pigou.wire.openai import decode_chat, decode_completion
+from pigou.wire.openai import ChatRequest, CompletionRequest, decode_chat, decode_completion
 
 #: Bytes of text that make a token, as a guess.
 _BYTES_PER_TOKEN = 4
@@ -26,6 +26,10 @@ _RESERVED = {
     "kv_transfer_params": "the gateway makes transfers itself; remove it",
     "resume_tokens": "the gateway resumes streams itself; remove it",
 }
+
+
+#: Fields whose meaning for a reply that goes on is known.
+_KNOWN = set(CompletionRequest.__struct_fields__) | set(ChatRequest.__struct_fields__)
 
 
 class _StreamOptions(msgspec.Struct):
@@ -124,7 +128,7 @@ def _call(asked: _Asked, body: Body, chat: bool) -> Call:
         max_tokens=wanted or (_CHAT_TOKENS if chat else _COMPLETION_TOKENS),
         single=single,
         splits=single and not _scores_prompt(asked, chat),
-        portable=_portable(asked),
+        portable=_portable(asked, body),
         seeded=asked.seed is not None,
         wants_ids=bool(asked.return_token_ids),
         wants_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
@@ -168,9 +172,12 @@ def _scores_prompt(asked: _Asked, chat: bool) -> bool:
     return not chat and bool(asked.echo) and asked.logprobs not in (None, False)
 
 
-def _portable(asked: _Asked) -> bool:
-    """Whether prompt and tokens so far are all that the rest of the reply depends on."""
-    return not (
+def _portable(asked: _Asked, body: Body) -> bool:
+    """Whether prompt and tokens so far are all that the rest of the reply depends on.
+
+    A field that the gateway does not know may mean anything, so it makes a request unportable.
+    """
+    return body.keys() <= _KNOWN and not (
         asked.stop
         or asked.presence_penalty
         or asked.frequency_penalty

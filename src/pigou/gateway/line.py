@@ -224,6 +224,8 @@ class Line(asyncio.Protocol):
             if line < 0:
                 break
             count = int(data[at:line].split(b";", 1)[0], 16)
+            if count < 0:
+                raise ValueError(f"a chunk of {count} bytes")
             start, end = line + 2, line + 2 + count
             if count == 0:
                 if (last := data.find(b"\r\n\r\n", line)) >= 0:

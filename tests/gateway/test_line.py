@@ -1,0 +1,157 @@
+"""Laws of a line: a body arrives as it was sent, however it is cut, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from pigou.gateway.line import Line, LineError, Take
+from pigou.gateway.lines import Lines
+
+BODY = [b"one", b"two" * 1000, b"", b"x"]
+WHOLE = b"".join(BODY)
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + b"".join(b"%x;note=1\r\n%b\r\n" % (len(part), part) for part in BODY if part)
+    + b"0\r\nx-trailer: 1\r\n\r\n"
+)
+SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(WHOLE), WHOLE)
+CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\n" + SIZED
+CLOSED = b"HTTP/1.1 200 OK\r\n\r\n" + WHOLE
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
+
+
+@asynccontextmanager
+async def lines(serve: Serve) -> AsyncIterator[Lines]:
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)  # type: ignore[arg-type]
+    port = server.sockets[0].getsockname()[1]
+    pool = Lines(f"http://127.0.0.1:{port}", {"x-key": "k"})
+    try:
+        yield pool
+    finally:
+        pool.close()
+        server.close()
+
+
+def answering(answer: bytes, cut: int, close: bool = False) -> tuple[Serve, list[bytes]]:
+    """A server that sends this answer to every request, `cut` bytes at a time."""
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                asked.append(head + await reader.readexactly(4))
+                for start in range(0, len(answer), cut):
+                    writer.write(answer[start : start + cut])
+                    await writer.drain()
+                    if cut < 1000:
+                        await asyncio.sleep(0)
+                if close:
+                    writer.close()
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    return serve, asked
+
+
+async def whole(line: Line, take: Take | None = None) -> bytes:
+    found = b""
+    while (data := await line.read(take)) != b"":
+        found += data or b""
+    return found
+
+
+async def ask_whole(pool: Lines) -> bytes:
+    line, _ = await pool.ask("/", b"body", "i")
+    return await whole(line)
+
+
+@pytest.mark.parametrize("cut", [7, 100, 1_000_000])
+@pytest.mark.parametrize("answer", [CHUNKED, SIZED, CONTINUED])
+async def test_a_body_arrives_whole_and_the_line_is_kept(answer: bytes, cut: int) -> None:
+    serve, asked = answering(answer, cut)
+    async with lines(serve) as pool:
+        first = None
+        for _ in range(3):
+            line, head = await pool.ask("/v1/x", b"body", "id-1")
+            assert head.status == 200
+            assert await whole(line) == WHOLE
+            pool.give_back(line)
+            assert line is (first := first or line)
+    assert len(asked) == 3
+    assert asked[0].startswith(b"POST /v1/x HTTP/1.1\r\nhost: 127.0.0.1:")
+    assert b"x-key: k\r\nx-request-id: id-1\r\ncontent-length: 4\r\n\r\nbody" in asked[0]
+
+
+async def test_a_body_without_a_length_ends_with_the_connection() -> None:
+    serve, _ = answering(CLOSED, 10, close=True)
+    async with lines(serve) as pool:
+        line, _ = await pool.ask("/", b"body", "i")
+        assert await whole(line) == WHOLE
+        assert not line.idle
+
+
+@pytest.mark.parametrize("cut", [7, 1_000_000])
+async def test_what_a_taker_declines_is_not_lost(cut: int) -> None:
+    serve, _ = answering(CHUNKED, cut)
+    async with lines(serve) as pool:
+        line, _ = await pool.ask("/", b"body", "i")
+        taken: list[bytes] = []
+
+        def take(data: bytes) -> bool:
+            taken.append(data)
+            return len(taken) % 3 != 0
+
+        while (data := await line.read(take)) != b"":
+            taken += [data] if data else []
+        assert b"".join(taken) == WHOLE
+        assert line.idle
+
+
+async def test_an_error_of_a_taker_reaches_the_reader() -> None:
+    serve, _ = answering(CHUNKED, 50)
+    async with lines(serve) as pool:
+        line, _ = await pool.ask("/", b"body", "i")
+
+        def take(_: bytes) -> bool:
+            raise KeyError("mine")
+
+        with pytest.raises(KeyError):
+            await whole(line, take)
+
+
+@pytest.mark.parametrize("end", [0, 10, 60, 200, len(CHUNKED) - 1])
+async def test_a_body_that_breaks_off_is_an_error(end: int) -> None:
+    serve, _ = answering(CHUNKED[:end], 1_000_000, close=True)
+    async with lines(serve) as pool:
+        with pytest.raises(LineError):
+            await ask_whole(pool)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-5\r\nabcdefgh",
+     b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+     b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nabc", b"x" * 100_000],
+)  # fmt: skip
+async def test_what_is_not_http_is_an_error(answer: bytes) -> None:
+    serve, _ = answering(answer, 1_000_000)
+    async with lines(serve) as pool:
+        with pytest.raises(LineError):
+            await ask_whole(pool)
+
+
+async def test_a_kept_line_that_was_closed_is_replaced() -> None:
+    serve, asked = answering(SIZED, 1_000_000, close=True)
+    async with lines(serve) as pool:
+        for _ in range(3):
+            line, _ = await pool.ask("/", b"body", "i")
+            assert await whole(line) == WHOLE
+            pool.give_back(line)
+    assert len(asked) == 3
