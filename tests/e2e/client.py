@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -137,14 +137,14 @@ class Endpoint:
         *_, streamed = self.follow(**body)
         return streamed
 
-    def follow(self, **body: Any) -> Iterator[Streamed]:
+    def follow(self, **body: Any) -> Generator[Streamed, None, None]:
         """Yield a stream after each of its payloads."""
         streamed = Streamed(chat="messages" in body)
         for payload in self.payloads(**body):
             streamed.feed(payload)
             yield streamed
 
-    def payloads(self, **body: Any) -> Iterator[str]:
+    def payloads(self, **body: Any) -> Generator[str, None, None]:
         """Yield the payloads of a stream as they come; ending early hangs up."""
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         connection = self.connect()
