@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from typing import Annotated
 
@@ -129,11 +130,19 @@ def _run(
     async def main() -> None:
         serving = Serving(gateway, control, workers, watch)
         typer.echo(f"Starting {_roles(workers)} ...")
-        await serving.run(lambda: typer.echo(_banner(serving, gateway.host)))
+        await serving.run(lambda: _ready(_banner(serving, gateway.host)))
         typer.echo("Stopped.")
 
     with asyncio.Runner(loop_factory=_loop) as runner:
         runner.run(main())
+
+
+def _ready(banner: str) -> None:
+    # What lives until the end need not be looked through by each garbage collection.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 50, 50)
+    typer.echo(banner)
 
 
 def _loop() -> asyncio.AbstractEventLoop:

@@ -1,0 +1,79 @@
+"""Laws of `pigou serve` and `pigou key`: what cannot work is refused in one line at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pigou.cli import main
+from pigou.fleet.config import AttachedWorker
+from pigou.fleet.member import FleetError, check_fit
+from pigou.fleet.serve import local_workers
+from pigou.gateway.keys import Keys
+from pigou.gateway.upstream import Engine
+from pigou.request import Role
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--host", "0.0.0.0"], "--allow-open"),
+        (["--policy", "nope"], "least-loaded"),
+        (["--decode", "0"], "nobody to decode"),
+        (["--attach", "here"], "no base URL"),
+        (["--attach", "http://h:1,rôle=x"], "not understood"),
+        (["--attach", "http://h:1,role=x"], "prefill, decode or both"),
+        (["--api-keys-file", "/nowhere/keys"], "/nowhere/keys"),
+        (["--port", "70000"], "port is 70000"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", *arguments])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_a_new_key_opens_the_door_that_its_line_guards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["key", "ann"])
+    assert end.value.code == 0
+    out, err = capsys.readouterr()
+    path = tmp_path / "keys"
+    path.write_text(out)
+    secret = err.split()[-1]
+    keys = Keys.read(path)
+    assert keys.tenant(f"Bearer {secret}") == "ann"
+    assert keys.tenant(f"Bearer {secret}x") is None
+    assert keys.tenant(None) is None
+
+
+def test_local_workers_are_named_by_role_and_take_devices_in_turn() -> None:
+    workers = local_workers(1, 2, 1, ["--dtype", "bf16"], ["cuda:0", "cuda:1"])
+    assert [worker.id for worker in workers] == ["prefill-0", "decode-0", "decode-1", "both-0"]
+    assert [worker.arguments[1] for worker in workers] == ["cuda:0", "cuda:1"] * 2
+
+
+def test_an_attached_worker_is_read_from_one_word() -> None:
+    text = "http://h:8000/v1,role=decode,events=tcp://h:5557,replay=tcp://h:5558,topic=kv,key=s"
+    found = AttachedWorker.parse(text, 3)
+    assert (found.id, found.url, found.role) == ("attached-3", "http://h:8000", Role.DECODE)
+    assert (found.events, found.replay, found.topic, found.key) == (
+        "tcp://h:5557", "tcp://h:5558", "kv", "s",
+    )  # fmt: skip
+
+
+def test_workers_that_do_not_fit_are_refused() -> None:
+    ours, other = Engine(stock=False, model="m"), Engine(stock=True, model="m")
+    check_fit([(Role.BOTH, ours), (Role.BOTH, other)])
+    with pytest.raises(FleetError, match="blocks"):
+        check_fit([(Role.PREFILL, ours), (Role.DECODE, other)])
+    with pytest.raises(FleetError, match="different models"):
+        check_fit([(Role.BOTH, ours), (Role.BOTH, Engine(model="n"))])
