@@ -79,12 +79,15 @@ class Stub:
     cancelled: int = 0
     active: int = 0
     port: int = 0
+    health: int = 200
 
     async def start(self) -> web.AppRunner:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/completions", self._serve)
         app.router.add_post("/v1/chat/completions", self._serve)
         app.router.add_post("/tokenize", self._tokenize)
+        for path in ("/v1/models", "/version", "/metrics", "/health", "/kv_event_sources"):
+            app.router.add_get(path, self._tell)
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
@@ -97,6 +100,22 @@ class Stub:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    async def _tell(self, request: web.Request) -> web.Response:
+        """What a worker says of itself."""
+        if request.path == "/health":
+            return web.Response(status=self.health)
+        if request.path == "/metrics":
+            labels = 'model_name="stub",engine="0"'
+            return web.Response(
+                text=f"# HELP x y\nvllm:num_requests_running{{{labels}}} {self.active}.0\n"
+                f"vllm:num_requests_waiting{{{labels}}} 0.0\n"
+                f"vllm:kv_cache_usage_perc{{{labels}}} 0.25\n"
+                'vllm:cache_config_info{block_size="32",num_gpu_blocks="77"} 1.0\n'
+            )
+        card = {"id": "stub", "owned_by": "vllm" if self.stock else "pigou", "max_model_len": 2048}
+        pages = {"/v1/models": {"data": [card]}, "/version": {"version": "1.2"}}
+        return web.json_response(pages.get(request.path, {}))
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -1,0 +1,103 @@
+"""Laws of attached servers: learnt, watched, left while they hang or are away, taken back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from tests.fleet.harness import WATCH, Client, running, text
+from tests.gateway.stub import Script, Stub, whole_text
+
+from pigou.fleet.config import AttachedWorker, WatchConfig
+from pigou.fleet.member import Backoff
+from pigou.fleet.probe import ProbeFailed, cache_info, loads, probe
+from pigou.fleet.serve import Serving
+
+PAGE = b"""# HELP vllm:num_requests_running Running.
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0"} 1.0
+vllm:kv_cache_usage_perc 0.5
+vllm:cache_config_info{block_size="128",num_gpu_blocks="None"} 1.0
+vllm:broken nonsense
+"""
+
+
+@asynccontextmanager
+async def attached(
+    *stubs: Stub, watch: WatchConfig = WATCH
+) -> AsyncIterator[tuple[Serving, Client]]:
+    runners = [await stub.start() for stub in stubs]
+    specs = tuple(AttachedWorker(id=stub.name, url=stub.url, role=stub.role) for stub in stubs)
+    try:
+        async with running(0, 0, 0, attach=specs, watch=watch) as found:
+            yield found
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+
+
+async def until(client: Client, law: Any) -> dict[str, dict[str, Any]]:
+    for _ in range(200):
+        rows = await client.workers()
+        if law(rows):
+            return rows
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"it never held: {rows}")
+
+
+async def test_a_server_is_learnt_and_its_load_is_followed() -> None:
+    stub = Stub("a", script=Script(hang_after=1))
+    async with attached(stub) as (serving, client):
+        (worker,) = serving.pilot.plane.state.workers
+        assert (worker.block_size, worker.blocks) == (32, 77)
+        task = asyncio.create_task(client.reply(ignore_eos=None))
+        await until(
+            client, lambda rows: rows["a"]["running"] == 1 and rows["a"]["kv_usage"] == 0.25
+        )
+        task.cancel()
+
+
+@pytest.mark.parametrize("k", [0, 1, 7])
+async def test_a_server_whose_streams_do_not_move_is_left_though_it_is_healthy(k: int) -> None:
+    watch = msgspec.structs.replace(WATCH, hang=0.5)
+    script = Script(hang_after=k, times=1)
+    async with attached(Stub("a", script=script), Stub("b", script=script), watch=watch) as (
+        _, client,
+    ):  # fmt: skip
+        chunks = await client.reply(max_tokens=12, ignore_eos=None)
+        assert text(chunks) == whole_text(12)
+        rows = await until(client, lambda rows: all(r["state"] == "up" for r in rows.values()))
+        assert sum(row["restarts"] for row in rows.values()) == 1
+
+
+async def test_an_unhealthy_server_is_left_and_taken_back() -> None:
+    stub = Stub("a")
+    async with attached(stub, Stub("b")) as (_, client):
+        stub.health = 503
+        await until(client, lambda rows: rows["a"]["state"] == "down")
+        assert text(await client.reply(max_tokens=3, ignore_eos=None)) == whole_text(3)
+        stub.health = 200
+        await until(client, lambda rows: rows["a"]["state"] == "up")
+
+
+async def test_who_is_no_worker_is_no_worker() -> None:
+    with pytest.raises(ProbeFailed):
+        await probe("http://127.0.0.1:9", timeout_s=2)
+
+
+def test_a_metrics_page_tells_load_summed_over_ranks() -> None:
+    report = loads(PAGE, "w")
+    assert (report.running, report.waiting, report.kv_usage) == (5, 1, 0.5)
+    assert cache_info(PAGE) == {"block_size": 128}
+    assert loads(b"", "w").running == 0
+
+
+def test_a_backoff_doubles_until_its_limit_and_begins_anew_after_a_long_life() -> None:
+    backoff = Backoff(WatchConfig(least_backoff=1.0, most_backoff=5.0))
+    assert [backoff.failed(0) for _ in range(4)] == [1.0, 2.0, 4.0, 5.0]
+    assert backoff.failed(60) == 1.0
