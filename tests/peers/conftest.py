@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from benchmarks.common import Server, available_cores, free_ports
 from benchmarks.peers import EventPorts, PeerMissing, VllmPair, shared, start_vllm, vllm_home
 from tools.make_random_checkpoint import Shape, write_checkpoint

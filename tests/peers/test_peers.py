@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 import zmq
+
 from benchmarks.common import get_json, post_json
 from benchmarks.peers import EVENTS_TOPIC
 
 if TYPE_CHECKING:
-    from benchmarks.peers import VllmPair
     from tests.peers.conftest import VllmWorker
+
+    from benchmarks.peers import VllmPair
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
