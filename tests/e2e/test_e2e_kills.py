@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -73,60 +74,71 @@ def cases(real: Fleet) -> list[Case]:
     return found
 
 
+Place = tuple[str, int]
+
+
 class Round:
-    """Streams of all cases, begun one after another; then the decode workers are killed."""
+    """Streams of all cases, begun one after another, whose decode workers are killed.
 
-    def __init__(self, fleet: Fleet, cases: list[Case], each: int, seed: int) -> None:
-        self.fleet = fleet
-        self.runs = [case for _ in range(each) for case in cases]
-        self.random = random.Random(seed)
+    They are killed at the moment when a client of the case `target[0]` has `target[1]` tokens.
+    """
 
-    def follow(self, number: int) -> tuple[Case, Streamed, list[tuple[float, int]]]:
-        case, times, stream = self.runs[number], [], Streamed()
+    def __init__(self, fleet: Fleet, cases: list[Case], target: Place, each: int = 8) -> None:
+        self.fleet, self.target = fleet, target
+        self.runs = cases * each
+        rows = fleet.rows().values()
+        self.pids = [row["pid"] for row in rows if row["role"] == "decode"]
+        self.died = 0.0
+        self.lock = threading.Lock()
+
+    def kill(self) -> None:
+        with self.lock:
+            if not self.died:
+                self.died = time.monotonic()
+                for pid in self.pids:
+                    os.kill(pid, signal.SIGKILL)
+
+    def follow(self, case: Case) -> Place | None:
+        """Check one stream; return how far it was told when the workers died, if it was cut."""
+        times, stream = [(time.monotonic(), 0)], Streamed()
         for stream in self.fleet.follow(**case.body):
             times.append((time.monotonic(), len(stream.tokens)))
-        return case, stream, times
+            if stream.tokens and (case.name, len(stream.tokens)) == self.target:
+                self.kill()
+        assert stream.told == case.expected, case.name
+        if not times[0][0] < self.died < times[-1][0]:
+            return None
+        return case.name, max(count for when, count in times if when <= self.died)
 
-    def run(self) -> set[tuple[str, int]]:
-        """Return (case, tokens that its client had when the workers died), of unbroken streams."""
-        rows = self.fleet.rows()
-        pids = [row["pid"] for row in rows.values() if row["role"] == "decode"]
+    def run(self) -> set[Place]:
         with ThreadPoolExecutor(len(self.runs)) as pool:
             futures = []
-            for number in range(len(self.runs)):
-                futures.append(pool.submit(self.follow, number))
-                time.sleep(self.random.random() * 0.012)
-            died = time.monotonic()
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            told = [future.result() for future in futures]
-        found = set()
-        for case, stream, times in told:
-            assert stream.told == case.expected, case.name
-            if times[-1][0] > died:
-                found.add((case.name, max((n for at, n in times if at < died), default=0)))
-        self.fleet.recovered(pids)
-        return found
+            for case in self.runs:
+                futures.append(pool.submit(self.follow, case))
+                time.sleep(random.random() * 0.008)
+            self.kill()
+            found = {future.result() for future in futures}
+        self.fleet.recovered(self.pids)
+        return {place for place in found if place is not None}
 
 
 @pytest.mark.parametrize(
-    "whole", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    "whole", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
 def test_after_every_token_index_no_token_is_lost_and_none_told_twice(
     real: Fleet, cases: list[Case], whole: bool
 ) -> None:
-    seen: set[tuple[str, int]] = set()
+    seen: set[Place] = set()
     rounds = 0
     places = {(case.name, i) for case in cases for i in range(len(case.expected[1]) - 1)}
 
-    def missing() -> set[Any]:
-        if whole:
-            return places - seen
-        return {index for _, index in places} - {index for _, index in seen}
+    def missing() -> list[Place]:
+        told = seen if whole else {(n, i) for n, i in places if any(i == j for _, j in seen)}
+        return sorted(places - told)
 
     while left := missing():
-        assert rounds < (40 if whole else 6), f"never killed at {left}"
-        seen |= Round(real, cases, 8, rounds).run()
+        assert rounds < (100 if whole else 12), f"never killed at {left}"
+        seen |= Round(real, cases, random.choice(left)).run()
         rounds += 1
     print(f"{rounds} rounds, killed at {len(seen)} of {len(places)} places")
     real.settle()
