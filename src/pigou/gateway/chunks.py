@@ -14,7 +14,7 @@ ABSENT = msgspec.Raw(b"")
 
 def given(raw: msgspec.Raw) -> bool:
     """Whether a field is there and not null."""
-    return bytes(raw) not in (b"", b"null")
+    return len(memoryview(raw)) > 4 or bytes(raw) not in (b"", b"null")
 
 
 class Choice(msgspec.Struct):
@@ -50,26 +50,32 @@ class FullChoice(Choice):
         return bool(self.text or (self.delta is not None and self.delta.content))
 
 
-class FullChunk(msgspec.Struct):
-    """A chunk with the prompt's ids and its text."""
-
-    choices: list[FullChoice] = []
-    prompt_token_ids: msgspec.Raw = ABSENT
-    error: dict[str, Any] | None = None
-
-    def prompt(self) -> bytes:
-        """Return the prompt's ids, wherever they are; empty when they are not here."""
-        places = [self.prompt_token_ids, *(choice.prompt_token_ids for choice in self.choices)]
-        return next((bytes(raw) for raw in places if given(raw)), b"")
-
-
-class Head(msgspec.Struct):
+class Head(msgspec.Struct, frozen=True):
     """What all chunks of a stream have in common."""
 
     id: str = ""
     created: int = 0
     model: str = ""
-    system_fingerprint: str | None = None
+
+
+class FullChunk(msgspec.Struct):
+    """A chunk with the prompt's ids and its text."""
+
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    choices: list[FullChoice] = []
+    prompt_token_ids: msgspec.Raw = ABSENT
+    error: dict[str, Any] | None = None
+
+    def head(self) -> Head:
+        """Return what the stream's other chunks have as well."""
+        return Head(self.id, self.created, self.model)
+
+    def prompt(self) -> bytes:
+        """Return the prompt's ids, wherever they are; empty when they are not here."""
+        places = [self.prompt_token_ids, *(choice.prompt_token_ids for choice in self.choices)]
+        return next((bytes(raw) for raw in places if given(raw)), b"")
 
 
 class Counted(msgspec.Struct):
@@ -88,7 +94,6 @@ class Whole(msgspec.Struct):
 
 chunk = msgspec.json.Decoder(Chunk).decode
 full_chunk = msgspec.json.Decoder(FullChunk).decode
-head = msgspec.json.Decoder(Head).decode
 whole = msgspec.json.Decoder(Whole).decode
 ids = msgspec.json.Decoder(list[int]).decode
 

@@ -105,7 +105,7 @@ class Relay:
             return self._splice.fit(payload)
         prompt = chunk.prompt()
         if transcript.head is None:
-            transcript.head = chunks.head(payload)
+            transcript.head = chunk.head()
             transcript.prompt = prompt
             self._full = self._stock or not self.call.single
         if (has_ids or prompt) and not self.call.wants_ids:
