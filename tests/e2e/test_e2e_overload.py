@@ -77,6 +77,6 @@ def test_under_twice_its_capacity_a_gateway_sheds_and_what_is_admitted_finishes(
     assert slowest < 10 * (QUEUE + SLOTS) / CAPACITY
     fleet.settle()
     assert gateway.memory_info().rss < memory + 64 * 2**20
-    assert gateway.num_fds() < files + 32
+    fleet.wait(lambda _: gateway.num_fds() < files + 32, 15)
     assert fleet.stream(prompt=[7] * 40, max_tokens=4).told
     fleet.stop()
