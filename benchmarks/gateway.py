@@ -2,9 +2,10 @@
 
 Run as `python -m benchmarks.gateway`. All upstreams are stubs that answer at once
 (`benchmarks/stub.py`). The ways to them (direct, Pigou's gateway, sglang-router where
-PIGOU_PEER_SGLANG_ROUTER names its venv) take turns, in one run. CPU time is that of the process
-in front (user and system), over the chunks that reached the client through it. Chunks are `paced`
-(each alone, one every 20 ms in each of 64 streams) or come in a `flood` (as fast as they go).
+PIGOU_PEER_SGLANG_ROUTER names its venv) take turns of 20 requests, in one run. CPU time is that
+of the process in front (user and system), over the chunks that reached the client through it.
+Chunks are `paced` (each alone, one every 20 ms in each of 64 streams) or come in a `flood` (as
+fast as they go). On a machine with other work the times are those of waiting for a core.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from benchmarks.peers import PeerMissing, start_sglang_router
 PROMPTS = (128, 8192)
 _MARK = b'"finish_reason"'
 _KEPT = 40
+#: Requests that a way is asked in one turn.
+_TURN = 20
 
 
 @dataclass
@@ -98,15 +101,18 @@ class Line:
 
 
 async def measure_ttft(ways: Sequence[Way], rounds: int) -> None:
-    """Ask every way in turn, one request at a time, and note the first token's time."""
+    """Ask the ways in turn, a few requests one after the other each time.
+
+    Turns of one request would measure how cold a process gets while a slow one has its turn.
+    """
     for tokens in PROMPTS:
         lines = [await Line.open(way.url) for way in ways]
         requests = [request_bytes(way.url, tokens, 2, 0.0) for way in ways]
-        for number in range(rounds + 20):
+        for turn in range(1 + -(-rounds // _TURN)):
             for way, line, request in zip(ways, lines, requests, strict=True):
-                first, _ = await line.ask(request)
-                if number >= 20:  # the first ones warm up
-                    way.ttft.setdefault(tokens, []).append(first)
+                found = [(await line.ask(request))[0] for _ in range(_TURN)]
+                if turn > 0:  # the first ones warm up
+                    way.ttft.setdefault(tokens, []).extend(found)
         for line in lines:
             line.close()
 
