@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,7 +129,8 @@ def test_openai_streams_from_an_asynchronous_client(real: Fleet) -> None:
 def run(command: list[str], seconds: float = 240) -> str:
     """Run a client; return what it said."""
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=seconds, cwd="/tmp", check=False,
+        command, capture_output=True, text=True, timeout=seconds, check=False,
+        cwd=tempfile.gettempdir(),
         env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
