@@ -63,7 +63,11 @@ def test_a_disconnect_frees_who_waits(start_worker: Callable[..., Worker]) -> No
 
 def test_a_full_queue_is_a_503_with_retry_after(start_worker: Callable[..., Worker]) -> None:
     worker = start_worker(*SLOW, "--max-seqs", "1", "--max-waiting", "2")
-    peers = [begin(worker, {"prompt": "a", "max_tokens": 1000}) for _ in range(3)]
+    body = {"prompt": "a", "max_tokens": 1000}
+    peers = [begin(worker, body)]
+    # While it waits for its row, it takes a place of the queue.
+    wait_for(lambda: worker.metric("vllm:num_requests_running") == 1)
+    peers += [begin(worker, body) for _ in range(2)]
     wait_for(lambda: worker.metric("vllm:num_requests_waiting") == 2)
     for stream in (False, True):
         reply = worker.post("/v1/completions", {"prompt": "a", "stream": stream})
