@@ -1,11 +1,14 @@
-"""Fixtures that several test folders share."""
+"""What several test folders share: fixtures, and how asynchronous tests are run."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 from pathlib import Path
 
 import pytest
+import uvloop
 
 #: Control tokens of the tokenizer of `model_folder`; their ids are 0 to 3.
 SPECIAL = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
@@ -55,3 +58,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an asynchronous test in an event loop of its own, of the gateway's kind."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 120))
+    return True
