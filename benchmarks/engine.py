@@ -8,9 +8,11 @@ each figure is the median of its rounds (`--best`: the best, where a server is e
 
     python -m benchmarks.engine --static
 
-Outputs drawn uniformly from 8 to 256 tokens, against `transformers.generate` in static batches of
-32 (each batch runs until its longest output is done: the waste ratio is what it computes over what
-was wanted).
+Outputs drawn uniformly from 8 to 256 tokens, in random order, against `transformers.generate` in
+static batches of 32 (each batch runs until its longest output is done: the waste ratio is what it
+computes over what was wanted). Neither side streams: a static batch answers as a whole too.
+
+No prompt is sent to a server twice, so that none is found in its prefix cache.
 
 vLLM is found through PIGOU_PEER_VLLM; without it only Pigou's figures are printed, and it says so.
 """
@@ -48,6 +50,8 @@ from tools.make_random_checkpoint import Shape, write_checkpoint
 
 PROMPT = 128
 OUTPUT = 64
+#: Of the static batches, as in `benchmarks.static_batches`.
+BATCH = 32
 QWEN = Shape(
     family="qwen2",
     hidden=896,
@@ -59,6 +63,8 @@ QWEN = Shape(
     vocab=8192,
     tie=True,
 )
+#: Seeds of prompts that only warm a server up.
+WARM_UP = 10**9
 console = Console(width=110, highlight=False)
 
 
@@ -123,7 +129,9 @@ def compare(model: Path, arguments: argparse.Namespace, logs: Path) -> list[Poin
         for server in sides.values():
             name = get_json(f"{server.url}/v1/models")["data"][0]["id"]
             for size in arguments.concurrency:
-                warm = make_jobs(size, prompt=PROMPT, output=(8, 8), vocab=vocab, seed=size)
+                warm = make_jobs(
+                    size, prompt=PROMPT, output=(8, 8), vocab=vocab, seed=WARM_UP + size
+                )
                 closed_loop(server.url, name, warm, size)
             server.pause()
         return [
@@ -176,31 +184,43 @@ def spread(rates: list[float]) -> str:
 def static(model: Path, arguments: argparse.Namespace, logs: Path) -> None:
     """Against `transformers.generate`, which is run in a process of its own."""
     vocab = vocabulary(model)
-    jobs = make_jobs(arguments.static_jobs, prompt=PROMPT, output=(8, 256), vocab=vocab, seed=5)
-    waste = sum(32 * max(j.output for j in jobs[i : i + 32]) for i in range(0, len(jobs), 32))
-    wanted = sum(job.output for job in jobs)
-    ours, theirs = [], []
+    ours, theirs, wastes = [], [], []
     with start_pigou(model, arguments.threads, "bf16", logs / "static.log") as server:
         server.wait_healthy()
-        closed_loop(server.url, model.name, jobs[:32], 32)
-        for _ in range(arguments.static_rounds):
-            ours.append(closed_loop(server.url, model.name, jobs, 32).rate)
+        warm = make_jobs(32, prompt=PROMPT, output=(8, 8), vocab=vocab, seed=WARM_UP)
+        closed_loop(server.url, model.name, warm, 32)
+        for seed in range(5, 5 + arguments.static_rounds):
+            jobs = make_jobs(
+                arguments.static_jobs, prompt=PROMPT, output=(8, 256), vocab=vocab, seed=seed
+            )
+            wanted = sum(job.output for job in jobs)
+            wastes.append(static_tokens(jobs) / wanted)
+            ours.append(closed_loop(server.url, model.name, jobs, 32, stream=False).rate)
             server.pause()
-            theirs.append(wanted / transformers_seconds(model, arguments, vocab))
+            theirs.append(wanted / transformers_seconds(model, arguments, vocab, seed))
             server.resume()
     ratio = statistics.median(ours) / statistics.median(theirs)
     console.print(
-        f"{model.name}, outputs 8 to 256, {len(jobs)} requests, 32 at once: "
+        f"{model.name}, outputs 8 to 256, {arguments.static_jobs} requests, 32 at once: "
         f"Pigou {statistics.median(ours):.1f} tok/s ({spread(ours)}), transformers.generate in "
         f"static batches {statistics.median(theirs):.1f} ({spread(theirs)}), ratio {ratio:.2f}x; "
-        f"static batches compute {waste / wanted:.2f}x the tokens that were wanted"
+        f"static batches compute {statistics.mean(wastes):.2f}x the tokens that were wanted"
     )
 
 
-def transformers_seconds(model: Path, arguments: argparse.Namespace, vocab: int) -> float:
+def static_tokens(jobs: list[Job]) -> int:
+    """Output tokens that static batches compute for these jobs."""
+    batches = (jobs[at : at + BATCH] for at in range(0, len(jobs), BATCH))
+    return sum(len(batch) * max(job.output for job in batch) for batch in batches)
+
+
+def transformers_seconds(
+    model: Path, arguments: argparse.Namespace, vocab: int, seed: int
+) -> float:
     """Seconds of `benchmarks.static_batches`, without loading and warming up."""
     argv = [sys.executable, "-m", "benchmarks.static_batches", str(model)]
-    argv += [str(arguments.threads), str(arguments.static_jobs), str(PROMPT), str(vocab)]
+    numbers = [arguments.threads, arguments.static_jobs, PROMPT, vocab, seed]
+    argv += [str(number) for number in numbers] + [arguments.static_dtype]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
@@ -217,8 +237,9 @@ def main() -> None:
     parser.add_argument("--best", action="store_true", help="best of the rounds, not the median")
     parser.add_argument("--vllm-compiled", action="store_true", help="vLLM without --enforce-eager")
     parser.add_argument("--static", action="store_true", help="against transformers.generate")
-    parser.add_argument("--static-jobs", type=int, default=64)
+    parser.add_argument("--static-jobs", type=int, default=256)
     parser.add_argument("--static-rounds", type=int, default=1)
+    parser.add_argument("--static-dtype", default="bfloat16", help="of transformers' weights")
     arguments = parser.parse_args()
     unwind_on_terminate()
     arguments.concurrency = [int(c) for c in arguments.concurrency.split(",")]

@@ -1,6 +1,6 @@
 """Seconds that `transformers.generate` takes in static batches of 32; run by `benchmarks.engine`.
 
-python -m benchmarks.static_batches MODEL THREADS JOBS PROMPT VOCAB
+python -m benchmarks.static_batches MODEL THREADS JOBS PROMPT VOCAB SEED DTYPE
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ BATCH = 32
 
 
 def main() -> None:
-    model_path, threads, count, prompt, vocab = sys.argv[1], *map(int, sys.argv[2:])
+    model_path, dtype = sys.argv[1], getattr(torch, sys.argv[7])
+    threads, count, prompt, vocab, seed = map(int, sys.argv[2:7])
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
-    jobs = make_jobs(count, prompt=prompt, output=(8, 256), vocab=vocab, seed=5)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    model.eval()  # type: ignore[no-untyped-call]
+    jobs = make_jobs(count, prompt=prompt, output=(8, 256), vocab=vocab, seed=seed)
     generate(model, jobs[:2], longest=8)
     began = time.perf_counter()
     for start in range(0, len(jobs), BATCH):

@@ -18,6 +18,9 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 FAMILIES = tuple(ARCHITECTURES)
+#: The trained model that ships with the package.
+BUNDLED = "bundled"
+MODELS = (*FAMILIES, BUNDLED)
 VOCAB = 320
 
 BASE: dict[str, Any] = {

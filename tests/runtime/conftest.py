@@ -10,10 +10,19 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from checkpoints import make_config, write_checkpoint
-from reference import Reference
+from checkpoints import BUNDLED, make_config, write_checkpoint
+from reference import REPORTS, Reference
 
+from pigou.models import bundled_path
 from pigou.runtime.load import LoadedModel, load
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how outputs compared, excused divergences counted."""
+    if REPORTS:
+        terminalreporter.section("beside transformers")
+        for line in REPORTS:
+            terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,9 +32,9 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the folder of a family's tiny model."""
+    """Return the folder of a family's tiny model, or of the bundled one."""
     root = tmp_path_factory.mktemp("models")
-    written: dict[str, Path] = {}
+    written: dict[str, Path] = {BUNDLED: bundled_path()}
 
     def find(family: str) -> Path:
         if family not in written:

@@ -21,6 +21,7 @@ from pigou.runtime.cpu_attention import CPUAttention
 from pigou.runtime.linear import Linear
 from pigou.runtime.ops import KernelOps, TorchOps
 from pigou.runtime.spread import always_spread
+from pigou.runtime.team import team_start
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -96,6 +97,46 @@ def test_attention_on_two_threads_is_that_of_torch(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with always_spread():
         compare(build(14, 2, 64), dtype, 16)
+
+
+@pytest.mark.skipif(not team_start(), reason="torch has no OpenMP threads that can be found")
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("rows", [2, 5, 64])
+def test_threads_compute_every_row_as_one_does(
+    threads: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = noise(rows, 96)
+    alone = KernelOps().gate(x), KernelOps().argmax(x)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with always_spread():
+        together = KernelOps().gate(x), KernelOps().argmax(x)
+    assert torch.equal(alone[0], together[0])
+    assert torch.equal(alone[1], together[1])
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 11])
+def test_a_chunk_may_end_with_its_table(count: int) -> None:
+    config = build(6, 2, 64, "llama")
+    tables = np.arange(2, dtype=np.int32).reshape(1, 2)
+    start = np.array([32 - count], dtype=np.int32)
+    plan = Plan(
+        rows=np.zeros(1, dtype=np.int32),
+        starts=start,
+        counts=np.array([count], dtype=np.int32),
+        kv_lens=start.copy(),
+        samples=np.ones(1, dtype=np.bool_),
+    )
+    batch = make_batch(plan, [np.zeros(count, dtype=np.int32)], CPU)
+    qkv = noise(count, 10 * 64, seed=3)
+    layout = make_layout(config, model="m", digest="d", dtype=torch.float32, block_size=16)
+    results = []
+    for kind in (CPUAttention, PagedAttention):
+        cache = KVCache(layout, 2, CPU)
+        cache.data.copy_(noise(*cache.data.shape, seed=4))
+        attention = kind(config, cache, tables, 32)
+        attention.begin(batch)
+        results.append(attention(0, qkv.clone(), None))
+    assert close(*results)
 
 
 def compare(config: ModelConfig, dtype: torch.dtype, block_size: int) -> None:

@@ -32,14 +32,14 @@ class Fit(NamedTuple):
 def admit(state: EngineState, seq: Sequence, draft: Draft) -> bool:
     """Give the head of the queue a row, blocks for all tokens it has, and work to do.
 
-    All blocks are taken at once, and one is left for each row in use, so that admitting does
-    not make those preempt one another. When no row is in use and nothing is held, every request
-    that `EngineCore.add` let in fits.
+    All blocks are taken at once, and `headroom` are left for each row in use, so that admitting
+    does not make those preempt one another. When no row is in use and nothing is held, every
+    request that `EngineCore.add` let in fits.
 
     Returns:
         False when too few blocks are free; nothing has changed then.
     """
-    fit = _fit(state, seq, state.pool.free - state.rows.used)
+    fit = _fit(state, seq, state.pool.free - state.config.headroom * state.rows.used)
     if fit is None:
         return False
     state.queue.pop()

@@ -226,6 +226,11 @@ class EngineCore:
         """Share of blocks in use, 0 to 1."""
         return 1.0 - self._state.pool.free / self.config.blocks
 
+    def usage_at(self, step: int) -> float:
+        """Share of blocks in use while a step (0 is the first) of the plan under way runs."""
+        claimed = int(self._ahead.steps.searchsorted(step, side="right"))
+        return 1.0 - (self._state.pool.free - claimed) / self.config.blocks
+
     @property
     def prefix_queries(self) -> int:
         """Tokens of prompts looked up in the prefix cache since the start."""

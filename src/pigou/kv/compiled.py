@@ -51,3 +51,24 @@ def kernel(function: Function) -> Function:
     kernels that call one another live in one file.
     """
     return cast(Function, njit(cache=True, nogil=True)(function))
+
+
+#: `_nrt` is numba's own switch for the runtime that counts references; it has no public name.
+_BARE: dict[str, Any] = {"nogil": True, "_nrt": False}
+
+
+def bare_kernel(function: Function) -> Function:
+    """Compile a kernel as `kernel` does, without counting references to arrays.
+
+    For kernels that neither make arrays nor return them: counting (atomically) at each use of an
+    array costs more than the short functions that use it.
+    """
+    return cast(Function, njit(cache=True, **_BARE)(function))
+
+
+def inlined(function: Function) -> Function:
+    """Compile a function into every bare kernel of its file that calls it.
+
+    A call would hand over arrays field by field, which costs more than a short function does.
+    """
+    return cast(Function, njit(forceinline=True, **_BARE)(function))

@@ -1,4 +1,4 @@
-"""Paged attention by compiled kernels on the CPU; chunks of prompts still go through torch."""
+"""Paged attention by compiled kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from pigou.request import Ints
 from pigou.runtime import kernels
 from pigou.runtime.attention import HeadNorm, PagedAttention
-from pigou.runtime.batch import Batch
+from pigou.runtime.batch import Batch, Chunk
 from pigou.runtime.cache import KVCache
 from pigou.runtime.config import ModelConfig
 from pigou.runtime.simd import LANES
@@ -18,7 +18,7 @@ from pigou.runtime.stored import stored
 
 
 class CPUAttention(PagedAttention):
-    """Reads keys and values where they lie, so that a decode gathers nothing."""
+    """Reads keys and values where they lie, so that nothing is gathered."""
 
     @staticmethod
     def supports(config: ModelConfig, cache: KVCache) -> bool:
@@ -38,32 +38,30 @@ class CPUAttention(PagedAttention):
     def begin(self, batch: Batch) -> None:
         """Take up a step."""
         self.batch = batch
-        entries = int(batch.slots[: batch.singles].sum()) + batch.singles
-        self._work = 0.08 * entries * self.config.heads * self.config.head_dim
-        self._pasts = [self._chunk_past(chunk) for chunk in batch.chunks]
+        numbers = self.config.heads * self.config.head_dim
+        self._decoding = 0.08 * numbers * (int(batch.slots[: batch.singles].sum()) + batch.singles)
+        self._tiles = _tiles(batch.chunks)
+        seen = sum(chunk.count * (2 * chunk.past + chunk.count) // 2 for chunk in batch.chunks)
+        self._prefilling = 0.04 * numbers * seen
 
     def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
         """Attend in one layer, as `PagedAttention` does."""
         batch, config, size = self.batch, self.config, self.block_size
         heads = qkv.view(batch.size, -1, config.head_dim)
         out = qkv.new_empty((batch.size, config.heads, config.head_dim))
-        array, kv = stored(heads), self._layers[layer]
+        array, result, kv = stored(heads), stored(out), self._layers[layer]
         norms, eps = self._no_norm, 0.0
         if norm is not None:
             norms, eps = self._norm(layer, norm), norm.eps
         where = (norms, eps, self._table, batch.places, self.tables, kv, size)
         if batch.singles:
             tasks = (0, batch.singles * config.kv_heads)
-            spread(kernels.decode, self._work, tasks, array, *where, self._queries, stored(out))
+            spread(kernels.decode, self._decoding, tasks, array, *where, self._queries, result)
         if batch.chunks:
             tokens = (batch.singles, batch.size)
             spread(kernels.place, 1.0 * heads.numel(), tokens, array, *where)
-            query, key, value = torch.split(
-                heads, [config.heads, config.kv_heads, config.kv_heads], dim=1
-            )
-            for chunk, past in zip(batch.chunks, self._pasts, strict=True):
-                here = slice(chunk.first, chunk.first + chunk.count)
-                self._chunk(layer, (query[here], key[here], value[here]), past, out[here])
+            tasks, among = (0, len(self._tiles) * config.heads), (self._tiles, self.tables, kv)
+            spread(kernels.prefill, self._prefilling, tasks, array, *among, size, result)
         return out.view(batch.size, -1)
 
     def _norm(self, layer: int, norm: HeadNorm) -> kernels.Stored:
@@ -75,3 +73,13 @@ class CPUAttention(PagedAttention):
 def _padded(group: int) -> int:
     """Round up to 1, 2, 4, or a multiple of 8: the heights of the kernels' products."""
     return next((rows for rows in (1, 2, 4) if group <= rows), -(-group // 8) * 8)
+
+
+def _tiles(chunks: list[Chunk]) -> Ints:
+    """Cut chunks into the tiles of `kernels.prefill`."""
+    tiles = [
+        (chunk.first + at, min(kernels.TILE, chunk.count - at), chunk.past + at, chunk.row)
+        for chunk in chunks
+        for at in range(0, chunk.count, kernels.TILE)
+    ]
+    return np.array(tiles, dtype=np.int32).reshape(-1, 4)

@@ -175,8 +175,9 @@ class TorchExecutor:
                 tokens=np.full(len(plan.rows), -1, dtype=np.int32),
                 finished=np.zeros(len(plan.rows), dtype=np.bool_),
             )
-            everything = None if asked else wanted
-            hidden = self.model.hidden(batch.tokens, self._attention, everything)
+            # Where every token samples, they are the plan's single tokens, in its order.
+            some = None if asked or len(wanted) == batch.size else wanted
+            hidden = self.model.hidden(batch.tokens, self._attention, some)
             if asked:
                 self._report_prompts(plan, sequences, batch, hidden, output)
                 hidden, asked = hidden[wanted], []

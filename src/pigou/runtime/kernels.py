@@ -14,18 +14,20 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 from numpy.typing import NDArray
 
 import pigou.kv.compiled  # noqa: F401  (chooses where numba keeps what it compiled)
 from pigou.request import Ints
 from pigou.runtime.simd import LANES, float_of, narrow, product, widen
+from pigou.runtime.team import team
 
 Stored = NDArray[Any]
 Floats = NDArray[np.float32]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-
+#: Tokens that `prefill` attends with at once.
+TILE = 8
 #: First and last row, the last not included, that a call works on.
 Range = tuple[int, int]
 
@@ -35,11 +37,6 @@ def fast(function: Function) -> Function:
     math = {"reassoc", "contract", "arcp", "nsz"}
     compiler = njit(cache=True, nogil=True, fastmath=math, error_model="numpy")
     return cast(Function, compiler(function))
-
-
-def parallel(function: Function) -> Function:
-    """Compile so that the iterations of `prange` run on several threads."""
-    return cast(Function, njit(cache=True, nogil=True, parallel=True)(function))
 
 
 @fast
@@ -178,8 +175,9 @@ def multiply(
 
 @fast
 def attend(
-    query: Floats, kv: Stored, table: Ints, head: int, entries: int, size: int, out: Floats
-) -> None:
+    query: Floats, kv: Stored, table: Ints, head: int, entries: int, last: int, size: int,
+    out: Floats,
+) -> None:  # fmt: skip
     """Attend with some queries of one KV head to the first entries of a sequence.
 
     Args:
@@ -187,12 +185,13 @@ def attend(
         kv: a layer of the cache.
         table: block ids of the sequence.
         head: the KV head.
-        entries: that the queries see, at least 1.
+        entries: that the first query sees, at least 1.
+        last: most entries that a query sees: each sees one more than the one before, up to this.
         size: tokens in a block.
         out: shape of `query`.
     """
     rows, width = query.shape
-    blocks = (entries + size - 1) // size
+    blocks = (last + size - 1) // size
     stride = blocks * size
     scores = np.zeros((rows, stride), np.float32)
     out[:] = np.float32(0.0)
@@ -210,10 +209,12 @@ def attend(
                 )  # fmt: skip
     lanes = np.empty(LANES, np.float32)
     for row in range(rows):
-        softmax(scores[row], entries, lanes)
+        seen = min(entries + row, last)
+        softmax(scores[row], seen, lanes)
+        scores[row, seen:last] = np.float32(0.0)
     for block in range(blocks):
         values = base + table[block] * kv.strides[0] + kv.strides[1]
-        depth = min(size, entries - block * size)
+        depth = min(size, last - block * size)
         for first in range(0, rows, step):
             for d in range(0, width, LANES):
                 multiply(
@@ -270,7 +271,7 @@ def decode(
         store(key, qkv[token, heads + kv_heads + head], kv, table, head, slot, size)
         for j in range(group):
             rotate(qkv[token, head * group + j], norms[0], eps, turn, scale, query[j])
-        attend(query, kv, table, head, slot + 1, size, result)
+        attend(query, kv, table, head, slot + 1, slot + 1, size, result)
         for j in range(group):
             for d in range(width):
                 out[token, head * group + j, d] = narrow(result[j, d], out)
@@ -300,44 +301,92 @@ def place(
 
 
 @fast
-def share(rows: Range, part: int, parts: int) -> Range:
-    """Return the part-th of equal shares of a range."""
-    first, count = rows[0], rows[1] - rows[0]
-    return first + count * part // parts, first + count * (part + 1) // parts
-
-
-@parallel
-def spread_add_norm(
-    parts: int, rows: Range, x: Stored, residual: Stored, weight: Stored, eps: float, out: Stored
+def prefill(
+    tasks: Range, qkv: Stored, tiles: Ints, tables: Ints, kv: Stored, size: int, out: Stored
 ) -> None:
+    """Attend for successive tokens of chunks, after `place`.
+
+    Args:
+        tasks: range of tile * heads + query head.
+        qkv: rotated queries, shape (at least tokens, heads + 2 kv_heads, head_dim).
+        tiles: of up to `TILE` successive tokens: first token, how many, slot of the first, and row
+            of the batch, shape (tiles, 4).
+        tables: block ids by row of the batch.
+        kv: a layer of the cache.
+        size: tokens in a block.
+        out: shape (at least tokens, heads, head_dim).
+    """
+    _, heads, width = out.shape
+    group = heads // kv.shape[2]
+    scale = np.float32(1.0 / np.sqrt(width))
+    query = np.zeros((TILE, width), np.float32)
+    result = np.empty((TILE, width), np.float32)
+    for task in range(tasks[0], tasks[1]):
+        tile, head = task // heads, task % heads
+        first, count, slot, row = tiles[tile]
+        for j in range(count):
+            for d in range(width):
+                query[j, d] = widen(qkv[first + j, head, d]) * scale
+        rows = 1
+        while rows < count:
+            rows *= 2
+        last = slot + count
+        attend(query[:rows], kv, tables[row], head // group, slot + 1, last, size, result[:rows])
+        for j in range(count):
+            for d in range(width):
+                out[first + j, head, d] = narrow(result[j, d], out)
+
+
+# Each of these calls the kernel of its name on the threads of `start` (see `team`). The first three
+# arguments are those of `team`, the others the kernel's.
+
+
+@fast
+def spread_add_norm(
+    start: int, threads: int, parts: int, rows: Range, x: Stored, residual: Stored,
+    weight: Stored, eps: float, out: Stored,
+) -> None:  # fmt: skip
     """Call `add_norm` on several threads."""
-    for part in prange(parts):
-        add_norm(share(rows, part, parts), x, residual, weight, eps, out)
+    team(start, threads, parts, add_norm, (rows, x, residual, weight, eps, out))
 
 
-@parallel
-def spread_gate(parts: int, rows: Range, x: Stored, out: Stored) -> None:
+@fast
+def spread_gate(start: int, threads: int, parts: int, rows: Range, x: Stored, out: Stored) -> None:
     """Call `gate` on several threads."""
-    for part in prange(parts):
-        gate(share(rows, part, parts), x, out)
+    team(start, threads, parts, gate, (rows, x, out))
 
 
-@parallel
+@fast
+def spread_argmax(
+    start: int, threads: int, parts: int, rows: Range, x: Stored, out: NDArray[np.int64]
+) -> None:
+    """Call `argmax` on several threads."""
+    team(start, threads, parts, argmax, (rows, x, out))
+
+
+@fast
 def spread_decode(
-    parts: int, tasks: Range, qkv: Stored, norms: Stored, eps: float, turns: Floats, places: Ints,
-    tables: Ints, kv: Stored, size: int, queries: int, out: Stored,
+    start: int, threads: int, parts: int, tasks: Range, qkv: Stored, norms: Stored, eps: float,
+    turns: Floats, places: Ints, tables: Ints, kv: Stored, size: int, queries: int, out: Stored,
 ) -> None:  # fmt: skip
     """Call `decode` on several threads."""
-    for part in prange(parts):
-        some = share(tasks, part, parts)
-        decode(some, qkv, norms, eps, turns, places, tables, kv, size, queries, out)
+    arguments = (tasks, qkv, norms, eps, turns, places, tables, kv, size, queries, out)
+    team(start, threads, parts, decode, arguments)
 
 
-@parallel
+@fast
 def spread_place(
-    parts: int, tokens: Range, qkv: Stored, norms: Stored, eps: float, turns: Floats,
-    places: Ints, tables: Ints, kv: Stored, size: int,
+    start: int, threads: int, parts: int, tokens: Range, qkv: Stored, norms: Stored, eps: float,
+    turns: Floats, places: Ints, tables: Ints, kv: Stored, size: int,
 ) -> None:  # fmt: skip
     """Call `place` on several threads."""
-    for part in prange(parts):
-        place(share(tokens, part, parts), qkv, norms, eps, turns, places, tables, kv, size)
+    team(start, threads, parts, place, (tokens, qkv, norms, eps, turns, places, tables, kv, size))
+
+
+@fast
+def spread_prefill(
+    start: int, threads: int, parts: int, tasks: Range, qkv: Stored, tiles: Ints, tables: Ints,
+    kv: Stored, size: int, out: Stored,
+) -> None:  # fmt: skip
+    """Call `prefill` on several threads."""
+    team(start, threads, parts, prefill, (tasks, qkv, tiles, tables, kv, size, out))

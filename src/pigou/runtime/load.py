@@ -17,6 +17,7 @@ from pigou.runtime.cpu_attention import CPUAttention
 from pigou.runtime.errors import ModelError
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.grammar import read_grammars
+from pigou.runtime.memory import keep_memory
 from pigou.runtime.models.decoder import Decoder, load_decoder
 from pigou.runtime.ops import KernelOps, TorchOps
 from pigou.runtime.warmup import WARM_UP_TOKENS, warm_up
@@ -112,6 +113,8 @@ def load(model: str | Path, dtype: str = "auto", device: str = "cpu") -> LoadedM
     place = _device(device)
     with torch.inference_mode(), Weights(folder, chosen, place) as weights:
         decoder = load_decoder(config, weights, KernelOps() if place.type == "cpu" else TorchOps())
+    if place.type == "cpu":
+        keep_memory()
     return LoadedModel(
         name=str(model),
         folder=folder,

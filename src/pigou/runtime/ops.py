@@ -69,5 +69,5 @@ class KernelOps:
     def argmax(self, x: Tensor) -> Tensor:
         """Return the index of the first largest number of each row."""
         out = torch.empty(x.shape[0], dtype=torch.int64)
-        kernels.argmax((0, len(x)), stored(x), out.numpy())
+        spread(kernels.argmax, 0.1 * x.numel(), (0, len(x)), stored(x), out.numpy())
         return out

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import numba
 import torch
 
 from pigou.runtime import kernels
+from pigou.runtime.team import team_start
 
-#: Work, in about nanoseconds of one thread, below which waking another does not pay.
-WORTH = 150_000.0
+#: Work, in about nanoseconds of one thread, below which handing a part to another does not pay.
+WORTH = 20_000.0
+#: Parts for each thread: one that comes late then leaves more of them to the others.
+_SHARES = 4
 
 _SPREAD: dict[Callable[..., None], Callable[..., None]] = {
     kernels.add_norm: kernels.spread_add_norm,
-    kernels.gate: kernels.spread_gate,
+    kernels.argmax: kernels.spread_argmax,
     kernels.decode: kernels.spread_decode,
+    kernels.gate: kernels.spread_gate,
     kernels.place: kernels.spread_place,
+    kernels.prefill: kernels.spread_prefill,
 }
-_settings: Any = numba.config
-#: These threads sleep while there is nothing to do, but serve one caller at a time.
-_settings.THREADING_LAYER = "workqueue"
-_one_caller = threading.Lock()
 _worth = WORTH
 
 
-def spread(kernel: Callable[..., None], work: float, rows: kernels.Range, *arguments: Any) -> None:
+def spread(
+    kernel: Callable[..., None], work: float, rows: kernels.Range, *arguments: object
+) -> None:
     """Call a kernel for some rows.
 
     Args:
@@ -37,13 +37,14 @@ def spread(kernel: Callable[..., None], work: float, rows: kernels.Range, *argum
         rows: its first argument.
         arguments: the others.
     """
-    parts = 1 if work < _worth else min(torch.get_num_threads(), _settings.NUMBA_NUM_THREADS)
-    if parts == 1:
+    threads = torch.get_num_threads() if work >= _worth else 1
+    count = rows[1] - rows[0]
+    start = team_start() if threads > 1 and count > 1 else 0
+    if not start:
         kernel(rows, *arguments)
         return
-    with _one_caller:
-        numba.set_num_threads(parts)
-        _SPREAD[kernel](parts, rows, *arguments)
+    parts = min(threads * _SHARES, count)
+    _SPREAD[kernel](start, threads, parts, rows, *arguments)
 
 
 @contextmanager

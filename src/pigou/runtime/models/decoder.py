@@ -42,17 +42,22 @@ class Decoder:
         Args:
             tokens: ids, shape (tokens,).
             attention: after `begin` of the step that they belong to.
-            wanted: which tokens' states are asked for, shape (n,), int64; None for all.
+            wanted: which tokens' states are asked for, shape (n,), int64; None for all. Of the
+                others, the last layer computes nothing but keys and values.
 
         Returns:
             Normed hidden states, shape (n, hidden).
         """
         x = F.embedding(tokens, self.embedding)
         residual = torch.zeros_like(x)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x = layer(x, residual, attention, self.ops)
+        attended = self.layers[-1].attend(x, residual, attention, self.ops)
         if wanted is not None:
-            x, residual = x[wanted], residual[wanted]
+            attended, residual = attended[wanted], residual[wanted]
+        if not len(attended):
+            return residual
+        x = self.layers[-1].feed(attended, residual, self.ops)
         return self.ops.add_norm(x, residual, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -52,9 +52,20 @@ class Layer:
         Returns:
             What is to be added to the residual stream, shape (tokens, hidden).
         """
+        return self.feed(self.attend(x, residual, attention, ops), residual, ops)
+
+    def attend(self, x: Tensor, residual: Tensor, attention: PagedAttention, ops: Ops) -> Tensor:
+        """Apply the layer up to its attention; the arguments are those of the whole layer.
+
+        Returns:
+            Shape (tokens, heads * head_dim).
+        """
         normed = ops.add_norm(x, residual, self.before_attention, self.eps)
-        attended = self.output(attention(self.index, self.qkv(normed), self.head_norm))
-        normed = ops.add_norm(attended, residual, self.before_mlp, self.eps)
+        return attention(self.index, self.qkv(normed), self.head_norm)
+
+    def feed(self, attended: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        """Apply the rest of the layer to some of the tokens, whose residual stream is given."""
+        normed = ops.add_norm(self.output(attended), residual, self.before_mlp, self.eps)
         return self.down(ops.gate(self.gate_up(normed)))
 
 

@@ -1,0 +1,103 @@
+"""Runs compiled kernels on torch's own OpenMP threads.
+
+Two pools of threads would get in each other's way: while the one still looks out for work, the
+other's threads have no core to wake up on. So kernels are handed to the pool that the products
+run on, through the entry that compilers use (`GOMP_parallel`).
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: ARG001  (numba finds an instruction's arguments by position)
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch  # noqa: F401  (loads the OpenMP library that is looked for)
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+
+from pigou.runtime.simd import instruction
+
+_WORD = ir.IntType(32)
+_INDEX = ir.IntType(64)
+_POINTER = ir.IntType(8).as_pointer()
+_MEMBER = ir.FunctionType(ir.VoidType(), [_POINTER])
+#: void GOMP_parallel(void (*member)(void *), void *data, unsigned threads, unsigned flags)
+_START = ir.FunctionType(ir.VoidType(), [_MEMBER.as_pointer(), _POINTER, _WORD, _WORD])
+
+
+@cache
+def team_start() -> int:
+    """Return the address of the entry into torch's OpenMP threads; 0 where it has none."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    for path in sorted({line.split(maxsplit=5)[-1] for line in maps if "/libgomp" in line}):
+        entry = ctypes.CDLL(path).GOMP_parallel
+        return ctypes.cast(entry, ctypes.c_void_p).value or 0
+    return 0
+
+
+@instruction
+def team(_context: Any, start: Any, threads: Any, parts: Any, kernel: Any, arguments: Any) -> Any:
+    """Call a kernel for all parts of its rows, each on whichever thread is free.
+
+    Args (of the instruction; this function says how it is compiled):
+        start: `team_start`, not 0.
+        threads: how many may work.
+        parts: how many pieces the rows are cut into.
+        kernel: a compiled function of a range of rows, and more.
+        arguments: the kernel's arguments, a tuple: first the range of all rows.
+    """
+    function = kernel.dispatcher
+
+    def work(part: int, parts: int, arguments: Any) -> None:
+        first, count = arguments[0][0], arguments[0][1] - arguments[0][0]
+        rows = (first + count * part // parts, first + count * (part + 1) // parts)
+        function(rows, *arguments[1:])
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        start, threads, parts, _, packed = values
+        signature = types.void(types.intp, types.intp, arguments)
+        compiled = context.compile_subroutine(builder, work, signature)
+        shared = ir.LiteralStructType([_INDEX, _INDEX, packed.type])
+        place = builder.alloca(shared)
+        filled = ir.Constant(shared, ir.Undefined)
+        for index, value in enumerate((ir.Constant(_INDEX, 0), parts, packed)):
+            filled = builder.insert_value(filled, value, index)
+        builder.store(filled, place)
+        name = f"{builder.function.name}.member"
+        member = ir.Function(builder.module, _MEMBER, builder.module.get_unique_name(name))
+        member.linkage = "internal"
+        _write_member(context, member, shared, compiled.fndesc, signature)
+        entry = builder.inttoptr(start, _START.as_pointer())
+        data = builder.bitcast(place, _POINTER)
+        builder.call(entry, [member, data, builder.trunc(threads, _WORD), ir.Constant(_WORD, 0)])
+        return context.get_dummy_value()
+
+    whole = types.intp
+    return types.void(whole, whole, whole, kernel, arguments), generate
+
+
+def _write_member(context: Any, member: Any, shared: Any, work: Any, signature: Any) -> None:
+    """Write what each thread does: take the next part, until none is left."""
+    builder = ir.IRBuilder(member.append_basic_block("entry"))
+    loop, body, leave = (member.append_basic_block(name) for name in ("loop", "body", "leave"))
+    place = builder.bitcast(member.args[0], shared.as_pointer())
+
+    def field(index: int) -> Any:
+        return builder.gep(place, [ir.Constant(_WORD, 0), ir.Constant(_WORD, index)])
+
+    following, parts = field(0), builder.load(field(1))
+    arguments = builder.load(field(2))
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    part = builder.atomic_rmw("add", following, ir.Constant(_INDEX, 1), "monotonic")
+    builder.cbranch(builder.icmp_signed("<", part, parts), body, leave)
+    builder.position_at_end(body)
+    context.call_internal_no_propagate(builder, work, signature, [part, parts, arguments])
+    builder.branch(loop)
+    builder.position_at_end(leave)
+    builder.ret_void()
