@@ -6,13 +6,16 @@ time is by the wall, from the sender's `offer` to the receiver's confirmed outco
 through a pipe, threads, handshake, bytes, the checksums of both sides, confirmation. The sender's
 checksums run beside the receiver's copy (shared memory) where there are two cores to do it.
 
-    python -m benchmarks.transfer [--rounds 25] [--sizes 65536 ...] [--json FILE] [--check]
+    python -m benchmarks.transfer [--rounds 25] [--sizes 65536 ...] [--pin] [--json FILE] [--check]
+
+With `--pin` each process keeps to its half of the cores, as workers that are given theirs do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -62,10 +65,12 @@ def serve(block_bytes: int, blocks: int) -> None:
 
 
 @contextmanager
-def sender_process(block_bytes: int, blocks: int) -> Iterator[Callable[[str, int], Any]]:
+def sender_process(
+    block_bytes: int, blocks: int, cores: Sequence[int]
+) -> Iterator[Callable[[str, int], Any]]:
     command = [sys.executable, "-m", "benchmarks.transfer", "--serve", str(block_bytes)]
     process = subprocess.Popen(
-        [*command, "--blocks", str(blocks)],
+        [*command, "--blocks", str(blocks), "--cores", *map(str, cores)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -115,16 +120,27 @@ def memcpy_seconds(target: Any, source: Any) -> float:
     return time.monotonic() - began
 
 
-def measure(sizes: Sequence[int], rounds: int, block_bytes: int) -> dict[int, dict[str, Any]]:
+def halves() -> tuple[list[int], list[int]]:
+    """Cut this process's cores in two; both are all of them where there is but one."""
+    cores = sorted(os.sched_getaffinity(0))
+    middle = len(cores) // 2
+    return cores[:middle] or cores, cores[middle:]
+
+
+def measure(
+    sizes: Sequence[int], rounds: int, block_bytes: int, pinned: bool = False
+) -> dict[int, dict[str, Any]]:
     """Seconds of each measurement, by size and kind, each an array of shape (rounds,)."""
     blocks = max(sizes) // block_bytes
+    theirs, ours = halves() if pinned else [sorted(os.sched_getaffinity(0))] * 2
+    os.sched_setaffinity(0, ours)
     rows = np.zeros((blocks, block_bytes), dtype=np.uint8)
     source = np.ones_like(rows)
     store = HostStore(layout(block_bytes), rows)
     receivers = {name: Receiver(store, TransferConfig(backends=(name,))) for name in BACKENDS}
     kinds = ("memcpy", *BACKENDS)
     seconds: dict[int, dict[str, Any]] = {size: {kind: [] for kind in kinds} for size in sizes}
-    with sender_process(block_bytes, blocks) as offer:
+    with sender_process(block_bytes, blocks, theirs) as offer:
         for turn in range(-WARM_UP, rounds):
             for size in sizes:
                 count = size // block_bytes
@@ -169,19 +185,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--block-bytes", type=int, default=64 << 10)
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--pin", action="store_true", help="half of the cores for each process")
     parser.add_argument("--check", action="store_true", help="fail when the goal is missed")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--blocks", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--cores", type=int, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL)
     if args.serve:
+        os.sched_setaffinity(0, args.cores)
         serve(args.serve, args.blocks)
         return 0
     odd = [size for size in args.sizes if size < args.block_bytes or size % args.block_bytes]
     if odd or args.rounds < 1:
         parser.error(f"sizes {odd} are no multiples of --block-bytes, or --rounds is under 1")
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
-    rows = report(measure(args.sizes, args.rounds, args.block_bytes))
+    rows = report(measure(args.sizes, args.rounds, args.block_bytes, args.pin))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
     goal = [r["of_memcpy"][1] for r in rows if (r["size"], r["kind"]) == (GOAL_SIZE, "shm")]

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -204,9 +205,8 @@ def run(config: WorkerConfig) -> int:
 
         prepare_environment(config.threads)
     sys.setswitchinterval(_SWITCH)
-    parts = build(config)
-    warm_up()
-    warm_backend(parts.core, parts.backend)
+    with ThreadPoolExecutor(1) as preparation:
+        parts = preparation.submit(_prepare, config).result()
 
     async def main() -> int:
         return await WorkerProcess(config, parts).serve()
@@ -215,6 +215,19 @@ def run(config: WorkerConfig) -> int:
     if threading.active_count() > 1 and status:
         os._exit(status)  # a thread that hangs must not keep a dead worker alive
     return status
+
+
+def _prepare(config: WorkerConfig) -> Parts:
+    """Build a worker's parts, and warm them up.
+
+    It must be called on a thread that then ends, and takes its OpenMP threads with it. The engine
+    thread has its own, and where there are more of them than cores, OpenMP no longer lets any
+    look out for work before it sleeps.
+    """
+    parts = build(config)
+    warm_up()
+    warm_backend(parts.core, parts.backend)
+    return parts
 
 
 def _runner() -> Any:

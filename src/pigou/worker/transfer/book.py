@@ -58,6 +58,7 @@ class OfferBook:
         self._offers: dict[str, Offer] = {}
         self._numbers: dict[int, Offer] = {}
         self._next = 0
+        self._sleeps_until = 0
         self._on_release = on_release
         self._change = threading.Condition()
         self._closed = False
@@ -80,9 +81,10 @@ class OfferBook:
                 raise ValueError(f"request {request!r} is offered already")
             offer = Offer(self._next, request, blocks, tokens)
             self._next += 1
-            self._leases.grant(offer.number, time.monotonic_ns())
+            expiry = self._leases.grant(offer.number, time.monotonic_ns())
             self._offers[request] = self._numbers[offer.number] = offer
-            self._change.notify()
+            if expiry < self._sleeps_until:
+                self._change.notify()
             return offer
 
     def find(self, request: str, secret: str) -> Offer:
@@ -135,8 +137,9 @@ class OfferBook:
                 for offer in past:
                     self._forget(offer)
                 if not past:
-                    expiry = self._leases.next_expiry()
+                    self._sleeps_until = expiry = self._leases.next_expiry()
                     self._change.wait(None if expiry == NEVER else (expiry - now) / SECOND)
+                    self._sleeps_until = 0  # awake: it looks before it sleeps again
             for offer in past:
                 log.warning("blocks of request %s expired before they were taken", offer.request)
                 self._released(offer)

@@ -33,6 +33,8 @@ MAX_REQUEST = 64 << 10
 _LENGTH = struct.Struct("!I")
 #: Buffers that one system call takes.
 _IOV_MAX = 512
+#: Bytes that are taken at once where a frame is expected, so that it mostly takes one call.
+_AHEAD = 4096
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -117,6 +119,7 @@ class Link:
     def __init__(self, sock: socket.socket, timeout: int) -> None:
         self._sock = sock
         self._timeout = timeout
+        self._ahead = bytearray()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, frame: Request | Reply, payload: Sequence[memoryview] = ()) -> None:
@@ -131,13 +134,14 @@ class Link:
         Raises:
             TransferError: CUT, TIMEOUT, or PROTOCOL (longer than `limit` bytes, or no such frame).
         """
-        head = bytearray(_LENGTH.size)
-        self.receive_into([memoryview(head)])
-        (length,) = _LENGTH.unpack(head)
+        self._fill(_LENGTH.size)
+        (length,) = _LENGTH.unpack_from(self._ahead)
         if length > limit:
             raise TransferError(Reason.PROTOCOL, f"a frame of {length} bytes; at most {limit}")
-        body = bytearray(length)
-        self.receive_into([memoryview(body)])
+        end = _LENGTH.size + length
+        self._fill(end)
+        body = bytes(self._ahead[_LENGTH.size : end])
+        del self._ahead[:end]
         try:
             return decoder.decode(body)
         except msgspec.DecodeError as error:
@@ -150,16 +154,31 @@ class Link:
             TransferError: CUT, or TIMEOUT when they are not full in time.
         """
         left = [buffer for buffer in buffers if buffer.nbytes]
+        while left and self._ahead:
+            count = min(left[0].nbytes, len(self._ahead))
+            left[0][:count] = self._ahead[:count]
+            del self._ahead[:count]
+            left = _beyond(left, count)
         deadline = time.monotonic_ns() + self._timeout
         while left:
-            self._patience(deadline)
-            try:
-                count = self._sock.recvmsg_into(left[:_IOV_MAX])[0]
-            except OSError as error:
-                raise _failure(error) from error
-            if count == 0:
-                raise TransferError(Reason.CUT, "the peer closed the connection")
-            left = _beyond(left, count)
+            left = _beyond(left, self._receive(left[:_IOV_MAX], deadline))
+
+    def _fill(self, size: int) -> None:
+        """Have `size` bytes ahead, or a few more that came with them."""
+        deadline = time.monotonic_ns() + self._timeout
+        while (missing := size - len(self._ahead)) > 0:
+            room = memoryview(bytearray(max(missing, _AHEAD)))
+            self._ahead += room[: self._receive([room], deadline)]
+
+    def _receive(self, buffers: Sequence[memoryview], deadline: int) -> int:
+        self._patience(deadline)
+        try:
+            count = self._sock.recvmsg_into(buffers)[0]
+        except OSError as error:
+            raise _failure(error) from error
+        if count == 0:
+            raise TransferError(Reason.CUT, "the peer closed the connection")
+        return count
 
     def _send_all(self, buffers: Sequence[memoryview]) -> None:
         left = [buffer for buffer in buffers if buffer.nbytes]

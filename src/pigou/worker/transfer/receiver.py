@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from pigou.request import Ints
+from pigou.worker.transfer import xxh3
 from pigou.worker.transfer.config import TransferConfig
 from pigou.worker.transfer.outcome import Outcome, Reason, Stats, Tally, TransferError
 from pigou.worker.transfer.pull import Puller
@@ -58,6 +59,7 @@ class Receiver:
             store: where pulled blocks are written.
             config: limits.
         """
+        xxh3.warm_up()
         self._config = config or TransferConfig()
         self._store = store
         self._tally = Tally()

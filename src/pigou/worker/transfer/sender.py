@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pigou.request import SECOND, Ints
+from pigou.worker.transfer import xxh3
 from pigou.worker.transfer.book import Offer, OfferBook
 from pigou.worker.transfer.checksum import checksums_in
 from pigou.worker.transfer.config import TransferConfig
@@ -53,6 +54,7 @@ class Sender:
             OSError: the address cannot be bound.
             ValueError: the blocks do not lie in `memory`.
         """
+        xxh3.warm_up()
         self._config = config or TransferConfig()
         self._store = store
         self._fingerprint = store.layout.fingerprint()

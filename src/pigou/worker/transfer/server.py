@@ -54,6 +54,7 @@ class SideChannel:
         self._config = config
         self._engine = engine
         self._layout = layout
+        self._fingerprint = layout.fingerprint()
         self._book = book
         self._exports = exports
         self._tally = tally
@@ -171,7 +172,7 @@ class SideChannel:
         link.send(Confirm(held))
 
     def _check(self, request: Open, offer: Offer) -> Export:
-        if request.layout != self._layout.fingerprint():
+        if request.layout != self._fingerprint:
             raise TransferError(
                 Reason.LAYOUT, f"the sender's blocks are {self._layout}; yours are not"
             )

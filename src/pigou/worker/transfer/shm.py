@@ -11,7 +11,7 @@ import numpy as np
 
 from pigou.request import Ints
 from pigou.worker.transfer.frames import Grant, Link
-from pigou.worker.transfer.landing import Landing, runs_of
+from pigou.worker.transfer.landing import Landing
 from pigou.worker.transfer.memory import SHARED_DIR, MappedMemory, SharedMemory, host_id
 from pigou.worker.transfer.outcome import Reason, TransferError
 from pigou.worker.transfer.replies import expect_checksums
@@ -82,7 +82,7 @@ class ShmImport:
         """Copy chunk by chunk; the sender may compute its checksums at the same time."""
         rows, ids = self._source(grant, landing)
         lanes = self._helpers if len(landing) * landing.block_bytes >= PARALLEL_BYTES else 0
-        chunks = deque(landing.chunks())  # its methods are atomic: the lanes share it
+        chunks = deque(landing.copies())  # its methods are atomic: the lanes share it
         helpers = [self._pool.submit(_lane, rows, ids, landing, chunks) for _ in range(lanes)]
         try:
             _lane(rows, ids, landing, chunks, renew)
@@ -142,19 +142,5 @@ def _lane(
             first, count = chunks.popleft()
         except IndexError:
             return  # another lane took the last
-        targets = landing.targets(first, count)
-        _copy(runs_of(rows, ids[first : first + count]), targets)
-        landing.accept(first, targets)
+        landing.copy(first, rows, ids[first : first + count])
         renew()
-
-
-def _copy(sources: list[Bytes], targets: list[Bytes]) -> None:
-    """Copy rows of the one list of runs to rows of the other, in order."""
-    if [len(run) for run in sources] == [len(run) for run in targets]:
-        for source, target in zip(sources, targets, strict=True):
-            np.copyto(target, source)
-        return
-    rows = (row for run in sources for row in run)
-    for target in targets:
-        for row in target:
-            np.copyto(row, next(rows))
