@@ -35,7 +35,7 @@ def test_stored_blocks_are_found_by_their_tokens() -> None:
     index.apply("w", [stored(0, 2), stored(2, 1)])
     assert overlap(index) == 3
     assert overlap(index, worker="other") == 0
-    assert len(index.cache("w").blocks) == 3
+    assert index.cache("w").blocks == 3
 
 
 def test_an_extension_hashes_as_the_whole() -> None:
@@ -81,7 +81,7 @@ def test_a_block_without_tokens_or_parent_is_counted_and_never_matched() -> None
     hidden = Stored((1,), None, (), SIZE)
     index.apply("w", [hidden, stored(2, 1)])
     assert overlap(index) == 0
-    assert len(index.cache("w").blocks) == 2
+    assert index.cache("w").blocks == 2
 
 
 def test_a_lost_cache_is_forgotten_and_rebuilt_from_live_events() -> None:
@@ -121,4 +121,4 @@ def test_the_index_answers_as_a_plain_set_would(
     held = {block for block, _ in truth}
     expected = next((i for i in range(5) if i not in held), 5)
     assert overlap(index) == expected
-    assert len(index.cache("w").blocks) == len(held)
+    assert index.cache("w").blocks == len(held)

@@ -1,0 +1,84 @@
+"""Entries of one worker: growing arrays under names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pigou.control.index import entry_kernels as kernels
+from pigou.control.index.entry_kernels import Counts, Words
+from pigou.request import Ints
+
+_LEAST = 64
+_NOTHING: Words = np.zeros((0, 2), dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Keys and tiers (bits) that a worker holds once more, and once less, shape (n, 2) each."""
+
+    gained: Words
+    lost: Words
+
+
+class Entries:
+    """Arrays of `pigou.control.index.entry_kernels`, which grow up to a limit."""
+
+    _keys = kernels.VALUE  # the column of `names` that has them
+
+    def __init__(self, limit: int) -> None:
+        """Start empty, with room for `limit` entries at most, at least 1."""
+        self.limit = limit
+        self.counts: Counts = np.zeros(4, dtype=np.int64)
+        self._before = 0
+        self._arrays(min(_LEAST, limit))
+
+    def __len__(self) -> int:
+        return int(self.counts[kernels.USED])
+
+    @property
+    def evicted(self) -> int:
+        """Entries that were given up to stay within limits."""
+        return int(self.counts[kernels.EVICTED])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        return self.links.nbytes + self.names.nbytes + self.slots.nbytes
+
+    def grown(self) -> int:
+        """Return by how many entries it grew since the last call."""
+        before, self._before = self._before, len(self)
+        return self._before - before
+
+    def reserve(self, more: int) -> None:
+        """Make room for so many new entries, as far as the limit goes."""
+        wanted, size = min(len(self) + more, self.limit), len(self.links) - 1
+        if wanted <= size:
+            return
+        while size < wanted:
+            size = min(2 * size, self.limit)
+        links, names, slots = self.links, self.names, self.slots
+        self._arrays(size)
+        self.links[: len(links)] = links
+        self.names[: len(names)] = names
+        kernels.enter_all(slots, self.slots)
+
+    def clear(self) -> Change:
+        """Forget all entries; what was counted as evicted stays."""
+        lost = pairs(len(self))
+        less = kernels.list_all(self.links, self.names, self.counts, self._keys, lost)
+        self.counts[: kernels.EVICTED] = 0
+        self._arrays(min(_LEAST, self.limit))
+        return Change(pairs(0), lost[:less])
+
+    def _arrays(self, entries: int) -> None:
+        self.links: Ints = np.zeros((entries + 1, kernels.WIDTH), dtype=np.int32)
+        self.names: Words = np.zeros((entries + 1, 2), dtype=np.uint64)
+        self.slots: Words = np.zeros(1 << (2 * entries - 1).bit_length(), dtype=np.uint64)
+
+
+def pairs(count: int) -> Words:
+    """Return an uninitialised array for `count` keys and their tiers."""
+    return np.empty((count, 2), dtype=np.uint64) if count else _NOTHING

@@ -1,0 +1,381 @@
+"""Compiled kernels of the index's table: who holds a key. `pigou.control.index.table` wraps them.
+
+rows: uint64, shape (rows + 1, 1 + 3 words). A row has a key (0 where it is free) and, for each
+    tier, one bit a worker, in words of 64. Row 0 is the sentinel of the list of free rows,
+    whose neighbours are in columns 1 and 2. Keys that are stored one after the other are in
+    rows that follow one another, as far as these are free: who walks down a chain looks at
+    the next row first.
+slots: uint64, a power of two; open addressing with linear probing from a key to its row: tag
+    (32 bits of the spread key, where probing begins) and row, 0 where empty.
+twins: uint64, shape (a power of two, 3): key, place (3 worker + tier) and how often, beyond
+    the first time, this worker holds this key in this tier (count 0 where empty).
+totals: int64, shape (3,); rows and twins in use, and the highest row ever used.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.kv.compiled import bare_kernel, inlined
+from pigou.request import BlockKeys
+
+Words: TypeAlias = NDArray[np.uint64]
+Counts: TypeAlias = NDArray[np.int64]
+
+#: Tiers, the nearest first.
+DEVICE, HOST, STORAGE = range(3)
+TIERS = 3
+#: Columns of free `rows`.
+NEXT, PREV = 1, 2
+#: Entries of `totals`.
+ROWS, TWINS, TOP = range(3)
+
+_ONE = np.uint64(1)
+_NONE = np.uint64(0)
+
+
+# --- slots (also in `entry_kernels`: kernels that call one another live in one file) ---------
+
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio (Knuth, 6.4)
+_HALF = np.uint64(32)
+_LOW = np.uint64(2**32 - 1)
+
+
+@inlined
+def find(names: Words, slots: Words, name: np.uint64) -> int:
+    """Row of `names` whose first column is `name`, or 0."""
+    mask = slots.shape[0] - 1
+    tag = (name * _SPREAD) >> _HALF
+    i = np.int64(tag) & mask
+    while slots[i] != 0:
+        if slots[i] >> _HALF == tag:
+            row: int = np.int64(slots[i] & _LOW)  # type: ignore[assignment]
+            if names[row, 0] == name:
+                return row
+        i = (i + 1) & mask
+    return 0
+
+
+@inlined
+def enter(slots: Words, name: np.uint64, row: int) -> None:
+    """Make a row findable by its name, which must not be there yet."""
+    mask = slots.shape[0] - 1
+    tag = (name * _SPREAD) >> _HALF
+    i = np.int64(tag) & mask
+    while slots[i] != 0:
+        i = (i + 1) & mask
+    slots[i] = (tag << _HALF) | np.uint64(row)
+
+
+@bare_kernel
+def enter_all(old: Words, slots: Words) -> None:
+    """Enter all that `old` has into new, empty slots."""
+    mask = slots.shape[0] - 1
+    for slot in old:
+        if slot != 0:
+            i = np.int64(slot >> _HALF) & mask
+            while slots[i] != 0:
+                i = (i + 1) & mask
+            slots[i] = slot
+
+
+@inlined
+def strike(slots: Words, name: np.uint64, row: int) -> None:
+    """Make a row unfindable, closing the gap (no tombstones)."""
+    mask = slots.shape[0] - 1
+    tag = (name * _SPREAD) >> _HALF
+    slot = (tag << _HALF) | np.uint64(row)
+    gap = np.int64(tag) & mask
+    while slots[gap] != slot:
+        gap = (gap + 1) & mask
+    i = gap
+    while True:
+        i = (i + 1) & mask
+        if slots[i] == 0:
+            break
+        start = np.int64(slots[i] >> _HALF)
+        if ((i - start) & mask) >= ((i - gap) & mask):
+            slots[gap] = slots[i]
+            gap = i
+    slots[gap] = 0
+
+
+# --- rows -----------------------------------------------------------------------------------
+
+
+@inlined
+def take_row(rows: Words, totals: Counts, after: int) -> int:
+    """Return a free row: the one right behind `after` where that is possible."""
+    totals[ROWS] += 1
+    row = after + 1
+    if row <= totals[TOP] and rows[row, 0] != 0:
+        row = totals[TOP] + 1
+    if row > totals[TOP]:
+        head: int = np.int64(rows[0, NEXT])  # type: ignore[assignment]
+        if row < rows.shape[0] and (after == totals[TOP] or head == 0):
+            totals[TOP] = row
+            return row
+        row = head
+    before, behind = rows[row, PREV], rows[row, NEXT]
+    rows[before, NEXT] = behind
+    rows[behind, PREV] = before
+    rows[row, NEXT] = 0
+    rows[row, PREV] = 0
+    return row
+
+
+@inlined
+def give_row(rows: Words, totals: Counts, row: int) -> None:
+    """Free a row whose bits are all 0; it goes to the end of the list."""
+    before = rows[0, PREV]
+    rows[row, 0] = 0
+    rows[row, PREV] = before
+    rows[before, NEXT] = row
+    rows[0, PREV] = row
+    totals[ROWS] -= 1
+
+
+@inlined
+def row_of(rows: Words, slots: Words, key: np.uint64, after: int) -> int:
+    """Row of a key, or 0; the one behind `after` is looked at first."""
+    if after + 1 < rows.shape[0] and rows[after + 1, 0] == key and key != 0:
+        return after + 1
+    return find(rows, slots, key)
+
+
+@bare_kernel
+def widen(old: Words, old_words: int, rows: Words, words: int) -> None:
+    """Copy all rows into new ones, which may be more, or have more words."""
+    for i in range(old.shape[0]):
+        if old[i, 0] == 0:
+            rows[i, NEXT] = old[i, NEXT]
+            rows[i, PREV] = old[i, PREV]
+            continue
+        rows[i, 0] = old[i, 0]
+        for tier in range(TIERS):
+            for w in range(old_words):
+                rows[i, 1 + tier * words + w] = old[i, 1 + tier * old_words + w]
+
+
+# --- twins ----------------------------------------------------------------------------------
+
+
+@inlined
+def home(key: np.uint64, place: np.uint64, mask: int) -> int:
+    """Where the search for a twin begins."""
+    start: int = np.int64(((key ^ place) * _SPREAD) >> _HALF) & mask  # type: ignore[assignment]
+    return start
+
+
+@inlined
+def find_twin(twins: Words, key: np.uint64, place: np.uint64) -> int:
+    """Row of a twin, or the empty one where it would go."""
+    mask = twins.shape[0] - 1
+    i = home(key, place, mask)
+    while twins[i, 2] != 0 and (twins[i, 0] != key or twins[i, 1] != place):
+        i = (i + 1) & mask
+    return i
+
+
+@inlined
+def copy_twin(old: Words, i: int, twins: Words, to: int) -> None:
+    """Copy a row of twins."""
+    for column in range(3):
+        twins[to, column] = old[i, column]
+
+
+@bare_kernel
+def rehash_twins(old: Words, twins: Words) -> None:
+    """Copy all twins into a new, empty table."""
+    for i in range(old.shape[0]):
+        if old[i, 2] != 0:
+            copy_twin(old, i, twins, find_twin(twins, old[i, 0], old[i, 1]))
+
+
+@inlined
+def drop_twin(twins: Words, totals: Counts, key: np.uint64, place: np.uint64) -> bool:
+    """Take one off a twin's count; return whether there was one."""
+    mask = twins.shape[0] - 1
+    gap = find_twin(twins, key, place)
+    if twins[gap, 2] == 0:
+        return False
+    twins[gap, 2] -= _ONE
+    if twins[gap, 2] != 0:
+        return True
+    totals[TWINS] -= 1
+    i = gap
+    while True:
+        i = (i + 1) & mask
+        if twins[i, 2] == 0:
+            break
+        if ((i - home(twins[i, 0], twins[i, 1], mask)) & mask) >= ((i - gap) & mask):
+            copy_twin(twins, i, twins, gap)
+            gap = i
+    twins[gap, :] = 0
+    return True
+
+
+# --- who holds what -------------------------------------------------------------------------
+
+
+@inlined
+def add_twin(twins: Words, totals: Counts, key: np.uint64, place: np.uint64) -> None:
+    """Add one to a twin's count."""
+    at = find_twin(twins, key, place)
+    if twins[at, 2] == 0:
+        twins[at, 0] = key
+        twins[at, 1] = place
+        totals[TWINS] += 1
+    twins[at, 2] += _ONE
+
+
+@bare_kernel
+def hold_all(
+    rows: Words, slots: Words, twins: Words, totals: Counts, worker: int, changes: Words
+) -> None:
+    """Note that a worker holds keys (once more): `changes` has a key and tiers a row."""
+    words = (rows.shape[1] - 1) // TIERS
+    word, bit = 1 + worker // 64, _ONE << np.uint64(worker % 64)
+    row = 0
+    for i in range(changes.shape[0]):
+        key, media = changes[i, 0], changes[i, 1]
+        known = row_of(rows, slots, key, row)
+        if known == 0:
+            row = take_row(rows, totals, row)
+            rows[row, 0] = key
+            enter(slots, key, row)
+        else:
+            row = known
+        for tier in range(TIERS):
+            if (media >> np.uint64(tier)) & _ONE == 0:
+                continue
+            if rows[row, word + tier * words] & bit == 0:
+                rows[row, word + tier * words] |= bit
+            else:
+                add_twin(twins, totals, key, np.uint64(TIERS * worker + tier))
+
+
+@bare_kernel
+def let_go_all(
+    rows: Words, slots: Words, twins: Words, totals: Counts, worker: int, changes: Words
+) -> None:
+    """Note that a worker holds keys no longer (once less)."""
+    words = (rows.shape[1] - 1) // TIERS
+    word, bit = 1 + worker // 64, _ONE << np.uint64(worker % 64)
+    row = 0
+    for i in range(changes.shape[0]):
+        key, media = changes[i, 0], changes[i, 1]
+        row = row_of(rows, slots, key, row)
+        for tier in range(TIERS):
+            if (media >> np.uint64(tier)) & _ONE == 0:
+                continue
+            place = np.uint64(TIERS * worker + tier)
+            if totals[TWINS] == 0 or not drop_twin(twins, totals, key, place):
+                rows[row, word + tier * words] &= ~bit
+        others = _NONE
+        for w in range(1, rows.shape[1]):
+            others |= rows[row, w]
+        if others == 0:
+            strike(slots, key, row)
+            give_row(rows, totals, row)
+
+
+# --- walks ----------------------------------------------------------------------------------
+
+
+@inlined
+def count_up(planes: Words, w: int, mask: np.uint64) -> None:
+    """Add one to each worker of a mask; bit b of planes[j, w] is bit j of worker b's count."""
+    carry, j = mask, 0
+    while carry != 0:
+        over = planes[j, w] & carry
+        planes[j, w] ^= carry
+        carry = over
+        j += 1
+
+
+@inlined
+def read_off(planes: Words, worker: int) -> int:
+    """Return the count of a worker."""
+    count, bit = 0, np.uint64(worker % 64)
+    for j in range(planes.shape[0]):
+        count |= np.int64((planes[j, worker // 64] >> bit) & _ONE) << j  # type: ignore[assignment]
+    return count
+
+
+@inlined
+def note_run(gone: np.uint64, w: int, length: int, runs: Counts) -> None:
+    """Write the run of each worker of a mask."""
+    worker = 64 * w
+    while gone != 0:
+        if gone & _ONE:
+            runs[worker] = length
+        gone >>= _ONE
+        worker += 1
+
+
+@bare_kernel
+def overlaps(
+    rows: Words,
+    slots: Words,
+    keys: BlockKeys,
+    workers: Counts,
+    planes: Words,
+    runs: Counts,
+    out: Counts,
+) -> None:
+    """Walk down a chain until nobody who is asked for holds the next block.
+
+    Args:
+        rows: the table.
+        slots: the table.
+        keys: of the chain.
+        workers: numbers of those that are asked for, shape (n,); 0 is nobody, and holds nothing.
+        planes, runs: scratch, shapes (3, 32, words) and (64 words,); planes are zeros, before
+            and after.
+        out: takes how many blocks of each one's leading run are best held in device memory, in
+            host memory and in storage, shape (3, n).
+    """
+    words = planes.shape[2]
+    depth, row, lower = 0, 0, False
+    alive = planes[2, 0]
+    for worker in workers:
+        alive[worker // 64] |= _ONE << np.uint64(worker % 64)
+    for i in range(keys.shape[0]):
+        row = row_of(rows, slots, keys[i], row)
+        if row == 0:
+            break
+        anybody = _NONE
+        for w in range(words):
+            asked = alive[w]
+            far = asked & ~rows[row, 1 + w]
+            if far != 0:
+                host = rows[row, 1 + words + w] & far
+                storage = rows[row, 1 + 2 * words + w] & far & ~host
+                gone = far & ~host & ~storage
+                note_run(gone, w, i, runs)
+                count_up(planes[0], w, host)
+                count_up(planes[1], w, storage)
+                lower = lower or gone != far
+                asked &= ~gone
+                alive[w] = asked
+            anybody |= asked
+        if anybody == 0:
+            break
+        depth = i + 1
+    for w in range(words):
+        note_run(alive[w], w, depth, runs)
+    for k in range(workers.shape[0]):
+        out[0, k] = runs[workers[k]]
+        out[1, k] = 0
+        out[2, k] = 0
+    alive[:] = 0
+    if lower:
+        for k in range(workers.shape[0]):
+            out[1, k] = read_off(planes[0], workers[k])
+            out[2, k] = read_off(planes[1], workers[k])
+            out[0, k] -= out[1, k] + out[2, k]
+        planes[:] = 0
