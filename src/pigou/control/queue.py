@@ -1,85 +1,139 @@
-"""The queue of requests that no worker can take now: bounded, first come first served."""
+"""The queue of requests that no worker can take now."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
 
-from pigou.request import SECOND, Request
+from pigou.control.admission.order import Order
+from pigou.control.admission.shares import Refusal, Shares
+from pigou.control.admission.waiting import Heap, Waiting
+from pigou.request import Request
 
-#: Ends that the drain rate is measured over.
-_ENDS = 64
-_LEAST_RETRY = SECOND
-_MOST_RETRY = 60 * SECOND
-
-
-@dataclass(slots=True)
-class Waiting:
-    """A queued request.
-
-    Attributes:
-        request: the request.
-        since: when it was queued, in nanoseconds.
-        exclude: workers that just failed it.
-        returned: it ran before, and its worker failed; it goes first, and is not shed for space.
-    """
-
-    request: Request
-    since: int
-    exclude: frozenset[str]
-    returned: bool
+_NOBODY: frozenset[str] = frozenset()
 
 
 class WaitQueue:
-    """First come, first served; requests that lost their worker go before new ones."""
+    """Who waits; requests that lost their worker go first, the others in an order of choice.
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._returned: dict[str, Waiting] = {}
-        self._fresh: dict[str, Waiting] = {}
+    The first of them is taken as soon as it can be served, and until then nobody overtakes it:
+    so no request starves for its size. Only a request that waits for want of a worker that it may
+    use (`Waiting.exclude`) lets others pass.
+
+    Each step costs O(log n), whatever the order, and O(sets of excluded workers).
+
+    Attributes:
+        order: who goes next among the new.
+        shares: who may begin to wait.
+    """
+
+    def __init__(self, order: Order, shares: Shares) -> None:
+        self.order = order
+        self.shares = shares
+        self._all: OrderedDict[str, Waiting] = OrderedDict()  # since the longest first
+        self._returned: dict[frozenset[str], Heap] = {}
+        self._returns = 0
+        self._serial = 0
 
     def __len__(self) -> int:
-        return len(self._returned) + len(self._fresh)
+        return len(self._all)
 
     def __iter__(self) -> Iterator[Waiting]:
-        """Who waits, in the order of service; a copy, so that entries may be removed meanwhile."""
-        return iter([*self._returned.values(), *self._fresh.values()])
-
-    @property
-    def full(self) -> bool:
-        """Whether a new request must be refused."""
-        return len(self._fresh) >= self.most
+        """Who waits, those longest that wait first; a copy, so that entries may be removed."""
+        return iter(list(self._all.values()))
 
     def add(self, waiting: Waiting) -> int:
-        """Queue a request; return how many wait before it."""
-        line = self._returned if waiting.returned else self._fresh
-        line[waiting.request.id] = waiting
-        return len(self._returned) - 1 if waiting.returned else len(self) - 1
+        """Queue a request; return how many others may go before it."""
+        self._serial += 1
+        waiting.serial = self._serial
+        self._all[waiting.request.id] = waiting
+        if waiting.returned:
+            self._line(waiting.exclude).add(0, waiting)
+            self._returns += 1
+            return self._returns - 1
+        self.shares.add(waiting)
+        self.order.add(waiting)
+        return len(self._all) - 1
 
-    def remove(self, request: str) -> bool:
-        """Take a request out; return whether it was there."""
-        found = self._returned.pop(request, None) or self._fresh.pop(request, None)
-        return found is not None
+    def remove(self, request: str) -> Waiting | None:
+        """Take a request out that is not served; return it, None if it was not there."""
+        waiting = self._all.pop(request, None)
+        if waiting is not None and waiting.returned:
+            self._leave(waiting)
+        elif waiting is not None:
+            self.shares.remove(waiting)
+            self.order.remove(waiting)
+        return waiting
 
+    def take(self, waiting: Waiting, uncached: int) -> None:
+        """A request was sent to a worker that has `uncached` tokens of its prompt to compute.
 
-class DrainRate:
-    """How fast requests leave the fleet, which is how fast the queue moves."""
-
-    def __init__(self) -> None:
-        self._ends: deque[int] = deque(maxlen=_ENDS)
-
-    def ended(self, now: int) -> None:
-        """Note that a request left."""
-        self._ends.append(now)
-
-    def retry_after(self, ahead: int, now: int) -> int:
-        """Return nanoseconds until `ahead` requests will have left, between 1 and 60 seconds.
-
-        The rate is that of the last ends up to now, so that it falls while nothing ends. With
-        none measured, 1 second.
+        What a tenant is charged for is the first time: that a worker failed is not its fault.
         """
-        if not self._ends:
-            return _LEAST_RETRY
-        span = max(1, now - self._ends[0])
-        return min(_MOST_RETRY, max(_LEAST_RETRY, (ahead + 1) * span // len(self._ends)))
+        del self._all[waiting.request.id]
+        if waiting.returned:
+            self._leave(waiting)
+        else:
+            self.shares.remove(waiting)
+            self.order.taken(waiting, uncached)
+
+    def next(self, now: int, skip: Collection[frozenset[str]] = ()) -> Waiting | None:
+        """Return who goes next, but for requests that exclude just what is in `skip`."""
+        firsts = [line.first() for exclude, line in self._returned.items() if exclude not in skip]
+        found = [each for each in firsts if each is not None]
+        if found:
+            return min(found, key=lambda waiting: waiting.serial)
+        return self.order.first(now)
+
+    def refusal(self, waiting: Waiting) -> Refusal | None:
+        """Return why a newcomer may not wait; None when it may."""
+        return None if waiting.returned else self.shares.refusal(waiting)
+
+    def served(self, request: Request, tokens: int) -> None:
+        """So many output tokens of a routed request came."""
+        self.order.served(request, tokens)
+
+    def excluded(self) -> list[frozenset[str]]:
+        """Return the sets of workers that some request excludes."""
+        return [exclude for exclude in self._returned if exclude]
+
+    def overdue(self, before: int) -> Iterator[Waiting]:
+        """Take out those that wait since `before` or longer, and return them."""
+        while self._all:
+            waiting = next(iter(self._all.values()))
+            if waiting.since > before:
+                return
+            self.remove(waiting.request.id)
+            yield waiting
+
+    def readmit(self, worker: str) -> None:
+        """A worker is well again: nobody excludes it any more."""
+        for exclude in self.excluded():
+            if worker in exclude:
+                for waiting in list(self._returned[exclude]):
+                    self._reopen(waiting, exclude - {worker})
+
+    def forgive(self, before: int) -> None:
+        """Those that wait since `before` or longer exclude no worker any more."""
+        for exclude in self.excluded():
+            waiting = self._returned[exclude].first()
+            while waiting is not None and waiting.since <= before:
+                self._reopen(waiting, _NOBODY)
+                line = self._returned.get(exclude)
+                waiting = None if line is None else line.first()
+
+    def _reopen(self, waiting: Waiting, exclude: frozenset[str]) -> None:
+        self._leave(waiting)
+        waiting.exclude = exclude
+        self._line(exclude).add(0, waiting)
+        self._returns += 1
+
+    def _line(self, exclude: frozenset[str]) -> Heap:
+        return self._returned.setdefault(exclude, Heap())
+
+    def _leave(self, waiting: Waiting) -> None:
+        line = self._returned[waiting.exclude]
+        line.remove(waiting)
+        self._returns -= 1
+        if not line:
+            del self._returned[waiting.exclude]

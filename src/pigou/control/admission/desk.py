@@ -1,0 +1,164 @@
+"""The desk: takes requests in, queues them, refuses them, and says when the next may go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from pigou.config import ControlConfig
+from pigou.control.admission.activity import Activity
+from pigou.control.admission.drain import LEAST_RETRY, DrainRate
+from pigou.control.admission.order import load
+from pigou.control.admission.room import Room
+from pigou.control.admission.shares import Shares
+from pigou.control.admission.waiting import Waiting
+from pigou.control.messages import Choice, Decision, Queue, Route, Shed
+from pigou.control.queue import WaitQueue
+from pigou.control.routing.view import FleetView
+from pigou.request import NEVER, SECOND, Request
+
+#: A worker that failed a request is tried again for it after this time, if no other can serve.
+EXCLUDED_FOR = SECOND
+
+#: Chooses workers for a request; returns them with the tokens of its prompt that are to be
+#: computed, or None when none can take it.
+Choose = Callable[[Waiting], tuple[Choice, int] | None]
+
+
+class Desk:
+    """The queue, the room of the workers, and the rate at which requests leave.
+
+    Attributes:
+        activity: which tenants share the fleet.
+        queue: who waits.
+        room: what workers can be given.
+        rate: how fast requests leave.
+    """
+
+    def __init__(self, config: ControlConfig) -> None:
+        """Start with nobody waiting.
+
+        Raises:
+            ConfigError: there is no order of that name, or it has no such parameter.
+        """
+        order = load(config.admission)
+        self.activity = Activity()
+        shares = Shares(self.activity, config.max_queued, config.max_queued_tokens)
+        self.queue = WaitQueue(order, shares)
+        self.room = Room(config, order.holds_back, order.reserve)
+        self.rate = DrainRate()
+        self._weights = config.tenant_weights
+        self._timeout = config.queue_timeout
+
+    def submit(
+        self, waiting: Waiting, now: int, up: Collection[str], least: float, choose: Choose
+    ) -> Decision:
+        """Decide what becomes of a request.
+
+        Args:
+            waiting: the request.
+            now: nanoseconds.
+            up: workers that are up.
+            least: seconds that its first token takes at least, as far as that is known.
+            choose: as of `drain`.
+        """
+        request = waiting.request.id
+        waiting.weight = self._weights.get(waiting.request.tenant, 1.0)
+        self.activity.seen(waiting.request.tenant, waiting.weight, now)
+        refusal = self.queue.refusal(waiting)  # as it were before this one
+        ahead = self.queue.add(waiting)
+        skip = [each for each in self._blocked(up) if each != waiting.exclude]
+        if self.queue.next(now, skip) is waiting:
+            found = choose(waiting)
+            if found is not None:
+                self.queue.take(waiting, found[1])
+                return Route(request, found[0])
+        late = self._late(waiting, now, least)
+        if refusal is None and late is None:
+            return Queue(request, ahead)
+        self.queue.remove(request)
+        if late is not None:
+            return Shed(request, late, LEAST_RETRY)
+        assert refusal is not None
+        retry = self._retry(waiting, refusal.tenant, now)
+        return Shed(request, refusal.reason, retry, refusal.tenant)
+
+    def drain(self, now: int, up: Collection[str], choose: Choose) -> list[Route]:
+        """Route queued requests, in order, as far as workers have room.
+
+        The first that finds none ends the round, so that it is not overtaken; one that finds none
+        because of whom it excludes lets others pass.
+
+        Args:
+            now: nanoseconds.
+            up: workers that are up.
+            choose: chooses workers, and charges them.
+        """
+        routes: list[Route] = []
+        skip: list[frozenset[str]] = []
+        while (waiting := self.queue.next(now, skip)) is not None:
+            found = choose(waiting)
+            if found is not None:
+                self.queue.take(waiting, found[1])
+                routes.append(Route(waiting.request.id, found[0]))
+            elif waiting.exclude.isdisjoint(up):
+                break
+            else:
+                skip.append(waiting.exclude)
+        return routes
+
+    def overdue(self, now: int) -> list[Shed]:
+        """Take out those that waited too long; the others may soon use any worker again."""
+        shed = []
+        for waiting in self.queue.overdue(now - self._timeout):
+            retry = self._retry(waiting, False, now)
+            shed.append(Shed(waiting.request.id, "it waited too long for a worker", retry))
+        self.queue.forgive(now - EXCLUDED_FOR)
+        return shed
+
+    def above(self, waiting: Waiting) -> bool:
+        """Whether its tenant has more than its part of the fleet."""
+        return self.activity.above(waiting.request.tenant, waiting.weight)
+
+    def began(self, request: Request, choice: Choice, fleet: FleetView, now: int) -> None:
+        """A request was routed; `fleet` is as it saw it."""
+        self.room.take(request, choice, fleet, now)
+        self.activity.began(request.tenant)
+
+    def failed(self, request: Request) -> None:
+        """A routed request lost its worker."""
+        self.room.free(request.id)
+        self.activity.ended(request.tenant)
+
+    def ended(self, request: Request, now: int) -> None:
+        """A routed request left the fleet."""
+        self.rate.ended(now, self.room.free(request.id))
+        self.activity.ended(request.tenant)
+        self.activity.seen(request.tenant, self._weights.get(request.tenant, 1.0), now)
+
+    def served(self, request: Request, tokens: int) -> None:
+        """So many output tokens of a routed request came."""
+        self.room.grew(request.id, tokens)
+        self.queue.served(request, tokens)
+
+    def _blocked(self, up: Collection[str]) -> list[frozenset[str]]:
+        return [each for each in self.queue.excluded() if not each.isdisjoint(up)]
+
+    def _late(self, waiting: Waiting, now: int, least: float) -> str | None:
+        """Return why there is no sense in queueing a newcomer, where the order asks that."""
+        deadline = waiting.request.deadline
+        if not self.queue.order.refuses_late or waiting.returned or deadline == NEVER:
+            return None
+        if now + least * SECOND <= deadline:
+            return None
+        late = (now - deadline) / SECOND + least
+        return f"its first token would come at least {late:.3f} s after its deadline"
+
+    def _retry(self, waiting: Waiting, tenant: bool, now: int) -> int:
+        """Return nanoseconds until all that wait, or all of its tenant, will have left."""
+        shares = self.queue.shares
+        part = 1.0
+        requests, tokens = len(self.queue), shares.tokens
+        if tenant:
+            requests, tokens = shares.held(waiting.request.tenant)
+            part = self.activity.part(waiting.request.tenant, waiting.weight)
+        return self.rate.retry_after(requests + 1, tokens + waiting.tokens, now, part)

@@ -1,0 +1,103 @@
+"""The protocol of orders, and how they are found by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.control.admission.waiting import Waiting
+from pigou.request import Request
+
+GROUP = "pigou.admission"
+#: The key of `ControlConfig.admission` that names the order; the others are its parameters.
+NAME = "order"
+
+
+class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Of an order without parameters."""
+
+
+class Order(Protocol):
+    """Who of the waiting requests goes next.
+
+    Every request goes through it, also one that finds room at once: `add`, `first`, `taken`.
+
+    Attributes:
+        params: parameters, a frozen `msgspec.Struct`; the class is called with one.
+        holds_back: whether the order is void unless next to nothing waits inside the workers.
+        reserve: share of each worker that is closed to tenants above their part of the fleet.
+        refuses_late: whether a newcomer is refused whose deadline cannot be met any more.
+    """
+
+    Params: ClassVar[type[msgspec.Struct]]
+    holds_back: ClassVar[bool]
+    refuses_late: ClassVar[bool]
+
+    @property
+    def reserve(self) -> float:
+        """As the parameters have it."""
+        ...
+
+    def add(self, waiting: Waiting) -> None:
+        """A request begins to wait."""
+        ...
+
+    def remove(self, waiting: Waiting) -> None:
+        """A request waits no more, and was not served."""
+        ...
+
+    def first(self, now: int) -> Waiting | None:
+        """Return who goes next, and stays until it is removed or taken; None when nobody waits."""
+        ...
+
+    def taken(self, waiting: Waiting, uncached: int) -> None:
+        """A request was sent to a worker that has `uncached` tokens of its prompt to compute."""
+        ...
+
+    def served(self, request: Request, tokens: int) -> None:
+        """So many output tokens of a routed request came."""
+        ...
+
+
+def load(chosen: Mapping[str, Any]) -> Order:
+    """Return a new order, by its name in the entry point group `pigou.admission`.
+
+    Args:
+        chosen: `order` is its name, the rest its parameters.
+
+    Raises:
+        ConfigError: there is none of that name (the message lists those that there are), or it
+            has no such parameter.
+    """
+    values = dict(chosen)
+    name = values.pop(NAME, None)
+    found = entry_points(group=GROUP)
+    for entry in found:
+        if entry.name == name:
+            kind = _type(entry)
+            try:
+                params = msgspec.convert(values, kind.Params, strict=False)
+            except msgspec.ValidationError as error:
+                known = ", ".join(kind.Params.__struct_fields__) or "none"
+                raise ConfigError(
+                    f"admission order {name!r}: {_lower(str(error))}; its parameters: {known}"
+                ) from None
+            order: Order = kind(params)
+            return order
+    names = ", ".join(sorted(found.names))
+    raise ConfigError(f"admission order is {name!r}; it must be one of: {names}")
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _type(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"admission order {entry.name!r} cannot be loaded: {error}") from error

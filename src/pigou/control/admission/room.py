@@ -1,0 +1,202 @@
+"""The room: what a worker can be given now, in streams, in tokens, and in pending prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.config import ControlConfig
+from pigou.control.admission.bound import StreamBound
+from pigou.control.estimates import Estimates
+from pigou.control.messages import Choice, LoadReport
+from pigou.control.routing.view import FleetView
+from pigou.control.state import Columns, State
+from pigou.request import SECOND, Request
+
+Flags = NDArray[np.bool_]
+Counts = NDArray[np.int64]
+
+#: Milliseconds of pending prompts after which no more are sent, where an order holds back.
+PREFILL_AHEAD_MS = 50
+_MILLISECONDS = 1000.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """Tokens that a routed request holds on its decode worker."""
+
+    worker: str
+    uncached: int
+    output: int
+    generated: int = 0
+
+
+class Room:
+    """Which workers can take one more request.
+
+    A worker has room for a stream while it has fewer than `max_inflight` of them, while the
+    tokens it is to hold (uncached prompts, and the output that is expected or came, if more) stay
+    within `max_inflight_tokens`, and while the prompts that are to be computed there take no more
+    than `prefill_ahead_ms`. An empty worker takes anything: else what is larger than the budget
+    could never run.
+    """
+
+    def __init__(self, config: ControlConfig, holds_back: bool, reserve: float = 0.0) -> None:
+        """Start without workers.
+
+        Args:
+            config: the limits.
+            holds_back: whether next to nothing should wait inside the workers.
+            reserve: share of streams and tokens that is closed to tenants above their part.
+        """
+        self._open = 1.0 - reserve
+        self._most = config.max_inflight
+        self._budget = config.max_inflight_tokens
+        ahead = config.prefill_ahead_ms or (PREFILL_AHEAD_MS if holds_back else 0)
+        self._ahead = ahead / _MILLISECONDS
+        self._bound = StreamBound() if holds_back and not config.max_inflight else None
+        self._held: dict[str, _Held] = {}
+        self._tokens: dict[str, int] = {}
+        self._changed: dict[str, int] = {}
+
+    @property
+    def holds_prompts(self) -> bool:
+        """Whether the end of a prompt makes room."""
+        return self._ahead > 0.0
+
+    def take(self, request: Request, choice: Choice, fleet: FleetView, now: int) -> None:
+        """A request was routed; `fleet` is as it saw it."""
+        row = fleet.ids.index(choice.decode)
+        need = int(_need(request, fleet)[row])
+        output = int(fleet.output)
+        self._held[request.id] = _Held(choice.decode, need - output, output)
+        self._tokens[choice.decode] = self._tokens.get(choice.decode, 0) + need
+        self._changed[choice.prefill or choice.decode] = now
+
+    def grew(self, request: str, tokens: int) -> None:
+        """So many output tokens came; those beyond what was expected need more room."""
+        held = self._held.get(request)
+        if held is None:
+            return
+        before = max(held.generated, held.output)
+        held.generated += tokens
+        self._tokens[held.worker] += max(held.generated, held.output) - before
+
+    def prefilled(self, worker: str | None, now: int) -> None:
+        """A worker computed a prompt, or was spared it."""
+        if worker is not None:
+            self._changed[worker] = now
+
+    def free(self, request: str) -> int:
+        """A request left its workers; return the tokens that it had asked for, 0 if unknown."""
+        held = self._held.pop(request, None)
+        if held is None:
+            return 0
+        self._tokens[held.worker] -= held.uncached + max(held.generated, held.output)
+        return held.uncached + held.output
+
+    def down(self, worker: str) -> None:
+        """A worker is gone, with all it held."""
+        for request in [key for key, held in self._held.items() if held.worker == worker]:
+            del self._held[request]
+        self._tokens.pop(worker, None)
+        self._changed.pop(worker, None)
+        if self._bound is not None:
+            self._bound.forget(worker)
+
+    def report(self, report: LoadReport, state: State) -> None:
+        """Learn from what a worker says of itself."""
+        row = state.row.get(report.worker)
+        if self._bound is not None and row is not None:
+            self._bound.report(report, int(state.columns.decode_requests[row]))
+
+    def streams(self, state: State, above: bool = False) -> Flags:
+        """Return which workers can take one more stream, whichever it is, (workers,).
+
+        `above`: its tenant has more than its part of the fleet.
+        """
+        columns = state.columns
+        most: Counts = columns.max_seqs
+        if self._most:
+            most = np.full(len(most), self._most)
+        elif self._bound is not None:
+            most = self._bound.of(most, state.ids)
+        if above:
+            most = np.ceil(most * self._open).astype(np.int64)
+        found: Flags = columns.decodes & ((most == 0) | (columns.decode_requests < most))
+        return found
+
+    def held(self, worker: str) -> int:
+        """Return the tokens that a worker holds, or is to hold."""
+        return self._tokens.get(worker, 0)
+
+    def fits(
+        self, request: Request, fleet: FleetView, columns: Columns, above: bool = False
+    ) -> Flags:
+        """Return which workers have the tokens for a request, (workers,)."""
+        budget: Counts = columns.blocks * columns.block_size
+        if self._budget:
+            budget = np.full(len(fleet.ids), self._budget)
+        if above:
+            budget = np.ceil(budget * self._open).astype(np.int64)
+        if not budget.any():
+            return np.ones(len(budget), dtype=np.bool_)
+        held = np.array([self._tokens.get(worker, 0) for worker in fleet.ids], dtype=np.int64)
+        empty = columns.decode_requests == 0
+        found: Flags = (budget == 0) | empty | (held + _need(request, fleet) <= budget)
+        return found
+
+    def ready(
+        self, request: Request, fleet: FleetView, now: int, above: bool = False
+    ) -> tuple[Flags, Flags]:
+        """Return which workers may be sent this prompt, and which its stream, (workers,) each.
+
+        Where there are prefill workers and one may compute this prompt, one of them must be
+        ready for it. It is not worked off by decode workers only because those have much to do.
+        Tenants `above` their part are sent no prompt where another is pending.
+        """
+        everybody = np.ones(len(fleet.ids), dtype=np.bool_)
+        if not self._ahead:
+            return everybody, everybody
+        ready = self._pending(fleet, now) <= (0.0 if above else self._ahead)
+        ready |= fleet.prefill_requests == 0
+        pure = fleet.prefills & ~fleet.decodes
+        able = pure & (request.prompt >= fleet.block_size)
+        if not (request.splits and able.any()):
+            return everybody, ready
+        return ready | ~pure, everybody if (ready & able).any() else ~everybody
+
+    def _pending(self, fleet: FleetView, now: int) -> NDArray[np.float64]:
+        """Return the seconds that the prompts of each worker still take, (workers,).
+
+        What passed since a prompt was sent there, or computed, is taken off. So where the
+        estimates are too high nobody waits for good.
+        """
+        known = fleet.estimates
+        changed = np.array([self._changed.get(worker, now) for worker in fleet.ids], dtype=np.int64)
+        seconds = known.prefill_base * fleet.prefill_requests
+        seconds += known.prefill_token * fleet.prefill_tokens
+        found: NDArray[np.float64] = seconds - (now - changed) / SECOND
+        return found
+
+
+_PRIOR = Estimates.prior(1)
+
+
+def least_seconds(request: Request, fleet: FleetView) -> float:
+    """Return the seconds that a first token takes on the quickest worker; 0 while unknown."""
+    known, prior = fleet.estimates, _PRIOR
+    seen = (known.prefill_token != prior.prefill_token) | (known.prefill_base != prior.prefill_base)
+    if not seen.all() or not len(seen):
+        return 0.0
+    rows = np.arange(len(seen))
+    seconds = known.service(rows, request.prompt - fleet.cached(request.prompt).astype(np.float64))
+    return float(seconds.min())
+
+
+def _need(request: Request, fleet: FleetView) -> Counts:
+    """Return the tokens that a request needs on each worker, (workers,)."""
+    found: Counts = request.prompt - fleet.cached(request.prompt) + int(fleet.output)
+    return found

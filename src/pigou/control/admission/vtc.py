@@ -1,0 +1,200 @@
+"""Fair sharing between tenants by virtual token counters."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.control.admission.waiting import Heap, Waiting
+from pigou.request import Request
+
+#: Tenants are counted up to this many before those that owe nothing are forgotten.
+_MOST_TENANTS = 1024
+
+#: How the requests of one tenant are ordered.
+Within = Literal["fcfs", "priority", "edf"]
+_WITHIN: dict[str, Callable[[Waiting], Any]] = {
+    "fcfs": lambda _: 0,
+    "priority": lambda waiting: waiting.request.priority,
+    "edf": lambda waiting: waiting.request.deadline,
+}
+
+
+class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `Fair`.
+
+    Attributes:
+        input_weight: service that an uncached prompt token counts as (w_p).
+        output_weight: service that an output token counts as (w_q).
+        within: order of one tenant's own requests.
+        reserve: share of each worker's streams and tokens that tenants may not take who have
+            more than their part of the fleet, while others share it.
+        credit: service for each unit of weight that a tenant keeps of what it did not use; 0 is
+            the published rule, under which a tenant that asks for less than its share still
+            waits for its turn after each small burst.
+    """
+
+    input_weight: float = 1.0
+    output_weight: float = 2.0
+    within: Within = "fcfs"
+    reserve: float = 0.0625
+    credit: float = 16384.0
+
+    def __post_init__(self) -> None:
+        """Refuse weights that would count backwards, or nothing."""
+        for name in ("input_weight", "output_weight", "credit"):
+            value = getattr(self, name)
+            if not 0.0 <= value < float("inf"):
+                raise ConfigError(f"{name} is {value}; it must be a finite number from 0")
+        if not 0.0 <= self.reserve < 1.0:
+            raise ConfigError(f"reserve is {self.reserve}; it must be in [0, 1)")
+        if self.input_weight == self.output_weight == 0.0:
+            raise ConfigError("input_weight and output_weight are both 0; one must be above")
+
+
+class _Tenant:
+    """What one tenant had, and who of it waits."""
+
+    __slots__ = ("counter", "entry", "line", "weight")
+
+    def __init__(self, counter: float) -> None:
+        self.counter = counter
+        self.weight = 1.0
+        self.line = Heap()
+        self.entry: tuple[float, int, str] | None = None
+
+
+class Fair:
+    """The tenant that had least service goes first (Virtual Token Counter).
+
+    Every tenant f has a counter c_f of the service it had, over its weight. When it begins to
+    wait, having had nobody waiting, c_f = max(c_f, least - credit), where least is the least c
+    of those that wait (the highest that it has been so far, which without credit is the same).
+    So time that a tenant did not use earns at most the credit. With nobody waiting the counter of
+    the tenant that waited last stands for the least. The tenant of the least counter goes next;
+    then c_f grows by w_p uncached / weight, and by w_q / weight with each output token.
+
+    Two tenants that both wait all the while differ in service, over their weights, by at most
+    2 max(w_p L, w_q M) + credit, where L is the longest prompt and M the most tokens (prompt and
+    output) that are in flight at once, each over the least of their weights (Sheng et al.,
+    "Fairness in Serving Large Language Models", OSDI 2024, whose rule has no credit). M is why the
+    gateway must hold requests back: what was sent to a worker cannot be called back.
+
+    The least counter is found in a heap whose entries may be too low, as counters only rise; one
+    that comes up too low is put right. So each step costs O(log tenants), amortised.
+    """
+
+    Params: ClassVar[type[msgspec.Struct]] = FairParams
+    holds_back: ClassVar[bool] = True
+    refuses_late: ClassVar[bool] = False
+
+    def __init__(self, params: FairParams | None = None) -> None:
+        self.params = params or FairParams()
+        self._within = _WITHIN[self.params.within]
+        self._tenants: dict[str, _Tenant] = {}
+        self._heap: list[tuple[float, int, str]] = []
+        self._pushes = 0
+        self._base = -self.params.credit  # counter of a tenant that is not known, or no more
+        self._highest = 0.0  # that the least counter of those that wait ever was
+        self._last: _Tenant | None = None
+
+    @property
+    def reserve(self) -> float:
+        """Share of each worker that is closed to tenants above their part of the fleet."""
+        return self.params.reserve
+
+    def add(self, waiting: Waiting) -> None:
+        """A request begins to wait; its tenant may owe nothing to those that waited longer."""
+        name = waiting.request.tenant
+        tenant = self._tenant(name)
+        tenant.weight = waiting.weight
+        if not tenant.line:
+            tenant.counter = max(tenant.counter, self._floor())
+            self._push(name, tenant)
+        tenant.line.add(self._within(waiting), waiting)
+
+    def remove(self, waiting: Waiting) -> None:
+        """A request waits no more."""
+        tenant = self._tenants.get(waiting.request.tenant)
+        if tenant is None or tenant.entry is None:
+            return
+        tenant.line.remove(waiting)
+        if not tenant.line:
+            tenant.entry = None
+            self._last = tenant
+
+    def first(self, now: int) -> Waiting | None:  # noqa: ARG002 (protocol)
+        """Return the first of the tenant that had least."""
+        tenant = self._least()
+        return None if tenant is None else tenant.line.first()
+
+    def taken(self, waiting: Waiting, uncached: int) -> None:
+        """Charge the prompt of a request that goes."""
+        self.remove(waiting)
+        self._charge(waiting.request.tenant, self.params.input_weight * uncached)
+
+    def served(self, request: Request, tokens: int) -> None:
+        """Charge output tokens that came."""
+        self._charge(request.tenant, self.params.output_weight * tokens)
+
+    def counter(self, tenant: str) -> float:
+        """Return the service that a tenant had, over its weight."""
+        found = self._tenants.get(tenant)
+        return self._base if found is None else found.counter
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits."""
+        return self._least() is None
+
+    def _charge(self, name: str, service: float) -> None:
+        tenant = self._tenant(name)
+        tenant.counter += service / tenant.weight
+
+    def _floor(self) -> float:
+        """Return the counter that a tenant begins to wait with at least."""
+        least = self._least() or self._last
+        if least is not None:
+            self._highest = max(self._highest, least.counter)
+        return self._highest - self.params.credit
+
+    def _least(self) -> _Tenant | None:
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            tenant = self._tenants.get(entry[2])
+            if tenant is None or tenant.entry is not entry:
+                heapq.heappop(heap)
+            elif entry[0] < tenant.counter:
+                heapq.heappop(heap)
+                self._push(entry[2], tenant)
+            else:
+                return tenant
+        return None
+
+    def _push(self, name: str, tenant: _Tenant) -> None:
+        self._pushes += 1
+        tenant.entry = (tenant.counter, self._pushes, name)
+        heapq.heappush(self._heap, tenant.entry)
+
+    def _tenant(self, name: str) -> _Tenant:
+        found = self._tenants.get(name)
+        if found is None:
+            if len(self._tenants) >= _MOST_TENANTS:
+                self._forget()
+            found = self._tenants[name] = _Tenant(self._base)
+        return found
+
+    def _forget(self) -> None:
+        """Forget tenants that, once they wait again, would begin at the floor anyway."""
+        floor = self._floor()
+        self._base = floor
+        self._tenants = {
+            name: tenant
+            for name, tenant in self._tenants.items()
+            if tenant.line or tenant.counter > floor
+        }
