@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,8 @@ NEVER = 2**63 - 1
 #: Hashes of consecutive full blocks, shape (blocks, 2): 128 bits as two uint64, (high, low).
 #: The pair (0, 0) means "no hash": such a block is never shared.
 BlockHashes: TypeAlias = NDArray[np.uint64]
+#: The router's keys of consecutive full blocks, shape (blocks,); a collision only misroutes.
+BlockKeys: TypeAlias = NDArray[np.uint64]
 #: Indices of blocks, slots or tokens.
 Ints: TypeAlias = NDArray[np.int32]
 #: Nanoseconds.
@@ -55,6 +59,13 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+def _nothing() -> Mapping[Any, Any]:
+    return _NOTHING
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to compute: lengths, block hashes and urgency, but no token ids.
@@ -71,6 +82,11 @@ class Request:
         tenant: whose it is.
         remote: tokens of the prompt whose KV another worker offers; 0 for none.
         hold: keep the prompt's blocks after the finish, until they are released (prefill leg).
+        keys: the router's keys of the prompt by block size; a size that is not there falls back
+            to the low halves of `hashes`.
+        overrides: parameters of the routing policy that hold for this request only.
+        streamed: its driver sees tokens as they come, and tells of them.
+        splits: its prompt may be computed by another worker than the one that streams.
     """
 
     id: str
@@ -83,6 +99,15 @@ class Request:
     tenant: str = ""
     remote: int = 0
     hold: bool = False
+    keys: Mapping[int, BlockKeys] = field(default_factory=_nothing)
+    overrides: Mapping[str, float] = field(default_factory=_nothing)
+    streamed: bool = True
+    splits: bool = True
+
+    def keys_of(self, block_size: int) -> BlockKeys:
+        """Return the router's keys of the prompt's full blocks of this size, shape (blocks,)."""
+        found = self.keys.get(block_size)
+        return self.hashes[:, 1] if found is None else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +121,7 @@ class Worker:
         block_size: tokens in one of its KV blocks.
         blocks: KV blocks that it has, 0 when it did not say.
         max_seqs: most sequences that it runs at once, 0 when it did not say.
+        events: whether it publishes KV events; if not, what it holds is predicted.
     """
 
     id: str
@@ -104,3 +130,4 @@ class Worker:
     block_size: int = 16
     blocks: int = 0
     max_seqs: int = 0
+    events: bool = True

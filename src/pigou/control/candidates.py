@@ -2,66 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+from numpy.typing import NDArray
 
-from pigou.control.routing.view import Candidates
-from pigou.control.state import State
-from pigou.request import Request, Role, Worker
+from pigou.control.routing.view import Candidates, FleetView
+from pigou.request import Request
 
-#: Prefill workers that are considered with each decode worker: those with the fewest tokens.
+#: Prefill workers that are considered with each decode worker.
 PREFILL_CHOICES = 4
 
+Flags = NDArray[np.bool_]
 
-def candidates(
-    request: Request, state: State, exclude: frozenset[str], max_inflight: int
-) -> Candidates:
+
+def candidates(request: Request, fleet: FleetView, open_: Flags, room: Flags) -> Candidates:
     """Return the pairs that may serve a request.
 
-    Every decode worker with room, with local prefill, and with each of the least loaded prefill
-    workers. A worker of role BOTH computes prompts for pure decode workers only where there is
-    no pure prefill worker. A prompt below one block of the prefill worker has nothing to
-    transfer, so it is computed where it is decoded.
+    Every decode worker with room, with local prefill, and with each of the prefill workers that
+    would have computed this prompt soonest (fewest tokens, those that wait and the prompt's own
+    uncached ones). A worker that also decodes computes prompts for pure decode workers only
+    where there is no pure prefill worker. A prompt below one block of the prefill worker has
+    nothing to transfer, so it is computed where it is decoded; so is one that may not be split.
 
     Args:
         request: the request.
-        state: of the fleet.
-        exclude: workers not to use.
-        max_inflight: most streams of a decode worker; 0 asks the worker's own limit.
+        fleet: as this request sees it.
+        open_: workers that may be used, (workers,).
+        room: workers that can take one more stream, (workers,).
     """
-    rows = [row for row, worker in enumerate(state.workers) if worker.id not in exclude]
-    decode = [row for row in rows if _has_room(state, row, max_inflight)]
-    prefill = _prefillers(request, state, rows)
-    pairs: list[tuple[int, int]] = []
-    for row in decode:
-        pairs.append((-1, row))
-        pairs += [(p, row) for p in prefill if _helps(state.workers, p, row)]
-    found = np.array(pairs, dtype=np.int32).reshape(-1, 2)
-    return Candidates(found[:, 0], found[:, 1])
+    decode = np.flatnonzero(open_ & room & fleet.decodes)
+    local = np.full(len(decode), -1)
+    pure_prefill = fleet.prefills & ~fleet.decodes
+    pure_decode = fleet.decodes & ~fleet.prefills
+    if not (request.splits and (pure_prefill.any() or pure_decode.any())):
+        return Candidates(local.astype(np.int32), decode.astype(np.int32))
+    prefill = _prefillers(request, fleet, open_, pure_prefill)
+    first = np.repeat(prefill, len(decode))
+    second = np.tile(decode, len(prefill))
+    helps = (first != second) & (pure_prefill[first] | pure_decode[second])
+    return Candidates(
+        np.concatenate([local, first[helps]]).astype(np.int32),
+        np.concatenate([decode, second[helps]]).astype(np.int32),
+    )
 
 
-def _has_room(state: State, row: int, max_inflight: int) -> bool:
-    worker = state.workers[row]
-    if not worker.role.decodes:
-        return False
-    most = max_inflight or worker.max_seqs
-    return most == 0 or bool(state.counts["decode_requests"][row] < most)
-
-
-def _prefillers(request: Request, state: State, rows: Sequence[int]) -> list[int]:
-    workers = state.workers
-    able = [
-        row for row in rows
-        if workers[row].role.prefills and request.prompt >= workers[row].block_size
-    ]  # fmt: skip
-    pure = [row for row in able if workers[row].role is Role.PREFILL]
-    tokens = state.counts["prefill_tokens"]
-    return sorted(pure or able, key=lambda row: int(tokens[row]))[:PREFILL_CHOICES]
-
-
-def _helps(workers: Sequence[Worker], prefill: int, decode: int) -> bool:
-    """Whether a transfer between these two makes sense."""
-    if prefill == decode:
-        return False
-    return workers[prefill].role is Role.PREFILL or workers[decode].role is Role.DECODE
+def _prefillers(
+    request: Request, fleet: FleetView, open_: Flags, pure: Flags
+) -> NDArray[np.integer]:
+    able = open_ & fleet.prefills & (request.prompt >= fleet.block_size)
+    chosen = np.flatnonzero(able & pure)
+    if not len(chosen):
+        chosen = np.flatnonzero(able)
+    if len(chosen) <= PREFILL_CHOICES:
+        return chosen
+    tokens = fleet.prefill_tokens[chosen] - fleet.cached(request.prompt)[chosen]
+    return chosen[np.argsort(tokens, kind="stable")[:PREFILL_CHOICES]]

@@ -1,75 +1,120 @@
-"""What a routing policy sees, what it returns, and how the choice follows."""
+"""What a routing policy sees and returns, and how it is found by name."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from importlib.metadata import entry_points
-from typing import Protocol, TypeAlias
+import copy
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
-from pigou.control.routing.least_loaded import LeastLoaded
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
 
 GROUP = "pigou.routing"
 
 RequestView: TypeAlias = Request
+Costs: TypeAlias = NDArray[np.float64]
 
 
 class RoutingPolicy(Protocol):
-    """A formula over candidates."""
+    """A formula over candidates.
 
-    def costs(
-        self, request: RequestView, fleet: FleetView, candidates: Candidates
-    ) -> NDArray[np.float64]:
+    A policy with parameters keeps them in an attribute `params`, a frozen `msgspec.Struct` with
+    defaults, and takes one as its only argument: then its parameters can be configured, and
+    overridden for one request (`override`).
+    """
+
+    def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
         """Return the cost of each candidate, shape (candidates,), in the policy's own unit.
 
-        Lower is better; infinity forbids. Arrays of the view must not be written to.
+        Lower is better; infinity forbids. Arrays of the view must not be written to, and not be
+        kept: they change after the call.
         """
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """The candidate that was chosen, by index, and its cost."""
+@runtime_checkable
+class Priced(Protocol):
+    """A policy whose cost is a sum of parts, which explain its decisions."""
 
-    index: int
-    cost: float
+    def parts(
+        self, request: RequestView, fleet: FleetView, candidates: Candidates
+    ) -> dict[str, Costs]:
+        """Return the parts by name, each of shape (candidates,); `costs` is their sum."""
+        ...
 
 
-def cheapest(costs: NDArray[np.float64], generator: np.random.Generator) -> Pick | None:
-    """Return the cheapest candidate, ties broken at random; None when all are forbidden.
+#: The method `parts` of a `Priced` policy.
+Parts: TypeAlias = Callable[[RequestView, FleetView, Candidates], dict[str, Costs]]
+
+
+def params_of(policy: RoutingPolicy) -> Mapping[str, Any]:
+    """Return the parameters of a policy by name; empty where it has none.
+
+    A policy around another one, which it keeps in an attribute `inner`, has that one's too.
+    """
+    params = getattr(policy, "params", None)
+    own = {} if params is None else msgspec.structs.asdict(params)
+    inner = getattr(policy, "inner", None)
+    return own if inner is None else {**params_of(inner), **own}
+
+
+def override(policy: RoutingPolicy, values: Mapping[str, Any]) -> RoutingPolicy:
+    """Return a policy with some parameters replaced; state that it keeps is shared.
 
     Raises:
-        ValueError: a cost is not a number.
+        ConfigError: it has no parameter of that name, or the value does not fit.
     """
-    if costs.size == 0:
-        return None
-    least = costs.min()
-    if np.isnan(least):
-        raise ValueError("a routing policy returned a cost that is not a number")
-    if least == np.inf:
-        return None
-    ties = np.flatnonzero(costs == least)
-    index = ties[0] if ties.size == 1 else ties[generator.integers(ties.size)]
-    return Pick(int(index), float(least))
+    if not values:
+        return policy
+    params = getattr(policy, "params", None)
+    known = {} if params is None else msgspec.structs.asdict(params)
+    own = {name: value for name, value in values.items() if name in known}
+    rest = {name: value for name, value in values.items() if name not in known}
+    other = copy.copy(policy)
+    if own:
+        other.params = _converted(type(params), known, own)  # type: ignore[attr-defined]
+    inner = getattr(other, "inner", None)
+    if rest and inner is not None and rest.keys() <= params_of(inner).keys():
+        other.inner = override(inner, rest)  # type: ignore[attr-defined]
+    elif rest:
+        names = ", ".join(sorted(params_of(other))) or "none"
+        unknown = min(rest.keys() - params_of(other).keys())
+        raise ConfigError(f"{unknown} is no parameter of the routing policy; it has: {names}")
+    return other
 
 
-def load(name: str) -> RoutingPolicy:
+def _converted(kind: Any, known: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    try:
+        return msgspec.convert({**known, **values}, kind, strict=False)
+    except msgspec.ValidationError as error:
+        shown = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise ConfigError(f"policy parameters {shown}: {error}") from None
+
+
+def load(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
     """Return a new policy by its name in the entry point group `pigou.routing`.
 
     Raises:
-        ConfigError: there is none of that name; the message lists those that there are.
+        ConfigError: there is none of that name (the message lists those that there are), or it
+            has no such parameter.
     """
-    if name == LeastLoaded.name:
-        return LeastLoaded()
     found = entry_points(group=GROUP)
     for entry in found:
         if entry.name == name:
-            policy: RoutingPolicy = entry.load()()
-            return policy
-    names = ", ".join(sorted({LeastLoaded.name, *found.names}))
+            policy: RoutingPolicy = _type(entry)()
+            return override(policy, params or {})
+    names = ", ".join(sorted(found.names))
     raise ConfigError(f"policy is {name!r}; it must be one of: {names}")
+
+
+def _type(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"policy {entry.name!r} cannot be loaded: {error}") from error

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.control.estimates import Estimates
 from pigou.request import Ints
 
 Counts = NDArray[np.int64]
 Shares = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,29 +22,88 @@ class FleetView:
 
     Attributes:
         ids: names of the workers, in order.
+        prefills: whether prompts may be sent here for another worker to decode.
+        decodes: whether streams may run here.
         prefill_requests: prompts that are to be computed, or are being computed.
-        prefill_tokens: their tokens.
+        prefill_tokens: their tokens that are not cached there.
         decode_requests: streams that run, or are about to.
         decode_tokens: their tokens, prompt and output.
+        served: requests that were ever sent here to decode.
         running: requests that the worker says it runs.
         waiting: requests that the worker says wait there.
         kv_usage: share of its KV blocks in use, 0 to 1, as the worker says.
-        overlap: leading blocks of this request's prompt that the worker holds.
+        overlap: leading blocks of this request's prompt that the worker holds, in any tier.
+        device: those of them that are in device memory.
+        host: those that are only in host memory, or below.
+        storage: those that are only on disk, or in an object store.
         block_size: tokens in a block.
         blocks: KV blocks that it has, 0 when unknown.
+        estimates: what was learned of each worker's speed.
+        output: tokens that this request is expected to generate.
     """
 
     ids: tuple[str, ...]
+    prefills: Flags
+    decodes: Flags
     prefill_requests: Counts
     prefill_tokens: Counts
     decode_requests: Counts
     decode_tokens: Counts
+    served: Counts
     running: Shares
     waiting: Shares
     kv_usage: Shares
     overlap: Counts
+    device: Counts
+    host: Counts
+    storage: Counts
     block_size: Counts
     blocks: Counts
+    estimates: Estimates
+    output: float
+
+    @classmethod
+    def of(cls, workers: int, **columns: Any) -> Self:
+        """Return the view of a fleet at rest, with the given columns in place of zeros.
+
+        Every worker may do both, blocks have 16 tokens, estimates are those of a new fleet; what
+        `overlap` counts is on the device unless the tiers are given too.
+        """
+        whole: dict[str, Any] = {
+            "ids": tuple(f"w{row}" for row in range(workers)),
+            "prefills": np.ones(workers, dtype=np.bool_),
+            "decodes": np.ones(workers, dtype=np.bool_),
+            "block_size": np.full(workers, 16, dtype=np.int64),
+            "estimates": Estimates.prior(workers),
+            "output": 1.0,
+        }
+        for field in fields(cls):
+            if field.name in columns:
+                value = columns.pop(field.name)
+                shape = field.name in ("running", "waiting", "kv_usage")
+                kind = np.float64 if shape else np.int64
+                whole[field.name] = (
+                    np.asarray(value, dtype=kind) if isinstance(value, list) else value
+                )
+            elif field.name not in whole:
+                kind = np.float64 if field.type == "Shares" else np.int64
+                whole[field.name] = np.zeros(workers, dtype=kind)
+        if columns:
+            raise TypeError(f"FleetView has no column {', '.join(sorted(columns))}")
+        if not whole["device"].any() and not whole["host"].any() and not whole["storage"].any():
+            whole["device"] = whole["overlap"]
+        return cls(**whole)
+
+    @property
+    def active_blocks(self) -> Counts:
+        """KV blocks that the streams of each worker fill, (workers,)."""
+        found: Counts = -(-self.decode_tokens // self.block_size)
+        return found
+
+    def cached(self, prompt: int) -> Counts:
+        """Return the tokens of a prompt that each worker holds: at least one is left to compute."""
+        found: Counts = np.minimum(self.overlap * self.block_size, max(0, prompt - 1))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +120,15 @@ class Candidates:
 
     def __len__(self) -> int:
         return int(self.decode.size)
+
+    @property
+    def local(self) -> Flags:
+        """Where the prompt is computed by the worker that streams, (candidates,)."""
+        found: Flags = self.prefill < 0
+        return found
+
+    @property
+    def computes(self) -> Ints:
+        """Index of the worker that computes the prompt, (candidates,)."""
+        found: Ints = np.where(self.local, self.decode, self.prefill)
+        return found

@@ -1,0 +1,83 @@
+"""From costs to a choice: the cheapest with random ties, or softmax at a temperature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: How costs enter the softmax: as they are (the paper's Eq. 2), or divided by their range
+#: (what Dynamo ships), which makes the spread the same whatever the gap in cost.
+Softmax = Literal["raw", "min-max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The candidate that was chosen, by index, and its cost."""
+
+    index: int
+    cost: float
+
+
+def select(
+    costs: NDArray[np.float64],
+    generator: np.random.Generator,
+    temperature: float = 0.0,
+    softmax: Softmax = "min-max",
+) -> Pick | None:
+    """Choose a candidate; None when all are forbidden.
+
+    At temperature 0 the cheapest, ties broken at random. Above it candidate i is drawn with
+    probability proportional to exp(-c_i / temperature) (Georgiou 2026, Eq. 2); with `min-max`,
+    c_i is divided by max c - min c first (the selector of Dynamo 1.x).
+
+    Args:
+        costs: shape (candidates,); infinity forbids.
+        generator: of the draws.
+        temperature: in the unit of the costs, or of their range; at least 0.
+        softmax: form of the exponent.
+
+    Raises:
+        ValueError: a cost is not a number, or minus infinity.
+    """
+    if costs.size == 0:
+        return None
+    least = float(costs.min())
+    if not least > -np.inf:
+        raise ValueError("a routing policy returned a cost that is not a number")
+    if least == np.inf:
+        return None
+    if temperature > 0.0:
+        index = _draw(costs, least, generator, temperature, softmax)
+        return Pick(index, float(costs[index]))
+    ties = np.flatnonzero(costs == least)
+    index = int(ties[0] if ties.size == 1 else ties[generator.integers(ties.size)])
+    return Pick(index, least)
+
+
+def probabilities(
+    costs: NDArray[np.float64], temperature: float, softmax: Softmax = "min-max"
+) -> NDArray[np.float64]:
+    """Return the probability of each candidate at a temperature above 0, (candidates,)."""
+    above = costs - costs.min()
+    if softmax == "min-max":
+        spread = above[np.isfinite(above)].max()
+        above = above / spread if spread > 0 else above
+    weight = np.exp(-above / temperature)
+    found: NDArray[np.float64] = weight / weight.sum()
+    return found
+
+
+def _draw(
+    costs: NDArray[np.float64],
+    least: float,
+    generator: np.random.Generator,
+    temperature: float,
+    softmax: Softmax,
+) -> int:
+    if costs.size == 1 or costs.max() == least:
+        return int(generator.integers(costs.size))
+    chances = np.cumsum(probabilities(costs, temperature, softmax))
+    return min(int(np.searchsorted(chances, generator.random(), side="right")), costs.size - 1)

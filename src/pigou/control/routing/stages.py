@@ -1,0 +1,120 @@
+"""Policies that were made for one pool of workers, applied to pairs of workers."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.control.routing.policy import Costs, RequestView
+from pigou.control.routing.view import Candidates, Counts, FleetView
+
+#: Indices of workers, distinct.
+Rows: TypeAlias = NDArray[np.integer]
+
+
+class Stage(Enum):
+    """What a pool of workers is chosen from for."""
+
+    WHOLE = "whole"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Staged:
+    """A policy that scores one pool of workers, and scores a pair stage by stage.
+
+    With W, P and D the scores of a whole request, of its prefill and of its decode:
+
+        cost(-1, d) = W(d)                            in a fleet without separate pools
+        cost(p, d)  = D(d) + (P(p) - min over p' of P(p'))
+        cost(-1, d) = D(d), and infinity where the same d is also offered with a prefill worker
+
+    The least sum over all pairs is the least of each stage by itself, so the choice is that of
+    two routers in a row, as those systems have it, whatever the units of the two. They compute a
+    prompt remotely whenever there is somewhere to; who decides otherwise is wrapped around them
+    (`pigou.control.routing.conditional`), and offers each d in one way only. The minimum is
+    subtracted so that a remote pair and a local one then compare by their decode workers.
+    """
+
+    def stage(
+        self, request: RequestView, fleet: FleetView, rows: Rows, stage: Stage
+    ) -> dict[str, Costs]:
+        """Return the parts of the score of workers `rows` for a stage, (rows,) each."""
+        raise NotImplementedError
+
+    def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
+        """Return one cost a candidate, in the policy's own unit."""
+        total: Costs = sum(
+            self.parts(request, fleet, candidates).values(), np.zeros(len(candidates))
+        )
+        return total
+
+    def parts(
+        self, request: RequestView, fleet: FleetView, candidates: Candidates
+    ) -> dict[str, Costs]:
+        """Return the parts of the cost, those of the prefill stage named `prefill_...`."""
+        remote = candidates.prefill >= 0
+        if not remote.any():
+            apart = request.splits and bool((fleet.prefills != fleet.decodes).any())
+            stage = Stage.DECODE if apart else Stage.WHOLE
+            return self.stage(request, fleet, candidates.decode, stage)
+        workers = len(fleet.ids)
+        streams = _distinct(candidates.decode, workers)
+        computes = _distinct(candidates.prefill, workers)
+        found = {}
+        for name, part in self.stage(request, fleet, streams, Stage.DECODE).items():
+            found[name] = _spread(part, streams, candidates.decode, workers)
+        prefill = self.stage(request, fleet, computes, Stage.PREFILL)
+        for name, part in prefill.items():
+            found[f"prefill_{name}"] = _spread(part, computes, candidates.prefill, workers)
+        best = sum(prefill.values(), np.zeros(len(computes))).min()
+        found["prefill_best"] = remote * (-best if best < np.inf else 0.0)
+        offered = np.zeros(workers)
+        offered[candidates.decode[remote]] = np.inf
+        found["local_too"] = offered[candidates.decode]
+        found["local_too"][remote] = 0.0
+        return found
+
+
+def pending(fleet: FleetView, rows: Rows, stage: Stage) -> Counts:
+    """Return the requests in flight on workers for a stage, (rows,)."""
+    counts = fleet.prefill_requests if stage is Stage.PREFILL else fleet.decode_requests
+    found: Counts = counts[rows]
+    return found
+
+
+def share_held(request: RequestView, fleet: FleetView, rows: Rows) -> Costs:
+    """Return the share of the prompt's full blocks that workers hold, 0 to 1, (rows,)."""
+    full = np.maximum(request.prompt // fleet.block_size[rows], 1)
+    found: Costs = np.minimum(fleet.overlap[rows] / full, 1.0)
+    return found
+
+
+def uncached(request: RequestView, fleet: FleetView, rows: Rows) -> Costs:
+    """Return the tokens of the prompt that workers would have to compute, (rows,)."""
+    found: Costs = (request.prompt - fleet.cached(request.prompt)[rows]).astype(np.float64)
+    return found
+
+
+def ranked(first: Costs, second: Costs) -> Costs:
+    """Return costs that order by whole numbers `first`, then by whole numbers `second`."""
+    found: Costs = first * (float(second.max(initial=0.0)) + 1.0) + second
+    return found
+
+
+def _distinct(at: Rows, workers: int) -> Rows:
+    """Return the workers that occur in `at`, in order; -1 is none."""
+    marks = np.zeros(workers + 1, dtype=np.bool_)
+    marks[at] = True
+    return np.flatnonzero(marks[:-1])
+
+
+def _spread(part: Costs, rows: Rows, at: Rows, workers: int) -> Costs:
+    """Return the entries of `part`, one for each of `rows`, for the workers at `at`; 0 for -1."""
+    whole = np.zeros(workers + 1)
+    whole[rows] = part
+    found: Costs = whole[at]
+    return found

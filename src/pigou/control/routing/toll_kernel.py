@@ -1,0 +1,70 @@
+"""The toll policy's formula, compiled: one pass over the candidates."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.kv.compiled import kernel
+
+#: Names of the parts, in the order of the rows that `price` returns.
+PARTS = (
+    "wait", "prefill", "transfer", "decode", "toll_stream", "toll_queue", "toll_stall",
+)  # fmt: skip
+
+
+@kernel
+def price(
+    table: NDArray[np.float64],
+    prefill_requests: NDArray[np.int64],
+    prefill_tokens: NDArray[np.int64],
+    decode_requests: NDArray[np.int64],
+    cached: NDArray[np.int64],
+    prefill: NDArray[np.int32],
+    decode: NDArray[np.int32],
+    prompt: int,
+    output: float,
+    toll: float,
+    overlap_weight: float,
+) -> NDArray[np.float64]:
+    """Return the parts of each candidate's cost, shape (7, candidates); `Toll` says what they are.
+
+    Args:
+        table: `Estimates.table`.
+        prefill_requests, prefill_tokens, decode_requests: of the workers, (workers,).
+        cached: tokens of the prompt that each worker holds, (workers,).
+        prefill, decode: of the candidates, (candidates,); prefill is -1 for local.
+        prompt: tokens.
+        output: tokens expected.
+        toll, overlap_weight: parameters of the policy.
+    """
+    base, token, move_base, move_token, arrivals, busy, a, b, d, n_sat, beta, floor = table
+    found = np.zeros((7, len(decode)))
+    for i in range(len(decode)):
+        there = decode[i]
+        local = prefill[i] < 0
+        where = there if local else prefill[i]
+        wait = base[where] * prefill_requests[where] + token[where] * prefill_tokens[where]
+        service = base[where] + token[where] * (prompt - overlap_weight * cached[where])
+        n = float(decode_requests[there])
+        pace, slower = a[there] * n + b[there], a[there] * (n + 1.0) + b[there]
+        if d[there] > 0.0:
+            for step in range(2):
+                gap = n_sat[there] - n - step
+                near = max(gap, floor[there])
+                pole = near ** -beta[there] * (1.0 + (near - gap) * beta[there] / near)
+                if step:
+                    slower += d[there] * pole
+                else:
+                    pace += d[there] * pole
+        found[0, i] = wait
+        found[1, i] = service
+        if local:
+            found[6, i] = toll * service * n
+        else:
+            missing = prompt - overlap_weight * cached[there]
+            found[2, i] = move_base[there] + move_token[there] * missing
+        found[3, i] = output * slower
+        found[4, i] = toll * output * n * (slower - pace)
+        found[5, i] = toll * service * arrivals[where] * (wait + service) / (1.0 - busy[where])
+    return found
