@@ -25,12 +25,14 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
-from pigou.control.routing.policy import cheapest, load
+from pigou.control.routing.policy import load
+from pigou.control.routing.selection import select
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import SECOND, FinishReason, Request, Role, Worker
 
 ROLES = [Role.PREFILL, Role.DECODE, Role.BOTH]
 LIMIT = 3
+COUNTS = ("prefill_requests", "prefill_tokens", "decode_requests", "decode_tokens", "decoding")
 
 
 @dataclass
@@ -89,12 +91,13 @@ class Driver:
 
     def check(self) -> None:
         state = self.plane.state
-        for name, counts in state.counts.items():
-            assert (counts >= 0).all(), f"{name} fell below zero"
+        for name in COUNTS:
+            assert (getattr(state.columns, name) >= 0).all(), f"{name} fell below zero"
         for worker, row in state.row.items():
             streams = list(state.on(worker))
-            assert state.counts["decode_requests"][row] == len(streams)
-            assert state.counts["decode_tokens"][row] == sum(load.tokens for load in streams)
+            assert state.columns.decode_requests[row] == len(streams)
+            assert state.columns.decode_tokens[row] == sum(load.tokens for load in streams)
+            assert state.columns.decoding[row] == sum(load.decoding for load in streams)
             assert len(streams) <= LIMIT
         queued = [waiting.request.id for waiting in self.plane.queue]
         assert sorted(queued) == sorted(self.waiting), "the queue lost or invented a request"
@@ -188,7 +191,7 @@ def test_a_full_queue_sheds_with_a_wait_from_the_measured_drain_rate() -> None:
         plane.submit(Request(f"b{i}", 4, 4), now)
     shed = plane.submit(Request("c", 4, 4), now)
     assert isinstance(shed, Shed)
-    assert shed.retry_after == 3 * (now - 2 * SECOND) // 4
+    assert shed.retry_after == 3 * 2 * SECOND
 
 
 def test_a_request_that_lost_its_worker_goes_first() -> None:
@@ -257,7 +260,7 @@ def test_without_prefill_workers_prompts_are_computed_locally() -> None:
 def test_the_prompt_goes_to_the_prefill_worker_with_fewest_tokens() -> None:
     plane = fleet(Role.PREFILL, Role.PREFILL, Role.DECODE)
     plane.submit(Request("long", 1000, 4), 0)
-    busy = int(np.argmax(plane.state.counts["prefill_tokens"]))
+    busy = int(np.argmax(plane.state.columns.prefill_tokens))
     assert choices(plane, 32, 3) == [(f"prefill{1 - busy}", "decode2")] * 3
 
 
@@ -270,7 +273,7 @@ def test_a_prefill_worker_that_died_is_not_used_again() -> None:
 def test_reports_of_a_worker_reach_the_policies() -> None:
     plane = fleet(Role.BOTH)
     plane.observe(LoadReport("both0", running=3, waiting=2, kv_usage=0.5), 0)
-    view = plane.view(Request("r", 4, 4))
+    view = plane.view(Request("r", 4, 4), 0)
     assert (view.running[0], view.waiting[0], view.kv_usage[0]) == (3, 2, 0.5)
 
 
@@ -278,7 +281,7 @@ def test_ties_are_broken_at_random_and_by_the_seed_alone() -> None:
     def picks(seed: int) -> list[int]:
         generator = np.random.default_rng(seed)
         costs = np.array([2.0, 1.0, 1.0, 1.0])
-        found = [cheapest(costs, generator) for _ in range(60)]
+        found = [select(costs, generator) for _ in range(60)]
         return [pick.index for pick in found if pick is not None]
 
     assert picks(1) == picks(1)
@@ -287,10 +290,10 @@ def test_ties_are_broken_at_random_and_by_the_seed_alone() -> None:
 
 def test_a_policy_may_forbid_candidates() -> None:
     generator = np.random.default_rng(0)
-    assert cheapest(np.array([np.inf, np.inf]), generator) is None
-    assert cheapest(np.empty(0), generator) is None
+    assert select(np.array([np.inf, np.inf]), generator) is None
+    assert select(np.empty(0), generator) is None
     with pytest.raises(ValueError, match="not a number"):
-        cheapest(np.array([np.nan]), generator)
+        select(np.array([np.nan]), generator)
 
 
 def test_an_unknown_policy_is_refused_with_the_names_of_those_there_are() -> None:
@@ -309,3 +312,57 @@ def test_a_policy_of_ones_own_decides() -> None:
     for name in "abc":
         plane.observe(WorkerUp(Worker(name, "u")), 0)
     assert choices(plane, 4, 3) == [(None, "c")] * 3
+
+
+def test_a_worker_without_events_is_expected_to_hold_what_was_sent_there() -> None:
+    plane = ControlPlane(ControlConfig())
+    plane.observe(WorkerUp(Worker("silent", "u", events=False)), 0)
+    plane.observe(WorkerUp(Worker("telling", "u")), 0)
+    keys = {16: np.arange(1, 5, dtype=np.uint64)}
+    for i in range(4):
+        plane.submit(Request(f"r{i}", 70, 4, keys=keys), 0)
+    view = plane.view(Request("r", 70, 4, keys=keys), 1)
+    assert view.overlap.tolist() == [4, 0]
+    plane.tick(1000 * SECOND)
+    assert plane.view(Request("r", 70, 4, keys=keys), 1000 * SECOND).overlap.tolist() == [0, 0]
+
+
+def test_overlap_is_counted_in_each_workers_own_blocks() -> None:
+    plane = ControlPlane(ControlConfig())
+    for size in (16, 32):
+        plane.observe(WorkerUp(Worker(f"w{size}", "u", block_size=size, events=False)), 0)
+    keys = {size: np.arange(1, 1 + 128 // size, dtype=np.uint64) for size in (16, 32)}
+    for i in range(6):
+        plane.submit(Request(f"r{i}", 130, 4, keys=keys), 0)
+    assert plane.view(Request("r", 130, 4, keys=keys), 1).overlap.tolist() == [8, 4]
+
+
+@pytest.mark.parametrize(
+    ("policy", "parameter"), [("dynamo-paper", "overlap_weight"), ("dynamo", "prefill_load_scale")]
+)
+def test_the_papers_controller_sets_temperature_and_overlap_weight_by_regime(
+    policy: str, parameter: str
+) -> None:
+    plane = ControlPlane(
+        ControlConfig(
+            policy=policy,
+            controller={"controller": "regime"},
+            saturation={"detector": "paper", "theta1": 0.5, "theta2": 5.0, "consecutive": 2},
+        )
+    )
+    plane.observe(WorkerUp(Worker("w", "u")), 0)
+    seen = []
+    for second in range(300):
+        now, ttft = second * SECOND, (1, 20, 1)[min(second // 50, 2)]
+        name = f"r{second}"
+        plane.submit(Request(name, 8, 4, arrival=max(1, now - ttft * SECOND // 10)), now)
+        plane.observe(FirstToken(name), now + ttft * SECOND)
+        plane.observe(Ended(name, FinishReason.STOP), now + ttft * SECOND)
+        plane.tick(now + ttft * SECOND)
+        status = plane.status(now + ttft * SECOND)
+        state = (status.regime, status.temperature, status.parameters[parameter])
+        if not seen or seen[-1] != state:
+            seen.append(state)
+    assert ("saturated", 0.8, 0.1) in seen
+    assert ("transition", 0.7, 1.0) in seen
+    assert seen[-1][0] != "saturated"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pigou.control.assessment import Assessment, Snapshot
+from pigou.control.index.keyed import Keyed
 from pigou.events import KVEvent
 from pigou.request import FinishReason, Worker
 from pigou.wire.kv_events import WireEvent
@@ -18,11 +20,13 @@ class Choice:
         decode: id of the worker that streams the tokens.
         prefill: id of the worker that computes the prompt; None when `decode` does.
         cost: of this choice, in the policy's own unit.
+        cached: tokens of the prompt that whoever computes it holds, as far as is known.
     """
 
     decode: str
     prefill: str | None = None
     cost: float = 0.0
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,11 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """The request waits; a later call returns its `Route` or `Shed`. `ahead` wait before it."""
+    """The request waits; a later call returns its `Route` or `Shed`.
+
+    `ahead` others wait that may go before it; with another order than first come, first served
+    not all of them need to, and some that come later may.
+    """
 
     request: str
     ahead: int
@@ -44,12 +52,13 @@ class Queue:
 @dataclass(frozen=True, slots=True)
 class Shed:
     """The request is refused, for the given reason; trying again makes sense after `retry_after`
-    nanoseconds.
+    nanoseconds. `tenant`: its tenant's own share of the queue is full (429), not the fleet (503).
     """
 
     request: str
     reason: str
     retry_after: int
+    tenant: bool = False
 
 
 Decision: TypeAlias = Route | Queue | Shed
@@ -71,9 +80,13 @@ class WorkerDown:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
-    """The prefill leg of a request ended (well or not): its prefill worker is free of it."""
+    """The prefill leg of a request ended: its prefill worker is free of it.
+
+    `well` says whether the prompt was computed there.
+    """
 
     request: str
+    well: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +117,7 @@ class CacheChanged:
     """KV events of a worker, in order: off the wire, or straight from a simulated core."""
 
     worker: str
-    events: tuple[KVEvent | WireEvent, ...]
+    events: tuple[KVEvent | WireEvent | Keyed, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +137,22 @@ class LoadReport:
     kv_usage: float
 
 
+@dataclass(frozen=True, slots=True)
+class Assess:
+    """The driver is asked to compute `ControlPlane.assess(snapshot)`, on any thread, and to observe
+    the result.
+    """
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Assessed:
+    """What an assessment found; None where it had nothing to compare."""
+
+    assessment: Assessment | None
+
+
 Observation: TypeAlias = (
     WorkerUp
     | WorkerDown
@@ -134,7 +163,8 @@ Observation: TypeAlias = (
     | CacheChanged
     | CacheLost
     | LoadReport
+    | Assessed
 )
 
 #: What `tick` may ask for. Parameters, role changes and scaling join the queue's decisions here.
-Action: TypeAlias = Route | Shed
+Action: TypeAlias = Route | Shed | Assess

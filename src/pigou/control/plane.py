@@ -1,16 +1,23 @@
-"""ControlPlane: who runs where."""
+"""ControlPlane: who runs where, and at what price."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
-from pigou.control.candidates import candidates
+from pigou.control.admission.desk import Desk
+from pigou.control.admission.room import least_seconds
+from pigou.control.admission.waiting import Waiting
+from pigou.control.assessment import Assessment, Snapshot
+from pigou.control.decisions import Explanation
 from pigou.control.index import PrefixIndex
 from pigou.control.messages import (
     Action,
+    Assess,
+    Assessed,
     CacheChanged,
     CacheLost,
     Choice,
@@ -20,21 +27,25 @@ from pigou.control.messages import (
     LoadReport,
     Observation,
     PrefillDone,
-    Queue,
     Route,
-    Shed,
     Tokens,
     WorkerDown,
     WorkerUp,
 )
-from pigou.control.queue import DrainRate, Waiting, WaitQueue
-from pigou.control.routing.policy import RoutingPolicy, cheapest, load
+from pigou.control.queue import WaitQueue
+from pigou.control.regime import StaticConfig, controller, controller_config
+from pigou.control.router import Router
+from pigou.control.routing.policy import RoutingPolicy, load, params_of
+from pigou.control.routing.toll import stream_tolls
 from pigou.control.routing.view import FleetView
+from pigou.control.saturation import detector, detector_config
 from pigou.control.state import State
-from pigou.request import SECOND, Request
+from pigou.control.status import Status
+from pigou.control.watch import Watch
+from pigou.request import NEVER, SECOND, Request
 
-#: A worker that failed a request is tried again for it after this time, if no other can serve.
-EXCLUDED_FOR = SECOND
+#: Nanoseconds between two assessments of the Price of Anarchy.
+ASSESSED_EVERY = 5 * SECOND
 
 
 class ControlPlane:
@@ -54,43 +65,77 @@ class ControlPlane:
             policy: used instead of the named one.
 
         Raises:
-            ConfigError: there is no policy of that name.
+            ConfigError: there is no policy, detector, controller or order of that name, or it has
+                no such parameter.
         """
         self.config = config
-        self.policy = load(config.policy) if policy is None else policy
-        self.state = State()
+        self.router = Router(
+            load(config.policy, config.params) if policy is None else policy, config
+        )
+        found = detector(detector_config(config.saturation))
+        tuning = controller_config(config.controller)
+        self.watch = Watch(found, controller(tuning, found, np.random.default_rng(config.seed)))
+        self._tunes = not isinstance(tuning, StaticConfig)
         self.index = PrefixIndex()
-        self.queue = WaitQueue(config.max_queued)
-        self._rate = DrainRate()
-        self._generator = np.random.default_rng(config.seed)
+        self.desk = Desk(config)
+        self._assessment: Assessment | None = None
+        self._assessing = False
+        self._assessed = 0
+
+    @property
+    def state(self) -> State:
+        """The workers and what weighs on them."""
+        return self.watch.state
+
+    @property
+    def queue(self) -> WaitQueue:
+        """Who waits for a worker."""
+        return self.desk.queue
 
     def submit(self, request: Request, now: int, exclude: frozenset[str] = frozenset()) -> Decision:
-        """Decide what becomes of a request; `exclude` names workers that just failed it."""
-        returned = self.state.end(request.id) or bool(exclude)
+        """Decide what becomes of a request; `exclude` names workers that just failed it.
+
+        Raises:
+            ConfigError: its overrides name no parameter of the policy, or cannot be honoured.
+        """
+        self.router.check(request.overrides)
+        load = self.state.loads.get(request.id)
+        if load is not None:
+            self.desk.failed(load.request)
+            self.watch.failed(request.id, now)
+        returned = load is not None or bool(exclude)
         self.queue.remove(request.id)
-        choice = self._choose(request, exclude)
-        if choice is not None:
-            return Route(request.id, choice)
-        if self.queue.full and not returned:
-            retry = self._rate.retry_after(len(self.queue), now)
-            return Shed(request.id, "the queue is full", retry)
-        return Queue(request.id, self.queue.add(Waiting(request, now, exclude, returned)))
+        fleet = self.view(request, now)
+        cached = int(fleet.cached(request.prompt).max(initial=0))
+        waiting = Waiting(
+            request, now, request.prompt - cached, int(fleet.output),
+            exclude=exclude, returned=returned,
+        )  # fmt: skip
+        least = least_seconds(request, fleet) if request.deadline < NEVER else 0.0
+        return self.desk.submit(
+            waiting, now, self.state.row, least, lambda each: self._choose(each, now, fleet)
+        )
 
     def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
         """Take in a fact; return the decisions that it sets free, for queued requests."""
         match observation:
             case Tokens(request, count):
-                self.state.grew(request, count)
-            case FirstToken(request) | PrefillDone(request):
-                self.state.prefilled(request)
+                self._tokens(request, count)
+            case FirstToken(request):
+                return self._prefilled(request, now, lambda: self.watch.first_token(request, now))
+            case PrefillDone(request, well):
+                return self._prefilled(
+                    request, now, lambda: self.watch.prefill_done(request, well, now)
+                )
             case Ended(request):
                 return self._ended(request, now)
             case WorkerUp(worker):
-                self.state.up(worker)
-                self._readmit(worker.id)
-                return self._drain()
+                self.watch.up(worker)
+                self.queue.readmit(worker.id)
+                return self._drain(now)
             case WorkerDown(worker):
-                self.state.down(worker)
+                self.watch.down(worker)
+                self.desk.room.down(worker)
                 self.index.drop(worker)
             case CacheChanged(worker, events):
                 self.index.apply(worker, events)
@@ -98,80 +143,145 @@ class ControlPlane:
                 self.index.lost(worker)
             case LoadReport():
                 self.state.report(observation)
+                self.desk.room.report(observation, self.state)
+            case Assessed(assessment):
+                self._assessing = False
+                self._assessment = assessment or self._assessment
         return ()
 
     def tick(self, now: int) -> Sequence[Action]:
-        """Let time pass: queued requests time out, failed workers are tried again."""
-        shed: list[Action] = []
-        for waiting in self.queue:
-            age = now - waiting.since
-            if age >= self.config.queue_timeout:
-                self.queue.remove(waiting.request.id)
-                retry = self._rate.retry_after(len(self.queue), now)
-                shed.append(Shed(waiting.request.id, "it waited too long for a worker", retry))
-            elif age >= EXCLUDED_FOR:
-                waiting.exclude = frozenset()
-        return [*shed, *self._drain()]
+        """Let time pass: estimates are renewed, queued requests time out, failed workers are
+        tried again. Call it several times a second.
+        """
+        self.watch.tick(now, len(self.queue))
+        self.index.expire(now)
+        self.router.regime = self.watch.detector.regime.value
+        if self._tunes:
+            self._tune(now)
+        shed = self.desk.overdue(now)
+        return [*shed, *self._drain(now), *self._assess(now)]
+
+    def assess(self, snapshot: Snapshot) -> Assessment | None:
+        """Return the Price of Anarchy of a snapshot that `tick` gave out.
+
+        It takes some milliseconds to tens of them, and touches nothing that other calls use: it
+        may run on another thread, one call at a time.
+        """
+        return self.watch.audit.assess(snapshot)
+
+    def status(self, now: int) -> Status:
+        """Return the present prices and parameters; asking changes no decision."""
+        columns, estimates = self.state.columns, self.watch.estimator.peek(now)
+        output = self.watch.estimator.output(NEVER)
+        return Status(
+            policy=self.router.name,
+            controller=str(self.config.controller["controller"]),
+            regime=self.watch.detector.regime.value,
+            signal=self.watch.detector.signal,
+            temperature=self.router.temperature,
+            parameters=dict(params_of(self.router.policy)),
+            assessment=self._assessment,
+            workers=self.state.ids,
+            tolls=stream_tolls(estimates, columns.decode_requests, output),
+            estimates=estimates,
+            output=output,
+        )
+
+    def decision(self, request: str) -> Explanation | None:
+        """Return why a request went where it went; None when that is no longer known."""
+        return self.router.ledger.get(request)
+
+    def view(self, request: Request, now: int) -> FleetView:
+        """Return the fleet as policies see it when they route this request.
+
+        Its arrays are the control plane's own, and change with the next call.
+        """
+        return self.watch.view(request, self.index, now)
+
+    def _tune(self, now: int) -> None:
+        """Route by what the controller says now."""
+        found = self.watch.controller.parameters(now)
+        self.watch.setting = found.setting
+        self.router.tune(found.temperature, {"overlap_weight": found.overlap_weight})
+
+    def _assess(self, now: int) -> Sequence[Assess]:
+        """Ask for an assessment, every few seconds, one at a time."""
+        if self._assessing or now - self._assessed < ASSESSED_EVERY:
+            return ()
+        self._assessed = now
+        snapshot = self.watch.snapshot(now)
+        if snapshot is None:
+            return ()
+        self._assessing = True
+        return (Assess(snapshot),)
 
     def _ended(self, request: str, now: int) -> Sequence[Route]:
-        if self.queue.remove(request):
+        load = self.state.loads.get(request)
+        if self.queue.remove(request) or load is None:
             return ()
-        if not self.state.end(request):
+        self.watch.ended(request, now)
+        self.desk.ended(load.request, now)
+        return self._drain(now)
+
+    def _tokens(self, request: str, count: int) -> None:
+        load = self.state.loads.get(request)
+        if load is not None:
+            self.desk.served(load.request, count)
+        self.watch.tokens(request, count)
+
+    def _prefilled(self, request: str, now: int, note: Callable[[], None]) -> Sequence[Route]:
+        """A prompt is computed: where prompts are held back, the next may go."""
+        load = self.state.loads.get(request)
+        worker = None if load is None else load.prefill
+        note()
+        if worker is None or not self.desk.room.holds_prompts:
             return ()
-        self._rate.ended(now)
-        return self._drain()
+        self.desk.room.prefilled(worker, now)
+        return self._drain(now)
 
-    def _readmit(self, worker: str) -> None:
-        for waiting in self.queue:
-            waiting.exclude -= {worker}
+    def _drain(self, now: int) -> list[Route]:
+        """Route queued requests, in order, as far as workers have room."""
+        return self.desk.drain(now, self.state.row, lambda each: self._choose(each, now))
 
-    def _drain(self) -> list[Route]:
-        """Route queued requests, in order, as far as workers have room.
+    def _choose(
+        self, waiting: Waiting, now: int, fleet: FleetView | None = None
+    ) -> tuple[Choice, int] | None:
+        """Choose workers and charge them; return them, and the prompt's tokens to be computed.
 
-        Room does not depend on the request, so the first that finds none, and excludes nobody,
-        ends the round; one that finds none because of whom it excludes lets others pass.
+        None when none can take the request.
         """
-        routes = []
-        for waiting in self.queue:
-            choice = self._choose(waiting.request, waiting.exclude)
-            if choice is not None:
-                self.queue.remove(waiting.request.id)
-                routes.append(Route(waiting.request.id, choice))
-            elif not waiting.exclude:
-                break
-        return routes
-
-    def _choose(self, request: Request, exclude: frozenset[str]) -> Choice | None:
-        """Choose workers and charge them; None when none can take the request."""
-        found = candidates(request, self.state, exclude, self.config.max_inflight)
-        if len(found) == 0:
+        request, admits = waiting.request, self.desk.room
+        above = self.desk.above(waiting)
+        room = admits.streams(self.state, above)
+        open_ = self._open(waiting.exclude)
+        if not (room & open_).any():
             return None
-        costs = self.policy.costs(request, self.view(request), found)
-        pick = cheapest(costs, self._generator)
-        if pick is None:
+        fleet = self.view(request, now) if fleet is None else fleet
+        prompts, streams = admits.ready(request, fleet, now, above)
+        room &= streams & admits.fits(request, fleet, self.state.columns, above)
+        if not room.any():
             return None
-        workers = self.state.workers
-        prefill = int(found.prefill[pick.index])
-        choice = Choice(
-            workers[found.decode[pick.index]].id,
-            None if prefill < 0 else workers[prefill].id,
-            pick.cost,
-        )
-        self.state.start(request, choice)
-        return choice
+        choice = self.router.choose(request, fleet, open_ & prompts, room, now)
+        if choice is None:
+            return None
+        self.desk.began(request, choice, fleet, now)
+        self.watch.routed(request, choice, now)
+        self._predict(request, choice, now)
+        return choice, self.state.loads[request.id].uncached
 
-    def view(self, request: Request) -> FleetView:
-        """Return the fleet as policies see it when they route this request."""
-        workers = self.state.workers
-        overlap = np.zeros(len(workers), dtype=np.int64)
-        if len(request.hashes):
-            keys = request.hashes[:, 1]
-            overlap[:] = [self.index.overlap(worker.id, keys) for worker in workers]
-        return FleetView(
-            ids=tuple(worker.id for worker in workers),
-            overlap=overlap,
-            block_size=np.array([worker.block_size for worker in workers], dtype=np.int64),
-            blocks=np.array([worker.blocks for worker in workers], dtype=np.int64),
-            **self.state.counts,  # type: ignore[arg-type]
-            **self.state.reports,  # type: ignore[arg-type]
-        )
+    def _predict(self, request: Request, choice: Choice, now: int) -> None:
+        """Expect the prompt in the caches of those that do not tell of theirs."""
+        for name in dict.fromkeys((choice.decode, choice.prefill or choice.decode)):
+            worker = self.state.workers[self.state.row[name]]
+            keys = request.keys_of(worker.block_size)
+            if not worker.events and len(keys):
+                self.index.predict(name, keys, now)
+
+    def _open(self, exclude: frozenset[str]) -> NDArray[np.bool_]:
+        """Which workers are not excluded, (workers,)."""
+        found = np.ones(len(self.state.workers), dtype=np.bool_)
+        for worker in exclude:
+            row = self.state.row.get(worker)
+            if row is not None:
+                found[row] = False
+        return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,130 +12,243 @@ from numpy.typing import NDArray
 from pigou.control.messages import Choice, LoadReport
 from pigou.request import Request, Worker
 
-_COUNTS = ("prefill_requests", "prefill_tokens", "decode_requests", "decode_tokens")
-_REPORTS = ("running", "waiting", "kv_usage")
+Counts = NDArray[np.int64]
+Shares = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Columns:
+    """One entry a worker, shape (workers,) each; the names are those of `FleetView`.
+
+    `decoding` counts the streams whose prompt is computed; `max_seqs` is the worker's own limit,
+    0 when it did not say.
+    """
+
+    prefills: Flags
+    decodes: Flags
+    block_size: Counts
+    blocks: Counts
+    max_seqs: Counts
+    prefill_requests: Counts
+    prefill_tokens: Counts
+    decode_requests: Counts
+    decode_tokens: Counts
+    decoding: Counts
+    served: Counts
+    running: Shares
+    waiting: Shares
+    kv_usage: Shares
+
+
+_KINDS: dict[str, type] = {"Flags": np.bool_, "Counts": np.int64, "Shares": np.float64}
+_NAMES = tuple(field.name for field in fields(Columns))
+#: Columns that say how much a worker has to do, for whoever shows them.
+LOADS = (
+    "prefill_requests",
+    "prefill_tokens",
+    "decode_requests",
+    "decode_tokens",
+    "running",
+    "waiting",
+    "kv_usage",
+)
 
 
 @dataclass(slots=True)
 class Load:
-    """What one routed request weighs, and where.
+    """What one routed request weighs, where, and when it came how far.
 
     Attributes:
         request: the request.
         decode: worker that is charged with the stream; None once that worker is gone.
         prefill: worker that is charged with the prompt; None once it is computed.
+        prefill_worker: the other worker that the prompt was sent to; "" where there is none.
         tokens: charged to `decode`: the prompt, and what was generated so far.
+        uncached: tokens of the prompt that its worker had to compute.
+        routed: when it was sent off, in nanoseconds.
+        handed: when its remote prefill ended; 0 before, and for a local one.
+        first: when its first token came; 0 before, and where tokens are not seen.
+        decoding: whether it counts among the streams whose prompt is computed.
+        inflight: requests of the fleet when it was sent off, itself counted.
+        ahead: prompts that its prompt was sent to join.
+        setting: of the controller, that it was routed under.
     """
 
     request: Request
     decode: str | None
     prefill: str | None
+    prefill_worker: str
     tokens: int
+    uncached: int
+    routed: int
+    handed: int = 0
+    first: int = 0
+    decoding: bool = False
+    inflight: int = 1
+    ahead: int = 0
+    setting: int = 0
+
+    @property
+    def remote(self) -> bool:
+        """Whether the prompt was sent to another worker than the stream."""
+        return self.prefill_worker != ""
+
+    @property
+    def generated(self) -> int:
+        """Tokens that were generated so far, as far as they were seen."""
+        return self.tokens - self.request.prompt
 
 
 class State:
-    """Workers and their load, as arrays with one entry a worker.
+    """Workers and their load.
 
     A request weighs on its decode worker from its route to its end (1 request, prompt plus output
-    tokens), and on whoever computes its prompt until that is done (1 request, the prompt's
-    tokens). `row` maps a worker's id to its place; places change when a worker goes.
+    tokens), and on whoever computes its prompt until that is done (1 request, its uncached
+    tokens).
+
+    Attributes:
+        workers: in the order of the rows.
+        ids: their names, in the same order.
+        block_sizes: the different ones among them.
+        row: of a worker by its id; rows change when a worker goes.
+        columns: their figures.
+        loads: of the routed requests, by id.
     """
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
+        self.ids: tuple[str, ...] = ()
+        self.block_sizes: frozenset[int] = frozenset()
         self.row: dict[str, int] = {}
         self.loads: dict[str, Load] = {}
-        self.counts: dict[str, NDArray[np.int64]] = {
-            name: np.zeros(0, dtype=np.int64) for name in _COUNTS
-        }
-        self.reports: dict[str, NDArray[np.float64]] = {
-            name: np.zeros(0, dtype=np.float64) for name in _REPORTS
-        }
+        self.columns = Columns(
+            **{each.name: np.zeros(0, dtype=_KINDS[str(each.type)]) for each in fields(Columns)}
+        )
 
     def up(self, worker: Worker) -> None:
         """Add a worker, or renew what is known of it (its load stays)."""
         row = self.row.get(worker.id)
-        if row is not None:
-            self.workers[row] = worker
-            return
-        self.row[worker.id] = len(self.workers)
-        self.workers.append(worker)
-        for name in _COUNTS:
-            self.counts[name] = np.append(self.counts[name], np.int64(0))
-        for name in _REPORTS:
-            self.reports[name] = np.append(self.reports[name], np.float64(0))
+        if row is None:
+            row = self.row[worker.id] = len(self.workers)
+            self.workers.append(worker)
+            for name in _NAMES:
+                column = getattr(self.columns, name)
+                setattr(self.columns, name, np.append(column, column.dtype.type(0)))
+        self.workers[row] = worker
+        self.columns.prefills[row] = worker.role.prefills
+        self.columns.decodes[row] = worker.role.decodes
+        self.columns.block_size[row] = worker.block_size
+        self.columns.blocks[row] = worker.blocks
+        self.columns.max_seqs[row] = worker.max_seqs
+        self._name()
 
-    def down(self, worker: str) -> None:
-        """Forget a worker and all that weighs on it; an unknown one is no error."""
+    def down(self, worker: str) -> int | None:
+        """Forget a worker and all that weighs on it; return the row that it had.
+
+        An unknown one is no error: None.
+        """
         row = self.row.get(worker)
         if row is None:
-            return
+            return None
         for load in self.loads.values():
             if load.decode == worker:
                 load.decode = None
             if load.prefill == worker:
                 load.prefill = None
         del self.workers[row]
-        self.row = {each.id: place for place, each in enumerate(self.workers)}
-        for name in _COUNTS:
-            self.counts[name] = np.delete(self.counts[name], row)
-        for name in _REPORTS:
-            self.reports[name] = np.delete(self.reports[name], row)
+        self._name()
+        self.row = {name: place for place, name in enumerate(self.ids)}
+        for name in _NAMES:
+            setattr(self.columns, name, np.delete(getattr(self.columns, name), row))
+        return row
 
-    def start(self, request: Request, choice: Choice) -> None:
-        """Charge a routed request to its workers, which must be up."""
-        prefill = choice.prefill if choice.prefill is not None else choice.decode
-        load = Load(request, choice.decode, prefill, request.prompt)
+    def _name(self) -> None:
+        self.ids = tuple(each.id for each in self.workers)
+        self.block_sizes = frozenset(each.block_size for each in self.workers)
+
+    def start(self, request: Request, choice: Choice, uncached: int, now: int) -> Load:
+        """Charge a routed request to its workers, which must be up.
+
+        Args:
+            request: the request.
+            choice: its workers.
+            uncached: tokens of its prompt that are to be computed.
+            now: nanoseconds.
+        """
+        load = Load(
+            request=request,
+            decode=choice.decode,
+            prefill=choice.prefill or choice.decode,
+            prefill_worker=choice.prefill or "",
+            tokens=request.prompt,
+            uncached=uncached,
+            routed=now,
+            inflight=len(self.loads) + 1,
+            ahead=int(self.columns.prefill_requests[self.row[choice.prefill or choice.decode]]),
+        )
         self.loads[request.id] = load
+        self.columns.served[self.row[choice.decode]] += 1
         self._charge_prefill(load, 1)
         self._charge_decode(load, 1)
+        return load
 
-    def prefilled(self, request: str) -> None:
+    def prefilled(self, load: Load) -> None:
         """Discharge whoever computed the prompt; does nothing the second time."""
-        load = self.loads.get(request)
-        if load is None or load.prefill is None:
+        if load.prefill is None:
             return
         self._charge_prefill(load, -1)
         load.prefill = None
+        if load.decode is not None:
+            load.decoding = True
+            self.columns.decoding[self.row[load.decode]] += 1
 
-    def grew(self, request: str, tokens: int) -> None:
+    def grew(self, load: Load, tokens: int) -> None:
         """Charge `tokens` more output tokens to the decode worker."""
-        load = self.loads.get(request)
-        if load is None:
-            return
         load.tokens += tokens
         if load.decode is not None:
-            self.counts["decode_tokens"][self.row[load.decode]] += tokens
+            self.columns.decode_tokens[self.row[load.decode]] += tokens
 
-    def end(self, request: str) -> bool:
-        """Discharge a request entirely; return whether it was routed."""
-        self.prefilled(request)
+    def end(self, request: str) -> Load | None:
+        """Discharge a request entirely; return what it weighed, None if it was not routed."""
         load = self.loads.pop(request, None)
         if load is None:
-            return False
+            return None
+        if load.prefill is not None:
+            self._charge_prefill(load, -1)
+        if load.decoding and load.decode is not None:
+            self.columns.decoding[self.row[load.decode]] -= 1
         self._charge_decode(load, -1)
-        return True
+        load.prefill, load.decoding = None, False
+        return load
 
     def report(self, report: LoadReport) -> None:
         """Note what a worker says of itself; an unknown worker is no error."""
         row = self.row.get(report.worker)
-        if row is None:
-            return
-        for name in _REPORTS:
-            self.reports[name][row] = getattr(report, name)
+        if row is not None:
+            self.columns.running[row] = report.running
+            self.columns.waiting[row] = report.waiting
+            self.columns.kv_usage[row] = report.kv_usage
 
     def on(self, worker: str) -> Iterator[Load]:
         """Loads that stream from this worker."""
         return (load for load in self.loads.values() if load.decode == worker)
 
+    def figures(self, worker: str) -> dict[str, Any]:
+        """Return how much a worker has to do, by the names in `LOADS`; zeros for an unknown one."""
+        row = self.row.get(worker)
+        if row is None:
+            return dict.fromkeys(LOADS, 0)
+        return {name: getattr(self.columns, name)[row].item() for name in LOADS}
+
     def _charge_prefill(self, load: Load, sign: int) -> None:
         if load.prefill is not None:
             row = self.row[load.prefill]
-            self.counts["prefill_requests"][row] += sign
-            self.counts["prefill_tokens"][row] += sign * load.request.prompt
+            self.columns.prefill_requests[row] += sign
+            self.columns.prefill_tokens[row] += sign * load.uncached
 
     def _charge_decode(self, load: Load, sign: int) -> None:
         if load.decode is not None:
             row = self.row[load.decode]
-            self.counts["decode_requests"][row] += sign
-            self.counts["decode_tokens"][row] += sign * load.tokens
+            self.columns.decode_requests[row] += sign
+            self.columns.decode_tokens[row] += sign * load.tokens

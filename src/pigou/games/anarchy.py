@@ -133,11 +133,12 @@ def calibrated(
     window shows, when None). ``savings`` (requests, workers) is what a cached prefix saves each
     request where its prefill runs, in seconds.
 
-    The optimum keeps what was there: each request meets as many others in all, over its stage, as
-    it did, and they are spread over the pool at least cost (`Levelling`). Savings are counted by
-    the `RoutingGame` of the window. Intervals are of ``draws`` seeded draws of a circular block
-    bootstrap at ``level``, and hold the laws fixed. On serial workers with about one request each
-    the whole reads low (0.9): there, the mean over requests is under the mean over those present.
+    A law is per unit of work (`Window`). The optimum keeps what was there: each request meets
+    as many others in all, over its stage, as it did, and they are spread over the pool at least
+    cost (`Levelling`). Savings are counted by the `RoutingGame` of the window. Intervals are of
+    ``draws`` seeded draws of a circular block bootstrap at ``level``, and hold the laws fixed.
+    On serial workers with about one request each the whole reads low (0.9): there, the mean
+    over requests is under the mean over those present.
     Raises ValueError for missing laws, pools that leave a stage without workers, or an optimum
     that is not above 0.
     """
@@ -195,10 +196,10 @@ class _Pools:
 
 def _expected(window: Window, pools: _Pools) -> Floats:
     """What the laws say of each request at the loads that it met, (requests,)."""
-    total = _of_own(window.decode, window.decode_load, pools.laws)
+    total = window.decode_work * _of_own(window.decode, window.decode_load, pools.laws)
     remote = window.prefill != LOCAL
     own = _of_own(window.prefill[remote], window.prefill_load[remote], pools.prefill_laws)
-    total[remote] += own
+    total[remote] += window.prefill_work[remote] * own
     return total
 
 
@@ -216,15 +217,18 @@ class _Spread:
     def __init__(self, window: Window, pools: _Pools) -> None:
         self._pools = pools
         self._remote = window.prefill != LOCAL
+        self._decode_work = window.decode_work
+        self._prefill_work = window.prefill_work[self._remote]
         self._decode = Levelling(window.decode_total)
         self._prefill = Levelling(window.prefill_total[self._remote])
 
     def cost(self, prefill: frozenset[int]) -> Floats:
         """Return seconds a request, (requests,), with this prefill pool."""
-        total = self._decode.cost([self._pools.laws[w] for w in self._pools.decoders(prefill)])
+        laws = [self._pools.laws[w] for w in self._pools.decoders(prefill)]
+        total = self._decode_work * self._decode.cost(laws)
         if self._remote.any():
             laws = [self._pools.prefill_laws[w] for w in sorted(prefill)]
-            total[self._remote] += self._prefill.cost(laws)
+            total[self._remote] += self._prefill_work * self._prefill.cost(laws)
         return total
 
 

@@ -14,6 +14,11 @@ BETAS = np.array([0.5, 1.0, 2.0, 3.0])
 #: Sets of parameters (a, b, d) that may be above 0; the others are 0.
 SUPPORTS = [list(s) for size in (1, 2, 3) for s in combinations(range(3), size)]
 RIDGE = 1e-11
+#: The same by their size, as lists and as an array (sets, size), to be solved at once.
+_SIZES = [
+    (some, np.array(some))
+    for some in ([s for s in SUPPORTS if len(s) == size] for size in (1, 2, 3))
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +86,19 @@ def solve(gram: Floats, moment: Floats, energy: Floats | float) -> tuple[Floats,
     right = moment / size
     best = np.zeros_like(moment)
     least = np.full(len(moment), np.inf)
-    for support in SUPPORTS:
-        some = np.linalg.solve(unit[:, support][:, :, support], right[:, support, None])[:, :, 0]
-        error = -np.einsum("ks,ks->k", some, right[:, support])
-        better = (some >= 0).all(axis=1) & (error < least - 1e-12 * np.abs(error))
-        least = np.where(better, error, least)
-        full = np.zeros_like(best)
-        full[:, support] = some
-        best = np.where(better[:, None], full, best)
+    for some, supports in _SIZES:
+        among = right[:, supports]
+        found = np.linalg.solve(
+            unit[:, supports[:, :, None], supports[:, None, :]], among[:, :, :, None]
+        )[..., 0]
+        errors = -np.einsum("kns,kns->nk", found, among)
+        allowed = np.asarray((found >= 0).all(axis=2)).T
+        for number, support in enumerate(some):
+            error = errors[number]
+            better = allowed[number] & (error < least - 1e-12 * np.abs(error))
+            least = np.where(better, error, least)
+            full = np.zeros_like(best)
+            full[:, support] = found[:, number]
+            best = np.where(better[:, None], full, best)
     least = np.where(np.isfinite(least), least, 0.0)
     return best / size, np.maximum(energy + least, 0.0)

@@ -13,16 +13,20 @@ from pigou.games.arrays import Floats, Indices
 LOCAL = -1
 
 
+_ONE: Floats = np.float64(1.0)  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
-    """R completed requests. Every field has shape (requests,); times are in seconds.
-
-    ``waiting`` is the time before any worker had the request. Its decode stage ran on worker
-    ``decode`` for ``decode_seconds``, in which ``decode_load`` requests (itself counted, a mean
-    over that time) were there, and ``decode_total`` on all decode workers. ``prefill`` and the
-    fields that begin with it say the same of its remote prefill, queueing at that worker included;
-    the worker is -1 (and the other fields are not looked at) where the decode stage covers the
-    prefill. Raises ValueError for unequal lengths, no requests, or values out of range.
+    """R completed requests. Every field has shape (requests,); times are in seconds.  ``waiting``
+    is the time before any worker had the request. Its decode stage ran on worker ``decode`` for
+    ``decode_seconds``, in which ``decode_load`` requests (itself counted, a mean over that
+    time) were there, and ``decode_total`` on all decode workers. ``prefill`` and the fields
+    that begin with it say the same of its remote prefill, queueing at that worker included; the
+    worker is -1 (and the other fields are not looked at) where the decode stage covers the
+    prefill. ``decode_work`` and ``prefill_work`` are the size of each stage in the unit that
+    laws are per, 1 unless given: a stage of work v takes v f(n). Raises ValueError for unequal
+    lengths, no requests, or values out of range.
     """
 
     waiting: Floats
@@ -34,8 +38,15 @@ class Window:
     decode_seconds: Floats
     decode_load: Floats
     decode_total: Floats
+    prefill_work: Floats = _ONE
+    decode_work: Floats = _ONE
 
     def __post_init__(self) -> None:
+        for name in ("prefill_work", "decode_work"):
+            work = np.broadcast_to(getattr(self, name), np.shape(self.decode))
+            object.__setattr__(self, name, work)
+            if not (np.isfinite(work).all() and (work > 0).all()):
+                raise ValueError(f"{name} must be finite, and above 0")
         sizes = {f.name: np.shape(getattr(self, f.name)) for f in fields(self)}
         if len(set(sizes.values())) != 1 or len(self.waiting.shape) != 1 or not len(self.waiting):
             raise ValueError(f"fields have shapes {sizes}: give (requests,) of each, 1 or more")
@@ -55,6 +66,8 @@ class Window:
         prefill: ArrayLike,
         decode: ArrayLike,
         scored: ArrayLike | None = None,
+        prefill_work: ArrayLike = 1.0,
+        decode_work: ArrayLike = 1.0,
     ) -> Window:
         """Build a window from when requests arrived, started, were handed over, and ended.
 
@@ -75,6 +88,7 @@ class Window:
                 "each request must arrive, start, be handed over and end in this order"
             )
         picked = slice(None) if scored is None else np.asarray(scored, dtype=bool)
+        works = [np.broadcast_to(w, begun.shape) for w in (prefill_work, decode_work)]
         prefill_load, prefill_total = np.ones(len(begun)), np.ones(len(begun))
         first = _loads(begun[remote], given[remote], prefills[remote])
         prefill_load[remote], prefill_total[remote] = first
@@ -89,6 +103,8 @@ class Window:
             decode_seconds=(done - entered)[picked],
             decode_load=decode_load[picked],
             decode_total=decode_total[picked],
+            prefill_work=works[0][picked],
+            decode_work=works[1][picked],
         )
 
     def _check_stage(self, stage: str, ran: np.ndarray, least: int) -> None:

@@ -1,0 +1,59 @@
+"""What the Price of Anarchy is computed from, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.control.estimates import Estimates
+from pigou.games.anarchy import Anarchy
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One request, times in nanoseconds; `prefill` is "" where `decode` computed the prompt."""
+
+    arrived: int
+    routed: int
+    handed: int
+    ended: int
+    prefill: str
+    decode: str
+    uncached: int
+    generated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What an assessment is made of: values of one moment, so that it can be made elsewhere.
+
+    Attributes:
+        records: requests that ended, and then those that still run.
+        scored: which of them count, (records,); the others only load the workers.
+        workers: ids, by row.
+        prefill: rows whose role is prefill alone.
+        estimates: of the workers' speed.
+    """
+
+    records: tuple[Record, ...]
+    scored: NDArray[np.bool_]
+    workers: tuple[str, ...]
+    prefill: tuple[int, ...]
+    estimates: Estimates
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """The Price of Anarchy of a window.
+
+    Attributes:
+        anarchy: calibrated (`pigou.games.anarchy.calibrated`).
+        legacy: the paper's index (`LegacyEstimator`); neither a bound nor an estimate.
+        requests: that were scored.
+    """
+
+    anarchy: Anarchy
+    legacy: float
+    requests: int

@@ -1,0 +1,119 @@
+"""What is known of each worker's speed: the numbers that prices are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.games.latency import LatencyLaw
+
+Numbers = NDArray[np.float64]
+
+#: Assumed of a fleet of which nothing was seen yet; the first observations replace it.
+PRIOR_LAW = LatencyLaw(0.0005, 0.02)
+#: Stands for a pole at infinity, which arithmetic on arrays could not bear.
+_FAR = 1e12
+_LEAST_SLOPE = 0.001
+_PRIOR = {
+    "prefill_base": 0.005,
+    "prefill_token": 1e-4,
+    "transfer_base": 0.005,
+    "transfer_token": 1e-6,
+    "arrivals": 0.0,
+    "busy": 0.0,
+}
+_LAW = ("a", "b", "d", "n_sat", "beta", "floor")
+#: Names of the rows of a table of estimates, in order.
+ROWS = (*_PRIOR, *_LAW)
+
+
+def _row(name: str) -> property:
+    place = ROWS.index(name)
+
+    def read(self: Estimates) -> Numbers:
+        found: Numbers = self.table[place]
+        return found
+
+    return property(read)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Speeds of the workers; each name below is a view of shape (workers,).
+
+    Attributes:
+        table: all of them, by the names in `ROWS`, shape (12, workers).
+        prefill_base: seconds that a prompt takes apart from its tokens.
+        prefill_token: seconds that each uncached token of a prompt takes.
+        transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
+        transfer_token: seconds that each transferred token takes.
+        arrivals: prompts a second that are sent here to be computed.
+        busy: share of its time that it computes prompts, 0 to under 1.
+        a, b, d, n_sat, beta, floor: of the law of its ITL in seconds, n streams running
+            (`pigou.games.latency.LatencyLaw`); a law without a pole has a far one.
+    """
+
+    table: Numbers
+
+    prefill_base = _row("prefill_base")
+    prefill_token = _row("prefill_token")
+    transfer_base = _row("transfer_base")
+    transfer_token = _row("transfer_token")
+    arrivals = _row("arrivals")
+    busy = _row("busy")
+    a = _row("a")
+    b = _row("b")
+    d = _row("d")
+    n_sat = _row("n_sat")
+    beta = _row("beta")
+    floor = _row("floor")
+
+    @classmethod
+    def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:
+        """Return what is assumed of workers of which nothing was seen."""
+        column = [*_PRIOR.values(), *(min(getattr(law, name), _FAR) for name in _LAW)]
+        return cls(np.repeat(np.array(column)[:, None], workers, axis=1))
+
+    def learn(self, row: int, law: LatencyLaw) -> None:
+        """Set the law of one worker's ITL.
+
+        A law that was only seen at one load says nothing of its slope: it is taken to rise by a
+        thousandth of f(1) a stream at least, which is less than any engine's.
+        """
+        for name in _LAW:
+            getattr(self, name)[row] = min(getattr(law, name), _FAR)
+        self.a[row] = max(self.a[row], _LEAST_SLOPE * law(1.0))
+
+    def learn_all(self, law: LatencyLaw, scales: Numbers) -> None:
+        """Set the laws of all workers to a common one, times their scales, shape (workers,)."""
+        np.copyto(self.a, law.a * scales)
+        np.copyto(self.b, law.b * scales)
+        np.copyto(self.d, law.d * scales)
+        self.n_sat[:], self.beta[:], self.floor[:] = min(law.n_sat, _FAR), law.beta, law.floor
+        np.maximum(self.a, _LEAST_SLOPE * law(1.0) * scales, out=self.a)
+
+    def itl(self, rows: NDArray[np.integer], n: Numbers) -> Numbers:
+        """Return the seconds between tokens of worker `rows[i]` with `n[i]` streams, (rows,)."""
+        gap = self.n_sat[rows] - n
+        near = np.maximum(gap, self.floor[rows])
+        beta = self.beta[rows]
+        pole = self.d[rows] * near**-beta * (1.0 + (near - gap) * beta / near)
+        found: Numbers = self.a[rows] * n + self.b[rows] + pole
+        return found
+
+    def law(self, row: int) -> LatencyLaw:
+        """Return the law of one worker's ITL."""
+        return LatencyLaw(*(float(getattr(self, name)[row]) for name in _LAW))
+
+    def service(self, rows: NDArray[np.integer], tokens: Numbers) -> Numbers:
+        """Return the seconds that a prompt with so many uncached tokens takes there, (rows,)."""
+        found: Numbers = self.prefill_base[rows] + self.prefill_token[rows] * tokens
+        return found
+
+    def transfer(self, rows: NDArray[np.integer], tokens: Numbers) -> Numbers:
+        """Return the seconds that so many tokens take to reach the worker, (rows,)."""
+        found: Numbers = self.transfer_base[rows] + self.transfer_token[rows] * tokens
+        return found

@@ -1,0 +1,165 @@
+"""The estimator: learns each worker's speed from what the control plane observes."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+
+from pigou.control.affine import AffineFit
+from pigou.control.estimates import PRIOR_LAW, Estimates
+from pigou.control.flow import Flow
+from pigou.control.scales import Scales
+from pigou.games.latency import OnlineFit
+from pigou.request import SECOND
+
+#: Streams on a worker that the law is expected to see at most; it goes on past them.
+_MOST_STREAMS = 256.0
+#: Rates of arrivals are means over about this many seconds.
+_RATE_S = 10.0
+#: A prefill pool is never taken to be busier than this: queues would be infinite.
+_MOST_BUSY = 0.95
+#: Rates of arrival are as of at most so many nanoseconds ago.
+_FRESH = SECOND // 100
+#: Outputs that the expected length of an output is a mean over.
+_OUTPUTS = 64.0
+_FIRST_OUTPUT = 128.0
+
+
+class Estimator:
+    """Speeds of the workers, as far as they were seen.
+
+    Each speed is a law common to the fleet times a factor of the worker's own (`Scales`): what
+    one worker shows at a load teaches what the others would do there.
+
+    Prefill: workers compute prompts one after another (or batched, which makes no difference to
+    sums), so a prompt that ends kept its worker busy since it came, or since the one before
+    ended, whichever is later; these times are fitted by a line over uncached tokens. Transfer:
+    from a remote prefill's end to the first token, by a line over tokens. ITL: `Flow`'s samples,
+    by a `LatencyLaw`.
+
+    Rows are those of `State`; `up` and `down` keep them in step.
+    """
+
+    def __init__(self) -> None:
+        self._prefill = AffineFit()
+        self._transfer = AffineFit()
+        self._itl = OnlineFit(_MOST_STREAMS)
+        self._scales = {name: Scales() for name in ("prefill", "transfer", "itl")}
+        self._rate = np.zeros(0)
+        self._rated = np.zeros(0, dtype=np.int64)
+        self._last_done = np.zeros(0, dtype=np.int64)
+        self._output = _FIRST_OUTPUT
+        self._outputs = 0
+        self.flow = Flow()
+        self._known: Estimates | None = None
+        self._at = 0
+
+    def up(self) -> None:
+        """A worker joined; its row is the last."""
+        for scales in self._scales.values():
+            scales.up()
+        self._rate = np.append(self._rate, 0.0)
+        self._rated = np.append(self._rated, 0)
+        self._last_done = np.append(self._last_done, 0)
+        self.flow.up()
+        self._known = None
+
+    def down(self, row: int) -> None:
+        """A worker left."""
+        for scales in self._scales.values():
+            scales.down(row)
+        self._rate = np.delete(self._rate, row)
+        self._rated = np.delete(self._rated, row)
+        self._last_done = np.delete(self._last_done, row)
+        self.flow.down(row)
+        self._known = None
+
+    def sent(self, row: int, now: int) -> None:
+        """A prompt was sent to worker `row` to be computed."""
+        age = (now - self._rated[row]) / SECOND / _RATE_S
+        self._rate[row] = self._rate[row] * math.exp(-max(0.0, age)) + 1.0 / _RATE_S
+        self._rated[row] = now
+
+    def prefilled(self, row: int, tokens: int, sent: int, now: int) -> None:
+        """A prompt with so many uncached tokens, sent at `sent`, was computed by worker `row`."""
+        began = max(sent, int(self._last_done[row]))
+        self._last_done[row] = now
+        if now > began:
+            self._learn("prefill", self._prefill, row, tokens, now - began, now)
+
+    def transferred(self, row: int, tokens: int, nanos: int, now: int) -> None:
+        """A remote prefill's tokens reached worker `row`, and its first token followed."""
+        if nanos > 0:
+            self._learn("transfer", self._transfer, row, tokens, nanos, now)
+
+    def generated(self, tokens: int) -> None:
+        """A request ended after so many tokens."""
+        self._outputs += 1
+        share = 1.0 / min(self._outputs, _OUTPUTS)
+        self._output += share * (tokens - self._output)
+
+    def output(self, most: int) -> float:
+        """Return the tokens that a request with this limit is expected to generate."""
+        return max(1.0, min(float(most), self._output))
+
+    def harvest(self, now: int) -> None:
+        """Take in what flowed since the last harvest; call it a few times a second."""
+        scales = self._scales["itl"]
+        samples = list(self.flow.harvest())
+        if samples:
+            own = scales.now(now)[1].tolist()
+            for sample in samples:
+                self._itl.observe(sample.streams, sample.itl / own[sample.row])
+            common = self._itl.law()
+            for sample in samples:
+                scales.observe(sample.row, sample.itl / max(common(sample.streams), 1e-9), now)
+        self._known = None
+
+    def now(self, now: int) -> Estimates:
+        """Return the estimates; rates of arrival decay up to `now`."""
+        known = self._known
+        if known is None:
+            known = self._known = self._solve(now)
+        elif 0 <= now - self._at < _FRESH:
+            return known
+        self._at = now
+        self._arrive(known, now)
+        return known
+
+    def peek(self, now: int) -> Estimates:
+        """Return a copy of the estimates; whether they are looked at changes no later ones."""
+        found = self._solve(now) if self._known is None else copy.deepcopy(self._known)
+        self._arrive(found, now)
+        return found
+
+    def _arrive(self, known: Estimates, now: int) -> None:
+        """Write the rates of arrival as of `now`."""
+        age = np.maximum(0, now - self._rated) / SECOND / _RATE_S
+        arrivals = self._rate * np.exp(-age)
+        np.copyto(known.arrivals, arrivals)
+        np.copyto(known.busy, np.minimum(_MOST_BUSY, arrivals * self._mean_service))
+
+    def _learn(
+        self, name: str, fit: AffineFit, row: int, size: int, nanos: int, now: int
+    ) -> None:  # fmt: skip
+        seconds, scales = nanos / SECOND, self._scales[name]
+        own = float(scales.now(now)[1][row])
+        fit.observe(float(size), seconds / own)
+        scales.observe(row, seconds / max(fit(float(size)), 1e-9), now)
+
+    def _solve(self, now: int) -> Estimates:
+        found = Estimates.prior(len(self._rate))
+        for name, fit in (("prefill", self._prefill), ("transfer", self._transfer)):
+            if not fit.seen:
+                continue
+            common, own = self._scales[name].now(now)
+            scale, (base, slope) = common * own, fit.law
+            np.copyto(getattr(found, f"{name}_base"), base * scale)
+            np.copyto(getattr(found, f"{name}_token"), slope * scale)
+        self._mean_service = found.prefill_base + found.prefill_token * self._prefill.mean_size
+        law = self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
+        common, own = self._scales["itl"].now(now)
+        found.learn_all(law, common * own)
+        return found

@@ -1,0 +1,79 @@
+"""The flow: how fast tokens come from each worker, and with how many streams beside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pigou.request import SECOND
+
+#: A sample needs as much time, in seconds, and as many tokens.
+_LEAST_S = 0.25
+_LEAST_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a worker did since its last sample.
+
+    Attributes:
+        row: of the worker.
+        streams: that ran on it, a mean over the time in which any flowed.
+        itl: seconds between two tokens of one stream.
+    """
+
+    row: int
+    streams: float
+    itl: float
+
+
+class Flow:
+    """Integrals over time, one entry a worker.
+
+    A stream flows from its first token to its end. ITL is the time that streams flowed, summed
+    over them, by the tokens that came. Requests whose tokens are not seen count among the streams,
+    and not in that sum.
+    """
+
+    def __init__(self) -> None:
+        self._flowing = np.zeros(0, dtype=np.int64)
+        self._sums = np.zeros((0, 4))  # seconds flowing; stream seconds; all streams'; tokens
+        self._since = np.zeros(0, dtype=np.int64)
+
+    def up(self) -> None:
+        """A worker joined; its row is the last."""
+        self._flowing = np.append(self._flowing, 0)
+        self._sums = np.vstack([self._sums, np.zeros(4)])
+        self._since = np.append(self._since, 0)
+
+    def down(self, row: int) -> None:
+        """A worker left."""
+        self._flowing = np.delete(self._flowing, row)
+        self._sums = np.delete(self._sums, row, axis=0)
+        self._since = np.delete(self._since, row)
+
+    def advance(self, row: int, streams: int, now: int) -> None:
+        """Let time pass on worker `row`, which had so many streams; call before a change of it."""
+        flowing = int(self._flowing[row])
+        if flowing:
+            seconds = (now - int(self._since[row])) / SECOND
+            self._sums[row, :3] += (seconds, flowing * seconds, max(streams, flowing) * seconds)
+        self._since[row] = now
+
+    def change(self, row: int, by: int) -> None:
+        """Streams began (by > 0) or ended to flow; `advance` comes first."""
+        self._flowing[row] += by
+
+    def came(self, row: int, tokens: int) -> None:
+        """Tokens came, after the first of their streams."""
+        self._sums[row, 3] += tokens
+
+    def harvest(self) -> Iterator[Sample]:
+        """Return a sample of each worker that flowed long enough, and begin anew there."""
+        for row in np.flatnonzero(self._sums[:, 0] >= _LEAST_S).tolist():
+            seconds, stream_seconds, all_seconds, tokens = self._sums[row].tolist()
+            if tokens >= _LEAST_TOKENS:
+                self._sums[row] = 0.0
+                yield Sample(row, all_seconds / seconds, stream_seconds / tokens)

@@ -1,0 +1,68 @@
+"""What controllers set, and what they are told at the end of a request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+
+from pigou.config import ConfigError
+
+
+class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of the choice among candidates.
+
+    Attributes:
+        temperature: of the softmax over costs; 0 takes the cheapest.
+        overlap_weight: omega of Eq. 1 (Georgiou 2026): weight of the blocks that a worker would
+            have to prefill, net of cached ones, against the blocks that it has in use.
+    """
+
+    temperature: float = 0.0
+    overlap_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no router can use."""
+        for name in ("temperature", "overlap_weight"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be finite, at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a request is routed under.
+
+    Attributes:
+        temperature: of the softmax over costs.
+        overlap_weight: of the blocks to prefill, net of cached ones.
+        setting: index of this choice of the controller's; the outcome of the request carries it
+            back (`Sample.setting`, `Finish.setting`).
+    """
+
+    temperature: float = 0.0
+    overlap_weight: float = 1.0
+    setting: int = 0
+
+    @classmethod
+    def of(cls, setting: Setting, index: int = 0) -> Self:
+        """Return a setting with its index."""
+        return cls(setting.temperature, setting.overlap_weight, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a request.
+
+    Attributes:
+        seconds: from its arrival to its last token.
+        unloaded: seconds that it would take with the fleet to itself, as far as known: what its
+            latency is compared with.
+        setting: index of the parameters that it was routed under.
+    """
+
+    seconds: float
+    unloaded: float = 1.0
+    setting: int = 0

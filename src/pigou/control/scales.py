@@ -1,0 +1,77 @@
+"""Scales: how much slower or faster each worker is than the fleet's common law."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.request import SECOND
+
+Numbers = NDArray[np.float64]
+
+#: What a worker showed counts half after so many seconds: one that is avoided is tried again.
+_HALF_LIFE_S = 60.0
+#: An observation moves a scale as if it were at most this much beyond it (in logarithms).
+_MOST_STEP = 0.5
+#: Observations that a scale remembers.
+_MEMORY = 64.0
+#: Variance of the logarithm of one observation: at least, and before it is known.
+_LEAST_VARIANCE = 0.01
+
+
+class Scales:
+    """One factor a worker, 1 for those of which nothing sure is known.
+
+    It is the exponential mean of log(observed / common law), robust to outliers (Huber's
+    clipping), less that of all workers together, and shrunk to 0 by the positive-part rule of
+    James and Stein ("Estimation with Quadratic Loss", 1961): m max(0, 1 - se^2 / m^2), se being
+    its standard error. So chance differences between like workers do not send everybody to one
+    of them, real ones count, and a worker that looked slow once and gets no requests is
+    forgiven as its evidence ages.
+    """
+
+    def __init__(self) -> None:
+        self._weight = np.zeros(0)
+        self._mean = np.zeros(0)
+        self._variance = np.zeros(0)
+        self._at = np.zeros(0, dtype=np.int64)
+
+    def up(self) -> None:
+        """A worker joined; its row is the last."""
+        self._weight = np.append(self._weight, 0.0)
+        self._mean = np.append(self._mean, 0.0)
+        self._variance = np.append(self._variance, 4 * _LEAST_VARIANCE)
+        self._at = np.append(self._at, 0)
+
+    def down(self, row: int) -> None:
+        """A worker left."""
+        for name in ("_weight", "_mean", "_variance", "_at"):
+            setattr(self, name, np.delete(getattr(self, name), row))
+
+    def observe(self, row: int, ratio: float, now: int) -> None:
+        """Take in that worker `row` took `ratio` times what the common law says, above 0."""
+        weight = min(_MEMORY, self._aged(row, now))
+        step = math.log(ratio) - float(self._mean[row])
+        clipped = min(max(step, -_MOST_STEP), _MOST_STEP)
+        share = 1.0 / (weight + 1.0)
+        self._mean[row] += share * clipped
+        variance = max(share, 1.0 / _MEMORY)
+        self._variance[row] += variance * (clipped * clipped - self._variance[row])
+        self._weight[row] = weight + 1.0
+        self._at[row] = now
+
+    def now(self, now: int) -> tuple[float, Numbers]:
+        """Return the factor of all together, and that of each worker besides, (workers,)."""
+        age = np.maximum(0, now - self._at) / SECOND / _HALF_LIFE_S
+        weight = np.maximum(self._weight * 0.5**age, 1e-6)
+        common = float(weight @ self._mean / weight.sum()) if len(weight) else 0.0
+        own = self._mean - common
+        error = np.maximum(self._variance, _LEAST_VARIANCE) / weight
+        shrunk = own * np.maximum(0.0, 1.0 - error / np.maximum(own**2, 1e-12))
+        return math.exp(common), np.exp(shrunk)
+
+    def _aged(self, row: int, now: int) -> float:
+        age = max(0, now - int(self._at[row])) / SECOND / _HALF_LIFE_S
+        return float(self._weight[row] * 0.5**age)

@@ -1,0 +1,42 @@
+"""What the control plane tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.control.assessment import Assessment
+from pigou.control.estimates import Estimates
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The present prices and parameters.
+
+    Attributes:
+        policy: name of the routing policy.
+        controller: name of what sets its parameters; "static" leaves them alone.
+        regime: below, transition or saturated, as the detector says.
+        signal: what the detector looks at: smoothed TTFT P99, or its own statistic.
+        temperature: of the choice.
+        parameters: of the policy, by name.
+        assessment: the last Price of Anarchy; None before there was one.
+        workers: ids, in the order of the arrays.
+        tolls: seconds that one more stream on each worker would cost those there, (workers,).
+        estimates: of their speed.
+        output: tokens that a request is expected to generate.
+    """
+
+    policy: str
+    controller: str
+    regime: str
+    signal: float
+    temperature: float
+    parameters: dict[str, float]
+    assessment: Assessment | None
+    workers: tuple[str, ...]
+    tolls: NDArray[np.float64]
+    estimates: Estimates
+    output: float

@@ -1,0 +1,229 @@
+"""The watch: follows each routed request, and learns from it."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.control.assessment import Snapshot
+from pigou.control.audit import Audit
+from pigou.control.detector import Detector, Sample
+from pigou.control.estimates import Estimates
+from pigou.control.estimator import Estimator
+from pigou.control.index import PrefixIndex
+from pigou.control.messages import Choice
+from pigou.control.parameters import Finish
+from pigou.control.regime import Controller
+from pigou.control.routing.view import FleetView
+from pigou.control.state import Load, State
+from pigou.request import SECOND, Request, Worker
+
+#: Between two harvests of the estimator, in nanoseconds.
+_HARVEST = SECOND // 2
+
+
+class Watch:
+    """State, estimates and history, kept in step.
+
+    Attributes:
+        state: the workers, and what weighs on them.
+        estimator: what is known of their speed.
+        audit: the requests that ended, for the Price of Anarchy.
+        detector: of saturation, told of first tokens.
+        controller: of the router's parameters, told of outcomes.
+        setting: of the controller, that requests are routed under now.
+    """
+
+    def __init__(self, detector: Detector, controller: Controller) -> None:
+        self.state = State()
+        self.detector = detector
+        self.controller = controller
+        self.setting = 0
+        self.estimator = Estimator()
+        self.audit = Audit()
+        self._silent: dict[str, int] = {}  # prompts whose end nobody will tell: when it is due
+        self._harvested = 0
+
+    def up(self, worker: Worker) -> None:
+        """A worker is there, or changed."""
+        new = worker.id not in self.state.row
+        self.state.up(worker)
+        if new:
+            self.estimator.up()
+
+    def down(self, worker: str) -> None:
+        """A worker is gone."""
+        row = self.state.down(worker)
+        if row is not None:
+            self.estimator.down(row)
+            self.audit.forget(worker)
+
+    def routed(self, request: Request, choice: Choice, now: int) -> None:
+        """A request was sent to its workers."""
+        uncached = max(1, request.prompt - choice.cached)
+        load = self.state.start(request, choice, uncached, now)
+        load.setting = self.setting
+        row = self.state.row[load.prefill or choice.decode]
+        self.estimator.sent(row, now)
+        if not request.streamed and not load.remote:
+            known, columns = self.estimates(now), self.state.columns
+            seconds = known.prefill_base[row] * columns.prefill_requests[row]
+            seconds += known.prefill_token[row] * columns.prefill_tokens[row]
+            self._silent[request.id] = now + int(seconds * SECOND)
+
+    def prefill_done(self, request: str, well: bool, now: int) -> None:
+        """The prefill leg of a request ended; `well` says whether its prompt was computed."""
+        load = self.state.loads.get(request)
+        if load is None or load.prefill is None:
+            return
+        if load.remote and well:
+            load.handed = now
+            row = self.state.row[load.prefill]
+            self.estimator.prefilled(row, load.uncached, load.routed, now)
+        self._computed(load, now)
+
+    def first_token(self, request: str, now: int) -> None:
+        """The first token of a request came."""
+        load = self.state.loads.get(request)
+        if load is None or load.first:
+            return
+        row = None if load.decode is None else self.state.row[load.decode]
+        if not load.remote and row is not None and load.prefill is not None:
+            self.estimator.prefilled(row, load.uncached, load.routed, now)
+        elif load.handed and row is not None:
+            self.estimator.transferred(row, load.request.prompt, now - load.handed, now)
+        self._computed(load, now)
+        load.first = now
+        arrived = min(load.request.arrival or load.routed, load.routed)
+        ttft = (now - arrived) / SECOND
+        sample = Sample(ttft, load.uncached, load.inflight, load.ahead, load.setting)
+        self.detector.update(now, sample)
+        self.controller.observe(now, sample)
+        if row is not None:
+            self._advance(row, now)
+            self.estimator.flow.change(row, 1)
+
+    def tokens(self, request: str, count: int) -> None:
+        """More tokens of a request came."""
+        load = self.state.loads.get(request)
+        if load is None:
+            return
+        if load.first and load.decode is not None:
+            after_first = count if load.generated else count - 1
+            self.estimator.flow.came(self.state.row[load.decode], after_first)
+        self.state.grew(load, count)
+
+    def ended(self, request: str, now: int) -> bool:
+        """A request is over; return whether it had been routed."""
+        load = self._release(request, now)
+        if load is None:
+            return False
+        if load.generated:
+            self.estimator.generated(load.generated)
+            self.audit.ended(load, now)
+            self.controller.observe(now, self._finish(load, now))
+        return True
+
+    def failed(self, request: str, now: int) -> bool:
+        """A request lost its worker, if it had one; return whether it had."""
+        return self._release(request, now) is not None
+
+    def tick(self, now: int, queued: int) -> None:
+        """Let time pass; `queued` requests wait for a worker."""
+        for request, due in list(self._silent.items()):
+            if now >= due:
+                del self._silent[request]
+                load = self.state.loads.get(request)
+                if load is not None:
+                    self._computed(load, now)
+        if now - self._harvested >= _HARVEST:
+            self._harvested = now
+            for row in range(len(self.state.workers)):
+                self._advance(row, now)
+            self.estimator.harvest(now)
+            loads = self.state.loads.values()
+            waiting = queued + sum(not load.first and load.request.streamed for load in loads)
+            self.detector.tick(now, waiting)
+
+    def snapshot(self, now: int) -> Snapshot | None:
+        """Return what the Price of Anarchy is computed from; None when too little happened."""
+        columns = self.state.columns
+        prefill = np.flatnonzero(columns.prefills & ~columns.decodes).tolist()
+        known = copy.deepcopy(self.estimates(now))
+        return self.audit.snapshot(self.state.loads.values(), self.state.row, prefill, known, now)
+
+    def estimates(self, now: int) -> Estimates:
+        """Return the speeds of the workers, as far as they are known."""
+        return self.estimator.now(now)
+
+    def view(self, request: Request, index: PrefixIndex, now: int) -> FleetView:
+        """Return the fleet as policies see it when they route this request."""
+        columns, ids = self.state.columns, self.state.ids
+        held = self._held(request, index)
+        return FleetView(
+            ids=ids,
+            prefills=columns.prefills,
+            decodes=columns.decodes,
+            prefill_requests=columns.prefill_requests,
+            prefill_tokens=columns.prefill_tokens,
+            decode_requests=columns.decode_requests,
+            decode_tokens=columns.decode_tokens,
+            served=columns.served,
+            running=columns.running,
+            waiting=columns.waiting,
+            kv_usage=columns.kv_usage,
+            overlap=held[0],
+            device=held[1],
+            host=held[2],
+            storage=held[3],
+            block_size=columns.block_size,
+            blocks=columns.blocks,
+            estimates=self.estimates(now),
+            output=self.estimator.output(request.max_tokens),
+        )
+
+    def _held(self, request: Request, index: PrefixIndex) -> NDArray[np.int64]:
+        """Return the leading blocks that each worker holds: all, and by tier, (4, workers)."""
+        sizes = self.state.columns.block_size
+        found = np.zeros((4, len(sizes)), dtype=np.int64)
+        for size in self.state.block_sizes:
+            keys = request.keys_of(size)
+            if len(keys):
+                seen = index.overlaps(self.state.ids, keys)
+                mine = sizes == size
+                for row, tier in enumerate((seen.run, seen.device, seen.host, seen.storage)):
+                    np.copyto(found[row], tier, where=mine)
+        return found
+
+    def _finish(self, load: Load, now: int) -> Finish:
+        """Return what a request took, beside what it would have taken on an idle fleet."""
+        known = self.estimates(now)
+        rows = np.arange(len(known.a))
+        alone = float(np.median(known.service(rows, np.full(len(rows), float(load.uncached)))))
+        alone += load.generated * float(np.median(known.itl(rows, np.ones(len(rows)))))
+        arrived = min(load.request.arrival or load.routed, load.routed)
+        return Finish((now - arrived) / SECOND, max(alone, 1e-6), load.setting)
+
+    def _computed(self, load: Load, now: int) -> None:
+        """The prompt of a request is computed, well or not."""
+        self._silent.pop(load.request.id, None)
+        if load.prefill is not None and load.decode is not None:
+            self._advance(self.state.row[load.decode], now)
+        self.state.prefilled(load)
+
+    def _release(self, request: str, now: int) -> Load | None:
+        self._silent.pop(request, None)
+        load = self.state.loads.get(request)
+        if load is None:
+            return None
+        if load.decode is not None:
+            row = self.state.row[load.decode]
+            self._advance(row, now)
+            if load.first:
+                self.estimator.flow.change(row, -1)
+        return self.state.end(request)
+
+    def _advance(self, row: int, now: int) -> None:
+        self.estimator.flow.advance(row, int(self.state.columns.decoding[row]), now)

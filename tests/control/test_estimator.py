@@ -1,0 +1,152 @@
+"""What the control plane learns is what the workers are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_fleet import Ideal, ModelFleet, poisson
+
+from pigou.config import ControlConfig
+from pigou.control.affine import AffineFit
+from pigou.control.estimates import Estimates
+from pigou.control.estimator import Estimator
+from pigou.control.flow import Flow
+from pigou.control.plane import ControlPlane
+from pigou.control.scales import Scales
+from pigou.games.latency import LatencyLaw
+from pigou.request import SECOND, Role
+
+LAW = LatencyLaw(0.0008, 0.02)
+
+
+def run(policy: str, fleet: dict[Role, list[Ideal]], rate: float, seconds: float) -> ModelFleet:
+    model = ModelFleet(ControlPlane(ControlConfig(policy=policy)), fleet)
+    model.run(poisson(rate, seconds, 1, (200, 800), (50, 150)))
+    return model
+
+
+def test_speeds_of_a_disaggregated_fleet_are_learned() -> None:
+    fast, slow = Ideal(LAW, 2e-4, 0.003), Ideal(LatencyLaw(0.001, 0.03), 3e-4)
+    model = run("least-loaded", {Role.PREFILL: [fast], Role.DECODE: [Ideal(LAW), slow]}, 5, 60)
+    found = model.plane.watch.estimates(model.now)
+    assert found.prefill_token[0] == pytest.approx(2e-4, rel=0.05)
+    assert found.prefill_base[0] == pytest.approx(0.003, rel=0.3)
+    for row, worker in ((1, LAW), (2, slow.law)):
+        seen = float(model.plane.watch.state.columns.served[row]) / 60 * 100 * worker(5.0)
+        assert found.law(row)(seen) == pytest.approx(worker(seen), rel=0.1)
+
+
+def test_the_expected_output_follows_what_requests_generate() -> None:
+    model = run("least-loaded", {Role.BOTH: [Ideal(LAW)]}, 4, 40)
+    estimator = model.plane.watch.estimator
+    assert estimator.output(10_000) == pytest.approx(100, rel=0.1)
+    assert estimator.output(10) == 10
+
+
+def test_a_worker_of_which_nothing_was_seen_is_taken_for_one_like_the_others() -> None:
+    estimator = Estimator()
+    for _ in range(3):
+        estimator.up()
+    for i in range(60):
+        for row in (0, 2):
+            at = (10 * i + 1) * SECOND
+            size = (100, 200, 400)[i % 3]
+            estimator.prefilled(row, size, at, at + int((0.5 + 0.01 * size) * SECOND))
+    found = estimator.now(600 * SECOND)
+    assert found.prefill_base == pytest.approx([0.5] * 3, rel=0.02)
+    assert found.prefill_token == pytest.approx([0.01] * 3, rel=0.02)
+
+
+def test_a_slow_worker_shows_and_chance_does_not() -> None:
+    scales, rng = Scales(), np.random.default_rng(0)
+    for _ in range(3):
+        scales.up()
+    for i in range(60):
+        for row, slow in enumerate((1.0, 1.0, 1.6)):
+            scales.observe(row, slow * float(rng.lognormal(0, 0.2)), i * SECOND)
+    common, own = scales.now(60 * SECOND)
+    assert common * own[2] == pytest.approx(1.6, rel=0.1)
+    assert own[0] == pytest.approx(own[1], rel=0.12)
+    alike = Scales()
+    alike.up()
+    alike.up()
+    for i in range(30):
+        for row in (0, 1):
+            alike.observe(row, float(rng.lognormal(0, 0.2)), i * SECOND)
+    assert alike.now(30 * SECOND)[1] == pytest.approx([1, 1], abs=0.1)
+
+
+def test_a_worker_that_was_slow_once_is_tried_again() -> None:
+    scales = Scales()
+    scales.up()
+    scales.up()
+    scales.observe(1, 100.0, 0)
+    for i in range(40):
+        scales.observe(0, 1.0, i * SECOND)
+    assert scales.now(40 * SECOND)[1][1] < 1.7
+    assert scales.now(600 * SECOND)[1][1] == pytest.approx(1.0, abs=0.01)
+
+
+@given(st.floats(0, 5), st.floats(0, 2), st.lists(st.floats(1, 1000), min_size=3, max_size=40))
+@settings(max_examples=80, deadline=None)
+def test_an_affine_law_is_recovered_and_never_negative(
+    base: float, slope: float, sizes: list[float]
+) -> None:
+    fit = AffineFit()
+    for size in sizes:
+        if base + slope * size > 0:
+            fit.observe(size, base + slope * size)
+    found_base, found_slope = fit.law
+    assert found_base >= 0
+    assert found_slope >= 0
+    if max(sizes) > 2 * min(sizes) and base + slope > 1e-3:
+        middle = float(np.median(sizes))
+        want = base + slope * middle
+        assert fit(middle) == pytest.approx(want, rel=0.05, abs=1e-3)
+
+
+def test_an_outlier_hardly_moves_an_affine_law() -> None:
+    fit = AffineFit()
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        size = float(rng.uniform(10, 100))
+        fit.observe(size, (1 + 0.1 * size) * float(rng.uniform(0.95, 1.05)))
+    fit.observe(50.0, 500.0)
+    assert fit(50.0) == pytest.approx(6.0, rel=0.1)
+
+
+def test_a_first_outlier_does_not_starve_its_worker() -> None:
+    """The fleet learns what a prompt takes, and sends the slow starter its share again."""
+    model = ModelFleet(
+        ControlPlane(ControlConfig(policy="toll")), {Role.BOTH: [Ideal(LAW), Ideal(LAW)]}
+    )
+    model.workers["both-1"].stall = 5 * SECOND
+    model.run(poisson(8, 60, 1, (200, 800), (50, 150)))
+    served = model.plane.state.columns.served
+    assert served.min() > 0.35 * served.sum()
+
+
+def test_itl_is_the_time_of_all_streams_by_the_tokens_that_came() -> None:
+    flow = Flow()
+    flow.up()
+    flow.advance(0, 0, 0)
+    flow.change(0, 2)
+    flow.advance(0, 3, SECOND)  # two streams seen, a third whose tokens are not
+    flow.came(0, 40)
+    (sample,) = flow.harvest()
+    assert sample.itl == pytest.approx(2 / 40)
+    assert sample.streams == pytest.approx(3)
+    assert list(flow.harvest()) == []
+
+
+@given(st.integers(0, 20), st.floats(0, 1), st.floats(1e-4, 1), st.floats(0, 1))
+def test_the_vector_of_laws_is_each_law(n: int, a: float, b: float, d: float) -> None:
+    given_ = LatencyLaw(a, b, d, 12.0, 2.0)
+    law = LatencyLaw(max(a, 0.001 * given_(1.0)), b, d, 12.0, 2.0)  # never taken to be flat
+    found = Estimates.prior(2)
+    found.learn(1, given_)
+    value = found.itl(np.array([1]), np.array([float(n)]))
+    assert value[0] == pytest.approx(law(float(n)))
+    assert found.law(1)(float(n)) == pytest.approx(law(float(n)))

@@ -1,0 +1,273 @@
+"""What is in a journal decides what is decided; what must not be in it is not."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pigou.config import ConfigError, ControlConfig
+from pigou.control.assessment import Assessment
+from pigou.control.index import PrefixIndex
+from pigou.control.journal import (
+    Entry,
+    JournalError,
+    decode,
+    encode,
+    feed,
+    observation_of,
+    observed,
+    request_of,
+    submitted,
+)
+from pigou.control.messages import (
+    Assessed,
+    CacheChanged,
+    CacheLost,
+    Ended,
+    FirstToken,
+    LoadReport,
+    Observation,
+    PrefillDone,
+    Route,
+    Tokens,
+    WorkerDown,
+    WorkerUp,
+)
+from pigou.control.plane import ControlPlane
+from pigou.control.recorder import Recorder
+from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
+from pigou.games.anarchy import Anarchy, Estimate
+from pigou.request import SECOND, FinishReason, Request, Role, Worker
+from pigou.wire.kv_events import Cleared, Removed, Stored
+
+FOUND = Assessment(Anarchy(*[Estimate(1.5, 1.25, 2.0)] * 4, (0, 2)), 3.25, 40)
+SAMPLES: dict[type, Observation] = {
+    type(each): each
+    for each in (
+        WorkerUp(Worker("w", "", Role.DECODE, 32, 100, 8, False)),
+        WorkerDown("w"),
+        PrefillDone("r", False),
+        FirstToken("r"),
+        Tokens("r", 3),
+        Ended("r", FinishReason.ERROR),
+        CacheChanged("w", ()),
+        CacheLost("w"),
+        LoadReport("w", 1, 2, 0.375),
+        Assessed(FOUND),
+    )
+}
+
+
+def roundtrip(entry: Entry) -> Any:
+    return decode(encode(entry))
+
+
+@pytest.mark.parametrize("kind", get_args(Observation))
+def test_every_observation_comes_back_as_it_was(kind: type) -> None:
+    sample = SAMPLES[kind]
+    assert observation_of(roundtrip(observed(sample, 5))) == sample
+
+
+@pytest.mark.parametrize("usage", ["nan", "inf"])
+def test_a_load_that_is_no_number_comes_back_as_it_was(usage: str) -> None:
+    entry = roundtrip(observed(LoadReport("w", 0, 0, float(usage)), 1))
+    assert repr(observation_of(entry).kv_usage) == usage
+
+
+def test_every_field_of_a_request_comes_back_as_it_was() -> None:
+    request = Request(
+        "r", 100, 7, hashes=np.arange(6, dtype=np.uint64).reshape(3, 2), priority=-2,
+        arrival=3, deadline=2**70, tenant="ann", remote=16, hold=True,
+        keys={16: np.array([2**64 - 1, 5], dtype=np.uint64)},
+        overrides={"temperature": 0.1, "x": float("inf")}, streamed=False, splits=False,
+    )  # fmt: skip
+    found = request_of(roundtrip(submitted(request, 9, frozenset({"b", "a"}))))
+    for each in fields(Request):
+        was, now = getattr(request, each.name), getattr(found, each.name)
+        if each.name == "keys":
+            was, now = was[16].tolist(), now[16].tolist()
+        elif each.name == "hashes":
+            was, now = was.tolist(), now.tolist()
+        assert was == now, each.name
+
+
+@pytest.mark.parametrize("line", [b"", b"{}", b'{"k":"tick"}', b'{"k":"what","now":1}', b"[1]"])
+def test_what_is_no_entry_is_refused(line: bytes) -> None:
+    with pytest.raises(JournalError):
+        decode(line)
+
+
+def test_neither_tokens_nor_addresses_are_written() -> None:
+    lines: list[bytes] = []
+    recorder = Recorder(ControlPlane(ControlConfig()), lambda entry: lines.append(encode(entry)))
+    recorder.observe(WorkerUp(Worker("w", "http://ann:secret@host:1")), 1)
+    event = Stored((77,), None, tuple(range(987_600, 987_616)), 16)
+    recorder.observe(CacheChanged("w", (event,)), 2)
+    whole = b"".join(lines)
+    assert b"9876" not in whole
+    assert b"secret" not in whole
+    assert b'"stored"' in whole
+
+
+def events() -> st.SearchStrategy[Any]:
+    """Wire and core events over few blocks, so that they meet."""
+    name = st.integers(1, 6)
+
+    def stored(names: list[int], parent: int | None, hidden: bool) -> Stored:
+        tokens = () if hidden else tuple(t for n in names for t in (n, n + 1))
+        return Stored(tuple(names), parent, tokens, 2)
+
+    def words(names: list[int]) -> Any:
+        return np.array([[n, n] for n in names], dtype=np.uint64).reshape(-1, 2)
+
+    lists = st.lists(name, min_size=1, max_size=3, unique=True)
+    return st.one_of(
+        st.builds(stored, lists, st.none() | name, st.booleans()),
+        st.builds(lambda n: Removed((n, b"x" * n)), name),
+        st.just(Cleared()),
+        st.builds(lambda n, p: BlockStored("r", 0, words(n), words(p)), lists,
+                  st.lists(name, max_size=1)),
+        st.builds(lambda n: BlockRemoved(words(n)), lists),
+        st.just(AllBlocksCleared()),
+    )  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), events()), max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_an_event_without_tokens_means_what_it_meant_with_them(told: list[Any]) -> None:
+    plain, keyed = PrefixIndex(max_blocks=8, max_total=12), PrefixIndex(max_blocks=8, max_total=12)
+    for worker, event in told:
+        keyed.apply(worker, (keyed.keyed(worker, event),))
+        plain.apply(worker, (event,))
+        assert plain.cache(worker) == keyed.cache(worker)
+        assert (plain.keys, plain.blocks) == (keyed.keys, keyed.blocks)
+        for n in range(1, 7):
+            for member in "ab":
+                one = plain._members.get(member)
+                two = keyed._members.get(member)
+                assert (one and one.holdings.key(n)) == (two and two.holdings.key(n))
+
+
+CONFIGS = [
+    ControlConfig(policy="toll", max_inflight=2, max_queued=3),
+    ControlConfig(policy="power-of-two", temperature=0.4, seed=3, max_inflight=2,
+                  queue_timeout=SECOND // 2, max_queued=2),
+    ControlConfig(policy="dynamo", controller={"controller": "bandit"}, admission={"order": "fair"},
+                  max_inflight=3),
+]  # fmt: skip
+
+
+class Drive:
+    """A driver that does what gateways do, at random, and looks at the fleet as they do."""
+
+    def __init__(self, config: ControlConfig, seed: int) -> None:
+        self.entries: list[bytes] = []
+        self.plane = ControlPlane(config)
+        self.told = Recorder(self.plane, lambda entry: self.entries.append(encode(entry)))
+        self.dice = np.random.default_rng(seed)
+        self.now = SECOND
+        self.up: set[str] = set()
+        self.live: list[str] = []
+        self.asked: dict[str, Request] = {}
+
+    def step(self) -> None:
+        self.now += int(self.dice.integers(1, SECOND // 8))
+        if self.dice.random() < 0.3:
+            self.plane.status(self.now)
+        pick = self.dice.random()
+        if pick < 0.35 or not self.live:
+            self.submit(f"r{len(self.entries)}")
+        elif pick < 0.75:
+            self.go_on(self.live[int(self.dice.integers(len(self.live)))])
+        elif pick < 0.85:
+            self.turn(f"w{int(self.dice.integers(4))}")
+        else:
+            self.told.tick(self.now)
+
+    def submit(self, name: str, exclude: frozenset[str] = frozenset()) -> None:
+        keys = {16: self.dice.integers(1, 4, 3).cumsum().astype(np.uint64)}
+        tenant = str(self.dice.choice(["ann", "bob"]))
+        request = self.asked.get(name) or Request(
+            name, 60, 20, arrival=self.now, tenant=tenant, keys=keys
+        )
+        self.asked[name] = request
+        self.told.submit(request, self.now, exclude)
+        if name not in self.live:
+            self.live.append(name)
+
+    def go_on(self, name: str) -> None:
+        match int(self.dice.integers(5)):
+            case 0:
+                self.told.observe(PrefillDone(name), self.now)
+            case 1:
+                self.told.observe(FirstToken(name), self.now)
+                self.told.observe(Tokens(name, 1), self.now)
+            case 2:
+                self.told.observe(Tokens(name, int(self.dice.integers(1, 9))), self.now)
+            case 3:
+                self.told.observe(Ended(name, FinishReason.STOP), self.now)
+                self.live.remove(name)
+            case 4:
+                self.submit(name, frozenset(self.dice.choice(["w0", "w1", "w2"], 2).tolist()))
+
+    def turn(self, name: str) -> None:
+        if name in self.up and self.dice.random() < 0.4:
+            self.up.discard(name)
+            self.told.observe(WorkerDown(name), self.now)
+        elif name in self.up:
+            event = Stored(tuple(range(1, 4)), None, tuple(range(48)), 16)
+            self.told.observe(CacheChanged(name, (event,)), self.now)
+            self.told.observe(LoadReport(name, 1, int(self.dice.integers(3)), 0.5), self.now)
+        else:
+            self.up.add(name)
+            role = Role.PREFILL if name == "w0" else Role.BOTH
+            events = bool(self.dice.random() < 0.5)
+            self.told.observe(WorkerUp(Worker(name, "", role, 16, 64, events=events)), self.now)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.policy)
+@given(seed=st.integers(0, 2**16))
+@settings(max_examples=12, deadline=None)
+def test_a_fresh_plane_decides_as_the_recorded_one(config: ControlConfig, seed: int) -> None:
+    drive = Drive(config, seed)
+    for name in ("w1", "w2", "w0"):
+        drive.turn(name)
+    for _ in range(250):
+        drive.step()
+    fresh = ControlPlane(config)
+    decided = 0
+    for line in drive.entries:
+        entry = decode(line)
+        assert feed(fresh, entry) == (entry.out, entry.error)  # type: ignore[arg-type, union-attr]
+        decided += len(entry.out)  # type: ignore[union-attr]
+    assert decided
+
+
+def test_looking_at_the_fleet_changes_no_estimate() -> None:
+    planes = [ControlPlane(ControlConfig(policy="toll")) for _ in range(2)]
+    for plane in planes:
+        plane.observe(WorkerUp(Worker("w", "")), 1)
+        assert isinstance(plane.submit(Request("r", 64, 9), 2), Route)
+        plane.watch.estimates(3)
+    planes[0].status(SECOND // 200)
+    planes[0].status(SECOND)
+    looked, not_looked = (plane.watch.estimates(SECOND // 150) for plane in planes)
+    assert looked.arrivals.tolist() == not_looked.arrivals.tolist()
+
+
+def test_an_error_is_written_and_comes_again_and_a_refusal_is_not() -> None:
+    lines: list[bytes] = []
+    plane = ControlPlane(ControlConfig())
+    recorder = Recorder(plane, lambda entry: lines.append(encode(entry)))
+    with pytest.raises(ConfigError):
+        recorder.submit(Request("r", 9, 9, overrides={"what": 1.0}), 1)
+    assert not lines
+    broken = WorkerUp(Worker("w", "", block_size="x"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="x"):
+        recorder.observe(broken, 2)
+    assert b'"error":"ValueError"' in lines[0]

@@ -1,0 +1,115 @@
+"""Histograms are read, subtracted and summed as Prometheus does it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Histogram as Metric
+
+from pigou.control.detector import Regime
+from pigou.control.histogram import DYNAMO_TTFT, VLLM_TTFT, Histogram, parse_histogram
+from pigou.control.saturation import PaperConfig, PaperDetector
+from pigou.request import SECOND
+
+BOUNDS = (0.1, 0.5, 1.0, 5.0)
+
+
+def exposed(name: str, values: dict[str, list[float]]) -> str:
+    registry = CollectorRegistry()
+    metric = Metric(name, "Time to first token.", ["engine"], registry=registry, buckets=BOUNDS)
+    for engine, seconds in values.items():
+        for each in seconds:
+            metric.labels(engine).observe(each)
+    return generate_latest(registry).decode()
+
+
+@pytest.mark.parametrize("name", [VLLM_TTFT, DYNAMO_TTFT])
+def test_an_exposition_is_read_and_its_engines_are_added(name: str) -> None:
+    found = parse_histogram(exposed(name, {"0": [0.05, 0.3], "1": [0.3, 9.0]}), name)
+    assert found == Histogram((*BOUNDS, math.inf), (1, 3, 3, 3, 4))
+
+
+def test_one_engine_is_read_by_its_label() -> None:
+    text = exposed(VLLM_TTFT, {"0": [0.05, 0.3], "1": [0.3, 9.0]})
+    found = parse_histogram(text, VLLM_TTFT, {"engine": "0"})
+    assert found is not None
+    assert found.count == 2
+
+
+def test_an_exposition_without_the_metric_has_no_histogram() -> None:
+    assert parse_histogram(exposed(VLLM_TTFT, {}), VLLM_TTFT) is None
+    assert parse_histogram(exposed(VLLM_TTFT, {"0": [1.0]}), DYNAMO_TTFT) is None
+
+
+def test_a_quantile_is_interpolated_in_its_bucket() -> None:
+    one = Histogram((1.0, 2.0, 4.0, math.inf), (10, 30, 40, 40))
+    assert one.quantile(0.5) == pytest.approx(1.5)
+    assert one.quantile(0.25) == pytest.approx(1.0)
+    assert one.quantile(0.1) == pytest.approx(0.4)
+    assert one.quantile(0.99) == pytest.approx(2 + 2 * (39.6 - 30) / 10)
+
+
+def test_edges_are_those_of_histogram_quantile() -> None:
+    one = Histogram((1.0, 2.0, math.inf), (0, 5, 10))
+    assert one.quantile(0.9) == 2.0, "in the +Inf bucket: the last finite bound"
+    assert math.isnan(Histogram((1.0, math.inf), (0, 0)).quantile(0.5))
+    assert math.isnan(Histogram((math.inf,), (3,)).quantile(0.5))
+    assert one.quantile(-1) == -math.inf
+    assert one.quantile(2) == math.inf
+    assert Histogram((-1.0, 2.0, math.inf), (5, 5, 5)).quantile(0.5) == -1.0
+
+
+@given(st.lists(st.floats(0, 20), min_size=1), st.floats(0.001, 1))
+def test_a_quantile_lies_in_the_bucket_of_the_order_statistic(
+    values: list[float], share: float
+) -> None:
+    counts = tuple(float(sum(v <= b for v in values)) for b in (*BOUNDS, math.inf))
+    found = Histogram((*BOUNDS, math.inf), counts).quantile(share)
+    true = sorted(values)[max(0, math.ceil(share * len(values) - 1e-9) - 1)]
+    edges = (0.0, *BOUNDS)
+    bucket = int(np.searchsorted(BOUNDS, true))
+    if bucket == len(BOUNDS):
+        assert found == BOUNDS[-1]
+    else:
+        assert edges[bucket] - 1e-9 <= found <= BOUNDS[bucket] + 1e-9
+
+
+def test_a_restart_counts_from_nothing() -> None:
+    before = Histogram((1.0, math.inf), (50, 60))
+    assert Histogram((1.0, math.inf), (3, 4)).since(before).counts == (3, 4)
+    assert Histogram((1.0, math.inf), (51, 64)).since(before).counts == (1, 4)
+
+
+def test_different_buckets_do_not_mix() -> None:
+    with pytest.raises(ValueError, match="different buckets"):
+        Histogram((1.0, math.inf), (0, 0)).since(Histogram((2.0, math.inf), (0, 0)))
+    with pytest.raises(ValueError, match=r"\+Inf"):
+        Histogram((1.0,), (0,))
+
+
+def test_the_detector_sees_only_what_came_between_scrapes() -> None:
+    one = PaperDetector(PaperConfig(theta1=0.5, theta2=4.0, consecutive=1, margin=0.1, alpha=1.0))
+    seen: list[float] = [0.05] * 1000
+    regimes = []
+    for poll, fresh in enumerate([[], [0.05] * 20, [0.9] * 20, [4.9] * 50, [], [0.05] * 9]):
+        seen += fresh
+        found = parse_histogram(exposed(VLLM_TTFT, {"0": seen}), VLLM_TTFT)
+        assert found is not None
+        regimes.append(one.scrape(poll * 5 * SECOND, found))
+    below, transition, saturated = Regime
+    assert regimes == [below, below, transition, saturated, saturated, below]
+
+
+def test_scrapes_between_polls_are_passed_over() -> None:
+    one = PaperDetector(PaperConfig())
+    bounds = (0.1, 1.0, math.inf)
+    one.scrape(0, Histogram(bounds, (0, 0, 0)))
+    one.scrape(SECOND, Histogram(bounds, (0, 9, 9)))
+    assert math.isnan(one.signal)
+    one.scrape(5 * SECOND, Histogram(bounds, (0, 9, 9)))
+    assert one.signal == pytest.approx(0.1 + 0.9 * 0.99)

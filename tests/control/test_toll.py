@@ -1,0 +1,157 @@
+"""Laws of Pigou's own policy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from model_fleet import Ideal, ModelFleet, poisson
+
+from pigou.config import ConfigError, ControlConfig
+from pigou.control.estimates import Estimates
+from pigou.control.messages import Route, WorkerUp
+from pigou.control.plane import ControlPlane
+from pigou.control.routing.policy import override
+from pigou.control.routing.toll import Toll, TollParams, stream_tolls
+from pigou.control.routing.view import Candidates, FleetView
+from pigou.games.latency import LatencyLaw
+from pigou.request import Request, Role, Worker
+
+LAW = LatencyLaw(0.0008, 0.02)
+
+
+def pairs(*found: tuple[int, int]) -> Candidates:
+    array = np.array(found, dtype=np.int32)
+    return Candidates(array[:, 0], array[:, 1])
+
+
+def known(workers: int, law: LatencyLaw = LAW) -> Estimates:
+    found = Estimates.prior(workers, law)
+    found.arrivals[:] = 2.0
+    found.busy[:] = 0.5
+    return found
+
+
+def test_parts_are_the_formula() -> None:
+    fleet = FleetView.of(
+        2,
+        estimates=known(2),
+        output=100.0,
+        prefill_requests=[2, 0],
+        prefill_tokens=[3000, 0],
+        decode_requests=[0, 8],
+        overlap=[10, 20],
+    )
+    request = Request("r", 1000, 100)
+    parts = Toll().parts(request, fleet, pairs((0, 1), (-1, 1)))
+    wait = 2 * 0.005 + 3000e-4
+    service = 0.005 + (1000 - 160) * 1e-4
+    local = 0.005 + (1000 - 320) * 1e-4
+    assert parts["wait"] == pytest.approx([wait, 0.0])
+    assert parts["prefill"] == pytest.approx([service, local])
+    assert parts["transfer"] == pytest.approx([0.005 + 680e-6, 0.0])
+    assert parts["decode"] == pytest.approx([100 * LAW(9.0)] * 2)
+    assert parts["toll_stream"] == pytest.approx([100 * LAW.toll(8.0)] * 2)
+    queue = [service * 2 * (wait + service) / 0.5, local * 2 * local / 0.5]
+    assert parts["toll_queue"] == pytest.approx(queue)
+    assert parts["toll_stall"] == pytest.approx([0.0, local * 8])
+    costs = Toll().costs(request, fleet, pairs((0, 1), (-1, 1)))
+    assert costs == pytest.approx(sum(parts.values()))
+
+
+def test_local_prefill_is_dearer_the_more_streams_it_stalls() -> None:
+    def cost(streams: int) -> float:
+        fleet = FleetView.of(1, estimates=known(1), decode_requests=[streams])
+        return float(Toll().parts(Request("r", 500, 9), fleet, pairs((-1, 0)))["toll_stall"][0])
+
+    assert cost(0) == 0
+    assert cost(20) == pytest.approx(4 * cost(5))
+
+
+def test_a_queue_at_the_prefill_worker_makes_prompts_go_local() -> None:
+    def best(waiting: int) -> int:
+        fleet = FleetView.of(
+            2, estimates=known(2), prefill_requests=[waiting, 0],
+            prefill_tokens=[waiting * 4000, 0], decode_requests=[0, 4],
+        )  # fmt: skip
+        return int(Toll().costs(Request("r", 4000, 9), fleet, pairs((0, 1), (-1, 1))).argmin())
+
+    assert [best(n) for n in (0, 1, 2, 8)] == sorted(best(n) for n in (0, 1, 2, 8))
+    assert (best(0), best(8)) == (0, 1)
+
+
+def test_without_tolls_it_is_the_selfish_choice() -> None:
+    fleet = FleetView.of(1, estimates=known(1), decode_requests=[9])
+    selfish = override(Toll(), {"toll": 0.0})
+    parts = selfish.parts(Request("r", 50, 9), fleet, pairs((-1, 0)))  # type: ignore[attr-defined]
+    assert all(parts[name] == 0 for name in parts if name.startswith("toll_"))
+    with pytest.raises(ConfigError, match=r"tol is no parameter .* it has: overlap_weight, toll"):
+        override(Toll(), {"tol": 1.0})
+    with pytest.raises(ConfigError, match="toll"):
+        override(Toll(), {"toll": "much"})
+
+
+def test_the_toll_of_a_stream_is_that_of_the_law() -> None:
+    law = LatencyLaw(0.001, 0.02, 0.05, 32.0, 2.0)
+    found = stream_tolls(known(3, law), np.array([0, 5, 30]), 10.0)
+    assert found == pytest.approx([0.0, 10 * law.toll(5.0), 10 * law.toll(30.0)])
+
+
+def test_an_override_holds_for_its_request_alone() -> None:
+    plane = ControlPlane(ControlConfig(policy="toll"))
+    plane.observe(WorkerUp(Worker("a", "u")), 0)
+    for name, overrides in (("one", {"toll": 0.0, "temperature": 2.0}), ("two", {})):
+        assert isinstance(plane.submit(Request(name, 8, 4, overrides=overrides), 0), Route)
+    one, two = plane.decision("one"), plane.decision("two")
+    assert one is not None
+    assert two is not None
+    assert (one.temperature, two.temperature) == (2.0, 0.0)
+    assert one.parts["toll_stream"][0] == 0
+    with pytest.raises(ConfigError, match="nope"):
+        plane.submit(Request("x", 8, 4, overrides={"nope": 1.0}), 0)
+    with pytest.raises(ConfigError, match="temperature"):
+        plane.submit(Request("x", 8, 4, overrides={"temperature": -1.0}), 0)
+
+
+def test_a_decision_is_explained_by_its_parts_and_its_regret() -> None:
+    plane = ControlPlane(ControlConfig(policy="toll"))
+    for role in (Role.PREFILL, Role.DECODE):
+        plane.observe(WorkerUp(Worker(role.value, "u", role)), 0)
+    plane.submit(Request("r", 640, 4), 5)
+    why = plane.decision("r")
+    assert why is not None
+    assert (why.at, why.policy, why.prompt) == (5, "toll", 640)
+    assert list(zip(why.prefill, why.decode, strict=True)) == [
+        ("", "decode"),
+        ("prefill", "decode"),
+    ]
+    assert why.costs == pytest.approx(sum(why.parts.values()))
+    assert why.costs[why.chosen] == why.costs.min()
+    assert why.regret == 0
+    assert plane.decision("nobody") is None
+
+
+def test_the_ledger_keeps_the_latest_decisions() -> None:
+    plane = ControlPlane(ControlConfig(policy="toll", max_decisions=3))
+    plane.observe(WorkerUp(Worker("a", "u")), 0)
+    for i in range(5):
+        plane.submit(Request(f"r{i}", 8, 4), i)
+    assert [each.request for each in plane.router.ledger.latest()] == ["r4", "r3", "r2"]
+
+
+def mean_ttft(policy: str) -> tuple[float, float]:
+    """A burst of long prompts before a slow prefill worker; also the worst pace of a stream."""
+    workers = {Role.PREFILL: [Ideal(LAW, 6e-4)], Role.DECODE: [Ideal(LAW, 6e-4), Ideal(LAW, 6e-4)]}
+    model = ModelFleet(ControlPlane(ControlConfig(policy=policy)), workers)
+    model.run(poisson(2.5, 60, 3, (400, 1200), (20, 60)))
+    return float(np.mean(list(model.ttft.values()))), float(np.mean(list(model.seconds.values())))
+
+
+def test_prices_beat_unconditional_disaggregation_when_prefill_is_scarce() -> None:
+    tolled, plain = mean_ttft("toll"), mean_ttft("least-loaded")
+    assert tolled[0] < 0.5 * plain[0]
+    assert tolled[1] < 0.8 * plain[1]
+
+
+def test_parameters_out_of_the_struct_are_refused() -> None:
+    with pytest.raises(TypeError):
+        TollParams(tol=1)  # type: ignore[call-arg]
