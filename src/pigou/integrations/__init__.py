@@ -1,0 +1,1 @@
+"""Bindings to other people's serving systems."""

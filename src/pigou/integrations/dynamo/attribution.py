@@ -1,0 +1,153 @@
+"""Which worker served which request: a ledger over the event plane."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pigou.integrations.dynamo.events import Envelope, Life, SequenceEvent, sequence_events
+
+#: What Dynamo's frontend puts before its id of a request to make the id of a reply.
+_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+def request_id(reply_id: str) -> str:
+    """Return Dynamo's id of a request from the `id` of its reply."""
+    for prefix in _PREFIXES:
+        if reply_id.startswith(prefix):
+            return reply_id.removeprefix(prefix)
+    return reply_id
+
+
+@dataclass(slots=True)
+class Served:
+    """Who served a request, as far as is known.
+
+    Attributes:
+        request: Dynamo's id of it.
+        workers: that it was ever on, in order; several where it migrated, or where the prompt
+            was computed on another worker than its output.
+        ranks: data-parallel rank on each.
+        own: whether the last of these workers said so itself; routers did otherwise.
+        prefilled: whether its prompt is computed.
+        freed: whether it is over.
+    """
+
+    request: str
+    workers: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    own: bool = False
+    prefilled: bool = False
+    freed: bool = False
+
+    @property
+    def worker(self) -> int:
+        """The last worker that it was on."""
+        return self.workers[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How many of a set of requests are attributed.
+
+    Attributes:
+        requests: asked about.
+        matched: of them, attributed.
+        missing: those that are not.
+    """
+
+    requests: int
+    matched: int
+    missing: tuple[str, ...]
+
+    @property
+    def share(self) -> float:
+        """Share that is attributed; 1.0 of no requests."""
+        return self.matched / self.requests if self.requests else 1.0
+
+
+class Ledger:
+    """Request to worker, from messages of the event plane in any order between publishers.
+
+    Workers of 1.6 tell of each request themselves when its prompt is computed; routers of all
+    versions do when they run with `--router-replica-sync`. Messages that were missed are known by
+    the gaps in their publisher's numbers.
+
+    Attributes:
+        missed: messages that other messages show to have been lost.
+    """
+
+    def __init__(self, capacity: int = 1_000_000) -> None:
+        """Start empty; the oldest request is forgotten when there are more than `capacity`."""
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity}; it must be at least 1")
+        self.missed = 0
+        self._capacity = capacity
+        self._served: OrderedDict[str, Served] = OrderedDict()
+        self._sequence: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def __getitem__(self, request: str) -> Served:
+        """Return who served a request, by Dynamo's id or that of its reply; raises KeyError."""
+        return self._served[request_id(request)]
+
+    def get(self, request: str) -> Served | None:
+        """Do the same; None where nobody told of it."""
+        return self._served.get(request_id(request))
+
+    def take(self, message: Envelope) -> tuple[SequenceEvent, ...]:
+        """Take in a message of the topic `SEQUENCES`; return what it said.
+
+        Raises:
+            WireError: its payload is not understood.
+        """
+        self._count(message)
+        events = sequence_events(message.payload)
+        for event in events:
+            self.apply(event)
+        return events
+
+    def apply(self, event: SequenceEvent) -> None:
+        """Take in one fact."""
+        found = self._served.get(event.request)
+        if found is None:
+            found = self._served[event.request] = Served(event.request)
+            while len(self._served) > self._capacity:
+                self._served.popitem(last=False)
+        place = (event.worker, event.rank)
+        if place not in zip(found.workers, found.ranks, strict=True):
+            found.workers.append(event.worker)
+            found.ranks.append(event.rank)
+            found.own = False
+        elif event.life is Life.ADDED and event.worker != found.worker:
+            # It came back to a worker that it had been on.
+            at = found.workers.index(event.worker)
+            found.workers.append(found.workers.pop(at))
+            found.ranks.append(found.ranks.pop(at))
+            found.own = False
+        found.own = found.own or (event.own and event.worker == found.worker)
+        found.prefilled = found.prefilled or event.life is Life.PREFILLED
+        found.freed = found.freed or event.life is Life.FREED
+
+    def match(self, requests: Iterable[str]) -> Match:
+        """Return how many requests, by Dynamo's ids or those of their replies, are attributed."""
+        asked = [request_id(each) for each in requests]
+        missing = tuple(each for each in asked if each not in self._served)
+        return Match(len(asked), len(asked) - len(missing), missing)
+
+    def counts(self) -> dict[int, int]:
+        """Return requests by worker."""
+        found: dict[int, int] = {}
+        for each in self._served.values():
+            found[each.worker] = found.get(each.worker, 0) + 1
+        return found
+
+    def _count(self, message: Envelope) -> None:
+        last = self._sequence.get(message.publisher_id)
+        if last is not None and message.sequence > last + 1:
+            self.missed += message.sequence - last - 1
+        if last is None or message.sequence > last:
+            self._sequence[message.publisher_id] = message.sequence

@@ -1,0 +1,269 @@
+"""The probe: does the installed Dynamo honour per-request overrides of its router?
+
+Dynamo accepts `router_config_override` in every 1.x, and checks it; not every version applies it
+(1.4.2 does, 1.6.1 does not). So it is tried: a prompt that one worker holds in its cache is routed
+many times with and without an override, in turns, query only. At temperature 0 all go to that
+worker; at temperature 5 the softmax spreads them (with m workers each call stays with probability
+1 / (1 + (m - 1) exp(-1/5)), so that 100 calls which all stay are no accident). Where the router's
+own temperature spreads them, temperature 0 is compared with 5 in the same way. With the weight of
+the prefill load at 0 nothing sets idle workers apart, and ties are broken at random.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from pigou.integrations.dynamo import binding
+from pigou.integrations.dynamo.binding import KvRouter
+
+_log = logging.getLogger("pigou.integrations.dynamo")
+
+TEMPERATURE = "router_temperature"
+#: Names of the weight of the prefill load, newest first: the old one is an alias in 1.x.
+WEIGHTS = ("prefill_load_scale", "overlap_score_weight")
+_HOT = 5.0
+_POLL_S = 0.05
+#: Difference of the greatest shares of calls that is no accident in 100 calls, and one that is.
+_APART, _ALIKE = 0.25, 0.15
+#: Token ids that any vocabulary has, none of them special in a common one.
+_LOW_ID, _HIGH_ID = 300, 1200
+
+
+class Honoured(StrEnum):
+    """What a controlled test says of an override."""
+
+    YES = "honoured"
+    NO = "ignored"
+    UNKNOWN = "inconclusive"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A controlled test of one override.
+
+    Attributes:
+        verdict: what it says.
+        override: that was given.
+        reference: what it was compared with: another override, or none.
+        control: calls with the reference, by worker.
+        treated: calls with the override, by worker.
+        why: the verdict in words.
+    """
+
+    verdict: Honoured
+    override: dict[str, float] = field(default_factory=dict)
+    reference: dict[str, float] = field(default_factory=dict)
+    control: dict[int, int] = field(default_factory=dict)
+    treated: dict[int, int] = field(default_factory=dict)
+    why: str = ""
+
+    def __str__(self) -> str:
+        counts = (
+            f"{_shares(self.control)} with {_named(self.reference)}, {_shares(self.treated)} with "
+            f"{_named(self.override)}"
+        )
+        return f"{_named(self.override)} is {self.verdict.value} ({self.why}; {counts})"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the probe found, with its evidence.
+
+    Attributes:
+        version: of Dynamo; empty when unknown.
+        workers: that the router can choose from.
+        overlap: blocks of the test's prompt that its holder had cached.
+        temperature: the test of the temperature.
+        weight: the test of the overlap weight.
+    """
+
+    version: str
+    workers: int
+    overlap: int
+    temperature: Finding
+    weight: Finding
+
+    @property
+    def honoured(self) -> bool:
+        """Whether the temperature of a single request can be set."""
+        return self.temperature.verdict is Honoured.YES
+
+    def status(self) -> dict[str, Any]:
+        """Return all of it, ready for JSON; worker ids are strings, beyond what a double holds."""
+        found = asdict(self)
+        for test in ("temperature", "weight"):
+            for counts in ("control", "treated"):
+                held = found[test][counts]
+                found[test][counts] = {str(worker): count for worker, count in held.items()}
+        return {"honoured": self.honoured, **found}
+
+    def __str__(self) -> str:
+        return (
+            f"Dynamo {self.version or 'of unknown version'}, {self.workers} workers, "
+            f"{self.overlap} blocks cached: {self.temperature}; {self.weight}"
+        )
+
+
+async def probe(
+    router: KvRouter,
+    model: str,
+    *,
+    block_size: int,
+    blocks: int = 16,
+    calls: int = 100,
+    patience_s: float = 5.0,
+    seed: int | None = None,
+) -> Verdict:
+    """Find out which overrides a router honours; sends one short request, then only queries.
+
+    Args:
+        router: a fresh one, or one in use; the overlap weight can only be told on idle workers.
+        model: name that the one request carries.
+        block_size: tokens in a KV block.
+        blocks: length of the test's prompt.
+        calls: queries of each kind.
+        patience_s: seconds to wait until the prompt is seen to be cached.
+        seed: of the prompt's token ids. By default they are new each time: a prompt that two
+            workers hold is spread by ties.
+    """
+    generator = random.Random(seed)
+    prompt = [generator.randrange(_LOW_ID, _HIGH_ID) for _ in range(blocks * block_size)]
+    overlap = await _warm(router, model, prompt, patience_s)
+    loads = await router.get_potential_loads(prompt)
+    workers = len({(each["worker_id"], each.get("dp_rank", 0)) for each in loads})
+    version = binding.version()
+    obstacle = ""
+    if workers < 2:
+        obstacle = "there is one worker, and nothing to choose"
+    elif overlap == 0:
+        obstacle = "no worker was seen to hold the prompt; are KV events on?"
+    if obstacle:
+        nothing = Finding(Honoured.UNKNOWN, why=obstacle)
+        return _told(Verdict(version, workers, overlap, nothing, nothing))
+    base = await _counts(router, prompt, {}, calls // 4)
+    hot, cold = {TEMPERATURE: _HOT}, {} if len(base) == 1 else {TEMPERATURE: 0.0}
+    temperature = judge(*await _both(router, prompt, cold, hot, calls), hot, cold)
+    weight = await _weight(router, prompt, calls, cold=len(base) == 1, workers=workers)
+    return _told(Verdict(version, workers, overlap, temperature, weight))
+
+
+def judge(
+    control: Mapping[int, int],
+    treated: Mapping[int, int],
+    override: Mapping[str, float],
+    reference: Mapping[str, float],
+) -> Finding:
+    """Return what the counts of a controlled test say.
+
+    Args:
+        control: calls by worker, with the reference.
+        treated: the same with the override, which should spread them.
+        override: its value.
+        reference: another override, which should gather the calls; empty for none at all, where
+            the router gathers them by itself.
+    """
+    given, before, after = dict(override), dict(control), dict(treated)
+
+    def said(verdict: Honoured, why: str) -> Finding:
+        return Finding(verdict, given, dict(reference), before, after, why)
+
+    if reference:
+        apart = _top(control) - _top(treated)
+        if apart > _APART:
+            return said(Honoured.YES, "it spreads what the reference gathers")
+        if apart < _ALIKE:
+            return said(Honoured.NO, "reference and override spread alike")
+        return said(Honoured.UNKNOWN, "reference and override differ by too little to tell")
+    if len(control) > 1:
+        return said(Honoured.UNKNOWN, "the calls were spread already")
+    if len(treated) > 1:
+        return said(Honoured.YES, "it spreads what was gathered")
+    same = control.keys() == treated.keys()
+    return said(
+        Honoured.NO if same else Honoured.UNKNOWN,
+        "all calls go where they went" if same else "all calls changed the worker at once",
+    )
+
+
+async def _weight(
+    router: KvRouter, prompt: Sequence[int], calls: int, *, cold: bool, workers: int
+) -> Finding:
+    """Test the weight of the prefill load, which only shows where nothing else tells workers."""
+    if not cold:
+        return Finding(Honoured.UNKNOWN, why="the router's own temperature spreads the calls")
+    loads = await router.get_potential_loads(prompt)
+    decode = {each["potential_decode_blocks"] for each in loads}
+    if len(decode) > 1:
+        return Finding(Honoured.UNKNOWN, why=f"the {workers} workers are not equally loaded")
+    found = Finding(Honoured.UNKNOWN)
+    for name in WEIGHTS:
+        zero = {name: 0.0}
+        found = judge(*await _both(router, prompt, {}, zero, calls), zero, {})
+        if found.verdict is Honoured.YES:
+            break
+    return found
+
+
+async def _warm(router: KvRouter, model: str, prompt: Sequence[int], patience_s: float) -> int:
+    """Have a worker compute the prompt; return the blocks of it that it is seen to hold."""
+    stream = await router.generate(
+        list(prompt), model, stop_conditions={"max_tokens": 1, "ignore_eos": True}
+    )
+    async for _ in stream:
+        pass
+    overlap = 0
+    for _ in range(max(1, int(patience_s / _POLL_S))):
+        overlap = (await router.best_worker(prompt))[2]
+        if overlap:
+            break
+        await asyncio.sleep(_POLL_S)
+    return overlap
+
+
+async def _both(
+    router: KvRouter,
+    prompt: Sequence[int],
+    reference: Mapping[str, float],
+    override: Mapping[str, float],
+    calls: int,
+) -> tuple[Counter[int], Counter[int]]:
+    """Ask in turns, so that a change of load meets both alike: (reference, override)."""
+    control: Counter[int] = Counter()
+    treated: Counter[int] = Counter()
+    for _ in range(calls):
+        control += await _counts(router, prompt, reference, 1)
+        treated += await _counts(router, prompt, override, 1)
+    return control, treated
+
+
+async def _counts(
+    router: KvRouter, prompt: Sequence[int], override: Mapping[str, float], calls: int
+) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for _ in range(calls):
+        found[(await router.best_worker(prompt, dict(override) or None))[0]] += 1
+    return found
+
+
+def _named(override: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in override.items()) or "no override"
+
+
+def _top(counts: Mapping[int, int]) -> float:
+    return max(counts.values()) / sum(counts.values())
+
+
+def _shares(counts: Mapping[int, int]) -> str:
+    return "/".join(str(count) for count in sorted(counts.values(), reverse=True)) or "none"
+
+
+def _told(verdict: Verdict) -> Verdict:
+    _log.info("%s", verdict)
+    return verdict

@@ -1,0 +1,206 @@
+"""The paper's artefact: Dynamo's Python router, with parameters per request from the regime."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+from pigou.control.parameters import Parameters
+from pigou.integrations.dynamo.binding import KvRouter, Placement
+from pigou.integrations.dynamo.meters import Meters
+from pigou.integrations.dynamo.probe import TEMPERATURE, WEIGHTS, Honoured, Verdict, probe
+from pigou.integrations.dynamo.steering import Steering, Trip, shown
+
+_log = logging.getLogger("pigou.integrations.dynamo")
+_OVERRIDE = "router_config_override"
+
+
+class OverridesIgnored(RuntimeError):
+    """The installed Dynamo takes per-request parameters and does not apply them.
+
+    Attributes:
+        verdict: what the probe saw.
+    """
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(
+            f"this Dynamo does not honour the temperature of a single request: {verdict}. Run two "
+            "or more frontends with different settings, and `python -m pigou.integrations.dynamo "
+            "switch` before them; or use a Dynamo that honours it (1.4.2 does)"
+        )
+        self.verdict = verdict
+
+
+class AdaptiveRouter:
+    """Stands in for Dynamo's `KvRouter`: same calls, and every one carries the regime's parameters.
+
+    Georgiou 2026, Algorithm 1: read the regime, look its parameters up, hand them to the router
+    with the request. A caller's own override goes before the regime's. What is not defined here
+    (`free`, `mark_prefill_complete`, `get_potential_loads`, ...) is Dynamo's.
+
+    Attributes:
+        verdict: what the probe found.
+        meters: for Prometheus.
+    """
+
+    def __init__(
+        self,
+        router: KvRouter,
+        steering: Steering,
+        verdict: Verdict,
+        *,
+        startup: Parameters | None = None,
+        pretend: bool = False,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Wrap a router; `start` probes it first.
+
+        Args:
+            router: Dynamo's.
+            steering: says the parameters.
+            verdict: of the probe.
+            startup: that the router was made with; in force where overrides are not.
+            pretend: go on where overrides are ignored. Nothing is overridden then, and `status`
+                and the metrics say so.
+            clock: in nanoseconds.
+
+        Raises:
+            OverridesIgnored: they are ignored, and `pretend` is false.
+        """
+        self.verdict = verdict
+        self.meters = Meters()
+        self._router = router
+        self._steering = steering
+        self._startup = startup or Parameters(0.0, 1.0)
+        self._clock = clock
+        self._weight = ""
+        if verdict.weight.verdict is Honoured.YES:
+            self._weight = next(iter(verdict.weight.override))
+        if not verdict.honoured:
+            if not pretend:
+                raise OverridesIgnored(verdict)
+            _log.warning("%s; the start-up parameters stay in force", OverridesIgnored(verdict))
+        elif not self._weight:
+            _log.warning("the overlap weight stays as at start-up: %s", verdict.weight)
+
+    @classmethod
+    async def start(
+        cls, router: KvRouter, steering: Steering, model: str, *, block_size: int,
+        startup: Parameters | None = None, pretend: bool = False,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> Self:  # fmt: skip
+        """Probe a router and wrap it. Arguments and errors as those of `probe` and the class."""
+        verdict = await probe(router, model, block_size=block_size)
+        return cls(router, steering, verdict, startup=startup, pretend=pretend, clock=clock)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._router, name)
+
+    @property
+    def force(self) -> Parameters:
+        """The parameters that a request routed now gets, whatever the controller wants."""
+        return self._force(self._steering.parameters(self._clock()))
+
+    async def best_worker(
+        self,
+        token_ids: Sequence[int],
+        router_config_override: Mapping[str, float] | None = None,
+        **options: Any,
+    ) -> Placement:
+        """Choose a worker for a prompt: (worker, data-parallel rank, cached blocks).
+
+        Args:
+            token_ids: of the prompt.
+            router_config_override: goes before the regime's parameters.
+            options: Dynamo's own.
+        """
+        override = self._override(self.force, router_config_override)
+        start = time.perf_counter()
+        placement = await self._router.best_worker(token_ids, override, **options)
+        self.meters.decided(time.perf_counter() - start)
+        return placement
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        model: str,
+        *,
+        router_config_override: Mapping[str, float] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Any]:
+        """Route a prompt and stream the worker's answers; their first token is observed.
+
+        Arguments as those of `best_worker`, and the model's name.
+        """
+        trip = self._steering.arrive(self._clock())
+        override = self._override(self._force(trip.parameters), router_config_override)
+        try:
+            stream = await self._router.generate(
+                token_ids, model, router_config_override=override, **options
+            )
+        except BaseException:
+            trip.end(self._clock())
+            raise
+        return self._observed(stream, trip)
+
+    async def generate_from_request(
+        self, request: Mapping[str, Any], **options: Any
+    ) -> AsyncIterator[Any]:
+        """Route a preprocessed request and stream the worker's answers, as `generate` does."""
+        trip = self._steering.arrive(self._clock())
+        body = dict(request)
+        override = self._override(self._force(trip.parameters), body.get(_OVERRIDE))
+        if override:
+            body[_OVERRIDE] = override
+        try:
+            stream = await self._router.generate_from_request(body, **options)
+        except BaseException:
+            trip.end(self._clock())
+            raise
+        return self._observed(stream, trip)
+
+    def status(self) -> dict[str, Any]:
+        """Return regime, wanted and real parameters, and the probe's evidence, ready for JSON."""
+        wanted = self._steering.parameters(self._clock())
+        signal = self._steering.signal
+        return {
+            "regime": self._steering.regime.value,
+            "signal": None if math.isnan(signal) else signal,
+            "wanted": shown(wanted),
+            "in_force": shown(self._force(wanted)),
+            "per_request": self.verdict.honoured,
+            "probe": self.verdict.status(),
+        }
+
+    def _force(self, wanted: Parameters) -> Parameters:
+        """Return what of the wanted parameters can be set."""
+        if not self.verdict.honoured:
+            return self._startup
+        if self._weight:
+            return wanted
+        return replace(wanted, overlap_weight=self._startup.overlap_weight)
+
+    def _override(
+        self, force: Parameters, given: Mapping[str, float] | None
+    ) -> dict[str, float] | None:
+        """Return what to hand to Dynamo; None where that would change nothing."""
+        self.meters.routed(self._steering.regime, force, "router")
+        if not self.verdict.honoured:
+            return dict(given) if given else None
+        found = {TEMPERATURE: force.temperature}
+        if self._weight and not any(name in (given or {}) for name in WEIGHTS):
+            found[self._weight] = force.overlap_weight
+        return found | dict(given or {})
+
+    async def _observed(self, stream: AsyncIterator[Any], trip: Trip) -> AsyncIterator[Any]:
+        try:
+            async for answer in stream:
+                if answer.get("token_ids"):
+                    trip.first_token(self._clock())
+                yield answer
+        finally:
+            trip.end(self._clock())

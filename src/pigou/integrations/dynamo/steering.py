@@ -1,0 +1,137 @@
+"""Detector and controller, fed with requests as a router or a proxy sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pigou.control.detector import Detector, Regime, Sample
+from pigou.control.parameters import Finish, Parameters
+from pigou.control.regime import Controller, RegimeConfig, RegimeController, controller
+from pigou.control.regime import controller_config as read_controller
+from pigou.control.saturation import PaperDetector, detector
+from pigou.control.saturation import detector_config as read_detector
+from pigou.request import SECOND
+
+
+class Steering:
+    """Says which parameters requests are routed under, and learns from their first tokens and ends.
+
+    Times are in nanoseconds of one clock, and do not fall.
+
+    Attributes:
+        waiting: requests that have no first token yet.
+    """
+
+    def __init__(self, detector: Detector, controller: Controller) -> None:
+        self.waiting = 0
+        self._detector = detector
+        self._controller = controller
+
+    @classmethod
+    def paper(cls) -> Steering:
+        """Return the paper's detector and its table of regimes (Georgiou 2026, 6.2 and Table 2)."""
+        signal = PaperDetector()
+        return cls(signal, RegimeController(RegimeConfig(), signal))
+
+    @classmethod
+    def of(
+        cls, controlled: Mapping[str, Any], detected: Mapping[str, Any], seed: int = 0
+    ) -> Steering:
+        """Return a controller and a detector by name.
+
+        Args:
+            controlled: `controller` is the name (`regime`, `bandit`, ...), the rest its own.
+            detected: `detector` is the name (`paper`, `cusum`, ...), the rest its own.
+            seed: of what the controller draws.
+
+        Raises:
+            ConfigError: a name or a parameter is not known, or does not fit.
+        """
+        signal = detector(read_detector(detected))
+        generator = np.random.default_rng(seed)
+        return cls(signal, controller(read_controller(controlled), signal, generator))
+
+    @property
+    def regime(self) -> Regime:
+        """The detector's regime."""
+        return self._detector.regime
+
+    @property
+    def signal(self) -> float:
+        """The detector's signal; NaN before there is one."""
+        return self._detector.signal
+
+    def parameters(self, now: int) -> Parameters:
+        """Return the parameters of a request that is routed now."""
+        self._detector.tick(now, self.waiting)
+        return self._controller.parameters(now)
+
+    def arrive(self, now: int) -> Trip:
+        """Count a request that came; the caller tells its trip what becomes of it."""
+        found = Trip(self, self.parameters(now), now, self.waiting + 1)
+        self.waiting += 1
+        return found
+
+    def first_token(self, now: int, sample: Sample) -> None:
+        """Take in a first token."""
+        self.waiting -= 1
+        self._detector.update(now, sample)
+        self._controller.observe(now, sample)
+
+    def end(self, now: int, finish: Finish | None) -> None:
+        """Take in an end; None of a request that had no first token."""
+        if finish is None:
+            self.waiting -= 1
+            self._detector.tick(now, self.waiting)
+        else:
+            self._controller.observe(now, finish)
+
+
+class Trip:
+    """One request, from its arrival to its end; each is told once, whatever the caller repeats.
+
+    Attributes:
+        parameters: that hold for it.
+    """
+
+    def __init__(self, steering: Steering, parameters: Parameters, began: int, load: int) -> None:
+        self.parameters = parameters
+        self._steering = steering
+        self._began = began
+        self._load = load
+        self._waits = True
+        self._over = False
+
+    def first_token(self, now: int) -> None:
+        """It has its first token."""
+        if not self._waits or self._over:
+            return
+        self._waits = False
+        ttft = (now - self._began) / SECOND
+        sample = Sample(ttft=ttft, load=self._load, setting=self.parameters.setting)
+        self._steering.first_token(now, sample)
+
+    def end(self, now: int) -> None:
+        """It is over."""
+        if self._over:
+            return
+        self._over = True
+        seconds = (now - self._began) / SECOND
+        finish = Finish(seconds=seconds, setting=self.parameters.setting)
+        self._steering.end(now, None if self._waits else finish)
+
+
+def distance(one: Parameters, other: Parameters) -> float:
+    """Return how far apart two settings are: the sum of both differences."""
+    return abs(one.temperature - other.temperature) + abs(one.overlap_weight - other.overlap_weight)
+
+
+def shown(parameters: Parameters) -> dict[str, float]:
+    """Return a setting, ready for JSON."""
+    return {
+        "temperature": parameters.temperature,
+        "overlap_weight": parameters.overlap_weight,
+    }
