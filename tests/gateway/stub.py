@@ -282,7 +282,8 @@ class Fleet:
 
     def idle(self) -> bool:
         """Whether nothing weighs on anybody."""
-        counts = self.pilot.plane.state.counts.values()
+        columns = self.pilot.plane.state.columns
+        counts = (columns.prefill_tokens, columns.decode_tokens, columns.decode_requests)
         ups = self.pilot.upstreams.values()
         return (
             all((c == 0).all() for c in counts)

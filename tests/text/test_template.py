@@ -57,7 +57,9 @@ def test_what_fails_in_the_sandbox_is_an_error_for_the_client(source: str) -> No
 def test_the_final_message_can_be_continued() -> None:
     source = "{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}"
     options = {"add_generation_prompt": False, "continue_final_message": True}
-    assert render(source, "so I ", **options) == "<u>so I"
+    assert render(source, "so I ", **options) == "<u>so I "
+    trimming = source.replace("m.content", "m.content | trim")
+    assert render(trimming, " so I ", **options) == "<u>so I"
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:

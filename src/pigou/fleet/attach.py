@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from pigou.fleet.config import AttachedWorker, WatchConfig
 from pigou.fleet.member import Backoff, FleetError, Member
@@ -28,6 +29,7 @@ class AttachedMember(Member):
             began = time.monotonic()
             try:
                 found = await probe(self._spec.url, self._spec.key)
+                found = self._pinned(found)
                 why = await self.serve(self._spec.url, found, self._spec.key, self._sources(found))
                 self._row.restarts += 1
             except ProbeFailed as error:
@@ -41,6 +43,15 @@ class AttachedMember(Member):
             wait = self._backoff.failed(time.monotonic() - began)
             self._say("down", why)
             await asyncio.sleep(wait)
+
+    def _pinned(self, found: Found) -> Found:
+        """Return what was found, meant for one worker where the description names one."""
+        spec = self._spec
+        if not spec.pin:
+            return found
+        if not found.engine.dynamo:
+            raise FleetError(f"attach: {spec.url} has pin={spec.pin}, and is no frontend of Dynamo")
+        return replace(found, engine=replace(found.engine, pin=spec.pin))
 
     def _sources(self, found: Found) -> tuple[Source, ...]:
         spec = self._spec

@@ -72,6 +72,7 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
         replay: ZMQ address where past events can be asked for; empty asks the server.
         topic: of the events; every topic when empty.
         key: sent as bearer key.
+        pin: of a frontend of NVIDIA Dynamo, the id of the one worker behind it that is meant.
     """
 
     id: str
@@ -81,10 +82,11 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
     replay: str = ""
     topic: str = ""
     key: str = ""
+    pin: str = ""
 
     @classmethod
     def parse(cls, text: str, number: int) -> Self:
-        """Read `URL[,role=R][,events=ZMQ][,replay=ZMQ][,topic=T][,key=K]`.
+        """Read `URL[,role=R][,events=ZMQ][,replay=ZMQ][,topic=T][,key=K][,pin=ID]`.
 
         Raises:
             ConfigError: the URL or an option is not understood.
@@ -96,10 +98,10 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
         options = {}
         for item in rest:
             name, equals, value = item.partition("=")
-            if name not in ("role", "events", "replay", "topic", "key") or not equals:
+            if name not in ("role", "events", "replay", "topic", "key", "pin") or not equals:
                 raise ConfigError(
                     f"attach: {item!r} is not understood; after the URL come role=, events=, "
-                    "replay=, topic= or key="
+                    "replay=, topic=, key= or pin="
                 )
             options[name] = value
         role = options.pop("role", Role.BOTH.value)

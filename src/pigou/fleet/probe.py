@@ -55,6 +55,7 @@ class _Card(msgspec.Struct):
     id: str
     owned_by: str = ""
     max_model_len: int | None = None
+    root: str | None = None
 
 
 class _Cards(msgspec.Struct):
@@ -89,6 +90,8 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
         model=card.id,
         max_model_len=card.max_model_len or 0,
         version=str(version),
+        root=card.root or "",
+        dynamo=card.owned_by == "nvidia",
     )
     host = urlsplit(url).hostname or ""
     return Found(

@@ -11,15 +11,19 @@ from pathlib import Path
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
+from pigou.control.warm import warm_up
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.app import Gateway
 from pigou.gateway.board import Board
 from pigou.gateway.config import GatewayConfig
+from pigou.gateway.journal import Journal
 from pigou.gateway.keys import Keys
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.pilot import Pilot
+from pigou.gateway.prompts import Prompts
 from pigou.gateway.server import GatewayServer
+from pigou.gateway.speller import Speller
 from pigou.request import Role
 
 
@@ -37,15 +41,27 @@ class Serving:
         control: ControlConfig,
         workers: Sequence[LocalWorker | AttachedWorker],
         watch: WatchConfig | None = None,
+        tokenizer: str = "",
     ) -> None:
         """Put the parts together; within a running event loop.
 
+        Args:
+            gateway: its limits.
+            control: of the control plane.
+            workers: of the fleet.
+            watch: how closely they are watched.
+            tokenizer: folder or hub id of the model's tokenizer; empty asks the workers.
+
         Raises:
-            ConfigError: the policy is unknown, or the keys file is not readable.
+            ConfigError: the policy is unknown, the keys file is not readable, the journal not
+                writable, or there is no such tokenizer.
         """
         self._watch = watch or WatchConfig()
         keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
-        self.pilot = Pilot(ControlPlane(control))
+        prompts = Prompts(Speller.named(tokenizer) if tokenizer else None)
+        plane = ControlPlane(control)
+        journal = None if gateway.journal is None else Journal(Path(gateway.journal), control)
+        self.pilot = Pilot(plane, prompts, journal)
         self.supervisor = Supervisor(self.pilot, workers, self._watch)
         self._server = GatewayServer(
             Gateway(
@@ -71,6 +87,7 @@ class Serving:
             OSError: the address is taken. FleetError: a worker did not come up.
         """
         await self._server.start()
+        await asyncio.to_thread(warm_up)
         await self.supervisor.start()
 
     async def stop(self) -> None:

@@ -11,21 +11,29 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from pigou import __version__
 from pigou.gateway.board import Board
-from pigou.gateway.call import CHAT, COMPLETIONS
+from pigou.gateway.call import CHAT, COMPLETIONS, Call
 from pigou.gateway.config import GatewayConfig
+from pigou.gateway.decisions import Decisions
 from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.game import Game
 from pigou.gateway.generate import Generator
 from pigou.gateway.guard import current_tenant, guard
 from pigou.gateway.intake import read
 from pigou.gateway.keys import Keys
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.outlet import Outlet
+from pigou.gateway.overrides import HEADER, read_overrides
 from pigou.gateway.pilot import Pilot
 from pigou.gateway.upstream import Upstream
 from pigou.wire.errors import APIError
 from pigou.wire.replies import model_card
 
 _JSON = "application/json"
+#: The page needs nothing from elsewhere, and nobody puts it in a frame.
+_POLICY = (
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,8 @@ _PAGES = {
     "/ping": "health",
     "/metrics": "metrics",
     "/workers": "workers",
+    "/decisions": "decisions",
+    "/decisions/{id}": "decision",
     "/version": "version",
 }
 
@@ -90,6 +100,9 @@ class _Routes:
         self._gateway = gateway
         self._generator = Generator(gateway.pilot, gateway.metrics)
         gateway.metrics.add_fleet(gateway.board.gauges)
+        gateway.metrics.add(Game(gateway.board.prices))
+        self._decisions = Decisions(gateway.pilot.plane)
+        gateway.pilot.timed = gateway.metrics.decision.observe
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, chat=False)
@@ -105,11 +118,14 @@ class _Routes:
             strict=self._gateway.config.strict,
             tenant=current_tenant(),
             request_id=request.headers.get("x-request-id"),
+            overrides=read_overrides(request.headers.get(HEADER)),
         )
         self._check_model(call.body.get("model"))
+        await self._gateway.pilot.read(call)
         if not call.stream:
-            return web.Response(body=await self._generator.whole(call), content_type=_JSON)
-        outlet = Outlet(request)
+            reply = await self._generator.whole(call)
+            return web.Response(body=reply, content_type=_JSON, headers=_decided(call))
+        outlet = Outlet(request, lambda: _decided(call))
         try:
             await self._generator.stream(call, outlet)
         except (APIError, Rejected) as error:
@@ -170,11 +186,28 @@ class _Routes:
     async def workers(self, _: web.Request) -> web.Response:
         return _json(self._gateway.board.view())
 
+    async def decisions(self, request: web.Request) -> web.Response:
+        return _json(self._decisions.latest(request.query.get("limit")))
+
+    async def decision(self, request: web.Request) -> web.Response:
+        return _json(self._decisions.one(request.match_info["id"]))
+
     async def version(self, _: web.Request) -> web.Response:
         return _json({"version": __version__})
 
     async def page(self, _: web.Request) -> web.Response:
-        return web.Response(text=_page(), content_type="text/html")
+        headers = {"content-security-policy": _POLICY}
+        return web.Response(text=_page(), content_type="text/html", headers=headers)
+
+
+def _decided(call: Call) -> dict[str, str]:
+    """Return the headers that tell who serves a request, and where the reason can be had."""
+    if call.choice is None:
+        return {}
+    told = {"x-pigou-decision": call.id, "x-pigou-worker": call.choice.decode}
+    return told if call.choice.prefill is None else told | {
+        "x-pigou-prefill-worker": call.choice.prefill
+    }  # fmt: skip
 
 
 def _page() -> str:

@@ -8,7 +8,10 @@ from typing import Any
 
 import msgspec
 
+from pigou.control.status import Status
+from pigou.gateway import game
 from pigou.gateway.pilot import Pilot
+from pigou.gateway.prompts import Way
 from pigou.request import SECOND
 
 
@@ -54,13 +57,33 @@ class Board:
 
     def view(self) -> dict[str, Any]:
         """Return the fleet's table, for `/workers`."""
-        workers = [msgspec.to_builtins(row) | self._load(row.id) for row in self._rows()]
+        status, prices = self.prices()
+        priced = {each.worker: each for each in prices}
+        workers = [
+            msgspec.to_builtins(row) | self._load(row.id) | _priced(priced.get(row.id))
+            for row in self._rows()
+        ]
         return {
             "workers": workers,
+            "game": game.view(status),
+            "tokenized": self._ways(),
             "queued": self._pilot.queued,
             "shed": self._pilot.shed,
             "tokens_per_second": round(sum(w["tokens_per_second"] for w in workers), 1),
         }
+
+    def _ways(self) -> dict[str, str]:
+        """Return how prompts of each route are tokenized: none, here or worker."""
+        prompts = self._pilot.prompts
+        ways = (prompts.way(chat=chat) if prompts else Way.NONE for chat in (False, True))
+        return dict(zip(("completions", "chats"), (way.name.lower() for way in ways), strict=True))
+
+    def prices(self) -> tuple[Status, list[game.Price]]:
+        """Return what the control plane says of itself, and each worker's prices."""
+        plane = self._pilot.plane
+        status = plane.status(time.monotonic_ns())
+        streams = plane.state.columns.decode_requests.tolist()
+        return status, game.prices(status, streams)
 
     def gauges(self) -> Iterator[tuple[str, str, dict[str, float]]]:
         """Return the numbers of the table, for `/metrics`."""
@@ -74,14 +97,10 @@ class Board:
     def _load(self, worker: str) -> dict[str, Any]:
         state, upstream = self._pilot.plane.state, self._pilot.upstreams.get(worker)
         cache = self._pilot.plane.index.cache(worker)
-        row = state.row.get(worker)
-        counts = {name: 0 if row is None else int(v[row]) for name, v in state.counts.items()}
-        reports = {name: 0.0 if row is None else float(v[row]) for name, v in state.reports.items()}
         return {
-            **counts,
-            **reports,
+            **state.figures(worker),
             "model": "" if upstream is None else upstream.engine.model,
-            "cached_blocks": len(cache.blocks),
+            "cached_blocks": cache.blocks,
             "kv_events": cache.events,
             "tokens": 0 if upstream is None else upstream.tokens,
             "tokens_per_second": self._speed(worker, 0 if upstream is None else upstream.tokens),
@@ -95,3 +114,9 @@ class Board:
             then, before = now, tokens
         self._last[worker] = (then, before, round(speed, 1))
         return round(speed, 1)
+
+
+def _priced(price: game.Price | None) -> dict[str, Any]:
+    """Return the columns of a worker's prices; null while it is away."""
+    names = ("toll", "itl", "social_ratio", "prefill_token", "busy")
+    return {name: None if price is None else game.plain(getattr(price, name)) for name in names}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from pigou.request import NEVER, Request
+from pigou.control.messages import Choice
+from pigou.gateway.asked import Asked
+from pigou.request import NEVER, BlockKeys, Request
 
 #: Fields of a JSON body, the untouched ones still encoded (`msgspec.Raw`).
 Body: TypeAlias = dict[str, Any]
@@ -25,7 +28,7 @@ class Call:
         chat: whether it came to the chat route.
         stream: whether the client wants a stream.
         body: what is sent to workers.
-        prompt: tokens of the prompt; a guess from the text's length unless it came as ids.
+        prompt: tokens of the prompt; a guess from the text's length until they are known.
         max_tokens: most tokens to generate, a guess where the client did not say.
         single: one prompt and one choice: can be split in two legs, and go on elsewhere.
         splits: the prompt may be computed on another worker.
@@ -37,6 +40,11 @@ class Call:
         priority: lower goes first.
         deadline_ms: milliseconds after the arrival by which the first token is wanted.
         arrival: nanoseconds of the gateway's clock.
+        salt: the cache salt that workers are sent; empty for none.
+        asked: the body's fields that the gateway reads.
+        keys: the router's keys of the prompt's blocks, by block size; none while unknown.
+        overrides: parameters of the routing policy, for this request.
+        choice: the workers that it was sent to last; None before.
     """
 
     id: str
@@ -56,6 +64,11 @@ class Call:
     priority: int = 0
     deadline_ms: int | None = None
     arrival: int = 0
+    salt: str = ""
+    asked: Asked = field(default_factory=Asked, repr=False)
+    keys: Mapping[int, BlockKeys] = field(default_factory=dict, repr=False)
+    overrides: Mapping[str, float] = field(default_factory=dict)
+    choice: Choice | None = None
 
     @property
     def path(self) -> str:
@@ -73,4 +86,8 @@ class Call:
             arrival=self.arrival,
             deadline=NEVER if wanted is None else self.arrival + wanted * _MILLISECOND,
             tenant=self.tenant,
+            keys=self.keys,
+            overrides=self.overrides,
+            streamed=self.stream,
+            splits=self.splits,
         )

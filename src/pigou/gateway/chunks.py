@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 
-_IDS = b'"token_ids":['
-_PROMPT_IDS = b'"prompt_token_ids":['
+#: What opens a choice's token ids, as compact encoders write it.
+IDS = b'"token_ids":['
+PROMPT_IDS = b'"prompt_token_ids":['
+_EXTENSION = b',"nvext":{"completion_token_ids":['
 #: A field that is not there (`msgspec.Raw` cannot be optional).
 ABSENT = msgspec.Raw(b"")
 
@@ -24,10 +26,17 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class Extension(msgspec.Struct):
+    """What a frontend of Dynamo adds to a chunk."""
+
+    completion_token_ids: list[int] | None = None
+
+
 class Chunk(msgspec.Struct):
     """A chunk, or an error in its place."""
 
     choices: list[Choice] = []
+    nvext: Extension | None = None
     error: dict[str, Any] | None = None
 
 
@@ -37,10 +46,9 @@ class Delta(msgspec.Struct):
     content: str | None = None
 
 
-class FullChoice(Choice):
-    """A choice with what matters only at a stream's beginning, or on a stock worker."""
+class ShownChoice(Choice):
+    """A choice with its text."""
 
-    prompt_token_ids: msgspec.Raw = ABSENT
     text: str | None = None
     delta: Delta | None = None
 
@@ -48,6 +56,20 @@ class FullChoice(Choice):
     def shows(self) -> bool:
         """Whether the client sees text of it."""
         return bool(self.text or (self.delta is not None and self.delta.content))
+
+
+class ShownChunk(msgspec.Struct):
+    """A chunk with its text."""
+
+    choices: list[ShownChoice] = []
+    nvext: Extension | None = None
+    error: dict[str, Any] | None = None
+
+
+class FullChoice(ShownChoice):
+    """A choice with what matters only at a stream's beginning."""
+
+    prompt_token_ids: msgspec.Raw = ABSENT
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -65,6 +87,7 @@ class FullChunk(msgspec.Struct):
     created: int = 0
     model: str = ""
     choices: list[FullChoice] = []
+    nvext: Extension | None = None
     prompt_token_ids: msgspec.Raw = ABSENT
     error: dict[str, Any] | None = None
 
@@ -93,6 +116,7 @@ class Whole(msgspec.Struct):
 
 
 chunk = msgspec.json.Decoder(Chunk).decode
+shown_chunk = msgspec.json.Decoder(ShownChunk).decode
 full_chunk = msgspec.json.Decoder(FullChunk).decode
 whole = msgspec.json.Decoder(Whole).decode
 ids = msgspec.json.Decoder(list[int]).decode
@@ -108,20 +132,28 @@ def without_ids(payload: bytes, prompt: bool) -> bytes:
         payload: JSON of a chunk that has token ids.
         prompt: whether it has the prompt's ids as well.
     """
-    at = payload.find(_IDS)
+    at = payload.find(IDS)
     if at < 0 and not prompt:
         return _recoded(payload)
     while at >= 0:
         payload = payload[: at + 12] + b"null" + payload[payload.index(b"]", at) + 1 :]
-        at = payload.find(_IDS, at)
+        at = payload.find(IDS, at)
     if prompt:
-        at = payload.find(_PROMPT_IDS)
+        at = payload.find(PROMPT_IDS)
         if at < 0:
             return _recoded(payload)
         while at >= 0:
             payload = payload[: at + 19] + b"null" + payload[payload.index(b"]", at) + 1 :]
-            at = payload.find(_PROMPT_IDS, at)
+            at = payload.find(PROMPT_IDS, at)
     return payload
+
+
+def without_extension(payload: bytes) -> bytes:
+    """Return a chunk's JSON without Dynamo's extension, if it has nothing but token ids."""
+    at = payload.rfind(_EXTENSION)
+    if at < 0 or payload.find(b"]", at) != len(payload) - 3 or not payload.endswith(b"]}}"):
+        return payload
+    return payload[:at] + b"}"
 
 
 def _recoded(payload: bytes) -> bytes:

@@ -24,6 +24,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         max_headers: most headers; more is answered 431.
         api_keys_file: hashed keys; without it, whoever reaches the port is served.
         allow_open: listen beyond loopback although there are no keys.
+        journal: file to which all that decisions depend on is appended; None writes none.
         strict: refuse unknown fields of request bodies here; off in front of stock workers,
             which know fields that Pigou does not.
     """
@@ -36,6 +37,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_headers: int = 100
     api_keys_file: str | None = None
     allow_open: bool = False
+    journal: str | None = None
     strict: bool = True
 
     def __post_init__(self) -> None:

@@ -9,13 +9,15 @@ from contextlib import suppress
 
 import msgspec
 
-from pigou.control.messages import FirstToken, PrefillDone, Route
+from pigou.config import ConfigError
+from pigou.control.messages import FirstToken, PrefillDone, Route, Tokens
 from pigou.gateway import chunks
 from pigou.gateway.call import COMPLETIONS, Body, Call
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.line import Line, LineError
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.outlet import Outlet
+from pigou.gateway.overrides import refused
 from pigou.gateway.pilot import Pilot, Refused
 from pigou.gateway.relay import Relay
 from pigou.gateway.resume import can_resume, sending
@@ -103,7 +105,9 @@ class Generator:
                 last = failure
             except Refused as refused:
                 message = f"The fleet is busy: {refused}. Try again later."
-                raise APIError(503, message, retry_after=refused.retry_after) from refused
+                raise APIError(
+                    refused.status, message, retry_after=refused.retry_after
+                ) from refused
             if failures == MAX_FAILURES:
                 break
             phase = "stream" if relay.counted else "prompt"
@@ -112,7 +116,17 @@ class Generator:
         raise _surrender(last)
 
     async def _route(self, call: Call, relay: Relay, tried: frozenset[str]) -> Route:
-        return await self._pilot.route(call.request(len(relay.transcript.tokens)), tried)
+        request = call.request(len(relay.transcript.tokens))
+        try:
+            route = await self._pilot.route(request, tried)
+        except ConfigError as error:
+            raise refused(error) from error
+        call.choice = route.choice
+        why = self._pilot.plane.decision(call.id)
+        computes = self._pilot.upstreams.get(route.choice.prefill or route.choice.decode)
+        if why is not None and computes is not None:
+            self._metrics.decided(why, computes.worker.block_size)
+        return route
 
     def _upstream(self, worker: str) -> Upstream:
         found = self._pilot.upstreams.get(worker)
@@ -137,6 +151,7 @@ class Generator:
             raise WorkerFailed("abort", f"{decode.worker.id} gave the request up", me)
         if found.usage is not None:
             decode.tokens += found.usage.completion_tokens
+            self._pilot.observe(Tokens(call.id, found.usage.completion_tokens))
             labels = call.tenant
             self._metrics.generation_tokens.labels(labels).inc(found.usage.completion_tokens)
             self._metrics.prompt_tokens.labels(labels).inc(found.usage.prompt_tokens)
@@ -146,21 +161,20 @@ class Generator:
         """Run leg 1 where the route has one; return the body for the decode worker."""
         if route.choice.prefill is None:
             return body
-        if not call.splits:
-            self._pilot.observe(PrefillDone(call.id))
-            return body
         start = time.monotonic_ns()
         prefill = self._upstream(route.choice.prefill)
         leg = leg_one(body, chat=path != COMPLETIONS) | {"return_token_ids": False}
+        well = False
         try:
             with prefill.busy():
                 reply = await prefill.whole(path, leg, call.wire_id)
             params = ticket(reply)
+            well = True
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             me = frozenset({prefill.worker.id})
             raise WorkerFailed("garbage", f"{prefill.worker.id}: {error}", me) from error
         finally:
-            self._pilot.observe(PrefillDone(call.id))
+            self._pilot.observe(PrefillDone(call.id, well))
         self._metrics.prefill.observe((time.monotonic_ns() - start) / SECOND)
         return body if params is None else leg_two(body, params)
 
@@ -181,7 +195,7 @@ class Generator:
             )
         sent = sending(
             call, transcript, stock=engine.stock, seed=_seed(call),
-            max_model_len=engine.max_model_len,
+            max_model_len=engine.max_model_len, dynamo=engine.dynamo,
         )  # fmt: skip
         if sent.body.get("max_tokens") == 0:
             await outlet.write(out_of_room(call, transcript) + closing(call, transcript))
@@ -199,14 +213,22 @@ class Generator:
         them (`take`); the task only wakes when the client is slow, or at the end.
         """
         transcript = relay.transcript
+        last = 0
+        itl = self._metrics.itl.observe
 
         def feed(data: bytes) -> bytes:
+            nonlocal last
             before = relay.counted
             out = relay.feed(data)
-            decode.progress = time.monotonic_ns()
-            decode.tokens += relay.counted - before
-            if before == 0 < relay.counted:
-                self._first_token(relay.call)
+            decode.progress = now = time.monotonic_ns()
+            count = relay.counted - before
+            if count:
+                decode.tokens += count
+                if last:
+                    itl((now - last) / count / SECOND, count)
+                elif before == 0:
+                    self._first_token(relay.call)
+                last = now
             return out
 
         def take(data: bytes) -> bool:

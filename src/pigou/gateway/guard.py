@@ -22,7 +22,8 @@ _tenant: ContextVar[str] = ContextVar("tenant", default="")
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 #: Routes that need no key: for probes and scrapers, and the page, which holds no data itself.
 _OPEN = ("/health", "/ping", "/version", "/metrics", "/")
-_ROUTES = (COMPLETIONS, CHAT, "/v1/models", "/tokenize", "/detokenize", "/workers", *_OPEN)
+_KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/decisions")
+_ROUTES = (COMPLETIONS, CHAT, *_KEYED, *_OPEN)
 
 
 def current_tenant() -> str:
@@ -73,7 +74,7 @@ def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Re
         case Rejected():
             return _json(error.status, error.body)
         case APIError():
-            if error.status == 503:
+            if error.status in (429, 503):
                 metrics.shed.inc()
             return error_response(error)
         case web.HTTPRequestEntityTooLarge():

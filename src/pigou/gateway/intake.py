@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from pigou.gateway.asked import Asked
 from pigou.gateway.call import Body, Call
 from pigou.gateway.chunks import ABSENT, given
 from pigou.gateway.keys import tenant_salt
@@ -26,59 +28,18 @@ _RESERVED = {
     "kv_transfer_params": "the gateway makes transfers itself; remove it",
     "resume_tokens": "the gateway resumes streams itself; remove it",
 }
-
-
 #: Fields whose meaning for a reply that goes on is known.
 _KNOWN = set(CompletionRequest.__struct_fields__) | set(ChatRequest.__struct_fields__)
 
 
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class _Format(msgspec.Struct):
-    type: str = "text"
-
-
-class _Asked(msgspec.Struct):
-    """What the gateway itself reads of a body; the rest is the worker's to judge."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    n: int | None = None
-    prompt: Any = None
-    messages: msgspec.Raw = ABSENT
-    prompt_token_ids: list[int] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    temperature: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    logprobs: bool | int | None = None
-    prompt_logprobs: int | None = None
-    echo: bool | None = None
-    tools: list[Any] | None = None
-    response_format: _Format | None = None
-    structured_outputs: Any = None
-    return_token_ids: bool | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    priority: int | None = None
-    deadline_ms: int | None = None
-
-
-_asked = msgspec.json.Decoder(_Asked, strict=False)
+_asked = msgspec.json.Decoder(Asked, strict=False)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read(
-    data: bytes, *, chat: bool, strict: bool, tenant: str = "", request_id: str | None = None
-) -> Call:
+    data: bytes, *, chat: bool, strict: bool, tenant: str = "", request_id: str | None = None,
+    overrides: Mapping[str, float] | None = None,
+) -> Call:  # fmt: skip
     """Read a body.
 
     Args:
@@ -87,6 +48,7 @@ def read(
         strict: refuse what Pigou's own workers would refuse; otherwise the workers judge.
         tenant: whose key it came with; its name is joined to the cache salt.
         request_id: the client's `X-Request-Id`.
+        overrides: of the routing policy's parameters, for this request.
 
     Raises:
         APIError: 400, naming field and remedy.
@@ -108,12 +70,15 @@ def read(
         tenant,
         _wire_id(asked.request_id or request_id),
     )
+    if overrides:
+        call.overrides = overrides
     if tenant:
-        body["cache_salt"] = tenant_salt(tenant, asked.cache_salt)
+        call.salt = tenant_salt(tenant, asked.cache_salt)
+        body["cache_salt"] = call.salt
     return call
 
 
-def _call(asked: _Asked, body: Body, chat: bool) -> Call:
+def _call(asked: Asked, body: Body, chat: bool) -> Call:
     prompts, tokens = (1, _chat_size(asked)) if chat else _prompt_size(asked.prompt)
     single = prompts == 1 and (asked.n or 1) == 1
     stream = bool(asked.stream)
@@ -127,13 +92,15 @@ def _call(asked: _Asked, body: Body, chat: bool) -> Call:
         prompt=max(1, tokens),
         max_tokens=wanted or (_CHAT_TOKENS if chat else _COMPLETION_TOKENS),
         single=single,
-        splits=single and not _scores_prompt(asked, chat),
+        splits=single and not asked.scores_prompt(chat),
         portable=_portable(asked, body),
         seeded=asked.seed is not None,
         wants_ids=bool(asked.return_token_ids),
         wants_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
         priority=asked.priority or 0,
         deadline_ms=asked.deadline_ms,
+        salt=asked.cache_salt or "",
+        asked=asked,
     )
     body.pop("request_id", None)
     if stream:
@@ -157,7 +124,7 @@ def _prompt_size(prompt: Any) -> tuple[int, int]:
     return len(prompt), sum(sizes)
 
 
-def _chat_size(asked: _Asked) -> int:
+def _chat_size(asked: Asked) -> int:
     if asked.prompt_token_ids:
         return len(asked.prompt_token_ids)
     if not given(asked.messages):
@@ -165,14 +132,7 @@ def _chat_size(asked: _Asked) -> int:
     return len(memoryview(asked.messages)) // _BYTES_PER_TOKEN
 
 
-def _scores_prompt(asked: _Asked, chat: bool) -> bool:
-    """Whether the decode worker must compute the whole prompt itself, to score it."""
-    if asked.prompt_logprobs is not None:
-        return True
-    return not chat and bool(asked.echo) and asked.logprobs not in (None, False)
-
-
-def _portable(asked: _Asked, body: Body) -> bool:
+def _portable(asked: Asked, body: Body) -> bool:
     """Whether prompt and tokens so far are all that the rest of the reply depends on.
 
     A field that the gateway does not know may mean anything, so it makes a request unportable.

@@ -14,6 +14,8 @@ from typing import cast
 
 _MOST_HEAD = 64 * 1024
 _HIGH_WATER = 256 * 1024
+#: Where the size of a chunk that comes alone must end.
+_MOST_DIGITS = 12
 
 
 class LineError(ConnectionError):
@@ -34,6 +36,10 @@ class _Phase(Enum):
     CHUNKS = 2
     SIZED = 3
     UNTIL_CLOSE = 4
+
+
+# Looked up once: members of an Enum are slow to find.
+_IDLE, _CHUNKS = _Phase.IDLE, _Phase.CHUNKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +149,10 @@ class Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in."""
+        take = self._take
+        if take is not None and self._phase is _CHUNKS and (body := self._lone(data)):
+            self._hand(take, body)
+            return
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -158,21 +168,35 @@ class Line(asyncio.Protocol):
 
     def _deliver(self, body: bytes) -> None:
         take = self._take
-        over = self._phase is _Phase.IDLE
         if body and take is not None and not self._body:
-            try:
-                goes_on = take(body)
-            except Exception as error:
-                self._error, goes_on = error, False
-            if goes_on and not over:
-                return
-            self._take = None
-        else:
-            self._body += body
-            if len(self._body) > _HIGH_WATER and not self._paused and self._transport:
-                self._paused = True
-                self._transport.pause_reading()
+            self._hand(take, body)
+            return
+        self._body += body
+        if len(self._body) > _HIGH_WATER and not self._paused and self._transport:
+            self._paused = True
+            self._transport.pause_reading()
         self._wake()
+
+    def _hand(self, take: Take, body: bytes) -> None:
+        """Let the reader take bytes; wake it when it wants no more, or there is no more."""
+        try:
+            goes_on = take(body)
+        except Exception as error:
+            self._error, goes_on = error, False
+        if not goes_on or self._phase is _IDLE:
+            self._take = None
+            self._wake()
+
+    def _lone(self, data: bytes) -> bytes:
+        """Return the body in `data` where that is exactly one chunk, as it mostly is; else none."""
+        line = data.find(b"\r\n", 0, _MOST_DIGITS)
+        if line < 0 or self._rest or self._body:
+            return b""
+        try:
+            size = int(data[:line], 16)
+        except ValueError:
+            return b""
+        return data[line + 2 : -2] if size == len(data) - line - 4 and size > 0 else b""
 
     def _take_head(self, data: bytes) -> bytes:
         end = data.find(b"\r\n\r\n")

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pigou.control.decisions import Explanation
+from pigou.gateway.histogram import FastHistogram
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+_ITL = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2,
+        0.3, 0.5, 0.75, 1, 2.5, 5, 10)  # fmt: skip
+_DECISION = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+#: Costs are in the unit of the policy: seconds for Pigou's own, blocks or requests for others.
+_COST = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 100_000)
+_REGRET = (0, 0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+_BLOCKS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_SHARES = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 #: Rows of the fleet's table: (worker, role, name -> value).
 Rows = Iterable[tuple[str, str, dict[str, float]]]
@@ -65,9 +77,47 @@ class Metrics:
             "pigou:requests_queued", "Requests that wait for a worker.", registry=self.registry
         )
 
+        self.itl = self._fast(
+            "pigou:inter_token_latency_seconds",
+            "Between two chunks of a stream, for each token of the later one.", _ITL,
+        )  # fmt: skip
+        self.decision = self._fast(
+            "game_decision_seconds", "What one routing decision takes to compute.", _DECISION
+        )
+        self.cost = self._fast(
+            "game_routing_cost", "Cost of the chosen workers, in the policy's unit.", _COST
+        )
+        self.regret = self._fast(
+            "game_regret_seconds",
+            "What a choice costs everybody more than the best candidate would have.", _REGRET,
+        )  # fmt: skip
+        self.overlap = self._fast(
+            "game_overlap_blocks", "Leading blocks of a prompt that its worker holds.", _BLOCKS
+        )
+        self.overlap_ratio = self._fast(
+            "game_overlap_ratio", "Share of a prompt that its worker holds.", _SHARES
+        )
+
+    def decided(self, why: Explanation, block_size: int) -> None:
+        """Count a decision; `block_size` is that of whoever computes the prompt."""
+        cached = int(why.cached[why.chosen])
+        self.cost.observe(float(why.costs[why.chosen]))
+        self.regret.observe(why.regret)
+        self.overlap.observe(-(-cached // block_size))
+        self.overlap_ratio.observe(cached / why.prompt)
+
+    def _fast(self, name: str, help: str, bounds: Sequence[float]) -> FastHistogram:
+        made = FastHistogram(name, help, bounds)
+        self.registry.register(made)
+        return made
+
     def add_fleet(self, rows: Callable[[], Rows]) -> None:
         """Export the fleet's table, read anew at each scrape, as gauges `pigou:worker_*`."""
         self.registry.register(_Fleet(rows))
+
+    def add(self, collector: Collector) -> None:
+        """Export what a collector yields."""
+        self.registry.register(collector)
 
 
 class _Fleet(Collector):

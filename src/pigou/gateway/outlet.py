@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 
 import msgspec
 from aiohttp import web
@@ -24,8 +25,12 @@ class Outlet:
     Until then the request can still be answered with a plain error.
     """
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(
+        self, request: web.Request, headers: Callable[[], Mapping[str, str]] = dict
+    ) -> None:
+        """Answer a request; `headers` tells further ones once the head is sent."""
         self._request = request
+        self._headers = headers
         self._response: web.StreamResponse | None = None
 
     @property
@@ -37,7 +42,7 @@ class Outlet:
         """Send whole SSE frames; waits while the client is slow."""
         response = self._response
         if response is None:
-            response = self._response = web.StreamResponse(headers=_HEADERS)
+            response = self._response = web.StreamResponse(headers={**_HEADERS, **self._headers()})
             await response.prepare(self._request)
         await response.write(data)
 

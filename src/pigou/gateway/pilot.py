@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from pigou.control.messages import (
     Action,
+    Assess,
+    Assessed,
     Decision,
     Ended,
     Observation,
@@ -20,6 +22,10 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
+from pigou.control.recorder import Driven, Recorder
+from pigou.gateway.call import Call
+from pigou.gateway.journal import Journal
+from pigou.gateway.prompts import Prompts
 from pigou.gateway.relay import Relay
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import SECOND, FinishReason, Request, Worker
@@ -28,11 +34,15 @@ _TICK_S = 0.1
 
 
 class Refused(Exception):
-    """ControlPlane shed the request. `retry_after` is in whole seconds, at least 1."""
+    """ControlPlane shed the request. `retry_after` is in whole seconds, at least 1.
+
+    `status` is 429 where the tenant has its share of the queue, 503 where the fleet is full.
+    """
 
     def __init__(self, shed: Shed) -> None:
         super().__init__(shed.reason)
-        self.retry_after = -(-shed.retry_after // SECOND)
+        self.retry_after = max(1, -(-shed.retry_after // SECOND))
+        self.status = 429 if shed.tenant else 503
 
 
 class Pilot:
@@ -41,16 +51,28 @@ class Pilot:
     Attributes:
         plane: the control plane; nobody else calls it.
         upstreams: by id, of the workers that are up.
+        prompts: tokenizes; None leaves the length of prompts a guess.
         shed: requests refused so far.
+        timed: called with the seconds that each request's first decision took.
     """
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(
+        self,
+        plane: ControlPlane,
+        prompts: Prompts | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         self.plane = plane
+        self.prompts = prompts
+        self._journal = journal
+        self._told: Driven = plane if journal is None else Recorder(plane, journal.write)
         self.upstreams: dict[str, Upstream] = {}
         self.shed = 0
+        self.timed: Callable[[float], None] = _ignore
         self._queued: dict[str, asyncio.Future[Route]] = {}
         self._relays: dict[str, tuple[Relay, int]] = {}
         self._ticker: asyncio.Task[None] | None = None
+        self._assessing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to let time pass; call within the event loop."""
@@ -62,15 +84,28 @@ class Pilot:
             self._ticker.cancel()
             with suppress(asyncio.CancelledError):
                 await self._ticker
+        if self._assessing is not None:
+            await asyncio.gather(self._assessing, return_exceptions=True)
         for upstream in list(self.upstreams.values()):
             await upstream.close()
         self.upstreams.clear()
+        if self.prompts is not None:
+            self.prompts.close()
+        if self._journal is not None:
+            self._journal.close()
 
     async def up(self, worker: Worker, engine: Engine, secret: str = "") -> None:
         """A worker is ready: send it requests."""
         if worker.id in self.upstreams:
             await self.upstreams.pop(worker.id).close()
-        self.upstreams[worker.id] = Upstream(worker, engine, secret)
+        upstream = Upstream(worker, engine, secret)
+        if self.prompts is not None:
+            try:
+                await self.prompts.meet(upstream)
+            except BaseException:
+                await upstream.close()
+                raise
+        self.upstreams[worker.id] = upstream
         self.observe(WorkerUp(worker))
 
     async def down(self, worker: str) -> None:
@@ -80,13 +115,21 @@ class Pilot:
         if upstream is not None:
             await upstream.close()
 
+    async def read(self, call: Call) -> None:
+        """Put the prompt's tokens and block keys into a call, as far as they can be known."""
+        if self.prompts is not None:
+            await self.prompts.read(call, list(self.upstreams.values()))
+
     async def route(self, request: Request, exclude: frozenset[str]) -> Route:
         """Submit a request and wait for its route.
 
         Raises:
             Refused: it was shed.
+            ConfigError: its overrides cannot be honoured.
         """
-        decision = self.plane.submit(request, time.monotonic_ns(), exclude)
+        start = time.monotonic_ns()
+        decision = self._told.submit(request, start, exclude)
+        self.timed((time.monotonic_ns() - start) / SECOND)
         if isinstance(decision, Route):
             return decision
         if isinstance(decision, Shed):
@@ -102,11 +145,13 @@ class Pilot:
 
     def observe(self, observation: Observation) -> None:
         """Tell ControlPlane a fact, and wake whom that sets free."""
-        self._wake(self.plane.observe(observation, time.monotonic_ns()))
+        self._wake(self._told.observe(observation, time.monotonic_ns()))
 
     def end(self, request: str, reason: FinishReason) -> None:
         """A request is over."""
-        self._relays.pop(request, None)
+        relay, told = self._relays.pop(request, (None, 0))
+        if relay is not None and relay.counted > told:
+            self.observe(Tokens(request, relay.counted - told))
         self.observe(Ended(request, reason))
 
     def watch(self, relay: Relay) -> None:
@@ -120,6 +165,9 @@ class Pilot:
 
     def _wake(self, decisions: Sequence[Decision] | Sequence[Action]) -> None:
         for decision in decisions:
+            if isinstance(decision, Assess):
+                self._assessing = asyncio.create_task(self._assess(decision), name="assess")
+                continue
             future = self._queued.get(decision.request)
             if future is None or future.done():
                 continue
@@ -129,6 +177,13 @@ class Pilot:
                 self.shed += 1
                 future.set_exception(Refused(decision))
 
+    async def _assess(self, asked: Assess) -> None:
+        found = None
+        try:
+            found = await asyncio.to_thread(self.plane.assess, asked.snapshot)
+        finally:
+            self.observe(Assessed(found))
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
@@ -136,4 +191,8 @@ class Pilot:
                 if relay.counted > told:
                     self._relays[request] = (relay, relay.counted)
                     self.observe(Tokens(request, relay.counted - told))
-            self._wake(self.plane.tick(time.monotonic_ns()))
+            self._wake(self._told.tick(time.monotonic_ns()))
+
+
+def _ignore(_: float) -> None:
+    pass

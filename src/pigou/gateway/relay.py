@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -39,6 +40,8 @@ class Relay:
         self._stock = False
         self._full = True
         self._splice: Splice | None = None
+        self._plain = False
+        self._decode: Callable[[bytes], Any] = chunks.chunk
 
     def begin(self, *, stock: bool, mapped: bool) -> None:
         """Start an attempt.
@@ -51,6 +54,8 @@ class Relay:
         self._reader = Reader()
         self._stock = stock
         self._full = stock or not self.transcript.begun or not self.call.single
+        self._plain = False
+        self._decode = chunks.shown_chunk if stock else chunks.chunk
         if self.transcript.begun:
             self._splice = Splice(self.call, self.transcript, mapped)
 
@@ -60,6 +65,8 @@ class Relay:
         When the worker sends an error, or what is no chunk, `failed` is set, and what came
         before it is returned.
         """
+        if self._plain and (passed := self._lone(data)):
+            return passed
         out: list[bytes] = []
         for payload in self._reader.feed(data):
             if payload == DONE_PAYLOAD:
@@ -78,6 +85,39 @@ class Relay:
                 out += (b"data: ", passed, b"\n\n")
         return b"".join(out)
 
+    def _lone(self, data: bytes) -> bytes:
+        """Do what `feed` does, in one go, for a lone event that is a token amid a reply.
+
+        Returns empty bytes, and has noted nothing, for all else.
+        """
+        if (
+            data.find(b"\n") != len(data) - 2
+            or not data.startswith(b"data: {")
+            or not data.endswith(b"}\n\n")
+            or b"\r" in data
+            or self._reader.pending
+        ):
+            return b""
+        try:
+            chunk = self._decode(data[6:-2])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return b""
+        if chunk.error is not None or chunk.nvext is not None or len(chunk.choices) != 1:
+            return b""
+        choice = chunk.choices[0]
+        ids = choice.token_ids
+        at = data.find(chunks.IDS)
+        if not ids or at < 0 or choice.finish_reason is not None or chunks.PROMPT_IDS in data:
+            return b""
+        transcript = self.transcript
+        transcript.tokens += ids
+        self.counted += len(ids)
+        if self._stock and choice.shows:
+            transcript.shown = len(transcript.tokens)
+        if self.call.wants_ids:
+            return data
+        return b"%bnull%b" % (data[: at + 12], data[data.find(b"]", at) + 1 :])
+
     def _take(self, payload: bytes) -> bytes:
         """Note one chunk; return what the client gets of it."""
         if self._full:
@@ -86,6 +126,8 @@ class Relay:
         if chunk.error is not None:
             raise _error(payload)
         has_ids = self._count(chunk.choices)
+        if chunk.nvext is not None:
+            payload = self._extended(payload, chunk.nvext)
         if self._splice is not None:
             return self._splice.fit(payload)
         if has_ids and not self.call.wants_ids:
@@ -99,6 +141,8 @@ class Relay:
             raise _error(payload)
         transcript = self.transcript
         has_ids = self._count(chunk.choices)
+        if chunk.nvext is not None:
+            payload = self._extended(payload, chunk.nvext)
         if any(choice.shows for choice in chunk.choices):
             transcript.shown = len(transcript.tokens)
         if self._splice is not None:
@@ -108,6 +152,7 @@ class Relay:
             transcript.head = chunk.head()
             transcript.prompt = prompt
             self._full = self._stock or not self.call.single
+            self._plain = self.call.single
         if (has_ids or prompt) and not self.call.wants_ids:
             return chunks.without_ids(payload, bool(prompt))
         return payload
@@ -128,6 +173,14 @@ class Relay:
         if not choices:
             self.transcript.usage = True
         return found
+
+    def _extended(self, payload: bytes, extension: chunks.Extension) -> bytes:
+        """Note the token ids that a frontend of Dynamo told; return what the client gets."""
+        ids = extension.completion_token_ids
+        if ids:
+            self.transcript.tokens += ids
+            self.counted += len(ids)
+        return chunks.without_extension(payload)
 
 
 class _ErrorBody(msgspec.Struct):

@@ -15,6 +15,9 @@ _CARRIED = ("model", "stream", "stream_options", "temperature", "top_p", "top_k"
             "spaces_between_special_tokens", "cache_salt", "priority", "return_token_ids",
             "user")  # fmt: skip
 
+#: What a frontend of Dynamo calls the token ids of a chunk.
+DYNAMO_IDS = "completion_token_ids"
+
 
 @dataclass(frozen=True, slots=True)
 class Sending:
@@ -50,8 +53,9 @@ def can_resume(call: Call, transcript: Transcript, stock: bool) -> bool:
 
 
 def sending(
-    call: Call, transcript: Transcript, *, stock: bool, seed: int, max_model_len: int
-) -> Sending:
+    call: Call, transcript: Transcript, *, stock: bool, seed: int, max_model_len: int,
+    dynamo: bool = False,
+) -> Sending:  # fmt: skip
     """Return what to send for the next attempt; first or not.
 
     Args:
@@ -63,8 +67,11 @@ def sending(
         seed: used on Pigou's workers where the client gave none, so that a sampled stream goes
             on as it would have.
         max_model_len: context of the worker, in tokens.
+        dynamo: the worker is a frontend of Dynamo, which tells token ids in its own way.
     """
     body = call.body if stock or call.seeded else {**call.body, "seed": seed}
+    if dynamo and call.stream and not call.wants_ids:
+        body = _dynamo(body)
     if stock:
         del transcript.tokens[transcript.shown :]
     if not transcript.tokens:
@@ -85,6 +92,20 @@ def sending(
         "min_tokens": max(0, (_number(body, "min_tokens") or 0) - generated),
     }
     return Sending(COMPLETIONS, rest, mapped=call.path == CHAT)
+
+
+def _dynamo(body: Body) -> Body:
+    """Return a body that asks Dynamo for the token ids: it refuses fields that it does not know."""
+    found = {name: value for name, value in body.items() if name != "return_token_ids"}
+    extension = found.get("nvext", {})
+    if isinstance(extension, msgspec.Raw):
+        extension = msgspec.json.decode(extension)
+    if not isinstance(extension, dict):
+        return found  # Dynamo says what is wrong with it
+    fields = extension.get("extra_fields") or []
+    if DYNAMO_IDS not in fields:
+        extension = {**extension, "extra_fields": [*fields, DYNAMO_IDS]}
+    return {**found, "nvext": extension}
 
 
 def _number(body: Body, name: str) -> int | None:

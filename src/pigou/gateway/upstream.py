@@ -35,12 +35,19 @@ class Engine:
         model: name that requests use.
         max_model_len: context in tokens, 0 when it did not say.
         version: as `GET /version` says.
+        root: where its model is, as it says: a folder or a hub id.
+        dynamo: it is a frontend of NVIDIA Dynamo.
+        pin: id of the one worker behind that frontend that is meant; its router chooses when
+            empty.
     """
 
     stock: bool = False
     model: str = ""
     max_model_len: int = 0
     version: str = ""
+    root: str = ""
+    dynamo: bool = False
+    pin: str = ""
 
 
 class Upstream:
@@ -64,6 +71,8 @@ class Upstream:
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._headers = _HEADERS | ({"authorization": f"Bearer {secret}"} if secret else {})
+        if engine.pin:
+            self._headers["x-dynamo-worker-instance-id"] = engine.pin
         self._lines = Lines(worker.url, self._headers)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),

@@ -11,6 +11,10 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+#: Marks the end of a final message that is to be continued. Its own trailing space shows whether
+#: the template trims messages.
+_END = "CONTINUE_FINAL_MESSAGE_TAG "
+
 
 class ChatError(ValueError):
     """Messages that the template refuses; the text is meant for the client."""
@@ -68,13 +72,16 @@ class ChatTemplate:
             messages: checked by `pigou.wire.checks.check_messages`; lists of text parts are
                 joined with line breaks.
             add_generation_prompt: open the assistant's turn at the end.
-            continue_final_message: end within the final message, for the model to go on.
+            continue_final_message: end within the final message, for the model to go on; its
+                trailing space stays if the template keeps it.
             variables: further variables of the template.
 
         Raises:
             ChatError: the template refuses the messages, or fails on them.
         """
         flat = [message | {"content": _flat(message.get("content"))} for message in messages]
+        if continue_final_message:
+            flat[-1]["content"] += _END
         try:
             text: str = self._template.render(
                 **self._names,
@@ -86,7 +93,7 @@ class ChatTemplate:
             raise
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise ChatError(f"the chat template failed on these messages: {error}") from None
-        return _within(text, flat[-1]["content"]) if continue_final_message else text
+        return _within(text) if continue_final_message else text
 
 
 def _flat(content: Any) -> str:
@@ -100,13 +107,12 @@ def _part(part: dict[str, Any]) -> str:
     return text
 
 
-def _within(text: str, final: str) -> str:
-    """Cut what the template puts after the final message."""
-    final = final.strip()
-    at = text.rfind(final) if final else -1
+def _within(text: str) -> str:
+    """Cut what the template puts after the final message, as transformers does."""
+    at = text.rfind(_END.strip())
     if at < 0:
         raise ChatError("continue_final_message: the template does not show the final message")
-    return text[: at + len(final)]
+    return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
 
 
 def _raise(message: str) -> NoReturn:

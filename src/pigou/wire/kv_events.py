@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pigou.request import BlockHashes
@@ -21,6 +23,8 @@ from pigou.request import BlockHashes
 END_OF_REPLAY = b"\xff" * 8
 
 WireHash: TypeAlias = int | bytes
+#: Hashes of consecutive blocks; an array where they are 64-bit integers.
+WireHashes: TypeAlias = Sequence[WireHash] | NDArray[np.uint64]
 
 
 class EventError(ValueError):
@@ -41,9 +45,9 @@ class Stored:
         lora: name of the adapter.
     """
 
-    hashes: tuple[WireHash, ...]
+    hashes: WireHashes
     parent: WireHash | None
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int] | NDArray[np.integer]
     block_size: int
     medium: str | None = None
     salt: str | None = None
@@ -54,7 +58,7 @@ class Stored:
 class Removed:
     """Blocks that can no longer be hit. `medium` None means the device."""
 
-    hashes: tuple[WireHash, ...]
+    hashes: WireHashes
     medium: str | None = None
 
 

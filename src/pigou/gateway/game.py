@@ -1,0 +1,172 @@
+"""What the control plane tells of its prices: as JSON for the page, as gauges for Prometheus."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pigou.control.status import Status
+from pigou.games.anarchy import Anarchy, Estimate
+
+#: Regimes in order of load; their places are the values of `game_saturation_state`.
+REGIMES = ("below", "transition", "saturated")
+PARTS = ("whole", "routing", "prefill_decode", "queueing")
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Prices of one worker at its present load, in seconds.
+
+    Attributes:
+        worker: its id.
+        toll: what one more stream of expected length would cost those that run there.
+        itl: between tokens, as its law says for one more stream.
+        social_ratio: what that stream costs everybody over what it costs itself; 1 when it
+            harms nobody.
+        prefill_token: that an uncached token of a prompt takes.
+        busy: share of its time that it computes prompts.
+    """
+
+    worker: str
+    toll: float
+    itl: float
+    social_ratio: float
+    prefill_token: float
+    busy: float
+
+
+def prices(status: Status, streams: Sequence[int]) -> list[Price]:
+    """Return each worker's prices.
+
+    Args:
+        status: of the control plane.
+        streams: that run on each worker, in the order of `status.workers`.
+    """
+    known, rows = status.estimates, np.arange(len(status.workers))
+    itl = known.itl(rows, np.asarray(streams, dtype=np.float64) + 1.0)
+    own = np.maximum(status.output * itl, 1e-12)
+    return [
+        Price(
+            worker=worker,
+            toll=float(status.tolls[row]),
+            itl=float(itl[row]),
+            social_ratio=float(1.0 + status.tolls[row] / own[row]),
+            prefill_token=float(known.prefill_token[row]),
+            busy=float(known.busy[row]),
+        )
+        for row, worker in enumerate(status.workers)
+    ]
+
+
+def view(status: Status) -> dict[str, Any]:
+    """Return parameters and the Price of Anarchy as JSON builtins."""
+    found = status.assessment
+    return {
+        "policy": status.policy,
+        "controller": status.controller,
+        "regime": status.regime,
+        "signal": plain(status.signal),
+        "temperature": plain(status.temperature),
+        "parameters": {name: _value(value) for name, value in status.parameters.items()},
+        "poa": None if found is None else _anarchy(found.anarchy),
+        "poa_legacy": None if found is None else plain(found.legacy),
+        "poa_requests": 0 if found is None else found.requests,
+    }
+
+
+class Game(Collector):
+    """The gauges `game_*`, read anew at each scrape."""
+
+    def __init__(self, look: Callable[[], tuple[Status, list[Price]]]) -> None:
+        """Export what `look` returns."""
+        self._look = look
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: names are known once there are values."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all gauges."""
+        status, prices = self._look()
+        state = REGIMES.index(status.regime) if status.regime in REGIMES else -1
+        yield _gauge(
+            "game_saturation_state", "Regime: 0 below, 1 transition, 2 saturated.", [((), state)]
+        )
+        yield _gauge("game_saturation_signal", "What the detector looks at.", [((), status.signal)])
+        yield _gauge(
+            "game_router_temperature", "Temperature of the choice.", [((), status.temperature)]
+        )
+        parameters = [
+            ((name,), float(value))
+            for name, value in status.parameters.items()
+            if isinstance(value, int | float)
+        ]
+        yield _gauge(
+            "game_router_parameter", "Parameters of the routing policy.", parameters, "name"
+        )
+        yield from _worker_gauges(prices)
+        if status.assessment is not None:
+            yield from _poa_gauges(status.assessment.anarchy, status.assessment.legacy)
+
+
+def _worker_gauges(prices: list[Price]) -> Iterator[Metric]:
+    helps = {
+        "toll": "Seconds that one more stream on a worker would cost those there.",
+        "social_ratio": "Cost of one more stream to everybody over its own.",
+        "expected_itl": "Seconds between tokens that a worker's law expects for one more stream.",
+        "prefill_token_seconds": "Seconds that an uncached prompt token takes on a worker.",
+        "prefill_busy": "Share of its time that a worker computes prompts.",
+    }
+    values = {
+        "toll": [each.toll for each in prices],
+        "social_ratio": [each.social_ratio for each in prices],
+        "expected_itl": [each.itl for each in prices],
+        "prefill_token_seconds": [each.prefill_token for each in prices],
+        "prefill_busy": [each.busy for each in prices],
+    }
+    workers = [(each.worker,) for each in prices]
+    for name, help in helps.items():
+        yield _gauge(f"game_{name}", help, zip(workers, values[name], strict=True), "worker")
+
+
+def _poa_gauges(anarchy: Anarchy, legacy: float) -> Iterator[Metric]:
+    parts: dict[str, Estimate] = {name: getattr(anarchy, name) for name in PARTS}
+    what = "Price of Anarchy of the last minute, and the parts that multiply to it"
+    for suffix, of in (("", "value"), ("_low", "low"), ("_high", "high")):
+        end = {"": ".", "_low": "; lower end of the interval.", "_high": "; upper end."}[suffix]
+        samples = [((name,), float(getattr(each, of))) for name, each in parts.items()]
+        yield _gauge(f"game_poa{suffix}", what + end, samples, "part")
+    yield _gauge("game_poa_legacy", "The index of Georgiou 2026, Eq. 12.", [((), legacy)])
+
+
+def _gauge(
+    name: str, help: str, samples: Iterable[tuple[tuple[str, ...], float]], *labels: str
+) -> GaugeMetricFamily:
+    made = GaugeMetricFamily(name, help, labels=list(labels))
+    for values, value in samples:
+        made.add_metric(list(values), value)
+    return made
+
+
+def _anarchy(anarchy: Anarchy) -> dict[str, Any]:
+    return {name: _estimate(getattr(anarchy, name)) for name in PARTS}
+
+
+def _estimate(each: Estimate) -> dict[str, Any]:
+    return {"value": plain(each.value), "low": plain(each.low), "high": plain(each.high)}
+
+
+def plain(value: float) -> float | None:
+    """Return a number as JSON has it: what is not finite becomes null."""
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def _value(value: Any) -> Any:
+    return plain(value) if isinstance(value, float) else value

@@ -1,0 +1,117 @@
+"""The journal's file: entries are encoded at once, and written by another thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+from pigou import __version__
+from pigou.config import ConfigError, ControlConfig
+from pigou.control.journal import FORMAT, Entry, Head, encode
+
+_log = logging.getLogger("pigou.gateway")
+
+_FLUSH_S = 0.1
+#: Bytes that may wait for a disk that is slower than the gateway.
+_MOST_WAITING = 64 * 2**20
+
+
+class Journal:
+    """Appends a run to a file. Whatever goes wrong with the file ends the journal, with a warning,
+    and never the gateway.
+
+    Attributes:
+        path: of the file.
+        failed: why it ended early; empty while it goes on.
+    """
+
+    def __init__(self, path: Path, config: ControlConfig) -> None:
+        """Open the file, and write the head.
+
+        Args:
+            path: made if it is not there, readable by its owner alone; a run is appended to what
+                is there.
+            config: of the control plane whose calls will be written.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        self.path = path
+        self.failed = ""
+        self._lines: deque[bytes] = deque()
+        self._put_bytes = 0  # written by the event loop alone
+        self._done_bytes = 0  # written by the thread alone
+        self._over = threading.Event()
+        try:
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._file = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"journal is {str(path)!r}, and cannot be written ({error.strerror}); "
+                "name another file"
+            ) from error
+        if _is_cut(self._file):
+            self._lines.append(b"\n")
+        now, unix = time.monotonic_ns(), time.time_ns()
+        head = Head(format=FORMAT, pigou=__version__, now=now, unix=unix, config=config)
+        self._put(encode(head))
+        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+        self._thread.start()
+
+    def write(self, entry: Entry) -> None:
+        """Add an entry; it is in the file within a tenth of a second, if the disk is well."""
+        if self.failed:
+            return
+        try:
+            line = encode(entry)
+        except (ValueError, TypeError, OverflowError) as error:
+            self._fail(f"{type(entry).__name__} of this kind cannot be written: {error}")
+        else:
+            self._put(line)
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        self._over.set()
+        self._thread.join()
+
+    def _put(self, line: bytes) -> None:
+        if self._put_bytes - self._done_bytes > _MOST_WAITING:
+            self._fail("the disk is too slow")
+            return
+        self._put_bytes += len(line)
+        self._lines.append(line)
+
+    def _work(self) -> None:
+        over = False
+        while not (over or self.failed):
+            over = self._over.wait(_FLUSH_S)
+            try:
+                self._flush()
+            except OSError as error:
+                self._fail(error.strerror or str(error))
+        os.close(self._file)
+
+    def _flush(self) -> None:
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        data = memoryview(b"".join(lines))
+        size = len(data)
+        while data:
+            data = data[os.write(self._file, data) :]
+        self._done_bytes += size
+
+    def _fail(self, why: str) -> None:
+        self.failed = why
+        self._lines.clear()
+        _log.warning("the journal %s ends here, the gateway goes on: %s", self.path, why)
+
+
+def _is_cut(file: int) -> bool:
+    """Whether the file's last line was not finished."""
+    try:
+        return os.lseek(file, -1, os.SEEK_END) >= 0 and os.read(file, 1) != b"\n"
+    except OSError:  # empty, or no regular file
+        return False

@@ -1,0 +1,254 @@
+"""Prompts: the exact tokens of each request's prompt, and its block keys for the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import TypeVar
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.control.chain import chain, token_array
+from pigou.gateway.asked import Asked
+from pigou.gateway.call import Body, Call
+from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.speller import Speller, Unspellable, first_prompt
+from pigou.gateway.upstream import Engine, Upstream
+from pigou.request import BlockKeys
+from pigou.text.folder import find_tokenizer
+
+_log = logging.getLogger("pigou.gateway")
+
+#: Characters of text (or ids) above which a prompt is worked on off the event loop: about half a
+#: millisecond of work.
+LONG = 2048
+_ASK_S = 5.0
+_TEXT = "Two roads, 4/3:\n\tnaïve — 日本語 {x} <s>[1]</s> and  so on."
+_CHAT = [{"role": "user", "content": _TEXT}, {"role": "assistant", "content": "Yes: 1.5"},
+         {"role": "user", "content": "And then?"}]  # fmt: skip
+#: Fields that a worker's `/tokenize` reads as well, and those that only other makes' read.
+_SHARED = ("add_special_tokens",)
+_CHAT_SHARED = ("messages", "add_generation_prompt", "continue_final_message",
+                "chat_template_kwargs", *_SHARED)  # fmt: skip
+_CHAT_STOCK = ("tools", "chat_template")
+_T = TypeVar("_T")
+
+
+class Way(IntEnum):
+    """How prompts are tokenized: not at all, here, or by asking a worker each time."""
+
+    NONE = 0
+    HERE = 1
+    WORKER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelt:
+    """A prompt's tokens: how many, their block keys by block size, and the ids as JSON.
+
+    `ids` is None where no worker is to be sent them.
+    """
+
+    count: int
+    keys: dict[int, BlockKeys]
+    ids: msgspec.Raw | None = None
+
+
+class _Told(msgspec.Struct):
+    tokens: list[int]
+
+
+class Prompts:
+    """Finds the tokenizer of the fleet's model, and uses it.
+
+    A tokenizer is looked for where a worker says that its model is. It is used when it says of
+    two samples, a text and a chat, what the worker's own `/tokenize` says. Otherwise a worker is
+    asked for each prompt, which costs a round trip; where none can be asked either, requests are
+    routed without knowing their blocks.
+    """
+
+    def __init__(self, speller: Speller | None = None) -> None:
+        """Begin; `speller` is used in place of what workers name."""
+        self._speller = speller
+        self._ways: dict[str, tuple[Way, Way]] = {}
+        self._warned: set[str] = set()
+        self._finding = asyncio.Lock()
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def way(self, *, chat: bool) -> Way:
+        """Return how prompts of a route are tokenized."""
+        return max((ways[chat] for ways in self._ways.values()), default=Way.NONE)
+
+    async def meet(self, upstream: Upstream) -> None:
+        """Learn how a worker that came up reads its prompts."""
+        async with self._finding:
+            if self._speller is None:
+                self._speller = await self._off_loop(lambda: _find(upstream.engine))
+        size = upstream.worker.block_size
+        await self._off_loop(lambda: chain([0] * size, size))  # compiled code is loaded once
+        text = await self._compare(upstream, chat=False)
+        chat = await self._compare(upstream, chat=True)
+        self._ways[upstream.worker.id] = (text, chat)
+
+    async def read(self, call: Call, upstreams: Collection[Upstream]) -> None:
+        """Put the prompt's tokens and block keys into a call, as far as they can be known.
+
+        Where all workers are Pigou's own they are sent the ids, and need not tokenize again.
+        What is wrong with a request is not told here: that is the worker's to do.
+        """
+        try:
+            spelt = await self._spelt(call, upstreams)
+        except Unspellable:
+            return
+        prompt = call.asked.prompt
+        several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+        call.prompt = max(1, spelt.count, call.prompt if several else 0)
+        if not call.asked.scores_prompt(call.chat):
+            call.keys = spelt.keys
+        if spelt.ids is not None:
+            call.body["prompt_token_ids" if call.chat else "prompt"] = spelt.ids
+
+    async def _spelt(self, call: Call, upstreams: Collection[Upstream]) -> _Spelt:
+        asked, chat = call.asked, call.chat
+        sizes = {up.worker.block_size for up in upstreams}
+        source = None if chat else first_prompt(asked.prompt)
+        way, speller = self.way(chat=chat), self._speller
+        if isinstance(source, list) or (way is Way.HERE and speller is not None):
+
+            def work() -> _Spelt:
+                return _spell(speller if way is Way.HERE else None, call, upstreams, sizes)
+
+            size = len(memoryview(asked.messages)) if source is None else len(source)
+            return work() if size <= LONG else await self._off_loop(work)
+        if way is not Way.WORKER:
+            raise Unspellable("there is no tokenizer")
+        tokens = _cut(await self._ask_any(call, source, upstreams), asked)
+        if len(tokens) <= LONG:
+            return _keyed(tokens, call.salt, sizes)
+        return await self._off_loop(lambda: _keyed(tokens, call.salt, sizes))
+
+    async def _compare(self, upstream: Upstream, *, chat: bool) -> Way:
+        """Return how prompts of a route can be tokenized for this worker."""
+        engine, speller = upstream.engine, self._speller
+        asked = Asked(prompt=_TEXT, messages=msgspec.Raw(msgspec.json.encode(_CHAT)))
+        body: Body = {"messages": _CHAT} if chat else {"prompt": _TEXT}
+        told = await _ask(upstream, body | {"model": engine.model})
+        own = None
+        if speller is not None:
+            try:
+                text = speller.prompt_of(asked, chat=chat, stock=engine.stock)
+                own = speller.spell(text, asked, chat=chat)
+            except Unspellable:
+                pass
+        kind = "chats" if chat else "prompts"
+        if own is not None and told in (None, own):
+            return Way.HERE
+        if told is None:
+            if not chat:
+                self._warn(
+                    f"{upstream.worker.id}: no tokenizer for {engine.model!r}, and the worker "
+                    f"has no /tokenize; text {kind} are routed without knowing what is cached. "
+                    "Give --tokenizer"
+                )
+            return Way.NONE
+        why = "the tokenizer here disagrees with it" if own else "there is no tokenizer here"
+        self._warn(
+            f"{upstream.worker.id}: {why}, so the worker is asked to tokenize all {kind} of "
+            f"{engine.model!r}, which is slow. Give --tokenizer"
+        )
+        return Way.WORKER
+
+    async def _ask_any(
+        self, call: Call, source: str | None, upstreams: Collection[Upstream]
+    ) -> list[int]:
+        """Ask the least busy worker that answers for the tokens of a prompt."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ASK_S):
+                for upstream in sorted(upstreams, key=lambda up: up.inflight):
+                    stock = upstream.engine.stock
+                    names = _SHARED if source is not None else _CHAT_SHARED + _CHAT_STOCK * stock
+                    body = {name: call.body[name] for name in names if name in call.body}
+                    body |= {"model": upstream.engine.model}
+                    body |= {} if source is None else {"prompt": source}
+                    if (tokens := await _ask(upstream, body)) is not None:
+                        return tokens
+        raise Unspellable("no worker tokenizes it")
+
+    def _warn(self, words: str) -> None:
+        if words not in self._warned:
+            self._warned.add(words)
+            _log.warning(words)
+
+    async def _off_loop(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _find(engine: Engine) -> Speller | None:
+    for name in (engine.root, engine.model):
+        folder = find_tokenizer(name)
+        if folder is not None:
+            try:
+                return Speller.load(folder)
+            except ConfigError as error:
+                _log.warning("%s", error)
+    return None
+
+
+async def _ask(upstream: Upstream, body: Body) -> list[int] | None:
+    """Return what a worker says the tokens are; None when it does not say."""
+    try:
+        async with asyncio.timeout(_ASK_S):
+            answer = await upstream.whole("/tokenize", body, "tokenize")
+        return msgspec.json.decode(answer, type=_Told).tokens
+    except (WorkerFailed, Rejected, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _spell(
+    speller: Speller | None, call: Call, upstreams: Collection[Upstream], sizes: Collection[int]
+) -> _Spelt:
+    """Spell a prompt of ids, or of text where there is a speller."""
+    asked, chat = call.asked, call.chat
+    stock = any(up.engine.stock for up in upstreams)
+    most = max((up.engine.max_model_len for up in upstreams), default=0)
+    if speller is None:
+        return _keyed(_cut(_ids(first_prompt(asked.prompt)), asked), call.salt, sizes)
+    source = speller.prompt_of(asked, chat=chat, stock=stock)
+    if most and isinstance(source, str) and len(source) > most * speller.longest:
+        raise Unspellable("it is longer than the context")
+    tokens = speller.spell(source, asked, chat=chat)
+    spelt = _keyed(_cut(tokens, asked), call.salt, sizes)
+    wanted = not stock and call.single and isinstance(source, str) and not asked.echo
+    if not (wanted and asked.truncate_prompt_tokens is None and 0 < len(tokens) <= most):
+        return spelt
+    return replace(spelt, ids=msgspec.Raw(msgspec.json.encode(tokens)))
+
+
+def _ids(prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        raise Unspellable("there is no tokenizer")
+    return prompt
+
+
+def _cut(tokens: list[int], asked: Asked) -> list[int]:
+    keep = asked.truncate_prompt_tokens
+    return tokens[-keep:] if keep is not None and keep > 0 else tokens
+
+
+def _keyed(tokens: list[int], salt: str, sizes: Collection[int]) -> _Spelt:
+    try:
+        packed = token_array(tokens)
+        keys = {size: chain(packed, size, salt) for size in sizes}
+    except (OverflowError, ValueError, TypeError) as error:
+        raise Unspellable(f"ids are out of range: {error}") from error
+    return _Spelt(len(tokens), keys)

@@ -1,0 +1,158 @@
+"""The speller: spells a request's prompt in token ids, as its worker will."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.gateway.asked import Asked
+from pigou.text.folder import find_tokenizer
+from pigou.text.template import ChatError, ChatTemplate
+from pigou.text.tokenizer import Tokenizer, TokenizerError
+from pigou.wire.checks import check_messages
+from pigou.wire.errors import APIError
+
+_messages = msgspec.json.Decoder(list[dict[str, Any]])
+
+
+class Unspellable(ValueError):
+    """What a prompt's tokens are is for the worker to say, or to refuse."""
+
+
+class Speller:
+    """A tokenizer and its chat template.
+
+    Attributes:
+        tokenizer: of the model.
+        template: for chats; None where the model has none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+
+    @classmethod
+    def load(cls, folder: Path) -> Speller:
+        """Read a model folder.
+
+        Raises:
+            ConfigError: its tokenizer or its template cannot be used.
+        """
+        try:
+            tokenizer = Tokenizer.load(folder)
+            source = tokenizer.templates.get("default")
+            template = None if source is None else ChatTemplate(source, tokenizer.names)
+        except (TokenizerError, ValueError, OSError, KeyError, TypeError) as error:
+            raise ConfigError(f"the tokenizer of {folder} cannot be used: {error}") from error
+        return cls(tokenizer, template)
+
+    @classmethod
+    def named(cls, name: str) -> Speller:
+        """Find a tokenizer by folder or hub id, which is asked when its cache has it not.
+
+        Raises:
+            ConfigError: it cannot be had or used.
+        """
+        folder = find_tokenizer(name, download=True)
+        if folder is None:
+            raise ConfigError(
+                f"tokenizer is {name!r}; it must be a folder with a tokenizer.json, or a "
+                "Hugging Face hub id that can be had"
+            )
+        return cls.load(folder)
+
+    @property
+    def longest(self) -> int:
+        """Most bytes of any token."""
+        return self.tokenizer.vocabulary.longest
+
+    def spell(self, text: str | list[int], asked: Asked, *, chat: bool) -> list[int]:
+        """Return the token ids of what `prompt_of` returned, all of them.
+
+        Raises:
+            Unspellable: it is no text.
+        """
+        if isinstance(text, list):
+            return text
+        special = asked.add_special_tokens
+        try:
+            return self.tokenizer.encode(text, bool(special) if chat else special is not False)
+        except (ValueError, TypeError) as error:
+            raise Unspellable(str(error)) from error
+
+    def prompt_of(self, asked: Asked, *, chat: bool, stock: bool) -> str | list[int]:
+        """Return the prompt's text, or its ids; of several prompts, the first.
+
+        Args:
+            asked: the request.
+            chat: whether it came to the chat route.
+            stock: it is for a server that calls tools, and shows them to the template.
+
+        Raises:
+            Unspellable: it cannot be rendered here.
+        """
+        if not chat:
+            return first_prompt(asked.prompt)
+        if asked.prompt_token_ids and not stock:
+            return asked.prompt_token_ids
+        if self.template is None or asked.chat_template is not None:
+            raise Unspellable("there is no template, or one of the request's own")
+        variables = dict(asked.chat_template_kwargs or {})
+        if {"messages", "add_generation_prompt"} & variables.keys():
+            raise Unspellable("the template's variables are fields of their own")
+        if asked.reasoning_effort is not None:
+            variables["reasoning_effort"] = asked.reasoning_effort
+        if stock and asked.tools:
+            variables["tools"] = asked.tools
+        try:
+            messages = _messages.decode(asked.messages)
+            check_messages(messages)
+            return self.template.render(
+                [_parsed(message) for message in messages] if stock else messages,
+                add_generation_prompt=asked.add_generation_prompt is not False,
+                continue_final_message=bool(asked.continue_final_message),
+                variables=variables,
+            )
+        except (APIError, ChatError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Unspellable(str(error)) from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Unspellable(f"messages: {error!r}") from error
+
+
+def first_prompt(prompt: Any) -> str | list[int]:
+    """Return the first prompt of a completion, text or ids.
+
+    Raises:
+        Unspellable: it is neither.
+    """
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(type(each) is int for each in prompt):
+        return prompt
+    raise Unspellable("prompt is neither text nor token ids")
+
+
+def _parsed(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as vLLM shows it to templates: arguments of tool calls as objects."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
+
+
+def _parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments or "{}")
+    except ValueError as error:
+        raise Unspellable(f"tool_calls: {error}") from error
+    return {**call, "function": {**function, "arguments": parsed}}

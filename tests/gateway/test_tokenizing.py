@@ -1,0 +1,226 @@
+"""Laws of tokenizing in the gateway: what it counts and hashes is what the worker computes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.fleet.harness import Client, running
+from tests.gateway.stub import Stub
+
+from pigou.config import ConfigError, ControlConfig
+from pigou.control.plane import ControlPlane
+from pigou.fleet.serve import Serving
+from pigou.gateway.call import Call
+from pigou.gateway.intake import read
+from pigou.gateway.pilot import Pilot
+from pigou.gateway.prompts import Prompts, Way
+from pigou.gateway.speller import Speller, first_prompt
+from pigou.gateway.upstream import Engine
+from pigou.models import bundled_path
+from pigou.request import Worker
+
+TEXT = "The market of Alexandria opens at dawn; naïve travellers — 旅人 — pay the toll twice. "
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+FAST = ("--executor", "sleep", "--sleep-base", "1000000", "--repeat", "1")
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETION, {"prompt": TEXT * 6}),
+    (COMPLETION, {"prompt": TEXT * 30}),
+    (COMPLETION, {"prompt": TEXT * 6, "add_special_tokens": False}),
+    (COMPLETION, {"prompt": "x" + TEXT * 6, "truncate_prompt_tokens": 83}),
+    (COMPLETION, {"prompt": [10 + i % 200 for i in range(147)]}),
+    (COMPLETION, {"prompt": "salty " + TEXT * 6, "cache_salt": "mine"}),
+    (COMPLETION, {"prompt": "echo " + TEXT * 6, "echo": True}),
+    (COMPLETION, {"prompt": ["first " + TEXT * 6, "second"], "n": 1}),
+    (COMPLETION, {"prompt": "twice " + TEXT * 6, "n": 2}),
+    (CHAT, {"messages": [{"role": "user", "content": TEXT * 6}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "long " + TEXT * 30}]}),
+    (CHAT, {"messages": [
+        {"role": "user", "content": [{"type": "text", "text": part} for part in (TEXT, "?")]},
+        {"role": "assistant", "content": "Indeed. " * 12},
+        {"role": "user", "content": "And then?"},
+    ]}),
+    (CHAT, {"messages": [{"role": "user", "content": TEXT * 2},
+                         {"role": "assistant", "content": "They pay " * 9}],
+            "add_generation_prompt": False, "continue_final_message": True}),
+]  # fmt: skip
+
+
+@asynccontextmanager
+async def fleet(*counts: int) -> AsyncIterator[tuple[Serving, Client]]:
+    async with running(*counts, arguments=FAST) as (serving, client):
+        yield serving, client
+
+
+async def decided(client: Client, path: str, body: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the reply, and the decision that it names."""
+    wanted = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, **body}
+    async with client.session.post(client.url + path, json=wanted) as response:
+        assert response.status == 200, await response.text()
+        reply = await response.json()
+        id = response.headers["x-pigou-decision"]
+    async with client.session.get(f"{client.url}/decisions/{id}") as response:
+        assert response.status == 200
+        return reply, await response.json()
+
+
+async def settled(serving: Serving) -> None:
+    """Wait until KV events have been quiet for a while."""
+    index, last = serving.pilot.plane.index, -1
+    for _ in range(100):
+        await asyncio.sleep(0.05)
+        events = sum(index.cache(worker).events for worker in serving.pilot.upstreams)
+        if events == last and events:
+            return
+        last = events
+    raise AssertionError("KV events never stop")
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 1), (1, 1, 0)])
+async def test_a_repeated_prompt_overlaps_in_all_its_full_blocks(counts: tuple[int, ...]) -> None:
+    async with fleet(*counts) as (serving, client):
+        assert serving.pilot.prompts is not None
+        assert serving.pilot.prompts.way(chat=False) is Way.HERE
+        assert serving.pilot.prompts.way(chat=True) is Way.HERE
+        async with client.session.get(client.url + "/workers") as response:
+            told = (await response.json())["tokenized"]
+        assert told == {"completions": "here", "chats": "here"}
+        for path, body in BODIES:
+            first, before = await decided(client, path, body)
+            await settled(serving)
+            again, after = await decided(client, path, body)
+            tokens = first["usage"]["prompt_tokens"]
+            assert again["usage"]["prompt_tokens"] == tokens
+            if body.get("prompt", [])[:1] == ["first " + TEXT * 6]:
+                assert after["cached_tokens"] >= 128, "the first of several prompts counts"
+                continue
+            assert before["prompt_tokens"] == after["prompt_tokens"] == tokens, body
+            assert after["cached_tokens"] == min(tokens // 16 * 16, tokens - 1), (body, after)
+
+
+async def test_a_prompt_under_another_salt_overlaps_in_nothing() -> None:
+    async with fleet(0, 0, 1) as (serving, client):
+        body = {"prompt": TEXT * 6}
+        await decided(client, COMPLETION, body)
+        await settled(serving)
+        _, why = await decided(client, COMPLETION, body | {"cache_salt": "other"})
+        assert why["cached_tokens"] == 0
+        _, why = await decided(client, COMPLETION, body)
+        assert why["cached_tokens"] > 0
+        scored = call_of(body | {"prompt_logprobs": 1})
+        await serving.pilot.read(scored)
+        assert (scored.prompt, dict(scored.keys)) == (why["prompt_tokens"], {})
+
+
+async def test_streams_name_their_decision_and_worker_too() -> None:
+    async with fleet(1, 1, 0) as (serving, client):
+        wanted = {"prompt": TEXT * 40, "max_tokens": 4, "stream": True, "ignore_eos": True}
+        async with client.session.post(client.url + COMPLETION, json=wanted) as response:
+            await response.read()
+            assert response.headers["x-pigou-worker"] == "decode-0"
+            why = serving.pilot.plane.decision(response.headers["x-pigou-decision"])
+            assert why is not None
+            named = response.headers.get("x-pigou-prefill-worker")
+            assert named == (why.prefill[why.chosen] or None)
+
+
+def call_of(body: dict[str, Any], *, chat: bool = False) -> Call:
+    return read(msgspec.json.encode(body), chat=chat, strict=True)
+
+
+async def met(stub: Stub, prompts: Prompts) -> Pilot:
+    pilot = Pilot(ControlPlane(ControlConfig()), prompts)
+    await pilot.up(Worker(stub.name, stub.url, stub.role), Engine(stub.stock, "stub", 2048))
+    return pilot
+
+
+class Tokenizing(Stub):
+    """A worker whose `/tokenize` gives each character's code; `broken` ones have none."""
+
+    asked = 0
+    broken = False
+
+    async def _tokenize(self, request: Any) -> Any:
+        from aiohttp import web
+
+        body = await request.json()
+        self.asked += 1
+        if self.broken:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+        return web.json_response({"count": len(text), "tokens": [ord(each) for each in text]})
+
+
+async def test_workers_are_asked_where_the_tokenizer_here_disagrees() -> None:
+    for speller in (None, Speller.load(bundled_path())):
+        stub = Tokenizing("a", stock=True)
+        runner = await stub.start()
+        pilot = await met(stub, Prompts(speller))
+        try:
+            assert pilot.prompts is not None
+            assert pilot.prompts.way(chat=True) is Way.WORKER
+            for chat in (False, True):
+                source: dict[str, Any] = {"prompt": "a" * 40}
+                if chat:
+                    source = {"messages": [{"role": "user", "content": "a" * 40}]}
+                asked = stub.asked
+                call = call_of(source, chat=chat)
+                await pilot.read(call)
+                assert (call.prompt, len(call.keys[16]), stub.asked) == (40, 2, asked + 1)
+                assert "prompt_token_ids" not in call.body
+            ids = call_of({"prompt": list(range(48))})
+            asked = stub.asked
+            await pilot.read(ids)
+            assert (ids.prompt, len(ids.keys[16]), stub.asked) == (48, 3, asked)
+        finally:
+            await pilot.stop()
+            await runner.cleanup()
+
+
+async def test_without_any_tokenizer_requests_go_on_with_a_guess(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stub = Tokenizing("a", stock=True)
+    stub.broken = True
+    runner = await stub.start()
+    pilot = await met(stub, Prompts())
+    try:
+        assert "--tokenizer" in caplog.text
+        call = call_of({"prompt": "a" * 400})
+        await pilot.read(call)
+        assert (call.prompt, dict(call.keys)) == (100, {})
+        ids = call_of({"prompt": list(range(48))})
+        await pilot.read(ids)
+        assert (ids.prompt, len(ids.keys[16])) == (48, 3)
+    finally:
+        await pilot.stop()
+        await runner.cleanup()
+
+
+def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Any) -> None:
+    for name in (str(tmp_path), str(tmp_path / "none"), "a/b/c"):
+        with pytest.raises(ConfigError, match="tokenizer"):
+            Speller.named(name)
+
+
+SPELLER = Speller.load(bundled_path())
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=200), st.booleans())
+def test_both_ways_of_the_backend_give_the_same_tokens(text: str, special: bool) -> None:
+    plain = SPELLER.tokenizer.backend.encode(text, add_special_tokens=special).ids
+    assert SPELLER.tokenizer.encode(text, special) == plain
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=40))
+def test_the_first_of_several_prompts_is_read(ids: list[int]) -> None:
+    assert first_prompt(ids) == first_prompt([ids, [1]]) == ids
+    assert first_prompt(["a", "b"]) == first_prompt("a") == "a"
