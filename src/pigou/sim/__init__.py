@@ -1,0 +1,1 @@
+"""The simulator: the production cores under a virtual clock."""

@@ -1,0 +1,71 @@
+"""The virtual clock: a heap of events in integer nanoseconds, in one order whatever happens."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from enum import IntEnum
+
+from pigou.request import SECOND
+
+#: When simulations begin: the cores take a time of 0 for "never".
+EPOCH = SECOND
+
+Event = Callable[[int], None]
+
+
+class Phase(IntEnum):
+    """In which order things happen that happen at the same time.
+
+    Workers plan last: whatever reaches a worker at the moment when its step ends is in its next
+    step. So a plan of several steps can be cut at any boundary, as if it had been single steps.
+    """
+
+    FAULT = 0
+    STEP = 1
+    LINK = 2
+    SEND = 3
+    TICK = 4
+    PLAN = 9
+
+
+class Clock:
+    """Runs events in the order of (time, phase, key).
+
+    Keys tell events of one phase apart by whose they are (a worker's number, a request's), not
+    by when they were put in: an order that does not depend on how many events there are.
+
+    Attributes:
+        now: the present, in nanoseconds.
+        place: (phase, key) of the event that runs.
+        events: that have run.
+    """
+
+    def __init__(self) -> None:
+        self.now = EPOCH
+        self.place: tuple[int, int] = (0, 0)
+        self.events = 0
+        self._heap: list[tuple[int, int, int, int, Event]] = []
+        self._count = 0
+
+    def at(self, time: int, phase: int, key: int, event: Event) -> None:
+        """Let `event(time)` run at a time that is not past.
+
+        Raises:
+            ValueError: it is past.
+        """
+        if time < self.now:
+            raise ValueError(f"time is {time}; now it is {self.now} already")
+        self._count += 1
+        heapq.heappush(self._heap, (time, phase, key, self._count, event))
+
+    def step(self) -> bool:
+        """Run the next event; False when there is none."""
+        if not self._heap:
+            return False
+        time, phase, key, _, event = heapq.heappop(self._heap)
+        self.now = time
+        self.place = (phase, key)
+        self.events += 1
+        event(time)
+        return True

@@ -1,0 +1,175 @@
+"""What a simulated fleet is made of: checked values, unknown keys refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.request import Role
+from pigou.sim.network import LinkConfig
+
+_PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
+_ROLES = {
+    "p": Role.PREFILL, "d": Role.DECODE, "both": Role.BOTH,
+    "prefill": Role.PREFILL, "decode": Role.DECODE,
+}  # fmt: skip
+
+
+class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A time in which a worker's steps take `factor` times as long; seconds from the beginning."""
+
+    factor: float
+    start: float = 0.0
+    end: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Refuse speeds that no worker has."""
+        if not 0.0 < self.factor < math.inf or not 0.0 <= self.start < self.end:
+            raise ConfigError(f"slow is {self}; factor must be above 0, and start before end")
+
+
+class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A time in which a worker is dead; seconds from the beginning. It comes back empty."""
+
+    start: float
+    end: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Refuse outages that end before they begin."""
+        if not 0.0 <= self.start < self.end:
+            raise ConfigError(f"fails is {self}; start must be at least 0, and before end")
+
+
+class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Workers that are alike.
+
+    Attributes:
+        role: what they are asked to do.
+        count: how many.
+        gpu: in place of `--gpu`; "" for that.
+        tp: in place of `--tp`; 0 for that.
+        timing: in place of `--timing`; "" for that.
+        blocks: KV blocks of each, in place of `--blocks`; 0 for that.
+        block_size: tokens in a block.
+        max_seqs: in place of `--max-seqs`; 0 for that.
+        max_batched_tokens: in place of `--max-batched-tokens`; 0 for that.
+        prefix_caching: whether prefixes are kept.
+        events: whether they publish KV events; if not, what they hold is predicted.
+        starts: seconds after which they are up.
+        slow: when they are slower than they should be.
+        fails: when they are dead.
+    """
+
+    role: Role = Role.BOTH
+    count: int = 1
+    gpu: str = ""
+    tp: int = 0
+    timing: str = ""
+    blocks: int = 0
+    block_size: int = 16
+    max_seqs: int = 0
+    max_batched_tokens: int = 0
+    prefix_caching: bool = True
+    events: bool = True
+    starts: float = 0.0
+    slow: tuple[Slow, ...] = ()
+    fails: tuple[Outage, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse workers that could not work."""
+        for name, least in (
+            ("count", 1), ("block_size", 1), ("blocks", 0), ("max_seqs", 0),
+            ("max_batched_tokens", 0), ("tp", 0),
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if not 0.0 <= self.starts < math.inf:
+            raise ConfigError(f"starts is {self.starts}; it must be finite, at least 0 seconds")
+
+
+class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How well the control plane is told of the workers.
+
+    Attributes:
+        event_delay_ms: milliseconds that KV events take.
+        event_loss: part of the batches of KV events that are lost.
+        replay: whether lost batches are sent again when the next arrives; if not, all that was
+            known of the worker's cache is forgotten then.
+        report_every_ms: between two load reports of a worker; 0 for none.
+        report_delay_ms: milliseconds that they take.
+    """
+
+    event_delay_ms: float = 0.0
+    event_loss: float = 0.0
+    replay: bool = True
+    report_every_ms: float = 1000.0
+    report_delay_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse delays and shares that there are none of."""
+        for name in ("event_delay_ms", "report_every_ms", "report_delay_ms"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not 0.0 <= self.event_loss <= 1.0:
+            raise ConfigError(f"event_loss is {self.event_loss}; it must be 0 to 1")
+
+
+class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A fleet.
+
+    Attributes:
+        workers: of what kinds.
+        link: between them.
+        signals: from them to the control plane.
+        overhead_ms: milliseconds from the client to a worker in which nobody waits for anybody;
+            left out, that of the timing law (0 for other timings).
+        detect_ms: milliseconds after which the control plane knows that a worker died. Until
+            then requests are sent there, fail at once, and go elsewhere.
+        lease_s: seconds for which a prompt's blocks are kept for a worker that does not ask.
+    """
+
+    workers: tuple[Members, ...]
+    link: LinkConfig = LinkConfig()
+    signals: Signals = Signals()
+    overhead_ms: float | None = None
+    detect_ms: float = 0.0
+    lease_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse fleets that serve nobody."""
+        if not any(each.role.decodes for each in self.workers):
+            raise ConfigError("fleet: nobody decodes; add a worker of role decode or both")
+        for name in ("overhead_ms", "detect_ms", "lease_s"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be finite, at least 0")
+
+
+def read_fleet(text: str) -> FleetConfig:
+    """Read `4xboth`, `1p+2d`, or the name of a YAML file.
+
+    Raises:
+        ConfigError: it is none of these, or a value is refused.
+    """
+    if Path(text).suffix in (".yaml", ".yml"):
+        try:
+            return msgspec.yaml.decode(Path(text).read_bytes(), type=FleetConfig)
+        except OSError as error:
+            raise ConfigError(f"fleet: {text} cannot be read: {error}") from error
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"fleet: {text}: {error}") from error
+        except ImportError:
+            raise ConfigError("fleet: a YAML file needs the package pyyaml; install it") from None
+    members = []
+    for part in text.split("+"):
+        found = _PART.fullmatch(part)
+        if not found or (found[2] == "x") == (len(found[3]) == 1) or int(found[1]) < 1:
+            raise ConfigError(
+                f"fleet is {text!r}; write for example 4xboth, 1p+2d, or the name of a YAML file"
+            )
+        members.append(Members(role=_ROLES[found[3]], count=int(found[1])))
+    return FleetConfig(workers=tuple(members))

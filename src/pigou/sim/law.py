@@ -1,0 +1,72 @@
+"""Timing `law`: steps that take what a straight line says, for fleets known by their figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.request import SECOND, Nanos
+from pigou.sim.timing import Batch
+
+
+class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds of a step with n sequences that decode, k prompts begun, and t prompt tokens.
+
+        (itl_a + itl_b n, if n > 0) + (prefill k + prefill_token t)
+
+    Attributes:
+        itl_a: of a step that decodes.
+        itl_b: more for each sequence that decodes.
+        prefill: of each prompt whose first token is computed in the step.
+        prefill_token: of each token of a prompt.
+        mixed: takes the place of `prefill` in a step that decodes as well, where given: what a
+            prompt in chunks adds to the streams' steps.
+        overhead: between the client's send and the worker, in which nobody waits for anybody.
+    """
+
+    itl_a: float
+    itl_b: float = 0.0
+    prefill: float = 0.0
+    prefill_token: float = 0.0
+    mixed: float | None = None
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse laws by which time runs backwards, or stands still."""
+        for name in ("itl_b", "prefill", "prefill_token", "mixed", "overhead"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value < float("inf"):
+                raise ConfigError(f"{name} is {value}; it must be finite, at least 0 seconds")
+        if not 0.0 < self.itl_a < float("inf"):
+            raise ConfigError(f"itl_a is {self.itl_a}; it must be above 0 seconds")
+
+
+#: Laws of the fleets in "The Price of Anarchy in Disaggregated Inference", fitted to its tables:
+#: throughput and latency below the knee of Nemotron-4-340B (1P/2D) and Llama-3.1-70B (1P/5D).
+PRESETS = {
+    "340b": Law(itl_a=19.0e-3, itl_b=0.026e-3, prefill=45e-3, overhead=74e-3),
+    "70b": Law(itl_a=7.15e-3, itl_b=0.0159e-3, prefill=18e-3, overhead=55e-3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LawTiming:
+    """A `Law` as a timing model."""
+
+    law: Law
+
+    def durations(self, batch: Batch, repeat: int) -> Nanos:
+        """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
+        law = self.law
+        prompts = batch.counts > 1
+        decodes = len(prompts) - int(np.count_nonzero(prompts))
+        seconds = law.itl_a + law.itl_b * decodes if decodes else 0.0
+        if decodes < len(prompts):
+            begun = int(np.count_nonzero(prompts & (batch.kv_lens == 0)))
+            tokens = int(batch.counts.sum()) - decodes
+            each = law.mixed if decodes and law.mixed is not None else law.prefill
+            seconds += each * begun + law.prefill_token * tokens
+        return np.full(repeat, max(1, round(seconds * SECOND)), dtype=np.int64)

@@ -1,0 +1,74 @@
+"""A worker of a simulated fleet: what it is made of, and whether it is alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pigou.config import EngineConfig
+from pigou.events import KVEvent
+from pigou.request import Worker
+from pigou.sim.config import Members
+from pigou.sim.timing import Timing
+from pigou.sim.worker import SimWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """What workers of one kind run on.
+
+    Attributes:
+        kind: what the fleet's configuration says of them.
+        engine: limits of their cores.
+        timing: of their steps.
+        kv_bytes: of one token's KV.
+        ahead: whether steps are decided when the one before begins.
+    """
+
+    kind: Members
+    engine: EngineConfig
+    timing: Timing
+    kv_bytes: int
+    ahead: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One worker.
+
+    Attributes:
+        number: its place in the fleet.
+        worker: as the control plane knows it.
+        plant: what it runs on.
+        sim: what computes; None while it is dead. A new one after each death.
+        known: whether the control plane takes it for alive.
+        missed: KV events that were lost since the last that arrived.
+        told: its last load report.
+        past: computing of its earlier lives: (steps, nanoseconds, tokens asked of the prefix
+            cache, of those found).
+        holding: ids under which it keeps blocks for others.
+    """
+
+    number: int
+    worker: Worker
+    plant: Plant
+    sim: SimWorker | None = None
+    known: bool = False
+    missed: list[KVEvent] = field(default_factory=list)
+    told: tuple[int, int, float] = (0, 0, 0.0)
+    past: tuple[int, int, int, int] = (0, 0, 0, 0)
+    holding: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        """Its id."""
+        return self.worker.id
+
+    @property
+    def figures(self) -> tuple[int, int, int, int]:
+        """Steps, nanoseconds busy, tokens asked of the prefix cache, and found, in all."""
+        if self.sim is None:
+            return self.past
+        core = self.sim.core
+        now = (self.sim.steps, self.sim.busy, core.prefix_queries, core.prefix_hits)
+        steps, busy, queries, hits = (a + b for a, b in zip(self.past, now, strict=True))
+        return steps, busy, queries, hits

@@ -1,0 +1,298 @@
+"""Layer tables of a profile folder: read, checked, and made ready for the kernel.
+
+The tables are those of LLMServingSim's profiler (`dense.csv`, `attention.csv`,
+`per_sequence.csv`, `moe.csv`; microseconds of GPU work in one layer).
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.config import ConfigError
+from pigou.sim.architecture import plain
+
+Floats = NDArray[np.float64]
+#: Nanoseconds in a microsecond.
+MICRO = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A time against a whole number, linear between the points that were measured.
+
+    Attributes:
+        at: the numbers, rising, shape (n,).
+        ns: nanoseconds, shape (n,).
+    """
+
+    at: Floats
+    ns: Floats
+
+    def table(self, most: int) -> Floats:
+        """Return the times of 0 to `most`, shape (most + 1,).
+
+        Beyond the last point the line between the last measured number and the one nearest to
+        half of it goes on: neighbouring points are too close together for a slope.
+        """
+        numbers = np.arange(most + 1, dtype=np.float64)
+        times = np.interp(numbers, self.at, self.ns)
+        if most > self.at[-1] and len(self.at) > 1:
+            half = int(np.argmin(np.abs(self.at[:-1] - self.at[-1] / 2)))
+            slope = (self.ns[-1] - self.ns[half]) / (self.at[-1] - self.at[half])
+            beyond = numbers > self.at[-1]
+            times[beyond] = self.ns[-1] + max(slope, 0.0) * (numbers[beyond] - self.at[-1])
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One layer's attention kernels against what they read, on a grid without holes.
+
+    Attributes:
+        chunks: tokens of prompts, rising, first 0, shape (c,).
+        keys: cached tokens before a chunk, rising, first 0, shape (k,).
+        decodes: sequences that decode, rising, first 0, shape (n,).
+        kvs: cached tokens of each, rising, shape (v,).
+        ns: nanoseconds, shape (c, k, n, v). Without prompts only [0, 0] is filled, without
+            decodes only [:, :, 0, 0].
+    """
+
+    chunks: Floats
+    keys: Floats
+    decodes: Floats
+    kvs: Floats
+    ns: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """All tables of one model on one kind of GPU at one degree of tensor parallelism.
+
+    Attributes:
+        folder: where they are from.
+        dense: layers against tokens of the step, by name.
+        sequences: `lm_head` and `sampler` against sequences of the step.
+        attention: attention kernels.
+        moe: time of the experts against tokens (axis 0) and activated experts, or None.
+        shards: GPUs that share the experts of `moe`: 1 where it was measured at this degree.
+        skew: how much of the way from the mean to the longest decode's time a batch of uneven
+            lengths takes, 0 to 1, as the profiler measured it (`alpha_default`).
+    """
+
+    folder: Path
+    dense: Mapping[str, Curve]
+    sequences: Mapping[str, Curve]
+    attention: Attention
+    moe: tuple[Floats, list[Curve]] | None
+    shards: int
+    skew: float
+
+
+def find_tables(folder: Path, model: str, gpu: str, tp: int) -> Path:
+    """Find the folder with the tables of a model, a GPU and a degree of tensor parallelism.
+
+    Args:
+        folder: that folder itself, or any above it in GPU/owner/model/dtype/tpN.
+        model: name of the model; it has to start with the folder's, or the other way round.
+        gpu: name of the GPU.
+        tp: GPUs that share the model.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    if (folder / "dense.csv").is_file():
+        return folder
+    found = sorted(path.parent for path in folder.rglob("dense.csv"))
+    matches = [path for path in found if _matches(path, folder, model, gpu, tp)]
+    if len(matches) == 1:
+        return matches[0]
+    names = ", ".join(str(path.relative_to(folder)) for path in matches or found) or "nothing"
+    problem = "more than one fit" if matches else "none fits"
+    raise ConfigError(
+        f"profile is {str(folder)!r}: {problem} model {model!r}, gpu {gpu!r}, tp {tp}; "
+        f"there is: {names}; name one of these folders"
+    )
+
+
+def _matches(path: Path, root: Path, model: str, gpu: str, tp: int) -> bool:
+    """Whether a folder's names, as far as it has them below the root, are those asked for."""
+    parts = path.relative_to(root).parts
+    if parts and parts[-1].startswith("tp") and parts[-1] != f"tp{tp}":
+        return False
+    names = [plain(part) for part in parts]
+    wanted = plain(model)
+    if len(parts) >= 3:
+        named = names[-3]
+        if not (named.startswith(wanted) or wanted.startswith(named)):
+            return False
+    return len(parts) < 5 or names[0] == plain(gpu)
+
+
+def read_tables(folder: Path, tp: int = 1) -> Tables:
+    """Read all tables of a folder.
+
+    Experts that were measured on one GPU only are shared out: each of `tp` GPUs holds, and
+    activates, its part of them.
+
+    Raises:
+        ConfigError: a file is missing, a column is missing, or a table is empty.
+    """
+    meta, moe, shards = _meta(folder), folder / "moe.csv", 1
+    if not moe.is_file() and tp > 1:
+        moe, shards = folder.parent / "tp1" / "moe.csv", tp
+    return Tables(
+        folder=folder,
+        dense=_curves(folder / "dense.csv", "tokens"),
+        sequences=_curves(folder / "per_sequence.csv", "sequences"),
+        attention=_attention(folder / "attention.csv", meta),
+        moe=_experts(moe) if moe.is_file() else None,
+        shards=shards,
+        skew=_skew(meta, tp),
+    )
+
+
+def _columns(path: Path, names: list[str]) -> list[list[str]]:
+    """Read columns of a CSV file by their names."""
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; a profile folder must have it") from None
+    if not rows:
+        raise ConfigError(f"{path}: it has no rows; profile again")
+    missing = [name for name in names if rows[0].get(name) is None]
+    if missing:
+        raise ConfigError(f"{path}: no column {missing[0]!r}; it must have {', '.join(names)}")
+    return [[row[name] for name in names] for row in rows]
+
+
+def _curves(path: Path, axis: str) -> dict[str, Curve]:
+    points: dict[str, dict[float, float]] = {}
+    for layer, at, micros in _columns(path, ["layer", axis, "time_us"]):
+        points.setdefault(layer, {})[float(at)] = float(micros) * MICRO
+    return {layer: _curve(known) for layer, known in points.items()}
+
+
+def _curve(points: Mapping[float, float]) -> Curve:
+    at = sorted(points)
+    return Curve(np.array(at, dtype=float), np.array([points[x] for x in at], dtype=float))
+
+
+def _experts(path: Path) -> tuple[Floats, list[Curve]]:
+    rows: dict[float, dict[float, float]] = {}
+    for tokens, experts, micros in _columns(path, ["tokens", "activated_experts", "time_us"]):
+        rows.setdefault(float(tokens), {})[float(experts)] = float(micros) * MICRO
+    tokens_at = sorted(rows)
+    return np.array(tokens_at, dtype=float), [_curve(rows[x]) for x in tokens_at]
+
+
+def _meta(folder: Path) -> Mapping[str, Any]:
+    """Read the meta.yaml beside a folder of tables; empty where there is none."""
+    path = folder.parent / "meta.yaml"
+    if not path.is_file():
+        return {}
+    import yaml
+
+    meta = yaml.safe_load(path.read_text())
+    return meta if isinstance(meta, dict) else {}
+
+
+def _skew(meta: Mapping[str, Any], tp: int) -> float:
+    """Return `skew_fit: per_tp: N: alpha_default`; 0 where skew was not measured."""
+    fits = (meta.get("skew_fit") or {}).get("per_tp") or {}
+    fit = fits.get(tp) or fits.get(str(tp)) or {}
+    return min(max(float(fit.get("alpha_default", 0.0)), 0.0), 1.0)
+
+
+def _attention(path: Path, meta: Mapping[str, Any]) -> Attention:
+    names = ["prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"]
+    rows = np.array(_columns(path, names), dtype=np.float64)
+    chunks, keys, decodes, kvs = _axes(rows, meta)
+    grid = np.full((len(chunks), len(keys), len(decodes), len(kvs)), np.nan)
+    places = []
+    for column, axis in zip(range(4), (chunks, keys, decodes, kvs), strict=True):
+        place = np.minimum(np.searchsorted(axis, rows[:, column]), len(axis) - 1)
+        places.append(np.where(axis[place] == rows[:, column], place, -1))
+    none = rows[:, 2] == 0
+    places[3] = np.where(none, 0, places[3])
+    inside = np.all(np.stack(places) >= 0, axis=0)
+    spots = tuple(place[inside] for place in places)
+    grid[spots] = rows[inside, 4] * MICRO
+    if np.isnan(grid).all():
+        raise ConfigError(f"{path}: no rows; profile again")
+    _fill(grid, chunks, keys, decodes, kvs)
+    return Attention(chunks, keys, decodes, kvs, grid)
+
+
+def _axes(rows: Floats, meta: Mapping[str, Any]) -> list[Floats]:
+    """Return the grid's axes: those that meta.yaml tells of, else every value that occurs.
+
+    Profilers lay a second, finer sweep over a part of the grid; its points would leave holes.
+    """
+    grid = meta.get("attention_grid") or {}
+    axes = []
+    for column, name in enumerate(("chunks", "kv", "n_decode", "kv")):
+        values = np.unique(rows[:, column])
+        sweep = _sweep(str(grid.get(name, "")))
+        kept = values[np.isin(values, sweep)] if sweep else values
+        axes.append(kept[kept > 0] if column == 3 else np.union1d([0.0], kept))
+    if not len(axes[3]):
+        axes[3] = np.array([1.0])
+    return axes
+
+
+def _sweep(text: str) -> list[float]:
+    """Read "0, 16-2048 x2" as 0, 16, 32, ..., 2048; nothing else is understood."""
+    found = re.fullmatch(r"(?:0, *)?(\d+)-(\d+) x(\d+(?:\.\d+)?)", text.strip())
+    if not found or float(found[3]) <= 1.0:
+        return []
+    at, last, factor = float(found[1]), float(found[2]), float(found[3])
+    values = [0.0]
+    while at <= last:
+        values.append(float(int(at)))
+        at *= factor
+    return values
+
+
+def _fill(grid: Floats, chunks: Floats, keys: Floats, decodes: Floats, kvs: Floats) -> None:
+    """Fill what could not be measured (too little memory), along lines from what was."""
+    for c in range(len(chunks)):
+        for k in range(len(keys)):
+            if c == 0 and k > 0:
+                continue
+            for n in range(1, len(decodes)):
+                _extend(grid[c, k, n], kvs)
+            for v in range(len(kvs)):
+                _extend(grid[c, k, 1:, v], decodes[1:])
+        for n in range(len(decodes)):
+            for v in range(len(kvs) if n else 1):
+                if c:
+                    _extend(grid[c, :, n, v], keys)
+    for k in range(len(keys)):
+        for n in range(len(decodes)):
+            for v in range(len(kvs) if n else 1):
+                _extend(grid[1:, k, n, v], chunks[1:])
+    grid[0, 0, 0, :] = 0.0
+    np.nan_to_num(grid, copy=False)
+
+
+def _extend(line: Floats, axis: Floats) -> None:
+    """Fill the holes of a line: between points straight, beyond the last by its last slope."""
+    known = np.flatnonzero(~np.isnan(line))
+    if len(known) == 0 or len(known) == len(line):
+        return
+    holes = np.flatnonzero(np.isnan(line))
+    line[holes] = np.interp(axis[holes], axis[known], line[known])
+    if len(known) > 1:
+        last, before = known[-1], known[-2]
+        slope = max((line[last] - line[before]) / (axis[last] - axis[before]), 0.0)
+        beyond = holes[holes > last]
+        line[beyond] = line[last] + slope * (axis[beyond] - axis[last])

@@ -1,0 +1,164 @@
+"""Puts a simulation together, and runs it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from pigou.config import ControlConfig, EngineConfig
+from pigou.control.routing.policy import RoutingPolicy
+from pigou.sim.client import Client, ClientConfig
+from pigou.sim.clock import EPOCH, Clock
+from pigou.sim.config import FleetConfig
+from pigou.sim.fleet import Fleet
+from pigou.sim.member import Member, Plant
+from pigou.sim.result import Result
+from pigou.sim.timings import build_timing, capacity, kv_bytes
+from pigou.sim.worker import MOST_STEPS
+from pigou.sim.workload import ClosedLoop, OpenLoop
+
+#: Events between two looks at the progress.
+_LOOK = 4096
+#: For limits of the control plane that are not to matter. The gateway holds requests back that its
+#: workers have no room for; a simulation of the workers alone lets them queue there.
+UNLIMITED = 2**60
+
+
+class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What workers run on, where their own configuration does not say.
+
+    Attributes:
+        model: its name, or a `config.json`.
+        gpu: its name.
+        tp: GPUs of a worker.
+        timing: `law:...`, `roofline`, `profile:FOLDER`.
+        blocks: KV blocks of a worker; 0 computes them from the GPU's memory.
+        max_batched_tokens: of a step.
+        max_seqs: that run at once.
+        max_model_len: most tokens of a sequence; 0 for the workload's longest.
+        engine: whose ways the workers have. `vllm`: a step is decided when the one before it
+            begins (asynchronous scheduling), and a request is admitted as soon as its blocks are
+            free. `pigou`: a step is decided when the one before it ended, and a block is left for
+            each running sequence.
+    """
+
+    model: str = ""
+    gpu: str = ""
+    tp: int = 1
+    timing: str = "roofline"
+    blocks: int = 0
+    max_batched_tokens: int = 2048
+    max_seqs: int = 256
+    max_model_len: int = 0
+    engine: Literal["vllm", "pigou"] = "vllm"
+
+
+class Simulation:
+    """A client, and the fleet that serves it.
+
+    Attributes:
+        fleet: that serves.
+        client: that sends.
+        clock: of both.
+    """
+
+    def __init__(
+        self, workload: OpenLoop | ClosedLoop, fleet: FleetConfig, setup: Setup,
+        control: ControlConfig, client: ClientConfig, *, seed: int = 0,
+        policy: RoutingPolicy | None = None, stepwise: bool = False, assess_every: float = 60.0,
+    ) -> None:  # fmt: skip
+        """Put it together.
+
+        Args:
+            workload: what is asked for.
+            fleet: who serves.
+            setup: what the workers run on.
+            control: of the control plane; its seed counts, not `seed`.
+            client: how the workload is sent.
+            seed: of client and network.
+            policy: used instead of the one that `control` names.
+            stepwise: plan one step at a time; the results are the same, and take longer.
+            assess_every: seconds between two computations of the Price of Anarchy.
+
+        Raises:
+            ConfigError: something of it cannot be had.
+        """
+        self.clock = Clock()
+        plants, overhead = _plants(fleet, setup, workload.longest)
+        if fleet.overhead_ms is None:
+            fleet = msgspec.structs.replace(fleet, overhead_ms=overhead * 1000)
+        self.fleet = Fleet(
+            fleet, plants, control, self.clock, policy=policy, seed=seed, stepwise=stepwise,
+            assess_every=assess_every,
+        )  # fmt: skip
+        self.client = Client(workload, client, self.fleet.dispatcher, self.clock, seed)
+
+    def run(self, watch: Callable[[Simulation], None] | None = None) -> Result:
+        """Run until the client is done; `watch` is called now and then."""
+        began = time.perf_counter()
+        clock, client = self.clock, self.client
+        over = client.done
+        while not over:
+            for _ in range(_LOOK):
+                clock.step()
+                over = client.done
+                if over:
+                    break
+            if watch is not None:
+                watch(self)
+        fleet = self.fleet
+        fleet.close()
+        wall = time.perf_counter() - began
+        return Result(
+            calls=client.calls,
+            gaps=fleet.gaps,
+            begin=EPOCH,
+            end=clock.now,
+            wall=wall,
+            assessments=fleet.assessments,
+            workers=_figures(fleet.members, clock.now - EPOCH),
+            shed=fleet.dispatcher.shed,
+            transfers=(fleet.network.transfers, fleet.network.bytes),
+        )
+
+
+def _plants(fleet: FleetConfig, setup: Setup, longest: int) -> tuple[list[Plant], float]:
+    """Return what the kinds of workers run on, and the seconds from the client to a worker."""
+    plants, overhead, vllm = [], 0.0, setup.engine == "vllm"
+    for kind in fleet.workers:
+        gpu, tp = kind.gpu or setup.gpu, kind.tp or setup.tp
+        built = build_timing(kind.timing or setup.timing, setup.model, gpu, tp)
+        overhead = max(overhead, built.overhead)
+        limits: dict[str, Any] = {
+            "block_size": kind.block_size,
+            "max_seqs": kind.max_seqs or setup.max_seqs,
+            "max_batched_tokens": kind.max_batched_tokens or setup.max_batched_tokens,
+        }
+        engine = EngineConfig(
+            blocks=kind.blocks or setup.blocks or capacity(setup.model, gpu, tp, **limits),
+            max_model_len=setup.max_model_len or longest,
+            prefix_caching=kind.prefix_caching,
+            headroom=0 if vllm else 1,
+            max_repeat=MOST_STEPS,
+            **limits,
+        )
+        plants.append(Plant(kind, engine, built.timing, kv_bytes(setup.model), vllm))
+    return plants, overhead
+
+
+def _figures(members: Sequence[Member], nanos: int) -> list[dict[str, Any]]:
+    found = []
+    for member in members:
+        steps, busy, queries, hits = member.figures
+        found.append(
+            {
+                "worker": member.name,
+                "steps": steps,
+                "busy": busy / nanos if nanos else 0.0,
+                "prefix_hit_ratio": hits / queries if queries else 0.0,
+            }
+        )
+    return found

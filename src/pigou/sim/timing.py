@@ -1,0 +1,43 @@
+"""The face of a timing model: how long a step of a worker takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pigou.request import Ints, Nanos
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes; entry i is one sequence.
+
+    Attributes:
+        counts: tokens that it computes, shape (n,); 1 for a decode.
+        kv_lens: its cache entries before the step, shape (n,).
+        samples: whether it yields a token, shape (n,).
+    """
+
+    counts: Ints
+    kv_lens: Ints
+    samples: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole step."""
+        return int(self.counts.sum())
+
+
+class Timing(Protocol):
+    """Seconds of computation, as integer nanoseconds."""
+
+    def durations(self, batch: Batch, repeat: int) -> Nanos:
+        """Return the time of each of `repeat` steps, shape (repeat,), at least 1 ns each.
+
+        Step i is the same batch with i more cache entries a sequence (`repeat` above 1 comes with
+        one token an entry). The vector equals, to the last digit, what `repeat` calls for one
+        step each would return.
+        """
+        ...

@@ -1,0 +1,102 @@
+"""Timing models by name, and what else a model on a GPU says of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.sim.architecture import Architecture, architecture
+from pigou.sim.capacity import kv_blocks
+from pigou.sim.gpus import gpu as find_gpu
+from pigou.sim.law import PRESETS, Law, LawTiming
+from pigou.sim.profile import profile
+from pigou.sim.roofline import roofline
+from pigou.sim.timing import Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A timing model, and what it knows besides.
+
+    Attributes:
+        timing: of the steps.
+        overhead: seconds from the client to a worker.
+    """
+
+    timing: Timing
+    overhead: float = 0.0
+
+
+def build_timing(text: str, model: str, gpu: str, tp: int) -> Built:
+    """Make a timing model.
+
+    Args:
+        text: `roofline`; `profile:FOLDER`, with layer tables; `law:KEY=VALUE,...`, or `law:340b`,
+            a preset, whose values can be changed: `law:340b,prefill=0.05`.
+        model: name of the model, or its `config.json`.
+        gpu: name of the GPU.
+        tp: GPUs that share the model.
+
+    Raises:
+        ConfigError: there is none of that name, or a value is refused.
+    """
+    name, _, rest = text.partition(":")
+    if name == "law":
+        return _law(rest)
+    if name == "roofline" and not rest:
+        return Built(roofline(_model(model), find_gpu(gpu), tp))
+    if name == "profile":
+        if not rest:
+            raise ConfigError("timing profile: name the folder of its tables: profile:FOLDER")
+        return Built(profile(Path(rest), _model(model), find_gpu(gpu), tp))
+    raise ConfigError(
+        f"timing is {text!r}; it must be roofline, profile:FOLDER, law:PRESET or law:KEY=VALUE,..."
+    )
+
+
+def capacity(
+    model: str, gpu: str, tp: int, *, block_size: int, max_batched_tokens: int, max_seqs: int
+) -> int:
+    """Return the KV blocks of a worker, as its engine would count them.
+
+    Raises:
+        ConfigError: model or GPU is not known, or it does not fit.
+    """
+    if not model or not gpu:
+        raise ConfigError("blocks are not given; say --blocks N, or --model and --gpu")
+    return kv_blocks(
+        architecture(model), find_gpu(gpu), tp, block_size=block_size,
+        max_batched_tokens=max_batched_tokens, max_seqs=max_seqs,
+    )  # fmt: skip
+
+
+def kv_bytes(model: str) -> int:
+    """Return the bytes of one token's KV; 0 where no model is given."""
+    return architecture(model).kv_bytes if model else 0
+
+
+def _model(name: str) -> Architecture:
+    if not name:
+        raise ConfigError("--model is not given; this timing depends on it")
+    return architecture(name)
+
+
+def _law(text: str) -> Built:
+    values: dict[str, object] = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            if key not in PRESETS or values:
+                known = ", ".join(PRESETS)
+                raise ConfigError(f"timing law: {item!r} is no preset; it must be one of: {known}")
+            values = msgspec.to_builtins(PRESETS[key])
+        else:
+            values[key] = value
+    try:
+        law = msgspec.convert(values, Law, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"timing law: {error}") from error
+    return Built(LawTiming(law), law.overhead)

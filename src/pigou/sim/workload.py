@@ -1,0 +1,214 @@
+"""What clients ask for: jobs, in sessions with their own times, or by users in a closed loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.request import SECOND
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request.
+
+    Attributes:
+        input: tokens of the prompt, at least 1.
+        output: tokens to generate, at least 1.
+        blocks: ids of the prompt's blocks; empty for a prompt like no other.
+        scope: in which ids mean the same.
+        block: tokens in a block that has an id.
+        think: nanoseconds between the end of the session's job before and this one.
+        tenant: whose it is.
+    """
+
+    input: int
+    output: int
+    blocks: tuple[int, ...] = ()
+    scope: int = 0
+    block: float = 1.0
+    think: int = 0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Jobs that follow one another, the first `start` nanoseconds after the beginning."""
+
+    start: int
+    jobs: Sequence[Job]
+
+
+class Workload(Protocol):
+    """Something that clients ask for."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens, prompt and output, of one job."""
+        ...
+
+    @property
+    def jobs(self) -> int | None:
+        """How many there are; None where that depends on how fast they are served."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Sessions that begin at their own times, whatever comes back.
+
+    Attributes:
+        sessions: in the order of their starts.
+        concurrency: sessions at once, where starts do not count; 0 where they do.
+    """
+
+    sessions: Sequence[Session]
+    concurrency: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a workload without requests."""
+        if not any(each.jobs for each in self.sessions):
+            raise ConfigError("workload: it has no requests")
+
+    @property
+    def longest(self) -> int:
+        """Most tokens, prompt and output, of one job."""
+        return max(job.input + job.output for each in self.sessions for job in each.jobs)
+
+    @property
+    def jobs(self) -> int:
+        """How many there are."""
+        return sum(len(each.jobs) for each in self.sessions)
+
+
+class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Jobs out of thin air.
+
+    Attributes:
+        input: tokens of a prompt, drawn evenly from (least, most).
+        output: tokens of an answer, the same.
+        templates: different prompts that there are; 0 makes each one like no other.
+    """
+
+    input: tuple[int, int] = (512, 512)
+    output: tuple[int, int] = (128, 128)
+    templates: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse lengths that no request has."""
+        for name, (least, most) in (("in", self.input), ("out", self.output)):
+            if not 1 <= least <= most:
+                raise ConfigError(f"{name} is {least}:{most}; write N or MIN:MAX, at least 1")
+        if self.templates < 0:
+            raise ConfigError(f"templates is {self.templates}; it must be at least 0")
+
+    @property
+    def longest(self) -> int:
+        """Most tokens, prompt and output, of one job."""
+        return self.input[1] + self.output[1]
+
+    def draw(self, rng: Random) -> Job:
+        """Return the next job."""
+        input_, output = rng.randint(*self.input), rng.randint(*self.output)
+        if not self.templates:
+            return Job(input_, output)
+        # A template has its own length, which the same generator gives it every time.
+        template = rng.randrange(self.templates)
+        if self.input[0] != self.input[1]:
+            input_ = Random(template).randint(*self.input)
+        return Job(input_, output, (template,), scope=1, block=float(input_))
+
+
+class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Users who each send their next request when the one before has ended.
+
+    Attributes:
+        lengths: of what they ask for.
+        phases: (users, seconds) one after another; the number holds for so long.
+        ramp: seconds in which the users of the first phase start, evenly, before it.
+        drain: whether requests under way at the end are waited for; else they do not count.
+        barrier: seconds of a chunk, after which all wait for all; 0 for none.
+        think: seconds between two requests of a user.
+        requests: that are sent at most; 0 for no limit.
+    """
+
+    lengths: Lengths
+    phases: tuple[tuple[int, float], ...]
+    ramp: float = 0.0
+    drain: bool = True
+    barrier: float = 0.0
+    think: float = 0.0
+    requests: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse loops that ask for nothing."""
+        for users, seconds in self.phases:
+            if users < 1 or not 0.0 < seconds < float("inf"):
+                raise ConfigError(
+                    f"C is {users} for {seconds} s; it takes 1 user and more, and some seconds"
+                )
+        if not self.phases:
+            raise ConfigError("closed: no phase is given; write C=USERS,hold=SECONDS")
+        for name in ("ramp", "barrier", "think", "requests"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+    @property
+    def longest(self) -> int:
+        """Most tokens, prompt and output, of one job."""
+        return self.lengths.longest
+
+    @property
+    def jobs(self) -> None:
+        """Nobody knows how many there will be."""
+        return None
+
+    @property
+    def seconds(self) -> float:
+        """Until no more is sent."""
+        return self.ramp + sum(seconds for _, seconds in self.phases)
+
+
+def renewal(
+    lengths: Lengths, rate: float, cv: float, count: int, seconds: float, seed: int
+) -> OpenLoop:
+    """Return requests whose gaps are independent and Gamma distributed.
+
+    Args:
+        lengths: of what is asked for.
+        rate: requests a second, above 0.
+        cv: standard deviation of a gap over its mean; 1 is Poisson, 0 a metronome.
+        count: requests; 0 takes those of `seconds`.
+        seconds: in which they are sent, where `count` is 0.
+        seed: of lengths and gaps.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+    if not 0.0 < rate < float("inf") or not 0.0 <= cv < float("inf"):
+        raise ConfigError(f"rate is {rate} and cv {cv}; rate must be above 0, cv at least 0")
+    if count < 1 and not 0.0 < seconds < float("inf"):
+        raise ConfigError("say how many requests: n=COUNT or hold=SECONDS")
+    starts = _starts(rate, cv, np.random.default_rng(seed))
+    jobs = Random(seed)
+    sessions: list[Session] = []
+    for start in starts:
+        if len(sessions) == count if count else start >= seconds * SECOND:
+            break
+        sessions.append(Session(start, (lengths.draw(jobs),)))
+    return OpenLoop(tuple(sessions))
+
+
+def _starts(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
+    mean, last, chunk = SECOND / rate, 0.0, 1024
+    while True:
+        gaps = rng.gamma(1 / cv**2, mean * cv**2, chunk) if cv else np.full(chunk, mean)
+        times = last + np.cumsum(gaps)
+        last = float(times[-1])
+        yield from times.round().astype(np.int64).tolist()
