@@ -23,6 +23,7 @@ from pigou.workload.dialect import Dialect
 from pigou.workload.drive import Drive
 from pigou.workload.endpoint import EndpointError, find_dialect, find_model, tokenize
 from pigou.workload.prompts import WORDS, Job, Shape, Source, jobs, make_prefixes, pieces
+from pigou.workload.replay import Replay, plan, run
 from pigou.workload.summary import Summary, summarize
 
 _OPEN_WARMUP_SLOTS = 8
@@ -58,6 +59,7 @@ class _Prepared:
     client: Client
     source: Source
     shape: Shape
+    replay: Replay | None = None
 
 
 async def bench(
@@ -94,7 +96,7 @@ async def bench(
         dialect=ready.client.dialect,
         interrupted=not finished,
         summary=summary,
-        notes=_notes(config, ready.client.dialect, summary),
+        notes=[*_replayed(ready.replay), *_notes(config, ready.client.dialect, summary)],
     )
 
 
@@ -117,7 +119,8 @@ async def _prepare(config: BenchConfig, session: aiohttp.ClientSession) -> _Prep
     shape = Shape(config.inputs, config.outputs, config.prefixes, config.prefix_length)
     text = _read(config.text) if config.text else None
     card = await find_model(session, config.base, config.model)
-    if card.max_model_len is not None and shape.longest > card.max_model_len:
+    replay = plan(config, card.max_model_len) if config.trace else None
+    if replay is None and card.max_model_len is not None and shape.longest > card.max_model_len:
         raise ConfigError(
             f"prompt and output can be {shape.longest} tokens long, and {card.id} takes "
             f"{card.max_model_len}; lower --input, --output or --prefix-length"
@@ -126,9 +129,11 @@ async def _prepare(config: BenchConfig, session: aiohttp.ClientSession) -> _Prep
         session, config.base, card.id, Dialect(), chat=config.chat, timeout=config.timeout
     )
     source = await _source(client, text)
+    if replay is not None and isinstance(source.units[0], str):
+        raise EndpointError(f"{config.base} has no /tokenize: a --trace is sent as token ids")
     probe = Job("Hello" if config.chat else "Hello there", 1)
     dialect = await find_dialect(client, probe, config.ignore_eos)
-    ready = _Prepared(replace(client, dialect=dialect), source, shape)
+    ready = _Prepared(replace(client, dialect=dialect), source, shape, replay)
     await _warm_up(config, ready)
     return ready
 
@@ -196,6 +201,10 @@ async def _warm_up(config: BenchConfig, ready: _Prepared) -> None:
 
 
 async def _load(config: BenchConfig, ready: _Prepared, drive: Drive) -> bool:
+    if ready.replay is not None:
+        vocabulary = sorted({int(unit) for unit in ready.source.units})
+        await run(config, ready.replay, vocabulary, drive, _rng(config, _ARRIVALS))
+        return True
     endless = _jobs(config, ready, _PROMPTS)
     if config.rate is None:
         # What can be made before is made before, so that the client is not busy with it.
@@ -211,6 +220,14 @@ async def _load(config: BenchConfig, ready: _Prepared, drive: Drive) -> bool:
         times = list(takewhile(lambda at: at < end, arrivals))
     await drive.open(list(islice(endless, len(times))), times, config.max_inflight)
     return True
+
+
+def _replayed(replay: Replay | None) -> list[str]:
+    if replay is None:
+        return []
+    what = f"The trace: {len(replay.trace.sessions)} sessions with {replay.turns} requests"
+    cut = f"; {replay.dropped} are too long for the model, and were left out"
+    return [what + (cut if replay.dropped else "") + "."]
 
 
 def _notes(config: BenchConfig, dialect: Dialect, summary: Summary) -> list[str]:

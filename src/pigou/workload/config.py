@@ -64,6 +64,10 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         text: file whose passages are the prompts; "" makes them from common words.
         prefixes: shared prefixes, of which each prompt gets one at random in front; 0 for none.
         prefix_length: tokens of each.
+        trace: file with recorded sessions, which give prompts, lengths and times; "" for none.
+        trace_scale: lengths of the trace are multiplied by this.
+        trace_speed: times of the trace are divided by this.
+        sessions: of the trace, the first so many; None for all.
         seed: of arrivals, prompts and lengths.
         timeout: seconds after which a request that was sent has failed.
     """
@@ -85,20 +89,24 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     text: str = ""
     prefixes: int = 0
     prefix_length: int = 0
+    trace: str = ""
+    trace_scale: float = 1.0
+    trace_speed: float = 1.0
+    sessions: int | None = None
     seed: int = 0
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself, and values out of range."""
         self._check_conflicts()
-        for name in ("concurrency", "max_inflight", "requests"):
+        for name in ("concurrency", "max_inflight", "requests", "sessions"):
             _least(name, getattr(self, name), 1)
         for name in ("warmup", "prefixes", "prefix_length", "seed"):
             _least(name, getattr(self, name), 0)
-        for name in ("rate", "duration", "timeout"):
+        for name in ("rate", "duration", "timeout", "trace_scale", "trace_speed"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"--{name} is {value}; it must be above 0")
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
         if self.cv is not None and not (math.isfinite(self.cv) and self.cv >= 0):
             raise ConfigError(f"--cv is {self.cv}; it must be 0 (even gaps) or more")
         self.inputs, self.outputs  # noqa: B018  (they raise when they cannot be read)
@@ -131,6 +139,15 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
              "--requests and --duration both say when to end; give one"),
             (bool(self.prefixes) != bool(self.prefix_length),
              "--prefixes and --prefix-length go together; give both"),
+            (bool(self.trace) and (bool(self.text) or self.chat or bool(self.prefixes)),
+             "--trace gives the prompts, as token ids; leave out --text, --chat and --prefixes"),
+            (bool(self.trace) and any((self.requests, self.duration, self.max_inflight)),
+             "--trace says how much is sent; choose with --sessions, and leave out --requests, "
+             "--duration and --max-inflight"),
+            (not self.trace and self.sessions is not None,
+             "--sessions chooses among those of a --trace; give one"),
+            (not self.trace and (self.trace_scale != 1.0 or self.trace_speed != 1.0),
+             "--trace-scale and --trace-speed change a --trace; give one"),
         )  # fmt: skip
         for wrong, message in conflicts:
             if wrong:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from pigou.request import SECOND
 from pigou.workload.outcome import Failure, Outcome
@@ -75,10 +75,49 @@ class Drive:
         async with asyncio.TaskGroup() as group:
             for job, at in zip(jobs, times, strict=False):
                 intended = self.began + at
-                if (ahead := intended - time.monotonic_ns()) > 0:
-                    await asyncio.sleep(ahead / SECOND)
+                await _until(intended)
                 self.offered += 1
                 group.create_task(one(job, intended))
+
+    async def sessions(
+        self,
+        sessions: Iterable[Sequence[tuple[Job, float]]],
+        starts: Iterable[float],
+        slots: int | None = None,
+    ) -> None:
+        """Send the jobs of each session one after another.
+
+        A job is meant to be sent when the one before it ended and its seconds of thinking are
+        over; a session's first, when the session starts. After a failure the session goes on.
+
+        Args:
+            sessions: pairs of a job, and the seconds of thinking before it.
+            starts: of the sessions, in seconds from the beginning, never falling.
+            slots: most sessions at once; the next then starts when one has ended. None for no
+                bound.
+        """
+        free = asyncio.Semaphore(slots) if slots else None
+
+        async def one(jobs: Sequence[tuple[Job, float]], start: int) -> None:
+            intended = start
+            for place, (job, think) in enumerate(jobs):
+                if place:
+                    intended = time.monotonic_ns() + round(think * SECOND)
+                await _until(intended)
+                self.offered += 1
+                await self._one(job, intended)
+            if free is not None:
+                free.release()
+
+        self.began = time.monotonic_ns()
+        async with asyncio.TaskGroup() as group:
+            for jobs, at in zip(sessions, starts, strict=False):
+                intended = self.began + round(at * SECOND)
+                await _until(intended)
+                if free is not None:
+                    await free.acquire()
+                    intended = max(intended, time.monotonic_ns())
+                group.create_task(one(jobs, intended))
 
     async def _one(self, job: Job, intended: int) -> None:
         self.inflight += 1
@@ -90,3 +129,9 @@ class Drive:
         self.failed += isinstance(outcome.result, Failure)
         if self._watch is not None:
             self._watch(self)
+
+
+async def _until(at: int) -> None:
+    """Sleep until a time of the monotonic clock, in nanoseconds."""
+    if (ahead := at - time.monotonic_ns()) > 0:
+        await asyncio.sleep(ahead / SECOND)

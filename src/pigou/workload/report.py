@@ -46,6 +46,8 @@ def tables(result: Result) -> list[Table]:
 
 def describe(config: BenchConfig, model: str) -> str:
     """Return what was asked for, in one line."""
+    if config.trace:
+        return f"{model}: {_replay(config)}"
     if config.rate is None:
         loop = f"closed loop, {config.slots} at once"
     else:
@@ -55,6 +57,17 @@ def describe(config: BenchConfig, model: str) -> str:
         loop += f", at most {config.max_inflight} in flight" if config.max_inflight else ""
     front = f"{config.prefixes} x {config.prefix_length} + " if config.prefixes else ""
     return f"{model}: {loop}, prompts {front}{config.inputs}, outputs {config.outputs} tokens"
+
+
+def _replay(config: BenchConfig) -> str:
+    changes = f"lengths x {config.trace_scale:g}, times / {config.trace_speed:g}"
+    if config.concurrency is not None:
+        pace = f"{config.concurrency} sessions at once"
+    elif config.rate is not None:
+        pace = f"{config.rate:g} sessions/s"
+    else:
+        pace = "sessions at their recorded starts"
+    return f"replay of {config.trace} ({changes}), {pace}"
 
 
 def _counts(result: Result) -> Table:

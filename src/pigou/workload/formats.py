@@ -1,0 +1,169 @@
+"""Formats of recorded traces: each file is told by its content, and read into a `Trace`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.workload import journal
+from pigou.workload.packed import name_of, unpacked
+from pigou.workload.rows import BailianRow, MooncakeRow, Row, VllmRow, of_rows
+from pigou.workload.trace import Session, Trace, Turn, ordered, turn
+
+_MOONCAKE_BLOCK = 512
+_BLOCK_IN_NAME = re.compile(r"blksz_(\d+)")
+
+
+def read(path: Path) -> Trace:
+    """Read a trace.
+
+    JSON lines of Pigou (`pigou.workload.rows.Row`), Mooncake, Alibaba's Bailian or vLLM's bench;
+    a journal of Pigou's gateway; CSV of Azure or BurstGPT; agent sessions (JSON with `requests`,
+    alone, in a folder, or in a tar archive). Each may be packed (`.gz`, `.zst`).
+
+    Raises:
+        ConfigError: the file cannot be read, or is none of these.
+    """
+    try:
+        return _read(path)
+    except (
+        OSError, EOFError, ValueError, KeyError, TypeError, tarfile.TarError
+    ) as error:  # fmt: skip
+        if isinstance(error, ConfigError):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"trace: {path} cannot be read as a trace ({what})") from error
+
+
+def _read(path: Path) -> Trace:
+    if path.is_dir():
+        texts = (each.read_text("utf-8") for each in sorted(path.glob("*.json")))
+        return _agents(texts, str(path))
+    name = name_of(path)
+    with unpacked(path) as file:
+        if name.endswith(".tar"):
+            return _agents(_members(io.BytesIO(file.read())), str(path))
+        first = file.readline()
+        if journal.is_journal(first):
+            return journal.read_workload(path)
+        data = first + file.read()
+    if name.endswith(".json"):
+        return _agents([data.decode("utf-8")], str(path))
+    if first.lstrip()[:1] == b"{":
+        return _lines(data, name, str(path))
+    return _table(data.decode("utf-8"), str(path))
+
+
+def _members(file: io.BytesIO) -> Iterator[str]:
+    with tarfile.open(fileobj=file) as archive:
+        for member in sorted(archive.getmembers(), key=lambda each: each.name):
+            opened = archive.extractfile(member) if member.name.endswith(".json") else None
+            if opened is not None:
+                yield opened.read().decode("utf-8")
+
+
+def _lines(data: bytes, name: str, path: str) -> Trace:
+    """Read JSON lines, of the kind that the first one is of."""
+    lines = [line for line in data.splitlines() if line.strip()]
+    keys = msgspec.json.decode(lines[0], type=dict[str, Any]).keys()
+    if "input_toks" in keys:
+        return _vllm(_decoded(lines, VllmRow, path))
+    if "chat_id" in keys:
+        found = _BLOCK_IN_NAME.search(name)
+        if found is None:
+            raise ConfigError(f"trace: the name of {path} lacks the block size, like blksz_16")
+        return _blocks(_decoded(lines, BailianRow, path), int(found[1]), 1.0)
+    if "timestamp" in keys:
+        return _blocks(_decoded(lines, MooncakeRow, path), _MOONCAKE_BLOCK, 1e-3)
+    return of_rows(_decoded(lines, Row, path))
+
+
+def _decoded(lines: Sequence[bytes], kind: type[Any], path: str) -> list[Any]:
+    decoder = msgspec.json.Decoder(kind)
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(decoder.decode(line))
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"trace: line {number} of {path}: {error}") from error
+    return rows
+
+
+def _vllm(rows: Sequence[VllmRow]) -> Trace:
+    return ordered(
+        1.0,
+        [
+            Session(row.arrival_time_ns / 1e9, str(n), (turn(row.input_toks, row.output_toks),))
+            for n, row in enumerate(rows)
+        ],
+    )
+
+
+def _blocks(rows: Sequence[MooncakeRow | BailianRow], block: int, unit: float) -> Trace:
+    """Return rows with block ids that all share, `timestamp` in `unit` seconds."""
+    sessions = []
+    for row in rows:
+        one = turn(row.input_length, row.output_length, row.hash_ids)
+        name = str(row.chat_id) if isinstance(row, BailianRow) else ""
+        sessions.append(Session(row.timestamp * unit, "trace", (one,), name=name))
+    return ordered(block, sessions)
+
+
+def _table(text: str, path: str) -> Trace:
+    rows = list(csv.DictReader(io.StringIO(text.lstrip("\ufeff"))))
+    names = rows[0].keys() if rows else ()
+    if "TIMESTAMP" in names:
+        return _rows(rows, "ContextTokens", "GeneratedTokens", _azure_times(rows))
+    if "Request tokens" in names:
+        rows = [row for row in rows if int(row["Response tokens"]) > 0]  # others had failed
+        times = [float(row["Timestamp"]) for row in rows]
+        return _rows(rows, "Request tokens", "Response tokens", times)
+    raise ConfigError(f"trace: {path} has columns {', '.join(names) or 'none'}, of no known trace")
+
+
+def _azure_times(rows: Sequence[dict[str, str]]) -> list[float]:
+    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
+    return [(at - times[0]).total_seconds() for at in times]
+
+
+def _rows(
+    rows: Sequence[dict[str, str]], input_: str, output: str, times: Sequence[float]
+) -> Trace:
+    sessions = [
+        Session(at, str(number), (turn(int(row[input_]), int(row[output])),))
+        for number, (at, row) in enumerate(zip(times, rows, strict=True))
+    ]
+    return ordered(1.0, sessions)
+
+
+def _agents(texts: Iterable[str], path: str) -> Trace:
+    sessions, sizes = [], set()
+    for text in texts:
+        whole = json.loads(text)
+        sizes.add(int(whole["block_size"]))
+        turns = tuple(_agent_turns(whole["requests"]))
+        if turns:
+            name = str(whole["id"])
+            sessions.append(Session(0.0, name, turns, name=name))
+    if not sessions:
+        raise ConfigError(f"trace: {path} holds no session")
+    if len(sizes) != 1:
+        raise ConfigError(f"trace: {path} mixes block sizes {sorted(sizes)}; give one at a time")
+    return ordered(sizes.pop(), sessions)
+
+
+def _agent_turns(rows: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """The session's own requests; subagents, which are nested, are left out."""
+    for row in rows:
+        if "in" in row and "out" in row:
+            yield turn(row["in"], row["out"], row["hash_ids"], row.get("think_time") or 0.0)

@@ -1,0 +1,140 @@
+"""A journal's file, read: its runs and entries, and the workload that it recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.control.journal import (
+    End,
+    Entry,
+    Head,
+    JournalError,
+    More,
+    Submit,
+    decode,
+)
+from pigou.request import SECOND
+from pigou.workload.packed import unpacked
+from pigou.workload.trace import Session, Trace, Turn, ordered
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a journal; `entry` is None where it was cut off when its writer was killed."""
+
+    number: int
+    entry: Head | Entry | None
+
+
+def is_journal(first: bytes) -> bool:
+    """Whether a file with this first line is a journal."""
+    try:
+        return isinstance(decode(first), Head)
+    except JournalError:
+        return b'"k":"journal"' in first.replace(b" ", b"")
+
+
+def lines(path: str | Path) -> Iterator[Line]:
+    """Yield a journal's lines; `.gz` and `.zst` are unpacked.
+
+    A run's last line may be cut off.
+
+    Raises:
+        ConfigError: the file cannot be read, is no journal, or has a line that is no entry.
+    """
+    broken: tuple[int, str] | None = None
+    number = 0
+    try:
+        with unpacked(path) as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    entry = decode(line)
+                except JournalError as error:
+                    if broken or number == 1:
+                        raise ConfigError(_wrong(path, *(broken or (number, str(error))))) from None
+                    broken = (number, str(error))
+                    continue
+                if number == 1 and not isinstance(entry, Head):
+                    raise ConfigError(f"journal: {path} does not begin with the head of one")
+                if broken and not isinstance(entry, Head):
+                    raise ConfigError(_wrong(path, *broken))
+                if broken:
+                    yield Line(broken[0], None)
+                    broken = None
+                yield Line(number, entry)
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"journal: {path} cannot be read ({error})") from error
+    if number == 0:
+        raise ConfigError(f"journal: {path} is empty")
+    if broken:
+        yield Line(broken[0], None)
+
+
+def _wrong(path: str | Path, number: int, why: str) -> str:
+    return f"journal: line {number} of {path} is no entry ({why})"
+
+
+@dataclass(slots=True)
+class _Asked:
+    entry: Submit
+    start: int  # nanoseconds since 1970
+    input: int
+    output: int = 0
+
+
+def read_workload(path: str | Path) -> Trace:
+    """Return what was asked of the gateway, as sessions of one turn.
+
+    Outputs have the tokens that came, at least 1. Requests that went on elsewhere count once,
+    with their first prompt; those that were refused, or had not ended when the journal ended,
+    are as long as what came of them. Block ids are numbered anew, in the order of their first
+    use, at the smallest block size of the fleet.
+
+    Raises:
+        ConfigError: it cannot be read, or has no requests.
+    """
+    requests = list(_requests(path))
+    if not requests:
+        raise ConfigError(f"trace: {path} is a journal without requests")
+    sizes = Counter(size for each in requests for size in each.entry.keys)
+    size = min((size for size, uses in sizes.items() if uses == max(sizes.values())), default=1)
+    ids: dict[int, int] = {}
+    sessions = []
+    for number, each in enumerate(requests):
+        keys = np.frombuffer(each.entry.keys.get(size, b""), dtype="<u8").tolist()
+        blocks = tuple(ids.setdefault(key, len(ids)) for key in keys)
+        # What has no blocks shares nothing.
+        scope = "journal" if blocks else str(number)
+        turn = Turn(each.input, max(1, each.output), blocks)
+        start = (each.start - requests[0].start) / SECOND
+        sessions.append(Session(start, scope, (turn,), each.entry.tenant))
+    return ordered(float(size), sessions)
+
+
+def _requests(path: str | Path) -> Iterator[_Asked]:
+    shift = 0
+    asked: dict[str, _Asked] = {}
+    for line in lines(path):
+        match line.entry:
+            case Head(now=now, unix=unix):
+                yield from asked.values()
+                asked = {}
+                shift = unix - now
+            case Submit() as entry if entry.id not in asked:
+                start = (min(entry.arrival, entry.now) or entry.now) + shift
+                asked[entry.id] = _Asked(entry, start, entry.prompt)
+            case More(id=id, count=count) if id in asked:
+                asked[id].output += count
+            case End(id=id) if id in asked:
+                yield asked.pop(id)
+            case _:
+                pass
+    yield from asked.values()

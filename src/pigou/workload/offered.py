@@ -1,0 +1,197 @@
+"""What `--workload` says: a trace, or requests out of thin air, and the client that sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.request import SECOND
+from pigou.sim.client import ClientConfig
+from pigou.sim.workload import ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
+from pigou.workload.arrivals import renewal_times
+from pigou.workload.trace import Trace, read_trace
+
+_CLIENT = ("pool", "take", "barging", "timeout", "retries", "backoff")
+_LENGTHS = ("in", "out", "templates")
+
+T = TypeVar("T")
+
+
+class _Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keys of `closed:`; `C` may be a list of phases, as in `C=32x60/128x120`."""
+
+    C: str
+    ramp: float = 0.0
+    hold: float = 0.0
+    drain: bool = True
+    barrier: float = 0.0
+    think: float = 0.0
+    n: int = 0
+
+
+class _Arrivals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keys of `poisson:` and `gamma:`."""
+
+    rate: float
+    cv: float = 1.0
+    n: int = 0
+    hold: float = 0.0
+
+
+class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keys after the name of a trace."""
+
+    speed: float = 1.0
+    scale: float = 1.0
+    sessions: int = 0
+    C: int = 0
+    rate: float = 0.0
+    cv: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        for name in ("speed", "scale"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("sessions", "C", "rate", "cv"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.C and self.rate:
+            raise ConfigError("workload: give C (sessions at once) or rate, not both")
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A workload, and who sends it."""
+
+    workload: OpenLoop | ClosedLoop
+    client: ClientConfig
+
+
+def offered(text: str, seed: int = 0) -> Offered:
+    """Read what `--workload` says.
+
+    Args:
+        text: `closed:C=128,in=128,out=256,templates=5,ramp=30,hold=120`;
+            `poisson:rate=5,in=512,out=64:256,hold=600`, `gamma:rate=5,cv=2,...,n=1000`;
+            or a trace, alone or with keys: `trace.jsonl.zst,speed=2,sessions=1000`. The client's
+            keys can stand in all of them: `pool=100,barging=0.9`.
+        seed: of lengths, gaps and templates.
+
+    Raises:
+        ConfigError: it is not understood, or a value is refused.
+    """
+    kind, colon, rest = text.partition(":")
+    if colon and kind in ("closed", "poisson", "gamma") and not Path(text).exists():
+        values = _keys(rest)
+        client = _convert(_take(values, _CLIENT), ClientConfig)
+        lengths = _lengths(_take(values, _LENGTHS))
+        if kind == "closed":
+            return Offered(_closed(values, lengths), client)
+        if kind == "poisson" and "cv" in values:
+            raise ConfigError("workload: gaps of poisson have cv 1; write gamma: for others")
+        shape = _convert(values, _Arrivals)
+        return Offered(renewal(lengths, shape.rate, shape.cv, shape.n, shape.hold, seed), client)
+    path, _, rest = (text, "", "") if Path(text).exists() else text.partition(",")
+    values = _keys(rest)
+    client = _convert(_take(values, _CLIENT), ClientConfig)
+    options = _convert(values, _Trace)
+    return Offered(_open(read_trace(path).scaled(options.scale, options.speed), options, seed),
+                   client)  # fmt: skip
+
+
+def from_trace(trace: Trace, concurrency: int = 0) -> OpenLoop:
+    """Return a trace's sessions as jobs; `concurrency` above 0 sends so many at once instead.
+
+    Tenants do not share blocks, whatever the ids say: their tenures differ.
+    """
+    sessions = []
+    for session in trace.sessions:
+        scope = _scope(f"{session.tenant}/{session.scope}")
+        jobs = tuple(
+            Job(
+                turn.input, turn.output, turn.blocks, scope, trace.block,
+                round(turn.think * SECOND), session.tenant,
+            )
+            for turn in session.turns
+        )  # fmt: skip
+        sessions.append(Session(round(session.start * SECOND), jobs))
+    return OpenLoop(tuple(sessions), concurrency)
+
+
+def _open(trace: Trace, options: _Trace, seed: int) -> OpenLoop:
+    if options.sessions:
+        trace = replace(trace, sessions=trace.sessions[: options.sessions])
+    found = from_trace(trace, options.C)
+    if options.rate:
+        times = renewal_times(options.rate, options.cv, np.random.default_rng(seed))
+        starts = islice(times, len(found.sessions))
+        moved = [replace(each, start=at) for each, at in zip(found.sessions, starts, strict=True)]
+        found = OpenLoop(tuple(moved))
+    return found
+
+
+def _closed(values: dict[str, str], lengths: Lengths) -> ClosedLoop:
+    shape = _convert(values, _Shape)
+    phases = []
+    for part in shape.C.split("/"):
+        users, times, seconds = part.partition("x")
+        try:
+            phases.append((int(users), float(seconds) if times else shape.hold))
+        except ValueError:
+            raise ConfigError(
+                f"C is {shape.C!r}; write USERS (with hold=SECONDS), or USERSxSECONDS/..."
+            ) from None
+    if shape.hold and "x" in shape.C:
+        raise ConfigError("closed: phases have their own seconds; leave hold out")
+    return ClosedLoop(
+        lengths=lengths, phases=tuple(phases), ramp=shape.ramp, drain=shape.drain,
+        barrier=shape.barrier, think=shape.think, requests=shape.n,
+    )  # fmt: skip
+
+
+def _lengths(values: Mapping[str, str]) -> Lengths:
+    found: dict[str, object] = {}
+    for key, name in (("in", "input"), ("out", "output")):
+        if key in values:
+            least, colon, most = values[key].partition(":")
+            try:
+                found[name] = (int(least), int(most if colon else least))
+            except ValueError:
+                raise ConfigError(f"{key} is {values[key]!r}; write N or MIN:MAX") from None
+    if "templates" in values:
+        found["templates"] = values["templates"]
+    return _convert(found, Lengths)
+
+
+def _scope(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
+
+
+def _keys(text: str) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"workload: {item!r} is not understood; write key=value")
+        values[key] = value
+    return values
+
+
+def _take(values: dict[str, str], names: tuple[str, ...]) -> dict[str, str]:
+    return {name: values.pop(name) for name in names if name in values}
+
+
+def _convert(values: Mapping[str, object], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"workload: {error}") from error

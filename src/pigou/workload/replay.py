@@ -1,0 +1,84 @@
+"""The replay of a trace: its sessions as jobs for an endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.request import SECOND
+from pigou.workload.arrivals import renewal_times
+from pigou.workload.config import BenchConfig
+from pigou.workload.drive import Drive
+from pigou.workload.prompts import Job
+from pigou.workload.trace import Session, Trace, read_trace
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Sessions to send, and how.
+
+    Attributes:
+        trace: as it is replayed, scaled and cut.
+        dropped: turns that were left out since they do not fit the model.
+    """
+
+    trace: Trace
+    dropped: int
+
+    @property
+    def turns(self) -> int:
+        """How many requests there are."""
+        return sum(len(session.turns) for session in self.trace.sessions)
+
+    def jobs(self, vocabulary: Sequence[int]) -> Iterator[list[tuple[Job, float]]]:
+        """Yield each session's jobs, with the seconds of thinking before each."""
+        for session in self.trace.sessions:
+            yield [(self._job(session, at, vocabulary), turn.think)
+                   for at, turn in enumerate(session.turns)]  # fmt: skip
+
+    def _job(self, session: Session, at: int, vocabulary: Sequence[int]) -> Job:
+        turn = session.turns[at]
+        return Job(self.trace.prompt(session, turn, vocabulary), turn.output)
+
+
+def plan(config: BenchConfig, max_model_len: int | None) -> Replay:
+    """Read the configured trace, scale it, and leave out what does not fit the model.
+
+    Raises:
+        ConfigError: it cannot be read, or nothing of it fits.
+    """
+    whole = read_trace(config.trace).scaled(config.trace_scale, config.trace_speed)
+    if config.seed:
+        order = np.random.default_rng(config.seed).permutation(len(whole.sessions))
+        if all(each.start == 0 for each in whole.sessions):
+            whole = replace(whole, sessions=tuple(whole.sessions[i] for i in order.tolist()))
+    chosen = replace(whole, sessions=whole.sessions[: config.sessions])
+    fitting = chosen if max_model_len is None else chosen.fitting(max_model_len)
+    if not fitting.sessions:
+        raise ConfigError(
+            f"--trace: no request fits the model's {max_model_len} tokens; lower --trace-scale"
+        )
+    before = sum(len(each.turns) for each in chosen.sessions)
+    found = Replay(fitting, 0)
+    return replace(found, dropped=before - found.turns)
+
+
+async def run(
+    config: BenchConfig, replay: Replay, vocabulary: Sequence[int], drive: Drive,
+    rng: np.random.Generator,
+) -> None:  # fmt: skip
+    """Send the sessions: at their recorded starts, at a rate, or so many at once."""
+    sessions = list(replay.jobs(vocabulary))
+    starts = [session.start for session in replay.trace.sessions]
+    if config.concurrency is not None:
+        await drive.sessions(sessions, [0.0] * len(sessions), config.concurrency)
+        return
+    if config.rate is not None:
+        cv = 1.0 if config.cv is None else config.cv
+        times = islice(renewal_times(config.rate, cv, rng), len(sessions))
+        starts = [at / SECOND for at in times]
+    await drive.sessions(sessions, starts)

@@ -1,0 +1,105 @@
+"""A rerun: the calls of a journal, made again to a fresh ControlPlane."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pigou.control.journal import Entry, Head, Submit, feed
+from pigou.control.plane import ControlPlane
+from pigou.request import SECOND
+from pigou.workload.journal import Line
+from pigou.workload.rival import Comparison, Rival, rival
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a rerun went another way, at the entry of this line.
+
+    Attributes:
+        line: its number.
+        entry: the call.
+        recorded: decisions, or the error, of the journal.
+        now: those of the rerun.
+    """
+
+    line: int
+    entry: Entry
+    recorded: Any
+    now: Any
+
+
+@dataclass(slots=True)
+class Rerun:
+    """What came of a journal.
+
+    Attributes:
+        runs: times that the gateway was started.
+        versions: that wrote it.
+        entries: calls.
+        requests: that were submitted, each attempt counted.
+        decisions: that were compared.
+        seconds: between the first and the last call of each run, in all.
+        took: seconds of the rerun.
+        cut: lines that were cut off, when the gateway was killed.
+        difference: the first; None where all is the same.
+        comparison: with another policy; None where none was asked for.
+    """
+
+    runs: int = 0
+    versions: set[str] = field(default_factory=set)
+    entries: int = 0
+    requests: int = 0
+    decisions: int = 0
+    seconds: float = 0.0
+    took: float = 0.0
+    cut: list[int] = field(default_factory=list)
+    difference: Difference | None = None
+    comparison: Comparison | None = None
+
+
+def rerun(
+    lines: Iterable[Line], other: Rival | None = None, watch: Callable[[Rerun], None] | None = None
+) -> Rerun:
+    """Make the calls of a journal again, up to the first difference.
+
+    Args:
+        lines: of the journal.
+        other: a policy that is asked what it would have done each time.
+        watch: called after every thousandth entry.
+
+    Raises:
+        ConfigError: the journal cannot be read, or its policy is not there.
+    """
+    found = Rerun(comparison=None if other is None else Comparison())
+    began = time.perf_counter()
+    plane: ControlPlane | None = None
+    before = 0
+    for line in lines:
+        entry = line.entry
+        if entry is None:
+            found.cut.append(line.number)
+        elif isinstance(entry, Head):
+            plane, before = ControlPlane(entry.config), 0
+            found.runs += 1
+            found.versions.add(entry.pigou)
+            if other is not None and found.comparison is not None:
+                plane.router = rival(plane, entry.config, other, found.comparison)
+        else:
+            assert plane is not None
+            out, error = feed(plane, entry)
+            found.entries += 1
+            found.requests += isinstance(entry, Submit)
+            found.decisions += len(entry.out)
+            found.seconds += (entry.now - before) / SECOND if before else 0.0
+            before = entry.now
+            if (out, error) != (entry.out, entry.error):
+                recorded, now = entry.error or entry.out, error or out
+                found.difference = Difference(line.number, entry, recorded, now)
+                break
+            if watch is not None and found.entries % 1000 == 0:
+                watch(found)
+    found.took = time.perf_counter() - began
+    return found

@@ -1,0 +1,108 @@
+"""A rival: another policy, asked at each recorded decision what it would have chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.config import ControlConfig
+from pigou.control.decisions import Explanation, Ledger
+from pigou.control.messages import Choice
+from pigou.control.plane import ControlPlane
+from pigou.control.router import Router
+from pigou.control.routing.policy import load, override
+from pigou.control.routing.selection import Softmax, select
+from pigou.control.routing.view import FleetView
+from pigou.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """How the other one routes; None keeps what the journal's run had.
+
+    Attributes:
+        policy: its name.
+        params: its parameters; without a name they replace those of the run's policy.
+        temperature: of its choice.
+        softmax: form of the choice.
+        seed: of its ties.
+    """
+
+    policy: str | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    temperature: float | None = None
+    softmax: Softmax | None = None
+    seed: int | None = None
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Choices of both, at the same moments and in the same state, which is the recorded one's.
+
+    Attributes:
+        choices: that were compared.
+        other: those where the rival's was another one.
+        moved: those of them where the prompt would have been computed on the other side:
+            remotely for locally, or the other way round.
+        seconds: sum of the differences in price, the rival's less the recorded one's. A price is
+            what a choice costs its request and all others (`pigou.control.routing.toll`).
+    """
+
+    choices: int = 0
+    other: int = 0
+    moved: int = 0
+    seconds: float = 0.0
+
+    def add(self, why: Explanation, index: int) -> None:
+        """Take in a decision, and the index of the candidate that the rival takes."""
+        pairs = why.candidates
+        before, after = pairs.prefill[why.chosen], pairs.prefill[index]
+        self.choices += 1
+        self.other += index != why.chosen
+        self.moved += (before < 0) != (after < 0)
+        self.seconds += float(why.price[index] - why.price[why.chosen])
+
+
+def rival(plane: ControlPlane, config: ControlConfig, other: Rival, into: Comparison) -> Router:
+    """Return a router that chooses as the plane's new one does, and compares.
+
+    Raises:
+        ConfigError: there is no such policy or parameter.
+    """
+    return _Beside(plane.router, config, other, into)
+
+
+class _Beside(Router):
+    def __init__(
+        self, first: Router, config: ControlConfig, other: Rival, into: Comparison
+    ) -> None:
+        super().__init__(first.policy, config)
+        self.ledger = Ledger(max(1, config.max_decisions))
+        if other.policy is None:
+            self._rival = override(load(config.policy, config.params), other.params)
+        else:
+            self._rival = load(other.policy, other.params)
+        given = other.temperature
+        self._at = config.temperature if given is None else given
+        self._form: Softmax = other.softmax or config.softmax
+        seed = config.seed if other.seed is None else other.seed
+        self._dice = np.random.default_rng(seed)
+        self._into = into
+
+    def choose(
+        self, request: Request, fleet: FleetView, open_: NDArray[np.bool_],
+        room: NDArray[np.bool_], now: int,
+    ) -> Choice | None:  # fmt: skip
+        choice = super().choose(request, fleet, open_, room, now)
+        why = self.ledger.get(request.id)
+        if choice is None or why is None or why.at != now:
+            return choice
+        costs = self._rival.costs(request, fleet, why.candidates)
+        pick = select(costs, self._dice, self._at, self._form)
+        if pick is not None:
+            self._into.add(why, pick.index)
+        return choice

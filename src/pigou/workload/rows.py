@@ -1,0 +1,153 @@
+"""Rows of traces in JSON lines: Pigou's own, which any trace can be written as, and others'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.workload.trace import Session, Trace, Turn, ordered, turn
+
+#: Tokens in a block where rows have blocks and do not say.
+_BLOCK = 16.0
+
+
+class Row(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True
+):
+    """A request of Pigou's own trace format, one a line.
+
+    Attributes:
+        arrival_s: when it is sent, in seconds.
+        think_s: in place of `arrival_s`: seconds from the end of the request before it of the
+            same `session` (closed loop).
+        input: tokens of the prompt.
+        output: tokens generated.
+        hash_ids: of the prompt's blocks, the last of which may be filled in part; equal ids are
+            equal blocks, in the whole file.
+        block: tokens in a block, 16 if not given; the same in all rows.
+        tenant: whose it is.
+        session: name of the conversation that it belongs to.
+    """
+
+    input: int
+    output: int
+    arrival_s: float | None = None
+    think_s: float | None = None
+    hash_ids: list[int] = []
+    block: float | None = None
+    tenant: str | int = ""
+    session: str | int = ""
+
+
+class MooncakeRow(msgspec.Struct, frozen=True):
+    """A request of Mooncake's traces; `timestamp` is in milliseconds, blocks have 512 tokens."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+class BailianRow(MooncakeRow, frozen=True, kw_only=True):
+    """A request of Alibaba's Bailian traces; `timestamp` is in seconds."""
+
+    chat_id: int
+
+
+class VllmRow(msgspec.Struct, frozen=True):
+    """A request of a log of vLLM's bench."""
+
+    input_toks: int
+    output_toks: int
+    arrival_time_ns: int
+
+
+@dataclass(slots=True)
+class _Open:
+    """A session whose rows are being read."""
+
+    start: float
+    row: int
+    tenant: str
+    name: str
+    turns: list[Turn] = field(default_factory=list)
+
+    def session(self) -> Session:
+        """Return it; one without blocks shares nothing, not even with the like."""
+        scope = "trace" if any(each.blocks for each in self.turns) else f"row {self.row}"
+        return Session(self.start, scope, tuple(self.turns), self.tenant, self.name)
+
+
+def of_rows(rows: Sequence[Row]) -> Trace:
+    """Return the trace of its rows.
+
+    A row with `arrival_s` begins a session; one with `think_s` goes on with that of its name.
+
+    Raises:
+        ConfigError: rows contradict themselves, or one another.
+    """
+    block = _block(rows)
+    opened: list[_Open] = []
+    last: dict[str, _Open] = {}
+    for number, row in enumerate(rows, 1):
+        name = str(row.session)
+        if (row.arrival_s is None) == (row.think_s is None):
+            raise ConfigError(f"trace: row {number} needs arrival_s or think_s, and not both")
+        if row.input < 1 or row.output < 1:
+            raise ConfigError(f"trace: row {number} has no tokens in input or output")
+        if (len(row.hash_ids) - 1) * block >= row.input:
+            raise ConfigError(
+                f"trace: row {number} has {len(row.hash_ids)} hash_ids of {block:g} tokens for "
+                f"an input of {row.input}; give `block`"
+            )
+        one = turn(row.input, row.output, row.hash_ids, row.think_s or 0.0)
+        if row.arrival_s is not None:
+            last[name] = _Open(row.arrival_s, number, str(row.tenant), name)
+            opened.append(last[name])
+        elif not name or name not in last:
+            raise ConfigError(f"trace: row {number} has think_s, and no session before it")
+        last[name].turns.append(one)
+    return ordered(block, [each.session() for each in opened])
+
+
+def _block(rows: Sequence[Row]) -> float:
+    """Return the tokens in a block: those of the rows that have blocks, or say."""
+    sizes = {row.block or _BLOCK for row in rows if row.hash_ids or row.block is not None}
+    if len(sizes) > 1:
+        raise ConfigError(f"trace: rows have blocks of {sorted(sizes)} tokens; they must be equal")
+    found = sizes.pop() if sizes else _BLOCK
+    if not 0 < found < float("inf"):
+        raise ConfigError(f"trace: block is {found}; it must be above 0")
+    return found
+
+
+def to_rows(trace: Trace) -> Iterator[Row]:
+    """Yield a trace as rows, in the order of its sessions.
+
+    Block ids are numbered by first use. Sessions of several turns are named where they are not:
+    `session-0` and so on.
+    """
+    ids: dict[tuple[str, int], int] = {}
+    taken = {session.name for session in trace.sessions}
+    names = (name for n in count() if (name := f"session-{n}") not in taken)
+    for session in trace.sessions:
+        name = session.name or (next(names) if len(session.turns) > 1 else "")
+        for place, each in enumerate(session.turns):
+            yield Row(
+                arrival_s=None if place else session.start,
+                think_s=each.think if place else None,
+                input=each.input,
+                output=each.output,
+                hash_ids=[ids.setdefault((session.scope, b), len(ids)) for b in each.blocks],
+                block=_short(trace.block) if each.blocks else None,
+                tenant=session.tenant,
+                session=name,
+            )
+
+
+def _short(number: float) -> float:
+    return int(number) if number == int(number) else number
