@@ -11,6 +11,7 @@ from enum import Enum, EnumMeta
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
+from typer import Typer
 from typer.models import ArgumentInfo
 
 from pigou.cli import COMMANDS
@@ -72,7 +73,14 @@ def main() -> None:
     pages = []
     for name, path in COMMANDS.items():
         module, function = path.split(":")
-        pages.append(page(name, getattr(import_module(module), function)))
+        command = getattr(import_module(module), function)
+        if isinstance(command, Typer):
+            for each in command.registered_commands:
+                assert each.name is not None
+                assert each.callback is not None
+                pages.append(page(f"{name} {each.name}", each.callback))
+        else:
+            pages.append(page(name, command))
     print("\n".join(pages).rstrip())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,6 +27,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         prefix_caching: keep finished blocks for requests with the same prefix.
         max_repeat: most steps that one plan may hold.
         max_waiting: most requests that may wait; 0 for no limit.
+        headroom: blocks left free for each running sequence when another one is admitted, so
+            that it does not make them preempt one another; 0 is what vLLM does.
     """
 
     blocks: int
@@ -39,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefix_caching: bool = True
     max_repeat: int = 1
     max_waiting: int = 0
+    headroom: int = 1
 
     def __post_init__(self) -> None:
         """Refuse values that no engine could work with."""
@@ -47,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _at_least("max_repeat", self.max_repeat, 1)
         _at_least("host_blocks", self.host_blocks, 0)
         _at_least("max_waiting", self.max_waiting, 0)
+        _at_least("headroom", self.headroom, 0)
 
 
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,23 +58,64 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     Attributes:
         policy: name of the routing policy, as registered under `pigou.routing`.
-        max_queued: most requests that wait for a worker; one more is shed (503).
+        params: parameters of the policy, by name; those left out keep their defaults.
+        temperature: of the choice among candidates, in the unit of the costs (`raw`) or of their
+            range (`min-max`); 0 takes the cheapest.
+        softmax: form of the choice at a temperature above 0.
+        saturation: what tells the regime: `detector` is its name, the rest its parameters
+            (`pigou.control.saturation`).
+        controller: what sets temperature and overlap weight while it runs: `controller` is its
+            name, the rest its parameters (`pigou.control.regime`); `static` leaves them alone.
+        max_decisions: decisions that are kept for whoever asks why.
+        admission: who of the waiting goes next: `order` is its name, as registered under
+            `pigou.admission`, the rest its parameters.
+        tenant_weights: shares of the tenants in service and queue, by name; 1 where not given.
+        max_queued: most requests that wait for a worker; beyond, only tenants below their share
+            of it may wait, and the others' newcomers are shed.
+        max_queued_tokens: the same for the tokens that they ask for (uncached prompt and expected
+            output); 0 for no limit.
         max_inflight: most requests that one decode worker is given at once; 0 asks the worker's
-            own `max_seqs`, and means no limit when it did not say.
+            own `max_seqs`; when it did not say, there is no limit, or one that is learned where
+            the order holds requests back.
+        max_inflight_tokens: most tokens that one decode worker is given to hold at once (uncached
+            prompts and expected output); 0 takes its KV capacity, where that is known.
+        prefill_ahead_ms: a worker is sent no more prompts while those it has take longer than so
+            many milliseconds; 0 means 50 where the order holds requests back, else no limit.
         queue_timeout: nanoseconds that a request waits before it is shed.
         seed: of the generator that breaks ties.
     """
 
     policy: str = "least-loaded"
+    params: dict[str, Any] = {}
+    temperature: float = 0.0
+    softmax: Literal["raw", "min-max"] = "min-max"
+    saturation: dict[str, Any] = msgspec.field(default_factory=lambda: {"detector": "cusum"})
+    controller: dict[str, Any] = msgspec.field(default_factory=lambda: {"controller": "static"})
+    max_decisions: int = 1000
+    admission: dict[str, Any] = msgspec.field(default_factory=lambda: {"order": "fcfs"})
+    tenant_weights: dict[str, float] = {}
     max_queued: int = 1024
+    max_queued_tokens: int = 0
     max_inflight: int = 0
+    max_inflight_tokens: int = 0
+    prefill_ahead_ms: int = 0
     queue_timeout: int = 60_000_000_000
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values that no control plane could work with."""
-        for name in ("max_queued", "max_inflight", "queue_timeout", "seed"):
+        for name in (
+            "max_queued", "max_queued_tokens", "max_inflight", "max_inflight_tokens",
+            "prefill_ahead_ms", "queue_timeout", "seed", "max_decisions",
+        ):  # fmt: skip
             _at_least(name, getattr(self, name), 0)
+        for tenant, weight in self.tenant_weights.items():
+            if not 0.0 < weight < float("inf"):
+                raise ConfigError(
+                    f"tenant_weights of {tenant!r} is {weight}; it must be finite and above 0"
+                )
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}; it must be finite, at least 0")
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -12,12 +12,15 @@ from typing import Any
 
 import typer
 
-#: Command -> `module:function`, in the order of the help.
+#: Command -> `module:function`, in the order of the help; an application where it has commands.
 COMMANDS = {
     "serve": "pigou.cli.serve:serve",
     "worker": "pigou.cli.worker:worker",
     "key": "pigou.cli.key:key",
     "bench": "pigou.cli.bench:bench",
+    "simulate": "pigou.cli.simulate:simulate",
+    "replay": "pigou.cli.replay:replay",
+    "trace": "pigou.cli.trace:trace",
     "version": "pigou.cli.version:version",
 }
 
@@ -43,7 +46,11 @@ def build(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     )
     app.callback()(_pigou)
     for name in names:
-        app.command(name, no_args_is_help=False)(_load(COMMANDS[name]))
+        command = _load(COMMANDS[name])
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name, no_args_is_help=False)(command)
     return app
 
 

@@ -74,6 +74,14 @@ def bench(
         int, typer.Option(help="Shared prefixes; each prompt gets one in front, at random.")
     ] = 0,
     prefix_length: Annotated[int, typer.Option(help="Tokens of each, besides --input.")] = 0,
+    trace: Annotated[
+        str, typer.Option(help="Recorded sessions to replay: Mooncake, Azure or agent traces.")
+    ] = "",
+    trace_scale: Annotated[float, typer.Option(help="Lengths of the trace times this.")] = 1.0,
+    trace_speed: Annotated[float, typer.Option(help="Times of the trace by this.")] = 1.0,
+    sessions: Annotated[
+        int | None, typer.Option(help="Sessions of the trace to replay. (default: all)")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals, prompts and lengths.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request failed.")] = 600.0,
     json: Annotated[str, typer.Option(help="File to write the figures to.")] = "",
@@ -142,7 +150,7 @@ def _progress() -> Progress:
 def _watcher(config: BenchConfig, progress: Progress) -> Callable[[Drive], None] | None:
     if progress.disable:
         return None
-    total = config.count or config.duration
+    total = None if config.trace else config.count or config.duration
     task = progress.add_task("getting ready", total=total)
 
     def watch(drive: Drive) -> None:

@@ -7,8 +7,10 @@ import gc
 import logging
 from typing import Annotated
 
+import msgspec
 import typer
 
+from pigou.cli.named import named
 from pigou.config import ConfigError, ControlConfig
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
 from pigou.fleet.member import FleetError
@@ -53,17 +55,70 @@ def serve(
         list[str] | None,
         typer.Option(
             help="A running server to use: URL[,role=prefill|decode|both][,events=tcp://..]"
-            "[,replay=tcp://..][,topic=T][,key=K]. Repeat it for more."
+            "[,replay=tcp://..][,topic=T][,key=K][,pin=ID]. Repeat it for more."
         ),
     ] = None,
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="Folder or hub id of the model's tokenizer; by default where the workers say that "
+            "their model is."
+        ),
+    ] = "",
     policy: Annotated[
-        str, typer.Option(help="Routing policy, by name (entry points `pigou.routing`).")
+        str,
+        typer.Option(
+            help="Routing policy: NAME[,parameter=value]... (entry points `pigou.routing`)."
+        ),
     ] = "least-loaded",
+    temperature: Annotated[
+        float, typer.Option(help="Of the choice among candidates; 0 takes the cheapest.")
+    ] = 0.0,
+    softmax: Annotated[
+        str, typer.Option(help="raw costs, or min-max: divided by their range, as Dynamo does.")
+    ] = "min-max",
+    controller: Annotated[
+        str,
+        typer.Option(
+            help="What sets temperature and overlap weight: static, regime, interpolated or "
+            "bandit, [,parameter=value]..."
+        ),
+    ] = "static",
+    detector: Annotated[
+        str,
+        typer.Option(
+            help="What tells saturation: cusum, paper, second-difference or config-variance, "
+            "[,parameter=value]..."
+        ),
+    ] = "cusum",
+    admission: Annotated[
+        str,
+        typer.Option(
+            help="Who of the waiting goes next: fcfs, priority, edf, shortest, fair or "
+            "priority-fair, [,parameter=value]... (entry points `pigou.admission`)."
+        ),
+    ] = "fcfs",
+    tenant_weights: Annotated[
+        str, typer.Option(help="Shares of tenants: TENANT=weight[,TENANT=weight]...; else 1.")
+    ] = "",
     max_queued: Annotated[
         int, typer.Option(help="Requests that may wait for a worker; more are answered 503.")
     ] = 1024,
+    max_queued_tokens: Annotated[
+        int, typer.Option(help="The same for the tokens that they ask for; 0 for no limit.")
+    ] = 0,
     max_inflight: Annotated[
         int, typer.Option(help="Streams of one decode worker; 0 asks the worker.")
+    ] = 0,
+    max_inflight_tokens: Annotated[
+        int, typer.Option(help="Tokens that it is given to hold; 0 takes its KV capacity.")
+    ] = 0,
+    prefill_ahead: Annotated[
+        int,
+        typer.Option(
+            help="Milliseconds of prompts that a worker is sent ahead; 0: 50 where the order "
+            "holds requests back, else no limit."
+        ),
     ] = 0,
     queue_timeout: Annotated[
         float, typer.Option(help="Seconds that a request waits before it is answered 503.")
@@ -74,6 +129,10 @@ def serve(
     allow_open: Annotated[
         bool, typer.Option(help="Listen beyond loopback although there are no keys.")
     ] = False,
+    journal: Annotated[
+        str | None,
+        typer.Option(help="File to which decisions, and all they depend on, are appended."),
+    ] = None,
     max_body: Annotated[int, typer.Option(help="Most bytes of a request's body.")] = 16 * 2**20,
     hang_timeout: Annotated[
         float, typer.Option(help="Seconds without any progress after which a worker hangs; 0 off.")
@@ -105,14 +164,17 @@ def serve(
         local = local_workers(*counts, [*arguments, *(worker_arguments or [])], device.split(","))
         gateway = GatewayConfig(
             host=host, port=port, max_body=max_body, api_keys_file=api_keys_file,
-            allow_open=allow_open, strict=not attached,
+            allow_open=allow_open, journal=journal, strict=not attached,
         )  # fmt: skip
-        control = ControlConfig(
-            policy=policy, max_queued=max_queued, max_inflight=max_inflight,
+        control = _control(
+            policy, controller, detector, temperature=temperature, softmax=softmax,
+            admission=admission, weights=tenant_weights, max_queued=max_queued,
+            max_queued_tokens=max_queued_tokens, max_inflight=max_inflight,
+            max_inflight_tokens=max_inflight_tokens, prefill_ahead_ms=prefill_ahead,
             queue_timeout=int(queue_timeout * SECOND),
         )  # fmt: skip
         watch = WatchConfig(hang=hang_timeout, drain=drain)
-        _run(gateway, control, [*local, *attached], watch)
+        _run(gateway, control, [*local, *attached], watch, tokenizer)
     except ConfigError as error:
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(2) from None
@@ -121,14 +183,37 @@ def serve(
         raise typer.Exit(1) from None
 
 
+def _control(
+    policy: str, controller: str, detector: str, *, admission: str, weights: str, **rest: object
+) -> ControlConfig:
+    name, params = named("--policy", policy)
+    control, control_params = named("--controller", controller)
+    signal, signal_params = named("--detector", detector)
+    order, order_params = named("--admission", admission)
+    values = {
+        "admission": {"order": order, **order_params},
+        "tenant_weights": named("--tenant-weights", f"_,{weights}")[1] if weights else {},
+        "policy": name,
+        "params": params,
+        "controller": {"controller": control, **control_params},
+        "saturation": {"detector": signal, **signal_params},
+        **rest,
+    }
+    try:
+        return msgspec.convert(values, ControlConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{error}") from error
+
+
 def _run(
     gateway: GatewayConfig,
     control: ControlConfig,
     workers: list[LocalWorker | AttachedWorker],
     watch: WatchConfig,
+    tokenizer: str,
 ) -> None:
     async def main() -> None:
-        serving = Serving(gateway, control, workers, watch)
+        serving = Serving(gateway, control, workers, watch, tokenizer)
         typer.echo(f"Starting {_roles(workers)} ...")
         await serving.run(lambda: _ready(_banner(serving, gateway.host)))
         typer.echo("Stopped.")

@@ -1,0 +1,147 @@
+"""`pigou replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from pigou import __version__
+from pigou.cli.named import named
+from pigou.config import ConfigError
+from pigou.workload.journal import lines
+from pigou.workload.rerun import Difference, Rerun, rerun
+from pigou.workload.rival import Rival
+
+
+def replay(
+    journal: Annotated[str, typer.Argument(help="File that `pigou serve --journal` wrote.")],
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Ask another policy what it would have chosen: NAME[,parameter=value]..."
+        ),
+    ] = "",
+    temperature: Annotated[
+        float | None, typer.Option(help="Of that policy's choice. (default: the journal's)")
+    ] = None,
+    softmax: Annotated[
+        str, typer.Option(help="Of that policy's choice: raw or min-max. (default: the journal's)")
+    ] = "",
+    seed: Annotated[
+        int | None, typer.Option(help="Of that policy's ties. (default: the journal's)")
+    ] = None,
+    json: Annotated[str, typer.Option(help="File to write the figures to.")] = "",
+) -> None:
+    """Make a gateway's decisions again from its journal, and compare.
+
+    Ends with 0 when all are the same, with 1 at the first that is not.
+    """
+    try:
+        other = _rival(policy, temperature, softmax, seed)
+        found = _run(journal, other)
+        if json:
+            _write(json, _document(found))
+    except (ConfigError, OSError) as error:
+        typer.echo(f"pigou replay: {error}", err=True)
+        raise typer.Exit(2) from None
+    _tell(journal, found, policy)
+    raise typer.Exit(1 if found.difference else 0)
+
+
+def _rival(policy: str, temperature: float | None, softmax: str, seed: int | None) -> Rival | None:
+    if not policy and temperature is None and not softmax and seed is None:
+        return None
+    if softmax not in ("", "raw", "min-max"):
+        raise ConfigError(f"--softmax is {softmax!r}; it must be raw or min-max")
+    if temperature is not None and not 0.0 <= temperature < float("inf"):
+        raise ConfigError(f"--temperature is {temperature}; it must be finite, at least 0")
+    if seed is not None and seed < 0:
+        raise ConfigError(f"--seed is {seed}; it must be at least 0")
+    name, params = named("--policy", policy) if policy else (None, {})
+    form = cast(Literal["raw", "min-max"], softmax) if softmax else None
+    return Rival(name, params, temperature, form, seed)
+
+
+def _run(journal: str, other: Rival | None) -> Rerun:
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as progress:
+        task = progress.add_task(journal)
+        return rerun(
+            lines(journal),
+            other,
+            lambda so_far: progress.update(task, description=f"{so_far.entries} entries"),
+        )
+
+
+def _tell(journal: str, found: Rerun, policy: str) -> None:
+    for number in found.cut:
+        typer.echo(f"Line {number} was cut off, its gateway was killed; it is left out.")
+    if found.versions - {__version__}:
+        written = ", ".join(sorted(found.versions))
+        typer.echo(f"Written by version {written}, read by {__version__}.")
+    if found.difference is not None:
+        typer.echo(_difference(journal, found.difference))
+        return
+    speed = found.seconds / found.took if found.took else 0.0
+    runs = f" in {found.runs} runs" if found.runs > 1 else ""
+    typer.echo(
+        f"The same decisions: {found.decisions} of {found.decisions}, for {found.requests} "
+        f"requests and {found.entries} entries{runs}.\n"
+        f"{found.seconds:.1f} s of journal in {found.took:.2f} s: {speed:.0f} times as fast, "
+        f"{found.entries / max(found.took, 1e-9):.0f} entries/s."
+    )
+    compared = found.comparison
+    if compared is not None and compared.choices:
+        share = compared.other / compared.choices
+        mean = compared.seconds / compared.choices
+        typer.echo(
+            f"{policy or 'The same policy, set otherwise,'} would have chosen otherwise "
+            f"{compared.other} times of {compared.choices} ({share:.1%}), {compared.moved} times "
+            f"with the prompt computed remotely for locally or the other way round.\n"
+            f"Its choices cost {mean * 1e3:+.3f} ms each on average, by the toll's prices at "
+            "the time."
+        )
+    elif compared is not None:
+        typer.echo("There is no choice to compare.")
+
+
+def _difference(journal: str, found: Difference) -> str:
+    def show(value: Any) -> str:
+        return msgspec.json.encode(value).decode()
+
+    return (
+        f"Another decision at line {found.line} of {journal}:\n"
+        f"  told:     {show(msgspec.structs.replace(found.entry, out=[], error=''))}\n"
+        f"  recorded: {show(found.recorded)}\n"
+        f"  now:      {show(found.now)}"
+    )
+
+
+def _document(found: Rerun) -> dict[str, Any]:
+    same = found.difference is None
+    document: dict[str, Any] = {
+        "same": same, "runs": found.runs, "versions": sorted(found.versions),
+        "entries": found.entries, "requests": found.requests, "decisions": found.decisions,
+        "seconds": found.seconds, "took_s": found.took, "cut_lines": found.cut,
+    }  # fmt: skip
+    if found.difference is not None:
+        each = found.difference
+        document["difference"] = {"line": each.line, "recorded": each.recorded, "now": each.now}
+    if found.comparison is not None:
+        document["comparison"] = found.comparison
+    return document
+
+
+def _write(file: str, document: dict[str, Any]) -> None:
+    path = Path(file)
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--json is {file!r}, and its folder does not exist; make it first")
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")

@@ -1,0 +1,184 @@
+"""`pigou simulate`."""
+
+from __future__ import annotations
+
+import gc
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pigou.cli.named import named
+from pigou.config import ConfigError, ControlConfig
+from pigou.engine.warm import warm_up
+from pigou.request import SECOND
+from pigou.sim.clock import EPOCH
+from pigou.sim.config import read_fleet
+from pigou.sim.result import Result
+from pigou.sim.simulate import UNLIMITED, Setup, Simulation
+from pigou.workload.offered import offered
+
+_LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "client_wait_s")
+_FIGURES = ("mean", "p50", "p90", "p95", "p99")
+
+
+def simulate(
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="A trace, or closed:C=128,in=128,out=256,ramp=30,hold=120, or "
+            "poisson:rate=5,in=512,out=128,hold=600; see docs/simulator.md."
+        ),
+    ],
+    fleet: Annotated[str, typer.Option(help="4xboth, 1p+2d, or a YAML file.")] = "1xboth",
+    model: Annotated[str, typer.Option(help="llama-3.1-8b ..., or a config.json.")] = "",
+    gpu: Annotated[str, typer.Option(help="A100, H100, H200, B200, RTX4090 ..., or cpu.")] = "",
+    tp: Annotated[int, typer.Option(help="GPUs of each worker.")] = 1,
+    timing: Annotated[
+        str,
+        typer.Option(
+            help="roofline, profile:FOLDER, law:340b, or law:itl_a=..,itl_b=..,prefill=.."
+        ),
+    ] = "roofline",
+    policy: Annotated[
+        str, typer.Option(help="Routing policy: NAME[,parameter=value]...")
+    ] = "least-loaded",
+    temperature: Annotated[
+        float, typer.Option(help="Of the choice among candidates; 0 takes the cheapest.")
+    ] = 0.0,
+    controller: Annotated[
+        str, typer.Option(help="As of `pigou serve`: NAME[,parameter=value]...")
+    ] = "static",
+    detector: Annotated[
+        str, typer.Option(help="As of `pigou serve`: NAME[,parameter=value]...")
+    ] = "cusum",
+    admission: Annotated[
+        str, typer.Option(help="As of `pigou serve`: NAME[,parameter=value]...")
+    ] = "fcfs",
+    blocks: Annotated[
+        int, typer.Option(help="KV blocks of a worker; 0 computes them from the memory.")
+    ] = 0,
+    max_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 2048,
+    max_seqs: Annotated[int, typer.Option(help="Sequences of a step.")] = 256,
+    max_model_len: Annotated[
+        int, typer.Option(help="Tokens of a sequence; 0 takes the workload's longest.")
+    ] = 0,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="Whose ways workers have: vllm (steps decided ahead, no blocks kept back), pigou."
+        ),
+    ] = "vllm",
+    max_inflight: Annotated[
+        int, typer.Option(help="Streams that a decode worker is given; 0 for no limit.")
+    ] = 0,
+    max_inflight_tokens: Annotated[
+        int, typer.Option(help="Tokens that it is given to hold; 0 for no limit.")
+    ] = 0,
+    max_queued: Annotated[
+        int, typer.Option(help="Requests that may wait for a worker; 0 for no limit.")
+    ] = 0,
+    queue_timeout: Annotated[
+        float, typer.Option(help="Seconds that a request waits for a worker; 0 for no limit.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths, ties and losses.")] = 0,
+    json: Annotated[str, typer.Option(help="File to write the figures to.")] = "",
+) -> None:
+    """Simulate a fleet: the production scheduler, router and cache under a virtual clock."""
+    try:
+        if json and not Path(json).absolute().parent.is_dir():
+            raise ConfigError(f"--json is {json!r}, and its folder does not exist; make it first")
+        name, params = named("--policy", policy)
+        order, orders = named("--admission", admission)
+        steering, steers = named("--controller", controller)
+        sensing, senses = named("--detector", detector)
+        control = ControlConfig(
+            policy=name,
+            params=params,
+            temperature=temperature,
+            admission={"order": order, **orders},
+            controller={"controller": steering, **steers},
+            saturation={"detector": sensing, **senses},
+            max_inflight=max_inflight or UNLIMITED,
+            max_inflight_tokens=max_inflight_tokens or UNLIMITED,
+            max_queued=max_queued or UNLIMITED,
+            queue_timeout=round(queue_timeout * SECOND) or UNLIMITED,
+            seed=seed,
+        )
+        values = {
+            "model": model, "gpu": gpu, "tp": tp, "timing": timing, "blocks": blocks,
+            "max_batched_tokens": max_batched_tokens, "max_seqs": max_seqs,
+            "max_model_len": max_model_len, "engine": engine,
+        }  # fmt: skip
+        setup = msgspec.convert(values, Setup)
+        what = offered(workload, seed)
+        simulation = Simulation(
+            what.workload, read_fleet(fleet), setup, control, what.client, seed=seed
+        )
+    except (ConfigError, msgspec.ValidationError) as error:
+        typer.echo(f"pigou simulate: {error}", err=True)
+        raise typer.Exit(2) from None
+    warm_up()
+    document = _run(simulation).document()
+    _show(document)
+    if json:
+        text = msgspec.json.format(msgspec.json.encode(document))
+        try:
+            Path(json).write_bytes(text + b"\n")
+        except OSError as error:
+            typer.echo(f"pigou simulate: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+def _run(simulation: Simulation) -> Result:
+    console = Console(stderr=True)
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True,
+        refresh_per_second=2,
+    ) as progress:  # fmt: skip
+        total = simulation.client.expected
+        task = progress.add_task("", total=total)
+
+        def watch(now: Simulation) -> None:
+            client = now.client
+            ended = len(client.calls) - client.open
+            progress.update(
+                task,
+                completed=ended,
+                description=f"{(now.clock.now - EPOCH) / SECOND:.0f} s, {ended} ended, "
+                f"{client.open} in flight",
+            )
+
+        gc.freeze()  # what was read stays; the collector need not look at it again
+        return simulation.run(watch)
+
+
+def _show(document: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=100)
+    console.print(
+        "{offered} offered, {completed} completed, {failed} failed, {unfinished} unfinished\n"
+        "{simulated_s:.1f} s simulated in {wall_s:.1f} s, {peak_rss_mb:.0f} MB\n"
+        "{throughput_rps:.3f} requests/s, {output_tok_s:.1f} tokens/s, "
+        "prefix hits {prefix_hit_ratio:.1%}, {preemptions} preemptions".format_map(document)
+    )
+    table = Table("seconds", *_FIGURES)
+    for name in _LATENCIES:
+        found = document[name]
+        table.add_row(name.removesuffix("_s"), *(_figure(found[each]) for each in _FIGURES))
+    console.print(table)
+    parts = {name: _figure(value) for name, value in document["poa"].items()}
+    console.print("price of anarchy: " + ", ".join(f"{k} {v}" for k, v in parts.items()))
+
+
+def _figure(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.4g}" if value else "0"

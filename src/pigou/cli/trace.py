@@ -1,0 +1,221 @@
+"""`pigou trace`: list, download, info, convert, sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from pigou.config import ConfigError
+from pigou.workload.catalogue import TRACES, listed
+from pigou.workload.download import DownloadError, Watch, download
+from pigou.workload.rows import Row, to_rows
+from pigou.workload.sample import some, window
+from pigou.workload.sharing import hit_ratio, sharing
+from pigou.workload.trace import Trace, read_trace
+
+trace = typer.Typer(
+    help="Find, download, describe, convert and cut recorded traces.", no_args_is_help=True
+)
+_PERCENTILES = (50, 90, 99)
+
+
+@trace.command("list")
+def list_() -> None:
+    """List public traces: name, size, licence and owner.
+
+    Those that are marked with a star have no checksum: what comes is taken as it is.
+    """
+    table = Table("name", "MB", "format", "licence", "what", "owner")
+    for each in TRACES:
+        size = f"{each.size / 1e6:.1f}" if each.size else ""
+        name = each.name if each.verified or not each.address else f"{each.name} *"
+        kind = each.kind or "not read"
+        table.add_row(name, size, kind, each.licence, each.what, each.page.split("github.com/")[1])
+    _console().print(table)
+    typer.echo("* unverified: its checksum is not known here.")
+
+
+@trace.command("download")
+def fetch(
+    name: Annotated[str, typer.Argument(help="As `pigou trace list` has it.")],
+    out: Annotated[str, typer.Option(help="Folder to put it in.")] = ".",
+    address: Annotated[
+        str, typer.Option(help="Of another copy of the same file. (default: the owner's)")
+    ] = "",
+) -> None:
+    """Download a public trace from its owner; what broke off is gone on with."""
+    with _failing("download"):
+        entry = listed(name)
+        if not Path(out).is_dir():
+            raise ConfigError(f"--out is {out!r}, which is no folder; make it first")
+        typer.echo(f"{entry.name}: {entry.what}\nLicence: {entry.licence}. Owner: {entry.page}")
+        with _bar() as watch:
+            path = download(entry, Path(out), address, watch)
+        how = "its SHA-256 is right" if entry.verified else "unverified: no checksum is known"
+        typer.echo(f"{path} ({path.stat().st_size} bytes; {how})")
+
+
+@trace.command("info")
+def info(
+    file: Annotated[str, typer.Argument(help="A trace, or a journal of `pigou serve`.")],
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tokens of a cache whose best hit ratio is wanted, like 50M. Repeat it for more."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Describe a trace: requests, lengths, rate, and what its prompts share."""
+    with _failing("info"):
+        found = _describe(read_trace(file), [_tokens(each) for each in cache or []])
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return
+    table = Table(show_header=False)
+    for key, value in found.items():
+        table.add_row(key.replace("_", " "), _shown(value))
+    _console().print(table)
+
+
+@trace.command("convert")
+def convert(
+    file: Annotated[str, typer.Argument(help="A trace, or a journal of `pigou serve`.")],
+    out: Annotated[str, typer.Argument(help="File to write, in Pigou's own JSON lines.")],
+) -> None:
+    """Write any trace, or the workload of a journal, as Pigou's own JSON lines."""
+    with _failing("convert"):
+        typer.echo(f"{_write(Path(out), to_rows(read_trace(file)))} requests in {out}")
+
+
+@trace.command("sample")
+def sample(
+    file: Annotated[str, typer.Argument(help="A trace, or a journal of `pigou serve`.")],
+    out: Annotated[str, typer.Argument(help="File to write, in Pigou's own JSON lines.")],
+    begin: Annotated[float, typer.Option("--from", help="Seconds to begin at.")] = 0.0,
+    end: Annotated[float, typer.Option("--to", help="Seconds to end before.")] = math.inf,
+    sessions: Annotated[
+        int | None, typer.Option(help="Sessions to draw, without replacement. (default: all)")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    scale: Annotated[float, typer.Option(help="All lengths times this, blocks included.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="All times by this.")] = 1.0,
+) -> None:
+    """Write a part of a trace: a window of time, some of its sessions, scaled."""
+    with _failing("sample"):
+        for name, value in (("--scale", scale), ("--speed", speed)):
+            if not 0.0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be finite and above 0")
+        if seed < 0:
+            raise ConfigError(f"--seed is {seed}; it must be at least 0")
+        found = window(read_trace(file), begin, end)
+        if sessions is not None:
+            found = some(found, sessions, np.random.default_rng(seed))
+        count = _write(Path(out), to_rows(found.scaled(scale, speed)))
+        typer.echo(f"{count} requests in {out}")
+
+
+@contextmanager
+def _failing(command: str) -> Iterator[None]:
+    """Tell of what went wrong in a line."""
+    try:
+        yield
+    except (ConfigError, OSError) as error:
+        typer.echo(f"pigou trace {command}: {error}", err=True)
+        raise typer.Exit(2) from None
+    except DownloadError as error:
+        typer.echo(f"pigou trace {command}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def _bar() -> Iterator[Watch]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(
+        *columns, TransferSpeedColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda so_far, whole: progress.update(task, completed=so_far, total=whole or None)
+
+
+def _write(path: Path, rows: Iterable[Row]) -> int:
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"the folder of {str(path)!r} does not exist; make it first")
+    encode: Callable[[Row], bytes] = msgspec.json.Encoder().encode
+    count = 0
+    with path.open("wb") as file:
+        for row in rows:
+            file.write(encode(row) + b"\n")
+            count += 1
+    return count
+
+
+def _describe(found: Trace, caches: list[float]) -> dict[str, Any]:
+    turns = [turn for session in found.sessions for turn in session.turns]
+    span = found.sessions[-1].start
+    gaps = np.diff([session.start for session in found.sessions])
+    shared = sharing(found)
+    told: dict[str, Any] = {
+        "requests": len(turns),
+        "sessions": len(found.sessions),
+        "tenants": len({each.tenant for each in found.sessions}),
+        "last_start_s": span,
+        "sessions_per_s": (len(found.sessions) - 1) / span if span > 0 else None,
+        "gap_cv": float(gaps.std() / gaps.mean()) if len(gaps) and gaps.mean() > 0 else None,
+        "input": _lengths([turn.input for turn in turns]),
+        "output": _lengths([turn.output for turn in turns]),
+    }
+    if shared.references:
+        told |= {
+            "block": found.block,
+            "blocks": shared.references,
+            "different_blocks": shared.distinct,
+            "blocks_seen_before": shared.reuse,
+            "hit_ratio_at_best": hit_ratio(found, math.inf),
+        }
+        told |= {f"hit_ratio_{tokens:.0f}_tokens": hit_ratio(found, tokens) for tokens in caches}
+    elif caches:
+        raise ConfigError("--cache is given, and the trace does not tell of blocks")
+    return told
+
+
+def _lengths(values: list[int]) -> dict[str, float]:
+    found = {"mean": float(np.mean(values))}
+    found |= {f"p{q}": float(np.percentile(values, q)) for q in _PERCENTILES}
+    return found | {"max": float(max(values))}
+
+
+def _tokens(text: str) -> float:
+    units = {"k": 1e3, "M": 1e6, "G": 1e9}
+    number, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1.0)
+    try:
+        found = float(number) * unit
+    except ValueError:
+        found = math.nan
+    if not 0.0 < found < math.inf:
+        raise ConfigError(f"--cache is {text!r}; write tokens, like 2000000, 500k or 2M")
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(each)}" for key, each in value.items())
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+    return "-" if value is None else str(value)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
