@@ -1,4 +1,4 @@
-"""A closed loop of streamed completions, for benchmarks that compare servers."""
+"""A closed loop of completions, for benchmarks that compare servers."""
 
 from __future__ import annotations
 
@@ -48,19 +48,26 @@ def make_jobs(
     ]
 
 
-def closed_loop(url: str, model: str, jobs: Sequence[Job], concurrency: int) -> Run:
-    """Run the jobs with so many always in flight; raises RuntimeError when one falls short."""
-    return asyncio.run(_closed_loop(url, model, list(jobs), concurrency))
+def closed_loop(
+    url: str, model: str, jobs: Sequence[Job], concurrency: int, stream: bool = True
+) -> Run:
+    """Run the jobs with so many always in flight; raises RuntimeError when one falls short.
+
+    Without `stream`, each reply comes as a whole, and no TTFT is noted.
+    """
+    return asyncio.run(_closed_loop(url, model, list(jobs), concurrency, stream))
 
 
-async def _closed_loop(url: str, model: str, jobs: list[Job], concurrency: int) -> Run:
+async def _closed_loop(
+    url: str, model: str, jobs: list[Job], concurrency: int, stream: bool
+) -> Run:
     waiting = iter(jobs)
     ttft: list[float] = []
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
 
         async def slot() -> int:
-            return sum([await _complete(session, url, model, job, ttft) for job in waiting])
+            return sum([await _complete(session, url, model, job, ttft, stream) for job in waiting])
 
         began = time.perf_counter()
         counts = await asyncio.gather(*(slot() for _ in range(concurrency)))
@@ -68,28 +75,36 @@ async def _closed_loop(url: str, model: str, jobs: list[Job], concurrency: int) 
 
 
 async def _complete(
-    session: aiohttp.ClientSession, url: str, model: str, job: Job, ttft: list[float]
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    job: Job,
+    ttft: list[float],
+    stream: bool,
 ) -> int:
-    body = {
+    body: dict[str, object] = {
         "model": model,
         "prompt": job.prompt,
         "max_tokens": job.output,
         "temperature": 0,
         "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
     }
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
     began = time.perf_counter()
     last = b""
     async with session.post(f"{url}/v1/completions", json=body) as reply:
         if reply.status != 200:
             raise RuntimeError(f"{url}: {reply.status} {await reply.text()}")
-        async for line in reply.content:
-            if not last:
-                ttft.append(time.perf_counter() - began)
-            if line.startswith(b"data: {"):
-                last = line
-    tokens = int(json.loads(last[6:])["usage"]["completion_tokens"])
+        if not stream:
+            last = await reply.read()
+        else:
+            async for line in reply.content:
+                if not last:
+                    ttft.append(time.perf_counter() - began)
+                if line.startswith(b"data: {"):
+                    last = line[6:]
+    tokens = int(json.loads(last)["usage"]["completion_tokens"])
     if tokens != job.output:
         raise RuntimeError(f"{url} gave {tokens} tokens of {job.output}")
     return tokens
