@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from hypothesis import settings
+
+# What compiles at its first call, or runs beside others, takes what it takes.
+settings.register_profile("pigou", deadline=None)
+settings.load_profile("pigou")
 
 #: Control tokens of the tokenizer of `model_folder`; their ids are 0 to 3.
 SPECIAL = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")

@@ -1,0 +1,145 @@
+"""What a gateway decided under load and kills, its journal decides again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.conftest import SLEEP
+from tests.e2e.fleet import Fleet
+
+from pigou.control.journal import Head, Submit
+from pigou.workload.journal import lines
+from pigou.workload.trace import read_trace
+
+LAWS = {
+    "toll": {"policy": "toll", "controller": {"controller": "regime"}, "max_inflight": 4},
+    "random, fair": {
+        "policy": "power-of-two", "temperature": 0.5, "seed": 7, "max_inflight": 3,
+        "max_queued": 8, "queue_timeout": 300_000_000, "admission": {"order": "fair"},
+    },
+}  # fmt: skip
+PREFIXES = [list(range(start, start + 96)) for start in (300, 500, 700)]
+
+
+def ask(fleet: Fleet, number: int) -> None:
+    """Send a request of some kind; how it ends does not matter here."""
+    dice = random.Random(number)
+    prompt = dice.choice(PREFIXES) + [dice.randrange(300, 900) for _ in range(dice.randrange(40))]
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": dice.randrange(1, 12),
+                            "ignore_eos": True}  # fmt: skip
+    kind = number % 6
+    try:
+        if kind == 0:
+            fleet.post("/v1/completions", body)
+        elif kind == 1:  # hangs up
+            stream = fleet.payloads(**body)
+            next(stream, None)
+            stream.close()
+        else:
+            fleet.stream(**body)
+    except (AssertionError, OSError):
+        pass
+
+
+def load(fleet: Fleet, requests: int, kill: int) -> None:
+    """Send requests; kill a decode worker after so many; look at the fleet all the while."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            fleet.get("/workers")
+            fleet.get("/metrics")
+            time.sleep(0.02)
+
+    with ThreadPoolExecutor(17) as pool:
+        looking = pool.submit(look)
+        futures = []
+        for number in range(requests):
+            futures.append(pool.submit(ask, fleet, number))
+            if number == kill:
+                fleet.signal("decode-0")
+            time.sleep(0.01)
+        for future in futures:
+            future.result()
+        over.set()
+        looking.result()
+
+
+def replay(journal: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run `pigou replay`; sets and dicts of texts are ordered otherwise in each process."""
+    return subprocess.run(
+        [sys.executable, "-m", "pigou", "replay", str(journal), *options],
+        capture_output=True, text=True, check=False, timeout=120,
+        env=os.environ | {"PYTHONHASHSEED": str(random.randrange(1, 1000))},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_journal_of_a_fleet_under_kills_replays_to_the_same_decisions(
+    law: str, start_fleet: Callable[..., Fleet], tmp_path: Path
+) -> None:
+    journal, figures = tmp_path / "journal", tmp_path / "figures.json"
+    names = ["prefill-0", "decode-0", "decode-1"]
+    gateway = {"journal": str(journal)}
+    fleet = start_fleet(names, *SLEEP, control=LAWS[law], gateway=gateway)
+    load(fleet, 150, 60)
+    fleet.recovered()
+    load(fleet, 60, 20)
+    fleet.recovered()
+    fleet.stop()
+
+    done = replay(journal, "--json", str(figures))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The same decisions" in done.stdout
+    told = json.loads(figures.read_text())
+    assert told["same"]
+    assert told["requests"] >= 210
+    assert told["decisions"] >= told["requests"]
+    assert journal.stat().st_mode & 0o777 == 0o600
+
+    compared = replay(journal, "--policy", "round-robin")
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert "round-robin would have chosen otherwise" in compared.stdout
+
+    trace = read_trace(journal)
+    asked = {each.entry.id for each in lines(journal) if isinstance(each.entry, Submit)}
+    assert len(trace.sessions) == len(asked) == 210
+    assert trace.block == 16
+    firsts = {session.turns[0].blocks[:6] for session in trace.sessions}
+    assert len(firsts) == len(PREFIXES)
+
+
+def test_a_gateway_that_is_killed_leaves_a_journal_that_replays(
+    start_fleet: Callable[..., Fleet], tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal"
+    names = ["both-0"]
+    for _ in range(2):
+        fleet = start_fleet(names, *SLEEP, gateway={"journal": str(journal)})
+        with ThreadPoolExecutor(8) as pool:
+            for number in range(24):
+                pool.submit(ask, fleet, number)
+            time.sleep(0.6)
+            fleet.process.send_signal(signal.SIGKILL)
+        fleet.process.wait()
+        fleet.abandon()
+    with journal.open("ab") as file:
+        file.truncate(journal.stat().st_size - 9)
+
+    done = replay(journal)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "in 2 runs" in done.stdout
+    assert "cut off" in done.stdout
+    assert sum(isinstance(each.entry, Head) for each in lines(journal)) == 2

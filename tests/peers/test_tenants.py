@@ -1,0 +1,25 @@
+"""No tenant hits another's cache, on real vLLM servers behind the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.e2e.fleet import Fleet
+from tests.e2e.tenants import Tenants, assert_isolated
+
+if TYPE_CHECKING:
+    from tests.peers.conftest import VllmWorker
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_no_prefix_hit_crosses_tenants(vllm_plain_two: list[VllmWorker], tmp_path: Path) -> None:
+    tenants = Tenants.make(tmp_path)
+    urls = [each.url for each in vllm_plain_two]
+    fleet = Fleet.start(tmp_path / "log", attach=urls, gateway={"api_keys_file": str(tenants.file)})
+    try:
+        assert_isolated(fleet.url, tenants, urls, vllm_plain_two[0].block_size)
+    finally:
+        fleet.stop()
