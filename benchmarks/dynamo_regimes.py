@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks.common import LOOPBACK, Server, free_ports, machine, unwind_on_terminate
 from benchmarks.dynamo_mockers import NAME, Mockers, dynamo_home
-from pigou.control.regime import RegimeTable
+from pigou.control.regimes.regime import RegimeTable
 from pigou.integrations.dynamo.attribution import Ledger
 from pigou.integrations.dynamo.plane import EventPlane
 

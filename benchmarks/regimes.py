@@ -27,13 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
-from pigou.control.detector import Detector, Sample
-from pigou.control.learner import Bandit, BanditConfig
 from pigou.control.messages import CacheChanged, Ended, FirstToken, Route, Tokens, WorkerUp
-from pigou.control.parameters import Finish, Parameters, Setting
 from pigou.control.plane import ControlPlane
-from pigou.control.queueing import CusumDetector
-from pigou.control.regime import (
+from pigou.control.regimes.learner import Bandit, BanditConfig
+from pigou.control.regimes.parameters import Finish, Parameters, Setting
+from pigou.control.regimes.regime import (
     Controller,
     Interpolated,
     InterpolatedConfig,
@@ -43,7 +41,9 @@ from pigou.control.regime import (
     StaticConfig,
 )
 from pigou.control.routing.policy import load, params_of
-from pigou.control.saturation import PaperConfig, PaperDetector
+from pigou.control.saturation.detector import Detector, Sample
+from pigou.control.saturation.paper import PaperConfig, PaperDetector
+from pigou.control.saturation.queueing import CusumDetector
 from pigou.events import BlockRemoved, BlockStored
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, FinishReason, Request, Worker

@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.routing_data import BLOCK_SIZE, LONG, SHORT, WORKERS, Tokens, Workload
 from pigou.config import ControlConfig
-from pigou.control.chain import chain
 from pigou.control.index import PrefixIndex
+from pigou.control.index.chain import chain
 from pigou.control.messages import CacheChanged, Ended, Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.events import BlockRemoved, BlockStored

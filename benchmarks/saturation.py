@@ -44,10 +44,10 @@ from benchmarks.saturation_load import (
     steady,
     step,
 )
-from pigou.control.detector import Detector, Sample
-from pigou.control.queueing import CusumDetector
-from pigou.control.saturation import PRESETS, PaperConfig, PaperDetector
-from pigou.control.signals import (
+from pigou.control.saturation.detector import Detector, Sample
+from pigou.control.saturation.paper import PRESETS, PaperConfig, PaperDetector
+from pigou.control.saturation.queueing import CusumDetector
+from pigou.control.saturation.signals import (
     ConfigVariance,
     ConfigVarianceConfig,
     SecondDifference,

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.detector import Sample
 from pigou.control.routing.selection import select
+from pigou.control.saturation.detector import Sample
 from pigou.request import SECOND
 
 Floats = NDArray[np.float64]

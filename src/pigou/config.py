@@ -63,9 +63,10 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             range (`min-max`); 0 takes the cheapest.
         softmax: form of the choice at a temperature above 0.
         saturation: what tells the regime: `detector` is its name, the rest its parameters
-            (`pigou.control.saturation`).
+            (`pigou.control.saturation.paper`).
         controller: what sets temperature and overlap weight while it runs: `controller` is its
-            name, the rest its parameters (`pigou.control.regime`); `static` leaves them alone.
+            name, the rest its parameters (`pigou.control.regimes.regime`); `static` leaves them
+            alone.
         max_decisions: decisions that are kept for whoever asks why.
         admission: who of the waiting goes next: `order` is its name, as registered under
             `pigou.admission`, the rest its parameters.

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from model_fleet import Ideal, ModelFleet, poisson
 
 from pigou.config import ControlConfig
-from pigou.control.affine import AffineFit
-from pigou.control.estimates import Estimates
-from pigou.control.estimator import Estimator
-from pigou.control.flow import Flow
 from pigou.control.plane import ControlPlane
-from pigou.control.scales import Scales
+from pigou.control.speeds.affine import AffineFit
+from pigou.control.speeds.estimates import Estimates
+from pigou.control.speeds.estimator import Estimator
+from pigou.control.speeds.flow import Flow
+from pigou.control.speeds.scales import Scales
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Role
 

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError
-from pigou.control.detector import Regime, Sample
-from pigou.control.learner import Bandit
-from pigou.control.parameters import Finish, Parameters, Setting
-from pigou.control.queueing import CusumDetector
-from pigou.control.regime import (
+from pigou.control.regimes.learner import Bandit
+from pigou.control.regimes.parameters import Finish, Parameters, Setting
+from pigou.control.regimes.regime import (
     Interpolated,
     InterpolatedConfig,
     RegimeConfig,
@@ -23,6 +21,8 @@ from pigou.control.regime import (
     controller,
     controller_config,
 )
+from pigou.control.saturation.detector import Regime, Sample
+from pigou.control.saturation.queueing import CusumDetector
 
 
 class Fixed:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_fleets import alone, cheapest, product, split
 
-from pigou.control.estimates import Estimates
 from pigou.control.routing.policy import GROUP, Priced, load
 from pigou.control.routing.selection import select
 from pigou.control.routing.stages import Staged
 from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.speeds.estimates import Estimates
 from pigou.request import Request
 
 NAMES = sorted(entry_points(group=GROUP).names)

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError
-from pigou.control.detector import Detector, Latches, Regime, Sample
-from pigou.control.queueing import CusumConfig, CusumDetector
-from pigou.control.saturation import (
+from pigou.control.saturation.detector import Detector, Latches, Regime, Sample
+from pigou.control.saturation.paper import (
     PRESETS,
     PaperConfig,
     PaperDetector,
     detector,
     detector_config,
 )
-from pigou.control.signals import (
+from pigou.control.saturation.queueing import CusumConfig, CusumDetector
+from pigou.control.saturation.signals import (
     ConfigVariance,
     ConfigVarianceConfig,
     SecondDifference,

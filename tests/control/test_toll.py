@@ -7,12 +7,12 @@ import pytest
 from model_fleet import Ideal, ModelFleet, poisson
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.estimates import Estimates
 from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import override
 from pigou.control.routing.toll import Toll, TollParams, stream_tolls
 from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.speeds.estimates import Estimates
 from pigou.games.latency import LatencyLaw
 from pigou.request import Request, Role, Worker
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from aiohttp import web
 
-from pigou.control.detector import Regime, Sample
-from pigou.control.parameters import Finish
-from pigou.control.regime import RegimeConfig, RegimeController, RegimeTable
+from pigou.control.regimes.parameters import Finish
+from pigou.control.regimes.regime import RegimeConfig, RegimeController, RegimeTable
+from pigou.control.saturation.detector import Regime, Sample
 from pigou.integrations.dynamo.steering import Steering, Trip
 
 TEMPERATURE = "router_temperature"

@@ -12,8 +12,8 @@ import pytest
 from tests.peers.dynamo_fakes import FakeFrontend, ScriptedSteering
 
 from pigou.config import ConfigError
-from pigou.control.detector import Regime
-from pigou.control.parameters import Parameters
+from pigou.control.regimes.parameters import Parameters
+from pigou.control.saturation.detector import Regime
 from pigou.integrations.dynamo.switch import Frontend, Switch, serve
 
 COLD, WARM = Parameters(0.0, 1.0), Parameters(0.7, 1.0)

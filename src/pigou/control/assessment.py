@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.estimates import Estimates
+from pigou.control.speeds.estimates import Estimates
 from pigou.games.anarchy import Anarchy
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
 from pigou.control.admission.desk import Desk
+from pigou.control.admission.queue import WaitQueue
 from pigou.control.admission.room import least_seconds
 from pigou.control.admission.waiting import Waiting
 from pigou.control.assessment import Assessment, Snapshot
@@ -32,13 +33,12 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
-from pigou.control.queue import WaitQueue
-from pigou.control.regime import StaticConfig, controller, controller_config
+from pigou.control.regimes.regime import StaticConfig, controller, controller_config
 from pigou.control.router import Router
 from pigou.control.routing.policy import RoutingPolicy, load, params_of
 from pigou.control.routing.toll import stream_tolls
 from pigou.control.routing.view import FleetView
-from pigou.control.saturation import detector, detector_config
+from pigou.control.saturation.paper import detector, detector_config
 from pigou.control.state import State
 from pigou.control.status import Status
 from pigou.control.watch import Watch

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.assessment import Assessment
-from pigou.control.estimates import Estimates
+from pigou.control.speeds.estimates import Estimates
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from pigou.control.assessment import Snapshot
 from pigou.control.audit import Audit
-from pigou.control.detector import Detector, Sample
-from pigou.control.estimates import Estimates
-from pigou.control.estimator import Estimator
 from pigou.control.index import PrefixIndex
 from pigou.control.messages import Choice
-from pigou.control.parameters import Finish
-from pigou.control.regime import Controller
+from pigou.control.regimes.parameters import Finish
+from pigou.control.regimes.regime import Controller
 from pigou.control.routing.view import FleetView
+from pigou.control.saturation.detector import Detector, Sample
+from pigou.control.speeds.estimates import Estimates
+from pigou.control.speeds.estimator import Estimator
 from pigou.control.state import Load, State
 from pigou.request import SECOND, Request, Worker
 

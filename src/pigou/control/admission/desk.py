@@ -8,11 +8,11 @@ from pigou.config import ControlConfig
 from pigou.control.admission.activity import Activity
 from pigou.control.admission.drain import LEAST_RETRY, DrainRate
 from pigou.control.admission.order import load
+from pigou.control.admission.queue import WaitQueue
 from pigou.control.admission.room import Room
 from pigou.control.admission.shares import Shares
 from pigou.control.admission.waiting import Waiting
 from pigou.control.messages import Choice, Decision, Queue, Route, Shed
-from pigou.control.queue import WaitQueue
 from pigou.control.routing.view import FleetView
 from pigou.request import NEVER, SECOND, Request
 

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
 from pigou.control.admission.bound import StreamBound
-from pigou.control.estimates import Estimates
 from pigou.control.messages import Choice, LoadReport
 from pigou.control.routing.view import FleetView
+from pigou.control.speeds.estimates import Estimates
 from pigou.control.state import Columns, State
 from pigou.request import SECOND, Request
 

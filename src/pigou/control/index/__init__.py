@@ -1,6 +1,6 @@
 """The prefix index: which worker holds which blocks, in which tier."""
 
-from pigou.control.chain import chain
+from pigou.control.index.chain import chain
 from pigou.control.index.keyed import Keyed
 from pigou.control.index.prefix import Cache, PrefixIndex
 from pigou.control.index.table import Overlaps

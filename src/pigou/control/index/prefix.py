@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.chain import chain
+from pigou.control.index.chain import chain
 from pigou.control.index.entries import Change, Entries
 from pigou.control.index.holdings import Holdings
 from pigou.control.index.keyed import Keyed
@@ -55,7 +55,7 @@ class _Member:
 
 
 class PrefixIndex:
-    """The blocks of all workers, by 64-bit keys over token ids (`pigou.control.chain`).
+    """The blocks of all workers, by 64-bit keys over token ids (`pigou.control.index.chain`).
 
     Events link blocks by the engine's own hashes, which only mean something among the events of
     one worker. A block whose tokens are hidden, or whose parent the worker does not hold, is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.control.chain import chain
+from pigou.control.index.chain import chain
 from pigou.control.index.prefix import PrefixIndex
 from pigou.wire.kv_events import Cleared, Removed, Stored
 

@@ -39,8 +39,8 @@ class Mooncake(Staged):
     second form holds where best / own >= balancing_threshold. The decode worker is that of the
     least time between tokens (TBT) with one more stream. Mooncake (arXiv 2407.00079), Algorithm
     1, which gives no value for the threshold. Times are predicted by the fitted speeds
-    (`pigou.control.estimates`). A candidate that would miss an SLO is forbidden; where all are,
-    the request waits in the queue, where Mooncake rejects it.
+    (`pigou.control.speeds.estimates`). A candidate that would miss an SLO is forbidden; where all
+    are, the request waits in the queue, where Mooncake rejects it.
 
     Pairs: TTFT chooses the prefill worker, TBT the decode worker. Whole requests: their sum.
     """

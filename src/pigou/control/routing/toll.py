@@ -7,10 +7,10 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from pigou.control.estimates import Estimates
 from pigou.control.routing.policy import Costs, RequestView
 from pigou.control.routing.toll_kernel import PARTS, price
 from pigou.control.routing.view import Candidates, Counts, FleetView
+from pigou.control.speeds.estimates import Estimates
 
 
 class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.estimates import Estimates
+from pigou.control.speeds.estimates import Estimates
 from pigou.request import Ints
 
 Counts = NDArray[np.int64]

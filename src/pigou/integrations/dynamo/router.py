@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from pigou.control.parameters import Parameters
+from pigou.control.regimes.parameters import Parameters
 from pigou.integrations.dynamo.binding import KvRouter, Placement
 from pigou.integrations.dynamo.meters import Meters
 from pigou.integrations.dynamo.probe import TEMPERATURE, WEIGHTS, Honoured, Verdict, probe

@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from pigou.control.parameters import Parameters
+from pigou.control.regimes.parameters import Parameters
 from pigou.integrations.dynamo import binding
 from pigou.integrations.dynamo.router import AdaptiveRouter
 from pigou.integrations.dynamo.steering import Steering

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from pigou.control.detector import Detector, Regime, Sample
-from pigou.control.parameters import Finish, Parameters
-from pigou.control.regime import Controller, RegimeConfig, RegimeController, controller
-from pigou.control.regime import controller_config as read_controller
-from pigou.control.saturation import PaperDetector, detector
-from pigou.control.saturation import detector_config as read_detector
+from pigou.control.regimes.parameters import Finish, Parameters
+from pigou.control.regimes.regime import Controller, RegimeConfig, RegimeController, controller
+from pigou.control.regimes.regime import controller_config as read_controller
+from pigou.control.saturation.detector import Detector, Regime, Sample
+from pigou.control.saturation.paper import PaperDetector, detector
+from pigou.control.saturation.paper import detector_config as read_detector
 from pigou.request import SECOND
 
 

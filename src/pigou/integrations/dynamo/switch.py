@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import web
 
 from pigou.config import ConfigError
-from pigou.control.parameters import Parameters, Setting
+from pigou.control.regimes.parameters import Parameters, Setting
 from pigou.integrations.dynamo.meters import Meters
 from pigou.integrations.dynamo.steering import Steering, Trip, distance, shown
 from pigou.request import SECOND

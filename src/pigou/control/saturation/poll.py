@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pigou.control.detector import Sample
+from pigou.control.saturation.detector import Sample
 
 
 class Poll:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
-from pigou.control.detector import Sample
-from pigou.control.parameters import Finish, Parameters, Setting
+from pigou.control.regimes.parameters import Finish, Parameters, Setting
+from pigou.control.saturation.detector import Sample
 from pigou.request import SECOND
 
 #: An epoch's mean latency counts for at most as many times the mean of all.

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 
 from pigou.config import ConfigError
-from pigou.control.detector import Detector, Idle, Latches, Regime, Sample
-from pigou.control.histogram import Histogram
-from pigou.control.poll import Poll
-from pigou.control.queueing import CusumConfig, CusumDetector
-from pigou.control.signals import (
+from pigou.control.saturation.detector import Detector, Idle, Latches, Regime, Sample
+from pigou.control.saturation.histogram import Histogram
+from pigou.control.saturation.poll import Poll
+from pigou.control.saturation.queueing import CusumConfig, CusumDetector
+from pigou.control.saturation.signals import (
     ConfigVariance,
     ConfigVarianceConfig,
     SecondDifference,

@@ -7,9 +7,9 @@ import math
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.change import OVERSHOOT, Cusum, cusum_threshold
-from pigou.control.detector import Idle, Regime, Sample
-from pigou.control.unloaded import UnloadedLaw
+from pigou.control.saturation.change import OVERSHOOT, Cusum, cusum_threshold
+from pigou.control.saturation.detector import Idle, Regime, Sample
+from pigou.control.saturation.unloaded import UnloadedLaw
 from pigou.request import SECOND
 
 #: Observations whose mean is one observation of the long-run variance.

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from pigou.config import ConfigError
-from pigou.control.detector import Detector, Regime, Sample
-from pigou.control.learner import Bandit, BanditConfig
-from pigou.control.parameters import Finish, Parameters, Setting
+from pigou.control.regimes.learner import Bandit, BanditConfig
+from pigou.control.regimes.parameters import Finish, Parameters, Setting
+from pigou.control.saturation.detector import Detector, Regime, Sample
 
 
 class Controller(Protocol):

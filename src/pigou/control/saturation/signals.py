@@ -9,8 +9,8 @@ from typing import Protocol
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.detector import Idle, Latches, Regime, Sample
-from pigou.control.poll import Poll
+from pigou.control.saturation.detector import Idle, Latches, Regime, Sample
+from pigou.control.saturation.poll import Poll
 from pigou.request import SECOND
 
 

@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 
-from pigou.control.affine import AffineFit
-from pigou.control.estimates import PRIOR_LAW, Estimates
-from pigou.control.flow import Flow
-from pigou.control.scales import Scales
+from pigou.control.speeds.affine import AffineFit
+from pigou.control.speeds.estimates import PRIOR_LAW, Estimates
+from pigou.control.speeds.flow import Flow
+from pigou.control.speeds.scales import Scales
 from pigou.games.latency import OnlineFit
 from pigou.request import SECOND
 

@@ -1,0 +1,1 @@
+"""Regimes: what the router's parameters are under which load."""

@@ -1,0 +1,1 @@
+"""Saturation: is the fleet short of room, and since when."""

@@ -1,0 +1,1 @@
+"""Speeds: how fast each worker prefills, transfers and decodes, learned as it works."""
