@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # One compute thread a process unless told otherwise: the fleet's processes share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: serve test test-all lint format bench docs clean
+.PHONY: serve test test-all explore lint format bench docs clean
 
 serve: $(VENV)/.serve
 	$(BIN)/pigou serve $(ARGS)
@@ -16,6 +16,10 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
+
+explore: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow and not vllm and not dynamo and not gpu" \
+		--hypothesis-profile=explore $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

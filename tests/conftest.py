@@ -12,7 +12,10 @@ import uvloop
 from hypothesis import settings
 
 # What compiles at its first call, or runs beside others, takes what it takes.
-settings.register_profile("pigou", deadline=None)
+# `make test` tries the same examples each time, so that a failure is the change's own;
+# `make explore` tries new ones.
+settings.register_profile("pigou", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("pigou")
 
 #: Control tokens of the tokenizer of `model_folder`; their ids are 0 to 3.
