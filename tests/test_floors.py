@@ -22,7 +22,7 @@ FLOORS = {
 PURE = {"games", "kv", "engine", "control"}
 IMPURE_MODULES = {"asyncio", "socket", "socketserver", "time", "zmq", "aiohttp", "threading"}
 #: Neighbours on a floor that may know one another, one way.
-NEIGHBOURS = {("worker", "runtime"), ("fleet", "workload")}
+NEIGHBOURS = {("worker", "runtime"), ("worker", "sim"), ("fleet", "workload")}
 
 
 def modules() -> list[Path]:

@@ -49,6 +49,13 @@ def serve(
     kv_transfer: Annotated[
         str, typer.Option(help="How blocks move between workers: auto, shm, tcp or none.")
     ] = "auto",
+    timing: Annotated[
+        str,
+        typer.Option(
+            help="The workers sleep in place of computing: as of `pigou worker`, whose "
+            "--timing-... options go after `--`."
+        ),
+    ] = "",
     host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Its port; 0 takes a free one.")] = 8000,
     attach: Annotated[
@@ -161,6 +168,11 @@ def serve(
         arguments = ["--model", model, "--dtype", dtype, "--kv-transfer", kv_transfer]
         arguments += ["--threads", str(threads or threads_each(sum(counts)))]
         arguments += ["--served-model-name", served_model_name] if served_model_name else []
+        arguments += ["--timing", timing] if timing else []
+        if timing and not sum(counts):
+            raise ConfigError(
+                f"--timing is {timing!r}, and no worker is started here; leave it out"
+            )
         local = local_workers(*counts, [*arguments, *(worker_arguments or [])], device.split(","))
         gateway = GatewayConfig(
             host=host, port=port, max_body=max_body, api_keys_file=api_keys_file,

@@ -92,6 +92,29 @@ def worker(
     executor: Annotated[
         str, typer.Option(help="torch, or sleep: no model, time by a law, made-up tokens.")
     ] = _DEFAULT.executor,
+    timing: Annotated[
+        str,
+        typer.Option(
+            help="Sleep in place of computing, as `pigou simulate --timing` says: roofline, "
+            "profile:FOLDER, law:KEY=VALUE,..."
+        ),
+    ] = _DEFAULT.timing,
+    timing_model: Annotated[
+        str, typer.Option(help="For --timing: whose times; by default those of --model.")
+    ] = _DEFAULT.timing_model,
+    timing_gpu: Annotated[
+        str, typer.Option(help="For --timing roofline and profile: the GPU.")
+    ] = _DEFAULT.timing_gpu,
+    timing_tp: Annotated[
+        int, typer.Option(help="For --timing: GPUs that share the model.")
+    ] = _DEFAULT.timing_tp,
+    timing_link: Annotated[
+        str,
+        typer.Option(
+            help="For --timing: the link that KV blocks come over, as gbps=400,latency_us=200; "
+            "by default it takes no time."
+        ),
+    ] = _DEFAULT.timing_link,
     sleep_base: Annotated[
         int, typer.Option(help="For --executor sleep: nanoseconds of a step.")
     ] = _DEFAULT.sleep_base,

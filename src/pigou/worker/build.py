@@ -23,9 +23,11 @@ from pigou.text.tokenizer import Tokenizer
 from pigou.wire.sampling import Limits
 from pigou.worker.backend import Backend
 from pigou.worker.config import WorkerConfig
+from pigou.worker.link import Link
 from pigou.worker.model import ServedModel, chat_template, sampling_defaults, seeds
 from pigou.worker.rates import RateMeter
 from pigou.worker.sleeping import SleepingBackend, TimingLaw
+from pigou.worker.timed import Timed, timed
 from pigou.worker.transfer import BlockStore, HostStore, SharedMemory, TransferConfig
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,8 @@ class Parts:
         memory: shared memory that they lie in; None where they do not.
         meter: of speeds, where requests can be swapped.
         prepare: compiles a grammar, from any thread; raises ValueError for a faulty one.
+        rest: is told when there is nothing to compute; None where nobody wants to know.
+        link: over which blocks come, where it takes time as a timing model says.
     """
 
     model: ServedModel
@@ -61,6 +65,8 @@ class Parts:
     memory: SharedMemory | None
     meter: RateMeter | None
     prepare: Callable[[Grammar], object]
+    rest: Callable[[], None] | None = None
+    link: Link | None = None
 
 
 def build(config: WorkerConfig) -> Parts:
@@ -71,7 +77,7 @@ def build(config: WorkerConfig) -> Parts:
         ModelError: the model cannot be had or run.
         TokenizerError: its tokenizer cannot be used.
     """
-    return _build_sleeping(config) if config.executor == "sleep" else _build_torch(config)
+    return _build_sleeping(config) if config.sleeps else _build_torch(config)
 
 
 def bundled() -> Path:
@@ -182,13 +188,25 @@ def _build_sleeping(config: WorkerConfig) -> Parts:
     data = memory.buffer if memory is not None else np.zeros(blocks * _SLEEP_BYTES, dtype=np.uint8)
     tokenizer = Tokenizer.load(folder)
     vocab = vocab or len(tokenizer.vocabulary)
-    law = TimingLaw(config.sleep_base, config.sleep_per_seq, config.sleep_prefill_rate)
+    times = _times(config, folder)
     hidden = tokenizer.eos | tokenizer.vocabulary.special
-    backend = SleepingBackend(law, config.block_size, len(tokenizer.vocabulary), hidden)
+    backend = SleepingBackend(times.timing, config.block_size, len(tokenizer.vocabulary), hidden)
     limits = Limits(core.config.max_model_len, vocab)
     model = _served(config, folder, eos=tokenizer.eos, digest="sleep", limits=limits)
     store = HostStore(layout, data[: blocks * _SLEEP_BYTES].reshape(blocks, _SLEEP_BYTES))
-    return Parts(model, core, backend, store, memory, None, backend.refuse)
+    return Parts(
+        model, core, backend, store, memory, None, backend.refuse, backend.rest, times.link
+    )
+
+
+def _times(config: WorkerConfig, folder: Path) -> Timed:
+    if not config.timing:
+        law = TimingLaw(config.sleep_base, config.sleep_per_seq, config.sleep_prefill_rate)
+        return Timed(law)
+    return timed(
+        config.timing, config.timing_model or str(folder), config.timing_gpu, config.timing_tp,
+        config.timing_link, config.block_size,
+    )  # fmt: skip
 
 
 def _read_spec(folder: Path) -> dict[str, Any]:

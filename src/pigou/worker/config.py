@@ -45,6 +45,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         drain: seconds that requests in flight are given after SIGTERM.
         exit_with_parent: end when the process that started this one is gone.
         executor: "torch" computes; "sleep" has no model, and takes time by a law.
+        timing: timing model of the simulator by which the worker sleeps, in place of computing.
+        timing_model: whose timing that is; empty for `model`.
+        timing_gpu: GPU that it is timed on.
+        timing_tp: GPUs that share it.
+        timing_link: link over which KV blocks come from other workers; empty takes no time.
         sleep_base: nanoseconds of a step, for `executor="sleep"`.
         sleep_per_seq: nanoseconds more for every decoding sequence.
         sleep_prefill_rate: prompt tokens computed in a second.
@@ -78,6 +83,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     drain: float = 30.0
     exit_with_parent: bool = False
     executor: ExecutorKind = "torch"
+    timing: str = ""
+    timing_model: str = ""
+    timing_gpu: str = ""
+    timing_tp: int = 1
+    timing_link: str = ""
     sleep_base: int = 2_000_000
     sleep_per_seq: int = 100_000
     sleep_prefill_rate: float = 100_000.0
@@ -97,3 +107,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(f"kv_lease is {self.kv_lease}; it must be above 0 seconds")
         if self.dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"dtype is {self.dtype!r}; give auto, bf16 or fp32")
+        self._check_timing()
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it has no model, and only takes time."""
+        return self.executor == "sleep" or bool(self.timing)
+
+    def _check_timing(self) -> None:
+        if not self.timing:
+            for name in ("timing_model", "timing_gpu", "timing_link"):
+                if value := getattr(self, name):
+                    raise ConfigError(f"{name} is {value!r}, and timing is not given; give it")
+        if self.timing_tp < 1 or (self.timing_tp > 1 and not self.timing):
+            raise ConfigError(f"timing_tp is {self.timing_tp}; it is at least 1, and of a timing")
+        laws = (("sleep_base", 2_000_000), ("sleep_per_seq", 100_000),
+                ("sleep_prefill_rate", 100_000.0))  # fmt: skip
+        for name, default in laws:
+            if self.timing and getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, and timing is {self.timing!r}: a worker "
+                    "sleeps by one law; leave one out"
+                )

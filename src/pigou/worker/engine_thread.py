@@ -75,6 +75,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.transfers: Transfers
         self.meter: RateMeter | None = None
+        self.rest: Callable[[], None] | None = None  # told when there is nothing to compute
 
     def start(self) -> None:
         """Start the thread."""
@@ -104,6 +105,8 @@ class EngineThread:
     def _take_commands(self, block: bool) -> None:
         """Do all commands that are there; wait for one first if there is nothing else to do."""
         if block:
+            if self.rest is not None:
+                self.rest()
             self._flush()
             self._do(self._inbox.get())
         while not self._inbox.empty():

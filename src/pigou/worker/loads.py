@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 from pigou.engine.plan import Load
 from pigou.request import Ints
 from pigou.worker.commands import Loaded
+from pigou.worker.link import Link
 from pigou.worker.transfer import Outcome, Pull, Receiver, Sender, TransferError
 
 
@@ -64,11 +66,21 @@ class NoTransfers:
 class WorkerTransfers:
     """Transfers over a Sender and a Receiver."""
 
-    def __init__(self, sender: Sender, receiver: Receiver, put: Callable[[Loaded], None]) -> None:
-        """Use these two; `put` takes `Loaded` commands from any thread."""
+    def __init__(
+        self,
+        sender: Sender,
+        receiver: Receiver,
+        put: Callable[[Loaded], None],
+        link: Link | None = None,
+    ) -> None:
+        """Use these; `put` takes `Loaded` commands from any thread.
+
+        What came counts as there when `link` says so; without one, when it came.
+        """
         self._sender = sender
         self._receiver = receiver
         self._put = put
+        self._link = link
         self._pulls: dict[str, Pull] = {}
 
     def begin(self, load: Load, ticket: dict[str, Any]) -> None:
@@ -76,10 +88,15 @@ class WorkerTransfers:
         if not len(load.blocks):
             self._receiver.decline(ticket)
             return
-        request = load.request
+        request, link = load.request, self._link
+        there = 0 if link is None else link.send(len(load.blocks), time.monotonic_ns())
 
         def done(outcome: Outcome) -> None:
-            self._put(Loaded(request, outcome.tokens, outcome.blocks, outcome.bytes))
+            loaded = Loaded(request, outcome.tokens, outcome.blocks, outcome.bytes)
+            if link is None or not outcome.tokens:
+                self._put(loaded)
+            else:
+                link.at(there, lambda: self._put(loaded))
 
         self._pulls[request] = self._receiver.pull(ticket, load.first, load.blocks, done)
 
@@ -107,5 +124,7 @@ class WorkerTransfers:
 
     def close(self) -> None:
         """End all transfers."""
+        if self._link is not None:
+            self._link.close()
         self._receiver.close()
         self._sender.close()

@@ -67,6 +67,7 @@ class WorkerProcess:
             core, parts.backend, self._report, self._crashed, self._events is not None
         )
         self.engine.meter = parts.meter
+        self.engine.rest = parts.rest
         publish = self._events.publish if self._events is not None else _discard
         self._service = Service(self.engine.put, self._metrics, publish)
         self._intake = Intake(model, config, self._service, parts.prepare)
@@ -138,7 +139,7 @@ class WorkerProcess:
         )
         limits = transfer_config(self._config, backends)
         sender = Sender(parts.store, lambda request: put(Release(request)), limits, parts.memory)
-        transfers = WorkerTransfers(sender, Receiver(parts.store, limits), put)
+        transfers = WorkerTransfers(sender, Receiver(parts.store, limits), put, parts.link)
         self.engine.transfers = transfers
         return transfers
 
@@ -200,7 +201,7 @@ def run(config: WorkerConfig) -> int:
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     if config.exit_with_parent:
         watch_parent()
-    if config.executor == "torch":
+    if not config.sleeps:
         from pigou.runtime.threads import prepare_environment
 
         prepare_environment(config.threads)

@@ -1,4 +1,4 @@
-"""A backend without a model: it sleeps as long as a timing law says, and makes up tokens."""
+"""A backend without a model: it sleeps as long as a timing model says, and makes up tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.kv.hashing import chain
-from pigou.request import SECOND, BlockHashes, FinishReason, no_hashes
+from pigou.request import SECOND, BlockHashes, FinishReason, Nanos, no_hashes
 from pigou.runtime.outputs import StepOutput, TokenLogprobs
 from pigou.sampling import Grammar, SamplingParams
+from pigou.sim.timing import Batch, Timing
 from pigou.worker.backend import OnStep
+
+#: Nanoseconds that a step may begin in the past, to make up for bookkeeping after the one before.
+#: Beyond them the machine does not keep up, and what is late stays late.
+CATCH_UP = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +42,13 @@ class TimingLaw:
                 f"timing law is {self}; base and per_sequence must be at least 0, the rate above 0"
             )
 
-    def duration(self, decodes: int, prefill_tokens: int) -> int:
-        """Return the nanoseconds of a step."""
-        prefill = round(prefill_tokens / self.prefill_rate * SECOND)
-        return self.base + self.per_sequence * decodes + prefill
+    def durations(self, batch: Batch, repeat: int) -> Nanos:
+        """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
+        prompts = batch.counts > 1
+        decodes = len(prompts) - int(np.count_nonzero(prompts))
+        prefill = round((batch.tokens - decodes) / self.prefill_rate * SECOND)
+        step = self.base + self.per_sequence * decodes + prefill
+        return np.full(repeat, step, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -55,21 +63,28 @@ class _Sequence:
 
 
 class SleepingBackend:
-    """Yields tokens that depend on the sequence so far alone, wherever it is computed."""
+    """Yields tokens that depend on the sequence so far alone, wherever it is computed.
+
+    It keeps the timing model's time, not the machine's: while there is work, a step begins when
+    the one before it ended, and what the process does in between is part of the step. So it is on
+    a GPU, whose engine prepares a step during the one before; and so a busy machine does not
+    change the times, as long as it keeps up.
+    """
 
     def __init__(
-        self, law: TimingLaw, block_size: int, vocab: int, eos: frozenset[int], first: int = 0
+        self, timing: Timing, block_size: int, vocab: int, eos: frozenset[int], first: int = 0
     ) -> None:
         """Make a backend.
 
         Args:
-            law: of the durations.
+            timing: of the steps.
             block_size: tokens in a block, as in the core.
             vocab: tokens are below this.
             eos: end tokens; they are never made up, nor is any token below `first`.
             first: lowest token that is made up.
         """
-        self._law = law
+        self._timing = timing
+        self._ended = 0  # when the last step did by the timing model; 0 after a rest
         self._block_size = block_size
         self._choices = [token for token in range(first, vocab) if token not in eos]
         self._sequences: dict[str, _Sequence] = {}
@@ -103,28 +118,37 @@ class SleepingBackend:
         """Forget a request."""
         self._sequences.pop(request, None)
 
+    def rest(self) -> None:
+        """Note that there is nothing to compute: the next step begins when it is asked for."""
+        self._ended = 0
+
     def execute(self, plan: Plan, on_step: OnStep | None = None) -> Result:
         """Sleep through the plan's steps."""
         for started in plan.started:
             self._rows[started.row] = started.request
         if not plan:
             return Result()
-        begin = time.monotonic_ns()
+        begin = self._begin()
         finished: list[Finish] = []
-        decodes = int((plan.counts == 1).sum())
-        duration = self._law.duration(decodes, int(plan.counts[plan.counts > 1].sum()))
+        batch = Batch(plan.counts, plan.kv_lens, plan.samples)
+        durations = self._timing.durations(batch, plan.repeat)
+        ends = (begin + np.cumsum(durations)).tolist()
         steps = 0
         while True:
             steps += 1
-            _sleep_until(begin + steps * duration)
+            _sleep_until(ends[steps - 1])
             out = self._sample(plan, steps, finished)
             going = on_step is None or on_step(out)
             late = time.monotonic_ns() >= plan.horizon
             if not going or late or finished or steps == plan.repeat:
                 break
+        self._ended = ends[steps - 1]
         sealed = self._seal(plan, steps)
-        durations = np.full(steps, duration, dtype=np.int64)
-        return Result(steps=steps, finished=finished, sealed=sealed, durations=durations)
+        return Result(steps=steps, finished=finished, sealed=sealed, durations=durations[:steps])
+
+    def _begin(self) -> int:
+        now = time.monotonic_ns()
+        return self._ended if now - self._ended < CATCH_UP else now
 
     def _sample(self, plan: Plan, step: int, finished: list[Finish]) -> StepOutput:
         size = len(plan.rows)
