@@ -44,6 +44,7 @@ class Script:
     """How a worker misbehaves; everything off is a good worker.
 
     `*_after` count content chunks that are sent before; `times` bounds how often it happens.
+    `held`: nothing is answered before it is set.
     """
 
     die_after: int | None = None
@@ -58,6 +59,7 @@ class Script:
     cut: int = 0
     no_ticket: bool = False
     times: int = 1_000_000
+    held: asyncio.Event | None = None
 
 
 @dataclass
@@ -139,6 +141,8 @@ class Stub:
             message = {"error": {"message": "scripted", "type": "X", "param": None,
                                  "code": self.script.status}}  # fmt: skip
             return web.json_response(message, status=self.script.status)
+        if self.script.held is not None:
+            await self.script.held.wait()
         await asyncio.sleep(self.script.delay_s)
         ids, first = self._prompt(body, chat)
         most = body.get("max_completion_tokens") or body.get("max_tokens") or 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,6 +40,15 @@ async def post(
 async def get(fleet: Fleet, path: str) -> tuple[int, bytes]:
     async with aiohttp.ClientSession() as session, session.get(fleet.url + path) as response:
         return response.status, await response.read()
+
+
+async def eventually(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Wait until something is true."""
+    for _ in range(int(timeout_s / 0.01)):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not become true")
 
 
 async def raw(fleet: Fleet, data: bytes) -> bytes:
@@ -191,19 +200,51 @@ async def test_a_reply_that_is_not_streamed_is_made_again_elsewhere() -> None:
 
 async def test_a_full_queue_sheds_and_a_cancelled_request_leaves_it() -> None:
     control = ControlConfig(max_inflight=1, max_queued=1)
-    async with serving(Stub("a", script=Script(delay_s=0.4)), control=control) as fleet:
+    stub = Stub("a", script=Script(held=asyncio.Event()))
+    async with serving(stub, control=control) as fleet:
         first = asyncio.create_task(post(fleet, TEXT, {"prompt": "x"}))
-        await asyncio.sleep(0.1)
+        await eventually(lambda: len(stub.seen) == 1)
         second = asyncio.create_task(post(fleet, TEXT, {"prompt": "x"}))
-        await asyncio.sleep(0.1)
-        assert fleet.pilot.queued == 1
+        await eventually(lambda: fleet.pilot.queued == 1)
         status, answer, headers = await post(fleet, TEXT, {"prompt": "x"})
         assert (status, int(headers["retry-after"]) >= 1) == (503, True)
         assert "the queue is full" in answer["error"]["message"]
         second.cancel()
-        await asyncio.sleep(0.1)
-        assert fleet.pilot.queued == 0
+        await eventually(lambda: fleet.pilot.queued == 0)
+        stub.script.held.set()
         assert (await first)[0] == 200
+        await fleet.settle()
+
+
+async def test_a_tenant_whose_share_of_the_queue_is_full_gets_a_429_and_others_may_wait(
+    tmp_path: Path,
+) -> None:
+    secrets, lines = zip(*(make_key(name) for name in ("loud", "calm")), strict=True)
+    path = tmp_path / "keys"
+    path.write_text("\n".join(lines) + "\n")
+    loud, calm = ({"authorization": f"Bearer {secret}"} for secret in secrets)
+    control = ControlConfig(max_inflight=1, max_queued=2)
+    stub = Stub("a")
+    async with serving(stub, control=control, keys=Keys.read(path)) as fleet:
+
+        def send(headers: dict[str, str]) -> asyncio.Task[tuple[int, Any, Mapping[str, str]]]:
+            return asyncio.create_task(post(fleet, TEXT, {"prompt": "x"}, headers))
+
+        assert (await send(calm))[0] == 200
+        stub.script.held = asyncio.Event()
+        going = [send(loud)]
+        await eventually(lambda: len(stub.seen) == 2)
+        for queued in (1, 2):
+            going.append(send(loud))
+            await eventually(lambda queued=queued: fleet.pilot.queued == queued)
+        status, answer, headers = await send(loud)
+        assert (status, answer["error"]["type"]) == (429, "RateLimitError")
+        assert "the tenant's share of the queue is full" in answer["error"]["message"]
+        assert int(headers["retry-after"]) >= 1
+        going.append(send(calm))
+        await eventually(lambda: fleet.pilot.queued == 3)
+        stub.script.held.set()
+        assert [(await each)[0] for each in going] == [200] * 4
         await fleet.settle()
 
 
