@@ -106,6 +106,14 @@ def test_a_law_adds_decodes_and_prompts() -> None:
     assert nanos([1, 100], [9, 0]) == 11_000_000 + 30_000_000
 
 
+def test_a_small_batch_takes_its_own_time_where_it_has_one() -> None:
+    law = Law(itl_a=0.02, itl_b=0.001, few=2, itl_few=0.019)
+    assert [law.decode(n) for n in (1, 2, 3)] == pytest.approx([0.019, 0.019, 0.023])
+    for values in ({"few": 2}, {"itl_few": 0.01}):
+        with pytest.raises(ConfigError, match="few"):
+            Law(itl_a=0.02, **values)
+
+
 def test_presets_are_laws_and_can_be_changed() -> None:
     assert build_timing("law:340b", "", "", 1).overhead == PRESETS["340b"].overhead
     built = build_timing("law:70b,prefill=0.5", "", "", 1).timing

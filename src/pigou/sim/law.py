@@ -20,6 +20,8 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     Attributes:
         itl_a: of a step that decodes.
         itl_b: more for each sequence that decodes.
+        few: sequences up to which a step takes `itl_few` instead of both; 0 for none.
+        itl_few: of a step with so few: engines run those by other kernels.
         prefill: of each prompt whose first token is computed in the step.
         prefill_token: of each token of a prompt.
         mixed: takes the place of `prefill` in a step that decodes as well, where given: what a
@@ -29,6 +31,8 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     itl_a: float
     itl_b: float = 0.0
+    few: int = 0
+    itl_few: float = 0.0
     prefill: float = 0.0
     prefill_token: float = 0.0
     mixed: float | None = None
@@ -42,6 +46,16 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
                 raise ConfigError(f"{name} is {value}; it must be finite, at least 0 seconds")
         if not 0.0 < self.itl_a < float("inf"):
             raise ConfigError(f"itl_a is {self.itl_a}; it must be above 0 seconds")
+        if self.few < 0 or (self.few > 0) != (0.0 < self.itl_few < float("inf")):
+            raise ConfigError(
+                f"few is {self.few} and itl_few {self.itl_few}; give both, above 0, or none"
+            )
+
+    def decode(self, sequences: int) -> float:
+        """Return the seconds of a step in which so many sequences decode, 1 and more."""
+        if sequences <= self.few:
+            return self.itl_few
+        return self.itl_a + self.itl_b * sequences
 
 
 #: Laws of the fleets in "The Price of Anarchy in Disaggregated Inference", fitted to its tables:
@@ -63,7 +77,7 @@ class LawTiming:
         law = self.law
         prompts = batch.counts > 1
         decodes = len(prompts) - int(np.count_nonzero(prompts))
-        seconds = law.itl_a + law.itl_b * decodes if decodes else 0.0
+        seconds = law.decode(decodes) if decodes else 0.0
         if decodes < len(prompts):
             begun = int(np.count_nonzero(prompts & (batch.kv_lens == 0)))
             tokens = int(batch.counts.sum()) - decodes
