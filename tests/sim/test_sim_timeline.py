@@ -11,7 +11,7 @@ from setups import closed_loop, differences, open_loop, simulation
 from pigou.request import SECOND, Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow
-from pigou.sim.timeline import FLEET, Timeline
+from pigou.sim.timeline import Timeline
 
 TROUBLED = FleetConfig(
     workers=(
@@ -66,9 +66,7 @@ def test_every_open_call_is_somewhere() -> None:
     # What reaches a worker during a step is counted from the next one on.
     assert ((where >= 24 - 6) & (where <= 24)).all()
     assert np.median(where) == 24
-    document = timeline.document()
-    assert document["fleet"].keys() == set(FLEET)
-    assert list(document["workers"]) == ["both-0", "both-1"]
+    assert timeline.workers == ("both-0", "both-1")
 
 
 def test_a_dead_worker_has_no_load() -> None:

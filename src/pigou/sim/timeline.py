@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -74,19 +72,6 @@ class Timeline:
         """Return one of `WORKER`, (samples, workers); NaN where a worker was dead or unknown."""
         return self._worker[: self._count, WORKER.index(name)]
 
-    def document(self) -> dict[str, Any]:
-        """Return all samples as a JSON document; null where there was no value."""
-        return {
-            "period_s": self.period / SECOND,
-            "time_s": self.times.tolist(),
-            "regimes": list(LEVELS),
-            "fleet": {name: _plain(self.fleet(name)) for name in FLEET},
-            "workers": {
-                worker: {name: _plain(self.worker(name)[:, row]) for name in WORKER}
-                for row, worker in enumerate(self.workers)
-            },
-        }
-
     def _sample(self, now: int) -> None:
         if self._count == len(self._time):
             self._thin()
@@ -132,7 +117,3 @@ class Timeline:
         for array in (self._time, self._fleet, self._worker):
             array[:half] = array[: self._count : 2]
         self._count, self.period = half, self.period * 2
-
-
-def _plain(values: NDArray[Any]) -> list[float | None]:
-    return [value if np.isfinite(value) else None for value in values.tolist()]
