@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.messages import Choice
-from pigou.control.routing.view import Candidates, FleetView
-from pigou.request import Request
+from pigou.control.routing.policy import Table
+from pigou.control.routing.view import Candidates
 
 Costs = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: each decision makes one, and most are never looked at
 class Explanation:
     """One decision: every candidate, what it would have cost, and why.
+
+    It keeps the arrays that the decision was made of; the rest is computed when it is asked for.
 
     Attributes:
         request: id of the request.
@@ -30,11 +32,12 @@ class Explanation:
         chosen: index of the candidate that was taken.
         workers: ids of the fleet's workers, which the candidates index.
         candidates: pairs of workers.
-        cached: tokens of the prompt that whoever computes it holds, (candidates,).
+        held: tokens of the prompt that each worker holds, (workers,).
         costs: in the policy's own unit, (candidates,).
-        parts: of the costs, by name, (candidates,) each; empty where the policy has none.
-        prices: parts of what each candidate costs its request and all others, in seconds
-            (`pigou.control.routing.toll`), (candidates,) each.
+        split: parts of the costs; None where the policy has none.
+        priced: parts of what each candidate costs its request and all others, in seconds
+            (`pigou.control.routing.toll`).
+        choice: what was chosen.
     """
 
     request: str
@@ -46,15 +49,44 @@ class Explanation:
     chosen: int
     workers: tuple[str, ...]
     candidates: Candidates
-    cached: NDArray[np.int64]
+    held: NDArray[np.int64]
     costs: Costs
-    parts: dict[str, Costs]
-    prices: dict[str, Costs]
+    split: Table | dict[str, Costs] | None
+    priced: Table
+    choice: Choice = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Name what was chosen."""
+        index = self.chosen
+        prefill, decode = int(self.candidates.prefill[index]), int(self.candidates.decode[index])
+        self.choice = Choice(
+            self.workers[decode],
+            None if prefill < 0 else self.workers[prefill],
+            float(self.costs[index]),
+            int(self.held[decode if prefill < 0 else prefill]),
+        )
+
+    @property
+    def cached(self) -> NDArray[np.int64]:
+        """Tokens of the prompt that whoever computes it holds, (candidates,)."""
+        found: NDArray[np.int64] = self.held[self.candidates.computes]
+        return found
+
+    @property
+    def parts(self) -> dict[str, Costs]:
+        """Parts of the costs by name, (candidates,) each; empty where the policy has none."""
+        split = self.split
+        return split.parts if isinstance(split, Table) else split or {}
+
+    @property
+    def prices(self) -> dict[str, Costs]:
+        """Parts of the prices by name, (candidates,) each."""
+        return self.priced.parts
 
     @property
     def price(self) -> Costs:
         """Seconds that each candidate costs its request and all others, (candidates,)."""
-        return sum(self.prices.values(), np.zeros(len(self.candidates)))
+        return self.priced.total
 
     @property
     def toll(self) -> Costs:
@@ -74,53 +106,10 @@ class Explanation:
         return tuple(self.workers[row] for row in self.candidates.decode.tolist())
 
     @property
-    def choice(self) -> Choice:
-        """Return what was chosen."""
-        index = self.chosen
-        prefill = int(self.candidates.prefill[index])
-        return Choice(
-            decode=self.workers[self.candidates.decode[index]],
-            prefill=None if prefill < 0 else self.workers[prefill],
-            cost=float(self.costs[index]),
-            cached=int(self.cached[index]),
-        )
-
-    @property
     def regret(self) -> float:
         """Seconds that the choice costs everybody more than the best candidate would have."""
         price = self.price
         return float(price[self.chosen] - price.min())
-
-
-def explain(
-    request: Request,
-    now: int,
-    policy: str,
-    temperature: float,
-    regime: str,
-    chosen: int,
-    fleet: FleetView,
-    found: Candidates,
-    costs: Costs,
-    parts: dict[str, Costs],
-    prices: dict[str, Costs],
-) -> Explanation:
-    """Return the explanation of a decision; arrays of the fleet are not kept."""
-    return Explanation(
-        request=request.id,
-        at=now,
-        policy=policy,
-        temperature=temperature,
-        regime=regime,
-        prompt=request.prompt,
-        chosen=chosen,
-        workers=fleet.ids,
-        candidates=found,
-        cached=fleet.cached(request.prompt)[found.computes],
-        costs=costs,
-        parts=parts,
-        prices=prices,
-    )
 
 
 class Ledger:
@@ -135,8 +124,9 @@ class Ledger:
 
     def add(self, explanation: Explanation) -> None:
         """Keep a decision, and drop the oldest when there are too many."""
-        self._kept.pop(explanation.request, None)
-        self._kept[explanation.request] = explanation
+        kept = self._kept
+        kept[explanation.request] = explanation
+        kept.move_to_end(explanation.request)
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
 

@@ -39,7 +39,7 @@ from pigou.control.routing.policy import RoutingPolicy, load, params_of
 from pigou.control.routing.toll import stream_tolls
 from pigou.control.routing.view import FleetView
 from pigou.control.saturation.paper import detector, detector_config
-from pigou.control.state import State
+from pigou.control.state import State, everybody
 from pigou.control.status import Status
 from pigou.control.watch import Watch
 from pigou.request import NEVER, SECOND, Request
@@ -106,11 +106,10 @@ class ControlPlane:
         returned = load is not None or bool(exclude)
         self.queue.remove(request.id)
         fleet = self.view(request, now)
-        cached = int(fleet.cached(request.prompt).max(initial=0))
+        uncached = request.prompt - fleet.longest(request.prompt)
         waiting = Waiting(
-            request, now, request.prompt - cached, int(fleet.output),
-            exclude=exclude, returned=returned,
-        )  # fmt: skip
+            request, now, uncached, int(fleet.output), exclude=exclude, returned=returned
+        )
         least = least_seconds(request, fleet) if request.deadline < NEVER else 0.0
         return self.desk.submit(
             waiting, now, self.state.row, least, lambda each: self._choose(each, now, fleet)
@@ -254,12 +253,12 @@ class ControlPlane:
         above = self.desk.above(waiting)
         room = admits.streams(self.state, above)
         open_ = self._open(waiting.exclude)
-        if not (room & open_).any():
+        if not np.count_nonzero(room & open_):
             return None
         fleet = self.view(request, now) if fleet is None else fleet
         prompts, streams = admits.ready(request, fleet, now, above)
         room &= streams & admits.fits(request, fleet, self.state.columns, above)
-        if not room.any():
+        if not np.count_nonzero(room):
             return None
         choice = self.router.choose(request, fleet, open_ & prompts, room, now)
         if choice is None:
@@ -279,6 +278,8 @@ class ControlPlane:
 
     def _open(self, exclude: frozenset[str]) -> NDArray[np.bool_]:
         """Which workers are not excluded, (workers,)."""
+        if not exclude:
+            return everybody(len(self.state.workers))
         found = np.ones(len(self.state.workers), dtype=np.bool_)
         for worker in exclude:
             row = self.state.row.get(worker)

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.candidates import candidates
-from pigou.control.decisions import Ledger, explain
+from pigou.control.candidates import Offers
+from pigou.control.decisions import Explanation, Ledger
 from pigou.control.messages import Choice
-from pigou.control.routing.policy import Parts, RoutingPolicy, override, params_of
+from pigou.control.routing.policy import Costs, Parts, RoutingPolicy, Table, override, params_of
 from pigou.control.routing.selection import select
 from pigou.control.routing.toll import Toll
-from pigou.control.routing.view import FleetView
+from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
 
 TEMPERATURE = "temperature"
@@ -42,6 +42,7 @@ class Router:
         self.ledger = Ledger(config.max_decisions)
         self._softmax = config.softmax
         self._price = Toll()
+        self._offers = Offers()
         self._generator = np.random.default_rng(config.seed)
 
     def check(self, overrides: Mapping[str, float]) -> None:
@@ -79,33 +80,31 @@ class Router:
             room: workers that can take one more stream, (workers,).
             now: nanoseconds.
         """
-        found = candidates(request, fleet, open_, room)
+        found = self._offers.of(request, fleet, open_, room)
         if len(found) == 0:
             return None
         policy, temperature = self._with(request.overrides)
-        split: Parts | None = getattr(policy, "parts", None)
-        if split is not None:
-            parts = split(request, fleet, found)
-            costs = sum(parts.values(), np.zeros(len(found)))
-        else:
-            parts, costs = {}, policy.costs(request, fleet, found)
+        costs, split = _costs(policy, request, fleet, found)
         pick = select(costs, self._generator, temperature, self._softmax)
         if pick is None:
             return None
-        own = isinstance(policy, Toll) and policy.params == self._price.params
-        prices = parts if own else self._price.parts(request, fleet, found)
-        explanation = explain(
-            request,
+        prices = None
+        if isinstance(split, Table) and self._price.params == getattr(policy, "params", None):
+            prices = split
+        explanation = Explanation(
+            request.id,
             now,
             self.name,
             temperature,
             self.regime,
+            request.prompt,
             pick.index,
-            fleet,
+            fleet.ids,
             found,
+            fleet.cached(request.prompt),
             costs,
-            parts,
-            prices,
+            split,
+            prices or self._price.table(request, fleet, found),
         )
         self.ledger.add(explanation)
         return explanation.choice
@@ -118,3 +117,17 @@ class Router:
         if not 0.0 <= temperature < float("inf"):
             raise ConfigError(f"temperature is {temperature}; it must be a finite number from 0")
         return override(self.policy, rest), temperature
+
+
+def _costs(
+    policy: RoutingPolicy, request: Request, fleet: FleetView, found: Candidates
+) -> tuple[Costs, Table | dict[str, Costs] | None]:
+    """Return what candidates cost, (candidates,), and its parts where the policy has any."""
+    if type(policy) is Toll:  # not one derived from it, which may have other costs
+        table = policy.table(request, fleet, found)
+        return table.total, table
+    split: Parts | None = getattr(policy, "parts", None)
+    if split is None:
+        return policy.costs(request, fleet, found), None
+    parts = split(request, fleet, found)
+    return sum(parts.values(), np.zeros(len(found))), parts

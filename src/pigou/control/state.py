@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,14 @@ from pigou.request import Request, Worker
 Counts = NDArray[np.int64]
 Shares = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+
+
+@lru_cache(maxsize=64)
+def everybody(workers: int) -> Flags:
+    """Return flags that are all set, (workers,); shared, so they cannot be written to."""
+    found = np.ones(workers, dtype=np.bool_)
+    found.flags.writeable = False
+    return found
 
 
 @dataclass(slots=True)
@@ -136,8 +145,12 @@ class State:
                 column = getattr(self.columns, name)
                 setattr(self.columns, name, np.append(column, column.dtype.type(0)))
         self.workers[row] = worker
-        self.columns.prefills[row] = worker.role.prefills
-        self.columns.decodes[row] = worker.role.decodes
+        roles = worker.role.prefills, worker.role.decodes
+        if (self.columns.prefills[row], self.columns.decodes[row]) != roles:
+            # New arrays: whoever remembers something by them sees that roles have changed.
+            self.columns.prefills = self.columns.prefills.copy()
+            self.columns.decodes = self.columns.decodes.copy()
+            self.columns.prefills[row], self.columns.decodes[row] = roles
         self.columns.block_size[row] = worker.block_size
         self.columns.blocks[row] = worker.blocks
         self.columns.max_seqs[row] = worker.max_seqs

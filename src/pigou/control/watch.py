@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pigou.control.assessment import Snapshot
 from pigou.control.audit import Audit
-from pigou.control.index import PrefixIndex
+from pigou.control.index import Overlaps, PrefixIndex
 from pigou.control.messages import Choice
 from pigou.control.regimes.parameters import Finish
 from pigou.control.regimes.regime import Controller
@@ -163,38 +162,39 @@ class Watch:
         columns, ids = self.state.columns, self.state.ids
         held = self._held(request, index)
         return FleetView(
-            ids=ids,
-            prefills=columns.prefills,
-            decodes=columns.decodes,
-            prefill_requests=columns.prefill_requests,
-            prefill_tokens=columns.prefill_tokens,
-            decode_requests=columns.decode_requests,
-            decode_tokens=columns.decode_tokens,
-            served=columns.served,
-            running=columns.running,
-            waiting=columns.waiting,
-            kv_usage=columns.kv_usage,
-            overlap=held[0],
-            device=held[1],
-            host=held[2],
-            storage=held[3],
-            block_size=columns.block_size,
-            blocks=columns.blocks,
-            estimates=self.estimates(now),
-            output=self.estimator.output(request.max_tokens),
+            ids,
+            columns.prefills,
+            columns.decodes,
+            columns.prefill_requests,
+            columns.prefill_tokens,
+            columns.decode_requests,
+            columns.decode_tokens,
+            columns.served,
+            columns.running,
+            columns.waiting,
+            columns.kv_usage,
+            held.run,
+            held.device,
+            held.host,
+            held.storage,
+            columns.block_size,
+            columns.blocks,
+            self.estimates(now),
+            self.estimator.output(request.max_tokens),
         )
 
-    def _held(self, request: Request, index: PrefixIndex) -> NDArray[np.int64]:
-        """Return the leading blocks that each worker holds: all, and by tier, (4, workers)."""
-        sizes = self.state.columns.block_size
-        found = np.zeros((4, len(sizes)), dtype=np.int64)
-        for size in self.state.block_sizes:
-            keys = request.keys_of(size)
-            if len(keys):
-                seen = index.overlaps(self.state.ids, keys)
-                mine = sizes == size
-                for row, tier in enumerate((seen.run, seen.device, seen.host, seen.storage)):
-                    np.copyto(found[row], tier, where=mine)
+    def _held(self, request: Request, index: PrefixIndex) -> Overlaps:
+        """Return the leading blocks that each worker holds, each by blocks of its own size."""
+        sizes = self.state.block_sizes
+        if len(sizes) == 1:
+            (size,) = sizes
+            return index.overlaps(self.state.ids, request.keys_of(size))
+        found = Overlaps(*np.zeros((4, len(self.state.ids)), dtype=np.int64))
+        for size in sizes:
+            seen = index.overlaps(self.state.ids, request.keys_of(size))
+            mine = self.state.columns.block_size == size
+            for into, tier in zip(found, seen, strict=True):
+                np.copyto(into, tier, where=mine)
         return found
 
     def _finish(self, load: Load, now: int) -> Finish:

@@ -12,7 +12,7 @@ from pigou.control.admission.bound import StreamBound
 from pigou.control.messages import Choice, LoadReport
 from pigou.control.routing.view import FleetView
 from pigou.control.speeds.estimates import Estimates
-from pigou.control.state import Columns, State
+from pigou.control.state import Columns, State, everybody
 from pigou.request import SECOND, Request
 
 Flags = NDArray[np.bool_]
@@ -69,8 +69,8 @@ class Room:
     def take(self, request: Request, choice: Choice, fleet: FleetView, now: int) -> None:
         """A request was routed; `fleet` is as it saw it."""
         row = fleet.ids.index(choice.decode)
-        need = int(_need(request, fleet)[row])
         output = int(fleet.output)
+        need = request.prompt - int(fleet.cached(request.prompt)[row]) + output
         self._held[request.id] = _Held(choice.decode, need - output, output)
         self._tokens[choice.decode] = self._tokens.get(choice.decode, 0) + need
         self._changed[choice.prefill or choice.decode] = now
@@ -123,6 +123,8 @@ class Room:
             most = np.full(len(most), self._most)
         elif self._bound is not None:
             most = self._bound.of(most, state.ids)
+        if not np.count_nonzero(most):  # quicker than `any`
+            return columns.decodes.copy()
         if above:
             most = np.ceil(most * self._open).astype(np.int64)
         found: Flags = columns.decodes & ((most == 0) | (columns.decode_requests < most))
@@ -136,13 +138,13 @@ class Room:
         self, request: Request, fleet: FleetView, columns: Columns, above: bool = False
     ) -> Flags:
         """Return which workers have the tokens for a request, (workers,)."""
+        if not self._budget and not np.count_nonzero(columns.blocks):
+            return everybody(len(fleet.ids))
         budget: Counts = columns.blocks * columns.block_size
         if self._budget:
             budget = np.full(len(fleet.ids), self._budget)
         if above:
             budget = np.ceil(budget * self._open).astype(np.int64)
-        if not budget.any():
-            return np.ones(len(budget), dtype=np.bool_)
         held = np.array([self._tokens.get(worker, 0) for worker in fleet.ids], dtype=np.int64)
         empty = columns.decode_requests == 0
         found: Flags = (budget == 0) | empty | (held + _need(request, fleet) <= budget)
@@ -157,16 +159,16 @@ class Room:
         ready for it. It is not worked off by decode workers only because those have much to do.
         Tenants `above` their part are sent no prompt where another is pending.
         """
-        everybody = np.ones(len(fleet.ids), dtype=np.bool_)
+        everywhere = everybody(len(fleet.ids))
         if not self._ahead:
-            return everybody, everybody
+            return everywhere, everywhere
         ready = self._pending(fleet, now) <= (0.0 if above else self._ahead)
         ready |= fleet.prefill_requests == 0
         pure = fleet.prefills & ~fleet.decodes
         able = pure & (request.prompt >= fleet.block_size)
         if not (request.splits and able.any()):
-            return everybody, ready
-        return ready | ~pure, everybody if (ready & able).any() else ~everybody
+            return everywhere, ready
+        return ready | ~pure, everywhere if (ready & able).any() else ~everywhere
 
     def _pending(self, fleet: FleetView, now: int) -> NDArray[np.float64]:
         """Return the seconds that the prompts of each worker still take, (workers,).

@@ -21,17 +21,13 @@ class Overlaps(NamedTuple):
         device: blocks of the run in device memory, shape (workers,).
         host: those in host memory, and not above.
         storage: those in storage only.
+        run: length of the run, in any tier.
     """
 
     device: Counts
     host: Counts
     storage: Counts
-
-    @property
-    def run(self) -> Counts:
-        """Length of the run, in any tier, shape (workers,)."""
-        found: Counts = self.device + self.host + self.storage
-        return found
+    run: Counts
 
 
 class Table:
@@ -88,11 +84,11 @@ class Table:
             workers: their numbers, shape (workers,).
             keys: of the chain, contiguous, shape (blocks,).
         """
-        out = np.empty((3, len(workers)), dtype=np.int64)
+        out = np.empty((4, len(workers)), dtype=np.int64)
         kernels.overlaps(
             self._rows, self._slots, keys, workers, self._planes, self._runs, out
         )  # fmt: skip
-        return Overlaps(out[0], out[1], out[2])
+        return Overlaps(out[0], out[1], out[2], out[3])
 
     def _reserve(self, keys: int) -> None:
         rows, twins, _ = self._totals.tolist()

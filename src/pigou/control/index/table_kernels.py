@@ -337,7 +337,7 @@ def overlaps(
         planes, runs: scratch, shapes (3, 32, words) and (64 words,); planes are zeros, before
             and after.
         out: takes how many blocks of each one's leading run are best held in device memory, in
-            host memory and in storage, shape (3, n).
+            host memory and in storage, and the whole run, shape (4, n).
     """
     words = planes.shape[2]
     depth, row, lower = 0, 0, False
@@ -369,7 +369,7 @@ def overlaps(
     for w in range(words):
         note_run(alive[w], w, depth, runs)
     for k in range(workers.shape[0]):
-        out[0, k] = runs[workers[k]]
+        out[0, k] = out[3, k] = runs[workers[k]]
         out[1, k] = 0
         out[2, k] = 0
     alive[:] = 0

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from pigou.control.routing.policy import Costs, Priced, RequestView, RoutingPolicy, load
+from pigou.control.routing.policy import Costs, Parts, RequestView, RoutingPolicy, load
 from pigou.control.routing.view import Candidates, Flags, FleetView
 
 
@@ -70,8 +70,9 @@ class Conditional:
         """Return the parts of the policy inside, and `threshold`, which forbids."""
         kept = self._kept(request, fleet, candidates)
         left = Candidates(candidates.prefill[kept], candidates.decode[kept])
-        if isinstance(self.inner, Priced):
-            parts = self.inner.parts(request, fleet, left)
+        split: Parts | None = getattr(self.inner, "parts", None)
+        if split is not None:
+            parts = split(request, fleet, left)
         else:
             parts = {"cost": self.inner.costs(request, fleet, left)}
         found: dict[str, Costs] = {}

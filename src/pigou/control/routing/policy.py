@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -51,6 +52,30 @@ class Priced(Protocol):
 
 #: The method `parts` of a `Priced` policy.
 Parts: TypeAlias = Callable[[RequestView, FleetView, Candidates], dict[str, Costs]]
+
+
+@dataclass(slots=True)
+class Table:
+    """Parts of the costs of candidates in one array, for policies that fill it in one go.
+
+    Attributes:
+        names: of the parts.
+        rows: the parts in that order, and last their sum, shape (parts + 1, candidates).
+    """
+
+    names: tuple[str, ...]
+    rows: Costs
+
+    @property
+    def total(self) -> Costs:
+        """The costs, (candidates,)."""
+        found: Costs = self.rows[-1]
+        return found
+
+    @property
+    def parts(self) -> dict[str, Costs]:
+        """The parts by name, (candidates,) each."""
+        return dict(zip(self.names, self.rows, strict=False))
 
 
 def params_of(policy: RoutingPolicy) -> Mapping[str, Any]:

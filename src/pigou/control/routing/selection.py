@@ -8,17 +8,35 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.kv.compiled import bare_kernel
+
+_INF = float("inf")
+
 #: How costs enter the softmax: as they are (the paper's Eq. 2), or divided by their range
 #: (what Dynamo ships), which makes the spread the same whatever the gap in cost.
 Softmax = Literal["raw", "min-max"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pick:
     """The candidate that was chosen, by index, and its cost."""
 
     index: int
     cost: float
+
+
+@bare_kernel
+def cheapest(costs: NDArray[np.float64]) -> tuple[float, int, int]:
+    """Return the least cost, where it is first, and how often; NaN where there is one."""
+    least, at, ties = costs[0], 0, 1
+    for i in range(1, costs.shape[0]):
+        if costs[i] < least:
+            least, at, ties = costs[i], i, 1
+        elif costs[i] == least:
+            ties += 1
+        elif costs[i] != costs[i]:
+            return costs[i], i, 1
+    return least, at, ties
 
 
 def select(
@@ -44,16 +62,16 @@ def select(
     """
     if costs.size == 0:
         return None
-    least = float(costs.min())
-    if not least > -np.inf:
+    least, index, ties = cheapest(np.ascontiguousarray(costs, dtype=np.float64))
+    if not least > -_INF:
         raise ValueError("a routing policy returned a cost that is not a number")
-    if least == np.inf:
+    if least == _INF:
         return None
     if temperature > 0.0:
         index = _draw(costs, least, generator, temperature, softmax)
         return Pick(index, float(costs[index]))
-    ties = np.flatnonzero(costs == least)
-    index = int(ties[0] if ties.size == 1 else ties[generator.integers(ties.size)])
+    if ties > 1:
+        index = int(np.flatnonzero(costs == least)[generator.integers(ties)])
     return Pick(index, least)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from pigou.control.routing.policy import Costs, RequestView
+from pigou.control.routing.policy import Costs, RequestView, Table
 from pigou.control.routing.toll_kernel import PARTS, price
 from pigou.control.routing.view import Candidates, Counts, FleetView
 from pigou.control.speeds.estimates import Estimates
@@ -54,15 +54,18 @@ class Toll:
 
     def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
         """Return one cost a candidate, in seconds."""
-        parts = self.parts(request, fleet, candidates)
-        total: Costs = sum(parts.values(), np.zeros(len(candidates)))
-        return total
+        return self.table(request, fleet, candidates).total
 
     def parts(
         self, request: RequestView, fleet: FleetView, candidates: Candidates
     ) -> dict[str, Costs]:
         """Return wait, prefill, transfer and decode of the request, and its three tolls."""
-        found = price(
+        return self.table(request, fleet, candidates).parts
+
+    def table(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Table:
+        """Return the parts and their sum, in one array."""
+        found = np.empty((len(PARTS) + 1, len(candidates)))
+        price(
             fleet.estimates.table,
             fleet.prefill_requests,
             fleet.prefill_tokens,
@@ -74,8 +77,9 @@ class Toll:
             fleet.output,
             self.params.toll,
             self.params.overlap_weight,
+            found,
         )
-        return dict(zip(PARTS, found, strict=True))
+        return Table(PARTS, found)
 
 
 def stream_tolls(known: Estimates, streams: Counts, output: float) -> Costs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.compiled import kernel
+from pigou.kv.compiled import bare_kernel
 
 #: Names of the parts, in the order of the rows that `price` returns.
 PARTS = (
@@ -13,7 +13,7 @@ PARTS = (
 )  # fmt: skip
 
 
-@kernel
+@bare_kernel
 def price(
     table: NDArray[np.float64],
     prefill_requests: NDArray[np.int64],
@@ -26,8 +26,11 @@ def price(
     output: float,
     toll: float,
     overlap_weight: float,
-) -> NDArray[np.float64]:
-    """Return the parts of each candidate's cost, shape (7, candidates); `Toll` says what they are.
+    found: NDArray[np.float64],
+) -> None:
+    """Write the parts of each candidate's cost, and in the last row their sum.
+
+    `Toll` says what the parts are.
 
     Args:
         table: `Estimates.table`.
@@ -37,10 +40,12 @@ def price(
         prompt: tokens.
         output: tokens expected.
         toll, overlap_weight: parameters of the policy.
+        found: takes the parts in the order of `PARTS`, and the sum, shape (8, candidates).
     """
-    base, token, move_base, move_token, arrivals, busy, a, b, d, n_sat, beta, floor = table
-    found = np.zeros((7, len(decode)))
-    for i in range(len(decode)):
+    base, token, move_base, move_token = table[0], table[1], table[2], table[3]
+    arrivals, busy, a, b, d = table[4], table[5], table[6], table[7], table[8]
+    n_sat, beta, floor = table[9], table[10], table[11]
+    for i in range(decode.shape[0]):
         there = decode[i]
         local = prefill[i] < 0
         where = there if local else prefill[i]
@@ -57,14 +62,20 @@ def price(
                     slower += d[there] * pole
                 else:
                     pace += d[there] * pole
-        found[0, i] = wait
-        found[1, i] = service
+        transfer, stall = 0.0, 0.0
         if local:
-            found[6, i] = toll * service * n
+            stall = toll * service * n
         else:
             missing = prompt - overlap_weight * cached[there]
-            found[2, i] = move_base[there] + move_token[there] * missing
+            transfer = move_base[there] + move_token[there] * missing
+        stream = toll * output * n * (slower - pace)
+        queue = toll * service * arrivals[where] * (wait + service) / (1.0 - busy[where])
+        found[0, i] = wait
+        found[1, i] = service
+        found[2, i] = transfer
         found[3, i] = output * slower
-        found[4, i] = toll * output * n * (slower - pace)
-        found[5, i] = toll * service * arrivals[where] * (wait + service) / (1.0 - busy[where])
-    return found
+        found[4, i] = stream
+        found[5, i] = queue
+        found[6, i] = stall
+        # In the order of the rows, as whoever adds them up again does: sums must be the same.
+        found[7, i] = wait + service + transfer + output * slower + stream + queue + stall

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.control.routing.view_kernel import cached_tokens
 from pigou.control.speeds.estimates import Estimates
 from pigou.request import Ints
 
@@ -16,9 +17,38 @@ Shares = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class FleetView:
+class _Counted:
+    """What a view counted of a prompt, for those who ask again."""
+
+    __slots__ = ("_cached", "_longest", "_prompt")
+    overlap: Counts
+    block_size: Counts
+
+    def __init__(self) -> None:
+        self._cached: Counts | None = None
+
+    def cached(self, prompt: int) -> Counts:
+        """Return the tokens of a prompt that each worker holds: at least one is left to compute."""
+        found = self._cached
+        return self._count(prompt) if found is None or prompt != self._prompt else found
+
+    def longest(self, prompt: int) -> int:
+        """Return the most tokens of a prompt that one worker holds."""
+        self.cached(prompt)
+        return self._longest
+
+    def _count(self, prompt: int) -> Counts:
+        found = self._cached = np.empty(len(self.overlap), dtype=np.int64)
+        self._prompt = prompt
+        self._longest = cached_tokens(self.overlap, self.block_size, prompt, found)
+        return found
+
+
+@dataclass(slots=True)  # not frozen: setting so many fields would take longer than to price them
+class FleetView(_Counted):
     """Load of each worker, shape (workers,); index by `Candidates.decode` or `.prefill`.
+
+    Made anew for each decision, of the control plane's own arrays: not to be changed or kept.
 
     Attributes:
         ids: names of the workers, in order.
@@ -62,6 +92,10 @@ class FleetView:
     estimates: Estimates
     output: float
 
+    def __post_init__(self) -> None:
+        """Nothing is counted yet."""
+        _Counted.__init__(self)
+
     @classmethod
     def of(cls, workers: int, **columns: Any) -> Self:
         """Return the view of a fleet at rest, with the given columns in place of zeros.
@@ -77,17 +111,15 @@ class FleetView:
             "estimates": Estimates.prior(workers),
             "output": 1.0,
         }
-        for field in fields(cls):
-            if field.name in columns:
-                value = columns.pop(field.name)
-                shape = field.name in ("running", "waiting", "kv_usage")
-                kind = np.float64 if shape else np.int64
-                whole[field.name] = (
+        for each in fields(cls):
+            kind = np.float64 if each.type == "Shares" else np.int64
+            if each.name in columns:
+                value = columns.pop(each.name)
+                whole[each.name] = (
                     np.asarray(value, dtype=kind) if isinstance(value, list) else value
                 )
-            elif field.name not in whole:
-                kind = np.float64 if field.type == "Shares" else np.int64
-                whole[field.name] = np.zeros(workers, dtype=kind)
+            elif each.name not in whole:
+                whole[each.name] = np.zeros(workers, dtype=kind)
         if columns:
             raise TypeError(f"FleetView has no column {', '.join(sorted(columns))}")
         if not whole["device"].any() and not whole["host"].any() and not whole["storage"].any():
@@ -100,15 +132,10 @@ class FleetView:
         found: Counts = -(-self.decode_tokens // self.block_size)
         return found
 
-    def cached(self, prompt: int) -> Counts:
-        """Return the tokens of a prompt that each worker holds: at least one is left to compute."""
-        found: Counts = np.minimum(self.overlap * self.block_size, max(0, prompt - 1))
-        return found
-
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Pairs to choose from, both of shape (candidates,).
+    """Pairs to choose from, both of shape (candidates,); shared by many decisions.
 
     Attributes:
         prefill: index of the worker that computes the prompt; -1 where `decode` does.

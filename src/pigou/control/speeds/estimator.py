@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from pigou.control.speeds.affine import AffineFit
+from pigou.control.speeds.arrivals import RATE_S, decayed
 from pigou.control.speeds.estimates import PRIOR_LAW, Estimates
 from pigou.control.speeds.flow import Flow
 from pigou.control.speeds.scales import Scales
@@ -16,10 +17,6 @@ from pigou.request import SECOND
 
 #: Streams on a worker that the law is expected to see at most; it goes on past them.
 _MOST_STREAMS = 256.0
-#: Rates of arrivals are means over about this many seconds.
-_RATE_S = 10.0
-#: A prefill pool is never taken to be busier than this: queues would be infinite.
-_MOST_BUSY = 0.95
 #: Rates of arrival are as of at most so many nanoseconds ago.
 _FRESH = SECOND // 100
 #: Outputs that the expected length of an output is a mean over.
@@ -78,8 +75,8 @@ class Estimator:
 
     def sent(self, row: int, now: int) -> None:
         """A prompt was sent to worker `row` to be computed."""
-        age = (now - self._rated[row]) / SECOND / _RATE_S
-        self._rate[row] = self._rate[row] * math.exp(-max(0.0, age)) + 1.0 / _RATE_S
+        age = (now - self._rated[row]) / SECOND / RATE_S
+        self._rate[row] = self._rate[row] * math.exp(-max(0.0, age)) + 1.0 / RATE_S
         self._rated[row] = now
 
     def prefilled(self, row: int, tokens: int, sent: int, now: int) -> None:
@@ -136,10 +133,7 @@ class Estimator:
 
     def _arrive(self, known: Estimates, now: int) -> None:
         """Write the rates of arrival as of `now`."""
-        age = np.maximum(0, now - self._rated) / SECOND / _RATE_S
-        arrivals = self._rate * np.exp(-age)
-        np.copyto(known.arrivals, arrivals)
-        np.copyto(known.busy, np.minimum(_MOST_BUSY, arrivals * self._mean_service))
+        decayed(self._rate, self._rated, self._mean_service, now, known.arrivals, known.busy)
 
     def _learn(
         self, name: str, fit: AffineFit, row: int, size: int, nanos: int, now: int
