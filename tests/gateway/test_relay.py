@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.gateway.call import Call
@@ -76,6 +78,85 @@ def test_a_stream_event_by_event_is_the_stream_at_once(
         assert relay.counted == first.counted
         assert relay.transcript == first.transcript
         assert relay.failed is None
+
+
+@st.composite
+def alike(draw: st.DrawFn) -> list[bytes]:
+    """Events of one stream: the same chunk with another text and id each time, mostly."""
+    chat, compact = draw(st.booleans()), draw(st.integers(0, 9)) > 0
+    extra = draw(st.sampled_from([{}, {"usage": None}, {"text": "x"}, {"token_ids": [7]}]))
+    before = draw(st.sampled_from([{}, {"error": None}, {"prompt_token_ids": None}]))
+    ascii_only = draw(st.booleans())
+    events = []
+    plain = st.sampled_from([" token", "", "é", "词"])
+    for text in draw(st.lists(st.one_of(plain, plain, plain, texts), min_size=3, max_size=12)):
+        ids = draw(st.sampled_from([[1234], [5], [6], [0], [7, 8], [], None, [10**9]]))
+        choice = {"index": 0, **({"delta": {"content": text}} if chat else {"text": text})}
+        choice |= {"logprobs": None, "finish_reason": None, **before, "token_ids": ids}
+        body = {"id": "a", "created": 1, "model": "m", "choices": [choice], **extra}
+        spaces = (",", ":") if compact else (", ", ": ")
+        events.append(frame(json.dumps(body, ensure_ascii=ascii_only, separators=spaces).encode()))
+    return [*events, DONE]
+
+
+def cut(stream: bytes, places: set[int]) -> list[bytes]:
+    ends = [0, *sorted(places), len(stream)]
+    return [stream[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def until_failed(parts: list[bytes], stock: bool, wants_ids: bool) -> tuple[object, ...]:
+    """What a client and the gateway know after these parts, or those before one that fails."""
+    relay = Relay(cast(Call, SimpleNamespace(single=True, wants_ids=wants_ids)))
+    relay.begin(stock=stock, mapped=False)
+    got = b""
+    for part in parts:
+        got += relay.feed(part)
+        if relay.failed is not None or relay.transcript.done:
+            break
+    return got, relay.counted, relay.transcript, type(relay.failed), str(relay.failed)
+
+
+@settings(max_examples=300)
+@given(events=alike(), stock=st.booleans(), wants_ids=st.booleans(), data=st.data())
+def test_a_damaged_stream_is_the_same_however_it_is_cut(
+    events: list[bytes], stock: bool, wants_ids: bool, data: st.DataObject
+) -> None:
+    if data.draw(st.booleans(), label="damage"):
+        which = data.draw(st.integers(0, len(events) - 1))
+        at = data.draw(st.integers(0, len(events[which]) - 1))
+        with_ = data.draw(st.sampled_from([b"", b'"', b"\\", b"\n", b"\r", b"\x00", b"\xff", b"1"]))
+        events[which] = events[which][:at] + with_ + events[which][at + 1 :]
+    stream = b"".join(events)
+    # In one piece, every chunk is parsed; event by event, most are told by the mould.
+    whole = until_failed([stream], stock, wants_ids)
+    assert until_failed(events, stock, wants_ids) == whole
+    places = data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=12), label="places")
+    assert until_failed(cut(stream, places), stock, wants_ids) == whole
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("key", ['"text":"%s"', '"delta":{"content":"%s"}'])
+def test_tokens_that_come_alone_are_not_parsed(
+    key: str, stock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def event(text: str, token: int, finish: str = "null") -> bytes:
+        shown = key % text
+        body = f'{{"id":"a","choices":[{{"index":0,{shown},"finish_reason":{finish},"token_ids":'
+        return frame(f"{body}[{token}]}}]}}".encode())
+
+    relay = Relay(cast(Call, SimpleNamespace(single=True, wants_ids=True)))
+    relay.begin(stock=stock, mapped=False)
+    relay.feed(event(" a", 1))
+    relay.feed(event(" b", 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(relay, "_parse", None)
+        for token in range(10, 30):
+            sent = event(f" {token} é", token)
+            assert relay.feed(sent) == sent
+    assert relay.transcript.tokens == [1, 2, *range(10, 30)]
+    assert relay.transcript.shown == (22 if stock else 1)
+    relay.feed(event("", 3, '"stop"'))
+    assert relay.transcript.finish == "stop"
 
 
 @pytest.mark.parametrize("stock", [False, True])

@@ -53,17 +53,9 @@ class ShownChoice(Choice):
     delta: Delta | None = None
 
     @property
-    def shows(self) -> bool:
-        """Whether the client sees text of it."""
-        return bool(self.text or (self.delta is not None and self.delta.content))
-
-
-class ShownChunk(msgspec.Struct):
-    """A chunk with its text."""
-
-    choices: list[ShownChoice] = []
-    nvext: Extension | None = None
-    error: dict[str, Any] | None = None
+    def shown(self) -> str:
+        """The text that the client sees of it."""
+        return self.text or (self.delta is not None and self.delta.content) or ""
 
 
 class FullChoice(ShownChoice):
@@ -116,7 +108,6 @@ class Whole(msgspec.Struct):
 
 
 chunk = msgspec.json.Decoder(Chunk).decode
-shown_chunk = msgspec.json.Decoder(ShownChunk).decode
 full_chunk = msgspec.json.Decoder(FullChunk).decode
 whole = msgspec.json.Decoder(Whole).decode
 ids = msgspec.json.Decoder(list[int]).decode

@@ -14,8 +14,6 @@ from typing import cast
 
 _MOST_HEAD = 64 * 1024
 _HIGH_WATER = 256 * 1024
-#: Where the size of a chunk that comes alone must end.
-_MOST_DIGITS = 12
 
 
 class LineError(ConnectionError):
@@ -149,10 +147,19 @@ class Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in."""
-        take = self._take
-        if take is not None and self._phase is _CHUNKS and (body := self._lone(data)):
-            self._hand(take, body)
-            return
+        if self._take is not None and self._phase is _CHUNKS and not self._rest:
+            # Mostly this is one whole chunk.
+            size, _, rest = data.partition(b"\r\n")
+            try:
+                lone = int(size, 16) == len(rest) - 2 > 0
+            except ValueError:
+                lone = False
+            if lone:
+                self._hand(self._take, rest[:-2])
+                return
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -186,17 +193,6 @@ class Line(asyncio.Protocol):
         if not goes_on or self._phase is _IDLE:
             self._take = None
             self._wake()
-
-    def _lone(self, data: bytes) -> bytes:
-        """Return the body in `data` where that is exactly one chunk, as it mostly is; else none."""
-        line = data.find(b"\r\n", 0, _MOST_DIGITS)
-        if line < 0 or self._rest or self._body:
-            return b""
-        try:
-            size = int(data[:line], 16)
-        except ValueError:
-            return b""
-        return data[line + 2 : -2] if size == len(data) - line - 4 and size > 0 else b""
 
     def _take_head(self, data: bytes) -> bytes:
         end = data.find(b"\r\n\r\n")

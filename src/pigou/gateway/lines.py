@@ -26,6 +26,8 @@ class Lines:
         fixed = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._fixed = f"host: {parts.netloc}\r\n{fixed}".encode()
         self._idle: list[Line] = []
+        self._used: set[Line] = set()
+        self._closed = False
 
     async def ask(self, path: str, body: bytes, request_id: str) -> tuple[Line, Head]:
         """Post a body; return the line, whose body is to be read, and the head of the answer.
@@ -51,15 +53,17 @@ class Lines:
 
     def give_back(self, line: Line) -> None:
         """Keep a line for the next request; cut one whose answer was not read to its end."""
-        if line.idle:
+        self._used.discard(line)
+        if line.idle and not self._closed:
             line.idle_since = asyncio.get_running_loop().time()
             self._idle.append(line)
         else:
             line.abort()
 
     def close(self) -> None:
-        """Cut the idle lines."""
-        for line in self._idle:
+        """Cut all lines: whoever reads one gets an error."""
+        self._closed = True
+        for line in [*self._idle, *self._used]:
             line.abort()
         self._idle.clear()
 
@@ -79,8 +83,12 @@ class Lines:
         return line
 
     async def _send(self, line: Line, request: bytes) -> Head:
+        if self._closed:
+            line.abort()
+            raise LineError("the worker was left", fresh=False)
+        self._used.add(line)
         try:
             return await line.ask(request)
         except BaseException:
-            line.abort()
+            self.give_back(line)
             raise

@@ -32,6 +32,7 @@ class Outlet:
         self._request = request
         self._headers = headers
         self._response: web.StreamResponse | None = None
+        self._transport = request.transport
 
     @property
     def open(self) -> bool:
@@ -54,7 +55,7 @@ class Outlet:
 
     def push(self, data: bytes) -> bool:
         """Send whole SSE frames without waiting; return whether there is room for more."""
-        transport = self._request.transport
+        transport = self._transport
         if transport is None or transport.is_closing():
             return False
         transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -67,7 +68,7 @@ class Outlet:
             ConnectionResetError: the client left.
         """
         while True:
-            transport = self._request.transport
+            transport = self._transport
             if transport is None or transport.is_closing():
                 raise ConnectionResetError("the client left")
             if transport.get_write_buffer_size() < _HIGH_WATER:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
 from pigou.gateway import chunks
 from pigou.gateway.call import Call
 from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.mould import Mould
 from pigou.gateway.splice import Splice
 from pigou.gateway.transcript import Transcript
-from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader
+from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
 
 #: Finish reasons that say the worker gave up; no client knows them.
 _GAVE_UP = ("abort", "error")
+#: Moulds that are made within one attempt: where no two chunks are alike, it does not pay.
+_MOULDS = 16
 
 
 class Relay:
@@ -40,8 +42,10 @@ class Relay:
         self._stock = False
         self._full = True
         self._splice: Splice | None = None
-        self._plain = False
-        self._decode: Callable[[bytes], Any] = chunks.chunk
+        self._mould: Mould | None = None
+        self._ready: Mould | None = None
+        self._moulds = 0
+        self._learns = False
 
     def begin(self, *, stock: bool, mapped: bool) -> None:
         """Start an attempt.
@@ -54,8 +58,8 @@ class Relay:
         self._reader = Reader()
         self._stock = stock
         self._full = stock or not self.transcript.begun or not self.call.single
-        self._plain = False
-        self._decode = chunks.shown_chunk if stock else chunks.chunk
+        self._mould = self._ready = None
+        self._moulds = 0
         if self.transcript.begun:
             self._splice = Splice(self.call, self.transcript, mapped)
 
@@ -65,10 +69,24 @@ class Relay:
         When the worker sends an error, or what is no chunk, `failed` is set, and what came
         before it is returned.
         """
-        if self._plain and (passed := self._lone(data)):
-            return passed
+        found = None if self._ready is None else self._ready.token(data)
+        if found is None:
+            out = self._parse(data)
+            self._ready = None if self._reader.pending else self._mould
+            return out
+        token, text, bare = found
+        tokens = self.transcript.tokens
+        tokens.append(token)
+        self.counted += 1
+        if text and self._stock:
+            self.transcript.shown = len(tokens)
+        return data if self.call.wants_ids else bare
+
+    def _parse(self, data: bytes) -> bytes:
         out: list[bytes] = []
-        for payload in self._reader.feed(data):
+        payloads = self._reader.feed(data)
+        self._learns = self._moulds > 0 and len(payloads) == 1
+        for payload in payloads:
             if payload == DONE_PAYLOAD:
                 self.transcript.done = True
                 out.append(DONE)
@@ -85,38 +103,14 @@ class Relay:
                 out += (b"data: ", passed, b"\n\n")
         return b"".join(out)
 
-    def _lone(self, data: bytes) -> bytes:
-        """Do what `feed` does, in one go, for a lone event that is a token amid a reply.
-
-        Returns empty bytes, and has noted nothing, for all else.
-        """
-        if (
-            data.find(b"\n") != len(data) - 2
-            or not data.startswith(b"data: {")
-            or not data.endswith(b"}\n\n")
-            or b"\r" in data
-            or self._reader.pending
-        ):
-            return b""
-        try:
-            chunk = self._decode(data[6:-2])
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return b""
-        if chunk.error is not None or chunk.nvext is not None or len(chunk.choices) != 1:
-            return b""
-        choice = chunk.choices[0]
-        ids = choice.token_ids
-        at = data.find(chunks.IDS)
-        if not ids or at < 0 or choice.finish_reason is not None or chunks.PROMPT_IDS in data:
-            return b""
-        transcript = self.transcript
-        transcript.tokens += ids
-        self.counted += len(ids)
-        if self._stock and choice.shows:
-            transcript.shown = len(transcript.tokens)
-        if self.call.wants_ids:
-            return data
-        return b"%bnull%b" % (data[: at + 12], data[data.find(b"]", at) + 1 :])
+    def _learn(self, payload: bytes, choices: Sequence[chunks.Choice], text: str | None) -> None:
+        """Make a mould of a chunk that is one token amid the reply, for those that follow."""
+        if len(choices) != 1 or b"\n" in payload:
+            return
+        ids = choices[0].token_ids
+        if choices[0].finish_reason is None and ids is not None and len(ids) == 1:
+            self._moulds -= 1
+            self._mould = Mould.of(frame(payload), ids[0], text) or self._mould
 
     def _take(self, payload: bytes) -> bytes:
         """Note one chunk; return what the client gets of it."""
@@ -130,6 +124,8 @@ class Relay:
             payload = self._extended(payload, chunk.nvext)
         if self._splice is not None:
             return self._splice.fit(payload)
+        if self._learns and chunk.nvext is None:
+            self._learn(payload, chunk.choices, None)
         if has_ids and not self.call.wants_ids:
             return chunks.without_ids(payload, False)
         return payload
@@ -143,16 +139,18 @@ class Relay:
         has_ids = self._count(chunk.choices)
         if chunk.nvext is not None:
             payload = self._extended(payload, chunk.nvext)
-        if any(choice.shows for choice in chunk.choices):
+        if any(choice.shown for choice in chunk.choices):
             transcript.shown = len(transcript.tokens)
         if self._splice is not None:
             return self._splice.fit(payload)
+        if self._learns and chunk.nvext is None:
+            self._learn(payload, chunk.choices, chunk.choices[0].shown if chunk.choices else "")
         prompt = chunk.prompt()
         if transcript.head is None:
             transcript.head = chunk.head()
             transcript.prompt = prompt
             self._full = self._stock or not self.call.single
-            self._plain = self.call.single
+            self._moulds = _MOULDS if self.call.single else 0
         if (has_ids or prompt) and not self.call.wants_ids:
             return chunks.without_ids(payload, bool(prompt))
         return payload

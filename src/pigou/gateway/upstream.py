@@ -135,13 +135,13 @@ class Upstream:
             self._lines.give_back(line)
 
     async def _rest(self, line: Line) -> bytes:
-        answer = b""
+        answer = bytearray()
         try:
             while data := await line.read():
                 answer += data
         except OSError as error:
             raise self.broke("broke", error) from error
-        return answer
+        return bytes(answer)
 
     def broke(self, reason: str, error: BaseException) -> WorkerFailed:
         """Return what to raise when the connection to this worker fails."""
@@ -159,18 +159,8 @@ class Upstream:
 
     async def whole(self, path: str, body: Body, request_id: str) -> bytes:
         """Send a request; return the body of its answer. Raises as `stream`."""
-        try:
-            async with self._session.post(
-                self.worker.url + path,
-                data=msgspec.json.encode(body),
-                headers={**self._headers, "x-request-id": request_id},
-            ) as response:
-                answer = await response.read()
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            raise self.broke("connect", error) from error
-        if response.status != 200:
-            raise self._refusal(response.status, answer)
-        return answer
+        async with self.stream(path, body, request_id) as line:
+            return await self._rest(line)
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body of a GET; raises `aiohttp.ClientError`, `TimeoutError`."""
