@@ -67,6 +67,20 @@ class EngineCore:
         seq = state.sequences[request.id] = Sequence(request, key, hashes)
         state.queue.push(seq)
 
+    def would_wait(self, request: Request) -> bool:
+        """Whether `add` would take a request in, and place it behind somebody who waits.
+
+        Such a request is not admitted before somebody ends: a plan under way need not be cut.
+        """
+        head = self._state.queue.head()
+        if head is None or order_key(request, self.config.order, self._number) < head.key:
+            return False
+        try:
+            self._check(request)
+        except (ValueError, RequestTooLarge, DuplicateRequest, QueueFull):
+            return False
+        return not self.config.max_waiting
+
     def abort(self, request: str) -> Effects:
         """End a request, wherever it is, and free what it has; a held one is released.
 

@@ -95,9 +95,8 @@ class SimWorker:
     def add(self, leg: Leg, now: int) -> None:
         """Take a leg in; the listener is told when the core refuses it."""
         self._legs[leg.request.id] = leg
-        # Nobody overtakes the head of the queue, which the plan under way leaves waiting.
-        overtakes = not self.core.waiting or self.core.config.order != "fcfs"
-        self._do(lambda at: self._add(leg, at), now, overtakes)
+        # The plan under way leaves the head of the queue waiting, and so everybody behind it.
+        self._do(lambda at: self._add(leg, at), now, not self.core.would_wait(leg.request))
 
     def abort(self, leg: Leg, now: int) -> None:
         """End a leg, or let go of what is held for it; nothing more is heard of it."""
@@ -152,8 +151,10 @@ class SimWorker:
                 self._end(now)
         if self._plan is not None:
             wait = passed + 1 + self._ahead
-        elif self._ahead and self.core.running > self.core.loading:
+        elif self._ahead and not self._idle:
             wait = 1
+        elif self._inbox:  # a step has just ended; first what came before
+            wait = 0
         else:
             command(now)
             self._wake(now)
@@ -164,9 +165,15 @@ class SimWorker:
 
     def _open(self, now: int) -> None:
         """Do what had to wait until now, or everything if there is nothing to wait for."""
-        idle = self.core.running == self.core.loading
+        idle = self._idle
         while self._inbox and (idle or self._inbox[0][0] <= self.steps):
             self._inbox.popleft()[1](now)
+            idle = idle or self._idle
+
+    @property
+    def _idle(self) -> bool:
+        """Whether nobody computes here."""
+        return self.core.running == self.core.loading
 
     def _add(self, leg: Leg, now: int) -> None:
         try:
@@ -210,12 +217,14 @@ class SimWorker:
     def load(self, now: int) -> tuple[int, int, float]:
         """Return running and waiting requests, and the share of blocks in use."""
         core = self.core
-        step = 0
+        step = came = 0
         if self._plan is not None and self._take > 1:
             step = self.passed()
+            # Of what came, the plan under way was not cut for those who only wait.
+            came = sum(after <= self.steps + step for after, _ in self._inbox)
             if step and int(self._ends[step - 1]) == now:
                 step -= 1
-        return core.running, core.waiting, core.usage_at(step)
+        return core.running, core.waiting + came, core.usage_at(step)
 
     def passed(self) -> int:
         """Steps of the plan under way that have ended by now."""
@@ -323,6 +332,7 @@ class SimWorker:
                 rows, tokens, self._ends, steps, self._produced, self._last,
                 self._streams & ~self._fresh, self._fresh, self._rows, gaps.histogram, gaps.sums,
             )  # fmt: skip
+            self._produced[rows] -= steps  # these are counted when the plan ends
 
     def _note(self, effects: Effects) -> None:
         self._events += effects.events
