@@ -1,0 +1,156 @@
+"""Figures of a run over time: rates, queues, regime, prices, and the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pigou.report.figure import Axis, Chart, Figure, Heat, Line, Unit
+from pigou.report.palette import LINES
+from pigou.report.record import Course, Record, Samples
+from pigou.report.table import Cell, Table
+
+TIME = Axis("simulated seconds")
+REGIMES = ((0.0, "below"), (1.0, "transition"), (2.0, "saturated"))
+_QUEUES = {
+    "client": "at the client", "queued": "in the fleet's queue", "waiting": "waiting on workers",
+    "running": "running",
+}  # fmt: skip
+_PARTS = {
+    "poa": "whole", "poa_queueing": "queueing", "poa_routing": "routing",
+    "poa_prefill_decode": "prefill and decode",
+}  # fmt: skip
+_STROKES = {"poa": "solid"}
+_WORKER: tuple[tuple[str, str, str, Unit, str], ...] = (
+    ("running", "Requests that run, by worker", "requests", "", ""),
+    ("waiting", "Requests that wait, by worker", "requests", "", ""),
+    ("kv_usage", "KV cache in use, by worker", "share of blocks", "share",
+     "Blocks that are held by requests; cached ones that nobody uses are free."),
+)  # fmt: skip
+_TOLL = (
+    "Seconds that one more stream would cost the streams that are there, by the speeds that the "
+    "control plane has learned so far."
+)
+
+
+def rates(course: Course | None) -> tuple[Chart, Chart]:
+    """Return rates of requests, and time to first token, over time."""
+    x: Sequence[float] = () if course is None else course.time_s
+    pairs: tuple[tuple[str, Sequence[float | None]], ...] = (
+        () if course is None
+        else (("offered", course.offered_rps), ("served", course.completed_rps))
+    )  # fmt: skip
+    ttft: tuple[tuple[str, Sequence[float | None]], ...] = (
+        () if course is None else (("p50", course.ttft_p50_s), ("p99", course.ttft_p99_s))
+    )
+    marks = len(x) < 4
+    return (
+        Chart(
+            "rates", "Requests", "Meant to be sent, and served, in windows of equal length.",
+            TIME, Axis("requests per second", zero=True),
+            tuple(Line(name, x, y, k, marks=marks) for k, (name, y) in enumerate(pairs)),
+        ),
+        Chart(
+            "ttft-time", "Time to first token", "By when a request was meant to be sent.",
+            TIME, Axis("latency", "seconds", log=True),
+            tuple(Line(name, x, y, k, marks=marks) for k, (name, y) in enumerate(ttft)),
+        ),
+    )  # fmt: skip
+
+
+def fleet(samples: Samples) -> tuple[Chart, ...]:
+    """Return queues, regime and the Price of Anarchy over time."""
+    x, found = samples.time_s, samples.fleet
+    queues = tuple(
+        Line(name, x, found[key], place) for place, (key, name) in enumerate(_QUEUES.items())
+    )
+    anarchy = tuple(
+        Line(name, x, found[key], place, "solid" if key == "poa" else "dash", step=True)
+        for place, (key, name) in enumerate(_PARTS.items())
+    )
+    return (
+        Chart(
+            "queues", "Where requests are",
+            f"Samples every {samples.period_s:g} s of virtual time.",
+            TIME, Axis("requests", zero=True), queues,
+        ),
+        Chart(
+            "regime", "Regime", "As the detector of saturation sees it.",
+            TIME, Axis("", ticks=REGIMES), (Line("regime", x, found["regime"], step=True),),
+        ),
+        Chart(
+            "temperature", "Temperature of the choice",
+            "0 takes the cheapest worker; more spreads by chance. Set by the controller.",
+            TIME, Axis("temperature", zero=True),
+            (Line("temperature", x, found["temperature"], 2, step=True),),
+        ),
+        Chart(
+            "poa", "Price of Anarchy",
+            "What the requests of the last window took, over what they would take at best: the "
+            "parts multiply to the whole. From the first assessment on.",
+            TIME, Axis("ratio"), anarchy,
+        ),
+    )  # fmt: skip
+
+
+def tolls(samples: Samples) -> Figure:
+    """Return the tolls of the workers over time."""
+    shown = {
+        name: each["toll"] for name, each in samples.workers.items() if any(each["toll"])
+    }  # a worker that only computes prompts has none
+    axis = Axis("toll", "seconds", zero=True)
+    return _workers("tolls", "Tolls", _TOLL, samples.worker_time_s, shown, axis)
+
+
+def workers(samples: Samples) -> tuple[Figure, ...]:
+    """Return the load of each worker over time."""
+    found = []
+    for key, title, label, unit, note in _WORKER:
+        shown = {name: each[key] for name, each in samples.workers.items()}
+        axis = Axis(label, unit, zero=True)
+        found.append(_workers(f"workers-{key}", title, note, samples.worker_time_s, shown, axis))
+    return tuple(found)
+
+
+def _workers(
+    id_: str, title: str, note: str, x: Sequence[float],
+    shown: dict[str, list[float | None]], axis: Axis,
+) -> Figure:  # fmt: skip
+    """Return lines for a few workers, a map for many."""
+    if len(shown) > LINES:
+        return Heat(id_, title, note, TIME, x, tuple(shown), tuple(shown.values()), axis)
+    lines = tuple(Line(name, x, y, place) for place, (name, y) in enumerate(shown.items()))
+    return Chart(id_, title, note, TIME, axis, lines)
+
+
+def worker_table(run: Record) -> Table:
+    """Return what each worker did, in figures."""
+    rows = []
+    for each in run.figures.get("workers", ()):
+        samples = {} if run.samples is None else run.samples.workers.get(each["worker"], {})
+        rows.append(
+            (
+                Cell(each["worker"]),
+                Cell(each["steps"]),
+                Cell(each["busy"], "share"),
+                Cell(each["prefix_hit_ratio"], "share"),
+                Cell(_mean(samples.get("running", ()))),
+                Cell(_mean(samples.get("waiting", ()))),
+                Cell(_mean(samples.get("kv_usage", ())), "share"),
+                Cell(_most(samples.get("kv_usage", ())), "share"),
+            )
+        )
+    columns = (
+        "worker", "steps", "busy", "prefix hits", "mean running", "mean waiting", "mean KV use",
+        "most KV use",
+    )  # fmt: skip
+    note = "Means and most are over the samples, while the worker was up."
+    return Table("workers", "Workers", columns, tuple(rows), note)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def _most(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)

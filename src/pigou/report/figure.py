@@ -1,0 +1,227 @@
+"""Figures: what is to be drawn, for whoever draws it. One description, a page's and a picture's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Values = Sequence[float | None]
+#: What an axis counts: "seconds" and "share" have ticks of their own.
+Unit = Literal["", "seconds", "share"]
+Stroke = Literal["solid", "dash", "dot"]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis.
+
+    Attributes:
+        title: with its unit.
+        unit: of its values.
+        log: whether distances are ratios; values of 0 and less are not drawn then.
+        ticks: (value, label) in place of numbers.
+        zero: whether it begins at 0.
+    """
+
+    title: str
+    unit: Unit = ""
+    log: bool = False
+    ticks: tuple[tuple[float, str], ...] = ()
+    zero: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line; None is a gap.
+
+    Attributes:
+        name: in the legend.
+        x: values, (points,).
+        y: values, (points,).
+        colour: place in the palette; -1 for the muted colour, of what others found.
+        stroke: how it is drawn.
+        step: whether it stays until the next point.
+        marks: whether points are shown.
+        bare: whether there are only points, and no line.
+    """
+
+    name: str
+    x: Values
+    y: Values
+    colour: int = 0
+    stroke: Stroke = "solid"
+    step: bool = False
+    marks: bool = False
+    bare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Lines over one axis.
+
+    Attributes:
+        id: unique on its page, and the name of the picture.
+        title: what it shows.
+        note: how to read it.
+        x: horizontal.
+        y: vertical.
+        lines: what is drawn.
+    """
+
+    id: str
+    title: str
+    note: str
+    x: Axis
+    y: Axis
+    lines: tuple[Line, ...]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not any(drawn(line, self) for line in self.lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Stacked bars, one a row, from left to right.
+
+    Attributes:
+        id: unique on its page, and the name of the picture.
+        title: what it shows.
+        note: how to read it.
+        x: what the lengths are.
+        rows: names, from top to bottom.
+        parts: (name, lengths by row), stacked in this order.
+    """
+
+    id: str
+    title: str
+    note: str
+    x: Axis
+    rows: tuple[str, ...]
+    parts: tuple[tuple[str, Values], ...]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not any(value for _, values in self.parts for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """A map of many rows over time.
+
+    Attributes:
+        id: unique on its page, and the name of the picture.
+        title: what it shows.
+        note: how to read it.
+        x: horizontal.
+        xs: values of the columns.
+        rows: names, from top to bottom.
+        z: what is shown by colour, (rows, columns).
+        unit: of that.
+    """
+
+    id: str
+    title: str
+    note: str
+    x: Axis
+    xs: Values
+    rows: tuple[str, ...]
+    z: tuple[Values, ...]
+    unit: Axis = field(default=Axis(""))
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not any(value is not None for row in self.z for value in row)
+
+
+Figure = Chart | Bars | Heat
+
+
+def drawn(line: Line, chart: Chart) -> list[tuple[float, float]]:
+    """Return the points of a line that its chart can show."""
+    return [
+        (x, y)
+        for x, y in zip(line.x, line.y, strict=True)
+        if x is not None and y is not None and _shows(chart.x, x) and _shows(chart.y, y)
+    ]
+
+
+def _shows(axis: Axis, value: float) -> bool:
+    return math.isfinite(value) and (value > 0 or not axis.log)
+
+
+def extent(chart: Chart) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return ((least x, most x), (least y, most y)) of what a chart shows; it is not empty."""
+    points = [point for line in chart.lines for point in drawn(line, chart)]
+    xs, ys = zip(*points, strict=True)
+    return (min(xs), max(xs)), (min(ys), max(ys))
+
+
+def ticks(axis: Axis, low: float, high: float) -> tuple[tuple[float, str], ...]:
+    """Return the ticks of an axis from `low` to `high`; none where plain numbers will do."""
+    if axis.ticks or not axis.log:
+        return axis.ticks
+    span = math.log10(high / low)
+    steps = (1,) if span > 3 else (1, 3) if span > 1.6 else (1, 2, 5)
+    if span < 0.5:
+        steps = (1, 1.5, 2, 3, 4, 5, 6, 8)  # type: ignore[assignment]
+    every = 2 if span > 6 else 1
+    found = []
+    for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
+        if power % every:
+            continue
+        for step in steps:
+            value = step * 10.0**power
+            if low / 1.001 <= value <= high * 1.001:
+                found.append((value, _label(value, axis.unit)))
+    return tuple(found)
+
+
+def _label(value: float, unit: Unit) -> str:
+    if unit == "seconds":
+        return duration(value)
+    return f"{value:,.6g}" if value < 1e6 else f"{value:.0e}"
+
+
+def duration(seconds: float, digits: int = 4) -> str:
+    """Return a time in the unit that suits it, with so many significant digits at most."""
+    size = abs(seconds)
+    if size == 0.0:
+        return "0 s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if size >= 0.9995 * scale:
+            return f"{significant(seconds / scale, digits)} {unit}"
+    return f"{significant(seconds * 1e9, digits)} ns"
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """Return a number with so many significant digits at most, and commas among thousands."""
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    if size >= 15 or size < -5:
+        return f"{value:.{digits - 1}e}"
+    after = max(0, digits - 1 - size)
+    text = f"{value:,.{after}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def padded(low: float, high: float, axis: Axis) -> tuple[float, float]:
+    """Return a range around values, with some room."""
+    if axis.log:
+        room = max(0.04 * math.log10(high / low), 0.05)
+        return low / 10**room, high * 10**room
+    if axis.zero or axis.unit == "share":
+        low = min(low, 0.0)
+    room = 0.05 * (high - low) or 0.5
+    return (low if low == 0.0 else low - room), high + room
+
+
+def names(lines: Iterable[Line]) -> tuple[str, ...]:
+    """Return the names of lines."""
+    return tuple(line.name for line in lines)

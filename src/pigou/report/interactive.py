@@ -1,0 +1,197 @@
+"""Figures as Plotly draws them. Colours are names (`@ink`), which the page's theme fills in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pigou.report import palette
+from pigou.report.figure import (
+    Axis,
+    Bars,
+    Chart,
+    Figure,
+    Heat,
+    Line,
+    Values,
+    duration,
+    extent,
+    padded,
+    ticks,
+)
+
+_HEIGHT, _ROW = 340, 34
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+
+def drawing(figure: Figure) -> dict[str, Any]:
+    """Return `{id, data, layout}` for Plotly; the figure is not empty."""
+    if isinstance(figure, Chart):
+        found = _chart(figure)
+    elif isinstance(figure, Bars):
+        found = _bars(figure)
+    else:
+        found = _heat(figure)
+    return {"id": figure.id, **found}
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    (left, right), (low, high) = extent(chart)
+    layout = _layout(_HEIGHT, len(chart.lines))
+    layout["xaxis"] = _axis(chart.x, left, right, tight=True)
+    layout["yaxis"] = _axis(chart.y, low, high)
+    layout["hovermode"] = "x unified" if _aligned(chart.lines) else "closest"
+    return {"data": [_line(line, chart) for line in chart.lines], "layout": layout}
+
+
+def _aligned(lines: Sequence[Line]) -> bool:
+    return not lines[0].bare and all(list(line.x) == list(lines[0].x) for line in lines)
+
+
+def _line(line: Line, chart: Chart) -> dict[str, Any]:
+    colour = "@" + palette.line(line.colour)
+    mode = "markers" if line.bare else "lines+markers" if line.marks else "lines"
+    return {
+        "type": "scatter",
+        "name": line.name,
+        "mode": mode,
+        "x": _kept(line.x, chart.x),
+        "y": _kept(line.y, chart.y),
+        "line": {
+            "color": colour, "width": 2, "dash": line.stroke,
+            "shape": "hv" if line.step else "linear",
+        },
+        "marker": {"color": colour, "size": 7},
+        "connectgaps": False,
+        "text": [_said(value, chart.y) for value in line.y],
+        "customdata": [_said(value, chart.x) for value in line.x],
+        "hovertemplate": "%{text}<extra>%{fullData.name}</extra>"
+        if _aligned(chart.lines)
+        else "%{customdata}: %{text}<extra>%{fullData.name}</extra>",
+    }  # fmt: skip
+
+
+def _bars(bars: Bars) -> dict[str, Any]:
+    layout = _layout(110 + _ROW * len(bars.rows), len(bars.parts))
+    most = max(sum(values[k] or 0.0 for _, values in bars.parts) for k in range(len(bars.rows)))
+    layout["xaxis"] = _axis(bars.x, 0.0, most)
+    layout["yaxis"] = {"autorange": "reversed", "automargin": True, "tickfont": {"color": "@ink"}}
+    layout |= {"barmode": "stack", "bargap": 0.35, "hovermode": "closest"}
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "x": list(values),
+            "y": list(bars.rows),
+            "marker": {
+                "color": f"@c{place}",
+                "line": {"color": "@paper", "width": 1},
+            },
+            "text": [_said(value, bars.x) for value in values],
+            "textposition": "none",
+            "hovertemplate": "%{y}: %{text}<extra>%{fullData.name}</extra>",
+        }
+        for place, (name, values) in enumerate(bars.parts)
+    ]
+    return {"data": data, "layout": layout}
+
+
+def _heat(heat: Heat) -> dict[str, Any]:
+    rows = len(heat.rows)
+    layout = _layout(min(640, 110 + max(6, min(22, 560 // rows)) * rows), 0)
+    there = [value for value in heat.xs if value is not None]
+    layout["xaxis"] = _axis(heat.x, min(there), max(there), tight=True)
+    layout["yaxis"] = {
+        "autorange": "reversed", "automargin": True, "type": "category",
+        "tickfont": {"size": 11, "color": "@ink"}, "showgrid": False,
+    }  # fmt: skip
+    layout["hovermode"] = "closest"
+    data = {
+        "type": "heatmap",
+        "x": list(heat.xs),
+        "y": list(heat.rows),
+        "z": [list(row) for row in heat.z],
+        "text": [[_said(value, heat.unit) for value in row] for row in heat.z],
+        "colorscale": [[0.0, "@h0"], [0.5, "@h1"], [1.0, "@h2"]],
+        "zmin": 0,
+        "colorbar": {
+            "thickness": 10, "outlinewidth": 0, "tickfont": {"color": "@muted"},
+            "tickformat": ".0%" if heat.unit.unit == "share" else "",
+            "title": {"text": heat.unit.title, "side": "right", "font": {"color": "@muted"}},
+        },
+        "hoverongaps": False,
+        "hovertemplate": "%{y}, %{x}: %{text}<extra></extra>",
+    }  # fmt: skip
+    return {"data": [data], "layout": layout}
+
+
+def _layout(height: int, entries: int) -> dict[str, Any]:
+    return {
+        "height": height,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": _FONT, "size": 13, "color": "@ink"},
+        "margin": {"l": 64, "r": 16, "t": 34 if entries > 1 else 12, "b": 52},
+        "showlegend": entries > 1,
+        "legend": {
+            "orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom",
+            "font": {"color": "@ink"}, "itemwidth": 30,
+        },
+        "hoverlabel": {
+            "bgcolor": "@paper", "bordercolor": "@grid", "font": {"color": "@ink", "size": 12.5},
+        },
+    }  # fmt: skip
+
+
+def _axis(axis: Axis, low: float, high: float, *, tight: bool = False) -> dict[str, Any]:
+    """Return an axis over these values; a tight one leaves no room around them."""
+    found: dict[str, Any] = {
+        "title": {"text": axis.title, "font": {"color": "@muted", "size": 12.5}, "standoff": 10},
+        "gridcolor": "@grid",
+        "linecolor": "@grid",
+        "zeroline": False,
+        "automargin": True,
+        "tickfont": {"color": "@muted", "size": 12},
+    }
+    least, most = padded(low, high, axis)
+    if tight and not axis.log and high > low:
+        least, most = low, high
+    marks = ticks(axis, least, most)
+    if marks:
+        found |= {
+            "tickvals": [value for value, _ in marks],
+            "ticktext": [text for _, text in marks],
+        }
+    elif axis.unit == "share":
+        found["tickformat"] = ".0%"
+    else:
+        found["separatethousands"] = True
+    if axis.log:
+        found |= {"type": "log", "range": [math.log10(least), math.log10(most)]}
+    else:
+        found["range"] = [least, most]
+    return found
+
+
+def _kept(values: Values, axis: Axis) -> list[float | None]:
+    """Return values with those left out that a logarithmic axis cannot show."""
+    return [
+        value
+        if value is not None and math.isfinite(value) and (value > 0 or not axis.log)
+        else None
+        for value in values
+    ]
+
+
+def _said(value: float | None, axis: Axis) -> str:
+    """Return how a value reads under the pointer."""
+    if value is None:
+        return "–"
+    for place, label in axis.ticks:
+        if value == place:
+            return label
+    if axis.unit == "seconds":
+        return duration(value)
+    return f"{value:.1%}" if axis.unit == "share" else f"{value:,.4g}"

@@ -1,0 +1,226 @@
+"""From a finished simulation to the record of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou import __version__
+from pigou.report.record import (
+    SHARES,
+    Attainment,
+    Course,
+    Curve,
+    Load,
+    Reason,
+    Record,
+    Samples,
+    Stage,
+)
+from pigou.request import SECOND
+from pigou.sim.call import Outcome
+from pigou.sim.result import Result
+from pigou.sim.timeline import FLEET, WORKER, Timeline
+
+Floats = NDArray[np.float64]
+
+TTFT_LIMITS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+TPOT_LIMITS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
+#: Most windows of the course, most groups of the load, fewest requests of such a group.
+_WINDOWS, _GROUPS, _LEAST = 120, 20, 10
+#: Most values of one figure of all workers; beyond that, fewer of their samples are kept.
+_MOST = 65536
+_STAGES = (
+    ("all", 0.0, 1.0), ("fastest half", 0.0, 0.5), ("50 to 90%", 0.5, 0.9),
+    ("90 to 99%", 0.9, 0.99), ("slowest 1%", 0.99, 1.0),
+)  # fmt: skip
+
+
+def record(
+    result: Result, timeline: Timeline | None, document: Mapping[str, Any], title: str,
+    config: Mapping[str, dict[str, Any]],
+) -> Record:  # fmt: skip
+    """Return the record of a run.
+
+    Args:
+        result: of the run.
+        timeline: of the run, if it was watched.
+        document: `result.document()`.
+        title: name of the run.
+        config: all that was asked for, by group.
+    """
+    served = _Served(result)
+    return Record(
+        pigou=__version__,
+        title=title,
+        config=dict(config),
+        figures=dict(document),
+        outcomes=_outcomes(result),
+        curves=_curves(result, served),
+        attainment=_attainment(served, len(result.calls)),
+        stages=_stages(served),
+        load=_load(result, served),
+        course=_course(result, served),
+        samples=None if timeline is None else _samples(timeline),
+    )
+
+
+class _Served:
+    """Columns of the served requests, in seconds, (requests,) each; times from the beginning."""
+
+    def __init__(self, result: Result) -> None:
+        names = ("intended", "sent", "routed", "first", "last", "tokens")
+        intended, sent, routed, first, last, tokens = result.column(*names)
+        self.intended: Floats = (intended - result.begin) / SECOND
+        self.last: Floats = (last - result.begin) / SECOND
+        self.client: Floats = (sent - intended) / SECOND
+        self.queue: Floats = (routed - sent) / SECOND
+        self.first: Floats = (first - routed) / SECOND
+        self.stream: Floats = (last - first) / SECOND
+        self.ttft: Floats = (first - intended) / SECOND
+        self.e2e: Floats = (last - intended) / SECOND
+        self.server_ttft: Floats = (first - sent) / SECOND
+        self.many: NDArray[np.bool_] = tokens > 1
+        self.tpot: Floats = np.zeros(len(tokens))
+        np.divide(self.stream, tokens - 1, out=self.tpot, where=self.many)
+        self.count = len(tokens)
+
+
+def _ranked(values: Floats, share: float) -> float:
+    """Return the k-th smallest value, k = ceil(share n)."""
+    return float(values[max(1, math.ceil(share * len(values))) - 1])
+
+
+def _curve(values: Floats, offered: int = 0) -> Curve:
+    """Return a distribution; with `offered`, shares are of so many instead of those there."""
+    if not len(values):
+        return Curve([], [])
+    ordered = np.sort(values)
+    scale = len(values) / offered if offered else 1.0
+    return Curve([q * scale for q in SHARES], [_ranked(ordered, q) for q in SHARES])
+
+
+def _curves(result: Result, served: _Served) -> dict[str, Curve]:
+    gaps = Curve([], [])
+    if result.gaps.count:
+        found = result.gaps.percentiles(np.array(SHARES) * 100.0)
+        gaps = Curve(list(SHARES), found.tolist())
+    return {
+        "ttft_s": _curve(served.ttft),
+        "itl_s": gaps,
+        "tpot_s": _curve(served.tpot[served.many]),
+        "e2e_s": _curve(served.e2e),
+        "client_wait_s": _curve(served.client),
+        "server_ttft_s": _curve(served.server_ttft),
+    }
+
+
+def _attainment(served: _Served, offered: int) -> Attainment | None:
+    if not offered:
+        return None
+    grid = [
+        [
+            float(((served.ttft <= ttft) & (served.tpot <= tpot)).sum()) / offered
+            for tpot in TPOT_LIMITS
+        ]
+        for ttft in TTFT_LIMITS
+    ]
+    curves = {
+        "ttft_s": _curve(served.ttft, offered),
+        "tpot_s": _curve(served.tpot, offered),
+        "e2e_s": _curve(served.e2e, offered),
+    }
+    return Attainment(offered, curves, list(TTFT_LIMITS), list(TPOT_LIMITS), grid)
+
+
+def _outcomes(result: Result) -> list[Reason]:
+    reasons = {Outcome.PENDING: "cut off by the end of the run"}
+    found = Counter(
+        (call.outcome.value, reasons.get(call.outcome, call.reason)) for call in result.calls
+    )
+    return [Reason(outcome, reason, count) for (outcome, reason), count in found.most_common()]
+
+
+def _stages(served: _Served) -> list[Stage]:
+    order = np.argsort(served.e2e, kind="stable")
+    found = []
+    for name, low, high in _STAGES:
+        rows = order[round(low * served.count) : round(high * served.count)]
+        if len(rows):
+            parts = (served.client, served.queue, served.first, served.stream)
+            found.append(Stage(name, len(rows), *(float(part[rows].mean()) for part in parts)))
+    return found
+
+
+def _load(result: Result, served: _Served) -> list[Load]:
+    """Group served requests by the load that they met, into groups of about equal size."""
+    if not served.count:
+        return []
+    ended = np.sort([c.ended for c in result.calls if c.outcome is not Outcome.PENDING])
+    done = result.done
+    intended = np.array([call.intended for call in done])
+    begun = np.array([call.number for call in done]) + 1
+    met = begun - np.searchsorted(ended, intended, side="right")
+    order = np.argsort(met, kind="stable")
+    groups = max(1, min(_GROUPS, served.count // _LEAST))
+    edges = np.unique(met[order[[k * served.count // groups for k in range(groups)]]])
+    place = np.searchsorted(edges, met, side="right")
+    found = []
+    for group in range(1, len(edges) + 1):
+        rows = place == group
+        many = rows & served.many
+        pairs = [_pair(values) for values in (served.ttft[rows], served.e2e[rows])]
+        tpot = _pair(served.tpot[many]) if many.any() else None
+        found.append(Load(float(met[rows].mean()), int(rows.sum()), pairs[0], tpot, pairs[1]))
+    return found
+
+
+def _pair(values: Floats) -> tuple[float, float]:
+    ordered = np.sort(values)
+    return _ranked(ordered, 0.5), _ranked(ordered, 0.99)
+
+
+def _course(result: Result, served: _Served) -> Course | None:
+    if not result.seconds:
+        return None
+    intended = np.array([call.intended - result.begin for call in result.calls]) / SECOND
+    windows = max(1, min(_WINDOWS, len(result.calls) // _LEAST))
+    edges = np.linspace(0.0, result.seconds, windows + 1)
+    width = result.seconds / windows
+    place = np.clip(np.searchsorted(edges, served.intended, side="right") - 1, 0, windows - 1)
+    pairs = [
+        _pair(served.ttft[rows]) if (rows := place == k).any() else (None, None)
+        for k in range(windows)
+    ]
+    return Course(
+        time_s=((edges[1:] + edges[:-1]) / 2).tolist(),
+        offered_rps=(np.histogram(intended, edges)[0] / width).tolist(),
+        completed_rps=(np.histogram(served.last, edges)[0] / width).tolist(),
+        ttft_p50_s=[pair[0] for pair in pairs],
+        ttft_p99_s=[pair[1] for pair in pairs],
+    )
+
+
+def _samples(timeline: Timeline) -> Samples:
+    times = timeline.times
+    thin = max(1, math.ceil(len(times) * len(timeline.workers) / _MOST))
+    return Samples(
+        period_s=timeline.period / SECOND,
+        time_s=times.tolist(),
+        fleet={name: _plain(timeline.fleet(name)) for name in FLEET},
+        worker_time_s=times[::thin].tolist(),
+        workers={
+            worker: {name: _plain(timeline.worker(name)[::thin, row]) for name in WORKER}
+            for row, worker in enumerate(timeline.workers)
+        },
+    )
+
+
+def _plain(values: NDArray[Any]) -> list[float | None]:
+    """Return values with six significant digits, None in place of what is no number."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
