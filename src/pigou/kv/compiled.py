@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -61,13 +62,25 @@ def bare_kernel(function: Function) -> Function:
     """Compile a kernel as `kernel` does, without counting references to arrays.
 
     For kernels that neither make arrays nor return them: counting (atomically) at each use of an
-    array costs more than the short functions that use it.
+    array costs more than the short functions that use it. They may call one another, and `inlined`
+    functions, across the files of their folder: a change of any of these is noticed.
     """
-    return cast(Function, njit(cache=True, **_BARE)(function))
+    made = njit(cache=True, **_BARE)(function)
+    kept = getattr(made._cache, "_cache_file", None)
+    if kept is not None:  # as of the folder, where numba has only the kernel's own file
+        kept._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
+    return cast(Function, made)
+
+
+@lru_cache
+def _stamp(folder: Path) -> tuple[tuple[str, float, int], ...]:
+    """Return what changes when a module of a folder does."""
+    found = ((each.name, each.stat()) for each in sorted(folder.glob("*.py")))
+    return tuple((name, stat.st_mtime, stat.st_size) for name, stat in found)
 
 
 def inlined(function: Function) -> Function:
-    """Compile a function into every bare kernel of its file that calls it.
+    """Compile a function into every bare kernel of its folder that calls it.
 
     A call would hand over arrays field by field, which costs more than a short function does.
     """

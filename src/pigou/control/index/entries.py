@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pigou.control.index import entry_kernels as kernels
-from pigou.control.index.entry_kernels import Counts, Words
+from pigou.control.index.slots import Counts, Words, enter_all, slots_for
 from pigou.request import Ints
 
 _LEAST = 64
@@ -63,7 +63,7 @@ class Entries:
         self._arrays(size)
         self.links[: len(links)] = links
         self.names[: len(names)] = names
-        kernels.enter_all(slots, self.slots)
+        enter_all(slots, self.slots)
 
     def clear(self) -> Change:
         """Forget all entries; what was counted as evicted stays."""
@@ -76,7 +76,7 @@ class Entries:
     def _arrays(self, entries: int) -> None:
         self.links: Ints = np.zeros((entries + 1, kernels.WIDTH), dtype=np.int32)
         self.names: Words = np.zeros((entries + 1, 2), dtype=np.uint64)
-        self.slots: Words = np.zeros(1 << (2 * entries - 1).bit_length(), dtype=np.uint64)
+        self.slots: Words = slots_for(entries)
 
 
 def pairs(count: int) -> Words:

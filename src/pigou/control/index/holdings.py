@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.control.index import entry_kernels as kernels
+from pigou.control.index import entry_kernels, holding_kernels
+from pigou.control.index import event_kernels as kernels
 from pigou.control.index.entries import Change, Entries, pairs
-from pigou.control.index.entry_kernels import Words
+from pigou.control.index.slots import Words
+from pigou.control.index.table import Table
+
+_NO_NAME = np.uint64(0)
 
 
 class Holdings(Entries):
@@ -19,51 +23,64 @@ class Holdings(Entries):
     @property
     def known(self) -> int:
         """Blocks whose key is known: only those are ever matched."""
-        return int(self.counts[kernels.KNOWN])
+        return int(self.counts[entry_kernels.KNOWN])
 
     def key(self, name: int) -> int | None:
         """Return the key of a block that is held; None where it is not, or is not known."""
-        entry = self._entry(name)
-        return int(self.names[entry, kernels.VALUE]) or None if entry else None
+        entry = holding_kernels.look_up(self.names, self.slots, np.uint64(name))
+        return int(self.names[entry, entry_kernels.VALUE]) or None if entry else None
 
     def absent(self, hashes: Words) -> int:
         """Return how many of these blocks are not there."""
-        return kernels.absent(self.names, self.slots, hashes)
+        return holding_kernels.absent(self.names, self.slots, hashes)
 
-    def store(self, hashes: Words, keys: Words, parent: int | None, tier: int) -> Change:
-        """Take in consecutive blocks.
+    def store(
+        self, table: Table, worker: int, hashes: Words, keys: Words, parent: int | None, tier: int
+    ) -> int:
+        """Take in consecutive blocks, here and in the table; return how many entries are new.
 
         Args:
-            hashes: of the engine, shape (blocks,).
-            keys: shape (blocks,); 0 where unknown.
+            table: of all workers.
+            worker: this one's number there.
+            hashes: of the engine, in the last column, shape (blocks, any).
+            keys: in the last column, 0 where unknown, shape (blocks, any).
             parent: the engine's hash of the block before; None at the beginning.
             tier: where they are.
         """
-        count = len(hashes)
-        self.reserve(self.absent(hashes))
-        gained, lost = pairs(count), pairs(count)
-        more, less = kernels.store(
-            self.links, self.names, self.slots, self.counts, self.limit,
-            0 if parent is None else self._entry(parent), 1 << tier, hashes, keys, gained, lost,
-        )  # fmt: skip
-        return Change(gained[:more], lost[:less])
+        follows = parent is not None
+        name = _NO_NAME if parent is None else np.uint64(parent)
+        sure = False
+        while True:
+            grown = kernels.store(
+                self.links, self.names, self.slots, self.counts,
+                table.rows, table.slots, table.twins, table.totals,
+                worker, self.limit, follows, name, 1 << tier, hashes, keys, sure,
+            )  # fmt: skip
+            if grown != kernels.NO_ROOM:
+                self._before += grown
+                return grown
+            self.reserve(self.absent(hashes))
+            table.reserve(len(hashes))
+            sure = True
 
-    def remove(self, hashes: Words, tier: int) -> Change:
-        """Forget blocks in one tier; those that are not there are no error."""
-        lost = pairs(len(hashes))
-        less = kernels.remove(
-            self.links, self.names, self.slots, self.counts, 1 << tier, hashes, lost
-        )
-        return Change(pairs(0), lost[:less])
+    def remove(self, table: Table, worker: int, hashes: Words, tier: int) -> int:
+        """Forget blocks in one tier, here and in the table; return how many entries are new: -n.
+
+        Blocks that are not there are no error.
+        """
+        grown = kernels.remove(
+            self.links, self.names, self.slots, self.counts,
+            table.rows, table.slots, table.twins, table.totals,
+            worker, 1 << tier, hashes,
+        )  # fmt: skip
+        self._before += grown
+        return grown
 
     def evict(self, count: int) -> Change:
         """Forget `count` blocks, or all, the leaves that were stored longest ago first."""
         count = min(count, len(self))
         lost = pairs(count)
-        less = kernels.evict_many(
+        less = holding_kernels.evict(
             self.links, self.names, self.slots, self.counts, count, lost
         )  # fmt: skip
         return Change(pairs(0), lost[:less])
-
-    def _entry(self, name: int) -> int:
-        return kernels.look_up(self.names, self.slots, np.uint64(name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pigou.control.index.table_kernels import Words
+from pigou.control.index.slots import Words
 
 
 @dataclass(frozen=True, slots=True)

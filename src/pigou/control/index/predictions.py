@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.control.index import entry_kernels as kernels
+from pigou.control.index import entry_kernels
+from pigou.control.index import prediction_kernels as kernels
 from pigou.control.index.entries import Change, Entries, pairs
 from pigou.control.index.table_kernels import DEVICE
 from pigou.request import BlockKeys
@@ -21,7 +22,7 @@ class Predictions(Entries):
     before its root, and is counted as evicted.
     """
 
-    _keys = kernels.NAME
+    _keys = entry_kernels.NAME
 
     def predict(self, keys: BlockKeys, until: int) -> Change:
         """Expect a chain to be held until a time, in nanoseconds, that never falls."""
@@ -40,7 +41,7 @@ class Predictions(Entries):
     def evict(self, count: int) -> Change:
         """Give up `count` of them, or all, those that were predicted longest ago first."""
         change = self._give_up(_FOREVER, count)
-        self.counts[kernels.EVICTED] += len(change.lost)
+        self.counts[entry_kernels.EVICTED] += len(change.lost)
         return change
 
     def _give_up(self, now: int, most: int) -> Change:

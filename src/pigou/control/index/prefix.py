@@ -13,9 +13,9 @@ from pigou.control.index.entries import Change, Entries
 from pigou.control.index.holdings import Holdings
 from pigou.control.index.keyed import Keyed
 from pigou.control.index.predictions import Predictions
+from pigou.control.index.slots import Words
 from pigou.control.index.table import Overlaps, Table
-from pigou.control.index.table_kernels import Words
-from pigou.control.index.wire import name_of, names_of, tier_of
+from pigou.control.index.wire import column, name_of, names_of, tier_of, whole
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pigou.request import SECOND, BlockKeys
 from pigou.wire.kv_events import Cleared, Removed, Stored, WireEvent
@@ -123,23 +123,24 @@ class PrefixIndex:
         Events of the wire are keyed by token ids and parent. Core events (a simulated worker's)
         carry hashes that every worker shares; the low half is the key.
         """
-        member = self._member(worker)
+        member = self._members.get(worker) or self._member(worker)
         for event in events:
             member.events += 1
-            if isinstance(event, Stored):
-                self._stored(member, event)
-            elif isinstance(event, BlockStored):
-                low, before = names_of(event.hashes[:, 1]), event.parent[:, 1]
-                parent = int(before[-1]) if len(before) else None
-                self._store(member, low, low, parent, event.medium)
-            elif isinstance(event, Removed):
-                self._remove(member, names_of(event.hashes), event.medium)
+            if isinstance(event, BlockStored):
+                both = whole(event.hashes)  # the names are the keys
+                parent = int(event.parent[-1, 1]) if len(event.parent) else None
+                self._store(member, both, both, parent, event.medium)
             elif isinstance(event, BlockRemoved):
-                self._remove(member, names_of(event.hashes[:, 1]), event.medium)
+                self._remove(member, whole(event.hashes), event.medium)
+            elif isinstance(event, Stored):
+                self._stored(member, event)
+            elif isinstance(event, Removed):
+                self._remove(member, column(names_of(event.hashes)), event.medium)
             elif isinstance(event, Cleared | AllBlocksCleared):
                 self._clear(member, member.holdings)
             elif isinstance(event, Keyed):
-                self._store(member, event.hashes, event.keys, event.parent, event.medium)
+                names, keys = column(event.hashes), column(event.keys)
+                self._store(member, names, keys, event.parent, event.medium)
 
     def keyed(self, worker: str, event: KVEvent | WireEvent | Keyed) -> Keyed | Removed | Cleared:
         """Return a worker's next event without tokens; `apply` takes it for the same.
@@ -170,7 +171,7 @@ class PrefixIndex:
         member = self._member(worker)
         self._make_room(len(keys))
         self._change(
-            member, member.predictions, member.predictions.predict(_whole(keys), now + self._ttl)
+            member, member.predictions, member.predictions.predict(whole(keys), now + self._ttl)
         )
 
     def expire(self, now: int) -> None:
@@ -233,7 +234,7 @@ class PrefixIndex:
             order = self._arrange(ids) if found is None else found
             if ids is workers:
                 self._asked, self._order = ids, order
-        return self._table.overlaps(order, _whole(keys))
+        return self._table.overlaps(order, whole(keys))
 
     def _arrange(self, ids: tuple[str, ...]) -> NDArray[np.int64]:
         """Return the numbers of workers, and remember them."""
@@ -266,19 +267,23 @@ class PrefixIndex:
         hashes = names_of(event.hashes)
         parent = None if event.parent is None else name_of(event.parent)
         keys = _keys(member.holdings, event, parent, len(hashes))
-        self._store(member, hashes, keys, parent, event.medium)
+        self._store(member, column(hashes), column(keys), parent, event.medium)
 
     def _store(
         self, member: _Member, hashes: Words, keys: Words, parent: int | None, medium: str | None
     ) -> None:
+        """Store blocks; hashes and keys are in the last columns."""
         if self._blocks + len(hashes) > self._max_total:
             self._make_room(member.holdings.absent(hashes))
-        change = member.holdings.store(hashes, keys, parent, tier_of(medium))
-        self._change(member, member.holdings, change)
-        self._make_room(0)  # what made room may have been among what was stored
+        self._blocks += member.holdings.store(
+            self._table, member.number, hashes, keys, parent, tier_of(medium)
+        )
+        if self._blocks > self._max_total:  # what made room may have been among what was stored
+            self._make_room(0)
 
     def _remove(self, member: _Member, hashes: Words, medium: str | None) -> None:
-        self._change(member, member.holdings, member.holdings.remove(hashes, tier_of(medium)))
+        tier = tier_of(medium)
+        self._blocks += member.holdings.remove(self._table, member.number, hashes, tier)
 
     def _clear(self, member: _Member, entries: Entries) -> None:
         self._change(member, entries, entries.clear())
@@ -302,11 +307,6 @@ class PrefixIndex:
             ),
             key=lambda each: len(each[1]),
         )
-
-
-def _whole(keys: BlockKeys) -> BlockKeys:
-    plain = keys.dtype == np.uint64 and keys.flags.c_contiguous
-    return keys if plain else np.ascontiguousarray(keys, dtype=np.uint64)
 
 
 def _keys(holdings: Holdings | None, event: Stored, parent: int | None, blocks: int) -> Words:

@@ -5,25 +5,20 @@ rows: uint64, shape (rows + 1, 1 + 3 words). A row has a key (0 where it is free
     whose neighbours are in columns 1 and 2. Keys that are stored one after the other are in
     rows that follow one another, as far as these are free: who walks down a chain looks at
     the next row first.
-slots: uint64, a power of two; open addressing with linear probing from a key to its row: tag
-    (32 bits of the spread key, where probing begins) and row, 0 where empty.
+slots: from a key to its row (`pigou.control.index.slots`).
 twins: uint64, shape (a power of two, 3): key, place (3 worker + tier) and how often, beyond
     the first time, this worker holds this key in this tier (count 0 where empty).
-totals: int64, shape (3,); rows and twins in use, and the highest row ever used.
+totals: int64, shape (4,); rows and twins in use, the highest row ever used, and whatever
+    `slots.touch` returned last (so that the loads are not optimised away).
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
-from numpy.typing import NDArray
 
+from pigou.control.index.slots import Counts, Words, find, probe, put, strike
 from pigou.kv.compiled import bare_kernel, inlined
 from pigou.request import BlockKeys
-
-Words: TypeAlias = NDArray[np.uint64]
-Counts: TypeAlias = NDArray[np.int64]
 
 #: Tiers, the nearest first.
 DEVICE, HOST, STORAGE = range(3)
@@ -31,76 +26,12 @@ TIERS = 3
 #: Columns of free `rows`.
 NEXT, PREV = 1, 2
 #: Entries of `totals`.
-ROWS, TWINS, TOP = range(3)
+ROWS, TWINS, TOP, SEEN = range(4)
 
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # as of `slots`
+_HALF = np.uint64(32)
 _ONE = np.uint64(1)
 _NONE = np.uint64(0)
-
-
-# --- slots (also in `entry_kernels`: kernels that call one another live in one file) ---------
-
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio (Knuth, 6.4)
-_HALF = np.uint64(32)
-_LOW = np.uint64(2**32 - 1)
-
-
-@inlined
-def find(names: Words, slots: Words, name: np.uint64) -> int:
-    """Row of `names` whose first column is `name`, or 0."""
-    mask = slots.shape[0] - 1
-    tag = (name * _SPREAD) >> _HALF
-    i = np.int64(tag) & mask
-    while slots[i] != 0:
-        if slots[i] >> _HALF == tag:
-            row: int = np.int64(slots[i] & _LOW)  # type: ignore[assignment]
-            if names[row, 0] == name:
-                return row
-        i = (i + 1) & mask
-    return 0
-
-
-@inlined
-def enter(slots: Words, name: np.uint64, row: int) -> None:
-    """Make a row findable by its name, which must not be there yet."""
-    mask = slots.shape[0] - 1
-    tag = (name * _SPREAD) >> _HALF
-    i = np.int64(tag) & mask
-    while slots[i] != 0:
-        i = (i + 1) & mask
-    slots[i] = (tag << _HALF) | np.uint64(row)
-
-
-@bare_kernel
-def enter_all(old: Words, slots: Words) -> None:
-    """Enter all that `old` has into new, empty slots."""
-    mask = slots.shape[0] - 1
-    for slot in old:
-        if slot != 0:
-            i = np.int64(slot >> _HALF) & mask
-            while slots[i] != 0:
-                i = (i + 1) & mask
-            slots[i] = slot
-
-
-@inlined
-def strike(slots: Words, name: np.uint64, row: int) -> None:
-    """Make a row unfindable, closing the gap (no tombstones)."""
-    mask = slots.shape[0] - 1
-    tag = (name * _SPREAD) >> _HALF
-    slot = (tag << _HALF) | np.uint64(row)
-    gap = np.int64(tag) & mask
-    while slots[gap] != slot:
-        gap = (gap + 1) & mask
-    i = gap
-    while True:
-        i = (i + 1) & mask
-        if slots[i] == 0:
-            break
-        start = np.int64(slots[i] >> _HALF)
-        if ((i - start) & mask) >= ((i - gap) & mask):
-            slots[gap] = slots[i]
-            gap = i
-    slots[gap] = 0
 
 
 # --- rows -----------------------------------------------------------------------------------
@@ -232,55 +163,98 @@ def add_twin(twins: Words, totals: Counts, key: np.uint64, place: np.uint64) -> 
     twins[at, 2] += _ONE
 
 
-@bare_kernel
-def hold_all(
-    rows: Words, slots: Words, twins: Words, totals: Counts, worker: int, changes: Words
-) -> None:
-    """Note that a worker holds keys (once more): `changes` has a key and tiers a row."""
+@inlined
+def hold(
+    rows: Words,
+    slots: Words,
+    twins: Words,
+    totals: Counts,
+    worker: int,
+    key: np.uint64,
+    media: int,
+    after: int,
+) -> int:
+    """Note that a worker holds a key (once more) in tiers (bits); return its row.
+
+    `after` is the row of the key before it in its chain, or 0.
+    """
     words = (rows.shape[1] - 1) // TIERS
     word, bit = 1 + worker // 64, _ONE << np.uint64(worker % 64)
-    row = 0
-    for i in range(changes.shape[0]):
-        key, media = changes[i, 0], changes[i, 1]
-        known = row_of(rows, slots, key, row)
-        if known == 0:
-            row = take_row(rows, totals, row)
-            rows[row, 0] = key
-            enter(slots, key, row)
+    row, place = after + 1, 0
+    if row >= rows.shape[0] or rows[row, 0] != key:
+        row, place = probe(rows, slots, key)
+    if row == 0:
+        row = take_row(rows, totals, after)
+        rows[row, 0] = key
+        put(slots, place, key, row)
+    for tier in range(TIERS):
+        if (media >> tier) & 1 == 0:
+            continue
+        if rows[row, word + tier * words] & bit == 0:
+            rows[row, word + tier * words] |= bit
         else:
-            row = known
-        for tier in range(TIERS):
-            if (media >> np.uint64(tier)) & _ONE == 0:
-                continue
-            if rows[row, word + tier * words] & bit == 0:
-                rows[row, word + tier * words] |= bit
-            else:
-                add_twin(twins, totals, key, np.uint64(TIERS * worker + tier))
+            add_twin(twins, totals, key, np.uint64(TIERS * worker + tier))
+    return row
+
+
+@inlined
+def let_go(
+    rows: Words,
+    slots: Words,
+    twins: Words,
+    totals: Counts,
+    worker: int,
+    key: np.uint64,
+    media: int,
+    after: int,
+) -> int:
+    """Note that a worker holds a key, which it held, no longer (once less) in tiers (bits).
+
+    `after`, and what is returned: as of `hold`; perhaps the row is free now.
+    """
+    words = (rows.shape[1] - 1) // TIERS
+    word, bit = 1 + worker // 64, _ONE << np.uint64(worker % 64)
+    row = row_of(rows, slots, key, after)
+    for tier in range(TIERS):
+        if (media >> tier) & 1 == 0:
+            continue
+        place = np.uint64(TIERS * worker + tier)
+        if totals[TWINS] == 0 or not drop_twin(twins, totals, key, place):
+            rows[row, word + tier * words] &= ~bit
+    others = _NONE
+    for w in range(1, rows.shape[1]):
+        others |= rows[row, w]
+    if others == 0:
+        strike(slots, key, row)
+        give_row(rows, totals, row)
+    return row
 
 
 @bare_kernel
-def let_go_all(
-    rows: Words, slots: Words, twins: Words, totals: Counts, worker: int, changes: Words
+def change(
+    rows: Words,
+    slots: Words,
+    twins: Words,
+    totals: Counts,
+    worker: int,
+    gained: Words,
+    lost: Words,
 ) -> None:
-    """Note that a worker holds keys no longer (once less)."""
-    words = (rows.shape[1] - 1) // TIERS
-    word, bit = 1 + worker // 64, _ONE << np.uint64(worker % 64)
+    """Note what a worker holds once more, and then what it holds once less.
+
+    Args:
+        rows, slots, twins, totals: the table.
+        worker: its number.
+        gained, lost: keys and tiers (bits), shape (any, 2).
+    """
     row = 0
-    for i in range(changes.shape[0]):
-        key, media = changes[i, 0], changes[i, 1]
-        row = row_of(rows, slots, key, row)
-        for tier in range(TIERS):
-            if (media >> np.uint64(tier)) & _ONE == 0:
-                continue
-            place = np.uint64(TIERS * worker + tier)
-            if totals[TWINS] == 0 or not drop_twin(twins, totals, key, place):
-                rows[row, word + tier * words] &= ~bit
-        others = _NONE
-        for w in range(1, rows.shape[1]):
-            others |= rows[row, w]
-        if others == 0:
-            strike(slots, key, row)
-            give_row(rows, totals, row)
+    for i in range(gained.shape[0]):
+        media: int = np.int64(gained[i, 1])  # type: ignore[assignment]
+        row = hold(rows, slots, twins, totals, worker, gained[i, 0], media, row)
+    row = 0
+    for i in range(lost.shape[0]):
+        media = np.int64(lost[i, 1])  # type: ignore[assignment]
+        row = let_go(rows, slots, twins, totals, worker, lost[i, 0], media, row)
 
 
 # --- walks ----------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from pigou.control.index.table_kernels import DEVICE, HOST, STORAGE, Words
+from pigou.control.index.slots import Words
+from pigou.control.index.table_kernels import DEVICE, HOST, STORAGE
 from pigou.wire.kv_events import WireHash
 
 _TIERS = {None: DEVICE, "GPU": DEVICE, "CPU": HOST, "CPU_PINNED": HOST, "STORAGE": STORAGE}
@@ -29,6 +30,17 @@ def name_of(value: WireHash) -> int:
     if 0 <= value < _LIMIT:
         return value
     return xxh3_64_intdigest(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def whole(words: NDArray[np.uint64]) -> Words:
+    """Return an array as the kernels want it: of uint64, contiguous."""
+    plain = words.dtype == np.uint64 and words.flags.c_contiguous
+    return words if plain else np.ascontiguousarray(words, dtype=np.uint64)
+
+
+def column(words: Words) -> Words:
+    """Return an array of shape (blocks,) as one of shape (blocks, 1)."""
+    return whole(words).reshape(-1, 1)
 
 
 def names_of(hashes: Sequence[WireHash] | NDArray[np.uint64]) -> Words:

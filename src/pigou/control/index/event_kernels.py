@@ -1,0 +1,148 @@
+"""Compiled kernels of events: one call an event, for a worker's holdings and the table of all.
+
+Arrays are those of `pigou.control.index.entry_kernels` (links, names, slots, counts: of the
+worker) and `pigou.control.index.table_kernels` (rows, row_slots, twins, totals).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pigou.control.index.entry_kernels import (
+    CHILD,
+    EVICTED,
+    KNOWN,
+    MEDIA,
+    NAME,
+    USED,
+    VALUE,
+    adopt,
+    entry_of,
+    link_before,
+    take_entry,
+    unlink,
+)
+from pigou.control.index.holding_kernels import first_leaf, forget
+from pigou.control.index.slots import Counts, Words, find, probe, put, touch
+from pigou.control.index.table_kernels import ROWS, SEEN, TIERS, TWINS, hold, let_go
+from pigou.kv.compiled import bare_kernel
+from pigou.request import Ints
+
+#: What `store` returns where an array might be too small: nothing was done.
+NO_ROOM = -(2**62)
+
+
+@bare_kernel
+def store(
+    links: Ints,
+    names: Words,
+    slots: Words,
+    counts: Counts,
+    rows: Words,
+    row_slots: Words,
+    twins: Words,
+    totals: Counts,
+    worker: int,
+    limit: int,
+    follows: bool,
+    parent: np.uint64,
+    media: int,
+    hashes: Words,
+    keys: Words,
+    sure: bool,
+) -> int:
+    """Store consecutive blocks in one tier.
+
+    Args:
+        links, names, slots, counts: the holdings.
+        rows, row_slots, twins, totals: the table.
+        worker: its number.
+        limit: most entries of the holdings.
+        follows: whether they come behind a block; `parent` is its name.
+        media: bit of the tier.
+        hashes: of the engine, in the last column, shape (blocks, any).
+        keys: in the last column, 0 where unknown, shape (blocks, any).
+        sure: there is room in all arrays; the holdings need none beyond `limit`.
+
+    Returns:
+        By how many entries the holdings grew, or `NO_ROOM`.
+    """
+    before, blocks = counts[USED], hashes.shape[0]
+    if not sure and (
+        before + blocks >= links.shape[0]
+        or totals[ROWS] + blocks >= rows.shape[0]
+        or 2 * (totals[TWINS] + TIERS * blocks) > twins.shape[0]
+    ):
+        return NO_ROOM
+    totals[SEEN] = np.int64(touch(slots, hashes) | touch(row_slots, keys))
+    name_at, key_at = hashes.shape[1] - 1, keys.shape[1] - 1
+    last, row = find(names, slots, parent) if follows else 0, 0
+    for i in range(blocks):
+        name, key = hashes[i, name_at], keys[i, key_at]
+        entry, place = last + 1, 0
+        if entry >= names.shape[0] or names[entry, NAME] != name or links[entry, MEDIA] == 0:
+            entry, place = probe(names, slots, name)
+        if entry == 0:
+            if counts[USED] >= limit:
+                leaf = first_leaf(links, last)
+                if leaf == 0:
+                    counts[EVICTED] += blocks - i
+                    break
+                gone, held = names[leaf, VALUE], links[leaf, MEDIA]
+                forget(links, names, slots, counts, leaf)
+                counts[EVICTED] += 1
+                if gone != 0:
+                    let_go(rows, row_slots, twins, totals, worker, gone, held, 0)
+                _, place = probe(names, slots, name)
+            entry = take_entry(links, counts, last)
+            names[entry, NAME] = name
+            put(slots, place, name, entry)
+            adopt(links, last, entry)
+        elif links[entry, CHILD] == 0:
+            unlink(links, entry)
+            link_before(links, 0, entry)
+        fresh = media & ~links[entry, MEDIA]
+        links[entry, MEDIA] |= media
+        if names[entry, VALUE] == 0 and key != 0:
+            names[entry, VALUE] = key
+            counts[KNOWN] += 1
+            fresh = links[entry, MEDIA]
+        if fresh != 0 and names[entry, VALUE] != 0:
+            row = hold(rows, row_slots, twins, totals, worker, names[entry, VALUE], fresh, row)
+        last = entry
+    grown: int = counts[USED] - before
+    return grown
+
+
+@bare_kernel
+def remove(
+    links: Ints,
+    names: Words,
+    slots: Words,
+    counts: Counts,
+    rows: Words,
+    row_slots: Words,
+    twins: Words,
+    totals: Counts,
+    worker: int,
+    media: int,
+    hashes: Words,
+) -> int:
+    """Remove blocks from one tier; return by how many entries the holdings grew: 0 or less.
+
+    Arguments are those of `store`; blocks that are not there are no error.
+    """
+    before, name_at = counts[USED], hashes.shape[1] - 1
+    entry, row = 0, 0
+    for i in range(hashes.shape[0]):
+        entry = entry_of(links, names, slots, hashes[i, name_at], entry)
+        if entry == 0 or links[entry, MEDIA] & media == 0:
+            continue
+        key = names[entry, VALUE]
+        links[entry, MEDIA] &= ~media
+        if links[entry, MEDIA] == 0:
+            forget(links, names, slots, counts, entry)
+        if key != 0:
+            row = let_go(rows, row_slots, twins, totals, worker, key, media, row)
+    grown: int = counts[USED] - before
+    return grown

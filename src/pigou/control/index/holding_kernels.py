@@ -1,0 +1,74 @@
+"""Compiled kernels of holdings: what one worker holds, by its engine's own hashes.
+
+Entries are those of `pigou.control.index.entry_kernels`. The name is the engine's hash, the value
+our key (0 where unknown). Entries form a forest by the parents that events name. Its leaves are in
+the list, in the order in which eviction takes them: those stored last at its end; a parent that
+becomes a leaf again at its head, so that a chain that is being evicted goes from its tail to its
+root.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pigou.control.index.entry_kernels import (
+    EVICTED,
+    KNOWN,
+    MEDIA,
+    NAME,
+    NEXT,
+    VALUE,
+    disown,
+    give_entry,
+    note,
+)
+from pigou.control.index.slots import Counts, Words, find, strike
+from pigou.kv.compiled import bare_kernel, inlined
+from pigou.request import Ints
+
+
+@inlined
+def forget(links: Ints, names: Words, slots: Words, counts: Counts, entry: int) -> None:
+    """Drop an entry; its children have no parent any more."""
+    if names[entry, VALUE] != 0:
+        counts[KNOWN] -= 1
+    strike(slots, names[entry, NAME], entry)
+    disown(links, entry)
+    give_entry(links, names, counts, entry)
+
+
+@inlined
+def first_leaf(links: Ints, spare: int) -> int:
+    """Return the leaf that eviction takes first, other than `spare`; 0 where there is none."""
+    entry: int = links[0, NEXT]
+    if entry == spare:
+        entry = links[entry, NEXT]
+    return entry
+
+
+@bare_kernel
+def evict(links: Ints, names: Words, slots: Words, counts: Counts, many: int, lost: Words) -> int:
+    """Drop so many entries, which there must be; return how many keys are lost."""
+    done = 0
+    for _ in range(many):
+        entry = first_leaf(links, 0)
+        done = note(lost, done, names[entry, VALUE], links[entry, MEDIA])
+        forget(links, names, slots, counts, entry)
+        counts[EVICTED] += 1
+    return done
+
+
+@bare_kernel
+def look_up(names: Words, slots: Words, name: np.uint64) -> int:
+    """Entry of a name, or 0."""
+    return find(names, slots, name)
+
+
+@bare_kernel
+def absent(names: Words, slots: Words, hashes: Words) -> int:
+    """Count the names (last column) that are not there."""
+    count = 0
+    for i in range(hashes.shape[0]):
+        if find(names, slots, hashes[i, hashes.shape[1] - 1]) == 0:
+            count += 1
+    return count
