@@ -19,6 +19,7 @@ COMMANDS = {
     "key": "pigou.cli.key:key",
     "bench": "pigou.cli.bench:bench",
     "simulate": "pigou.cli.simulate:simulate",
+    "experiment": "pigou.cli.experiment:experiment",
     "replay": "pigou.cli.replay:replay",
     "trace": "pigou.cli.trace:trace",
     "version": "pigou.cli.version:version",

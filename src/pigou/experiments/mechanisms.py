@@ -1,0 +1,84 @@
+"""Which mechanism explains Table 4: each alone, by our own fleet and client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from pigou.experiments.fleets import BARGING, POOL, Fleet, Reading
+from pigou.experiments.level import Level, run
+from pigou.experiments.paper import EXPERIMENT1
+from pigou.experiments.rows import Row, log_rmse, row
+from pigou.sim.client import ClientConfig
+
+#: Seconds of prefill that leave a pool of 100 the bottleneck, but nearly fill the worker.
+NEAR = 0.045
+_OPEN = ClientConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Mechanism:
+    """One explanation.
+
+    Attributes:
+        name: of it.
+        reading: whose server it has.
+        client: that it has.
+        prefill: seconds of a prompt, in place of the reading's; 0 for that.
+    """
+
+    name: str
+    reading: Reading
+    client: ClientConfig = _OPEN
+    prefill: float = 0.0
+
+
+def _pool(take: str = "fifo", barging: float = 0.0) -> ClientConfig:
+    return ClientConfig(pool=POOL, take=take, barging=barging)  # type: ignore[arg-type]
+
+
+MECHANISMS = (
+    Mechanism("nothing: fair client, batched prefill", "fair"),
+    Mechanism("serial prefill, first come first served", "serial-prefill"),
+    Mechanism("pool of 100, first come first served", "fair", _pool()),
+    Mechanism("pool of 100, random", "fair", _pool("random")),
+    Mechanism("pool of 100, last come first served", "fair", _pool("lifo")),
+    Mechanism("pool of 100, barging 0.8", "fair", _pool(barging=0.8)),
+    Mechanism("pool of 100, barging 0.9", "fair", _pool(barging=BARGING)),
+    Mechanism("pool of 100, barging 0.95", "fair", _pool(barging=0.95)),
+    Mechanism("serial prefill 45 ms, pool of 100, barging 0.9", "serial-prefill",
+              _pool(barging=BARGING), NEAR),
+)  # fmt: skip
+
+
+def mechanisms(
+    fleet: Fleet, _: Reading, seeds: Sequence[int], levels: Sequence[int]
+) -> Iterator[Row]:
+    """Yield a row for each mechanism and level, as of Experiment 1; each has its own reading."""
+    for each in MECHANISMS:
+        law = fleet.law(each.reading)
+        if each.prefill:
+            scale = each.prefill if fleet.name.startswith("340b") else law.prefill * 0.85
+            law = replace(law, prefill=scale)
+        for users in levels:
+            level = Level(fleet, each.reading, users, client=each.client, law=law)
+            seen = [run(level, seed).measured for seed in seeds]
+            paper = EXPERIMENT1[fleet.name].get(users)
+            yield row("mechanisms", users, seen, seeds, paper, mechanism=each.name)
+
+
+def ranking(rows: Sequence[Row]) -> Mapping[str, Any]:
+    """Return each mechanism's errors over the levels past the knee, the best first."""
+    found = {}
+    for name in dict.fromkeys(each["mechanism"] for each in rows):
+        some = [each for each in rows if each["mechanism"] == name]
+        drained = [{**each, "ttft_p99_s": each["ttft_drained_p99_s"]} for each in some]
+        found[name] = {
+            "ttft_p99_from_128": log_rmse(some, "ttft_p99_s", 128),
+            "ttft_p99_from_128_drained": log_rmse(drained, "ttft_p99_s", 128),
+            "rps_from_128": log_rmse(some, "rps", 128),
+        }
+    return dict(sorted(found.items(), key=lambda item: item[1]["ttft_p99_from_128"] or 0.0))

@@ -1,0 +1,124 @@
+"""Experiment 4: grids of temperature and overlap weight, and whether cells differ at all."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from pigou.experiments.fleets import Fleet, Reading, Setting
+from pigou.experiments.level import Level, run
+from pigou.experiments.paper import GRIDS, OVERLAP_WEIGHTS, TEMPERATURES, Figures
+from pigou.experiments.rows import Row, row
+
+HOLD = 180.0
+#: Beyond the paper's sweep, which ended at 1.
+LARGE_WEIGHTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
+#: Prompts that there are: the paper's five, and so many that no worker holds them all at first.
+TEMPLATES = (5, 500)
+
+
+def grid(
+    fleet: Fleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
+) -> Iterator[Row]:
+    """Yield a row a cell, the ramp left out."""
+    for users in levels:
+        printed = GRIDS[fleet.name].get(users)
+        for (i, tau), (j, omega) in product(enumerate(TEMPERATURES), enumerate(OVERLAP_WEIGHTS)):
+            paper = None
+            if printed is not None and printed.cells:
+                paper = Figures(poa_legacy=printed.cells[i][j], source=printed.source)
+            level = Level(fleet, reading, users, HOLD, False, Setting(tau, omega))
+            seen = [run(level, seed).measured for seed in seeds]
+            name = "pareto-below" if users <= 64 else "pareto-at"
+            yield row(name, users, seen, seeds, paper, temperature=tau, overlap_weight=omega)
+
+
+def cells(rows: Sequence[Row], fleet: Fleet) -> Mapping[str, Any]:
+    """Return what the grid says: its mean and spread, and whether cells differ beyond seeds."""
+    values = [each["poa_legacy"] for each in rows]
+    ttfts = [each["ttft_p99_s"] for each in rows]
+    printed = GRIDS[fleet.name].get(rows[0]["concurrency"])
+    found: dict[str, Any] = {
+        "poa_mean": statistics.fmean(values),
+        "poa_spread": statistics.stdev(values),
+        "ttft_p99_least_s": min(ttfts),
+        "ttft_p99_most_s": max(ttfts),
+        "rps_mean": statistics.fmean(each["rps"] for each in rows),
+        **{f"anova_{name}": variance(rows, name) for name in ("poa_legacy", "ttft_p99_s", "rps")},
+    }
+    if printed is not None:
+        low, high = printed.ttft_p99_s or (None, None)
+        found["paper"] = {
+            "poa_mean": printed.mean, "poa_spread": printed.spread, "rps_mean": printed.rps,
+            "ttft_p99_least_s": low, "ttft_p99_most_s": high, "source": printed.source,
+        }  # fmt: skip
+    return found
+
+
+def variance(rows: Sequence[Row], name: str) -> dict[str, float | None] | None:
+    """Return F and its p-value for "all rows have one mean", from their runs.
+
+    One-way analysis of variance: the spread between cells over the spread between seeds of one
+    cell. None where each cell ran once: then nothing is known of the seeds' spread. F and p are
+    None where no run differs from any other.
+    """
+    groups = [[each[name] for each in row["runs"]] for row in rows]
+    if min(map(len, groups)) < 2:
+        return None
+    if np.ptp(np.concatenate(groups)) == 0.0:
+        return {"f": None, "p": None}
+    result = stats.f_oneway(*groups)
+    known = bool(np.isfinite(result.statistic))
+    return {
+        "f": float(result.statistic) if known else None,
+        "p": float(result.pvalue) if known else 0.0,
+    }
+
+
+def weights(
+    fleet: Fleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
+) -> Iterator[Row]:
+    """Yield rows of overlap weights beyond 1, for few and for many different prompts."""
+    for templates, users, omega in product(TEMPLATES, levels, LARGE_WEIGHTS):
+        level = Level(
+            fleet, reading, users, HOLD, False, Setting(0.0, omega), templates=templates
+        )  # fmt: skip
+        runs = [run(level, seed) for seed in seeds]
+        shares = []
+        for each in runs:
+            steps = [one["busy"] for one in each.result.workers if one["worker"][0] == "d"]
+            counts = _shares([call.decode for call in each.result.calls if call.decode])
+            shares.append(max(counts) * len(steps))
+        yield row(
+            "overlap-weights", users, [each.measured for each in runs], seeds,
+            overlap_weight=omega, templates=templates,
+            busiest=statistics.fmean(shares),
+        )  # fmt: skip
+
+
+def _shares(workers: Sequence[str]) -> list[float]:
+    _, counts = np.unique(np.array(workers), return_counts=True)
+    found: list[float] = (counts / counts.sum()).tolist()
+    return found
+
+
+def effects(rows: Sequence[Row]) -> Mapping[str, Any]:
+    """Return, for each level and number of prompts, whether the weight makes a difference."""
+    found: dict[str, Any] = {}
+    for templates, users in sorted({(each["templates"], each["concurrency"]) for each in rows}):
+        some = [
+            each for each in rows
+            if (each["templates"], each["concurrency"]) == (templates, users)
+        ]  # fmt: skip
+        found[f"{templates}_templates_at_{users}"] = {
+            "poa_least": min(each["poa_legacy"] for each in some),
+            "poa_most": max(each["poa_legacy"] for each in some),
+            "anova_e2e": variance(some, "e2e_mean_s"),
+            "anova_poa": variance(some, "poa_legacy"),
+        }
+    return found

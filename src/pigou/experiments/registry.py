@@ -1,0 +1,100 @@
+"""The experiments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pigou.experiments import (
+    adaptive,
+    counterfactual,
+    knee,
+    mechanisms,
+    paper,
+    pareto,
+    regimes,
+    table4,
+)
+from pigou.experiments.fleets import Fleet, Reading
+from pigou.experiments.rows import Row
+
+#: From fleet, reading, seeds and levels to rows.
+Run: TypeAlias = Callable[[Fleet, Reading, Sequence[int], Sequence[int]], Iterator[Row]]
+#: What rows add up to.
+Summary: TypeAlias = Callable[[Sequence[Row], Fleet, Reading], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """An experiment.
+
+    Attributes:
+        about: what it is, in a line.
+        rows: makes its rows.
+        summary: of the rows.
+        runs: seeds that it takes unless told.
+        levels: of concurrency, unless told.
+        columns: of the rows, that are shown besides the compared ones.
+        fixed: whether its levels cannot be chosen, only given in that number.
+        reads: whether the reading matters to it.
+    """
+
+    about: str
+    rows: Run
+    summary: Summary
+    runs: int
+    levels: Sequence[int]
+    columns: Sequence[str] = ()
+    fixed: bool = False
+    reads: bool = True
+
+
+#: In the order of `all`.
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "table4": Experiment(
+        "Experiment 1: fourteen levels", table4.table4, lambda rows, *_: table4.errors(rows),
+        5, paper.LEVELS, ("regime", "wait_p99_s", "inflight"),
+    ),
+    "regimes": Experiment(
+        "Experiment 2: the detector at nine levels", regimes.regimes,
+        lambda rows, fleet, _: regimes.slopes(rows, fleet),
+        1, paper.REGIME_LEVELS, ("regime_client", "regime_server", "regime_plane", "slope_s"),
+    ),
+    "adaptive": Experiment(
+        "Experiment 3: the spike, static and adaptive", adaptive.adaptive,
+        lambda rows, *_: adaptive.gains(rows),
+        10, (32, 128), ("strategy", "phase", "inflight", "switch_s"), fixed=True,
+    ),
+    "pareto-below": Experiment(
+        "Experiment 4a: the grid below saturation", pareto.grid,
+        lambda rows, fleet, _: pareto.cells(rows, fleet),
+        2, (64,), ("temperature", "overlap_weight"), fixed=True,
+    ),
+    "pareto-at": Experiment(
+        "Experiment 4b: the grid at saturation", pareto.grid,
+        lambda rows, fleet, _: pareto.cells(rows, fleet),
+        3, (128,), ("temperature", "overlap_weight"), fixed=True,
+    ),
+    "knee": Experiment(
+        "96 to 128 users in steps of four", knee.knee, knee.where, 3, knee.LEVELS, ("slope_s",),
+    ),
+    "saturated": Experiment(
+        "the Saturated row of Table 2, held for long", regimes.saturated,
+        lambda rows, *_: regimes.held(rows), 1, (256, 512), ("strategy", "saturated_from_s"),
+    ),
+    "overlap-weights": Experiment(
+        "overlap weights above 1", pareto.weights, lambda rows, *_: pareto.effects(rows),
+        2, (64, 128), ("templates", "overlap_weight", "busiest"),
+    ),
+    "counterfactual": Experiment(
+        "routers without state", counterfactual.counterfactual,
+        lambda rows, fleet, _: counterfactual.summary(rows, fleet),
+        2, (64, 128), ("policy", "e2e_mean_s"),
+    ),
+    "mechanisms": Experiment(
+        "which mechanism explains Table 4", mechanisms.mechanisms,
+        lambda rows, *_: mechanisms.ranking(rows),
+        1, (96, 128, 192, 256, 384, 512), ("mechanism",), reads=False,
+    ),
+}  # fmt: skip
