@@ -42,7 +42,8 @@ def simulate(
     timing: Annotated[
         str,
         typer.Option(
-            help="roofline, profile:FOLDER, law:340b, or law:itl_a=..,itl_b=..,prefill=.."
+            help="roofline, profile:FOLDER, law:340b, law:itl_a=..,itl_b=..,prefill=.., or "
+            "FILE.json of `pigou profile`"
         ),
     ] = "roofline",
     policy: Annotated[

@@ -96,7 +96,7 @@ def worker(
         str,
         typer.Option(
             help="Sleep in place of computing, as `pigou simulate --timing` says: roofline, "
-            "profile:FOLDER, law:KEY=VALUE,..."
+            "profile:FOLDER, law:KEY=VALUE,..., or FILE.json of `pigou profile`"
         ),
     ] = _DEFAULT.timing,
     timing_model: Annotated[

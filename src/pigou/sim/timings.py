@@ -12,6 +12,7 @@ from pigou.sim.architecture import Architecture, architecture
 from pigou.sim.capacity import kv_blocks
 from pigou.sim.gpus import gpu as find_gpu
 from pigou.sim.law import PRESETS, Law, LawTiming
+from pigou.sim.measured import MeasuredTiming, read_measured
 from pigou.sim.profile import profile
 from pigou.sim.roofline import roofline
 from pigou.sim.timing import Timing
@@ -35,7 +36,8 @@ def build_timing(text: str, model: str, gpu: str, tp: int) -> Built:
 
     Args:
         text: `roofline`; `profile:FOLDER`, with layer tables; `law:KEY=VALUE,...`, or `law:340b`,
-            a preset, whose values can be changed: `law:340b,prefill=0.05`.
+            a preset, whose values can be changed: `law:340b,prefill=0.05`; or a file of
+            `pigou profile`, whose name ends in `.json`.
         model: name of the model, or its `config.json`.
         gpu: name of the GPU.
         tp: GPUs that share the model.
@@ -46,6 +48,9 @@ def build_timing(text: str, model: str, gpu: str, tp: int) -> Built:
     name, _, rest = text.partition(":")
     if name == "law":
         return _law(rest)
+    if is_measured(text):
+        measured = read_measured(Path(text))
+        return Built(MeasuredTiming(measured), measured.overhead)
     if name == "roofline" and not rest:
         return Built(roofline(_model(model), find_gpu(gpu), tp))
     if name == "profile":
@@ -53,8 +58,14 @@ def build_timing(text: str, model: str, gpu: str, tp: int) -> Built:
             raise ConfigError("timing profile: name the folder of its tables: profile:FOLDER")
         return Built(profile(Path(rest), _model(model), find_gpu(gpu), tp))
     raise ConfigError(
-        f"timing is {text!r}; it must be roofline, profile:FOLDER, law:PRESET or law:KEY=VALUE,..."
+        f"timing is {text!r}; it must be roofline, profile:FOLDER, law:PRESET, law:KEY=VALUE,..., "
+        "or a FILE.json of `pigou profile`"
     )
+
+
+def is_measured(text: str) -> bool:
+    """Whether a timing is a file of `pigou profile`."""
+    return ":" not in text and text.endswith(".json")
 
 
 def capacity(

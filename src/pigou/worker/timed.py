@@ -13,7 +13,7 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.sim.network import LinkConfig
 from pigou.sim.timing import Timing
-from pigou.sim.timings import build_timing, kv_bytes
+from pigou.sim.timings import build_timing, is_measured, kv_bytes
 from pigou.worker.link import Link
 
 
@@ -52,7 +52,7 @@ def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) 
         ConfigError: one of them is not understood, or cannot be honoured by a worker alone.
     """
     built = build_timing(spec, model, gpu, tp)
-    if built.overhead:
+    if built.overhead and not is_measured(spec):  # a worker that was measured has its own way in
         raise ConfigError(
             f"timing is {spec!r}, which has an overhead of {built.overhead} s between the client "
             "and the worker; a worker cannot add that: give overhead=0"

@@ -1,0 +1,112 @@
+"""`pigou profile`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pigou.config import ConfigError
+from pigou.sim.measured import Measured
+from pigou.workload.endpoint import EndpointError
+from pigou.workload.profiling.config import ProfileConfig
+from pigou.workload.profiling.profile import Profile
+from pigou.workload.profiling.profile import profile as run_profile
+
+
+def profile(
+    url: Annotated[str, typer.Argument(help="The worker, like http://127.0.0.1:8100.")],
+    out: Annotated[
+        str, typer.Option(help="File to write, for `pigou simulate --timing`; ends in .json.")
+    ] = "timing.json",
+    model: Annotated[str, typer.Option(help="Name; by default the first that it lists.")] = "",
+    api_key: Annotated[
+        str,
+        typer.Option(
+            help="Sent as bearer token.",
+            envvar=["PIGOU_API_KEY", "OPENAI_API_KEY"],
+            show_default=False,
+        ),
+    ] = "",
+    max_batched_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens that it computes in a step; 0 asks it. (unknown: 2048)"),
+    ] = 0,
+    max_seqs: Annotated[
+        int, typer.Option(help="Most streams at once to measure; 0 asks it. (unknown: 64)")
+    ] = 0,
+    longest: Annotated[
+        int, typer.Option(help="Most tokens of a request; 0 asks it. (unknown: 2048)")
+    ] = 0,
+    repeats: Annotated[int, typer.Option(help="Of each measurement; their median counts.")] = 5,
+    steps: Annotated[int, typer.Option(help="Of each measurement of decodes.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request failed.")] = 120.0,
+) -> None:
+    """Measure what the steps of a live, idle worker take, for simulations of it."""
+    values = dict(locals())
+    file = Path(values.pop("out"))
+    try:
+        if file.suffix != ".json" or not file.absolute().parent.is_dir():
+            raise ConfigError(f"--out is {str(file)!r}; name a .json file in a folder that exists")
+        found = _run(msgspec.convert(values, ProfileConfig))
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(found.measured)) + b"\n")
+    except (ConfigError, msgspec.ValidationError) as error:
+        typer.echo(f"pigou profile: {error}", err=True)
+        raise typer.Exit(2) from None
+    except (EndpointError, OSError) as error:
+        typer.echo(f"pigou profile: {error}", err=True)
+        raise typer.Exit(1) from None
+    _show(found)
+    typer.echo(f"Written to {file}: pigou simulate --timing {file} ...")
+
+
+def _run(config: ProfileConfig) -> Profile:
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
+               TimeElapsedColumn())  # fmt: skip
+    # Few refreshes: they take time from what is measured.
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True,
+        refresh_per_second=2,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("getting ready", total=None)
+
+        def watch(done: int, total: int, what: str) -> None:
+            progress.update(task, completed=done, total=total, description=what)
+
+        return asyncio.run(run_profile(config, watch))
+
+
+def _show(found: Profile) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=100)
+    console.print(f"{found.model}: what a step takes, in milliseconds", markup=False)
+    console.print(_costs(found.measured))
+    table = Table("How well it fits", "measured", "median error", "largest")
+    for each in found.errors:
+        table.add_row(each.what, str(each.count), f"{each.median:.1%}", f"{each.most:.1%}")
+    console.print(table)
+
+
+def _costs(measured: Measured) -> Table:
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for n, seconds in measured.decodes:
+        table.add_row(f"{n} decode{'s' * (n > 1)}", f"{seconds * 1e3:.3f}")
+    table.add_row("1,000 cache entries that decodes read", f"{measured.cache * 1e6:.4f}")
+    for tokens, seconds in measured.prompts[1:]:
+        table.add_row(f"{tokens} tokens of prompts, more", f"{seconds * 1e3:.3f}")
+    table.add_row("1,000,000 cache entries that prompts read", f"{measured.context * 1e9:.4f}")
+    table.add_row("each prompt, more", f"{measured.prompt * 1e3:.3f}")
+    table.add_row("without decodes", f"{measured.alone * 1e3:.3f}")
+    table.add_row("besides steps, until the first token", f"{measured.overhead * 1e3:.3f}")
+    return table

@@ -1,0 +1,212 @@
+"""The measurements of a profile: few requests each, of designed lengths, repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+from pigou.request import SECOND
+from pigou.workload.endpoint import EndpointError
+from pigou.workload.profiling.config import ProfileConfig
+from pigou.workload.profiling.seen import Decodes, Prompts, Seen
+from pigou.workload.profiling.stream import arrivals, excess, window
+from pigou.workload.profiling.target import Limits, Target
+
+#: Told of each measurement: how many are done, of how many, and what is measured.
+Watch = Callable[[int, int, str], None]
+#: Tokens of a prompt whose length does not matter.
+_SHORT = 16
+#: Steps by which streams start apart at most, for each of them; doubled where it is not enough.
+_LEAD = 2
+#: Times that a measurement is tried again because the streams did not overlap.
+_TRIES = 5
+
+
+class Measuring:
+    """Measures one worker."""
+
+    def __init__(self, target: Target, config: ProfileConfig, watch: Watch) -> None:
+        """Plan the measurements."""
+        self._target, self._config, self._watch = target, config, watch
+        limits = target.limits
+        self._batches = list(batches(limits, config.steps))
+        self._chunks = list(chunks(limits))
+        self._total = config.repeats * (len(self._batches) + 2 * len(self._chunks) + 2)
+        self._done = 0
+
+    async def run(self) -> Seen:
+        """Measure everything.
+
+        Raises:
+            EndpointError: a request failed, or streams could not be had at once.
+        """
+        seen = Seen()
+        await self._target.ask(self._target.prompt(_SHORT), 4)  # wakes what sleeps
+        for n, length in self._batches:
+            seen.decodes.append(await self._decode(n, length))
+        seen.first = [await self._first(tokens, kv) for tokens, kv in self._chunks]
+        seen.beside = await self._beside()
+        seen.alone.append(await self._alone())
+        return seen
+
+    def _tell(self, what: str) -> None:
+        self._done = min(self._done + 1, self._total)
+        self._watch(self._done, self._total, what)
+
+    # --- decodes ------------------------------------------------------------------------------
+
+    async def _decode(self, n: int, length: int) -> Decodes:
+        """Let `n` sequences decode together after prompts of this length."""
+        found, lead = [], _LEAD * n + n * length // self._target.limits.tokens
+        for _ in range(self._config.repeats):
+            one, lead = await self._decode_once(n, length, lead)
+            found.append(one)
+            self._tell(f"{n} decodes after {length} tokens")
+        return Decodes(n, median(d.kv for d in found), median(d.seconds for d in found))
+
+    async def _decode_once(self, n: int, length: int, lead: int) -> tuple[Decodes, int]:
+        target, steps = self._target, self._config.steps
+        room = target.limits.longest - length
+        for _ in range(_TRIES):
+            output = min(steps + lead, room)
+            prompts = [target.prompt(length) for _ in range(n)]
+            streams = [stream for _, stream in await target.ask_all(prompts, output)]
+            found = window(streams)
+            if found is not None and found.steps >= steps // 2:
+                return Decodes(n, n * length + found.generated, found.seconds), lead
+            if output == room:
+                break
+            lead = 2 * lead + steps
+        raise EndpointError(
+            f"{n} streams of {output} tokens did not run together for {steps // 2} steps; "
+            f"lower --max-seqs or --steps"
+        )
+
+    # --- prompts ------------------------------------------------------------------------------
+
+    async def _first(self, tokens: int, kv: int) -> Prompts:
+        """Send a prompt to the idle worker, the first `kv` tokens of which it has."""
+        found = []
+        for _ in range(self._config.repeats):
+            prompt = await self._warm(tokens, kv)
+            outcome, stream = await self._target.ask(prompt, 1)
+            found.append((stream.first - outcome.sent) / SECOND)
+            self._tell(f"{tokens} tokens after {kv}")
+        return Prompts(tokens, _reads(tokens, kv), 1, median(found))
+
+    async def _warm(self, tokens: int, kv: int) -> list[int]:
+        front = self._target.prompt(kv) if kv else []
+        if kv:
+            await self._target.ask(front, 1)
+        return front + self._target.prompt(tokens)
+
+    async def _beside(self) -> list[Prompts]:
+        """Send prompts while a stream runs: what it loses is what they take."""
+        found: list[list[float]] = [[] for _ in self._chunks]
+        stale = 0
+        while any(len(each) < self._config.repeats for each in found):
+            before = sum(map(len, found))
+            await self._beside_once(found)
+            stale = stale + 1 if sum(map(len, found)) == before else 0
+            if stale == _TRIES:
+                raise EndpointError(
+                    "a stream of the longest length ends before a prompt beside it does; "
+                    "raise the worker's max_model_len"
+                )
+        return [
+            Prompts(tokens, _reads(tokens, kv), 1, max(0.0, median(each)))
+            for (tokens, kv), each in zip(self._chunks, found, strict=True)
+        ]
+
+    async def _beside_once(self, found: list[list[float]]) -> None:
+        """Run one stream as long as may be, and send beside it what is still missing."""
+        target = self._target
+        wanted = [at for at, each in enumerate(found) if len(each) < self._config.repeats]
+        wanted.sort(key=lambda at: len(found[at]))
+        ready = [(at, await self._warm(*self._chunks[at])) for at in wanted[:_BESIDE]]
+        output = target.limits.longest - _SHORT
+        base = asyncio.create_task(target.ask(target.prompt(_SHORT), output))
+        try:
+            pause = await self._pause(base)
+            sent = []
+            for at, prompt in ready:
+                if base.done():
+                    break
+                outcome, stream = await target.ask(prompt, 1)
+                sent.append((at, outcome.sent, stream.last))
+                await asyncio.sleep(pause)
+            times = arrivals((await base)[1])
+        finally:
+            base.cancel()
+        for at, began, ended in sent:
+            lost = excess(times, began, ended)
+            if lost is not None:
+                found[at].append(lost)
+                tokens, kv = self._chunks[at]
+                self._tell(f"{tokens} tokens after {kv}, beside a stream")
+
+    async def _pause(self, base: asyncio.Task[object]) -> float:
+        """Wait until a stream runs; return the seconds of some twenty of its steps."""
+        began = time.monotonic()
+        probe = self._target.prompt(_SHORT)
+        await self._target.ask(probe, _PAUSE)
+        took = time.monotonic() - began
+        if not base.done():
+            await asyncio.sleep(took)
+        return took
+
+    async def _alone(self) -> Prompts:
+        """Send prompts of a whole step each, at once, and see how far apart they end."""
+        limits = self._target.limits
+        tokens = min(limits.tokens, limits.longest - 1)
+        count = max(6, -(-6 * limits.tokens // tokens))
+        count = max(3, min(count, limits.room // tokens))
+        found = []
+        for _ in range(2 * self._config.repeats):
+            prompts = [self._target.prompt(tokens) for _ in range(count)]
+            ends = sorted(stream.first for _, stream in await self._target.ask_all(prompts, 1))
+            # The first began before the others were there.
+            found.append((ends[-1] - ends[1]) / (len(ends) - 2) / SECOND)
+            self._tell(f"{count} prompts of {tokens} tokens")
+        share = limits.tokens / tokens
+        seconds = median(found) * share
+        return Prompts(limits.tokens, share * _reads(tokens, 0), share, seconds)
+
+
+#: Tokens after which a stream is known to run, and of which pauses are long.
+_PAUSE = 20
+#: Prompts that are made ready for one running stream.
+_BESIDE = 12
+
+
+def batches(limits: Limits, steps: int) -> Iterator[tuple[int, int]]:
+    """Yield (sequences, tokens before) for decodes, as far as the cache has room."""
+    lengths = [_SHORT, limits.longest // 4, limits.longest * 5 // 8]
+    n = 1
+    while n <= limits.seqs:
+        for length in lengths:
+            # With as many again for the steps until the last has begun.
+            if length == _SHORT or n * (length + 4 * (steps + n)) <= limits.room:
+                yield n, length
+        n *= 2
+
+
+def chunks(limits: Limits) -> Iterator[tuple[int, int]]:
+    """Yield (tokens, tokens that are cached before them) for prompts of one step."""
+    most = min(limits.tokens - 1, limits.longest - 1)
+    tokens = 32
+    while tokens < most:
+        yield tokens, 0
+        tokens *= 2
+    yield most, 0
+    for kv in (limits.longest // 4, limits.longest * 5 // 8):
+        whole = kv // limits.block * limits.block
+        for tokens in (64, 256):
+            if tokens <= most and whole + tokens < limits.longest:
+                yield tokens, whole
+
+
+def _reads(tokens: int, kv: int) -> float:
+    return tokens * kv + tokens * (tokens + 1) / 2

@@ -1,0 +1,144 @@
+"""The worker that is measured: its limits, and prompts that it has not seen."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from pigou.workload.client import Client
+from pigou.workload.dialect import Dialect
+from pigou.workload.endpoint import EndpointError, find_dialect, find_model, tokenize
+from pigou.workload.outcome import Outcome, Stream
+from pigou.workload.profiling.config import ProfileConfig
+from pigou.workload.prompts import WORDS, Job
+
+_TOKENS, _SEQS, _LONGEST = 2048, 64, 2048
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a worker can hold.
+
+    Attributes:
+        tokens: that it computes in a step, at most.
+        seqs: that it runs at once, at most.
+        longest: prompt and output of a request.
+        room: tokens that its KV cache holds.
+        block: tokens in a block of it.
+    """
+
+    tokens: int
+    seqs: int
+    longest: int
+    room: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A worker, and how it is asked.
+
+    Attributes:
+        client: that sends.
+        limits: of the worker.
+        vocabulary: token ids that prompts are made of.
+        rng: of the prompts.
+    """
+
+    client: Client
+    limits: Limits
+    vocabulary: list[int]
+    rng: np.random.Generator
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Return a prompt that shares no prefix with any before."""
+        drawn = self.rng.choice(self.vocabulary, size=tokens)
+        return [int(token) for token in drawn]
+
+    async def ask(self, prompt: list[int], output: int) -> tuple[Outcome, Stream]:
+        """Send a request.
+
+        Raises:
+            EndpointError: it failed.
+        """
+        outcome = await self.client.send(Job(prompt, output), 0)
+        if not isinstance(outcome.result, Stream):
+            failure = outcome.result
+            raise EndpointError(
+                f"a prompt of {len(prompt)} tokens with {output} to come failed: "
+                f"{failure.reason}: {failure.detail}"
+            )
+        return outcome, outcome.result
+
+    async def ask_all(self, prompts: list[list[int]], output: int) -> list[tuple[Outcome, Stream]]:
+        """Send requests at once."""
+        return list(await asyncio.gather(*(self.ask(prompt, output) for prompt in prompts)))
+
+
+async def find_target(config: ProfileConfig, session: aiohttp.ClientSession) -> Target:
+    """Ask a worker what it is.
+
+    Raises:
+        EndpointError: it is not there, is busy, or takes no token ids.
+    """
+    card = await find_model(session, config.base, config.model)
+    client = Client(session, config.base, card.id, Dialect(), timeout=config.timeout)
+    words = await tokenize(session, config.base, card.id, " " + " ".join(WORDS))
+    if words is None:
+        raise EndpointError(f"{config.base} has no /tokenize: prompts are sent as token ids")
+    probe = Job(words[:8], 1)
+    client = Client(
+        session, config.base, card.id, await find_dialect(client, probe, True),
+        timeout=config.timeout,
+    )  # fmt: skip
+    said = await _read(session, f"{config.base}/server_info")
+    about = msgspec.json.decode(said) if said.startswith(b"{") else {}
+    page = _metrics((await _read(session, f"{config.base}/metrics")).decode(errors="replace"))
+    if page.get("running", 0.0) + page.get("waiting", 0.0):
+        raise EndpointError(f"{config.base} is busy; measure it while it has nothing else to do")
+    limits = _limits(config, about, page, card.max_model_len)
+    return Target(client, limits, sorted(set(words)), np.random.default_rng(config.seed))
+
+
+def _limits(
+    config: ProfileConfig, about: dict[str, Any], page: dict[str, float], longest: int | None
+) -> Limits:
+    block = int(about.get("block_size") or page.get("block_size") or 16)
+    blocks = int(about.get("blocks") or page.get("num_gpu_blocks") or 0)
+    most = min(each for each in (config.longest, longest or _LONGEST) if each)
+    return Limits(
+        tokens=config.max_batched_tokens or int(about.get("max_batched_tokens") or _TOKENS),
+        seqs=config.max_seqs or min(_SEQS, int(about.get("max_seqs") or _SEQS)),
+        longest=most,
+        room=blocks * block or most,
+        block=block,
+    )
+
+
+def _metrics(page: str) -> dict[str, float]:
+    """Return what a worker's metrics say of its load and its cache."""
+    found: dict[str, float] = {}
+    for line in page.splitlines():
+        head, _, value = line.rpartition(" ")
+        name, _, labels = head.partition("{")
+        if name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
+            found[name.rpartition("_")[2]] = float(value)
+        elif name == "vllm:cache_config_info":
+            for label in labels.rstrip("}").split(","):
+                key, _, said = label.partition("=")
+                if key in ("block_size", "num_gpu_blocks") and said.strip('"').isdigit():
+                    found[key] = float(said.strip('"'))
+    return found
+
+
+async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
+    try:
+        async with asyncio.timeout(30.0), session.get(url) as reply:
+            return await reply.read() if reply.status == 200 else b""
+    except (aiohttp.ClientError, OSError) as error:
+        raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error

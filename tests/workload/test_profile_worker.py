@@ -1,0 +1,142 @@
+"""`pigou profile` before a worker that sleeps by a known law."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import msgspec
+import pytest
+
+from pigou.cli import main
+from pigou.sim.measured import Measured, at
+
+STEP, EACH, TOKEN = 0.005, 0.0005, 0.00005
+LAW = f"law:itl_a={STEP},itl_b={EACH},prefill_token={TOKEN}"
+
+Start = Callable[..., str]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a worker that sleeps; return its address."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*options: str) -> str:
+        argv = [sys.executable, "-m", "pigou", "worker", "--port", "0", "--exit-with-parent",
+                "--timing", LAW, "--blocks", "512", *options]  # fmt: skip
+        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
+        out = started[-1].stdout
+        assert out is not None
+        line = out.readline()
+        assert line, "the worker ended"
+        return str(json.loads(line)["url"])
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def profile(url: str, file: Path, *options: str) -> Measured:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", url, "--out", str(file), *options])
+    assert ended.value.code == 0
+    return msgspec.json.decode(file.read_bytes(), type=Measured)
+
+
+def test_a_profile_is_a_timing_that_simulations_take(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = start("--max-model-len", "192", "--max-batched-tokens", "96", "--max-seqs", "2")
+    file = tmp_path / "timing.json"
+    found = profile(url, file, "--repeats", "1", "--steps", "8")
+    assert "How well it fits" in capsys.readouterr().out
+    assert [n for n, _ in found.decodes] == [1, 2]
+    assert found.about["limits"]["tokens"] == 96
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "--timing", str(file), "--blocks", "64",
+              "--workload", "poisson:rate=5,in=32,out=8,n=20"])  # fmt: skip
+    assert ended.value.code == 0
+    assert "20 completed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_known_law_is_recovered(start: Start, tmp_path: Path) -> None:
+    url = start("--max-model-len", "512", "--max-batched-tokens", "256", "--max-seqs", "4")
+    found = profile(url, tmp_path / "timing.json")
+    for n, _ in found.decodes:
+        said = at(found.decodes, n) + found.cache * 200 * n
+        assert said == pytest.approx(STEP + EACH * n, rel=0.05)
+    for tokens in (128, 255):
+        reads = tokens * (tokens + 1) / 2
+        said = at(found.prompts, tokens) + found.context * reads + found.prompt
+        assert said == pytest.approx(TOKEN * tokens, rel=0.15, abs=0.0005)
+    assert found.alone < 0.002
+    assert 0.0 < found.overhead < 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "status"),
+    [
+        (["http://127.0.0.1:9", "--out", "x.json"], "does not answer", 1),
+        (["http://127.0.0.1:9", "--out", "x.csv"], "name a .json file", 2),
+        (["127.0.0.1:9"], "write for example http://127.0.0.1:8100", 2),
+        (["http://127.0.0.1:9", "--repeats", "0"], "repeats is 0", 2),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_measured_is_refused(
+    options: list[str],
+    words: str,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", *options])
+    assert ended.value.code == status
+    assert words in capsys.readouterr().err
+
+
+def test_a_busy_worker_is_not_measured(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = start("--max-model-len", "4096")
+    body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True}
+    request = Request(f"{url}/v1/completions", json.dumps(body).encode(),
+                      {"content-type": "application/json"})  # fmt: skip
+    threading.Thread(target=swallow, args=(request,), daemon=True).start()
+    wait_busy(url)
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", url, "--out", str(tmp_path / "timing.json")])
+    assert ended.value.code == 1
+    assert "is busy" in capsys.readouterr().err
+
+
+def swallow(request: Request) -> None:
+    """Ask, and mind no answer: the worker ends with the test."""
+    with suppress(OSError, HTTPException):
+        urlopen(request).read()
+
+
+def wait_busy(url: str) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with urlopen(f"{url}/load") as page:
+            if json.load(page)["server_load"] == 1:
+                return
+        time.sleep(0.05)
+    raise AssertionError("the worker has nothing to do")
