@@ -159,6 +159,15 @@ def test_a_timing_that_cannot_be_honoured_is_refused(
     assert words in capsys.readouterr().err
 
 
+def test_a_fleet_that_starts_no_worker_takes_no_timing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--attach", "http://127.0.0.1:9", "--timing", LAW])
+    assert caught.value.code == 2
+    assert "no worker is started here" in capsys.readouterr().err
+
+
 def test_a_worker_sleeps_and_its_loads_take_the_links_time(
     start_worker: Callable[..., Any],
 ) -> None:
