@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pigou.gateway.chunks import IDS, PROMPT_IDS
 
-_TEXTS = (b'"text":"', b'"content":"')
 _NO_IDS = b'"token_ids":null'
 _QUOTE, _BACKSLASH, _ZERO = b'"', 0x5C, 0x30
 #: Token ids with more digits are left to the parser.
@@ -30,28 +29,24 @@ class Mould:
         self._end = _NO_IDS + tail
 
     @classmethod
-    def of(cls, event: bytes, token: int, text: str | None) -> Mould | None:
-        """Return the mould of an event, a parsed and valid chunk; None where it has none.
+    def of(cls, event: bytes) -> Mould | None:
+        """Return the mould of an event; None where it has none.
 
         Args:
-            event: all of it, with one choice and no end.
-            token: the choice's one token id.
-            text: what the choice shows, where that matters; else None.
+            event: a parsed and valid chunk, framed, with one choice, one token id and no end.
         """
+        if _BACKSLASH in event or PROMPT_IDS in event:
+            return None
+        # Each key once, so that it is the choice's: spelt otherwise it would have a backslash.
+        keys = [event.count(key + _QUOTE) for key in (b'"token_ids', b'"text', b'"content')]
+        if keys[0] != 1 or keys[1] + keys[2] != 1:
+            return None
         before, _, rest = event.rpartition(IDS)
         _, _, tail = rest.partition(b"]")
-        keys = [key for key in _TEXTS if key in before]
-        if len(keys) != 1 or before.count(keys[0]) != 1 or IDS in before or PROMPT_IDS in event:
-            return None
-        head, key, rest = before.partition(keys[0])
+        head, key, rest = before.partition(b'"text":"' if keys[1] else b'"content":"')
         _, _, text_end = rest.partition(_QUOTE)
         mould = cls(head + key, text_end, tail)
-        found = mould.token(event)
-        if found is None or found[0] != token:
-            return None
-        if text is not None and (not text or found[1].decode() != text):
-            return None  # another text than the choice's
-        return mould
+        return None if mould.token(event) is None else mould
 
     def token(self, event: bytes) -> tuple[int, bytes, bytes] | None:
         """Return id, text, and the event with null in place of its ids; None for all else."""

@@ -103,14 +103,14 @@ class Relay:
                 out += (b"data: ", passed, b"\n\n")
         return b"".join(out)
 
-    def _learn(self, payload: bytes, choices: Sequence[chunks.Choice], text: str | None) -> None:
+    def _learn(self, payload: bytes, choices: Sequence[chunks.Choice]) -> None:
         """Make a mould of a chunk that is one token amid the reply, for those that follow."""
         if len(choices) != 1 or b"\n" in payload:
             return
         ids = choices[0].token_ids
         if choices[0].finish_reason is None and ids is not None and len(ids) == 1:
             self._moulds -= 1
-            self._mould = Mould.of(frame(payload), ids[0], text) or self._mould
+            self._mould = Mould.of(frame(payload)) or self._mould
 
     def _take(self, payload: bytes) -> bytes:
         """Note one chunk; return what the client gets of it."""
@@ -125,7 +125,7 @@ class Relay:
         if self._splice is not None:
             return self._splice.fit(payload)
         if self._learns and chunk.nvext is None:
-            self._learn(payload, chunk.choices, None)
+            self._learn(payload, chunk.choices)
         if has_ids and not self.call.wants_ids:
             return chunks.without_ids(payload, False)
         return payload
@@ -143,8 +143,8 @@ class Relay:
             transcript.shown = len(transcript.tokens)
         if self._splice is not None:
             return self._splice.fit(payload)
-        if self._learns and chunk.nvext is None:
-            self._learn(payload, chunk.choices, chunk.choices[0].shown if chunk.choices else "")
+        if self._learns and chunk.nvext is None and chunk.choices and chunk.choices[0].shown:
+            self._learn(payload, chunk.choices)
         prompt = chunk.prompt()
         if transcript.head is None:
             transcript.head = chunk.head()
