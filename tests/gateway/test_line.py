@@ -155,3 +155,22 @@ async def test_a_kept_line_that_was_closed_is_replaced() -> None:
             assert await whole(line) == WHOLE
             pool.give_back(line)
     assert len(asked) == 3
+
+
+async def test_a_closed_pool_cuts_lines_in_use_and_opens_none() -> None:
+    asked = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    async with lines(silent) as pool:
+        waiting = asyncio.create_task(pool.ask("/", b"", "i"))
+        await asked.wait()
+        pool.close()
+        with pytest.raises(LineError):
+            await waiting
+        with pytest.raises(LineError):
+            await pool.ask("/", b"", "i")
