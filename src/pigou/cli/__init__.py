@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "pigou.cli.bench:bench",
     "simulate": "pigou.cli.simulate:simulate",
     "experiment": "pigou.cli.experiment:experiment",
+    "report": "pigou.cli.report:report",
     "profile": "pigou.cli.profile:profile",
     "replay": "pigou.cli.replay:replay",
     "trace": "pigou.cli.trace:trace",

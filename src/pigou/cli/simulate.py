@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.named import named
+from pigou.cli.reporter import Reporter
 from pigou.config import ConfigError, ControlConfig
 from pigou.engine.warm import warm_up
 from pigou.request import SECOND
@@ -89,6 +90,9 @@ def simulate(
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths, ties and losses.")] = 0,
     json: Annotated[str, typer.Option(help="File to write the figures to.")] = "",
+    report: Annotated[
+        str, typer.Option(help="Folder for a page with plots and tables, and pictures.")
+    ] = "",
 ) -> None:
     """Simulate a fleet: the production scheduler, router and cache under a virtual clock."""
     try:
@@ -117,15 +121,15 @@ def simulate(
             "max_model_len": max_model_len, "engine": engine,
         }  # fmt: skip
         setup = msgspec.convert(values, Setup)
-        what = offered(workload, seed)
-        simulation = Simulation(
-            what.workload, read_fleet(fleet), setup, control, what.client, seed=seed
-        )
+        what, members = offered(workload, seed), read_fleet(fleet)
+        simulation = Simulation(what.workload, members, setup, control, what.client, seed=seed)
+        reporter = Reporter(report, simulation) if report else None
     except (ConfigError, msgspec.ValidationError) as error:
         typer.echo(f"pigou simulate: {error}", err=True)
         raise typer.Exit(2) from None
     warm_up()
-    document = _run(simulation).document()
+    result = _run(simulation)
+    document = result.document()
     _show(document)
     if json:
         text = msgspec.json.format(msgspec.json.encode(document))
@@ -134,6 +138,11 @@ def simulate(
         except OSError as error:
             typer.echo(f"pigou simulate: {error}", err=True)
             raise typer.Exit(1) from None
+    if reporter is not None:
+        run = {"workload": workload, "fleet": fleet, "policy": policy, "seed": seed}
+        asked = {"run": run, "workers": setup, "control": control, "client": what.client,
+                 "fleet": members}  # fmt: skip
+        reporter.write(result, document, f"{policy} on {fleet}", asked)
 
 
 def _run(simulation: Simulation) -> Result:

@@ -12,14 +12,13 @@ from pigou.report.table import Cell, Table
 TIME = Axis("simulated seconds")
 REGIMES = ((0.0, "below"), (1.0, "transition"), (2.0, "saturated"))
 _QUEUES = {
-    "client": "at the client", "queued": "in the fleet's queue", "waiting": "waiting on workers",
-    "running": "running",
+    "client": "at the client, or on the way", "queued": "in the fleet's queue",
+    "waiting": "waiting on workers", "running": "running",
 }  # fmt: skip
 _PARTS = {
     "poa": "whole", "poa_queueing": "queueing", "poa_routing": "routing",
     "poa_prefill_decode": "prefill and decode",
 }  # fmt: skip
-_STROKES = {"poa": "solid"}
 _WORKER: tuple[tuple[str, str, str, Unit, str], ...] = (
     ("running", "Requests that run, by worker", "requests", "", ""),
     ("waiting", "Requests that wait, by worker", "requests", "", ""),
@@ -43,6 +42,7 @@ def rates(course: Course | None) -> tuple[Chart, Chart]:
         () if course is None else (("p50", course.ttft_p50_s), ("p99", course.ttft_p99_s))
     )
     marks = len(x) < 4
+    served = [k for k, value in enumerate(ttft[0][1]) if value is not None] if ttft else []
     return (
         Chart(
             "rates", "Requests", "Meant to be sent, and served, in windows of equal length.",
@@ -52,7 +52,10 @@ def rates(course: Course | None) -> tuple[Chart, Chart]:
         Chart(
             "ttft-time", "Time to first token", "By when a request was meant to be sent.",
             TIME, Axis("latency", "seconds", log=True),
-            tuple(Line(name, x, y, k, marks=marks) for k, (name, y) in enumerate(ttft)),
+            tuple(
+                Line(name, [x[k] for k in served], [y[k] for k in served], place, marks=marks)
+                for place, (name, y) in enumerate(ttft)
+            ),
         ),
     )  # fmt: skip
 
@@ -74,15 +77,11 @@ def fleet(samples: Samples) -> tuple[Chart, ...]:
             TIME, Axis("requests", zero=True), queues,
         ),
         Chart(
-            "regime", "Regime", "As the detector of saturation sees it.",
+            "regime", "Regime",
+            "As the detector of saturation sees it." + _constant(found["temperature"]),
             TIME, Axis("", ticks=REGIMES), (Line("regime", x, found["regime"], step=True),),
         ),
-        Chart(
-            "temperature", "Temperature of the choice",
-            "0 takes the cheapest worker; more spreads by chance. Set by the controller.",
-            TIME, Axis("temperature", zero=True),
-            (Line("temperature", x, found["temperature"], 2, step=True),),
-        ),
+        *_temperature(samples),
         Chart(
             "poa", "Price of Anarchy",
             "What the requests of the last window took, over what they would take at best: the "
@@ -90,6 +89,23 @@ def fleet(samples: Samples) -> tuple[Chart, ...]:
             TIME, Axis("ratio"), anarchy,
         ),
     )  # fmt: skip
+
+
+def _constant(temperature: Sequence[float | None]) -> str:
+    if len(set(temperature)) != 1:
+        return ""
+    return f" The temperature of the choice was {temperature[0]:g} throughout."
+
+
+def _temperature(samples: Samples) -> tuple[Chart, ...]:
+    """Return the temperature over time, where it changed."""
+    found = samples.fleet["temperature"]
+    if len(set(found)) < 2:
+        return ()
+    line = Line("temperature", samples.time_s, found, 2, step=True)
+    note = "0 takes the cheapest worker; more spreads by chance. Set by the controller."
+    axis = Axis("temperature", zero=True)
+    return (Chart("temperature", "Temperature of the choice", note, TIME, axis, (line,)),)
 
 
 def tolls(samples: Samples) -> Figure:

@@ -17,7 +17,7 @@ from matplotlib.ticker import (
 )
 
 from pigou.report import palette
-from pigou.report.figure import Axis, Bars, Chart, Figure, Heat, extent, padded, ticks
+from pigou.report.figure import Axis, Bars, Chart, Figure, Heat, extent, loose, padded, ticks
 
 _COLOURS = palette.COLOURS["light"]
 _STROKES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1.5, 1.8))}
@@ -31,7 +31,9 @@ def png(figure: Figure, path: Path) -> None:
         OSError: it cannot be written.
     """
     height = _HEIGHT
-    if isinstance(figure, Bars):
+    if isinstance(figure, Chart) and figure.y.ticks:
+        height = 2.2
+    elif isinstance(figure, Bars):
         height = 1.4 + 0.36 * len(figure.rows)
     elif isinstance(figure, Heat):
         height = min(7.0, 1.6 + 0.16 * len(figure.rows))
@@ -65,7 +67,7 @@ def _chart(axes: Any, chart: Chart) -> None:
             marker="o" if line.marks or line.bare else None,
             drawstyle="steps-post" if line.step else "default",
         )  # fmt: skip
-    _axis(axes.xaxis, axes.set_xlim, axes.set_xscale, chart.x, left, right, tight=True)
+    _axis(axes.xaxis, axes.set_xlim, axes.set_xscale, chart.x, left, right, tight=not loose(chart))
     _axis(axes.yaxis, axes.set_ylim, axes.set_yscale, chart.y, low, high)
     _legend(axes, len(chart.lines))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -167,9 +167,9 @@ def ticks(axis: Axis, low: float, high: float) -> tuple[tuple[float, str], ...]:
     if axis.ticks or not axis.log:
         return axis.ticks
     span = math.log10(high / low)
-    steps = (1,) if span > 3 else (1, 3) if span > 1.6 else (1, 2, 5)
     if span < 0.5:
-        steps = (1, 1.5, 2, 3, 4, 5, 6, 8)  # type: ignore[assignment]
+        return tuple((value, _label(value, axis.unit)) for value in even(low, high))
+    steps = (1,) if span > 3 else (1, 3) if span > 1.6 else (1, 2, 5)
     every = 2 if span > 6 else 1
     found = []
     for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
@@ -182,25 +182,39 @@ def ticks(axis: Axis, low: float, high: float) -> tuple[tuple[float, str], ...]:
     return tuple(found)
 
 
+def even(low: float, high: float) -> list[float]:
+    """Return about five round values at even distances, from `low` to `high`."""
+    raw = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= raw)
+    return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def _label(value: float, unit: Unit) -> str:
     if unit == "seconds":
         return duration(value)
     return f"{value:,.6g}" if value < 1e6 else f"{value:.0e}"
 
 
-def duration(seconds: float, digits: int = 4) -> str:
-    """Return a time in the unit that suits it, with so many significant digits at most."""
+def duration(seconds: float, digits: int = 4, *, keep: bool = False) -> str:
+    """Return a time in the unit that suits it, with so many significant digits at most.
+
+    With `keep`, zeros at the end stay where the number was rounded.
+    """
     size = abs(seconds)
     if size == 0.0:
         return "0 s"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if size >= 0.9995 * scale:
-            return f"{significant(seconds / scale, digits)} {unit}"
-    return f"{significant(seconds * 1e9, digits)} ns"
+            return f"{significant(seconds / scale, digits, keep=keep)} {unit}"
+    return f"{significant(seconds * 1e9, digits, keep=keep)} ns"
 
 
-def significant(value: float, digits: int = 4) -> str:
-    """Return a number with so many significant digits at most, and commas among thousands."""
+def significant(value: float, digits: int = 4, *, keep: bool = False) -> str:
+    """Return a number with so many significant digits at most, and commas among thousands.
+
+    With `keep`, zeros at the end stay where the number was rounded.
+    """
     if value == 0:
         return "0"
     size = math.floor(math.log10(abs(value)))
@@ -208,11 +222,16 @@ def significant(value: float, digits: int = 4) -> str:
         return f"{value:.{digits - 1}e}"
     after = max(0, digits - 1 - size)
     text = f"{value:,.{after}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    if "." not in text or (keep and float(text.replace(",", "")) != value):
+        return text
+    return text.rstrip("0").rstrip(".")
 
 
 def padded(low: float, high: float, axis: Axis) -> tuple[float, float]:
     """Return a range around values, with some room."""
+    if axis.ticks:
+        places = [value for value, _ in axis.ticks]
+        return min(low, *places) - 0.3, max(high, *places) + 0.3
     if axis.log:
         room = max(0.04 * math.log10(high / low), 0.05)
         return low / 10**room, high * 10**room
@@ -222,6 +241,6 @@ def padded(low: float, high: float, axis: Axis) -> tuple[float, float]:
     return (low if low == 0.0 else low - room), high + room
 
 
-def names(lines: Iterable[Line]) -> tuple[str, ...]:
-    """Return the names of lines."""
-    return tuple(line.name for line in lines)
+def loose(chart: Chart) -> bool:
+    """Whether points are shown, which need room at the sides."""
+    return any(line.marks or line.bare for line in chart.lines)

@@ -17,11 +17,12 @@ from pigou.report.figure import (
     Values,
     duration,
     extent,
+    loose,
     padded,
     ticks,
 )
 
-_HEIGHT, _ROW = 340, 34
+_HEIGHT, _LOW, _ROW = 340, 190, 34
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
@@ -38,8 +39,8 @@ def drawing(figure: Figure) -> dict[str, Any]:
 
 def _chart(chart: Chart) -> dict[str, Any]:
     (left, right), (low, high) = extent(chart)
-    layout = _layout(_HEIGHT, len(chart.lines))
-    layout["xaxis"] = _axis(chart.x, left, right, tight=True)
+    layout = _layout(_LOW if chart.y.ticks else _HEIGHT, len(chart.lines))
+    layout["xaxis"] = _axis(chart.x, left, right, tight=not loose(chart))
     layout["yaxis"] = _axis(chart.y, low, high)
     layout["hovermode"] = "x unified" if _aligned(chart.lines) else "closest"
     return {"data": [_line(line, chart) for line in chart.lines], "layout": layout}
@@ -77,6 +78,7 @@ def _bars(bars: Bars) -> dict[str, Any]:
     most = max(sum(values[k] or 0.0 for _, values in bars.parts) for k in range(len(bars.rows)))
     layout["xaxis"] = _axis(bars.x, 0.0, most)
     layout["yaxis"] = {"autorange": "reversed", "automargin": True, "tickfont": {"color": "@ink"}}
+    layout["legend"]["traceorder"] = "normal"
     layout |= {"barmode": "stack", "bargap": 0.35, "hovermode": "closest"}
     data = [
         {
@@ -139,6 +141,7 @@ def _layout(height: int, entries: int) -> dict[str, Any]:
             "orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom",
             "font": {"color": "@ink"}, "itemwidth": 30,
         },
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "@muted", "activecolor": "@ink"},
         "hoverlabel": {
             "bgcolor": "@paper", "bordercolor": "@grid", "font": {"color": "@ink", "size": 12.5},
         },

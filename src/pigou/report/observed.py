@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 TTFT_LIMITS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 TPOT_LIMITS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
 #: Most windows of the course, most groups of the load, fewest requests of such a group.
-_WINDOWS, _GROUPS, _LEAST = 120, 20, 10
+_WINDOWS, _GROUPS, _LEAST = 60, 20, 10
 #: Most values of one figure of all workers; beyond that, fewer of their samples are kept.
 _MOST = 65536
 _STAGES = (

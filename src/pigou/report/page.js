@@ -20,7 +20,7 @@
       const names = colours[theme()];
       Plotly.react(id, paint(data, names), paint(layout, names), {
         responsive: true, displaylogo: false, displayModeBar: "hover",
-        modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+        modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
         toImageButtonOptions: { filename: id, scale: 2 },
       });
     }

@@ -39,7 +39,7 @@ def page(run: Record) -> Page:
     figures = run.figures
     return Page(
         title=run.title,
-        subtitle=f"{figures['offered']:,} requests offered, "
+        subtitle=f"{_workload(run)}{figures['offered']:,} requests offered, "
         f"{figures['simulated_s']:,.1f} s simulated, seed {run.seed}, pigou {run.pigou}",
         notices=notices(run),
         tiles=_tiles(figures),
@@ -53,6 +53,11 @@ def page(run: Record) -> Page:
             _configuration(run),
         ),
     )
+
+
+def _workload(run: Record) -> str:
+    found = run.config.get("run", {}).get("workload")
+    return f"{found}. " if found else ""
 
 
 def notices(run: Record) -> tuple[str, ...]:

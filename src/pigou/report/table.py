@@ -14,9 +14,9 @@ Value = str | int | float | None
 #: difference in percent.
 Form = Literal["", "seconds", "share", "ratio", "signed"]
 _FORMS: dict[Form, Callable[[float], str]] = {
-    "seconds": duration,
+    "seconds": lambda value: duration(value, keep=True),
     "share": lambda value: f"{value:.1%}",
-    "ratio": lambda value: f"{significant(value, 3)} ×",
+    "ratio": lambda value: f"{significant(value, 3, keep=True)} ×",
     "signed": lambda value: f"{value:+.1%}",
 }
 
@@ -50,7 +50,7 @@ class Cell:
             return "–"
         if self.form:
             return _FORMS[self.form](value)
-        return f"{value:,}" if isinstance(value, int) else significant(value)
+        return f"{value:,}" if isinstance(value, int) else significant(value, keep=True)
 
     @property
     def exact(self) -> str:
@@ -77,6 +77,13 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
     folded: bool = False
+
+    @property
+    def figures(self) -> tuple[bool, ...]:
+        """Whether there are figures under a heading, (columns,)."""
+        return tuple(
+            any(cells[place].number for cells in self.rows) for place in range(len(self.columns))
+        )
 
 
 def row(name: str, values: Sequence[Value], form: Form = "") -> tuple[Cell, ...]:
