@@ -53,6 +53,26 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _at_least("headroom", self.headroom, 0)
 
 
+class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of the prefix index (`pigou.control.index`).
+
+    Attributes:
+        max_blocks: most blocks that are kept of one worker's events, and as many of what is
+            predicted of it.
+        max_total: most blocks of all workers together.
+        ttl: nanoseconds for which a prediction holds.
+    """
+
+    max_blocks: int = 2**20
+    max_total: int = 2**22
+    ttl: int = 120_000_000_000
+
+    def __post_init__(self) -> None:
+        """Refuse an index that could hold nothing."""
+        for name in ("max_blocks", "max_total", "ttl"):
+            _at_least(f"index.{name}", getattr(self, name), 1)
+
+
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits and policies of one ControlPlane.
 
@@ -68,6 +88,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             name, the rest its parameters (`pigou.control.regimes.regime`); `static` leaves them
             alone.
         max_decisions: decisions that are kept for whoever asks why.
+        index: limits of the prefix index.
         admission: who of the waiting goes next: `order` is its name, as registered under
             `pigou.admission`, the rest its parameters.
         tenant_weights: shares of the tenants in service and queue, by name; 1 where not given.
@@ -93,6 +114,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     saturation: dict[str, Any] = msgspec.field(default_factory=lambda: {"detector": "cusum"})
     controller: dict[str, Any] = msgspec.field(default_factory=lambda: {"controller": "static"})
     max_decisions: int = 1000
+    index: IndexConfig = msgspec.field(default_factory=IndexConfig)
     admission: dict[str, Any] = msgspec.field(default_factory=lambda: {"order": "fcfs"})
     tenant_weights: dict[str, float] = {}
     max_queued: int = 1024

@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pigou.config import ConfigError, ControlConfig, IndexConfig
 from pigou.control.index import PrefixIndex, chain, warm_up
+from pigou.control.messages import CacheChanged
+from pigou.control.plane import ControlPlane
+from pigou.events import BlockStored
+from pigou.request import no_hashes
 from pigou.wire.kv_events import Removed, Stored
 
 TOKENS = np.arange(64, dtype=np.uint32)
@@ -139,3 +144,27 @@ def test_limits_below_one_are_refused() -> None:
 
 def test_warming_up_leaves_nothing_behind() -> None:
     warm_up()
+
+
+def test_the_limits_are_those_of_the_configuration() -> None:
+    limits = IndexConfig(max_blocks=8, max_total=12, ttl=5)
+    plane = ControlPlane(ControlConfig(index=limits))
+    for start, worker in enumerate(("a", "b")):
+        hashes = np.arange(1, 11, dtype=np.uint64) + np.uint64(100 * start)
+        event = BlockStored("r", 0, np.stack([hashes, hashes], axis=1), no_hashes())
+        plane.observe(CacheChanged(worker, (event,)), 0)
+    first, second = (plane.index.cache(worker).blocks for worker in ("a", "b"))
+    assert second == 8
+    assert 0 < first <= 4
+    assert plane.index.evicted == 20 - first - second
+    plane.index.predict("c", np.arange(1, 3, dtype=np.uint64), 0)
+    plane.index.expire(4)
+    assert plane.index.cache("c").predicted == 2
+    plane.index.expire(5)
+    assert plane.index.cache("c").predicted == 0
+
+
+@pytest.mark.parametrize("name", ["max_blocks", "max_total", "ttl"])
+def test_an_index_that_could_hold_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"index.{name} is 0; it must be at least 1"):
+        IndexConfig(**{name: 0})

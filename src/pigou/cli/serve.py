@@ -130,6 +130,16 @@ def serve(
     queue_timeout: Annotated[
         float, typer.Option(help="Seconds that a request waits before it is answered 503.")
     ] = 60.0,
+    index_max_blocks: Annotated[
+        int, typer.Option(help="Blocks of one worker that the prefix index keeps.")
+    ] = 2**20,
+    index_max_total: Annotated[
+        int, typer.Option(help="Blocks of all workers together that it keeps.")
+    ] = 2**22,
+    index_ttl: Annotated[
+        float,
+        typer.Option(help="Seconds that it expects a worker without KV events to keep a prompt."),
+    ] = 120.0,
     api_keys_file: Annotated[
         str | None, typer.Option(help="Hashed API keys; `pigou key TENANT` makes them.")
     ] = None,
@@ -184,6 +194,11 @@ def serve(
             max_queued_tokens=max_queued_tokens, max_inflight=max_inflight,
             max_inflight_tokens=max_inflight_tokens, prefill_ahead_ms=prefill_ahead,
             queue_timeout=int(queue_timeout * SECOND),
+            index={
+                "max_blocks": index_max_blocks,
+                "max_total": index_max_total,
+                "ttl": int(index_ttl * SECOND),
+            },
         )  # fmt: skip
         watch = WatchConfig(hang=hang_timeout, drain=drain)
         _run(gateway, control, [*local, *attached], watch, tokenizer)

@@ -76,7 +76,8 @@ class ControlPlane:
         tuning = controller_config(config.controller)
         self.watch = Watch(found, controller(tuning, found, np.random.default_rng(config.seed)))
         self._tunes = not isinstance(tuning, StaticConfig)
-        self.index = PrefixIndex()
+        limits = config.index
+        self.index = PrefixIndex(limits.max_blocks, limits.max_total, limits.ttl)
         self.desk = Desk(config)
         self._assessment: Assessment | None = None
         self._assessing = False

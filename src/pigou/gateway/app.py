@@ -101,6 +101,12 @@ class _Routes:
         self._generator = Generator(gateway.pilot, gateway.metrics)
         gateway.metrics.add_fleet(gateway.board.gauges)
         gateway.metrics.add(Game(gateway.board.prices))
+        index = gateway.pilot.plane.index
+        gateway.metrics.add_count(
+            "pigou:index_evicted_blocks",
+            "Blocks that the prefix index forgot to stay within its limits.",
+            lambda: index.evicted,
+        )
         self._decisions = Decisions(gateway.pilot.plane)
         gateway.pilot.timed = gateway.metrics.decision.observe
 

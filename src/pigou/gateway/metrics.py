@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pigou.control.decisions import Explanation
@@ -115,9 +115,24 @@ class Metrics:
         """Export the fleet's table, read anew at each scrape, as gauges `pigou:worker_*`."""
         self.registry.register(_Fleet(rows))
 
+    def add_count(self, name: str, help: str, read: Callable[[], int]) -> None:
+        """Export a number that only rises, read anew at each scrape."""
+        self.registry.register(_Count(name, help, read))
+
     def add(self, collector: Collector) -> None:
         """Export what a collector yields."""
         self.registry.register(collector)
+
+
+class _Count(Collector):
+    def __init__(self, name: str, help: str, read: Callable[[], int]) -> None:
+        self._name, self._help, self._read = name, help, read
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._help, value=self._read())
 
 
 class _Fleet(Collector):

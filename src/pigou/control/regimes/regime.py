@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from pigou.config import ConfigError
 from pigou.control.regimes.learner import Bandit, BanditConfig
 from pigou.control.regimes.parameters import Finish, Parameters, Setting
 from pigou.control.saturation.detector import Detector, Regime, Sample
+from pigou.control.tagged import tagged
 
 
 class Controller(Protocol):
@@ -188,8 +188,5 @@ def controller_config(values: Mapping[str, Any]) -> ControllerConfig:
     Raises:
         ConfigError: there is no such controller or parameter, or a value does not fit.
     """
-    try:
-        found: ControllerConfig = msgspec.convert(dict(values), ControllerConfig, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"controller {dict(values)}: {error}") from error
+    found: ControllerConfig = tagged("controller", "controller", values, ControllerConfig)
     return found

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from pigou.config import ConfigError
 from pigou.control.saturation.detector import Detector, Idle, Latches, Regime, Sample
 from pigou.control.saturation.histogram import Histogram
 from pigou.control.saturation.poll import Poll
@@ -21,6 +20,7 @@ from pigou.control.saturation.signals import (
     SecondDifferenceConfig,
     check_thresholds,
 )
+from pigou.control.tagged import tagged
 from pigou.request import SECOND
 
 #: What the paper advises for the first threshold: 3 to 5 times the P99 of a fleet at rest.
@@ -180,8 +180,5 @@ def detector_config(values: Mapping[str, Any]) -> DetectorConfig:
     Raises:
         ConfigError: there is no such detector or parameter, or a value does not fit.
     """
-    try:
-        found: DetectorConfig = msgspec.convert(dict(values), DetectorConfig, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"saturation {dict(values)}: {error}") from error
+    found: DetectorConfig = tagged("saturation", "detector", values, DetectorConfig)
     return found

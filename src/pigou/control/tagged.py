@@ -1,0 +1,32 @@
+"""Configuration of something that goes by name, with parameters of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import msgspec
+
+from pigou.config import ConfigError
+
+
+def tagged(field: str, name: str, values: Mapping[str, Any], kinds: Any) -> Any:
+    """Read values as one of several tagged structs.
+
+    Args:
+        field: of `ControlConfig` that the values are of.
+        name: key that names the struct; the other values are its fields.
+        values: to read.
+        kinds: union of the structs.
+
+    Raises:
+        ConfigError: there is none of that name (the message lists those that there are), it has no
+            such field, or a value does not fit.
+    """
+    known = sorted(str(kind.__struct_config__.tag) for kind in get_args(kinds))
+    if values.get(name) not in known:
+        raise ConfigError(f"{name} is {values.get(name)!r}; it must be one of: {', '.join(known)}")
+    try:
+        return msgspec.convert(dict(values), kinds, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{field} {dict(values)}: {error}") from error
