@@ -94,6 +94,16 @@ def test_parts_multiply_to_the_whole_and_lie_in_their_intervals() -> None:
     assert found.legacy > 5
 
 
+def test_each_workers_ratio_tells_who_is_overloaded() -> None:
+    found, _ = last({Role.BOTH: [Ideal(LAW), Ideal(LAW), Ideal(LAW)]}, 4, First())
+    assert len(found.by_worker) == 1  # the others computed nothing
+    assert list(found.by_worker.values()) == [pytest.approx(found.anarchy.whole.value)]
+    slow = Ideal(LatencyLaw(0.0024, 0.06))
+    found, _ = last({Role.BOTH: [Ideal(LAW), slow]}, 4, "round-robin")
+    quick, late = (found.by_worker[worker] for worker in sorted(found.by_worker))
+    assert quick < found.anarchy.whole.value < late
+
+
 def test_a_worker_that_left_is_forgotten() -> None:
     from pigou.control.messages import WorkerDown
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +53,10 @@ class Assessment:
         anarchy: calibrated (`pigou.games.anarchy.calibrated`).
         legacy: the paper's index (`LegacyEstimator`); neither a bound nor an estimate.
         requests: that were scored.
+        by_worker: observed over best seconds of the requests that each worker computed a part of.
     """
 
     anarchy: Anarchy
     legacy: float
     requests: int
+    by_worker: Mapping[str, float] = field(default_factory=dict)

@@ -89,7 +89,9 @@ class Audit:
             anarchy = calibrated(window, laws, prefill_laws, prefill_workers=snapshot.prefill)
         except ValueError:
             return None
-        return Assessment(anarchy, _legacy(window, len(laws)), len(window.decode))
+        shares = zip(snapshot.workers, anarchy.workers, strict=True)
+        by_worker = {worker: share for worker, share in shares if share is not None}
+        return Assessment(anarchy, _legacy(window, len(laws)), len(window.decode), by_worker)
 
     def _learn(self, window: Window, workers: Sequence[str]) -> None:
         """Take the window's stages into the laws."""

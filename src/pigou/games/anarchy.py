@@ -104,7 +104,9 @@ class Anarchy:
     what loads do not explain, such as waiting before any worker. ``routing``: those over the least
     that the same requests would cost on the same pools, spread at best. ``prefill_decode``: that
     over the least with the same workers split at best between prefill and decode;
-    ``prefill_workers`` names that split's prefill pool.
+    ``prefill_workers`` names that split's prefill pool. ``workers`` has a ratio for each worker:
+    observed seconds over the best ones, of the requests that it had a part in; None where none
+    had. A worker above the whole serves its requests at more than the fleet's own excess.
     """
 
     whole: Estimate
@@ -112,6 +114,7 @@ class Anarchy:
     prefill_decode: Estimate
     queueing: Estimate
     prefill_workers: tuple[int, ...]
+    workers: tuple[float | None, ...] = ()
 
 
 def calibrated(
@@ -160,7 +163,19 @@ def calibrated(
 
     queueing, routing, prefill_decode = (ratio(chain[i], chain[i + 1]) for i in range(3))
     whole = ratio(chain[0], chain[3])
-    return Anarchy(whole, routing, prefill_decode, queueing, tuple(sorted(split)))
+    shares = _by_worker(window, best, len(laws))
+    return Anarchy(whole, routing, prefill_decode, queueing, tuple(sorted(split)), shares)
+
+
+def _by_worker(window: Window, best: Floats, workers: int) -> tuple[float | None, ...]:
+    """Observed over best seconds of the requests that each worker computed a stage of."""
+    observed = window.observed
+    found: list[float | None] = []
+    for worker in range(workers):
+        own = (window.decode == worker) | (window.prefill == worker)
+        least = float(best[own].sum())
+        found.append(float(observed[own].sum()) / least if least > 0.0 else None)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

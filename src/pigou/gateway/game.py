@@ -31,6 +31,8 @@ class Price:
             harms nobody.
         prefill_token: that an uncached token of a prompt takes.
         busy: share of its time that it computes prompts.
+        poa: observed over best seconds of the requests that it computed a part of, in the last
+            assessment; NaN where it had none.
     """
 
     worker: str
@@ -39,6 +41,7 @@ class Price:
     social_ratio: float
     prefill_token: float
     busy: float
+    poa: float
 
 
 def prices(status: Status, streams: Sequence[int]) -> list[Price]:
@@ -51,6 +54,7 @@ def prices(status: Status, streams: Sequence[int]) -> list[Price]:
     known, rows = status.estimates, np.arange(len(status.workers))
     itl = known.itl(rows, np.asarray(streams, dtype=np.float64) + 1.0)
     own = np.maximum(status.output * itl, 1e-12)
+    by_worker = {} if status.assessment is None else status.assessment.by_worker
     return [
         Price(
             worker=worker,
@@ -59,6 +63,7 @@ def prices(status: Status, streams: Sequence[int]) -> list[Price]:
             social_ratio=float(1.0 + status.tolls[row] / own[row]),
             prefill_token=float(known.prefill_token[row]),
             busy=float(known.busy[row]),
+            poa=by_worker.get(worker, math.nan),
         )
         for row, worker in enumerate(status.workers)
     ]
@@ -122,6 +127,7 @@ def _worker_gauges(prices: list[Price]) -> Iterator[Metric]:
         "expected_itl": "Seconds between tokens that a worker's law expects for one more stream.",
         "prefill_token_seconds": "Seconds that an uncached prompt token takes on a worker.",
         "prefill_busy": "Share of its time that a worker computes prompts.",
+        "worker_poa": "Observed over best seconds of the requests that a worker had a part in.",
     }
     values = {
         "toll": [each.toll for each in prices],
@@ -129,10 +135,13 @@ def _worker_gauges(prices: list[Price]) -> Iterator[Metric]:
         "expected_itl": [each.itl for each in prices],
         "prefill_token_seconds": [each.prefill_token for each in prices],
         "prefill_busy": [each.busy for each in prices],
+        "worker_poa": [each.poa for each in prices],
     }
     workers = [(each.worker,) for each in prices]
     for name, help in helps.items():
-        yield _gauge(f"game_{name}", help, zip(workers, values[name], strict=True), "worker")
+        found = zip(workers, values[name], strict=True)
+        known = ((worker, value) for worker, value in found if not math.isnan(value))
+        yield _gauge(f"game_{name}", help, known, "worker")
 
 
 def _poa_gauges(anarchy: Anarchy, legacy: float) -> Iterator[Metric]:
