@@ -25,7 +25,7 @@ from benchmarks.common import LOOPBACK, Server, free_ports, get_text, machine, u
 from pigou.models import bundled_path
 from pigou.workload.trace import Session, Trace, read_trace
 
-FLEETS = {"1p2d": ["prefill", "decode", "decode"], "2both": ["both", "both"]}
+FLEETS = {"1p2d": ["prefill", "decode", "decode"], "2both": ["both"] * 2, "4both": ["both"] * 4}
 #: A worker computes the prompt tokens that it looked up, found neither here nor elsewhere.
 _COUNTERS = {
     "vllm:prefix_cache_queries_total": 1.0,
@@ -84,6 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="", help="folder; by default the bundled model")
+    parser.add_argument("--timing", default="", help="workers sleep by it, and compute nothing")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.policy = args.policy or ["round-robin", "least-loaded", "toll"]
@@ -138,6 +139,7 @@ def _own_workers(args: argparse.Namespace, folder: Path, stack: ExitStack) -> li
                 "--threads", "1", "--blocks", str(args.blocks),
                 "--block-size", str(args.block_size)]  # fmt: skip
         argv += ["--model", args.model] if args.model else []
+        argv += ["--timing", args.timing] if args.timing else []
         url = f"http://{LOOPBACK}:{port}"
         servers.append(stack.enter_context(Server(argv, url=url, log=folder / f"{port}.log")))
     for server in servers:

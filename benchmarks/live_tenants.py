@@ -3,6 +3,7 @@
 ``python -m benchmarks.live_tenants`` starts workers, and in turns a gateway with each order of
 admission before them. Each quiet tenant is measured alone first, then all three together. Printed:
 TTFT P95 of each, and the ratio of the quiet ones' to what they get alone (1.3 is the target).
+Few cores cannot hold many busy workers and their clients: `--timing` lets workers sleep instead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import LOOPBACK, Server, free_ports, machine, unwind_on_terminate
-from benchmarks.live_routing import fleet
+from benchmarks.live_routing import FLEETS, fleet
 from pigou.gateway.keys import make_key
 
 QUIET = ("anna", "bert")
@@ -63,7 +64,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fleet", choices=["1p2d", "2both", "2vllm"], default="2both")
+    parser.add_argument("--fleet", choices=[*FLEETS, "2vllm"], default="2both")
     parser.add_argument("--order", action="append", default=None)
     parser.add_argument("--policy", default="toll")
     parser.add_argument("--rate", type=float, default=2.0, help="of a quiet tenant, a second")
@@ -74,6 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="")
+    parser.add_argument("--timing", default="", help="workers sleep by it, and compute nothing")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.order = args.order or ["fcfs", "fair"]
