@@ -72,7 +72,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=2000)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", default="")
+    parser.add_argument("--model", default="", help="folder, or 75m; by default the bundled model")
+    parser.add_argument("--timing", default="", help="workers sleep by it, and compute nothing")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.fleet = "1p2d"

@@ -4,6 +4,8 @@
 gateway with each policy before them, which gets the same sessions (with other tokens, so that
 nothing is left from the run before). ``--fleet 1p2d`` and ``2both`` are Pigou's own workers with
 the bundled model; ``2vllm`` two plain vLLM workers (PIGOU_PEER_VLLM) with the same weights.
+``--model 75m`` makes a Llama of 75 M parameters with random weights, on which prompts take long
+enough that TTFT is compute, and not what the machine did meanwhile.
 """
 
 from __future__ import annotations
@@ -24,8 +26,12 @@ import numpy as np
 from benchmarks.common import LOOPBACK, Server, free_ports, get_text, machine, unwind_on_terminate
 from pigou.models import bundled_path
 from pigou.workload.trace import Session, Trace, read_trace
+from tools.make_random_checkpoint import Shape, write_checkpoint
 
 FLEETS = {"1p2d": ["prefill", "decode", "decode"], "2both": ["both"] * 2, "4both": ["both"] * 4}
+LLAMA_75M = Shape(
+    hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, ffn=2048, max_len=2048, tie=True
+)
 #: A worker computes the prompt tokens that it looked up, found neither here nor elsewhere.
 _COUNTERS = {
     "vllm:prefix_cache_queries_total": 1.0,
@@ -83,7 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=600, help="KV blocks of a worker")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", default="", help="folder; by default the bundled model")
+    parser.add_argument("--model", default="", help="folder, or 75m; by default the bundled model")
     parser.add_argument("--timing", default="", help="workers sleep by it, and compute nothing")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -122,6 +128,9 @@ def write(trace: Trace, path: Path, name: str) -> Path:
 @contextmanager
 def fleet(args: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
     """Start the workers; yield what ``--attach`` wants of each."""
+    if args.model == "75m":
+        args.model = str(folder / "75m")
+        write_checkpoint(Path(args.model), LLAMA_75M, "bfloat16", 0)
     with ExitStack() as stack:
         if args.fleet == "2vllm":
             found = _vllm_workers(args, folder, stack)
@@ -156,7 +165,8 @@ def _vllm_workers(args: argparse.Namespace, folder: Path, stack: ExitStack) -> l
         config = {"enable_kv_cache_events": True, "publisher": "zmq",
                   "endpoint": f"tcp://{LOOPBACK}:{events}", "topic": "kv"}  # fmt: skip
         argv = [str(peer / "bin" / "vllm"), "serve", model, "--port", str(port), "--host", LOOPBACK,
-                "--enforce-eager", "--dtype", "float32", "--max-model-len", "2048",
+                "--enforce-eager", "--dtype", "bfloat16" if args.model else "float32",
+                "--max-model-len", "2048",
                 "--block-size", "32", "--num-gpu-blocks-override", str(args.blocks // 2),
                 "--kv-events-config", json.dumps(config),
                 "--served-model-name", "bundled"]  # fmt: skip
