@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pigou.control.index import entry_kernels as kernels
+from pigou.control.index.entry_kernels import Links
 from pigou.control.index.slots import Counts, Words, enter_all, slots_for
-from pigou.request import Ints
 
 _LEAST = 64
 _NOTHING: Words = np.zeros((0, 2), dtype=np.uint64)
@@ -24,8 +24,6 @@ class Change:
 
 class Entries:
     """Arrays of `pigou.control.index.entry_kernels`, which grow up to a limit."""
-
-    _keys = kernels.VALUE  # the column of `names` that has them
 
     def __init__(self, limit: int) -> None:
         """Start empty, with room for `limit` entries at most, at least 1."""
@@ -45,7 +43,13 @@ class Entries:
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
-        return self.links.nbytes + self.names.nbytes + self.slots.nbytes
+        arrays = self.links, self.names, self.values, self.slots
+        return sum(each.nbytes for each in arrays)
+
+    @property
+    def keys(self) -> Words:
+        """Our keys, 0 where unknown, (entries + 1,)."""
+        return self.values
 
     def grown(self) -> int:
         """Return by how many entries it grew since the last call."""
@@ -54,28 +58,30 @@ class Entries:
 
     def reserve(self, more: int) -> None:
         """Make room for so many new entries, as far as the limit goes."""
-        wanted, size = min(len(self) + more, self.limit), len(self.links) - 1
+        wanted, size = min(len(self) + more, self.limit), len(self.names) - 1
         if wanted <= size:
             return
         while size < wanted:
             size = min(2 * size, self.limit)
-        links, names, slots = self.links, self.names, self.slots
+        links, names, values, slots = self.links, self.names, self.values, self.slots
         self._arrays(size)
         self.links[: len(links)] = links
         self.names[: len(names)] = names
+        self.values[: len(values)] = values
         enter_all(slots, self.slots)
 
     def clear(self) -> Change:
         """Forget all entries; what was counted as evicted stays."""
         lost = pairs(len(self))
-        less = kernels.list_all(self.links, self.names, self.counts, self._keys, lost)
+        less = kernels.list_all(self.links, self.keys, self.counts, lost)
         self.counts[: kernels.EVICTED] = 0
         self._arrays(min(_LEAST, self.limit))
         return Change(pairs(0), lost[:less])
 
     def _arrays(self, entries: int) -> None:
-        self.links: Ints = np.zeros((entries + 1, kernels.WIDTH), dtype=np.int32)
-        self.names: Words = np.zeros((entries + 1, 2), dtype=np.uint64)
+        self.links: Links = np.zeros((entries + 1) * kernels.WIDTH, dtype=np.uint32)
+        self.names: Words = np.zeros(entries + 1, dtype=np.uint64)
+        self.values: Words = np.zeros(entries + 1, dtype=np.uint64)
         self.slots: Words = slots_for(entries)
 
 

@@ -1,8 +1,10 @@
 """Entries of one worker, their list and their forest; compiled. `entries` has the arrays.
 
 Entries are numbered from 1; 0 means "none".
-    links: int32, shape (entries + 1, 8); the columns below. Row 0 is the sentinel of the list.
-    names: uint64, shape (entries + 1, 2); the columns below.
+    links: uint32, shape (8 (entries + 1),), eight of each entry, those below. The entry that stands
+        for "none" is the sentinel of the list. (Not of two dimensions: the compiler makes more
+        of a number of columns that it knows.)
+    names, values: uint64, shape (entries + 1,) each.
     slots: from a name to its entry (`pigou.control.index.slots`).
     counts: int64, shape (4,); the entries below.
 Blocks that are stored one after the other are entries that follow one another, as far as these
@@ -11,65 +13,67 @@ are free. Free ones are in a list by ELDER and YOUNGER, entry 0 its sentinel; th
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
+from numpy.typing import NDArray
 
 from pigou.control.index.slots import Counts, Words, find
 from pigou.kv.compiled import bare_kernel, inlined
-from pigou.request import Ints
 
-#: Columns of `links`: neighbours in the list; parent, first child and siblings; tiers (bits).
+Links: TypeAlias = NDArray[np.uint32]
+
+#: Of each entry in `links`: neighbours in the list; parent, first child and siblings; tiers (bits).
 PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER, MEDIA = range(7)
 WIDTH = 8
-#: Columns of `names`.
-NAME, VALUE = range(2)
 #: Entries of `counts`: highest entry ever used, entries in use, those of them whose key is known,
 #: and entries that were evicted.
 TOP, USED, KNOWN, EVICTED = range(4)
 
 
 @inlined
-def entry_of(links: Ints, names: Words, slots: Words, name: np.uint64, after: int) -> int:
+def entry_of(links: Links, names: Words, slots: Words, name: np.uint64, after: int) -> int:
     """Entry of a name, or 0; the one behind `after` is looked at first."""
     entry = after + 1
-    if entry < names.shape[0] and names[entry, NAME] == name and links[entry, MEDIA] != 0:
+    if entry < names.shape[0] and names[entry] == name and links[entry * WIDTH + MEDIA] != 0:
         return entry
     return find(names, slots, name)
 
 
 @inlined
-def take_entry(links: Ints, counts: Counts, after: int) -> int:
+def take_entry(links: Links, counts: Counts, after: int) -> int:
     """Return a free entry: the one right behind `after` where that is possible."""
     counts[USED] += 1
     entry = after + 1
-    if entry <= counts[TOP] and links[entry, MEDIA] != 0:
+    if entry <= counts[TOP] and links[entry * WIDTH + MEDIA] != 0:
         entry = counts[TOP] + 1
     if entry > counts[TOP]:
-        head: int = np.int64(links[0, YOUNGER])  # type: ignore[assignment]
-        if entry < links.shape[0] and (after == counts[TOP] or head == 0):
+        head: int = np.int64(links[YOUNGER])  # type: ignore[assignment]
+        if entry < links.shape[0] // WIDTH and (after == counts[TOP] or head == 0):
             counts[TOP] = entry
             return entry
         entry = head
-    before, behind = links[entry, ELDER], links[entry, YOUNGER]
-    links[before, YOUNGER] = behind
-    links[behind, ELDER] = before
-    links[entry, ELDER] = 0
-    links[entry, YOUNGER] = 0
+    before, behind = links[entry * WIDTH + ELDER], links[entry * WIDTH + YOUNGER]
+    links[before * WIDTH + YOUNGER] = behind
+    links[behind * WIDTH + ELDER] = before
+    links[entry * WIDTH + ELDER] = 0
+    links[entry * WIDTH + YOUNGER] = 0
     return entry
 
 
 @inlined
-def give_entry(links: Ints, names: Words, counts: Counts, entry: int) -> None:
+def give_entry(links: Links, names: Words, values: Words, counts: Counts, entry: int) -> None:
     """Free an entry, which is out of list and forest; it goes to the end of the free ones."""
-    before = links[0, ELDER]
-    links[entry, PARENT] = 0
-    links[entry, CHILD] = 0
-    links[entry, MEDIA] = 0
-    links[entry, YOUNGER] = 0
-    links[entry, ELDER] = before
-    links[before, YOUNGER] = entry
-    links[0, ELDER] = entry
-    names[entry, NAME] = 0
-    names[entry, VALUE] = 0
+    before = links[ELDER]
+    links[entry * WIDTH + PARENT] = 0
+    links[entry * WIDTH + CHILD] = 0
+    links[entry * WIDTH + MEDIA] = 0
+    links[entry * WIDTH + YOUNGER] = 0
+    links[entry * WIDTH + ELDER] = before
+    links[before * WIDTH + YOUNGER] = entry
+    links[ELDER] = entry
+    names[entry] = 0
+    values[entry] = 0
     counts[USED] -= 1
 
 
@@ -77,67 +81,71 @@ def give_entry(links: Ints, names: Words, counts: Counts, entry: int) -> None:
 
 
 @inlined
-def link_before(links: Ints, after: int, entry: int) -> None:
+def link_before(links: Links, after: int, entry: int) -> None:
     """Put an entry into the list, right before `after`; before 0 is the end of the list."""
-    before = links[after, PREV]
-    links[entry, PREV] = before
-    links[entry, NEXT] = after
-    links[before, NEXT] = entry
-    links[after, PREV] = entry
+    before = links[after * WIDTH + PREV]
+    links[entry * WIDTH + PREV] = before
+    links[entry * WIDTH + NEXT] = after
+    links[before * WIDTH + NEXT] = entry
+    links[after * WIDTH + PREV] = entry
 
 
 @inlined
-def unlink(links: Ints, entry: int) -> None:
+def unlink(links: Links, entry: int) -> None:
     """Take an entry out of the list."""
-    before, after = links[entry, PREV], links[entry, NEXT]
-    links[before, NEXT] = after
-    links[after, PREV] = before
-    links[entry, PREV] = 0
-    links[entry, NEXT] = 0
+    before, after = links[entry * WIDTH + PREV], links[entry * WIDTH + NEXT]
+    links[before * WIDTH + NEXT] = after
+    links[after * WIDTH + PREV] = before
+    links[entry * WIDTH + PREV] = 0
+    links[entry * WIDTH + NEXT] = 0
 
 
 @inlined
-def adopt(links: Ints, parent: int, entry: int) -> None:
+def adopt(links: Links, parent: int, entry: int) -> None:
     """Make a new entry the child of `parent` (0: of nobody), and the last of the leaves."""
-    last = links[0, PREV]
+    last = links[PREV]
     if parent != 0:
-        eldest = links[parent, CHILD]
-        links[parent, CHILD] = entry
-        links[entry, PARENT] = parent
+        eldest = links[parent * WIDTH + CHILD]
+        links[parent * WIDTH + CHILD] = entry
+        links[entry * WIDTH + PARENT] = parent
         if eldest != 0:
-            links[entry, YOUNGER] = eldest
-            links[eldest, ELDER] = entry
+            links[entry * WIDTH + YOUNGER] = eldest
+            links[eldest * WIDTH + ELDER] = entry
         elif last == parent:  # it was the last leaf: the new one takes its place
-            last = links[parent, PREV]
-            links[parent, PREV] = 0
+            last = links[parent * WIDTH + PREV]
+            links[parent * WIDTH + PREV] = 0
         else:
             unlink(links, parent)
-    links[entry, PREV] = last
-    links[last, NEXT] = entry
-    links[0, PREV] = entry
+    links[entry * WIDTH + PREV] = last
+    links[last * WIDTH + NEXT] = entry
+    links[PREV] = entry
 
 
 @inlined
-def disown(links: Ints, entry: int) -> None:
+def disown(links: Links, entry: int) -> None:
     """Cut an entry out of the forest; a parent without other children is the first leaf."""
-    child = links[entry, CHILD]
+    child = links[entry * WIDTH + CHILD]
     if child == 0:
         unlink(links, entry)
     while child != 0:
-        younger = links[child, YOUNGER]
-        links[child, PARENT] = 0
-        links[child, ELDER] = 0
-        links[child, YOUNGER] = 0
+        younger = links[child * WIDTH + YOUNGER]
+        links[child * WIDTH + PARENT] = 0
+        links[child * WIDTH + ELDER] = 0
+        links[child * WIDTH + YOUNGER] = 0
         child = younger
-    parent, elder, younger = links[entry, PARENT], links[entry, ELDER], links[entry, YOUNGER]
+    parent, elder, younger = (
+        links[entry * WIDTH + PARENT],
+        links[entry * WIDTH + ELDER],
+        links[entry * WIDTH + YOUNGER],
+    )
     if younger != 0:
-        links[younger, ELDER] = elder
+        links[younger * WIDTH + ELDER] = elder
     if elder != 0:
-        links[elder, YOUNGER] = younger
+        links[elder * WIDTH + YOUNGER] = younger
     elif parent != 0:
-        links[parent, CHILD] = younger
+        links[parent * WIDTH + CHILD] = younger
         if younger == 0:
-            link_before(links, links[0, NEXT], parent)
+            link_before(links, links[NEXT], parent)
 
 
 @inlined
@@ -151,10 +159,10 @@ def note(changes: Words, done: int, key: np.uint64, media: int) -> int:
 
 
 @bare_kernel
-def list_all(links: Ints, names: Words, counts: Counts, column: int, held: Words) -> int:
-    """Write the keys in a column of `names` and their tiers to `held`; return how many."""
+def list_all(links: Links, keys: Words, counts: Counts, held: Words) -> int:
+    """Write the keys, which are names or values, and their tiers to `held`; return how many."""
     many = 0
     for entry in range(1, counts[TOP] + 1):
-        if links[entry, MEDIA] != 0:
-            many = note(held, many, names[entry, column], links[entry, MEDIA])
+        if links[entry * WIDTH + MEDIA] != 0:
+            many = note(held, many, keys[entry], links[entry * WIDTH + MEDIA])
     return many

@@ -13,9 +13,9 @@ from pigou.control.index.entry_kernels import (
     EVICTED,
     KNOWN,
     MEDIA,
-    NAME,
     USED,
-    VALUE,
+    WIDTH,
+    Links,
     adopt,
     entry_of,
     link_before,
@@ -26,7 +26,6 @@ from pigou.control.index.holding_kernels import first_leaf, forget
 from pigou.control.index.slots import Counts, Words, find, probe, put, touch
 from pigou.control.index.table_kernels import ROWS, SEEN, TIERS, TWINS, hold, let_go
 from pigou.kv.compiled import bare_kernel
-from pigou.request import Ints
 
 #: What `store` returns where an array might be too small: nothing was done.
 NO_ROOM = -(2**62)
@@ -34,8 +33,9 @@ NO_ROOM = -(2**62)
 
 @bare_kernel
 def store(
-    links: Ints,
+    links: Links,
     names: Words,
+    values: Words,
     slots: Words,
     counts: Counts,
     rows: Words,
@@ -69,7 +69,7 @@ def store(
     """
     before, blocks = counts[USED], hashes.shape[0]
     if not sure and (
-        before + blocks >= links.shape[0]
+        before + blocks >= names.shape[0]
         or totals[ROWS] + blocks >= rows.shape[0]
         or 2 * (totals[TWINS] + TIERS * blocks) > twins.shape[0]
     ):
@@ -80,7 +80,7 @@ def store(
     for i in range(blocks):
         name, key = hashes[i, name_at], keys[i, key_at]
         entry, place = last + 1, 0
-        if entry >= names.shape[0] or names[entry, NAME] != name or links[entry, MEDIA] == 0:
+        if entry >= names.shape[0] or names[entry] != name or links[entry * WIDTH + MEDIA] == 0:
             entry, place = probe(names, slots, name)
         if entry == 0:
             if counts[USED] >= limit:
@@ -88,27 +88,27 @@ def store(
                 if leaf == 0:
                     counts[EVICTED] += blocks - i
                     break
-                gone, held = names[leaf, VALUE], links[leaf, MEDIA]
-                forget(links, names, slots, counts, leaf)
+                gone, held = values[leaf], links[leaf * WIDTH + MEDIA]
+                forget(links, names, values, slots, counts, leaf)
                 counts[EVICTED] += 1
                 if gone != 0:
                     let_go(rows, row_slots, twins, totals, worker, gone, held, 0)
                 _, place = probe(names, slots, name)
             entry = take_entry(links, counts, last)
-            names[entry, NAME] = name
+            names[entry] = name
             put(slots, place, name, entry)
             adopt(links, last, entry)
-        elif links[entry, CHILD] == 0:
+        elif links[entry * WIDTH + CHILD] == 0:
             unlink(links, entry)
             link_before(links, 0, entry)
-        fresh = media & ~links[entry, MEDIA]
-        links[entry, MEDIA] |= media
-        if names[entry, VALUE] == 0 and key != 0:
-            names[entry, VALUE] = key
+        fresh = media & ~links[entry * WIDTH + MEDIA]
+        links[entry * WIDTH + MEDIA] |= media
+        if values[entry] == 0 and key != 0:
+            values[entry] = key
             counts[KNOWN] += 1
-            fresh = links[entry, MEDIA]
-        if fresh != 0 and names[entry, VALUE] != 0:
-            row = hold(rows, row_slots, twins, totals, worker, names[entry, VALUE], fresh, row)
+            fresh = links[entry * WIDTH + MEDIA]
+        if fresh != 0 and values[entry] != 0:
+            row = hold(rows, row_slots, twins, totals, worker, values[entry], fresh, row)
         last = entry
     grown: int = counts[USED] - before
     return grown
@@ -116,8 +116,9 @@ def store(
 
 @bare_kernel
 def remove(
-    links: Ints,
+    links: Links,
     names: Words,
+    values: Words,
     slots: Words,
     counts: Counts,
     rows: Words,
@@ -136,12 +137,12 @@ def remove(
     entry, row = 0, 0
     for i in range(hashes.shape[0]):
         entry = entry_of(links, names, slots, hashes[i, name_at], entry)
-        if entry == 0 or links[entry, MEDIA] & media == 0:
+        if entry == 0 or links[entry * WIDTH + MEDIA] & media == 0:
             continue
-        key = names[entry, VALUE]
-        links[entry, MEDIA] &= ~media
-        if links[entry, MEDIA] == 0:
-            forget(links, names, slots, counts, entry)
+        key = values[entry]
+        links[entry * WIDTH + MEDIA] &= ~media
+        if links[entry * WIDTH + MEDIA] == 0:
+            forget(links, names, values, slots, counts, entry)
         if key != 0:
             row = let_go(rows, row_slots, twins, totals, worker, key, media, row)
     grown: int = counts[USED] - before

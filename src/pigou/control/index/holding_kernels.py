@@ -15,45 +15,48 @@ from pigou.control.index.entry_kernels import (
     EVICTED,
     KNOWN,
     MEDIA,
-    NAME,
     NEXT,
-    VALUE,
+    WIDTH,
+    Links,
     disown,
     give_entry,
     note,
 )
 from pigou.control.index.slots import Counts, Words, find, strike
 from pigou.kv.compiled import bare_kernel, inlined
-from pigou.request import Ints
 
 
 @inlined
-def forget(links: Ints, names: Words, slots: Words, counts: Counts, entry: int) -> None:
+def forget(
+    links: Links, names: Words, values: Words, slots: Words, counts: Counts, entry: int
+) -> None:
     """Drop an entry; its children have no parent any more."""
-    if names[entry, VALUE] != 0:
+    if values[entry] != 0:
         counts[KNOWN] -= 1
-    strike(slots, names[entry, NAME], entry)
+    strike(slots, names[entry], entry)
     disown(links, entry)
-    give_entry(links, names, counts, entry)
+    give_entry(links, names, values, counts, entry)
 
 
 @inlined
-def first_leaf(links: Ints, spare: int) -> int:
+def first_leaf(links: Links, spare: int) -> int:
     """Return the leaf that eviction takes first, other than `spare`; 0 where there is none."""
-    entry: int = links[0, NEXT]
+    entry: int = links[NEXT]
     if entry == spare:
-        entry = links[entry, NEXT]
+        entry = links[entry * WIDTH + NEXT]
     return entry
 
 
 @bare_kernel
-def evict(links: Ints, names: Words, slots: Words, counts: Counts, many: int, lost: Words) -> int:
+def evict(
+    links: Links, names: Words, values: Words, slots: Words, counts: Counts, many: int, lost: Words
+) -> int:
     """Drop so many entries, which there must be; return how many keys are lost."""
     done = 0
     for _ in range(many):
         entry = first_leaf(links, 0)
-        done = note(lost, done, names[entry, VALUE], links[entry, MEDIA])
-        forget(links, names, slots, counts, entry)
+        done = note(lost, done, values[entry], links[entry * WIDTH + MEDIA])
+        forget(links, names, values, slots, counts, entry)
         counts[EVICTED] += 1
     return done
 

@@ -28,7 +28,7 @@ class Holdings(Entries):
     def key(self, name: int) -> int | None:
         """Return the key of a block that is held; None where it is not, or is not known."""
         entry = holding_kernels.look_up(self.names, self.slots, np.uint64(name))
-        return int(self.names[entry, entry_kernels.VALUE]) or None if entry else None
+        return int(self.values[entry]) or None if entry else None
 
     def absent(self, hashes: Words) -> int:
         """Return how many of these blocks are not there."""
@@ -52,7 +52,7 @@ class Holdings(Entries):
         sure = False
         while True:
             grown = kernels.store(
-                self.links, self.names, self.slots, self.counts,
+                self.links, self.names, self.values, self.slots, self.counts,
                 table.rows, table.slots, table.twins, table.totals,
                 worker, self.limit, follows, name, 1 << tier, hashes, keys, sure,
             )  # fmt: skip
@@ -69,7 +69,7 @@ class Holdings(Entries):
         Blocks that are not there are no error.
         """
         grown = kernels.remove(
-            self.links, self.names, self.slots, self.counts,
+            self.links, self.names, self.values, self.slots, self.counts,
             table.rows, table.slots, table.twins, table.totals,
             worker, 1 << tier, hashes,
         )  # fmt: skip
@@ -81,6 +81,6 @@ class Holdings(Entries):
         count = min(count, len(self))
         lost = pairs(count)
         less = holding_kernels.evict(
-            self.links, self.names, self.slots, self.counts, count, lost
+            self.links, self.names, self.values, self.slots, self.counts, count, lost
         )  # fmt: skip
         return Change(pairs(0), lost[:less])

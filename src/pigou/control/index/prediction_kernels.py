@@ -11,10 +11,10 @@ import numpy as np
 from pigou.control.index.entry_kernels import (
     EVICTED,
     MEDIA,
-    NAME,
     NEXT,
     USED,
-    VALUE,
+    WIDTH,
+    Links,
     give_entry,
     link_before,
     note,
@@ -23,24 +23,26 @@ from pigou.control.index.entry_kernels import (
 )  # fmt: skip
 from pigou.control.index.slots import Counts, Words, enter, find, strike
 from pigou.kv.compiled import bare_kernel, inlined
-from pigou.request import Ints
 
 
 @inlined
-def give_up(links: Ints, names: Words, slots: Words, counts: Counts, lost: Words, done: int) -> int:
+def give_up(
+    links: Links, names: Words, values: Words, slots: Words, counts: Counts, lost: Words, done: int
+) -> int:
     """Drop the prediction at the head of the list; return the new length of `lost`."""
-    entry = links[0, NEXT]
-    done = note(lost, done, names[entry, NAME], links[entry, MEDIA])
-    strike(slots, names[entry, NAME], entry)
+    entry = links[NEXT]
+    done = note(lost, done, names[entry], links[entry * WIDTH + MEDIA])
+    strike(slots, names[entry], entry)
     unlink(links, entry)
-    give_entry(links, names, counts, entry)
+    give_entry(links, names, values, counts, entry)
     return done
 
 
 @bare_kernel
 def predict(
-    links: Ints,
+    links: Links,
     names: Words,
+    values: Words,
     slots: Words,
     counts: Counts,
     limit: int,
@@ -64,24 +66,30 @@ def predict(
             unlink(links, entry)
         else:
             if counts[USED] >= limit:
-                less = give_up(links, names, slots, counts, lost, less)
+                less = give_up(links, names, values, slots, counts, lost, less)
                 counts[EVICTED] += 1
             entry = take_entry(links, counts, 0)
-            names[entry, NAME] = keys[i]
-            links[entry, MEDIA] = media
-            enter(slots, names[entry, NAME], entry)
+            names[entry] = keys[i]
+            links[entry * WIDTH + MEDIA] = media
+            enter(slots, names[entry], entry)
             more = note(gained, more, keys[i], media)
-        names[entry, VALUE] = until
+        values[entry] = until
         link_before(links, 0, entry)
     return more, less
 
 
 @bare_kernel
 def expire(
-    links: Ints, names: Words, slots: Words, counts: Counts, now: np.uint64, lost: Words
+    links: Links,
+    names: Words,
+    values: Words,
+    slots: Words,
+    counts: Counts,
+    now: np.uint64,
+    lost: Words,
 ) -> int:
     """Drop what was expected until `now` or before, as far as `lost` has room; return how many."""
     done = 0
-    while done < lost.shape[0] and counts[USED] > 0 and names[links[0, NEXT], VALUE] <= now:
-        done = give_up(links, names, slots, counts, lost, done)
+    while done < lost.shape[0] and counts[USED] > 0 and values[links[NEXT]] <= now:
+        done = give_up(links, names, values, slots, counts, lost, done)
     return done

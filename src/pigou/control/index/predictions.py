@@ -7,6 +7,7 @@ import numpy as np
 from pigou.control.index import entry_kernels
 from pigou.control.index import prediction_kernels as kernels
 from pigou.control.index.entries import Change, Entries, pairs
+from pigou.control.index.slots import Words
 from pigou.control.index.table_kernels import DEVICE
 from pigou.request import BlockKeys
 
@@ -22,14 +23,17 @@ class Predictions(Entries):
     before its root, and is counted as evicted.
     """
 
-    _keys = entry_kernels.NAME
+    @property
+    def keys(self) -> Words:
+        """Our keys, (entries + 1,)."""
+        return self.names
 
     def predict(self, keys: BlockKeys, until: int) -> Change:
         """Expect a chain to be held until a time, in nanoseconds, that never falls."""
         self.reserve(len(keys))
         gained, lost = pairs(len(keys)), pairs(len(keys))
         more, less = kernels.predict(
-            self.links, self.names, self.slots, self.counts, self.limit,
+            self.links, self.names, self.values, self.slots, self.counts, self.limit,
             1 << DEVICE, keys, np.uint64(until), gained, lost,
         )  # fmt: skip
         return Change(gained[:more], lost[:less])
@@ -46,5 +50,7 @@ class Predictions(Entries):
 
     def _give_up(self, now: int, most: int) -> Change:
         lost = pairs(min(len(self), most))
-        less = kernels.expire(self.links, self.names, self.slots, self.counts, np.uint64(now), lost)
+        less = kernels.expire(
+            self.links, self.names, self.values, self.slots, self.counts, np.uint64(now), lost
+        )
         return Change(pairs(0), lost[:less])

@@ -3,8 +3,7 @@
 slots: uint64, a power of two, at least four times as many as there are rows, so that most searches
     end where they begin; linear probing. A slot has a tag (32 bits of the spread name, where
     probing begins) and a row, and is 0 where it is empty.
-names: uint64, shape (rows + 1, columns), the name of each row in the first column. Row 0 stands
-    for "none".
+names: uint64, shape (rows + 1,), the name of each row. Row 0 stands for "none".
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ def slots_for(rows: int) -> Words:
 
 @inlined
 def probe(names: Words, slots: Words, name: np.uint64) -> tuple[int, int]:
-    """Row of `names` whose first column is `name`, or 0; and the slot where the search ended."""
+    """Row of a name, or 0; and the slot where the search ended."""
     mask = slots.shape[0] - 1
     tag = (name * _SPREAD) >> _HALF
     i = np.int64(tag) & mask
     while slots[i] != 0:
         if slots[i] >> _HALF == tag:
             row: int = np.int64(slots[i] & _LOW)  # type: ignore[assignment]
-            if names[row, 0] == name:
+            if names[row] == name:
                 return row, i
         i = (i + 1) & mask
     return 0, i
@@ -48,7 +47,7 @@ def probe(names: Words, slots: Words, name: np.uint64) -> tuple[int, int]:
 
 @inlined
 def find(names: Words, slots: Words, name: np.uint64) -> int:
-    """Row of `names` whose first column is `name`, or 0."""
+    """Row of a name, or 0."""
     return probe(names, slots, name)[0]
 
 

@@ -74,7 +74,7 @@ def row_of(rows: Words, slots: Words, key: np.uint64, after: int) -> int:
     """Row of a key, or 0; the one behind `after` is looked at first."""
     if after + 1 < rows.shape[0] and rows[after + 1, 0] == key and key != 0:
         return after + 1
-    return find(rows, slots, key)
+    return find(rows[:, 0], slots, key)
 
 
 @bare_kernel
@@ -182,7 +182,7 @@ def hold(
     word, bit = 1 + worker // 64, _ONE << np.uint64(worker % 64)
     row, place = after + 1, 0
     if row >= rows.shape[0] or rows[row, 0] != key:
-        row, place = probe(rows, slots, key)
+        row, place = probe(rows[:, 0], slots, key)
     if row == 0:
         row = take_row(rows, totals, after)
         rows[row, 0] = key
