@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.state import both
 from pigou.request import Request
 
 #: Prefill workers that are considered with each decode worker.
@@ -39,8 +40,7 @@ class Offers:
             self._prefills, self._decodes = fleet.prefills, fleet.decodes
             self._apart = not np.array_equal(fleet.prefills, fleet.decodes)
             self._sets.clear()
-        streams = open_ & room
-        streams &= fleet.decodes
+        streams = both(room, open_) & fleet.decodes
         name: bytes | tuple[bytes, bytes] = streams.tobytes()
         prefill = _NOBODY
         if self._apart and request.splits:

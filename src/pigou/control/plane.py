@@ -39,7 +39,7 @@ from pigou.control.routing.policy import RoutingPolicy, load, params_of
 from pigou.control.routing.toll import stream_tolls
 from pigou.control.routing.view import FleetView
 from pigou.control.saturation.paper import detector, detector_config
-from pigou.control.state import State, everybody
+from pigou.control.state import State, both, everybody
 from pigou.control.status import Status
 from pigou.control.watch import Watch
 from pigou.request import NEVER, SECOND, Request
@@ -149,6 +149,15 @@ class ControlPlane:
                 self._assessment = assessment or self._assessment
         return ()
 
+    def streamed(self, tokens: Sequence[tuple[str, int]]) -> None:
+        """Take in that tokens of many requests came: the same as `Tokens` for each, but quicker."""
+        loads, served = self.state.loads, self.desk.served
+        for request, count in tokens:
+            load = loads.get(request)
+            if load is not None:
+                served(load.request, count)
+        self.watch.streamed(tokens)
+
     def tick(self, now: int) -> Sequence[Action]:
         """Let time pass: estimates are renewed, queued requests time out, failed workers are
         tried again. Call it several times a second.
@@ -254,14 +263,14 @@ class ControlPlane:
         above = self.desk.above(waiting)
         room = admits.streams(self.state, above)
         open_ = self._open(waiting.exclude)
-        if not np.count_nonzero(room & open_):
+        if not np.count_nonzero(both(room, open_)):
             return None
         fleet = self.view(request, now) if fleet is None else fleet
         prompts, streams = admits.ready(request, fleet, now, above)
-        room &= streams & admits.fits(request, fleet, self.state.columns, above)
+        room = both(room, both(streams, admits.fits(request, fleet, self.state.columns, above)))
         if not np.count_nonzero(room):
             return None
-        choice = self.router.choose(request, fleet, open_ & prompts, room, now)
+        choice = self.router.choose(request, fleet, both(open_, prompts), room, now)
         if choice is None:
             return None
         self.desk.began(request, choice, fleet, now)

@@ -26,6 +26,14 @@ def everybody(workers: int) -> Flags:
     return found
 
 
+def both(first: Flags, second: Flags) -> Flags:
+    """Return where both are set, (workers,); one of them itself where the other is `everybody`."""
+    everywhere = everybody(len(first))
+    if second is everywhere:
+        return first
+    return second if first is everywhere else first & second
+
+
 @dataclass(slots=True)
 class Columns:
     """One entry a worker, shape (workers,) each; the names are those of `FleetView`.
