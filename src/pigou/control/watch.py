@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pigou.control.assessment import Snapshot
 from pigou.control.audit import Audit
@@ -114,6 +117,27 @@ class Watch:
             self.estimator.flow.came(self.state.row[load.decode], after_first)
         self.state.grew(load, count)
 
+    def streamed(self, tokens: Iterable[tuple[str, int]]) -> None:
+        """More tokens of many requests came: the same as `tokens` for each, but quicker."""
+        loads = self.state.loads
+        flowed: dict[str, int] = {}
+        grown: dict[str, int] = {}
+        for request, count in tokens:
+            load = loads.get(request)
+            if load is None:
+                continue
+            worker = load.decode
+            if worker is not None:
+                if load.first:
+                    after_first = count if load.generated else count - 1
+                    flowed[worker] = flowed.get(worker, 0) + after_first
+                grown[worker] = grown.get(worker, 0) + count
+            load.tokens += count
+        for worker, count in flowed.items():
+            self.estimator.flow.came(self.state.row[worker], count)
+        for worker, count in grown.items():
+            self.state.columns.decode_tokens[self.state.row[worker]] += count
+
     def ended(self, request: str, now: int) -> bool:
         """A request is over; return whether it had been routed."""
         load = self._release(request, now)
@@ -201,8 +225,8 @@ class Watch:
         """Return what a request took, beside what it would have taken on an idle fleet."""
         known = self.estimates(now)
         rows = np.arange(len(known.a))
-        alone = float(np.median(known.service(rows, np.full(len(rows), float(load.uncached)))))
-        alone += load.generated * float(np.median(known.itl(rows, np.ones(len(rows)))))
+        alone = _median(known.service(rows, np.full(len(rows), float(load.uncached))))
+        alone += load.generated * _median(known.itl(rows, np.ones(len(rows))))
         arrived = min(load.request.arrival or load.routed, load.routed)
         return Finish((now - arrived) / SECOND, max(alone, 1e-6), load.setting)
 
@@ -227,3 +251,12 @@ class Watch:
 
     def _advance(self, row: int, now: int) -> None:
         self.estimator.flow.advance(row, int(self.state.columns.decoding[row]), now)
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    """Return the median of a few numbers, NaN of none; NumPy's takes ten times as long."""
+    ordered: list[float] = sorted(values.tolist())
+    if not ordered:
+        return math.nan
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return (low + high) / 2

@@ -43,7 +43,7 @@ class Dispatcher:
 
     def __init__(
         self, plane: ControlPlane, clock: Clock, network: Network, members: Mapping[str, Member],
-        overhead: int, lease: int, assess: Callable[[Assess, int], None],
+        overhead: int, lease: int, assess: Callable[[Assess, int], None], way: int = 0,
     ) -> None:  # fmt: skip
         """Prepare for calls.
 
@@ -55,11 +55,13 @@ class Dispatcher:
             overhead: nanoseconds from the client to the fleet.
             lease: nanoseconds for which blocks are kept for a worker that does not ask.
             assess: told when the Price of Anarchy is asked for.
+            way: nanoseconds that each leg takes to its worker.
         """
         self.shed = 0
         self._plane, self._clock, self._network = plane, clock, network
         self._members, self._overhead, self._lease = members, overhead, lease
         self._assess = assess
+        self._way = way
         self._trips: dict[str, Trip] = {}
         self._under: dict[Call, Trip] = {}
 
@@ -141,11 +143,12 @@ class Dispatcher:
             else:
                 assert isinstance(decision, Queue)
 
-    def tell(self, member: Member, now: int) -> None:
+    def tell(self, member: Member) -> None:
         """Tell the control plane of the tokens that came from a worker since the last time."""
         if member.sim is not None:
-            for leg, count in member.sim.told():
-                self.observe(Tokens(leg.trip.id, count), now)
+            told = member.sim.told()
+            if told:
+                self._plane.streamed([(leg.trip.id, count) for leg, count in told])
 
     def _submit(self, trip: Trip, now: int) -> None:
         call = trip.call
@@ -194,6 +197,17 @@ class Dispatcher:
         )
 
     def _add(self, leg: Leg, now: int) -> None:
+        if not self._way:
+            self._reach(leg, now)
+            return
+
+        def arrive(at: int) -> None:
+            if leg in (leg.trip.prefill, leg.trip.decode):
+                self._reach(leg, at)
+
+        self._clock.at(now + self._way, Phase.SEND, leg.trip.call.number, arrive)
+
+    def _reach(self, leg: Leg, now: int) -> None:
         member = self._members.get(leg.worker)
         if member is None or member.sim is None:
             self._failed(leg, "it is gone", now)

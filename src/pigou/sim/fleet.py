@@ -85,7 +85,7 @@ class Fleet:
         self._assess_next = 0
         self.dispatcher = Dispatcher(
             self.plane, clock, self.network, self._named, round((config.overhead_ms or 0) * _MS),
-            round(config.lease_s * SECOND), self._assess,
+            round(config.lease_s * SECOND), self._assess, round(config.leg_ms * _MS),
         )  # fmt: skip
         for kind, plant in zip(config.workers, plants, strict=True):
             for _ in range(kind.count):
@@ -233,7 +233,7 @@ class Fleet:
 
     def _tick(self, now: int) -> None:
         for member in self.members:
-            self.dispatcher.tell(member, now)
+            self.dispatcher.tell(member)
         self.dispatcher.take(self.plane.tick(now), now)
         self._clock.at(now + TICK, Phase.TICK, -2, self._tick)
 

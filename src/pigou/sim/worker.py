@@ -200,6 +200,8 @@ class SimWorker:
 
     def told(self) -> list[tuple[Leg, int]]:
         """Return the streams that have tokens which nobody was told of, and how many; tell them."""
+        if not self.core.running:
+            return []
         rows, passed = _NOBODY, 0
         if self._plan is not None and self._take > 1:
             passed = self.passed()
