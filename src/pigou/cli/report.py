@@ -73,9 +73,9 @@ def _page(paths: Sequence[str]) -> Page:
 
 
 def _experiment(name: str, found: dict[str, Any]) -> Page:
-    title = str(found.get("title") or found.get("experiment") or Path(name).stem)
-    paper = found.get("paper")
-    return levels.page(found["rows"], title=title, paper=paper if isinstance(paper, list) else ())
+    title = str(found.get("experiment") or Path(name).stem)
+    about = [f"{key} {found[key]}" for key in ("fleet", "reading") if found.get(key)]
+    return levels.page(found["rows"], title=title, subtitle=", ".join(about))
 
 
 def _alone(name: str, found: Record) -> Page:

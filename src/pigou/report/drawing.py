@@ -109,6 +109,8 @@ def _heat(canvas: Canvas, axes: Any, heat: Heat) -> None:
     if heat.unit.unit == "share":
         bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     bar.outline.set_visible(False)
+    bar.ax.tick_params(colors=_COLOURS["muted"], length=0, labelsize=8)
+    bar.ax.yaxis.label.set(color=_COLOURS["muted"], fontsize=8.5)
 
 
 def _axis(
@@ -142,7 +144,8 @@ def _legend(axes: Any, entries: int) -> None:
 
 def _plain(axes: Any) -> None:
     axes.set_facecolor(_COLOURS["paper"])
-    axes.grid(True, color=_COLOURS["grid"], linewidth=0.7)
+    if not axes.images:
+        axes.grid(True, color=_COLOURS["grid"], linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_COLOURS["muted"], length=0, labelsize=8.5)
     for side in ("top", "right", "left", "bottom"):

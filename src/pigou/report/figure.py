@@ -164,8 +164,10 @@ def extent(chart: Chart) -> tuple[tuple[float, float], tuple[float, float]]:
 
 def ticks(axis: Axis, low: float, high: float) -> tuple[tuple[float, str], ...]:
     """Return the ticks of an axis from `low` to `high`; none where plain numbers will do."""
-    if axis.ticks or not axis.log:
+    if axis.ticks or not (axis.log or axis.unit == "seconds"):
         return axis.ticks
+    if not axis.log:
+        return tuple((value, _label(value, axis.unit)) for value in even(low, high))
     span = math.log10(high / low)
     if span < 0.5:
         return tuple((value, _label(value, axis.unit)) for value in even(low, high))

@@ -75,15 +75,16 @@ def stages(found: Sequence[Stage]) -> Bars:
     """Return where the time of requests went."""
     parts = (
         ("at the client", [each.client_s for each in found]),
-        ("in the fleet's queue", [each.queue_s for each in found]),
+        ("until workers are chosen", [each.queue_s for each in found]),
         ("to the first token", [each.first_s for each in found]),
         ("streaming", [each.stream_s for each in found]),
     )
     return Bars(
         "stages",
         "Where the time went",
-        "Mean seconds of served requests, grouped by their end-to-end time.",
-        Axis("seconds", "seconds", zero=True),
+        "Means of served requests, grouped by their end-to-end time. The way to the fleet counts "
+        "to the second part.",
+        Axis("mean time", "seconds", zero=True),
         tuple(f"{each.group} ({each.requests:,})" for each in found),
         parts,
     )

@@ -1,175 +1,198 @@
-"""The page of an experiment: figures against concurrency, beside what others found."""
+"""The page of an experiment: figures against concurrency, beside what the paper found."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pigou.report.figure import Axis, Chart, Line
+from pigou.report.figure import Axis, Chart, Figure, Line
 from pigou.report.page import Page, Section
 from pigou.report.palette import LINES, STROKES
 from pigou.report.table import Cell, Form, Table
 
 Row = Mapping[str, Any]
 
-#: Column -> title, and the axis' title. Others are drawn under their own name.
-_KNOWN = {
-    "ttft_p50_s": ("Time to first token, p50", "latency"),
+#: Figure -> title, and the axis' title. Where rows have none of these, all numbers are drawn.
+FIGURES = {
     "ttft_p99_s": ("Time to first token, p99", "latency"),
-    "itl_p50_s": ("Between tokens, p50", "latency"),
     "itl_p99_s": ("Between tokens, p99", "latency"),
-    "tpot_p99_s": ("Time per token, p99", "latency"),
-    "e2e_p99_s": ("End to end, p99", "latency"),
+    "rps": ("Throughput", "requests per second"),
     "poa_legacy": ("Price of Anarchy, the paper's index", "ratio"),
     "poa": ("Price of Anarchy", "ratio"),
-    "poa_whole": ("Price of Anarchy", "ratio"),
-    "rps": ("Throughput", "requests per second"),
     "attainment": ("Attainment", "share of offered requests"),
+    "ttft_p50_s": ("Time to first token, p50", "latency"),
+    "server_ttft_p99_s": ("First token from sending, p99", "latency"),
+    "wait_p99_s": ("Wait at the client, p99", "latency"),
+    "itl_p50_s": ("Between tokens, p50", "latency"),
+    "tpot_p99_s": ("Time per token, p99", "latency"),
+    "e2e_mean_s": ("End to end, mean", "latency"),
+    "e2e_p99_s": ("End to end, p99", "latency"),
 }
+#: Numbers that are settings: an axis where concurrency does not change, else kinds of rows.
+SETTINGS = ("overlap_weight", "temperature", "templates", "workers")
 #: Over so many times its least value, a figure is drawn by ratios.
 _WIDE = 20.0
 
 
 def page(
-    rows: Sequence[Row], *, title: str, subtitle: str = "", against: str = "concurrency",
+    rows: Sequence[Row], *, title: str, subtitle: str = "", against: str = "",
     paper: Sequence[Row] = (), figures: Sequence[str] = (),
 ) -> Page:  # fmt: skip
     """Return the page of rows of figures.
 
     Args:
-        rows: one a level, with the level, numbers, and texts that tell kinds of rows apart
-            (a policy, a fleet): each kind has a line of its own. A row may bring what others
-            found for it, as `paper`: {figure: value}, or as `paper_FIGURE`.
+        rows: each with a level and numbers, and with texts and settings that tell kinds of rows
+            apart (a strategy, a fleet): each kind has a line of its own. A row may bring what the
+            paper found for it, as `paper`: {figure: value}. Rows of several experiments (their
+            `experiment`) have a section each.
         title: of the page.
         subtitle: of the page.
-        against: name of the level.
-        paper: what others found, rows of the same form, drawn in grey.
-        figures: columns to draw; all numbers, where none are given.
+        against: the level; concurrency where it changes, else a setting that does.
+        paper: what the paper found, rows of the same form, joined by the level.
+        figures: columns to draw; the known ones, unless given.
 
     Raises:
         ValueError: there are no rows, or one has no level, or there is nothing to draw.
     """
-    ours = [_flat(row) for row in rows]
-    if not ours:
+    if not rows:
         raise ValueError("rows are empty: the experiment has no results; run it again")
-    for row in ours:
+    names = dict.fromkeys(str(row.get("experiment", "")) for row in rows)
+    sections = []
+    for name in names:
+        mine = [row for row in rows if str(row.get("experiment", "")) == name]
+        front = f"{name}-" if len(names) > 1 else ""
+        sections += _sections(mine, against or _level(mine), paper, figures, name, front)
+    return Page(title, subtitle or f"{len(rows)} rows", tuple(sections))
+
+
+def _sections(
+    rows: Sequence[Row], against: str, paper: Sequence[Row], figures: Sequence[str],
+    name: str, front: str,
+) -> list[Section]:  # fmt: skip
+    for row in rows:
         if not _number(row.get(against)):
             raise ValueError(f"a row has no number {against!r}: {dict(row)}")
-    theirs = [*paper, *_theirs(ours, against)]
-    names = tuple(figures) or _columns(ours, against)
+    kinds = _kinds(_joined(rows, paper, against), against)
+    names = tuple(figures) or _columns(rows, against)
     if not names:
         raise ValueError(f"rows have no numbers but {against!r}: there is nothing to draw")
-    missing = [name for name in names if not any(_number(row.get(name)) for row in ours)]
+    missing = [each for each in names if not any(_number(row.get(each)) for row in rows)]
     if missing:
         raise ValueError(f"figures are {list(names)}, but no row has {', '.join(missing)}")
-    charts = tuple(_chart(name, ours, theirs, against) for name in names)
-    return Page(
-        title=title,
-        subtitle=subtitle or f"{len(ours)} rows by {against}",
-        sections=(
-            Section("figures", "Figures", charts),
-            Section("numbers", "Numbers", _tables(ours, theirs, names, against)),
-        ),
+    charts: tuple[Figure, ...] = tuple(_chart(each, kinds, against, front) for each in names)
+    tables = tuple(
+        _table(f"{front}rows-{place}", kind, mine, names, against)
+        for place, (kind, mine) in enumerate(kinds.items())
     )
+    if front:
+        return [Section(name, name, (*charts, *tables))]
+    return [Section("figures", "Figures", charts), Section("numbers", "Numbers", tables)]
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _flat(row: Row) -> dict[str, Any]:
-    """Return a row with what others found as `paper_FIGURE`."""
-    found = dict(row)
-    nested = found.pop("paper", None)
-    if isinstance(nested, Mapping):
-        found |= {f"paper_{key}": value for key, value in nested.items()}
-    return found
+def _changes(name: str, rows: Sequence[Row]) -> bool:
+    return len({row[name] for row in rows if _number(row.get(name))}) > 1
 
 
-def _theirs(rows: Sequence[Row], against: str) -> list[dict[str, Any]]:
-    found = []
-    for row in rows:
-        values = {
-            key.removeprefix("paper_"): value
-            for key, value in row.items() if key.startswith("paper_") and _number(value)
-        }  # fmt: skip
-        if values:
-            found.append({against: row[against], **values})
-    return [row for place, row in enumerate(found) if row not in found[:place]]
+def _level(rows: Sequence[Row]) -> str:
+    found = [each for each in ("concurrency", *SETTINGS) if _changes(each, rows)]
+    return found[0] if found else "concurrency"
+
+
+def _joined(rows: Sequence[Row], paper: Sequence[Row], against: str) -> list[Row]:
+    """Return rows with what the paper found for each, as `paper`."""
+    known = {row.get(against): row for row in paper}
+    return [
+        row if isinstance(row.get("paper"), Mapping)
+        else {**row, "paper": known.get(row[against], {})}
+        for row in rows
+    ]  # fmt: skip
 
 
 def _columns(rows: Sequence[Row], against: str) -> tuple[str, ...]:
-    """Return the columns that are numbers and change, known ones first."""
-    found = dict.fromkeys(
+    known = [each for each in FIGURES if any(_number(row.get(each)) for row in rows)]
+    every = dict.fromkeys(
         key for row in rows for key, value in row.items()
-        if _number(value) and key not in (against, "seed") and not key.startswith("paper_")
+        if _number(value) and key not in (against, "seed", "concurrency", *SETTINGS)
     )  # fmt: skip
-    return tuple(sorted(found, key=lambda key: key not in _KNOWN))
+    return tuple(known or every)
 
 
-def _kinds(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return rows by the texts that tell them apart."""
-    texts = dict.fromkeys(
-        key for row in rows for key, value in row.items() if isinstance(value, str)
-    )
-    telling = [key for key in texts if len({row.get(key) for row in rows}) > 1]
+def _kinds(rows: Sequence[Row], against: str) -> dict[str, list[Row]]:
+    """Return rows by what tells them apart: settings, and texts that are no findings."""
+    keys = dict.fromkeys(
+        key for row in rows for key, value in row.items()
+        if (isinstance(value, str) and not key.startswith("regime") and key != "experiment")
+        or (key in SETTINGS and key != against)
+    )  # fmt: skip
+    telling = [key for key in keys if len({row.get(key) for row in rows}) > 1]
     found: dict[str, list[Row]] = {}
-    for row in rows:
-        name = ", ".join(str(row[key]) for key in telling if row.get(key)) or "ours"
-        found.setdefault(name, []).append(row)
+    for row in sorted(rows, key=lambda row: row[against]):
+        parts = (
+            f"{key.replace('_', ' ')} {row[key]:g}" if _number(row.get(key)) else str(row[key])
+            for key in telling
+            if row.get(key) not in (None, "")
+        )
+        found.setdefault(", ".join(parts) or "ours", []).append(row)
     return found
 
 
-def _points(rows: Sequence[Row], name: str, against: str) -> tuple[list[float], list[float]]:
-    pairs = sorted((row[against], row[name]) for row in rows if _number(row.get(name)))
-    return [x for x, _ in pairs], [y for _, y in pairs]
-
-
-def _chart(name: str, ours: Sequence[Row], theirs: Sequence[Row], against: str) -> Chart:
+def _chart(name: str, kinds: Mapping[str, Sequence[Row]], against: str, front: str) -> Chart:
+    title, unit = FIGURES.get(name, (name, name))
     lines = []
-    if _points(theirs, name, against)[0]:
-        points = _points(theirs, name, against)
-        lines.append(Line("the paper", *points, -1, "dash", marks=True))
-    for place, (kind, rows) in enumerate(_kinds(ours).items()):
-        stroke = STROKES[place // LINES % len(STROKES)]
-        lines.append(Line(kind, *_points(rows, name, against), place % LINES, stroke, marks=True))
-    values = [value for line in lines for value in line.y if value is not None]
+    theirs = [
+        [(row[against], row["paper"][name]) for row in rows if _number(row["paper"].get(name))]
+        for rows in kinds.values()
+    ]
+    alike = all(each == theirs[0] for each in theirs)
+    for place, (kind, rows) in enumerate(kinds.items()):
+        colour, stroke = place % LINES, STROKES[place // LINES % len(STROKES)]
+        points = [(row[against], row[name]) for row in rows if _number(row.get(name))]
+        lines.append(_line(kind, points, colour, stroke))
+        if theirs[place] and not alike:
+            lines.append(_line(f"{kind}: the paper", theirs[place], colour, "dot"))
+    if theirs[0] and alike:
+        lines.insert(0, _line("the paper", theirs[0], -1, "dash"))
+    wide = _wide([value for line in lines for value in line.y if value is not None])
     levels = [value for line in lines for value in line.x if value is not None]
-    title, unit = _KNOWN.get(name, (name, name))
-    share = name in ("attainment", "goodput") or name.endswith("_share")
+    share = name == "attainment" or name.endswith("_share")
     y = Axis(
-        unit, "seconds" if name.endswith("_s") else "share" if share else "", _wide(values),
-        zero=not _wide(values) and "poa" not in name,
+        unit, "seconds" if name.endswith("_s") else "share" if share else "", wide,
+        zero=not wide and not name.startswith("poa"),
     )  # fmt: skip
-    return Chart(f"{against}-{name}", title, "", Axis(against, log=_wide(levels)), y, tuple(lines))
+    x = Axis(against.replace("_", " "), log=_wide(levels))
+    return Chart(f"{front}{name}", title, "", x, y, tuple(lines))
+
+
+def _line(name: str, points: Sequence[tuple[float, float]], colour: int, stroke: Any) -> Line:
+    return Line(name, [x for x, _ in points], [y for _, y in points], colour, stroke, marks=True)
 
 
 def _wide(values: Sequence[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) >= _WIDE
 
 
-def _tables(
-    ours: Sequence[Row], theirs: Sequence[Row], names: Sequence[str], against: str
-) -> tuple[Table, ...]:
-    """Return a table a kind of rows: ours, theirs, and the relative error."""
-    known = {row[against]: row for row in theirs}
-    found = []
-    for place, (kind, rows) in enumerate(_kinds(ours).items()):
-        columns, cells = [against], []
-        beside = [name for name in names if any(_number(row.get(name)) for row in theirs)]
+def _table(id_: str, title: str, rows: Sequence[Row], names: Sequence[str], against: str) -> Table:
+    """Return rows in figures, with the paper's, and the relative error, where it has some."""
+    beside = [name for name in names if any(_number(row["paper"].get(name)) for row in rows)]
+    columns = [against.replace("_", " ")]
+    for name in names:
+        columns += [name, "paper", "error"] if name in beside else [name]
+    cells = []
+    for row in rows:
+        line = [Cell(row[against])]
         for name in names:
-            columns.append(name)
+            form: Form = "seconds" if name.endswith("_s") else ""
+            mine = row[name] if _number(row.get(name)) else None
+            line.append(Cell(mine, form))
             if name in beside:
-                columns += ["the paper", "error"]
-        for row in sorted(rows, key=lambda row: row[against]):
-            line = [Cell(row[against])]
-            for name in names:
-                form: Form = "seconds" if name.endswith("_s") else ""
-                mine, other = row.get(name), known.get(row[against], {}).get(name)
-                line.append(Cell(mine if _number(mine) else None, form))
-                if name in beside:
-                    error = mine / other - 1 if _number(mine) and other else None
-                    line += [Cell(other, form), Cell(error, "signed")]
-            cells.append(tuple(line))
-        found.append(Table(f"rows-{place}", kind, tuple(columns), tuple(cells)))
-    return tuple(found)
+                found = row["paper"].get(name)
+                theirs = found if _number(found) else None
+                error = mine / theirs - 1.0 if mine is not None and theirs else None
+                line += [Cell(theirs, form), Cell(error, "signed")]
+        cells.append(tuple(line))
+    return Table(id_, title, tuple(columns), tuple(cells))

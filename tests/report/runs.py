@@ -1,0 +1,46 @@
+"""Small runs and their records, for tests of reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from pigou.config import ControlConfig
+from pigou.report.observed import record
+from pigou.report.record import Record
+from pigou.sim.client import ClientConfig
+from pigou.sim.config import read_fleet
+from pigou.sim.gaps import Gaps
+from pigou.sim.simulate import UNLIMITED, Setup, Simulation
+from pigou.sim.timeline import Timeline
+from pigou.sim.workload import ClosedLoop, Lengths
+
+LAW = "law:itl_a=0.008,itl_b=0.0003,prefill=0.004,prefill_token=0.00005"
+
+
+def made(
+    users: int = 12, fleet: str = "1p+2d", policy: str = "toll", *, seed: int = 3,
+    blocks: int = 400, client: ClientConfig | None = None, nothing: bool = False,
+) -> Record:  # fmt: skip
+    """Return the record of a short run; of one in which `nothing` was asked for."""
+    lengths = Lengths(input=(16, 200), output=(1, 40), templates=4)
+    loop = ClosedLoop(lengths=lengths, phases=((users, 4.0),), ramp=1.0)
+    limits: dict[str, Any] = {"max_inflight": UNLIMITED, "max_inflight_tokens": UNLIMITED}
+    simulation = Simulation(
+        loop,
+        read_fleet(fleet),
+        Setup(timing=LAW, blocks=blocks, max_seqs=16, max_batched_tokens=256),
+        msgspec.convert(limits | {"policy": policy}, ControlConfig),
+        client or ClientConfig(pool=10),
+        seed=seed,
+        assess_every=1.0,
+    )
+    timeline = Timeline(simulation)
+    result = simulation.run()
+    if nothing:
+        result = replace(result, calls=[], gaps=Gaps(), assessments=[], end=result.begin)
+    config = {"run": {"workload": f"closed:C={users}", "fleet": fleet, "policy": policy,
+                      "seed": seed}, "workers": {"blocks": blocks}}  # fmt: skip
+    return record(result, timeline, result.document(), f"{policy} on {fleet}", config)
