@@ -30,7 +30,6 @@ def regimes(
     `regime_plane` what the control plane's own detector told while it ran.
     """
     thresholds = THRESHOLDS[fleet.name]
-    # Of a scalar's own type: the control plane reads parameters as a table.
     saturation: dict[str, object] = dict(msgspec.to_builtins(config(thresholds)))
     last: tuple[int, float] | None = None
     for users in levels:

@@ -1,0 +1,140 @@
+"""The readings of the paper, as laws of small levels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pigou.cli import build
+from pigou.experiments import adaptive
+from pigou.experiments.detect import Poller, Watcher, regime_of
+from pigou.experiments.fleets import Reading, fleet
+from pigou.experiments.level import Level, run
+from pigou.experiments.paper import THRESHOLDS, Thresholds
+from pigou.experiments.rows import COMPARED
+from pigou.experiments.table4 import errors, table4
+from pigou.experiments.window import Measured
+from pigou.sim.client import ClientConfig
+
+ONE = fleet("340b-1p2d")
+
+
+def level(reading: Reading, users: int, **rest: object) -> Measured:
+    return run(Level(ONE, reading, users, **rest), 1).measured  # type: ignore[arg-type]
+
+
+def test_the_client_waits_for_a_connection_only_where_there_is_a_pool() -> None:
+    short = {"hold": 10.0, "ramped": False}
+    pooled, fair = level("client-pool", 128, **short), level("fair", 128, **short)
+    assert fair.wait_p99_s == 0.0
+    assert fair.ttft_drained_p99_s < 0.3
+    assert pooled.ttft_drained_p99_s > 5.0
+    assert pooled.server_ttft_p99_s < 0.3  # the fleet knows nothing of it
+    assert pooled.inflight < 100.1
+    assert fair.inflight > 127.0
+    assert level("client-pool", 96, **short).wait_p99_s == 0.0
+
+
+def test_serial_prefill_makes_the_fleet_wait_and_nobody_starve() -> None:
+    serial = level("serial-prefill", 128, hold=20.0)
+    assert serial.wait_p99_s == 0.0
+    assert 1.0 < serial.server_ttft_p99_s < 3.0
+    assert serial.rps < 18.9
+
+
+def test_barging_starves_and_order_does_not() -> None:
+    fifo = level("client-pool", 128, hold=30.0, client=ClientConfig(pool=100))
+    barging = level("client-pool", 128, hold=30.0)
+    assert fifo.ttft_p99_s < 3.0
+    assert barging.ttft_p99_s > 6.0
+    assert fifo.rps == pytest.approx(barging.rps, rel=0.03)
+
+
+def test_a_level_is_the_same_for_the_same_seed() -> None:
+    assert level("client-pool", 8, hold=9.0) == level("client-pool", 8, hold=9.0)
+
+
+@pytest.mark.slow
+def test_table_4_is_replicated_within_its_targets() -> None:
+    rows = list(table4(ONE, "client-pool", (1,), (1, 8, 64, 256)))
+    found = {name: value or 0.0 for name, value in errors(rows).items()}
+    assert 0.0 < found["ttft_p99_from_128"] < 0.1
+    assert 0.0 < found["rps_from_128"] < 0.03
+    assert 0.0 < found["poa_1_to_96"] < 0.05
+
+
+def test_the_regime_depends_on_who_looks() -> None:
+    seen = run(Level(ONE, "client-pool", 200, hold=10.0), 1)
+    calls, thresholds = seen.result.calls, THRESHOLDS["70b-1p2d"]
+    assert regime_of(calls, 40.0, thresholds) == "saturated"
+    assert regime_of(calls, 40.0, thresholds, server=True) == "below"
+    assert regime_of(calls, 40.0, Thresholds(0.05, 0.06), server=True) == "saturated"
+
+
+def test_all_cached_blocks_are_on_the_device() -> None:
+    watcher = Watcher()
+    run(Level(ONE, "fair", 16, hold=10.0), 1, (watcher.follow,))
+    tiers = watcher.tiers()
+    assert (tiers["g1"], tiers["g2"], tiers["g3"]) == (1.0, 0.0, 0.0)
+    assert 0.0 < tiers["g1_used_at_most"] < 0.05
+
+
+def test_the_controller_sets_the_router_when_the_client_s_latency_rises() -> None:
+    told: list[str] = []
+    poller = Poller(Thresholds(1.0, 1000.0), lambda _, regime: told.append(regime.value))
+    run(Level(ONE, "client-pool", 160, hold=15.0), 1, (poller.follow,))
+    assert told == ["transition"]
+    quiet = Poller(Thresholds(1.0, 1000.0), lambda _, regime: told.append(regime.value))
+    run(Level(ONE, "fair", 32, hold=10.0), 1, (quiet.follow,))
+    assert quiet.switches == []
+
+
+@pytest.mark.slow
+def test_chunks_alone_give_what_the_paper_ascribes_to_its_controller() -> None:
+    rows = list(adaptive.adaptive(ONE, "client-pool", (1,), (32, 128)))
+    at = {(each["strategy"], each["phase"]): each for each in rows}
+    static, both = at["static", "saturated"], at["adaptive", "saturated"]
+    chunks, switch = at["chunks-only", "saturated"], at["switch-only", "saturated"]
+    assert chunks["rps"] == pytest.approx(both["rps"], rel=0.02)
+    assert chunks["ttft_p99_s"] == pytest.approx(both["ttft_p99_s"], rel=0.02)
+    assert both["rps"] < 0.75 * static["rps"]
+    assert both["ttft_p99_s"] < 0.5 * static["ttft_p99_s"]
+    assert switch["rps"] == pytest.approx(static["rps"], rel=0.02)
+
+
+def test_results_have_the_columns_that_others_read(tmp_path: Path) -> None:
+    command = ["table4", "--levels", "2,8", "--runs", "2", "--out", str(tmp_path)]
+    result = CliRunner().invoke(build(["experiment"]), ["experiment", *command])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [row["concurrency"] for row in found["rows"]] == [2, 8]
+    for row in found["rows"]:
+        assert {"experiment", "paper", "relative_error", "runs", "sd", *COMPARED} <= row.keys()
+        assert row["relative_error"]["rps"] == pytest.approx(row["rps"] / row["paper"]["rps"] - 1)
+        assert [each["seed"] for each in row["runs"]] == [1, 2]
+    assert "Experiment 1" in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        (["table5"], "table5"),
+        (["table4", "--reading", "magic"], "magic"),
+        (["table4", "--fleet", "9b"], "9b"),
+        (["table4", "--levels", "0"], "--levels"),
+        (["adaptive", "--levels", "64"], "--levels"),
+        (["mechanisms", "--reading", "fair"], "--reading"),
+        (["table4", "--runs", "-1"], "--runs"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(
+    command: list[str], names: str, tmp_path: Path
+) -> None:
+    args = ["experiment", *command, "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(build(["experiment"]), args)
+    assert result.exit_code == 2
+    assert names in result.output
+    assert not (tmp_path / "out").exists()
