@@ -159,15 +159,15 @@ class Load:
             self._seen.passed.append(min(self._waiting, default=2**62) < mark["number"])
 
 
-def report(seen: Seen, users: int, speed: float) -> str:
-    """Return a line of figures."""
+def report(seen: Seen, users: int, limit: int, speed: float) -> str:
+    """Return a line of figures; nobody barges where there are connections for all."""
     end = RAMP + HOLD
     inside = np.array([each for each in seen.times if each[3] <= end])
     every = np.array(seen.times)
     p99 = float(np.quantile(inside[:, 2] - inside[:, 0], 0.99, method="inverted_cdf"))
     drained = float(np.quantile(every[:, 2] - every[:, 0], 0.99, method="inverted_cdf"))
     server = float(np.quantile(inside[:, 2] - inside[:, 1], 0.99, method="inverted_cdf"))
-    barging = f"{np.mean(seen.passed):.3f}" if seen.passed else "-"
+    barging = f"{np.mean(seen.passed):.3f}" if 0 < limit < users and seen.passed else "-"
     return (
         f"{users:5d} {p99:12.2f} {drained:14.2f} {server:13.3f} {len(inside) / end:7.2f} "
         f"{barging:>8s} {(float(every[:, 3].max()) if len(every) else 0) / speed:8.1f}"
@@ -190,7 +190,8 @@ async def measure(args: argparse.Namespace, url: str) -> None:
     for users in map(int, args.users.split(",")):
         for _ in range(args.rounds):
             load = Load(url, users, args.limit, args.speed)
-            print(report(await load.run(args.dispatch), users, args.speed), flush=True)
+            seen = await load.run(args.dispatch)
+            print(report(seen, users, args.limit, args.speed), flush=True)
 
 
 def main() -> None:
