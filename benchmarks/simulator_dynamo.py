@@ -1,0 +1,35 @@
+"""The peer of `benchmarks.simulator`: Dynamo's offline replay, run by the peer's own Python.
+
+Arguments: trace, workers. Prints a JSON object: the seconds that the replay took, and its summary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+os.environ.setdefault("DYN_LOG", "error")
+
+from dynamo._core import KvRouterConfig, run_mocker_trace_replay
+
+
+def main() -> None:
+    trace, workers = sys.argv[1], int(sys.argv[2])
+    began = time.perf_counter()
+    replay = run_mocker_trace_replay(
+        [trace],
+        trace_block_size=512,
+        extra_engine_args={"engine": {"block_size": 16}},
+        num_workers=workers,
+        router_mode="kv_router",
+        router_config=KvRouterConfig(),
+        capture_planner_details=False,
+    )
+    seconds = time.perf_counter() - began
+    print(json.dumps({"wall_s": seconds, "completed": replay.summary["completed_requests"]}))
+
+
+if __name__ == "__main__":
+    main()
