@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from pages import Read
 from runs import made
 
 from pigou.report.drawing import png
+from pigou.report.figure import Axis, Heat, ticks
 from pigou.report.files import as_record, load, write
 from pigou.report.latency import FIGURES, LATENCIES
 from pigou.report.page import html
@@ -163,3 +165,22 @@ def test_a_run_without_figures_says_so(run: Record, way: str, tmp_path: Path) ->
     written = write(page(empty), tmp_path, empty)
     assert not (tmp_path / "latency-cdf.png").exists()
     assert (tmp_path / "index.html") in written
+
+
+def test_a_few_peaks_do_not_hide_a_map() -> None:
+    flat = Heat("it", "it", "", Axis("x"), (0.0, 1.0), ("a",), ((0.0, 0.0),), Axis("n"))
+    assert (flat.top, flat.scale) == (1.0, "n")
+    peak = replace(flat, xs=tuple(range(100)), z=((1.0,) * 98 + (50.0, None),))
+    assert (peak.top, peak.scale) == (1.0, "n, up to 1 and more")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.001, 100.0, ["1 ms", "10 ms", "100 ms", "1 s", "10 s", "100 s"]),
+        (0.02, 0.3, ["20 ms", "50 ms", "100 ms", "200 ms"]),
+        (0.019, 0.021, ["19 ms", "19.5 ms", "20 ms", "20.5 ms", "21 ms"]),
+    ],
+)
+def test_ticks_of_times_have_units(low: float, high: float, labels: list[str]) -> None:
+    assert [text for _, text in ticks(Axis("t", "seconds", log=True), low, high)] == labels

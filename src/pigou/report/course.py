@@ -27,7 +27,7 @@ _WORKER: tuple[tuple[str, str, str, Unit, str], ...] = (
 )  # fmt: skip
 _TOLL = (
     "Seconds that one more stream would cost the streams that are there, by the speeds that the "
-    "control plane has learned so far."
+    "control plane has learned so far; guesses before the first. An idle worker has a toll of 0."
 )
 
 
@@ -113,7 +113,7 @@ def tolls(samples: Samples) -> Figure:
     shown = {
         name: each["toll"] for name, each in samples.workers.items() if any(each["toll"])
     }  # a worker that only computes prompts has none
-    axis = Axis("toll", "seconds", zero=True)
+    axis = Axis("toll", "seconds", log=len(shown) <= LINES, zero=True)
     return _workers("tolls", "Tolls", _TOLL, samples.worker_time_s, shown, axis)
 
 
@@ -160,7 +160,7 @@ def worker_table(run: Record) -> Table:
         "most KV use",
     )  # fmt: skip
     note = "Means and most are over the samples, while the worker was up."
-    return Table("workers", "Workers", columns, tuple(rows), note)
+    return Table("workers", "What each worker did", columns, tuple(rows), note)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -95,9 +95,8 @@ def _heat(canvas: Canvas, axes: Any, heat: Heat) -> None:
     )
     z = [[float("nan") if value is None else value for value in row] for row in heat.z]
     there = [value for value in heat.xs if value is not None]
-    most = max((value for row in heat.z for value in row if value is not None), default=1.0)
     image = axes.imshow(
-        z, aspect="auto", cmap=scale, interpolation="nearest", vmin=0.0, vmax=most or 1.0,
+        z, aspect="auto", cmap=scale, interpolation="nearest", vmin=0.0, vmax=heat.top,
         extent=(min(there), max(there) if len(there) > 1 else min(there) + 1, len(heat.rows), 0),
     )  # fmt: skip
     every = max(1, len(heat.rows) // 24)
@@ -105,9 +104,12 @@ def _heat(canvas: Canvas, axes: Any, heat: Heat) -> None:
         [place + 0.5 for place in range(0, len(heat.rows), every)], heat.rows[::every], fontsize=7
     )
     axes.set_xlabel(heat.x.title)
-    bar = canvas.colorbar(image, ax=axes, label=heat.unit.title, pad=0.01)
+    bar = canvas.colorbar(image, ax=axes, label=heat.scale, pad=0.01)
     if heat.unit.unit == "share":
-        bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    elif marks := ticks(heat.unit, 0.0, heat.top):
+        bar.ax.yaxis.set_major_locator(FixedLocator([value for value, _ in marks]))
+        bar.ax.yaxis.set_major_formatter(FixedFormatter([text for _, text in marks]))
     bar.outline.set_visible(False)
     bar.ax.tick_params(colors=_COLOURS["muted"], length=0, labelsize=8)
     bar.ax.yaxis.label.set(color=_COLOURS["muted"], fontsize=8.5)
@@ -128,7 +130,7 @@ def _axis(
         axis.set_major_locator(FixedLocator([value for value, _ in marks]))
         axis.set_major_formatter(FixedFormatter([text for _, text in marks]))
     elif what.unit == "share":
-        axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axis.set_major_formatter(PercentFormatter(1.0))
     else:
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     axis.set_minor_locator(NullLocator())

@@ -136,7 +136,25 @@ class Heat:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to draw."""
-        return not any(value is not None for row in self.z for value in row)
+        return not self._there()
+
+    def _there(self) -> list[float]:
+        return sorted(value for row in self.z for value in row if value is not None)
+
+    @property
+    def top(self) -> float:
+        """The value of the strongest colour, also of all above: few peaks do not hide the rest."""
+        there = self._there()
+        high = there[math.ceil(0.95 * len(there)) - 1]
+        return (high if 0.0 < high < there[-1] / 3 else there[-1]) or 1.0
+
+    @property
+    def scale(self) -> str:
+        """What the colours are, and whether they end below the most."""
+        if self._there()[-1] <= self.top:
+            return self.unit.title
+        most = duration(self.top) if self.unit.unit == "seconds" else significant(self.top)
+        return f"{self.unit.title}, up to {most} and more"
 
 
 Figure = Chart | Bars | Heat
@@ -239,6 +257,7 @@ def padded(low: float, high: float, axis: Axis) -> tuple[float, float]:
         return low / 10**room, high * 10**room
     if axis.zero or axis.unit == "share":
         low = min(low, 0.0)
+        high = high or 1.0
     room = 0.05 * (high - low) or 0.5
     return (low if low == 0.0 else low - room), high + room
 

@@ -118,15 +118,26 @@ def _heat(heat: Heat) -> dict[str, Any]:
         "text": [[_said(value, heat.unit) for value in row] for row in heat.z],
         "colorscale": [[0.0, "@h0"], [0.5, "@h1"], [1.0, "@h2"]],
         "zmin": 0,
+        "zmax": heat.top,
         "colorbar": {
             "thickness": 10, "outlinewidth": 0, "tickfont": {"color": "@muted"},
-            "tickformat": ".0%" if heat.unit.unit == "share" else "",
-            "title": {"text": heat.unit.title, "side": "right", "font": {"color": "@muted"}},
+            **_scale(heat),
+            "title": {
+                "text": heat.scale, "side": "right", "font": {"color": "@muted", "size": 12.5},
+            },
         },
         "hoverongaps": False,
         "hovertemplate": "%{y}, %{x}: %{text}<extra></extra>",
     }  # fmt: skip
     return {"data": [data], "layout": layout}
+
+
+def _scale(heat: Heat) -> dict[str, Any]:
+    """Return the ticks of a map's colours."""
+    marks = ticks(heat.unit, 0.0, heat.top)
+    if marks:
+        return {"tickvals": [value for value, _ in marks], "ticktext": [text for _, text in marks]}
+    return {"tickformat": ".3~p" if heat.unit.unit == "share" else "", "nticks": 5}
 
 
 def _layout(height: int, entries: int) -> dict[str, Any]:
@@ -168,7 +179,7 @@ def _axis(axis: Axis, low: float, high: float, *, tight: bool = False) -> dict[s
             "ticktext": [text for _, text in marks],
         }
     elif axis.unit == "share":
-        found["tickformat"] = ".0%"
+        found["tickformat"] = ".3~p"
     else:
         found["separatethousands"] = True
     if axis.log:

@@ -95,7 +95,7 @@ def attainment_curve(found: Attainment | None) -> Chart:
     lines = () if found is None else _lines(found.curves, ("ttft_s", "tpot_s", "e2e_s"))
     return Chart(
         "attainment",
-        "Attainment",
+        "Attainment by limit",
         "Share of all offered requests that were served within a limit. Those that failed, were "
         "refused or were cut off never are, so a line may end below 100%.",
         Axis("limit", "seconds", log=True),
