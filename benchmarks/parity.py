@@ -33,7 +33,7 @@ from benchmarks.common import (
     unwind_on_terminate,
 )
 from pigou.config import ControlConfig
-from pigou.control.journal import Head
+from pigou.control.journal import First, Head, Prefilled, Submit
 from pigou.engine.warm import warm_up
 from pigou.request import SECOND, Role
 from pigou.sim.client import ClientConfig
@@ -114,16 +114,15 @@ def fleet_parity(args: argparse.Namespace, folder: Path) -> None:
     """Compare a gateway and its sleeping workers with the simulation of the same arrivals."""
     idle = ["--concurrency", "1", "--requests", str(IDLE), "--output", "4"]
     journal, load = live(args, folder, "idle", idle)
-    seen, said = load["ttft_ms"]["p50"], simulate(journal, IDLE, 0.0).ttft["p50"]
-    overhead = seen - said
-    print(f"overhead, on the idle fleet: {overhead:.2f} ms (TTFT p50 {seen:.2f}, law {said:.2f})")
+    ways = measure_ways(journal, load)
+    print(f"ways, on the idle fleet: leg_ms {ways.leg:.2f}, overhead_ms {ways.overhead:.2f}")
     for rate in map(float, (args.rates or "8,16,24").split(",")):
         count = round(rate * args.seconds)
         name = f"rate-{rate:g}"
         load_options = ["--rate", str(rate), "--requests", str(count), "--seed", str(args.seed)]
         journal, load = live(args, folder, name, load_options)
         replay(journal)
-        compare(f"{rate:g} requests/s", of_bench(load), simulate(journal, count, overhead))
+        compare(f"{rate:g} requests/s", of_bench(load), simulate(journal, count, ways)[0])
 
 
 def live(
@@ -161,7 +160,44 @@ def replay(journal: Path) -> None:
     print("\n" + told.splitlines()[0])
 
 
-def simulate(journal: Path, count: int, overhead: float) -> Side:
+@dataclass(frozen=True)
+class Ways:
+    """What requests take besides steps, in milliseconds, as `FleetConfig` has them."""
+
+    leg: float = 0.0
+    overhead: float = 0.0
+
+
+def measure_ways(journal: Path, load: dict[str, Any]) -> Ways:
+    """Return what an idle fleet takes more than the law, where no request waits for another.
+
+    What the gateway waits for a first token is shared among the legs of the requests; what the
+    client waits more than the gateway is the way between them.
+    """
+    waited, legs = gateway_view(journal)
+    _, result = simulate(journal, IDLE, Ways())
+    said = [call.first - call.intended for call in result.calls[-IDLE:]]
+    leg = (float(np.median(waited)) - float(np.median(said)) / 1e6) / legs
+    return Ways(leg, load["ttft_ms"]["p50"] - float(np.median(waited)))
+
+
+def gateway_view(journal: Path) -> tuple[list[float], float]:
+    """Return milliseconds from each request to its first token, and how many legs one had."""
+    asked: dict[str, int] = {}
+    waited: list[float] = []
+    remote = 0
+    for line in lines(journal):
+        match line.entry:
+            case Submit(id=id, now=now):
+                asked.setdefault(id, now)
+            case Prefilled():
+                remote += 1
+            case First(id=id, now=now):
+                waited.append((now - asked[id]) / 1e6)
+    return waited[-IDLE:], 1 + remote / len(asked)
+
+
+def simulate(journal: Path, count: int, ways: Ways) -> tuple[Side, Result]:
     """Simulate a journal's arrivals; figures of the last `count` of them.
 
     Those before are of the load client, which asks what the endpoint can do.
@@ -171,14 +207,14 @@ def simulate(journal: Path, count: int, overhead: float) -> Side:
     fleet = FleetConfig(
         workers=(Members(role=Role.PREFILL), Members(role=Role.DECODE, count=2)),
         link=LINK,
-        overhead_ms=max(0.0, overhead),
+        overhead_ms=max(0.0, ways.overhead),
+        leg_ms=max(0.0, ways.leg),
     )
     setup = Setup(model=MODEL, timing=LAW, blocks=BLOCKS, max_batched_tokens=BUDGET, max_seqs=SEQS,
                   max_model_len=LONGEST, engine="pigou")  # fmt: skip
     workload = from_trace(read_trace(journal))
-    return of_simulation(
-        Simulation(workload, fleet, setup, head.config, ClientConfig()).run(), count
-    )
+    result = Simulation(workload, fleet, setup, head.config, ClientConfig()).run()
+    return of_simulation(result, count), result
 
 
 # --- a worker that computes -------------------------------------------------------------------

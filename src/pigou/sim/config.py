@@ -127,6 +127,9 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         signals: from them to the control plane.
         overhead_ms: milliseconds from the client to a worker in which nobody waits for anybody;
             left out, that of the timing law (0 for other timings).
+        leg_ms: milliseconds that each leg takes besides: the gateway's request until the worker's
+            engine knows of it, and its first token's way back. A prompt that is computed remotely
+            has two legs.
         detect_ms: milliseconds after which the control plane knows that a worker died. Until
             then requests are sent there, fail at once, and go elsewhere.
         lease_s: seconds for which a prompt's blocks are kept for a worker that does not ask.
@@ -136,6 +139,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     link: LinkConfig = LinkConfig()
     signals: Signals = Signals()
     overhead_ms: float | None = None
+    leg_ms: float = 0.0
     detect_ms: float = 0.0
     lease_s: float = 30.0
 
@@ -143,7 +147,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Refuse fleets that serve nobody."""
         if not any(each.role.decodes for each in self.workers):
             raise ConfigError("fleet: nobody decodes; add a worker of role decode or both")
-        for name in ("overhead_ms", "detect_ms", "lease_s"):
+        for name in ("overhead_ms", "leg_ms", "detect_ms", "lease_s"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be finite, at least 0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -11,7 +12,13 @@ from pigou.request import SECOND
 from pigou.workload.endpoint import EndpointError
 from pigou.workload.profiling.config import ProfileConfig
 from pigou.workload.profiling.seen import Decodes, Prompts, Seen
-from pigou.workload.profiling.stream import arrivals, excess, window
+from pigou.workload.profiling.stream import (
+    LEAST_GAPS,
+    LEAST_SECONDS,
+    arrivals,
+    excess,
+    window,
+)
 from pigou.workload.profiling.target import Limits, Target
 
 #: Told of each measurement: how many are done, of how many, and what is measured.
@@ -20,6 +27,8 @@ Watch = Callable[[int, int, str], None]
 _SHORT = 16
 #: Steps by which streams start apart at most, for each of them; doubled where it is not enough.
 _LEAD = 2
+#: Seconds that decodes are measured for, where the streams may be so long.
+_LEAST = 0.25
 #: Times that a measurement is tried again because the streams did not overlap.
 _TRIES = 5
 
@@ -60,27 +69,29 @@ class Measuring:
     async def _decode(self, n: int, length: int) -> Decodes:
         """Let `n` sequences decode together after prompts of this length."""
         found, lead = [], _LEAD * n + n * length // self._target.limits.tokens
+        steps = self._config.steps
         for _ in range(self._config.repeats):
-            one, lead = await self._decode_once(n, length, lead)
+            one, lead = await self._decode_once(n, length, lead, steps)
+            steps = max(steps, math.ceil(_LEAST / one.seconds))
             found.append(one)
             self._tell(f"{n} decodes after {length} tokens")
         return Decodes(n, median(d.kv for d in found), median(d.seconds for d in found))
 
-    async def _decode_once(self, n: int, length: int, lead: int) -> tuple[Decodes, int]:
-        target, steps = self._target, self._config.steps
-        room = target.limits.longest - length
+    async def _decode_once(self, n: int, length: int, lead: int, steps: int) -> tuple[Decodes, int]:
+        target, least = self._target, self._config.steps // 2
+        room = min(target.limits.longest, target.limits.room // n - target.limits.block) - length
         for _ in range(_TRIES):
             output = min(steps + lead, room)
             prompts = [target.prompt(length) for _ in range(n)]
             streams = [stream for _, stream in await target.ask_all(prompts, output)]
             found = window(streams)
-            if found is not None and found.steps >= steps // 2:
+            if found is not None and found.steps >= least:
                 return Decodes(n, n * length + found.generated, found.seconds), lead
             if output == room:
                 break
             lead = 2 * lead + steps
         raise EndpointError(
-            f"{n} streams of {output} tokens did not run together for {steps // 2} steps; "
+            f"{n} streams of {output} tokens did not run together for {least} steps; "
             f"lower --max-seqs or --steps"
         )
 
@@ -155,7 +166,7 @@ class Measuring:
         took = time.monotonic() - began
         if not base.done():
             await asyncio.sleep(took)
-        return took
+        return max(took, 1.2 * LEAST_SECONDS)
 
     async def _alone(self) -> Prompts:
         """Send prompts of a whole step each, at once, and see how far apart they end."""
@@ -176,7 +187,7 @@ class Measuring:
 
 
 #: Tokens after which a stream is known to run, and of which pauses are long.
-_PAUSE = 20
+_PAUSE = LEAST_GAPS + 8
 #: Prompts that are made ready for one running stream.
 _BESIDE = 12
 

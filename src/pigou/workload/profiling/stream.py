@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,19 +57,24 @@ def excess(times: NDArray[np.int64], sent: int, ended: int) -> float | None:
 
     Returns:
         The time between the token before `sent` and the second one after `ended`, less the same
-        number of undisturbed gaps (a median of those before and after); None where the stream is
-        too short for that.
+        number of usual gaps: a mean over those before and after, since tokens may arrive in
+        clumps. None where the stream is too short for that.
     """
+    around = reach(times)
     before = int(times.searchsorted(sent, "right")) - 1
     after = int(times.searchsorted(ended, "right")) + 1
-    if before < _AROUND or after + _AROUND >= len(times):
+    if before < around or after + around >= len(times):
         return None
-    quiet = np.concatenate(
-        [np.diff(times[before - _AROUND : before + 1]), np.diff(times[after : after + _AROUND + 1])]
-    )
-    usual = float(np.median(quiet))
+    quiet = times[before] - times[before - around] + times[after + around] - times[after]
+    usual = float(quiet) / (2 * around)
     return float(times[after] - times[before] - (after - before) * usual) / SECOND
 
 
-#: Gaps before and after, which tell what is usual.
-_AROUND = 8
+def reach(times: NDArray[np.int64]) -> int:
+    """Return how many gaps on either side tell what is usual for a stream."""
+    mean = float(times[-1] - times[0]) / max(1, len(times) - 1)
+    return max(LEAST_GAPS, math.ceil(LEAST_SECONDS * SECOND / max(mean, 1.0)))
+
+
+#: Of a stretch that tells what is usual, at least.
+LEAST_GAPS, LEAST_SECONDS = 16, 0.05
