@@ -36,15 +36,17 @@ class Toll:
         transfer  x = transfer_base_d + transfer_token_d (tokens that d lacks), 0 where p = d
         decode    N f_d(n + 1)
         toll of the stream    N n (f_d(n+1) - f_d(n))
-        toll of the queue     s lambda_p (Q_p + s) / (1 - rho_p)
-        toll of the stall     s n, where p = d
+        toll of the queue     w lambda_p (Q_p + s) / (1 - rho_p)
+        toll of the stall     z n, where p = d
+        z = stall_base_d + stall_token_d u;   w = z where p = d and n > 0, s elsewhere
 
     The stream's toll is the marginal-cost toll of the routing game (design, "Three games, three
     prices"; Georgiou 2026, Eq. 7 gives the game). The queue's: whoever comes to p before it next
-    runs empty is delayed by s; a backlog of Q + s lasts (Q + s) / (1 - rho) and lambda_p of them
+    runs empty is delayed by w; a backlog of Q + s lasts (Q + s) / (1 - rho) and lambda_p of them
     come a second (the busy period of an M/G/1 queue begun by that much work; Kleinrock, Queueing
-    Systems I, 5.8). The stall's: chunks of a prompt take s from each of the n streams they are
-    mixed with. Remote or local prefill is decided by these sums alone.
+    Systems I, 5.8). Where streams run, chunks of a prompt are mixed with them, and take z from each
+    of the n; so much is whoever comes next delayed, too (`Stall` learns z; less than s where
+    the weights are read for the streams anyway). Remote or local prefill is decided by these sums alone.
     """
 
     name: ClassVar[str] = "toll"

@@ -45,12 +45,14 @@ def price(
     base, token, move_base, move_token = table[0], table[1], table[2], table[3]
     arrivals, busy, a, b, d = table[4], table[5], table[6], table[7], table[8]
     n_sat, beta, floor = table[9], table[10], table[11]
+    stall_base, stall_token = table[12], table[13]
     for i in range(decode.shape[0]):
         there = decode[i]
         local = prefill[i] < 0
         where = there if local else prefill[i]
         wait = base[where] * prefill_requests[where] + token[where] * prefill_tokens[where]
-        service = base[where] + token[where] * (prompt - overlap_weight * cached[where])
+        uncached = prompt - overlap_weight * cached[where]
+        service = base[where] + token[where] * uncached
         n = float(decode_requests[there])
         pace, slower = a[there] * n + b[there], a[there] * (n + 1.0) + b[there]
         if d[there] > 0.0:
@@ -62,14 +64,17 @@ def price(
                     slower += d[there] * pole
                 else:
                     pace += d[there] * pole
-        transfer, stall = 0.0, 0.0
+        transfer, stall, delay = 0.0, 0.0, service
         if local:
-            stall = toll * service * n
+            taken = stall_base[there] + stall_token[there] * uncached
+            stall = toll * taken * n
+            if n > 0.0:
+                delay = taken
         else:
             missing = prompt - overlap_weight * cached[there]
             transfer = move_base[there] + move_token[there] * missing
         stream = toll * output * n * (slower - pace)
-        queue = toll * service * arrivals[where] * (wait + service) / (1.0 - busy[where])
+        queue = toll * delay * arrivals[where] * (wait + service) / (1.0 - busy[where])
         found[0, i] = wait
         found[1, i] = service
         found[2, i] = transfer

@@ -25,9 +25,12 @@ _PRIOR = {
     "arrivals": 0.0,
     "busy": 0.0,
 }
+#: Seconds of a prompt, apart from its tokens and of each, before any was seen.
+PRIOR_PREFILL = (_PRIOR["prefill_base"], _PRIOR["prefill_token"])
 _LAW = ("a", "b", "d", "n_sat", "beta", "floor")
+_STALL = ("stall_base", "stall_token")
 #: Names of the rows of a table of estimates, in order.
-ROWS = (*_PRIOR, *_LAW)
+ROWS = (*_PRIOR, *_LAW, *_STALL)
 
 
 def _row(name: str) -> property:
@@ -45,7 +48,7 @@ class Estimates:
     """Speeds of the workers; each name below is a view of shape (workers,).
 
     Attributes:
-        table: all of them, by the names in `ROWS`, shape (12, workers).
+        table: all of them, by the names in `ROWS`, shape (14, workers).
         prefill_base: seconds that a prompt takes apart from its tokens.
         prefill_token: seconds that each uncached token of a prompt takes.
         transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
@@ -54,6 +57,8 @@ class Estimates:
         busy: share of its time that it computes prompts, 0 to under 1.
         a, b, d, n_sat, beta, floor: of the law of its ITL in seconds, n streams running
             (`pigou.games.latency.LatencyLaw`); a law without a pole has a far one.
+        stall_base: seconds that a prompt takes from streams beside it, apart from its tokens.
+        stall_token: seconds that each of its uncached tokens takes from them.
     """
 
     table: Numbers
@@ -70,11 +75,14 @@ class Estimates:
     n_sat = _row("n_sat")
     beta = _row("beta")
     floor = _row("floor")
+    stall_base = _row("stall_base")
+    stall_token = _row("stall_token")
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:
         """Return what is assumed of workers of which nothing was seen."""
-        column = [*_PRIOR.values(), *(min(getattr(law, name), _FAR) for name in _LAW)]
+        pace = (min(getattr(law, name), _FAR) for name in _LAW)
+        column = [*_PRIOR.values(), *pace, *PRIOR_PREFILL]
         return cls(np.repeat(np.array(column)[:, None], workers, axis=1))
 
     def learn(self, row: int, law: LatencyLaw) -> None:

@@ -9,9 +9,10 @@ import numpy as np
 
 from pigou.control.speeds.affine import AffineFit
 from pigou.control.speeds.arrivals import RATE_S, decayed
-from pigou.control.speeds.estimates import PRIOR_LAW, Estimates
+from pigou.control.speeds.estimates import PRIOR_LAW, PRIOR_PREFILL, Estimates
 from pigou.control.speeds.flow import Flow
 from pigou.control.speeds.scales import Scales
+from pigou.control.speeds.stall import Stall
 from pigou.games.latency import OnlineFit
 from pigou.request import SECOND
 
@@ -22,6 +23,8 @@ _FRESH = SECOND // 100
 #: Outputs that the expected length of an output is a mean over.
 _OUTPUTS = 64.0
 _FIRST_OUTPUT = 128.0
+#: At least so much of a step is for the streams.
+_LEAST_BARE = 0.1
 
 
 class Estimator:
@@ -34,7 +37,7 @@ class Estimator:
     sums), so a prompt that ends kept its worker busy since it came, or since the one before
     ended, whichever is later; these times are fitted by a line over uncached tokens. Transfer:
     from a remote prefill's end to the first token, by a line over tokens. ITL: `Flow`'s samples,
-    by a `LatencyLaw`.
+    by a `LatencyLaw`, less what prompts took that were computed beside the streams (`Stall`).
 
     Rows are those of `State`; `up` and `down` keep them in step.
     """
@@ -43,6 +46,7 @@ class Estimator:
         self._prefill = AffineFit()
         self._transfer = AffineFit()
         self._itl = OnlineFit(_MOST_STREAMS)
+        self._stall = Stall()
         self._scales = {name: Scales() for name in ("prefill", "transfer", "itl")}
         self._rate = np.zeros(0)
         self._rated = np.zeros(0, dtype=np.int64)
@@ -83,6 +87,7 @@ class Estimator:
         """A prompt with so many uncached tokens, sent at `sent`, was computed by worker `row`."""
         began = max(sent, int(self._last_done[row]))
         self._last_done[row] = now
+        self.flow.prompt(row, tokens)
         if now > began:
             self._learn("prefill", self._prefill, row, tokens, now - began, now)
 
@@ -107,11 +112,21 @@ class Estimator:
         samples = list(self.flow.harvest())
         if samples:
             own = scales.now(now)[1].tolist()
+            base, token = self._stall.law(*self._alone(now))
+            bare = []
             for sample in samples:
-                self._itl.observe(sample.streams, sample.itl / own[sample.row])
+                taken = (base * sample.prompts + token * sample.uncached) / sample.steps
+                bare.append(max(sample.itl - taken, _LEAST_BARE * sample.itl))
+                self._itl.observe(sample.streams, bare[-1] / own[sample.row])
             common = self._itl.law()
-            for sample in samples:
-                scales.observe(sample.row, sample.itl / max(common(sample.streams), 1e-9), now)
+            for sample, itl in zip(samples, bare, strict=True):
+                expected = max(common(sample.streams), 1e-9)
+                scales.observe(sample.row, itl / expected, now)
+                expected *= own[sample.row]
+                work = sample.steps * expected
+                self._stall.observe(
+                    sample.itl / expected, sample.prompts / work, sample.uncached / work
+                )
         self._known = None
 
     def now(self, now: int) -> Estimates:
@@ -143,6 +158,13 @@ class Estimator:
         fit.observe(float(size), seconds / own)
         scales.observe(row, seconds / max(fit(float(size)), 1e-9), now)
 
+    def _alone(self, now: int) -> tuple[float, float]:
+        """Return base and slope of what a prompt takes by itself, on a worker like most."""
+        if not self._prefill.seen:
+            return PRIOR_PREFILL
+        common, (base, slope) = self._scales["prefill"].now(now)[0], self._prefill.law
+        return base * common, slope * common
+
     def _solve(self, now: int) -> Estimates:
         found = Estimates.prior(len(self._rate))
         for name, fit in (("prefill", self._prefill), ("transfer", self._transfer)):
@@ -153,6 +175,8 @@ class Estimator:
             np.copyto(getattr(found, f"{name}_base"), base * scale)
             np.copyto(getattr(found, f"{name}_token"), slope * scale)
         self._mean_service = found.prefill_base + found.prefill_token * self._prefill.mean_size
+        base, token = self._stall.law(*self._alone(now))
+        found.stall_base[:], found.stall_token[:] = base, token
         law = self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
         common, own = self._scales["itl"].now(now)
         found.learn_all(law, common * own)

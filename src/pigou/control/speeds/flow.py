@@ -22,11 +22,17 @@ class Sample:
         row: of the worker.
         streams: that ran on it, a mean over the time in which any flowed.
         itl: seconds between two tokens of one stream.
+        steps: that it took.
+        prompts: that it computed beside the streams.
+        uncached: tokens of those.
     """
 
     row: int
     streams: float
     itl: float
+    steps: float = 1.0
+    prompts: float = 0.0
+    uncached: float = 0.0
 
 
 class Flow:
@@ -39,13 +45,14 @@ class Flow:
 
     def __init__(self) -> None:
         self._flowing = np.zeros(0, dtype=np.int64)
-        self._sums = np.zeros((0, 4))  # seconds flowing; stream seconds; all streams'; tokens
+        # Seconds flowing; stream seconds; all streams'; tokens; prompts; their uncached tokens.
+        self._sums = np.zeros((0, 6))
         self._since = np.zeros(0, dtype=np.int64)
 
     def up(self) -> None:
         """A worker joined; its row is the last."""
         self._flowing = np.append(self._flowing, 0)
-        self._sums = np.vstack([self._sums, np.zeros(4)])
+        self._sums = np.vstack([self._sums, np.zeros(6)])
         self._since = np.append(self._since, 0)
 
     def down(self, row: int) -> None:
@@ -70,10 +77,16 @@ class Flow:
         """Tokens came, after the first of their streams."""
         self._sums[row, 3] += tokens
 
+    def prompt(self, row: int, uncached: int) -> None:
+        """A prompt was computed, beside the streams if there are any."""
+        if self._flowing[row]:
+            self._sums[row, 4:] += (1.0, uncached)
+
     def harvest(self) -> Iterator[Sample]:
         """Return a sample of each worker that flowed long enough, and begin anew there."""
         for row in np.flatnonzero(self._sums[:, 0] >= _LEAST_S).tolist():
-            seconds, stream_seconds, all_seconds, tokens = self._sums[row].tolist()
+            seconds, stream_seconds, all_seconds, tokens, *mixed = self._sums[row].tolist()
             if tokens >= _LEAST_TOKENS:
                 self._sums[row] = 0.0
-                yield Sample(row, all_seconds / seconds, stream_seconds / tokens)
+                itl = stream_seconds / tokens
+                yield Sample(row, all_seconds / seconds, itl, seconds / itl, *mixed)
