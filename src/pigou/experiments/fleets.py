@@ -188,5 +188,9 @@ def simulation(
 
 def _text(law: Law) -> str:
     """Return a law as `Setup` reads it."""
-    names = ("itl_a", "itl_b", "few", "itl_few", "prefill", "prefill_token", "overhead")
+    names: tuple[str, ...] = (
+        "itl_a", "itl_b", "few", "itl_few", "prefill", "prefill_token", "overhead",
+    )  # fmt: skip
+    if law.mixed is not None:
+        names = (*names, "mixed")
     return "law:" + ",".join(f"{name}={getattr(law, name)!r}" for name in names)
