@@ -22,7 +22,7 @@ _NO_RATIO = ("wall_s", "peak_rss_mb")
 #: What a sample of the fleet is worth beside other runs: names that are added, title, axis.
 _OVER_TIME: tuple[tuple[str, tuple[str, ...], str, Axis], ...] = (
     ("running", ("running",), "Requests that run", Axis("requests", zero=True)),
-    ("waiting", ("client", "queued", "waiting"), "Requests that wait, wherever",
+    ("waiting", ("client", "queued", "waiting"), "Requests that do not run, wherever they are",
      Axis("requests", zero=True)),
     ("regime", ("regime",), "Regime", Axis("", ticks=REGIMES)),
     ("poa", ("poa",), "Price of Anarchy", Axis("ratio")),
@@ -167,20 +167,17 @@ def _attained(name: str, runs: Sequence[Record], labels: Sequence[str]) -> Chart
 
 
 def _loads(runs: Sequence[Record], labels: Sequence[str]) -> tuple[Chart, ...]:
-    """Return latency against throughput, a point a run, and against requests in flight."""
-    rate = [run.figures.get("throughput_rps") for run in runs]
-    dots = []
-    for place, (name, figure) in enumerate((("p50", "p50"), ("p99", "p99"))):
-        pairs = sorted(
-            (x, y)
-            for x, run in zip(rate, runs, strict=True)
-            if x and (y := run.figures["ttft_s"][figure]) is not None
-        )
-        xs, ys = zip(*pairs, strict=True) if pairs else ((), ())
-        dots.append(Line(name, xs, ys, place, marks=True, bare=True))
+    """Return latency against throughput, and against requests in flight."""
+    ranges = []
+    for place, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        rate, found = run.figures.get("throughput_rps"), run.figures["ttft_s"]
+        if rate and found["p50"] is not None:
+            pair = [found["p50"], found["p99"]]
+            ranges.append(Line(label, [rate, rate], pair, *style(place), marks=True))
     overall = Chart(
-        "ttft-throughput", "Time to first token against throughput", "A point a run.",
-        Axis("requests per second", zero=True), Axis("latency", "seconds", log=True), tuple(dots),
+        "ttft-throughput", "Time to first token against throughput",
+        "A run's p50, and its p99 above.",
+        Axis("requests per second", zero=True), Axis("latency", "seconds", log=True), tuple(ranges),
     )  # fmt: skip
     return overall, *(
         _against(f"load-{figure}", title, figure, runs, labels)

@@ -23,6 +23,8 @@ from pigou.report.figure import (
 )
 
 _HEIGHT, _LOW, _ROW = 340, 190, 34
+#: How values of a map read under the pointer, by their unit.
+_HOVER = {"": "%{z:,.4~g}", "seconds": "%{z:.4~s}s", "share": "%{z:.3~p}"}
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
@@ -115,7 +117,6 @@ def _heat(heat: Heat) -> dict[str, Any]:
         "x": list(heat.xs),
         "y": list(heat.rows),
         "z": [list(row) for row in heat.z],
-        "text": [[_said(value, heat.unit) for value in row] for row in heat.z],
         "colorscale": [[0.0, "@h0"], [0.5, "@h1"], [1.0, "@h2"]],
         "zmin": 0,
         "zmax": heat.top,
@@ -127,7 +128,7 @@ def _heat(heat: Heat) -> dict[str, Any]:
             },
         },
         "hoverongaps": False,
-        "hovertemplate": "%{y}, %{x}: %{text}<extra></extra>",
+        "hovertemplate": f"%{{y}}, %{{x}} s: {_HOVER[heat.unit.unit]}<extra></extra>",
     }  # fmt: skip
     return {"data": [data], "layout": layout}
 
