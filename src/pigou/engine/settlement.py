@@ -20,6 +20,7 @@ class Settlement:
     def __init__(self, state: EngineState) -> None:
         self._state = state
         seqs, blocks = state.config.max_seqs, state.config.blocks
+        self._steps: Ints = np.zeros(seqs, dtype=np.int32)
         self._taken: Ints = np.zeros(seqs, dtype=np.int32)
         self._ended: Ints = np.zeros(seqs, dtype=np.int32)
         self._fuller: Ints = np.zeros(seqs, dtype=np.int32)
@@ -30,7 +31,8 @@ class Settlement:
         state, rows = self._state, self._state.rows
         for seq in state.copying[:]:
             state.free_source(seq)
-        steps = np.full(len(plan.rows), result.steps, dtype=np.int32)
+        steps = self._steps[: len(plan.rows)]
+        steps.fill(result.steps)
         for finish in result.finished:
             steps[finish.entry] = finish.steps
         tokens = np.empty(len(plan.rows), dtype=np.int32)
@@ -43,9 +45,11 @@ class Settlement:
         if result.sealed and state.config.prefix_caching:
             fuller = sorted({*fuller, *self._learn(plan, result)})
         self._claim_and_seal(plan, ahead, result.steps, fuller)
-        reasons = dict.fromkeys(ended, FinishReason.LENGTH)
-        reasons.update({finish.entry: finish.reason for finish in result.finished})
-        finished = [self._leave(seq, reason) for seq, reason in self._owners(plan, reasons)]
+        finished: list[Finished] = []
+        if ended or result.finished:
+            reasons = dict.fromkeys(ended, FinishReason.LENGTH)
+            reasons.update({finish.entry: finish.reason for finish in result.finished})
+            finished = [self._leave(seq, reason) for seq, reason in self._owners(plan, reasons)]
         return state.flush(Effects(tokens=tokens, finished=finished))
 
     def _owners(
@@ -75,7 +79,7 @@ class Settlement:
     def _claim_and_seal(self, plan: Plan, ahead: Foresight, done: int, entries: list[int]) -> None:
         """Take the blocks that later steps wrote to, and cache those that became full."""
         claimed = 0
-        for step, entry, stop in self._seals(plan, entries):
+        for step, entry, stop in self._seals(plan, entries) if entries else ():
             claimed = self._claim(ahead, claimed, step)
             seq = self._state.rows.owner[plan.rows[entry]]
             assert seq is not None
