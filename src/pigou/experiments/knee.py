@@ -21,10 +21,10 @@ FACTOR = 5.0
 def knee(
     fleet: Fleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
 ) -> Iterator[Row]:
-    """Yield a row a level, the ramp left out, with the finite difference from the one before."""
+    """Yield a row a level, as of Experiment 1, with the finite difference from the one before."""
     last: tuple[int, float] | None = None
     for users in levels:
-        level = Level(fleet, reading, users, ramped=False)
+        level = Level(fleet, reading, users)
         seen = [run(level, seed).measured for seed in seeds]
         found = row("knee", users, seen, seeds, EXPERIMENT1[fleet.name].get(users))
         ttft = found["ttft_p99_s"]

@@ -13,7 +13,7 @@ from pigou.control.saturation.detector import Regime
 from pigou.experiments.detect import Poller, Watcher, as_json, config, regime_of
 from pigou.experiments.fleets import Fleet, Reading
 from pigou.experiments.level import Level, Seen, run
-from pigou.experiments.paper import EXPERIMENT1, SLOPES, THRESHOLDS
+from pigou.experiments.paper import SLOPES, THRESHOLDS
 from pigou.experiments.rows import Row, row
 from pigou.sim.simulate import Simulation
 
@@ -25,6 +25,8 @@ def regimes(
     fleet: Fleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
 ) -> Iterator[Row]:
     """Yield a row a level, the ramp left out, with what the detector told.
+
+    The paper printed no rates of this experiment, only slopes (`slopes`) and what was told.
 
     `regime_client` is the detector on the client's TTFT, `regime_server` on TTFT from sending,
     `regime_plane` what the control plane's own detector told while it ran.
@@ -42,7 +44,6 @@ def regimes(
         calls = seen[0].result.calls
         found = row(
             "regimes", users, [each.measured for each in seen], seeds,
-            EXPERIMENT1[fleet.name].get(users),
             regime_client=regime_of(calls, level.end, thresholds),
             regime_server=regime_of(calls, level.end, thresholds, server=True),
             regime_plane=max((each for _, each in watchers[0].regimes), key=_level).value,
