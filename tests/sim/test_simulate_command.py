@@ -1,0 +1,175 @@
+"""The interface of `pigou simulate`, for other programs: workloads, fleets, fields, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from typer.testing import CliRunner
+
+from pigou.cli import build
+
+APP = build(["simulate", "version"])
+LAW = "law:itl_a=0.01,itl_b=0.0002,prefill=0.005,prefill_token=0.00002"
+MOONCAKE = [
+    {"timestamp": 500 * n, "input_length": 1200, "output_length": 8, "hash_ids": [0, n % 2, n]}
+    for n in range(6)
+]
+OWN = [
+    {"arrival_s": 0.0, "input": 96, "output": 9, "hash_ids": [0, 1, 2, 3, 4, 5], "tenant": "a"},
+    {"arrival_s": 0.5, "input": 96, "output": 9, "hash_ids": [0, 1, 2, 3, 4, 5], "tenant": "a"},
+    {"arrival_s": 1.0, "input": 96, "output": 9, "hash_ids": [0, 1, 2, 3, 4, 5], "tenant": "b"},
+]
+VLLM = [{"input_toks": 50, "output_toks": 7, "arrival_time_ns": 10**8 * n} for n in range(5)]
+
+
+def simulate(folder: Path, workload: str, *options: str, fleet: str = "2xboth") -> dict[str, Any]:
+    """Run the command; return what it wrote."""
+    file = folder / "figures.json"
+    argv = ["simulate", "--workload", workload, "--fleet", fleet, "--timing", LAW,
+            "--blocks", "500", "--json", str(file), *options]  # fmt: skip
+    done = CliRunner().invoke(APP, argv)
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def trace(folder: Path, name: str, rows: list[dict[str, Any]]) -> str:
+    """Write rows as JSON lines, packed where the name says so."""
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path = folder / name
+    path.write_bytes(zstandard.ZstdCompressor().compress(text) if name.endswith(".zst") else text)
+    return str(path)
+
+
+def test_the_document_has_the_fields_that_other_programs_read(tmp_path: Path) -> None:
+    found = simulate(tmp_path, "poisson:rate=20,in=64,out=8:32,n=40")
+    counts = {"offered": 40, "completed": 40, "failed": 0, "preemptions": 0}
+    assert {name: found[name] for name in counts} == counts
+    for name in ("wall_s", "simulated_s", "throughput_rps", "output_tok_s", "peak_rss_mb"):
+        assert found[name] > 0
+    assert 0 <= found["prefix_hit_ratio"] <= 1
+    for name in ("ttft_s", "itl_s", "tpot_s", "e2e_s", "client_wait_s"):
+        some = found[name]
+        assert set(some) == {"mean", "p50", "p90", "p95", "p99"}
+        assert some["p50"] <= some["p90"] <= some["p95"] <= some["p99"]
+    assert set(found["poa"]) >= {"whole", "queueing", "routing", "prefill_decode", "legacy"}
+    assert found["throughput_rps"] == pytest.approx(40 / found["simulated_s"])
+    assert sum(each["steps"] for each in found["workers"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("workload", "offered"),
+    [
+        ("poisson:rate=20,in=64,out=8,n=30", 30),
+        ("gamma:rate=20,cv=2,in=10:100,out=1:8,n=25", 25),
+        ("closed:C=4,in=32,out=8,templates=2,n=17", None),
+        ("closed:C=3x1/6x1,in=32,out=8,ramp=1", None),
+        ("closed:C=4,in=32,out=8,hold=2,think=0.1,barrier=0.5,pool=2,barging=0.5", None),
+    ],
+)
+def test_workloads_out_of_thin_air(tmp_path: Path, workload: str, offered: int | None) -> None:
+    hold = "" if "hold" in workload or "x" in workload or offered else ",hold=5"
+    found = simulate(tmp_path, workload + hold)
+    assert found["offered"] == found["completed"] > 0
+    assert offered in (None, found["offered"])
+
+
+@pytest.mark.parametrize("suffix", ["", ".zst"])
+@pytest.mark.parametrize(
+    ("name", "rows", "hits"),
+    [("mooncake.jsonl", MOONCAKE, True), ("own.jsonl", OWN, True), ("vllm.jsonl", VLLM, False)],
+)
+def test_traces_are_told_apart_by_what_they_hold(
+    tmp_path: Path, name: str, rows: list[dict[str, Any]], hits: bool, suffix: str
+) -> None:
+    path = trace(tmp_path, name + suffix, rows)
+    found = simulate(tmp_path, path, fleet="1xboth")
+    assert found["completed"] == len(rows)
+    assert (found["prefix_hit_ratio"] > 0) == hits
+
+
+def test_tenants_do_not_share_blocks(tmp_path: Path) -> None:
+    found = simulate(tmp_path, trace(tmp_path, "own.jsonl", OWN), fleet="1xboth")
+    # The second request of tenant a hits all but its last token; that of b hits nothing.
+    assert found["prefix_hit_ratio"] == pytest.approx(95 / (3 * 96))
+
+
+def test_a_trace_can_be_sped_up_cut_and_sent_by_a_few(tmp_path: Path) -> None:
+    path = trace(tmp_path, "mooncake.jsonl", MOONCAKE)
+    assert simulate(tmp_path, path)["simulated_s"] > 2.5
+    assert simulate(tmp_path, path + ",speed=4")["simulated_s"] < 1.5
+    assert simulate(tmp_path, path + ",sessions=2")["offered"] == 2
+    assert simulate(tmp_path, path + ",C=1")["client_wait_s"]["p99"] == 0.0
+
+
+@pytest.mark.parametrize("policy", ["toll", "dynamo", "dynamo-paper", "lmetric", "round-robin"])
+def test_fleets_split_or_not_serve_by_every_policy(tmp_path: Path, policy: str) -> None:
+    workload = "poisson:rate=20,in=64:300,out=8:32,n=40"
+    for fleet, names in (("4xboth", ["both"] * 4), ("1p+2d", ["prefill", "decode", "decode"])):
+        found = simulate(tmp_path, workload, "--policy", policy, fleet=fleet)
+        assert found["completed"] == 40
+        assert [each["worker"].partition("-")[0] for each in found["workers"]] == names
+        assert all(0 <= each["busy"] <= 1 for each in found["workers"])
+
+
+def test_a_yaml_fleet_is_honoured(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(
+        "workers:\n"
+        "  - {role: prefill, slow: [{factor: 2.0}]}\n"
+        "  - {role: decode, count: 2, blocks: 300}\n"
+        "link: {gbps: 10.0, latency_us: 500.0, sharing: fifo}\n"
+        "signals: {event_delay_ms: 20.0, event_loss: 0.1, report_every_ms: 200.0}\n"
+        "overhead_ms: 5.0\n"
+    )
+    workload = "poisson:rate=5,in=400,out=8,n=20"
+    options = ("--model", "llama-3.1-8b")
+    found = simulate(tmp_path, workload, *options, fleet=str(fleet))
+    plain = simulate(tmp_path, workload, *options, fleet="1p+2d")
+    assert found["completed"] == 20
+    assert found["transfers"]["count"] > 0
+    assert found["ttft_s"]["p50"] > plain["ttft_s"]["p50"] + 0.005
+
+
+def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -> None:
+    workload = "gamma:rate=20,cv=2,in=20:300,out=1:30,templates=3,n=50"
+    one, same, other = (
+        simulate(tmp_path, workload, "--seed", seed, "--temperature", "0.5")
+        for seed in ("1", "1", "2")
+    )
+    for found in (one, same, other):
+        del found["wall_s"], found["peak_rss_mb"]
+    assert json.dumps(one) == json.dumps(same) != json.dumps(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--workload", "nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["--workload", "poisson:rate=0,n=3"], ["rate", "above 0"]),
+        (["--workload", "poisson:rate=5,n=3,speed=9"], ["speed"]),
+        (["--workload", "poisson:rate=5"], ["n=COUNT", "hold=SECONDS"]),
+        (["--workload", "closed:C=many,hold=3"], ["many", "USERS"]),
+        (["--fleet", "2xprefill"], ["decode"]),
+        (["--fleet", "4 workers"], ["4xboth", "1p+2d"]),
+        (["--fleet", "gone.yaml"], ["gone.yaml"]),
+        (["--timing", "magic"], ["magic", "roofline"]),
+        (["--timing", "roofline"], ["--model"]),
+        (["--blocks", "0"], ["--blocks", "--model"]),
+        (["--policy", "magic"], ["magic", "toll"]),
+        (["--policy", "toll,magic=1"], ["magic"]),
+        (["--engine", "magic"], ["magic"]),
+        (["--max-seqs", "0"], ["max_seqs"]),
+        (["--json", "gone/file.json"], ["gone", "folder"]),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_by_name(options: list[str], words: list[str]) -> None:
+    argv = ["simulate", "--workload", "poisson:rate=5,n=3", "--timing", LAW, "--blocks", "100"]
+    done = CliRunner().invoke(APP, [*argv, *options])
+    assert done.exit_code == 2, done.output
+    assert all(word in done.output for word in words), done.output
