@@ -34,6 +34,9 @@ def test_two_runs_stand_beside_each_other_with_ratios(runs: tuple[Record, Record
     served = read.exact("counts")["Requests per second"]
     assert served[0] == one["throughput_rps"]
     assert served[2] == other["throughput_rps"] / one["throughput_rps"]
+    grids = [run.attainment.grid for run in runs if run.attainment is not None]
+    attained = read.exact("attainments")["500 ms, 10 ms"]
+    assert attained[:2] == [grid[2][0] for grid in grids]
     drawn = read.figures["cdf-ttft_s"]["data"]
     assert [trace["name"] for trace in drawn] == ["toll", "turns"]
     assert len({trace["line"]["color"] for trace in drawn}) == 2
@@ -68,6 +71,7 @@ def test_the_command_compares_reports_and_bare_figures(
     assert read.tables["counts"][0][1][0] == "first"
     assert read.tables["counts"][0][2][0] == "turns"
     assert "turns: figures only, from --json" in read.text
+    assert len(read.tables["differences"]) == 1  # nothing is known of the other's settings
     assert (out / "cdf-ttft_s.png").stat().st_size > 4000
 
 

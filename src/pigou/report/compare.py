@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pigou.report.course import REGIMES, TIME
-from pigou.report.figure import Axis, Chart, Line, Stroke, Unit
+from pigou.report.figure import Axis, Chart, Line, Stroke, Unit, duration
 from pigou.report.latency import FIGURES, LATENCIES
 from pigou.report.page import Page, Section
 from pigou.report.palette import LINES, STROKES
-from pigou.report.record import Curve, Record
+from pigou.report.record import Attainment, Curve, Record
 from pigou.report.run import COUNTS, flat, notices, said
 from pigou.report.table import Cell, Form, Table
 
@@ -60,7 +60,10 @@ def page(runs: Sequence[Record], labels: Sequence[str]) -> Page:
             Section("latency", "Latency", tuple(_cdf(name, runs, labels) for name in _CDFS)),
             Section(
                 "attained", "Attainment",
-                tuple(_attained(name, runs, labels) for name in ("ttft_s", "tpot_s", "e2e_s")),
+                (
+                    *(_attained(name, runs, labels) for name in ("ttft_s", "tpot_s", "e2e_s")),
+                    attainments(runs, labels),
+                ),
             ),
             Section("against-load", "Load", _loads(runs, labels)),
             Section("timeline", "Timeline", _timelines(runs, labels)),
@@ -166,6 +169,32 @@ def _attained(name: str, runs: Sequence[Record], labels: Sequence[str]) -> Chart
     )
 
 
+def attainments(runs: Sequence[Record], labels: Sequence[str]) -> Table:
+    """Return the shares of offered requests that keep two limits, with ratios to the first."""
+    found = [{} if run.attainment is None else shares(run.attainment) for run in runs]
+    limits = dict.fromkeys(limit for each in found for limit in each)
+    rows = tuple(
+        (
+            Cell(f"{duration(ttft)}, {duration(tpot)}"),
+            *_paired([each.get((ttft, tpot)) for each in found], "share"),
+        )
+        for ttft, tpot in limits
+    )
+    return Table(
+        "attainments", "Attainment of two limits at once: first token, and per token",
+        _headings(labels), rows, "Share of all offered requests.", folded=True,
+    )  # fmt: skip
+
+
+def shares(found: Attainment) -> dict[tuple[float, float], float]:
+    """Return a grid of attainment by (limit of first token, limit per token)."""
+    return {
+        (ttft, tpot): share
+        for ttft, row in zip(found.ttft_s, found.grid, strict=True)
+        for tpot, share in zip(found.tpot_s, row, strict=True)
+    }
+
+
 def _loads(runs: Sequence[Record], labels: Sequence[str]) -> tuple[Chart, ...]:
     """Return latency against throughput, and against requests in flight."""
     ranges = []
@@ -227,7 +256,8 @@ def _timelines(runs: Sequence[Record], labels: Sequence[str]) -> tuple[Chart, ..
 
 def differences(runs: Sequence[Record], labels: Sequence[str]) -> Table:
     """Return the settings that are not the same in all runs."""
-    settings = [flat(run.config) for run in runs]
+    known = [(run, label) for run, label in zip(runs, labels, strict=True) if run.config]
+    settings = [flat(run.config) for run, _ in known]
     keys = dict.fromkeys(key for each in settings for key in each)
     rows = tuple(
         (Cell(key), *(Cell(said(each[key]) if key in each else None) for each in settings))
@@ -235,4 +265,6 @@ def differences(runs: Sequence[Record], labels: Sequence[str]) -> Table:
         if any(key not in each or each[key] != settings[0].get(key) for each in settings)
     )
     note = "" if rows else "All settings that are known are the same."
-    return Table("differences", "What differs", ("setting", *labels), rows, note)
+    return Table(
+        "differences", "What differs", ("setting", *(label for _, label in known)), rows, note
+    )
