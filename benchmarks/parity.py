@@ -84,7 +84,10 @@ def main() -> None:
     parser.add_argument("--timing", default="", help="of the worker; by default it is profiled")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", default="", help="folder for journals, timing and figures")
+    parser.add_argument("--again", action="store_true", help="compare the fleet's runs kept there")
     args = parser.parse_args()
+    if args.again and not (args.keep and args.what == "fleet"):
+        parser.error("--again compares what a run of fleet kept: give its --keep")
     unwind_on_terminate()
     print("machine:", machine())
     p50, p99 = lateness()
@@ -117,11 +120,12 @@ def fleet_parity(args: argparse.Namespace, folder: Path) -> None:
     ways = measure_ways(journal, load)
     print(f"ways, on the idle fleet: leg_ms {ways.leg:.2f}, overhead_ms {ways.overhead:.2f}")
     for rate in map(float, (args.rates or "8,16,24").split(",")):
-        count = round(rate * args.seconds)
-        name = f"rate-{rate:g}"
-        load_options = ["--rate", str(rate), "--requests", str(count), "--seed", str(args.seed)]
-        journal, load = live(args, folder, name, load_options)
-        replay(journal)
+        name, count = f"rate-{rate:g}", round(rate * args.seconds)
+        offered = ["--rate", str(rate), "--requests", str(count), "--seed", str(args.seed)]
+        journal, load = live(args, folder, name, offered)
+        count = load["offered"]
+        if not args.again:  # other code may decide otherwise
+            replay(journal)
         compare(f"{rate:g} requests/s", of_bench(load), simulate(journal, count, ways)[0])
 
 
@@ -130,6 +134,8 @@ def live(
 ) -> tuple[Path, dict[str, Any]]:
     """Start a fleet, load it, end it; return its journal and what the load client saw."""
     journal, figures = folder / f"{name}.journal", folder / f"{name}.json"
+    if args.again:
+        return journal, json.loads(figures.read_text())
     journal.unlink(missing_ok=True)
     with served(args.policy, journal, folder / f"{name}.log") as url:
         command = [sys.executable, "-m", "pigou", "bench", url, *PROMPTS, *load,
