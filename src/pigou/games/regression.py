@@ -84,21 +84,31 @@ def solve(gram: Floats, moment: Floats, energy: Floats | float) -> tuple[Floats,
     size = np.sqrt(np.maximum(np.einsum("kii->ki", gram), 1e-300))
     unit = gram / (size[:, :, None] * size[:, None, :]) + RIDGE * np.eye(3)
     right = moment / size
-    best = np.zeros_like(moment)
-    least = np.full(len(moment), np.inf)
+    poles = np.arange(len(moment))
+    found = np.zeros((len(SUPPORTS), len(moment), 3))
+    errors = np.empty((len(SUPPORTS), len(moment)))
+    refused = np.empty(errors.shape, dtype=np.bool_)
+    first = 0
     for some, supports in _SIZES:
         among = right[:, supports]
-        found = np.linalg.solve(
-            unit[:, supports[:, :, None], supports[:, None, :]], among[:, :, :, None]
-        )[..., 0]
-        errors = -np.einsum("kns,kns->nk", found, among)
-        allowed = np.asarray((found >= 0).all(axis=2)).T
-        for number, support in enumerate(some):
-            error = errors[number]
-            better = allowed[number] & (error < least - 1e-12 * np.abs(error))
-            least = np.where(better, error, least)
-            full = np.zeros_like(best)
-            full[:, support] = found[:, number]
-            best = np.where(better[:, None], full, best)
-    least = np.where(np.isfinite(least), least, 0.0)
-    return best / size, np.maximum(energy + least, 0.0)
+        matrix = unit[:, supports[:, :, None], supports[:, None, :]]
+        if first:
+            part = np.linalg.solve(matrix, among[:, :, :, None])[..., 0]
+        else:  # single numbers
+            part = among / matrix[:, :, :, 0]
+        last = first + len(some)
+        errors[first:last] = -np.einsum("kns,kns->nk", part, among)
+        refused[first:last] = (part < 0).any(axis=2).T
+        found[np.arange(first, last)[:, None], :, supports] = part.transpose(1, 2, 0)
+        first = last
+    bars = 1e-12 * np.abs(errors)
+    errors[refused] = np.inf
+    least, chosen = errors[0], np.zeros(len(moment), dtype=np.intp)
+    for number in range(1, len(SUPPORTS)):
+        # Of sets that are equally good the smallest is taken.
+        better = errors[number] < least - bars[number]
+        least = np.where(better, errors[number], least)
+        chosen[better] = number
+    some_set = np.isfinite(least)
+    best = np.where(some_set[:, None], found[chosen, poles], 0.0)
+    return best / size, np.maximum(energy + np.where(some_set, least, 0.0), 0.0)
