@@ -67,6 +67,7 @@ def _line(line: Line, chart: Chart) -> dict[str, Any]:
         },
         "marker": {"color": colour, "size": 7},
         "connectgaps": False,
+        "cliponaxis": not (line.marks or line.bare),
         "text": [_said(value, chart.y) for value in line.y],
         "customdata": [_said(value, chart.x) for value in line.x],
         "hovertemplate": "%{text}<extra>%{fullData.name}</extra>"
