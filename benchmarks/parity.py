@@ -254,8 +254,8 @@ def worker_parity(args: argparse.Namespace, folder: Path) -> None:
 
 def profiled(url: str, file: Path) -> str:
     """Profile the worker, show what was found, and return the timing's file."""
-    command = [sys.executable, "-m", "pigou", "profile", url, "--out", str(file)]
-    print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, flush=True)
+    command = [sys.executable, "-m", "pigou", "profile", url, "--out", str(file), "--repeats", "3"]
+    print(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout, flush=True)
     return str(file)
 
 

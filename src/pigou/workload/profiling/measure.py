@@ -163,10 +163,10 @@ class Measuring:
         began = time.monotonic()
         probe = self._target.prompt(_SHORT)
         await self._target.ask(probe, _PAUSE)
-        took = time.monotonic() - began
+        pause = max(time.monotonic() - began, 1.5 * LEAST_SECONDS)
         if not base.done():
-            await asyncio.sleep(took)
-        return max(took, 1.2 * LEAST_SECONDS)
+            await asyncio.sleep(pause)
+        return pause
 
     async def _alone(self) -> Prompts:
         """Send prompts of a whole step each, at once, and see how far apart they end."""
