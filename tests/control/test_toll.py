@@ -11,6 +11,7 @@ from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import override
 from pigou.control.routing.toll import Toll, TollParams, stream_tolls
+from pigou.control.routing.toll_kernel import delayed
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.control.speeds.estimates import Estimates
 from pigou.games.latency import LatencyLaw
@@ -27,7 +28,7 @@ def pairs(*found: tuple[int, int]) -> Candidates:
 def known(workers: int, law: LatencyLaw = LAW) -> Estimates:
     found = Estimates.prior(workers, law)
     found.arrivals[:] = 2.0
-    found.busy[:] = 0.5
+    found.prompt[:] = 0.25
     return found
 
 
@@ -51,11 +52,32 @@ def test_parts_are_the_formula() -> None:
     assert parts["transfer"] == pytest.approx([0.005 + 680e-6, 0.0])
     assert parts["decode"] == pytest.approx([100 * LAW(9.0)] * 2)
     assert parts["toll_stream"] == pytest.approx([100 * LAW.toll(8.0)] * 2)
-    queue = [service * 2 * (wait + service) / 0.5, local * 2 * local / 0.5]
-    assert parts["toll_queue"] == pytest.approx(queue)
+    assert parts["toll_queue"] == pytest.approx([service * delayed(wait / 0.25, 0.5, 2.0), 0.0])
     assert parts["toll_stall"] == pytest.approx([0.0, local * 8])
     costs = Toll().costs(request, fleet, pairs((0, 1), (-1, 1)))
     assert costs == pytest.approx(sum(parts.values()))
+
+
+@pytest.mark.parametrize("rho", [0.3, 1.0, 2.5])
+def test_the_toll_of_the_queue_is_naors(rho: float) -> None:
+    for place in range(1, 7):
+        found = sum((place - i) * rho**i for i in range(1, place))
+        assert delayed(place - 1, rho, 2.0) == pytest.approx(found)
+        # A queue without spread is like one of smaller customers; see the diffusion limit.
+        assert delayed(0.5 * (place - 1), rho, 1.0) == pytest.approx(0.5 * found)
+    assert delayed(0.0, rho, 0.4) == pytest.approx(0.0, abs=1e-12)
+    assert 0 < delayed(1e6, rho, 0.0) < float("inf")
+
+
+def test_what_a_prompt_takes_from_streams_is_the_stall_and_not_its_own_time() -> None:
+    known_ = known(1)
+    known_.stall_base[:], known_.stall_token[:] = 0.001, 1e-6
+    fleet = FleetView.of(1, estimates=known_, decode_requests=[10], prefill_requests=[1])
+    parts = Toll().parts(Request("r", 500, 9), fleet, pairs((-1, 0)))
+    stall = 0.001 + 500e-6
+    assert parts["toll_stall"] == pytest.approx([10 * stall])
+    wait = parts["wait"][0] / 0.25
+    assert parts["toll_queue"] == pytest.approx([stall * delayed(wait, 0.5, 2.0)])
 
 
 def test_local_prefill_is_dearer_the_more_streams_it_stalls() -> None:

@@ -31,22 +31,32 @@ class Toll:
     For a prompt with u uncached tokens on worker p (p = d where it is computed locally), N
     expected output tokens, n streams on decode worker d:
 
-        wait      Q_p = prefill_base q_p + prefill_token U_p   (q_p prompts there, of U_p tokens)
+        wait      Q_p = prefill_base q_p + prefill_token U_p - m_p max(0, 1 - c_p) / 2
+                  (q_p > 0 prompts there, of U_p tokens; 0 where there are none)
         prefill   s = prefill_base_p + prefill_token_p u
         transfer  x = transfer_base_d + transfer_token_d (tokens that d lacks), 0 where p = d
         decode    N f_d(n + 1)
         toll of the stream    N n (f_d(n+1) - f_d(n))
-        toll of the queue     w lambda_p (Q_p + s) / (1 - rho_p)
+        toll of the queue     w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k
         toll of the stall     z n, where p = d
-        z = stall_base_d + stall_token_d u;   w = z where p = d and n > 0, s elsewhere
+
+    with z = stall_base_d + stall_token_d u; w = z where p = d and n > 0, s elsewhere; m_p the
+    mean of s and c_p its variance by m_p^2; rho_p = Lambda_p m_p; v half the sum of c_p and of
+    the same for gaps between arrivals; k = 1 + Q_p / (v m_p). The one under way is as far as the
+    mean residual life says.
 
     The stream's toll is the marginal-cost toll of the routing game (design, "Three games, three
-    prices"; Georgiou 2026, Eq. 7 gives the game). The queue's: whoever comes to p before it next
-    runs empty is delayed by w; a backlog of Q + s lasts (Q + s) / (1 - rho) and lambda_p of them
-    come a second (the busy period of an M/G/1 queue begun by that much work; Kleinrock, Queueing
-    Systems I, 5.8). Where streams run, chunks of a prompt are mixed with them, and take z from each
-    of the n; so much is whoever comes next delayed, too (`Stall` learns z; less than s where
-    the weights are read for the streams anyway). Remote or local prefill is decided by these sums alone.
+    prices"; Georgiou 2026, Eq. 7 gives the game). The queue's is Naor's ("The Regulation of Queue
+    Size by Levying Tolls", Econometrica 1969), whose customers choose as prompts do here, between
+    a queue and another way of known price: it counts those who come to p before its queue is
+    shorter than this prompt found it, each delayed by w; whoever would find it longer goes the
+    other way. His queue is M/M/1, where v is 1; others are like it with v prompts for one (the
+    diffusion limit, in which only v tells them apart; Kingman 1962). Lambda_p is who could come:
+    the prompts of the whole fleet, shared out among the workers that do nothing else; for others
+    those that were sent there of late. The stall's: where streams run, chunks of a prompt are
+    mixed with them and take z from each of the n. `Stall` learns z, which is less than s where
+    weights are read for the streams anyway. Remote or local prefill is decided by these sums
+    alone.
     """
 
     name: ClassVar[str] = "toll"
@@ -69,6 +79,8 @@ class Toll:
         found = np.empty((len(PARTS) + 1, len(candidates)))
         price(
             fleet.estimates.table,
+            fleet.prefills,
+            fleet.decodes,
             fleet.prefill_requests,
             fleet.prefill_tokens,
             fleet.decode_requests,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,9 +15,49 @@ PARTS = (
 )  # fmt: skip
 
 
+#: Variances that are taken for none at all would make some tolls infinite.
+_LEAST_SPREAD = 0.05
+_MOST_POWER = 50.0
+
+
+@bare_kernel
+def delayed(ahead: float, rho: float, spread: float) -> float:
+    """Return how many are delayed by one who joins a queue, itself not counted.
+
+    With v = `spread` / 2 and k = 1 + `ahead` / v, v times the sum of (k - i) rho^i over
+    i = 1, 2, ... below k, in the closed form that goes for any k. v is 1 for an M/M/1 queue.
+
+    Args:
+        ahead: how many are before it.
+        rho: seconds of work that come a second, at most.
+        spread: squared coefficients of variation, of gaps and of services, added up.
+    """
+    v = 0.5 * max(spread, _LEAST_SPREAD)
+    place = 1.0 + ahead / v
+    if rho > 0.999 and rho < 1.001:
+        return v * 0.5 * place * (place - 1.0)
+    rest = 1.0 - rho
+    power = math.exp(min(place * math.log(rho), _MOST_POWER)) if rho > 0.0 else 0.0
+    return v * max(0.0, rho * (place * rest - 1.0 + power) / (rest * rest))
+
+
+@bare_kernel
+def itl(law: tuple[float, float, float, float, float, float], n: float) -> float:
+    """Return the seconds between tokens of n streams; `law` is (a, b, d, n_sat, beta, floor)."""
+    a, b, d, n_sat, beta, floor = law
+    found = a * n + b
+    if d > 0.0:
+        gap = n_sat - n
+        near = max(gap, floor)
+        found += d * near**-beta * (1.0 + (near - gap) * beta / near)
+    return found
+
+
 @bare_kernel
 def price(
     table: NDArray[np.float64],
+    prefills: NDArray[np.bool_],
+    decodes: NDArray[np.bool_],
     prefill_requests: NDArray[np.int64],
     prefill_tokens: NDArray[np.int64],
     decode_requests: NDArray[np.int64],
@@ -34,6 +76,7 @@ def price(
 
     Args:
         table: `Estimates.table`.
+        prefills, decodes: roles of the workers, (workers,).
         prefill_requests, prefill_tokens, decode_requests: of the workers, (workers,).
         cached: tokens of the prompt that each worker holds, (workers,).
         prefill, decode: of the candidates, (candidates,); prefill is -1 for local.
@@ -43,27 +86,26 @@ def price(
         found: takes the parts in the order of `PARTS`, and the sum, shape (8, candidates).
     """
     base, token, move_base, move_token = table[0], table[1], table[2], table[3]
-    arrivals, busy, a, b, d = table[4], table[5], table[6], table[7], table[8]
+    arrivals, a, b, d = table[4], table[6], table[7], table[8]
     n_sat, beta, floor = table[9], table[10], table[11]
-    stall_base, stall_token = table[12], table[13]
+    stall_base, stall_token, mean = table[12], table[13], table[14]
+    bursts, uneven = table[15], table[16]
+    everybody, apart = 0.0, 0
+    for w in range(prefills.shape[0]):
+        everybody += arrivals[w]
+        apart += prefills[w] and not decodes[w]
     for i in range(decode.shape[0]):
         there = decode[i]
         local = prefill[i] < 0
         where = there if local else prefill[i]
         wait = base[where] * prefill_requests[where] + token[where] * prefill_tokens[where]
+        if prefill_requests[where] > 0:  # one is under way, and not at its beginning
+            wait = max(0.0, wait - 0.5 * mean[where] * max(0.0, 1.0 - uneven[where]))
         uncached = prompt - overlap_weight * cached[where]
         service = base[where] + token[where] * uncached
         n = float(decode_requests[there])
-        pace, slower = a[there] * n + b[there], a[there] * (n + 1.0) + b[there]
-        if d[there] > 0.0:
-            for step in range(2):
-                gap = n_sat[there] - n - step
-                near = max(gap, floor[there])
-                pole = near ** -beta[there] * (1.0 + (near - gap) * beta[there] / near)
-                if step:
-                    slower += d[there] * pole
-                else:
-                    pace += d[there] * pole
+        law = a[there], b[there], d[there], n_sat[there], beta[there], floor[there]
+        pace, slower = itl(law, n), itl(law, n + 1.0)
         transfer, stall, delay = 0.0, 0.0, service
         if local:
             taken = stall_base[there] + stall_token[there] * uncached
@@ -74,7 +116,13 @@ def price(
             missing = prompt - overlap_weight * cached[there]
             transfer = move_base[there] + move_token[there] * missing
         stream = toll * output * n * (slower - pace)
-        queue = toll * delay * arrivals[where] * (wait + service) / (1.0 - busy[where])
+        rate = arrivals[where]
+        if prefills[where] and not decodes[where]:
+            rate = everybody / apart
+        usual = max(mean[where], 1e-9)
+        share = rate / max(everybody, 1e-9)
+        spread = share * bursts[where] + 1.0 - share + uneven[where]
+        queue = toll * delay * delayed(wait / usual, rate * usual, spread)
         found[0, i] = wait
         found[1, i] = service
         found[2, i] = transfer

@@ -28,7 +28,7 @@ _PRIOR = {
 #: Seconds of a prompt, apart from its tokens and of each, before any was seen.
 PRIOR_PREFILL = (_PRIOR["prefill_base"], _PRIOR["prefill_token"])
 _LAW = ("a", "b", "d", "n_sat", "beta", "floor")
-_STALL = ("stall_base", "stall_token")
+_STALL = ("stall_base", "stall_token", "prompt", "bursts", "uneven")
 #: Names of the rows of a table of estimates, in order.
 ROWS = (*_PRIOR, *_LAW, *_STALL)
 
@@ -48,7 +48,7 @@ class Estimates:
     """Speeds of the workers; each name below is a view of shape (workers,).
 
     Attributes:
-        table: all of them, by the names in `ROWS`, shape (14, workers).
+        table: all of them, by the names in `ROWS`, shape (17, workers).
         prefill_base: seconds that a prompt takes apart from its tokens.
         prefill_token: seconds that each uncached token of a prompt takes.
         transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
@@ -59,6 +59,9 @@ class Estimates:
             (`pigou.games.latency.LatencyLaw`); a law without a pole has a far one.
         stall_base: seconds that a prompt takes from streams beside it, apart from its tokens.
         stall_token: seconds that each of its uncached tokens takes from them.
+        prompt: seconds that a prompt of mean length takes alone.
+        bursts: variance of the fleet's gaps between arrivals, by their squared mean.
+        uneven: variance of the seconds of its prompts, by their squared mean.
     """
 
     table: Numbers
@@ -77,12 +80,15 @@ class Estimates:
     floor = _row("floor")
     stall_base = _row("stall_base")
     stall_token = _row("stall_token")
+    prompt = _row("prompt")
+    bursts = _row("bursts")
+    uneven = _row("uneven")
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:
         """Return what is assumed of workers of which nothing was seen."""
         pace = (min(getattr(law, name), _FAR) for name in _LAW)
-        column = [*_PRIOR.values(), *pace, *PRIOR_PREFILL]
+        column = [*_PRIOR.values(), *pace, *PRIOR_PREFILL, PRIOR_PREFILL[0], 1.0, 1.0]
         return cls(np.repeat(np.array(column)[:, None], workers, axis=1))
 
     def learn(self, row: int, law: LatencyLaw) -> None:

@@ -12,6 +12,7 @@ from pigou.control.speeds.arrivals import RATE_S, decayed
 from pigou.control.speeds.estimates import PRIOR_LAW, PRIOR_PREFILL, Estimates
 from pigou.control.speeds.flow import Flow
 from pigou.control.speeds.scales import Scales
+from pigou.control.speeds.spread import Spread
 from pigou.control.speeds.stall import Stall
 from pigou.games.latency import OnlineFit
 from pigou.request import SECOND
@@ -47,6 +48,9 @@ class Estimator:
         self._transfer = AffineFit()
         self._itl = OnlineFit(_MOST_STREAMS)
         self._stall = Stall()
+        self._gaps = Spread()
+        self._sizes = Spread()
+        self._came = 0
         self._scales = {name: Scales() for name in ("prefill", "transfer", "itl")}
         self._rate = np.zeros(0)
         self._rated = np.zeros(0, dtype=np.int64)
@@ -79,6 +83,9 @@ class Estimator:
 
     def sent(self, row: int, now: int) -> None:
         """A prompt was sent to worker `row` to be computed."""
+        if self._came:
+            self._gaps.observe((now - self._came) / SECOND)
+        self._came = now
         age = (now - self._rated[row]) / SECOND / RATE_S
         self._rate[row] = self._rate[row] * math.exp(-max(0.0, age)) + 1.0 / RATE_S
         self._rated[row] = now
@@ -88,6 +95,7 @@ class Estimator:
         began = max(sent, int(self._last_done[row]))
         self._last_done[row] = now
         self.flow.prompt(row, tokens)
+        self._sizes.observe(tokens)
         if now > began:
             self._learn("prefill", self._prefill, row, tokens, now - began, now)
 
@@ -174,7 +182,10 @@ class Estimator:
             scale, (base, slope) = common * own, fit.law
             np.copyto(getattr(found, f"{name}_base"), base * scale)
             np.copyto(getattr(found, f"{name}_token"), slope * scale)
-        self._mean_service = found.prefill_base + found.prefill_token * self._prefill.mean_size
+        found.bursts[:] = self._gaps.squared()
+        found.uneven[:] = self._sizes.squared(*self._alone(now))
+        self._mean_service = found.prompt
+        np.copyto(found.prompt, found.prefill_base + found.prefill_token * self._prefill.mean_size)
         base, token = self._stall.law(*self._alone(now))
         found.stall_base[:], found.stall_token[:] = base, token
         law = self._itl.law() if self._itl.weight > 0 else PRIOR_LAW

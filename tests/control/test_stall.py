@@ -1,0 +1,57 @@
+"""Laws of what prompts take from streams, and of how much things differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pigou.control.speeds.estimator import Estimator
+from pigou.control.speeds.spread import Spread
+from pigou.control.speeds.stall import Stall
+from pigou.request import SECOND
+
+
+def test_the_stall_is_learned_whatever_the_level_of_the_law() -> None:
+    rng, stall = np.random.default_rng(1), Stall()
+    for _ in range(400):
+        prompts = float(rng.poisson(3.0))
+        tokens = float(rng.integers(50, 500)) * prompts
+        work = 0.5
+        itl = 1.02 + (0.004 * prompts + 2e-5 * tokens) / work + rng.normal(0.0, 0.01)
+        stall.observe(itl, prompts / work, tokens / work)
+    base, token = stall.law(0.05, 2e-4)
+    assert base + 275 * token == pytest.approx(0.004 + 275 * 2e-5, rel=0.1)
+
+
+def test_without_samples_a_prompt_takes_from_streams_what_it_takes_alone() -> None:
+    assert Stall().law(0.02, 1e-4) == pytest.approx((0.02, 1e-4))
+    assert Stall().law(0.0, 0.0) == (0.0, 0.0)
+
+
+def test_the_law_of_streams_is_not_blamed_for_prompts_computed_beside_them() -> None:
+    """One worker: 20 ms a step with 8 streams, and 5 ms more for each of 6 prompts a second."""
+    estimator, rng, now = Estimator(), np.random.default_rng(2), SECOND
+    estimator.up()
+    estimator.flow.advance(0, 8, now)
+    estimator.flow.change(0, 8)
+    for _ in range(400):
+        prompts, steps = int(rng.poisson(1.5)), 12
+        now += round((steps * 0.02 + prompts * 0.005) * SECOND)
+        for _ in range(prompts):
+            estimator.prefilled(0, 100, now - SECOND // 20, now)
+        estimator.flow.advance(0, 8, now)
+        estimator.flow.came(0, 8 * steps)
+        estimator.harvest(now)
+    found = estimator.now(now)
+    assert found.itl(np.array([0]), np.array([8.0])) == pytest.approx([0.02], rel=0.03)
+    assert found.stall_base + 100 * found.stall_token == pytest.approx([0.005], rel=0.2)
+
+
+def test_spread_is_variance_over_squared_mean() -> None:
+    rng, spread = np.random.default_rng(3), Spread()
+    assert spread.squared() == 1.0
+    for _ in range(2000):
+        spread.observe(float(rng.gamma(4.0, 2.0)))
+    assert spread.squared() == pytest.approx(0.25, rel=0.3)
+    mean, variance = spread.moments or (0.0, 0.0)
+    assert spread.squared(8.0, 1.0) == pytest.approx(variance / (8.0 + mean) ** 2)
