@@ -104,7 +104,7 @@ def test_policies_spread_by_the_ratio_of_their_extremes() -> None:
 
 def test_more_load_draws_no_worker_from_prefill_that_it_needs() -> None:
     def seen(rps: float) -> Measured:
-        return Measured(1.0, 1.0, 1.0, 0.0, 5.0, 0.02, rps, 18.0, 18.0, 50.0, 100)
+        return Measured(1.0, 1.0, 1.0, 0.0, 5.0, 0.02, rps, 18.0, 18.0, 50.0, 100, 0)
 
     idle, busy = estimate(ONE, seen(1.0)), estimate(ONE, seen(17.0))
     assert idle["violations_at_one"] < 0.01

@@ -105,7 +105,7 @@ def _iterate(runs: _Runs, arm: Arm, fleet: Fleet, reading: Reading, seed: int) -
     calls = made.run().calls
     for place, (phase, users, _) in enumerate(SPIKE):
         gaps = marks.between(place, place + 1)
-        seen = measure(calls, ends[place], ends[place + 1], gaps, fleet.decoders)
+        seen = measure(calls, ends[place], ends[place + 1], gaps, fleet.decoders, meant=True)
         if seen is None:
             raise ValueError(f"phase {phase} of {users} users: nothing completed in it")
         runs.phases.setdefault(phase, []).append(seen)

@@ -17,8 +17,9 @@ Every constant names its source. "Ours" means: from no figure of the paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.routing.policy import RoutingPolicy
@@ -120,11 +121,13 @@ class Setting:
         temperature: tau.
         overlap_weight: omega.
         policy: name of the policy; "" for Eq. 1, applied to prefill and to decode workers.
+        params: of that policy.
     """
 
     temperature: float = 0.0
     overlap_weight: float = 1.0
     policy: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
 
 
 def client(reading: Reading, pool: int = POOL, barging: float = BARGING) -> ClientConfig:
@@ -166,6 +169,7 @@ def simulation(
         policy = EqualStages.weighing(setting.overlap_weight)
     control = ControlConfig(
         policy=setting.policy or "dynamo-paper",
+        params=dict(setting.params),
         temperature=setting.temperature,
         saturation=dict(saturation or {"detector": "cusum"}),
         max_inflight=UNLIMITED,

@@ -56,8 +56,6 @@ class Marks:
 class Measured:
     """Figures of a window, in seconds; a latency counts from the intention to send.
 
-    Those of requests are of the ones that were meant to be sent in the window.
-
     Attributes:
         ttft_p99_s: of the requests that completed in the window.
         ttft_drained_p99_s: the same with those that completed after it.
@@ -70,6 +68,7 @@ class Measured:
         poa_window: the same without drained ones.
         inflight: requests that the fleet has, on average.
         requests: that completed.
+        unserved: requests that were meant to be sent before the end and had not completed then.
     """
 
     ttft_p99_s: float
@@ -83,6 +82,7 @@ class Measured:
     poa_window: float
     inflight: float
     requests: int
+    unserved: int
 
 
 def at(seconds: float) -> int:
@@ -91,9 +91,13 @@ def at(seconds: float) -> int:
 
 
 def measure(
-    calls: Sequence[Call], begin: float, end: float, gaps: Gaps, workers: int
-) -> Measured | None:
-    """Return the figures of the calls that were meant to be sent in a window.
+    calls: Sequence[Call], begin: float, end: float, gaps: Gaps, workers: int, *,
+    meant: bool = False,
+) -> Measured | None:  # fmt: skip
+    """Return the figures of the calls that completed in a window.
+
+    Who starves is seen only by the completions: with few served, those that were meant to be
+    sent in the window are the ones that did not wait.
 
     Args:
         calls: of the run.
@@ -101,16 +105,19 @@ def measure(
         end: of it.
         gaps: between tokens in it.
         workers: columns of the index: decode workers.
+        meant: count only those that were also meant to be sent in it, as for a phase whose
+            predecessor leaves requests behind.
 
     Returns:
-        None where nothing that was meant to be sent in it completed in it.
+        None where there is none.
     """
     low, high = at(begin), at(end)
     done = sorted(
         (each for each in calls if each.outcome is Outcome.DONE and each.last > low),
         key=lambda each: each.last,
     )
-    drained = [each for each in done if low <= each.intended < high]
+    since = low if meant else 0
+    drained = [each for each in done if since <= each.intended < high]
     inside = [each for each in drained if each.last <= high]
     if not inside:
         return None
@@ -127,6 +134,7 @@ def measure(
         poa_window=index(inside, workers),
         inflight=busy / (high - low),
         requests=len(inside),
+        unserved=sum(each.intended < high and not 0 < each.last <= high for each in calls),
     )
 
 
