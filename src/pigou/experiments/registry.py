@@ -60,7 +60,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "regimes": Experiment(
         "Experiment 2: the detector at nine levels", regimes.regimes,
         lambda rows, fleet, _: regimes.slopes(rows, fleet),
-        1, paper.REGIME_LEVELS, ("regime_client", "regime_server", "slope_s", "unserved"),
+        1, paper.REGIME_LEVELS, ("regime_client", "regime_server", "slope_s", "unsent"),
     ),
     "adaptive": Experiment(
         "Experiment 3: the spike, static and adaptive", adaptive.adaptive,

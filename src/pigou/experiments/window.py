@@ -68,7 +68,7 @@ class Measured:
         poa_window: the same without drained ones.
         inflight: requests that the fleet has, on average.
         requests: that completed.
-        unserved: requests that were meant to be sent before the end and had not completed then.
+        unsent: requests that were meant to be sent before the end and were not by then.
     """
 
     ttft_p99_s: float
@@ -82,7 +82,7 @@ class Measured:
     poa_window: float
     inflight: float
     requests: int
-    unserved: int
+    unsent: int
 
 
 def at(seconds: float) -> int:
@@ -134,7 +134,7 @@ def measure(
         poa_window=index(inside, workers),
         inflight=busy / (high - low),
         requests=len(inside),
-        unserved=sum(each.intended < high and not 0 < each.last <= high for each in calls),
+        unsent=sum(each.intended < high and not 0 < each.sent <= high for each in calls),
     )
 
 
