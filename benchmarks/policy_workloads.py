@@ -1,0 +1,200 @@
+"""Workloads that every routing policy is tried on: fleets, loads and the latencies they ask for.
+
+Open loops are of `REQUESTS` requests. A seed takes its own window of a trace, its own sessions,
+or its own draws, the same for every policy.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pigou.config import ControlConfig
+from pigou.experiments.fleets import Reading, Setting, fleet, simulation
+from pigou.experiments.prices import MIXED
+from pigou.request import SECOND
+from pigou.sim.client import ClientConfig
+from pigou.sim.config import read_fleet
+from pigou.sim.simulate import UNLIMITED, Setup, Simulation
+from pigou.sim.workload import ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
+from pigou.workload.offered import from_trace
+from pigou.workload.sample import some
+from pigou.workload.trace import Trace, read_trace
+
+REQUESTS = 240
+_TURNS = 12
+_MOONCAKE = "mooncake/conversation_trace.jsonl.zst"
+_AZURE = "azure/AzureLLMInferenceTrace_code.csv.zst"
+_AGENTS = "agent-sessions"
+_SERVEGEN = "servegen-deepseek-r1"
+#: Second of ServeGen's day at which its clients are taken.
+_NOON = 43_200
+
+#: From traces' folder and seed to a load.
+Load = Callable[[Path, int], OpenLoop]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A workload on a fleet.
+
+    Attributes:
+        name: of it.
+        ttft_s: seconds to the first token that a request asks for.
+        tpot_s: seconds a token, on average over the request, that it asks for.
+        make: puts the run together, of (traces, policy, its parameters, seed).
+    """
+
+    name: str
+    ttft_s: float
+    tpot_s: float
+    make: Callable[[Path, str, Mapping[str, Any], int], Simulation] = field(repr=False)
+
+
+def _control(policy: str, params: Mapping[str, Any], seed: int) -> ControlConfig:
+    return ControlConfig(
+        policy=policy, params=dict(params), max_inflight=UNLIMITED, max_queued=UNLIMITED,
+        max_inflight_tokens=UNLIMITED, queue_timeout=UNLIMITED, seed=seed,
+    )  # fmt: skip
+
+
+def _paper(name: str, reading: Reading, users: int, tpot: float) -> Scenario:
+    """Return a closed loop of the paper; each prompt is like no other."""
+    which = fleet(name)
+    law = which.law(reading)
+    if reading == "serial-prefill":
+        law = msgspec.structs.replace(law, mixed=MIXED[which.name])
+    loop = ClosedLoop(
+        lengths=Lengths(input=(128, 128), output=(256, 256)), phases=((users, 20.0),), ramp=10.0
+    )
+
+    def make(_: Path, policy: str, params: Mapping[str, Any], seed: int) -> Simulation:
+        return simulation(which, reading, loop, seed, law=law,
+                          setting=Setting(policy=policy, params=params))  # fmt: skip
+
+    return Scenario(f"{name} {reading} C={users}", 0.25, tpot, make)
+
+
+def _llama(name: str, members: str, load: Load) -> Scenario:
+    """Return a load on Llama-3.1-8B on H200s."""
+
+    def make(traces: Path, policy: str, params: Mapping[str, Any], seed: int) -> Simulation:
+        return Simulation(
+            load(traces, seed), read_fleet(members), Setup(model="llama-3.1-8b", gpu="H200"),
+            _control(policy, params, seed), ClientConfig(), seed=seed, assess_every=10.0,
+        )  # fmt: skip
+
+    return Scenario(f"{name} {members}", 2.0, 0.03, make)
+
+
+def _poisson(rate: float) -> Load:
+    lengths = Lengths(input=(256, 4096), output=(32, 256))
+    return lambda _, seed: renewal(lengths, rate, 1.0, REQUESTS, 0.0, seed)
+
+
+@lru_cache
+def _read(path: Path) -> Trace:
+    return read_trace(path)
+
+
+def _window(name: str, rate: float) -> Load:
+    """Return `REQUESTS` requests in a row of a trace, at so many a second on average."""
+
+    def load(traces: Path, seed: int) -> OpenLoop:
+        sessions = _read(traces / name).sessions
+        windows = len(sessions) // REQUESTS
+        begin = np.random.default_rng(5).permutation(windows)[seed % windows] * REQUESTS
+        kept = sessions[begin : begin + REQUESTS]
+        span = max(1e-9, kept[-1].start - kept[0].start)
+        speed = REQUESTS / rate / span
+        moved = tuple(replace(s, start=(s.start - kept[0].start) * speed) for s in kept)
+        return from_trace(replace(_read(traces / name), sessions=moved))
+
+    return load
+
+
+def _agents(sessions: int) -> Load:
+    """Return the first turns of so many agent sessions at once, thinking a tenth as long."""
+
+    def load(traces: Path, seed: int) -> OpenLoop:
+        drawn = some(_read(traces / _AGENTS), sessions, np.random.default_rng(seed))
+        cut = tuple(
+            replace(s, turns=tuple(replace(t, think=t.think / 10) for t in s.turns[:_TURNS]))
+            for s in drawn.sessions
+        )
+        return from_trace(replace(drawn, sessions=cut), sessions)
+
+    return load
+
+
+@lru_cache
+def _clients(folder: Path) -> list[tuple[str, float, float, Any, Any]]:
+    """Name, rate, cv of gaps, and tokens of prompts and outputs, of ServeGen's clients at noon."""
+    found = []
+    for path in sorted(folder.glob("chunk-*-trace.csv")):
+        rows = [line.split(",") for line in path.read_text().splitlines()]
+        rate, cv = next(((float(r[1]), float(r[2])) for r in rows if int(r[0]) == _NOON), (0, 0))
+        known = json.loads(
+            path.with_name(path.name.replace("trace.csv", "dataset.json")).read_text()
+        )
+        lengths = [each for at, each in known.items() if int(at) <= _NOON] or list(known.values())
+        if rate > 0 and lengths:
+            kinds = [ast.literal_eval(lengths[-1][n]) for n in ("input_tokens", "output_tokens")]
+            if all(kinds):
+                found.append((path.stem, rate, cv, *kinds))
+    return found
+
+
+def _tenants(rate: float) -> Load:
+    """Return requests of ServeGen's clients, at so many a second altogether."""
+
+    def load(traces: Path, seed: int) -> OpenLoop:
+        rng, clients = np.random.default_rng(seed), _clients(traces / _SERVEGEN)
+        scale = rate / sum(each[1] for each in clients)
+        sessions = []
+        for name, own, cv, inputs, outputs in clients:
+            spread = max(cv, 0.1) ** 2
+            count = 8 + round(2 * REQUESTS * own * scale / rate)
+            times = np.cumsum(rng.gamma(1 / spread, spread / (own * scale), count))
+            drawn = zip(times, _draw(inputs, count, rng), _draw(outputs, count, rng), strict=True)
+            for at, tokens, output in drawn:
+                job = Job(int(min(tokens, 32_000)), int(min(output, 512)), tenant=name)
+                sessions.append(Session(round(at * SECOND), (job,)))
+        sessions.sort(key=lambda each: each.start)
+        return OpenLoop(tuple(sessions[:REQUESTS]))
+
+    return load
+
+
+def _draw(kinds: Mapping[int, float], count: int, rng: np.random.Generator) -> Any:
+    weight = np.array(list(kinds.values()))
+    return np.maximum(1, rng.choice(list(kinds), count, p=weight / weight.sum()))
+
+
+def scenarios() -> list[Scenario]:
+    """Return all of them."""
+    found = [
+        _paper("340b-1p2d", "serial-prefill", 64, 0.0254),
+        _paper("340b-1p2d", "serial-prefill", 128, 0.0254),
+        _paper("340b-1p2d", "serial-prefill", 256, 0.0254),
+        _paper("70b-1p2d", "serial-prefill", 128, 0.0099),
+        _paper("70b-1p5d", "serial-prefill", 256, 0.0093),
+        _paper("340b-1p2d", "client-pool", 128, 0.0254),
+        _paper("340b-1p2d", "fair", 128, 0.0254),
+    ]
+    for members, scale in (("4xboth", 3.0), ("1p+2d", 1.0)):
+        for level, rate in (("middle", 9.0), ("high", 18.0)):
+            found.append(_llama(f"poisson {level}", members, _poisson(scale * rate)))
+        found.append(_llama("mooncake", members, _window(_MOONCAKE, 3.0 * scale)))
+        found.append(_llama("azure code", members, _window(_AZURE, 12.0 * scale)))
+        found.append(_llama("agents", members, _agents(round(4 * scale))))
+        found.append(_llama("tenants", members, _tenants(16.0 * scale)))
+    return found
