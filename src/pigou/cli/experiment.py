@@ -30,7 +30,7 @@ def experiment(
         str,
         typer.Argument(
             help="table4, regimes, adaptive, pareto-below, pareto-at, knee, saturated, "
-            "overlap-weights, counterfactual, mechanisms, or all."
+            "overlap-weights, counterfactual, mechanisms, toll, or all."
         ),
     ],
     out: Annotated[str, typer.Option(help="Folder to write results.json to.")],

@@ -1,0 +1,137 @@
+"""Prices against thresholds, where prefill is the real bottleneck.
+
+The threshold is conditional disaggregation by the prefill queue: the decode worker computes a
+prompt itself where so many prompts are before it. Prompts are all different, so that nobody's
+cache computes them, and a prompt mixed into a step of streams makes it longer by what the
+anchor of this experiment says: it is not the whole time of the serial prefill worker, which a
+GPU is mostly idle in, but at most another pass over the weights.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+from scipy import stats
+
+from pigou.experiments.fleets import Fleet, Reading, Setting
+from pigou.experiments.laws import RAMP
+from pigou.experiments.level import Level, Seen, run
+from pigou.experiments.rows import Row, row
+from pigou.experiments.window import at
+
+NAME = "toll"
+LEVELS = (128, 256)
+#: Prompts before one from which on it is computed locally.
+THRESHOLDS = (1, 2, 3, 4, 6, 8)
+#: Seconds that TTFT P99 may take of a threshold that counts as tuned.
+SLO = 0.25
+HOLD = 60.0
+#: Seconds by which a prompt makes a step of streams longer: the weights read once more.
+MIXED = {"340b-1p2d": 0.006, "70b-1p2d": 0.003, "70b-1p5d": 0.003}
+_PROMPT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way to route, by name."""
+
+    name: str
+    policy: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+def threshold(prompts: int) -> Contender:
+    """Return conditional disaggregation with this threshold."""
+    params = {
+        "inner": "least-loaded", "policy": "prefill_load", "max_num_batched_tokens": _PROMPT,
+        "prefill_busy_threshold": prompts - 0.5,
+    }  # fmt: skip
+    return Contender(f"threshold-{prompts}", "dynamo-conditional", params)
+
+
+CONTENDERS = (
+    Contender("static", "least-loaded"),
+    Contender("toll", "toll"),
+    *(threshold(each) for each in THRESHOLDS),
+)
+
+
+def prices(fleet: Fleet, _: Reading, seeds: Sequence[int], levels: Sequence[int]) -> Iterator[Row]:
+    """Yield a row for each level and contender; prefill is serial whatever the reading."""
+    law = msgspec.structs.replace(fleet.law("serial-prefill"), mixed=MIXED[fleet.name])
+    base = Level(fleet, "serial-prefill", 1, HOLD, False, law=law, templates=0)
+    for users in levels:
+        for each in CONTENDERS:
+            level = replace(base, users=users, setting=Setting(0.0, 1.0, each.policy, each.params))
+            seen = [run(level, seed) for seed in seeds]
+            tpots = [_tpot(one, level) for one in seen]
+            yield row(
+                NAME, users, [one.measured for one in seen], seeds, contender=each.name,
+                tpot_p99_s=statistics.fmean(tpots), tpots=tpots,
+                local=statistics.fmean(_local(one) for one in seen),
+            )  # fmt: skip
+
+
+def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
+    """Return toll over static, and toll less the tuned threshold with a 95% interval over seeds.
+
+    The threshold is the one with the highest rate among those that keep TTFT P99 within `SLO`.
+    Differences are of the same seeds, so the interval is Student's of paired differences.
+    """
+    found: dict[str, Any] = {}
+    for users in dict.fromkeys(each["concurrency"] for each in rows):
+        at_ = {each["contender"]: each for each in rows if each["concurrency"] == users}
+        toll, static = at_["toll"], at_["static"]
+        kept = [
+            each for name, each in at_.items()
+            if name.startswith("threshold") and each["ttft_p99_s"] <= SLO
+        ]  # fmt: skip
+        best = max(kept, key=lambda each: float(each["rps"]))
+        found[f"toll_at_{users}"] = {
+            "ttft_p99_s": toll["ttft_p99_s"],
+            "rps_over_static": toll["rps"] / static["rps"],
+            "itl_p99_over_static": toll["itl_p99_s"] / static["itl_p99_s"],
+            "tpot_p99_over_static": toll["tpot_p99_s"] / static["tpot_p99_s"],
+        }
+        found[f"tuned_at_{users}"] = {
+            "threshold": best["contender"],
+            **{f"{name}_difference": paired(_each(toll, name), _each(best, name))
+               for name in ("rps", "ttft_p99_s", "e2e_mean_s")},
+        }  # fmt: skip
+    return found
+
+
+def paired(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of one - other, and the ends of its 95% confidence interval."""
+    differences = np.array(one) - np.array(other)
+    mean = float(differences.mean())
+    if len(differences) < 2:
+        return mean, float("-inf"), float("inf")
+    error = float(differences.std(ddof=1)) / len(differences) ** 0.5
+    width = float(stats.t.ppf(0.975, len(differences) - 1)) * error
+    return mean, mean - width, mean + width
+
+
+def _each(found: Row, name: str) -> list[float]:
+    return [float(each[name]) for each in found["runs"]]
+
+
+def _tpot(seen: Seen, level: Level) -> float:
+    """Return P99, over requests of the window, of the mean time between their tokens."""
+    low, high = at(RAMP), at(level.end)
+    means = sorted(
+        (each.last - each.first) / (each.tokens - 1) / 1e9
+        for each in seen.result.done
+        if low <= each.intended < high
+    )
+    return means[max(1, -(-99 * len(means) // 100)) - 1]
+
+
+def _local(seen: Seen) -> float:
+    """Return the share of prompts that their decode workers computed."""
+    return 1.0 - seen.result.transfers[0] / max(1, len(seen.result.done))
