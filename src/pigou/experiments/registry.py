@@ -13,6 +13,7 @@ from pigou.experiments import (
     mechanisms,
     paper,
     pareto,
+    prices,
     regimes,
     table4,
 )
@@ -96,5 +97,10 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         "which mechanism explains Table 4", mechanisms.mechanisms,
         lambda rows, *_: mechanisms.ranking(rows),
         1, (96, 128, 192, 256, 384, 512), ("mechanism",), reads=False,
+    ),
+    "toll": Experiment(
+        "prices against thresholds, where prefill is the bottleneck", prices.prices,
+        lambda rows, *_: prices.verdict(rows),
+        5, prices.LEVELS, ("contender", "tpot_p99_s", "e2e_mean_s", "local"), reads=False,
     ),
 }  # fmt: skip
