@@ -63,9 +63,9 @@ def test_gains_are_static_over_each_other_arm() -> None:
 def test_a_grid_says_whether_its_cells_differ() -> None:
     alike = [row(128) for _ in range(4)]
     apart = [row(128, poa_legacy=value) for value in (10.0, 20.0, 30.0, 40.0)]
-    assert pareto.cells(alike, ONE)["anova_poa_legacy"]["p"] > 0.9
+    assert pareto.cells(alike, ONE)["variance_poa_legacy"]["p"] > 0.9
     found = pareto.cells(apart, ONE)
-    assert found["anova_poa_legacy"]["p"] < 0.01
+    assert found["variance_poa_legacy"]["p"] < 0.01
     assert found["poa_mean"] == 25.0
     assert found["paper"]["poa_mean"] == 34.3
 

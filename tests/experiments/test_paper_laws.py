@@ -101,18 +101,25 @@ def test_log_rmse_counts_a_factor_the_same_both_ways() -> None:
     assert log_rmse(rows, "rps", 1000) is None
 
 
-def test_variance_tells_cells_apart_only_beyond_their_seeds() -> None:
+def test_variance_tells_cells_apart_whatever_seeds_do_to_all_of_them() -> None:
     def rows(*groups: tuple[float, ...]) -> list[dict[str, object]]:
         return [{"runs": [{"x": value} for value in group]} for group in groups]
 
-    apart = variance(rows((1.0, 1.1), (2.0, 2.1), (3.0, 3.1)), "x")
+    apart = variance(rows((1.0, 9.1), (2.0, 10.0), (3.0, 11.1)), "x")
     alike = variance(rows((1.0, 2.0), (2.0, 1.0), (1.4, 1.6)), "x")
     assert apart is not None
     assert alike is not None
     assert (apart["p"] or 1.0) < 0.01
+    assert (apart["between"] or 0.0) == pytest.approx(1.0, rel=0.05)
+    assert (apart["seeds"] or 0.0) > 5.0
     assert (alike["p"] or 0.0) > 0.5
     assert variance(rows((1.0,), (2.0,)), "x") is None
-    assert variance(rows((1.0, 1.0), (1.0, 1.0)), "x") == {"f": None, "p": None}
+    same = variance(rows((1.0, 3.0), (1.0, 3.0)), "x")
+    assert same is not None
+    assert (same["f"], same["p"]) == (0.0, 1.0)
+    shifted = variance(rows((1.0, 3.0), (2.0, 4.0)), "x")
+    assert shifted is not None
+    assert (shifted["f"], shifted["p"]) == (None, 0.0)
 
 
 @pytest.mark.parametrize("name", ["340b-1p2d", "70b-1p5d"])

@@ -49,7 +49,9 @@ def cells(rows: Sequence[Row], fleet: Fleet) -> Mapping[str, Any]:
         "ttft_p99_least_s": min(ttfts),
         "ttft_p99_most_s": max(ttfts),
         "rps_mean": statistics.fmean(each["rps"] for each in rows),
-        **{f"anova_{name}": variance(rows, name) for name in ("poa_legacy", "ttft_p99_s", "rps")},
+        **{
+            f"variance_{name}": variance(rows, name) for name in ("poa_legacy", "ttft_p99_s", "rps")
+        },
     }
     if printed is not None:
         low, high = printed.ttft_p99_s or (None, None)
@@ -61,23 +63,30 @@ def cells(rows: Sequence[Row], fleet: Fleet) -> Mapping[str, Any]:
 
 
 def variance(rows: Sequence[Row], name: str) -> dict[str, float | None] | None:
-    """Return F and its p-value for "all rows have one mean", from their runs.
+    """Return whether rows that ran with the same seeds differ, from their runs.
 
-    One-way analysis of variance: the spread between cells over the spread between seeds of one
-    cell. None where each cell ran once: then nothing is known of the seeds' spread. F and p are
-    None where no run differs from any other.
+    Seeds decide who starves, in all rows alike, so they are blocks: two-way analysis of variance
+    without replication. `between` is the standard deviation of the rows' means, `seeds` that of
+    runs of one row with different seeds, `f` and `p` are of "all rows have one mean"; `f` is None
+    where seeds make the same difference in all rows, to the last digit. None where each ran once.
     """
-    groups = [[each[name] for each in row["runs"]] for row in rows]
-    if min(map(len, groups)) < 2:
+    found = np.array([[each[name] for each in row["runs"]] for row in rows])
+    count, seeds = found.shape
+    if seeds < 2:
         return None
-    if np.ptp(np.concatenate(groups)) == 0.0:
-        return {"f": None, "p": None}
-    result = stats.f_oneway(*groups)
-    known = bool(np.isfinite(result.statistic))
-    return {
-        "f": float(result.statistic) if known else None,
-        "p": float(result.pvalue) if known else 0.0,
-    }
+    means = found.mean(axis=1)
+    cells = seeds * float(((means - means.mean()) ** 2).sum())
+    rest = found - means[:, None] - found.mean(axis=0) + found.mean()
+    residual, least = float((rest**2).sum()), 1e-18 * float((found**2).sum())
+    f = None if residual <= least else cells * (seeds - 1) / residual
+    if cells <= least:
+        f, p = 0.0, 1.0
+    elif f is None:
+        p = 0.0
+    else:
+        p = float(stats.f.sf(f, count - 1, (count - 1) * (seeds - 1)))
+    within = float(np.sqrt(found.var(axis=1, ddof=1).mean()))
+    return {"between": float(means.std(ddof=1)), "seeds": within, "f": f, "p": p}
 
 
 def weights(
@@ -91,9 +100,8 @@ def weights(
         runs = [run(level, seed) for seed in seeds]
         shares = []
         for each in runs:
-            steps = [one["busy"] for one in each.result.workers if one["worker"][0] == "d"]
             counts = _shares([call.decode for call in each.result.calls if call.decode])
-            shares.append(max(counts) * len(steps))
+            shares.append(max(counts) * fleet.decoders)
         yield row(
             "overlap-weights", users, [each.measured for each in runs], seeds,
             overlap_weight=omega, templates=templates,
@@ -118,7 +126,7 @@ def effects(rows: Sequence[Row]) -> Mapping[str, Any]:
         found[f"{templates}_templates_at_{users}"] = {
             "poa_least": min(each["poa_legacy"] for each in some),
             "poa_most": max(each["poa_legacy"] for each in some),
-            "anova_e2e": variance(some, "e2e_mean_s"),
-            "anova_poa": variance(some, "poa_legacy"),
+            "e2e": variance(some, "e2e_mean_s"),
+            "poa": variance(some, "poa_legacy"),
         }
     return found
