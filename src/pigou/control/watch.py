@@ -213,13 +213,12 @@ class Watch:
         if len(sizes) == 1:
             (size,) = sizes
             return index.overlaps(self.state.ids, request.keys_of(size))
-        found = Overlaps(*np.zeros((4, len(self.state.ids)), dtype=np.int64))
+        rows = np.zeros((4, len(self.state.ids)), dtype=np.int64)
         for size in sizes:
             seen = index.overlaps(self.state.ids, request.keys_of(size))
             mine = self.state.columns.block_size == size
-            for into, tier in zip(found, seen, strict=True):
-                np.copyto(into, tier, where=mine)
-        return found
+            np.copyto(rows, seen.rows, where=mine)
+        return Overlaps(rows)
 
     def _finish(self, load: Load, now: int) -> Finish:
         """Return what a request took, beside what it would have taken on an idle fleet."""

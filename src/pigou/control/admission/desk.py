@@ -64,10 +64,14 @@ class Desk:
         request = waiting.request.id
         waiting.weight = self._weights.get(waiting.request.tenant, 1.0)
         self.activity.seen(waiting.request.tenant, waiting.weight, now)
+        alone = not self.queue and not waiting.returned
+        if alone and (found := choose(waiting)) is not None:
+            self.queue.passed(waiting, found[1])
+            return Route(request, found[0])
         refusal = self.queue.refusal(waiting)  # as it were before this one
         ahead = self.queue.add(waiting)
         skip = [each for each in self._blocked(up) if each != waiting.exclude]
-        if self.queue.next(now, skip) is waiting:
+        if not alone and self.queue.next(now, skip) is waiting:
             found = choose(waiting)
             if found is not None:
                 self.queue.take(waiting, found[1])

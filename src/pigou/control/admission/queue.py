@@ -77,6 +77,13 @@ class WaitQueue:
             self.shares.remove(waiting)
             self.order.taken(waiting, uncached)
 
+    def passed(self, waiting: Waiting, uncached: int) -> None:
+        """A newcomer was sent to a worker at once, nobody being there: as `add`, then `take`."""
+        self._serial += 1
+        waiting.serial = self._serial
+        self.order.add(waiting)
+        self.order.taken(waiting, uncached)
+
     def next(self, now: int, skip: Collection[frozenset[str]] = ()) -> Waiting | None:
         """Return who goes next, but for requests that exclude just what is in `skip`."""
         firsts = [line.first() for exclude, line in self._returned.items() if exclude not in skip]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from pigou.control.index import table_kernels as kernels
@@ -14,20 +12,37 @@ _LEAST_ROWS = 1024
 _LEAST_TWINS = 64
 
 
-class Overlaps(NamedTuple):
+class Overlaps:
     """Leading run of blocks that each worker holds, by the best tier of each block.
 
     Attributes:
-        device: blocks of the run in device memory, shape (workers,).
-        host: those in host memory, and not above.
-        storage: those in storage only.
-        run: length of the run, in any tier.
+        rows: its four properties, shape (4, workers).
     """
 
-    device: Counts
-    host: Counts
-    storage: Counts
-    run: Counts
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: Counts) -> None:
+        self.rows = rows  # cut when asked for: four views take as long as a short walk
+
+    @property
+    def device(self) -> Counts:
+        """Blocks of the run in device memory, shape (workers,)."""
+        return self.rows[0]
+
+    @property
+    def host(self) -> Counts:
+        """Those in host memory, and not above."""
+        return self.rows[1]
+
+    @property
+    def storage(self) -> Counts:
+        """Those in storage only."""
+        return self.rows[2]
+
+    @property
+    def run(self) -> Counts:
+        """Length of the run, in any tier."""
+        return self.rows[3]
 
 
 class Table:
@@ -82,10 +97,8 @@ class Table:
             keys: of the chain, contiguous, shape (blocks,).
         """
         out = np.empty((4, len(workers)), dtype=np.int64)
-        kernels.overlaps(
-            self.rows, self.slots, keys, workers, self._planes, self._runs, out
-        )  # fmt: skip
-        return Overlaps(out[0], out[1], out[2], out[3])
+        kernels.overlaps(self.rows, self.slots, keys, workers, self._planes, self._runs, out)
+        return Overlaps(out)
 
     def reserve(self, keys: int) -> None:
         """Make room for so many more keys, each new and in all its tiers."""

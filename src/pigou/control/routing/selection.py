@@ -39,6 +39,17 @@ def cheapest(costs: NDArray[np.float64]) -> tuple[float, int, int]:
     return least, at, ties
 
 
+@bare_kernel
+def nth(costs: NDArray[np.float64], cost: float, number: int) -> int:
+    """Return where the cost is for the `number`-th time, from 0."""
+    for i in range(costs.shape[0]):
+        if costs[i] == cost:
+            if number == 0:
+                return i
+            number -= 1
+    return -1
+
+
 def select(
     costs: NDArray[np.float64],
     generator: np.random.Generator,
@@ -62,7 +73,8 @@ def select(
     """
     if costs.size == 0:
         return None
-    least, index, ties = cheapest(np.ascontiguousarray(costs, dtype=np.float64))
+    costs = np.ascontiguousarray(costs, dtype=np.float64)
+    least, index, ties = cheapest(costs)
     if not least > -_INF:
         raise ValueError("a routing policy returned a cost that is not a number")
     if least == _INF:
@@ -71,7 +83,7 @@ def select(
         index = _draw(costs, least, generator, temperature, softmax)
         return Pick(index, float(costs[index]))
     if ties > 1:
-        index = int(np.flatnonzero(costs == least)[generator.integers(ties)])
+        index = nth(costs, least, int(ties * generator.random()))  # quicker than `integers`
     return Pick(index, least)
 
 

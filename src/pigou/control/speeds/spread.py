@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: Observations are forgotten by half after so many more.
-_HALF_LIFE = 128.0
+#: Observations are forgotten by half after so many more: a variance takes many to be known.
+_HALF_LIFE = 512.0
 #: Observations before which nothing is said.
 _LEAST = 16
 
