@@ -35,6 +35,7 @@ class Level:
         client: in place of the reading's.
         law: in place of the reading's.
         templates: different prompts that there are.
+        settle: seconds after the ramp that do not count, where the ramp does not.
     """
 
     fleet: Fleet
@@ -46,6 +47,7 @@ class Level:
     client: ClientConfig | None = None
     law: Law | None = None
     templates: int = LENGTHS.templates
+    settle: float = 0.0
 
     @property
     def end(self) -> float:
@@ -82,7 +84,7 @@ def run(
         level.fleet, level.reading, loop, seed, setting=level.setting, sender=level.client,
         law=level.law, saturation=saturation,
     )  # fmt: skip
-    begin = 0.0 if level.ramped else RAMP
+    begin = 0.0 if level.ramped else RAMP + level.settle
     marks = Marks((begin, level.end))
     marks.follow(made)
     for each in follow:

@@ -27,10 +27,11 @@ from pigou.experiments.window import at
 NAME = "toll"
 LEVELS = (128, 256)
 #: Prompts before one from which on it is computed locally.
-THRESHOLDS = (1, 2, 3, 4, 6, 8)
+THRESHOLDS = (1, 2, 3, 4)
 #: Seconds that TTFT P99 may take of a threshold that counts as tuned.
 SLO = 0.25
-HOLD = 60.0
+#: Seconds after the ramp, and how many of them are left out: speeds and gaps are learned in them.
+HOLD, SETTLE = 90.0, 30.0
 #: Seconds by which a prompt makes a step of streams longer: the weights read once more.
 MIXED = {"340b-1p2d": 0.006, "70b-1p2d": 0.003, "70b-1p5d": 0.003}
 _PROMPT = 128
@@ -64,7 +65,7 @@ CONTENDERS = (
 def prices(fleet: Fleet, _: Reading, seeds: Sequence[int], levels: Sequence[int]) -> Iterator[Row]:
     """Yield a row for each level and contender; prefill is serial whatever the reading."""
     law = msgspec.structs.replace(fleet.law("serial-prefill"), mixed=MIXED[fleet.name])
-    base = Level(fleet, "serial-prefill", 1, HOLD, False, law=law, templates=0)
+    base = Level(fleet, "serial-prefill", 1, HOLD, False, law=law, templates=0, settle=SETTLE)
     for users in levels:
         for each in CONTENDERS:
             level = replace(base, users=users, setting=Setting(0.0, 1.0, each.policy, each.params))
@@ -123,7 +124,7 @@ def _each(found: Row, name: str) -> list[float]:
 
 def _tpot(seen: Seen, level: Level) -> float:
     """Return P99, over requests of the window, of the mean time between their tokens."""
-    low, high = at(RAMP), at(level.end)
+    low, high = at(RAMP + level.settle), at(level.end)
     means = sorted(
         (each.last - each.first) / (each.tokens - 1) / 1e9
         for each in seen.result.done
