@@ -27,22 +27,26 @@ class Overlaps:
     @property
     def device(self) -> Counts:
         """Blocks of the run in device memory, shape (workers,)."""
-        return self.rows[0]
+        found: Counts = self.rows[0]
+        return found
 
     @property
     def host(self) -> Counts:
         """Those in host memory, and not above."""
-        return self.rows[1]
+        found: Counts = self.rows[1]
+        return found
 
     @property
     def storage(self) -> Counts:
         """Those in storage only."""
-        return self.rows[2]
+        found: Counts = self.rows[2]
+        return found
 
     @property
     def run(self) -> Counts:
         """Length of the run, in any tier."""
-        return self.rows[3]
+        found: Counts = self.rows[3]
+        return found
 
 
 class Table:
