@@ -41,7 +41,7 @@ def _pool(take: str = "fifo", barging: float = 0.0) -> ClientConfig:
 
 
 MECHANISMS = (
-    Mechanism("nothing: fair client, batched prefill", "fair"),
+    Mechanism("nothing: fair client, quick prefill", "fair"),
     Mechanism("serial prefill, first come first served", "serial-prefill"),
     Mechanism("pool of 100, first come first served", "fair", _pool()),
     Mechanism("pool of 100, random", "fair", _pool("random")),
