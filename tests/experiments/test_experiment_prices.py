@@ -14,6 +14,7 @@ def test_prices_give_what_a_tuned_threshold_gives(monkeypatch: pytest.MonkeyPatc
     """The 340B fleet with serial prefill and 128 users, one seed; static gives the ceiling."""
     some = [each for each in prices.CONTENDERS if each.name in ("toll", "threshold-2")]
     monkeypatch.setattr(prices, "CONTENDERS", some)
+    monkeypatch.setattr(prices, "HOLD", 60.0)
     which = fleet("340b-1p2d")
     toll, threshold = prices.prices(which, "fair", (1,), (128,))
     assert toll["ttft_p99_s"] <= prices.SLO
