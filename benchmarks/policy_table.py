@@ -87,14 +87,22 @@ def work(traces: Path, out: Path, seeds: int, share: str) -> None:
 
 
 def table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return a row a workload: each policy's figures, and how toll compares."""
+    """Return a row a workload: each policy's figures, and how toll compares.
+
+    Seeds that not all policies of a workload have are left out.
+    """
     by: dict[str, dict[str, dict[int, Cell]]] = defaultdict(lambda: defaultdict(dict))
     for each in cells:
         by[each["workload"]][each["policy"]][each["seed"]] = each
+    for found in by.values():
+        common = set.intersection(*(set(seeds) for seeds in found.values()))
+        for policy, seeds in found.items():
+            found[policy] = {seed: each for seed, each in seeds.items() if seed in common}
     return [
         {"workload": name, "policies": {p: _means(list(s.values())) for p, s in found.items()},
          **_verdict(found)}
         for name, found in by.items()
+        if all(found.values())
     ]  # fmt: skip
 
 
