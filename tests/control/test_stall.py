@@ -19,13 +19,14 @@ def test_the_stall_is_learned_whatever_the_level_of_the_law() -> None:
         work = 0.5
         itl = 1.02 + (0.004 * prompts + 2e-5 * tokens) / work + rng.normal(0.0, 0.01)
         stall.observe(itl, prompts / work, tokens / work)
-    base, token = stall.law(0.05, 2e-4)
+    base, token = stall.law(0.05, 2e-4, 1e-5)
     assert base + 275 * token == pytest.approx(0.004 + 275 * 2e-5, rel=0.1)
 
 
-def test_without_samples_a_prompt_takes_from_streams_what_it_takes_alone() -> None:
-    assert Stall().law(0.02, 1e-4) == pytest.approx((0.02, 1e-4))
-    assert Stall().law(0.0, 0.0) == (0.0, 0.0)
+def test_without_samples_a_token_of_a_prompt_takes_what_one_of_a_stream_does() -> None:
+    assert Stall().law(0.02, 1e-4, 3e-5) == pytest.approx((0.0, 3e-5))
+    assert Stall().law(0.02, 1e-4, 1.0) == pytest.approx((0.0, 1e-4))
+    assert Stall().law(0.0, 0.0, 3e-5) == (0.0, 0.0)
 
 
 def test_the_law_of_streams_is_not_blamed_for_prompts_computed_beside_them() -> None:

@@ -16,7 +16,8 @@ Numbers = NDArray[np.float64]
 PRIOR_LAW = LatencyLaw(0.0005, 0.02)
 #: Stands for a pole at infinity, which arithmetic on arrays could not bear.
 _FAR = 1e12
-_LEAST_SLOPE = 0.001
+#: A law that was only seen at one load is taken to rise by this part of f(1) a stream.
+LEAST_SLOPE = 0.001
 _PRIOR = {
     "prefill_base": 0.005,
     "prefill_token": 1e-4,
@@ -99,7 +100,7 @@ class Estimates:
         """
         for name in _LAW:
             getattr(self, name)[row] = min(getattr(law, name), _FAR)
-        self.a[row] = max(self.a[row], _LEAST_SLOPE * law(1.0))
+        self.a[row] = max(self.a[row], LEAST_SLOPE * law(1.0))
 
     def learn_all(self, law: LatencyLaw, scales: Numbers) -> None:
         """Set the laws of all workers to a common one, times their scales, shape (workers,)."""
@@ -107,7 +108,7 @@ class Estimates:
         np.copyto(self.b, law.b * scales)
         np.copyto(self.d, law.d * scales)
         self.n_sat[:], self.beta[:], self.floor[:] = min(law.n_sat, _FAR), law.beta, law.floor
-        np.maximum(self.a, _LEAST_SLOPE * law(1.0) * scales, out=self.a)
+        np.maximum(self.a, LEAST_SLOPE * law(1.0) * scales, out=self.a)
 
     def itl(self, rows: NDArray[np.integer], n: Numbers) -> Numbers:
         """Return the seconds between tokens of worker `rows[i]` with `n[i]` streams, (rows,)."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from pigou.control.speeds.affine import AffineFit
 from pigou.control.speeds.arrivals import RATE_S, decayed
-from pigou.control.speeds.estimates import PRIOR_LAW, PRIOR_PREFILL, Estimates
+from pigou.control.speeds.estimates import LEAST_SLOPE, PRIOR_LAW, PRIOR_PREFILL, Estimates
 from pigou.control.speeds.flow import Flow
 from pigou.control.speeds.scales import Scales
 from pigou.control.speeds.spread import Spread
@@ -120,7 +120,7 @@ class Estimator:
         samples = list(self.flow.harvest())
         if samples:
             own = scales.now(now)[1].tolist()
-            base, token = self._stall.law(*self._alone(now))
+            base, token = self._taken(now)
             bare = []
             for sample in samples:
                 taken = (base * sample.prompts + token * sample.uncached) / sample.steps
@@ -173,6 +173,11 @@ class Estimator:
         common, (base, slope) = self._scales["prefill"].now(now)[0], self._prefill.law
         return base * common, slope * common
 
+    def _taken(self, now: int) -> tuple[float, float]:
+        """Return base and slope of what a prompt takes from streams."""
+        law = self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
+        return self._stall.law(*self._alone(now), max(law.toll(1.0), LEAST_SLOPE * law(1.0)))
+
     def _solve(self, now: int) -> Estimates:
         found = Estimates.prior(len(self._rate))
         for name, fit in (("prefill", self._prefill), ("transfer", self._transfer)):
@@ -186,7 +191,7 @@ class Estimator:
         found.uneven[:] = self._sizes.squared(*self._alone(now))
         self._mean_service = found.prompt
         np.copyto(found.prompt, found.prefill_base + found.prefill_token * self._prefill.mean_size)
-        base, token = self._stall.law(*self._alone(now))
+        base, token = self._taken(now)
         found.stall_base[:], found.stall_token[:] = base, token
         law = self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
         common, own = self._scales["itl"].now(now)

@@ -22,10 +22,12 @@ class Stall:
 
     p prompts of u uncached tokens in all were computed in a time of k steps, each a p-th and
     u-th of k f(n). c takes up an error in the level of f, so that it is not blamed on prompts.
-    All are at least 0. The prior is normal, about c = 1 with the variance of a sample, and about
-    what a prompt takes alone with that as its standard deviation: chunks of it take no longer in
-    a step with streams, and are perhaps for nothing, where reading the weights is what takes
-    long. Ridge regression (Hoerl and Kennard, 1970) is the mode of this.
+    All are at least 0. The prior is normal: c is about 1, with the variance of a sample; a prompt
+    takes nothing apart from its tokens, and each of those what a token of one more stream takes,
+    with what they take alone as standard deviations. (Chunks of a prompt take no longer in a step
+    of streams than alone, and far less where reading the weights is what takes long. Who thinks
+    them dear never tries, and so never learns.) Ridge regression (Hoerl and Kennard, 1970) is the
+    mode of this.
     """
 
     def __init__(self) -> None:
@@ -39,14 +41,15 @@ class Stall:
         self._gram = self._keep * self._gram + np.outer(row, row)
         self._moment = self._keep * self._moment + ratio * row
 
-    def law(self, base: float, token: float) -> tuple[float, float]:
+    def law(self, base: float, token: float, stream: float) -> tuple[float, float]:
         """Return seconds a prompt and seconds a token.
 
         Args:
             base: seconds that a prompt takes alone, apart from its tokens.
             token: seconds of each uncached token.
+            stream: seconds by which one stream more makes a step longer.
         """
-        prior = np.array([1.0, base, token])
+        prior = np.array([1.0, 0.0, min(token, stream)])
         deviation = np.array([_VARIANCE**0.5, base, token])
         scale = np.maximum(deviation, 1e-12)
         gram = self._gram * np.outer(scale, scale) / _VARIANCE + np.eye(3)
