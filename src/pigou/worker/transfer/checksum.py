@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import numpy as np
@@ -20,8 +19,6 @@ Checksums: TypeAlias = NDArray[np.uint64]
 STAGE_BYTES = 8 << 20
 #: Bytes that are digested at once, in some 50 microseconds.
 PIECE_BYTES = 2 << 20
-#: So many bytes are worth waking a second thread.
-PARALLEL_BYTES = 4 << 20
 
 
 def checksums_of(rows: Bytes, ids: Ints) -> Checksums:
@@ -44,24 +41,12 @@ def copy(source: Bytes, ids: Ints, target: Bytes, places: Ints) -> Checksums:
     return checksums_of(target, places)
 
 
-def checksums_in(
-    store: BlockStore, ids: Ints, beside: ThreadPoolExecutor | None = None
-) -> Checksums:
+def checksums_in(store: BlockStore, ids: Ints) -> Checksums:
     """Checksums of the blocks `ids`, shape (n,), without copying when they are in host memory.
 
     Lets other threads run between two pieces: who waits for a core here mostly waits to be told
-    of these very blocks. With a pool `beside`, a large set in host memory is cut in two, and the
-    second half digested there.
+    of these very blocks.
     """
-    large = len(ids) * store.layout.block_bytes >= PARALLEL_BYTES
-    if beside is None or not large or store.as_bytes() is None:
-        return _in_turn(store, ids)
-    half = len(ids) // 2
-    rest = beside.submit(_in_turn, store, ids[half:])
-    return np.concatenate([_in_turn(store, ids[:half]), rest.result()])
-
-
-def _in_turn(store: BlockStore, ids: Ints) -> Checksums:
     parts = []
     data = store.as_bytes()
     step = max(1, (STAGE_BYTES if data is None else PIECE_BYTES) // store.layout.block_bytes)

@@ -7,7 +7,6 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pigou.request import SECOND, Ints
@@ -64,8 +63,6 @@ class Sender:
         self.engine_id = str(uuid.uuid4())
         self._exports = self._export(memory)
         self._book = OfferBook(self._config.lease, self._config.max_hold, on_release)
-        lanes = self._config.copy_threads - 1
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="kv-digest") if lanes else None
         self._offered: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
         self._channel = SideChannel(
             self._config,
@@ -127,8 +124,6 @@ class Sender:
         self._offered.put(None)
         for thread in self._threads:
             thread.join()
-        if self._beside is not None:
-            self._beside.shutdown()
 
     def _export(self, memory: SharedMemory | None) -> dict[str, Export]:
         exports: dict[str, Export] = {}
@@ -159,7 +154,7 @@ class Sender:
     def _hash(self) -> None:
         while (offer := self._offered.get()) is not None:
             try:
-                offer.checksums = checksums_in(self._store, offer.blocks, self._beside)
+                offer.checksums = checksums_in(self._store, offer.blocks)
             except Exception as error:
                 log.exception("cannot read the blocks of request %s", offer.request)
                 offer.error = f"cannot read the blocks: {error!r}"
