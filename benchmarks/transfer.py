@@ -101,17 +101,18 @@ def pull(receiver: Receiver, params: Any, count: int) -> float:
     """Pull, and return when that was done."""
     done = threading.Event()
     outcomes: list[Outcome] = []
+    ended = [0.0]
 
     def finished(outcome: Outcome) -> None:
+        ended[0] = time.monotonic()
         outcomes.append(outcome)
         done.set()
 
     receiver.pull(params, 0, np.arange(count, dtype=np.int32), finished)
     done.wait()
-    ended = time.monotonic()
     if outcomes[0].blocks != count:
         raise RuntimeError(f"a transfer failed: {outcomes[0]}")
-    return ended
+    return ended[0]
 
 
 def memcpy_seconds(target: Any, source: Any) -> float:
