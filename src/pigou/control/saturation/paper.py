@@ -6,22 +6,20 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
 
-from pigou.control.saturation.detector import Detector, Idle, Latches, Regime, Sample
+from pigou.config import ConfigError
+from pigou.control.saturation.detector import Detector, Regime, Sample
 from pigou.control.saturation.histogram import Histogram
-from pigou.control.saturation.poll import Poll
+from pigou.control.saturation.polled import Polled, PolledConfig
 from pigou.control.saturation.queueing import CusumConfig, CusumDetector
 from pigou.control.saturation.signals import (
     ConfigVariance,
     ConfigVarianceConfig,
     SecondDifference,
     SecondDifferenceConfig,
-    check_thresholds,
 )
 from pigou.control.tagged import tagged
-from pigou.request import SECOND
 
 #: What the paper advises for the first threshold: 3 to 5 times the P99 of a fleet at rest.
 ADVISED_FACTOR = 4.0
@@ -29,10 +27,7 @@ ADVISED_FACTOR = 4.0
 ADVISED_RATIO = 20.0 / 3.0
 
 
-class PaperConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
-    tag_field="detector", tag="paper",
-):  # fmt: skip
+class PaperConfig(PolledConfig, frozen=True, kw_only=True, tag_field="detector", tag="paper"):
     """Parameters of `PaperDetector`; the defaults are the paper's for its 70B model.
 
     The paper leaves `consecutive` and `margin` open. Three polls of 5 s agree with the 15 s that
@@ -42,23 +37,19 @@ class PaperConfig(
         theta1: seconds of smoothed P99 at which Transition begins.
         theta2: seconds at which Saturated begins.
         alpha: weight of the newest P99.
-        interval: nanoseconds between polls.
-        consecutive: polls in a row that cross a threshold.
-        margin: seconds below a threshold that the way back asks for.
-        idle: nanoseconds without work after which the regime is Below.
     """
 
     theta1: float = 0.3
     theta2: float = 2.0
     alpha: float = 0.3
-    interval: int = 5 * SECOND
     consecutive: int = 3
     margin: float = 0.03
-    idle: int = 30 * SECOND
 
     def __post_init__(self) -> None:
         """Refuse values that separate no regimes."""
-        check_thresholds(self)
+        super().__post_init__()
+        if not 0 < self.alpha <= 1:
+            raise ConfigError(f"alpha is {self.alpha}; it must be above 0, and at most 1")
 
     @classmethod
     def of_baseline(cls, p99: float, factor: float = ADVISED_FACTOR) -> PaperConfig:
@@ -79,7 +70,7 @@ PRESETS: Mapping[str, PaperConfig] = {
 }
 
 
-class PaperDetector:
+class PaperDetector(Polled):
     """Smoothed TTFT P99 against two thresholds (Georgiou 2026, Eq. 10 and 11).
 
     L(t) = alpha P99(t) + (1 - alpha) L(t - interval) at every poll, the first P99 being the first
@@ -89,35 +80,9 @@ class PaperDetector:
 
     def __init__(self, config: PaperConfig | None = None) -> None:
         self.config = config or PaperConfig()
-        one = self.config
-        self._latches = Latches(one.theta1, one.theta2, one.consecutive, one.margin)
-        self._poll = Poll(one.interval)
-        self._idle = Idle(one.idle)
+        super().__init__(self.config)
         self._scraped: Histogram | None = None
         self._due = 0
-        self._smoothed = math.nan
-
-    @property
-    def regime(self) -> Regime:
-        """The regime as of the last poll."""
-        return self._latches.regime
-
-    @property
-    def signal(self) -> float:
-        """Smoothed P99, in seconds."""
-        return self._smoothed
-
-    @property
-    def thresholds(self) -> tuple[float, float]:
-        """theta1 and theta2, in seconds."""
-        return self._latches.thresholds
-
-    def update(self, now: int, sample: Sample) -> Regime:
-        """Take in a first token at `now` (ns); return the regime."""
-        self._close(now)
-        self._idle.busy(now)
-        self._poll.add(sample)
-        return self.regime
 
     def scrape(self, now: int, histogram: Histogram) -> Regime:
         """Take in a scrape of the TTFT histogram (seconds) at `now` (ns); return the regime.
@@ -133,27 +98,15 @@ class PaperDetector:
             fresh = histogram.since(before)
             if fresh.count > 0:
                 self._idle.busy(now)
-                self._take(fresh.quantile(0.99))
+                self._compare(self._smoothed(fresh.quantile(0.99)))
         return self.regime
 
-    def tick(self, now: int, waiting: int) -> Regime:
-        """Close the window if it is over; a fleet that has been idle for `idle` is Below."""
-        self._close(now)
-        if self._idle.over(now, waiting):
-            self._latches.reset()
-            self._smoothed = math.nan
-        return self.regime
+    def _of(self, window: list[Sample]) -> float:
+        return self._smoothed(float(np.quantile([each.ttft for each in window], 0.99)))
 
-    def _close(self, now: int) -> None:
-        window = self._poll.close(now)
-        if window:
-            self._take(float(np.quantile([each.ttft for each in window], 0.99)))
-
-    def _take(self, p99: float) -> None:
-        alpha = self.config.alpha
-        first = math.isnan(self._smoothed)
-        self._smoothed = p99 if first else alpha * p99 + (1 - alpha) * self._smoothed
-        self._latches.update(self._smoothed)
+    def _smoothed(self, p99: float) -> float:
+        alpha, before = self.config.alpha, self.signal
+        return p99 if math.isnan(before) else alpha * p99 + (1 - alpha) * before
 
 
 DetectorConfig: TypeAlias = (

@@ -4,169 +4,53 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Protocol
-
-import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.saturation.detector import Idle, Latches, Regime, Sample
-from pigou.control.saturation.poll import Poll
-from pigou.request import SECOND
-
-
-class _Thresholds(Protocol):
-    @property
-    def theta1(self) -> float: ...
-    @property
-    def theta2(self) -> float: ...
-    @property
-    def margin(self) -> float: ...
-    @property
-    def interval(self) -> int: ...
-    @property
-    def consecutive(self) -> int: ...
-    @property
-    def idle(self) -> int: ...
-
-
-def check_thresholds(config: _Thresholds) -> None:
-    """Refuse thresholds that do not rise, margins that reach 0, and polls of no length."""
-    if not 0 < config.theta1 < math.inf:
-        raise ConfigError(f"theta1 is {config.theta1}; it must be above 0")
-    if not config.theta1 < config.theta2 < math.inf:
-        raise ConfigError(f"theta2 is {config.theta2}; it must be above theta1 ({config.theta1})")
-    if not 0 <= config.margin < config.theta1:
-        raise ConfigError(
-            f"margin is {config.margin}; it must be from 0 up to, not at, theta1 ({config.theta1})"
-        )
-    if config.consecutive < 1:
-        raise ConfigError(f"consecutive is {config.consecutive}; it must be at least 1")
-    for name in ("interval", "idle"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} is {getattr(config, name)} ns; it must be at least 1")
-    alpha = getattr(config, "alpha", 1.0)
-    if not 0 < alpha <= 1:
-        raise ConfigError(f"alpha is {alpha}; it must be above 0, and at most 1")
+from pigou.control.saturation.detector import Sample
+from pigou.control.saturation.polled import Polled, PolledConfig
 
 
 class SecondDifferenceConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
-    tag_field="detector", tag="second-difference",
-):  # fmt: skip
+    PolledConfig, frozen=True, kw_only=True, tag_field="detector", tag="second-difference"
+):
     """Parameters of `SecondDifference`. The thresholds depend on the fleet: there is no default.
 
     Attributes:
         theta1: seconds per squared request in flight at which Transition begins.
         theta2: the same for Saturated.
         apart: least difference of load, in requests, between polls that are compared.
-        interval: nanoseconds between polls.
-        consecutive: polls in a row that cross a threshold.
-        margin: below a threshold that the way back asks for.
-        idle: nanoseconds without work after which the regime is Below.
     """
 
-    theta1: float
-    theta2: float
     apart: float = 1.0
-    interval: int = 5 * SECOND
-    consecutive: int = 1
-    margin: float = 0.0
-    idle: int = 30 * SECOND
 
     def __post_init__(self) -> None:
         """Refuse values that separate no regimes."""
-        check_thresholds(self)
+        super().__post_init__()
         if not 0 < self.apart < math.inf:
             raise ConfigError(f"apart is {self.apart}; it must be above 0 requests")
 
 
 class ConfigVarianceConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
-    tag_field="detector", tag="config-variance",
-):  # fmt: skip
+    PolledConfig, frozen=True, kw_only=True, tag_field="detector", tag="config-variance"
+):
     """Parameters of `ConfigVariance`. The thresholds depend on the fleet: there is no default.
 
     Attributes:
         theta1: squared seconds at which Transition begins.
         theta2: the same for Saturated.
         window: polls that a setting's mean is taken over.
-        interval: nanoseconds between polls.
-        consecutive: polls in a row that cross a threshold.
-        margin: below a threshold that the way back asks for.
-        idle: nanoseconds without work after which the regime is Below.
     """
 
-    theta1: float
-    theta2: float
     window: int = 6
-    interval: int = 5 * SECOND
-    consecutive: int = 1
-    margin: float = 0.0
-    idle: int = 30 * SECOND
 
     def __post_init__(self) -> None:
         """Refuse values that separate no regimes."""
-        check_thresholds(self)
+        super().__post_init__()
         if self.window < 1:
             raise ConfigError(f"window is {self.window} polls; it must be at least 1")
 
 
-class _Polled:
-    """What both have: polls, a signal a poll, two thresholds with hysteresis."""
-
-    def __init__(self, config: SecondDifferenceConfig | ConfigVarianceConfig) -> None:
-        self._latches = Latches(config.theta1, config.theta2, config.consecutive, config.margin)
-        self._poll = Poll(config.interval)
-        self._idle = Idle(config.idle)
-        self._signal = math.nan
-
-    @property
-    def regime(self) -> Regime:
-        """The regime as of the last poll."""
-        return self._latches.regime
-
-    @property
-    def signal(self) -> float:
-        """The signal of the last poll that had one."""
-        return self._signal
-
-    @property
-    def thresholds(self) -> tuple[float, float]:
-        """theta1 and theta2."""
-        return self._latches.thresholds
-
-    def update(self, now: int, sample: Sample) -> Regime:
-        """Take in a first token at `now` (ns); return the regime."""
-        self._close(now)
-        self._idle.busy(now)
-        self._poll.add(sample)
-        return self.regime
-
-    def tick(self, now: int, waiting: int) -> Regime:
-        """Close the window if it is over; a fleet that has been idle for long is Below."""
-        self._close(now)
-        if self._idle.over(now, waiting):
-            self._latches.reset()
-            self._forget()
-            self._signal = math.nan
-        return self.regime
-
-    def _close(self, now: int) -> None:
-        window = self._poll.close(now)
-        if window:
-            signal = self._of(window)
-            if signal is not None:
-                self._signal = signal
-                self._latches.update(signal)
-
-    def _of(self, window: list[Sample]) -> float | None:
-        raise NotImplementedError
-
-    def _forget(self) -> None:
-        raise NotImplementedError
-
-
-class SecondDifference(_Polled):
+class SecondDifference(Polled):
     """Second divided difference of mean TTFT over load (Georgiou 2026, Proposition 4).
 
     Of the last three polls whose loads (mean requests in flight) lie apart, at x0 < x1 < x2 with
@@ -194,7 +78,7 @@ class SecondDifference(_Polled):
         self._points.clear()
 
 
-class ConfigVariance(_Polled):
+class ConfigVariance(Polled):
     """Variance of the mean TTFT across settings of the router (Georgiou 2026, section 8.4).
 
     It needs a fleet that tries several settings at once (`Sample.setting`): each one's mean is
