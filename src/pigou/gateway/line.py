@@ -1,4 +1,4 @@
-"""A line: one HTTP/1.1 connection to a worker, for streamed replies.
+"""A line: one HTTP/1.1 connection to a worker.
 
 What arrives is handed on within the call that receives it, without waking a task: a lone chunk
 costs half of what it costs through a general HTTP client.

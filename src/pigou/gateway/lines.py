@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 
 from pigou.gateway.line import Head, Line, LineError
 
-#: Below the 5 seconds after which vLLM's server closes idle connections.
-_KEEPALIVE_S = 4.0
-_CONNECT_S = 5.0
+#: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
+#: on a connection at the moment it closes is lost.
+KEEPALIVE_S = 4.0
+CONNECT_S = 5.0
 
 
 class Lines:
@@ -68,7 +69,7 @@ class Lines:
         self._idle.clear()
 
     def _kept(self) -> Line | None:
-        oldest = asyncio.get_running_loop().time() - _KEEPALIVE_S
+        oldest = asyncio.get_running_loop().time() - KEEPALIVE_S
         while self._idle:
             line = self._idle.pop()
             if line.idle and line.idle_since > oldest:
@@ -78,7 +79,7 @@ class Lines:
 
     async def _open(self) -> Line:
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(_CONNECT_S):
+        async with asyncio.timeout(CONNECT_S):
             _, line = await loop.create_connection(Line, self._host, self._port, ssl=self._tls)
         return line
 

@@ -15,13 +15,9 @@ import msgspec
 from pigou.gateway.call import Body
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.line import Line
-from pigou.gateway.lines import Lines
+from pigou.gateway.lines import CONNECT_S, KEEPALIVE_S, Lines
 from pigou.request import Worker
 
-#: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
-#: on a connection at the moment it closes is lost.
-_KEEPALIVE_S = 4.0
-_CONNECT_S = 5.0
 _READ_BUFFER = 256 * 1024
 _HEADERS = {"content-type": "application/json"}
 
@@ -75,8 +71,8 @@ class Upstream:
             self._headers["x-dynamo-worker-instance-id"] = engine.pin
         self._lines = Lines(worker.url, self._headers)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             auto_decompress=False,
             read_bufsize=_READ_BUFFER,
             cookie_jar=aiohttp.DummyCookieJar(),
