@@ -11,7 +11,15 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.candidates import Offers
 from pigou.control.decisions import Explanation, Ledger
 from pigou.control.messages import Choice
-from pigou.control.routing.policy import Costs, Parts, RoutingPolicy, Table, override, params_of
+from pigou.control.routing.policy import (
+    Costs,
+    Parts,
+    RoutingPolicy,
+    Table,
+    override,
+    params_of,
+    total,
+)
 from pigou.control.routing.selection import select
 from pigou.control.routing.toll import Toll
 from pigou.control.routing.view import Candidates, FleetView
@@ -130,4 +138,4 @@ def _costs(
     if split is None:
         return policy.costs(request, fleet, found), None
     parts = split(request, fleet, found)
-    return sum(parts.values(), np.zeros(len(found))), parts
+    return total(parts, len(found)), parts

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from pigou.control.routing.policy import Costs, Parts, RequestView, RoutingPolicy, load
+from pigou.control.routing.policy import Costs, Parts, RequestView, RoutingPolicy, load, total
 from pigou.control.routing.view import Candidates, Flags, FleetView
 
 
@@ -59,10 +59,7 @@ class Conditional:
 
     def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
         """Return one cost a candidate, in the unit of the policy inside."""
-        total: Costs = sum(
-            self.parts(request, fleet, candidates).values(), np.zeros(len(candidates))
-        )
-        return total
+        return total(self.parts(request, fleet, candidates), len(candidates))
 
     def parts(
         self, request: RequestView, fleet: FleetView, candidates: Candidates

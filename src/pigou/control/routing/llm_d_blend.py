@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from pigou.control.routing.limits import at_least, finite, share
-from pigou.control.routing.policy import Costs, RequestView
+from pigou.control.routing.policy import Costs, RequestView, total
 from pigou.control.routing.stages import Rows, Stage, Staged, share_held
 from pigou.control.routing.view import FleetView
 
@@ -77,7 +77,7 @@ class LlmDBlend(Staged):
             return found
         names = [(stage, fleet.ids[row]) for row in rows.tolist()]
         found["no_hit_lru"] = -own.no_hit_lru * self._rested(names)
-        taken = int(sum(found.values(), np.zeros(len(rows))).argmin())
+        taken = int(total(found, len(rows)).argmin())
         self._note(names[taken], len(fleet.ids))
         return found
 

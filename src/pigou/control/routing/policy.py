@@ -54,6 +54,12 @@ class Priced(Protocol):
 Parts: TypeAlias = Callable[[RequestView, FleetView, Candidates], dict[str, Costs]]
 
 
+def total(parts: Mapping[str, Costs], count: int) -> Costs:
+    """Return the sum of parts of shape (count,); zeros where there are none."""
+    found: Costs = sum(parts.values(), np.zeros(count))
+    return found
+
+
 @dataclass(slots=True)
 class Table:
     """Parts of the costs of candidates in one array, for policies that fill it in one go.

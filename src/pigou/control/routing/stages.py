@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.routing.policy import Costs, RequestView
+from pigou.control.routing.policy import Costs, RequestView, total
 from pigou.control.routing.view import Candidates, Counts, FleetView
 
 #: Indices of workers, distinct.
@@ -47,10 +47,7 @@ class Staged:
 
     def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
         """Return one cost a candidate, in the policy's own unit."""
-        total: Costs = sum(
-            self.parts(request, fleet, candidates).values(), np.zeros(len(candidates))
-        )
-        return total
+        return total(self.parts(request, fleet, candidates), len(candidates))
 
     def parts(
         self, request: RequestView, fleet: FleetView, candidates: Candidates
@@ -70,7 +67,7 @@ class Staged:
         prefill = self.stage(request, fleet, computes, Stage.PREFILL)
         for name, part in prefill.items():
             found[f"prefill_{name}"] = _spread(part, computes, candidates.prefill, workers)
-        best = sum(prefill.values(), np.zeros(len(computes))).min()
+        best = total(prefill, len(computes)).min()
         found["prefill_best"] = remote * (-best if best < np.inf else 0.0)
         offered = np.zeros(workers)
         offered[candidates.decode[remote]] = np.inf
