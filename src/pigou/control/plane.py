@@ -185,7 +185,7 @@ class ControlPlane:
         return Status(
             policy=self.router.name,
             controller=str(self.config.controller["controller"]),
-            regime=self.watch.detector.regime.value,
+            regime=self.watch.detector.regime,
             signal=self.watch.detector.signal,
             temperature=self.router.temperature,
             parameters=dict(params_of(self.router.policy)),

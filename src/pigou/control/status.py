@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.assessment import Assessment
+from pigou.control.saturation.detector import Regime
 from pigou.control.speeds.estimates import Estimates
 
 
@@ -18,7 +19,7 @@ class Status:
     Attributes:
         policy: name of the routing policy.
         controller: name of what sets its parameters; "static" leaves them alone.
-        regime: below, transition or saturated, as the detector says.
+        regime: as the detector says.
         signal: what the detector looks at: smoothed TTFT P99, or its own statistic.
         temperature: of the choice.
         parameters: of the policy, by name.
@@ -31,7 +32,7 @@ class Status:
 
     policy: str
     controller: str
-    regime: str
+    regime: Regime
     signal: float
     temperature: float
     parameters: dict[str, float]

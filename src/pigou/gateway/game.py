@@ -14,8 +14,6 @@ from prometheus_client.registry import Collector
 from pigou.control.status import Status
 from pigou.games.anarchy import Anarchy, Estimate
 
-#: Regimes in order of load; their places are the values of `game_saturation_state`.
-REGIMES = ("below", "transition", "saturated")
 PARTS = ("whole", "routing", "prefill_decode", "queueing")
 
 
@@ -75,7 +73,7 @@ def view(status: Status) -> dict[str, Any]:
     return {
         "policy": status.policy,
         "controller": status.controller,
-        "regime": status.regime,
+        "regime": status.regime.value,
         "signal": plain(status.signal),
         "temperature": plain(status.temperature),
         "parameters": {name: _value(value) for name, value in status.parameters.items()},
@@ -99,9 +97,10 @@ class Game(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all gauges."""
         status, prices = self._look()
-        state = REGIMES.index(status.regime) if status.regime in REGIMES else -1
         yield _gauge(
-            "game_saturation_state", "Regime: 0 below, 1 transition, 2 saturated.", [((), state)]
+            "game_saturation_state",
+            "Regime: 0 below, 1 transition, 2 saturated.",
+            [((), status.regime.level)],
         )
         yield _gauge("game_saturation_signal", "What the detector looks at.", [((), status.signal)])
         yield _gauge(
@@ -120,26 +119,29 @@ class Game(Collector):
             yield from _poa_gauges(status.assessment.anarchy, status.assessment.legacy)
 
 
+#: Gauges of a worker: name, field of `Price`, help.
+_GAUGES = (
+    ("toll", "toll", "Seconds that one more stream on a worker would cost those there."),
+    ("social_ratio", "social_ratio", "Cost of one more stream to everybody over its own."),
+    (
+        "expected_itl", "itl",
+        "Seconds between tokens that a worker's law expects for one more stream.",
+    ),
+    (
+        "prefill_token_seconds", "prefill_token",
+        "Seconds that an uncached prompt token takes on a worker.",
+    ),
+    ("prefill_busy", "busy", "Share of its time that a worker computes prompts."),
+    (
+        "worker_poa", "poa",
+        "Observed over best seconds of the requests that a worker had a part in.",
+    ),
+)  # fmt: skip
+
+
 def _worker_gauges(prices: list[Price]) -> Iterator[Metric]:
-    helps = {
-        "toll": "Seconds that one more stream on a worker would cost those there.",
-        "social_ratio": "Cost of one more stream to everybody over its own.",
-        "expected_itl": "Seconds between tokens that a worker's law expects for one more stream.",
-        "prefill_token_seconds": "Seconds that an uncached prompt token takes on a worker.",
-        "prefill_busy": "Share of its time that a worker computes prompts.",
-        "worker_poa": "Observed over best seconds of the requests that a worker had a part in.",
-    }
-    values = {
-        "toll": [each.toll for each in prices],
-        "social_ratio": [each.social_ratio for each in prices],
-        "expected_itl": [each.itl for each in prices],
-        "prefill_token_seconds": [each.prefill_token for each in prices],
-        "prefill_busy": [each.busy for each in prices],
-        "worker_poa": [each.poa for each in prices],
-    }
-    workers = [(each.worker,) for each in prices]
-    for name, help in helps.items():
-        found = zip(workers, values[name], strict=True)
+    for name, field, help in _GAUGES:
+        found = (((each.worker,), getattr(each, field)) for each in prices)
         known = ((worker, value) for worker, value in found if not math.isnan(value))
         yield _gauge(f"game_{name}", help, known, "worker")
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pigou.control.saturation.detector import LEVELS
 from pigou.report.figure import Axis, Chart, Figure, Heat, Line, Unit
 from pigou.report.palette import LINES
 from pigou.report.record import Course, Record, Samples
 from pigou.report.table import Cell, Table
 
 TIME = Axis("simulated seconds")
-REGIMES = ((0.0, "below"), (1.0, "transition"), (2.0, "saturated"))
+REGIMES = tuple((float(each.level), each.value) for each in LEVELS)
 _QUEUES = {
     "client": "at the client, or on the way", "queued": "in the fleet's queue",
     "waiting": "waiting on workers", "running": "running",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.saturation.detector import LEVELS
 from pigou.request import SECOND
 from pigou.sim.clock import EPOCH, Phase
 from pigou.sim.simulate import Simulation
@@ -108,7 +107,7 @@ class Timeline:
                 parts.prefill_decode.value, found.legacy,
             )  # fmt: skip
         self._fleet[row, 4:] = (
-            LEVELS.index(status.regime), status.signal, status.temperature, *poa,
+            status.regime.level, status.signal, status.temperature, *poa,
         )  # fmt: skip
 
     def _thin(self) -> None:
