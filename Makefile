@@ -6,20 +6,22 @@ BIN    := $(VENV)/bin
 # One compute thread a process unless told otherwise: the fleet's processes share the cores.
 export OMP_NUM_THREADS ?= 1
 
+# What needs no peer, no GPU, and not much time.
+FAST   := not slow and not vllm and not dynamo and not gpu
+
 .PHONY: serve test test-all explore lint format bench docs clean
 
 serve: $(VENV)/.serve
 	$(BIN)/pigou serve $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow and not vllm and not dynamo and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
 
 explore: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow and not vllm and not dynamo and not gpu" \
-		--hypothesis-profile=explore $(ARGS)
+	$(BIN)/python -m pytest -m "$(FAST)" --hypothesis-profile=explore $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
