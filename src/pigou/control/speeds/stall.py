@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
+
+from pigou.kv.compiled import bare_kernel
 
 Numbers = NDArray[np.float64]
 
@@ -11,7 +15,7 @@ Numbers = NDArray[np.float64]
 _VARIANCE = 0.01
 #: Samples are forgotten by half after so many more.
 _HALF_LIFE = 128.0
-#: Rounds of coordinate descent; three unknowns are settled long before.
+#: Most rounds of coordinate descent; three unknowns are settled before, as a rule.
 _ROUNDS = 50
 
 
@@ -37,9 +41,7 @@ class Stall:
 
     def observe(self, ratio: float, prompts: float, tokens: float) -> None:
         """Take in a sample: ITL over the law's, and prompts and tokens by k f(n) seconds."""
-        row = np.array([1.0, prompts, tokens])
-        self._gram = self._keep * self._gram + np.outer(row, row)
-        self._moment = self._keep * self._moment + ratio * row
+        _add(self._gram, self._moment, self._keep, ratio, (1.0, prompts, tokens))
 
     def law(self, base: float, token: float, stream: float) -> tuple[float, float]:
         """Return seconds a prompt and seconds a token.
@@ -49,14 +51,45 @@ class Stall:
             token: seconds of each uncached token.
             stream: seconds by which one stream more makes a step longer.
         """
-        prior = np.array([1.0, 0.0, min(token, stream)])
-        deviation = np.array([_VARIANCE**0.5, base, token])
-        scale = np.maximum(deviation, 1e-12)
-        gram = self._gram * np.outer(scale, scale) / _VARIANCE + np.eye(3)
-        moment = self._moment * scale / _VARIANCE + prior / scale
-        found = prior / scale
-        for _ in range(_ROUNDS):
-            for i in range(3):
-                rest = moment[i] - gram[i] @ found + gram[i, i] * found[i]
-                found[i] = max(0.0, rest / gram[i, i])
-        return float(found[1] * deviation[1]), float(found[2] * deviation[2])
+        return _solve(self._gram, self._moment, base, token, stream)
+
+
+@bare_kernel
+def _add(
+    gram: Numbers, moment: Numbers, keep: float, ratio: float, row: tuple[float, float, float]
+) -> None:
+    """Add a row to the sums of least squares, which forget the others a little."""
+    for i in range(3):
+        for j in range(3):
+            gram[i, j] = keep * gram[i, j] + row[i] * row[j]
+        moment[i] = keep * moment[i] + ratio * row[i]
+
+
+@bare_kernel
+def _solve(
+    gram: Numbers, moment: Numbers, base: float, token: float, stream: float
+) -> tuple[float, float]:
+    """Minimise by coordinate descent, in units of the prior's deviations; compiled."""
+    at, per = max(base, 1e-12), max(token, 1e-12)
+    one = max(math.sqrt(_VARIANCE), 1e-12)
+    scale = (one, at, per)
+    prior = (1.0 / one, 0.0, min(token, stream) / per)
+    c, p, u = prior
+    for _ in range(_ROUNDS):
+        before = (c, p, u)
+        for i in range(3):
+            rest = moment[i] * scale[i] / _VARIANCE + prior[i]
+            found = (c, p, u)
+            for j in range(3):
+                if j != i:
+                    rest -= gram[i, j] * (scale[i] * scale[j]) / _VARIANCE * found[j]
+            new = max(0.0, rest / (gram[i, i] * (scale[i] * scale[i]) / _VARIANCE + 1.0))
+            if i == 0:
+                c = new
+            elif i == 1:
+                p = new
+            else:
+                u = new
+        if before == (c, p, u):
+            break
+    return p * base, u * token
