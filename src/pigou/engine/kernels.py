@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.compiled import kernel
+from pigou.compiled import kernel
 from pigou.request import Ints
 
 

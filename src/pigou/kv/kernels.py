@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.compiled import kernel
+from pigou.compiled import kernel
 from pigou.request import BlockHashes, Ints
 
 #: Columns of `meta`: reference count; neighbours in the free queue; parent, first child and

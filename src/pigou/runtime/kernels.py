@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-import pigou.kv.compiled  # noqa: F401  (chooses where numba keeps what it compiled)
+import pigou.compiled  # noqa: F401  (chooses where numba keeps what it compiled)
 from pigou.request import Ints
 from pigou.runtime.simd import LANES, float_of, narrow, product, widen
 from pigou.runtime.team import team

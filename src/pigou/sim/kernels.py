@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.compiled import bare_kernel, inlined
+from pigou.compiled import bare_kernel, inlined
 from pigou.request import Ints, Nanos
 
 Flags = NDArray[np.bool_]

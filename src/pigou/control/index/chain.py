@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from pigou.kv.compiled import kernel
+from pigou.compiled import kernel
 from pigou.request import BlockKeys
 
 #: Token ids: a NumPy array of integers is taken as it is, anything else is converted.

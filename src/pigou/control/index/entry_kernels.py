@@ -18,8 +18,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.compiled import bare_kernel, inlined
 from pigou.control.index.slots import Counts, Words, find
-from pigou.kv.compiled import bare_kernel, inlined
 
 Links: TypeAlias = NDArray[np.uint32]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pigou.compiled import bare_kernel
 from pigou.control.index.entry_kernels import (
     CHILD,
     EVICTED,
@@ -25,7 +26,6 @@ from pigou.control.index.entry_kernels import (
 from pigou.control.index.holding_kernels import first_leaf, forget
 from pigou.control.index.slots import Counts, Words, find, probe, put, touch
 from pigou.control.index.table_kernels import ROWS, SEEN, TIERS, TWINS, hold, let_go
-from pigou.kv.compiled import bare_kernel
 
 #: What `store` returns where an array might be too small: nothing was done.
 NO_ROOM = -(2**62)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pigou.compiled import bare_kernel, inlined
 from pigou.control.index.entry_kernels import (
     EVICTED,
     KNOWN,
@@ -23,7 +24,6 @@ from pigou.control.index.entry_kernels import (
     note,
 )
 from pigou.control.index.slots import Counts, Words, find, strike
-from pigou.kv.compiled import bare_kernel, inlined
 
 
 @inlined

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pigou.compiled import bare_kernel, inlined
 from pigou.control.index.entry_kernels import (
     EVICTED,
     MEDIA,
@@ -22,7 +23,6 @@ from pigou.control.index.entry_kernels import (
     unlink,
 )  # fmt: skip
 from pigou.control.index.slots import Counts, Words, enter, find, strike
-from pigou.kv.compiled import bare_kernel, inlined
 
 
 @inlined

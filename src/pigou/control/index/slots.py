@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.compiled import bare_kernel, inlined
+from pigou.compiled import bare_kernel, inlined
 
 Words: TypeAlias = NDArray[np.uint64]
 Counts: TypeAlias = NDArray[np.int64]

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pigou.compiled import bare_kernel, inlined
 from pigou.control.index.slots import Counts, Words, find, probe, put, strike
-from pigou.kv.compiled import bare_kernel, inlined
 from pigou.request import BlockKeys
 
 #: Tiers, the nearest first.

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.compiled import bare_kernel
+from pigou.compiled import bare_kernel
 
 _INF = float("inf")
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.compiled import bare_kernel
+from pigou.compiled import bare_kernel
 
 #: Names of the parts, in the order of the rows that `price` returns.
 PARTS = (

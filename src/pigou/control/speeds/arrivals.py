@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.compiled import bare_kernel
+from pigou.compiled import bare_kernel
 from pigou.request import SECOND
 
 #: Rates of arrivals are means over about this many seconds.

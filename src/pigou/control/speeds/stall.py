@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.compiled import bare_kernel
+from pigou.compiled import bare_kernel
 
 Numbers = NDArray[np.float64]
 

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from pigou.kv.compiled import kernel
+from pigou.compiled import kernel
 from pigou.request import Ints
 from pigou.worker.transfer.store import Bytes
 

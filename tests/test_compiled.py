@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pigou.kv import compiled
+from pigou import compiled
 
 
 def test_numba_chooses_where_the_package_can_be_written(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_kernels_are_cached_with_the_user_where_the_package_cannot_be_written(
 
 
 def test_the_environment_has_the_last_word(tmp_path: Path) -> None:
-    code = "import os, pigou.kv.compiled; print(os.environ['NUMBA_CACHE_DIR'])"
+    code = "import os, pigou.compiled; print(os.environ['NUMBA_CACHE_DIR'])"
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
