@@ -62,13 +62,21 @@ class LatencyLaw:
     def __call__(self, n: Floats) -> Floats: ...
     def __call__(self, n: float | Floats) -> float | Floats:
         """Return the seconds that each takes when ``n`` requests share the worker."""
+        if isinstance(n, float):  # one number at a time is the usual case
+            value = self.a * n + self.b
+            if self.d:
+                gap = self.n_sat - n
+                near = max(gap, self.floor)
+                slope = self.beta * self.d * near ** (-self.beta - 1.0)
+                value = value + self.d * near**-self.beta + (near - gap) * slope
+            return float(value)
         n = np.asarray(n, dtype=np.float64)
-        value = self.a * n + self.b
+        values = self.a * n + self.b
         if self.d:
-            gap = self.n_sat - n
-            near = np.maximum(gap, self.floor)
-            value = value + self.d * near**-self.beta + (near - gap) * self._pole_slope(near)
-        return _plain(value)
+            gaps = self.n_sat - n
+            nears = np.maximum(gaps, self.floor)
+            values = values + self.d * nears**-self.beta + (nears - gaps) * self._pole_slope(nears)
+        return _plain(values)
 
     @overload
     def slope(self, n: float) -> float: ...
@@ -168,12 +176,8 @@ class OnlineFit:
         trust = max(0.0, 1.0 - (residual / limit) ** 2) ** 2
         step = MEDIAN_STEP if abs(residual) > self._spread else -MEDIAN_STEP
         self._spread = min(max(self._spread * math.exp(step), SMALLEST_SCALE), 1e6)
-        row = self._bank.row(n)
         weight = trust / expected**2
-        self._gram *= self._keep
-        self._gram += weight * row[:, :, None] * row[:, None, :]
-        self._moment *= self._keep
-        self._moment += (weight * seconds) * row
+        self._bank.add(float(n), float(seconds), weight, self._keep, self._gram, self._moment)
         self._energy = self._keep * self._energy + weight * seconds**2
         self.weight = self._keep * self.weight + trust
         self._seen += 1

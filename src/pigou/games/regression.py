@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
 from pigou.games.arrays import Floats
+from pigou.games.regression_kernels import add, least
 
 N_SAT_RATIOS = np.array([0.7, 0.8, 0.9, 1.0, 1.03, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 6.0])
 BETAS = np.array([0.5, 1.0, 2.0, 3.0])
-#: Sets of parameters (a, b, d) that may be above 0; the others are 0.
-SUPPORTS = [list(s) for size in (1, 2, 3) for s in combinations(range(3), size)]
-RIDGE = 1e-11
-#: The same by their size, as lists and as an array (sets, size), to be solved at once.
-_SIZES = [
-    (some, np.array(some))
-    for some in ([s for s in SUPPORTS if len(s) == size] for size in (1, 2, 3))
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +32,14 @@ class Bank:
         columns[1:, :, 2] = near**-beta * (1.0 + (near - gap) * beta / near)
         return columns
 
-    def row(self, n: float) -> Floats:
-        """Return the columns of one observation: shape (poles, 3)."""
-        return self.design(np.array([n], dtype=np.float64))[:, 0, :]
+    def add(
+        self, n: float, seconds: float, weight: float, keep: float, gram: Floats, moment: Floats
+    ) -> None:
+        """Take one observation into ``gram`` (poles, 3, 3) and ``moment`` (poles, 3).
+
+        What they have is multiplied by ``keep`` first.
+        """
+        add(self.n_sat, self.beta, self.floor, n, seconds, weight, keep, gram, moment)
 
     def fit(self, n: Floats, seconds: Floats, weight: Floats) -> tuple[Floats, Floats]:
         """Return each pole's best parameters (poles, 3) and weighted squared error (poles,).
@@ -81,34 +78,6 @@ def solve(gram: Floats, moment: Floats, energy: Floats | float) -> tuple[Floats,
     Returns the minimisers (k, 3) and the minima (k,). With three unknowns, trying each set of
     non-zero ones is both exact and fast.
     """
-    size = np.sqrt(np.maximum(np.einsum("kii->ki", gram), 1e-300))
-    unit = gram / (size[:, :, None] * size[:, None, :]) + RIDGE * np.eye(3)
-    right = moment / size
-    poles = np.arange(len(moment))
-    found = np.zeros((len(SUPPORTS), len(moment), 3))
-    errors = np.empty((len(SUPPORTS), len(moment)))
-    refused = np.empty(errors.shape, dtype=np.bool_)
-    first = 0
-    for some, supports in _SIZES:
-        among = right[:, supports]
-        matrix = unit[:, supports[:, :, None], supports[:, None, :]]
-        if first:
-            part = np.linalg.solve(matrix, among[:, :, :, None])[..., 0]
-        else:  # single numbers
-            part = among / matrix[:, :, :, 0]
-        last = first + len(some)
-        errors[first:last] = -np.einsum("kns,kns->nk", part, among)
-        refused[first:last] = (part < 0).any(axis=2).T
-        found[np.arange(first, last)[:, None], :, supports] = part.transpose(1, 2, 0)
-        first = last
-    bars = 1e-12 * np.abs(errors)
-    errors[refused] = np.inf
-    least, chosen = errors[0], np.zeros(len(moment), dtype=np.intp)
-    for number in range(1, len(SUPPORTS)):
-        # Of sets that are equally good the smallest is taken.
-        better = errors[number] < least - bars[number]
-        least = np.where(better, errors[number], least)
-        chosen[better] = number
-    some_set = np.isfinite(least)
-    best = np.where(some_set[:, None], found[chosen, poles], 0.0)
-    return best / size, np.maximum(energy + np.where(some_set, least, 0.0), 0.0)
+    best, errors = np.empty((len(moment), 3)), np.empty(len(moment))
+    least(np.ascontiguousarray(gram), moment, np.empty((5, 3)), best, errors)
+    return best, np.maximum(energy + errors, 0.0)

@@ -1,0 +1,120 @@
+"""The sums of least squares for many poles, and their solution; compiled for `regression`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pigou.compiled import bare_kernel, inlined
+from pigou.games.arrays import Floats
+
+RIDGE = 1e-11
+#: Of sets of parameters that are equally good the smallest is taken: so much is no gain.
+_GAIN = 1e-12
+
+
+@bare_kernel
+def add(
+    n_sat: Floats, beta: Floats, floor: float, n: float, seconds: float, weight: float,
+    keep: float, gram: Floats, moment: Floats,
+) -> None:  # fmt: skip
+    """Take one observation into the sums of every pole; those before count `keep` times as much.
+
+    Args:
+        n_sat: of the poles, (poles,); the first has none.
+        beta: of the poles, (poles,).
+        floor: as of `Bank`.
+        n: requests on the worker.
+        seconds: that it took.
+        weight: of this observation.
+        keep: factor of the sums.
+        gram: shape (poles, 3, 3).
+        moment: shape (poles, 3).
+    """
+    for k in range(n_sat.shape[0]):
+        pole = 0.0
+        if k > 0:
+            gap = n_sat[k] - n
+            near = max(gap, floor)
+            pole = near ** -beta[k] * (1.0 + (near - gap) * beta[k] / near)
+        row = (n, 1.0, pole)
+        for i in range(3):
+            for j in range(3):
+                gram[k, i, j] = gram[k, i, j] * keep + weight * row[i] * row[j]
+            moment[k, i] = moment[k, i] * keep + weight * seconds * row[i]
+
+
+@inlined
+def _pair(g: Floats, r: Floats, i: int, j: int) -> tuple[float, float]:
+    """Solve for two unknowns."""
+    ratio = g[j, i] * (1.0 / g[i, i])
+    second = (r[j] - ratio * r[i]) / (g[j, j] - ratio * g[i, j])
+    return (r[i] - g[i, j] * second) / g[i, i], second
+
+
+@inlined
+def _triple(g: Floats, r: Floats) -> tuple[float, float, float]:
+    """Solve for three unknowns, by elimination with partial pivots (the first is no smaller)."""
+    whole = 1.0 / g[0, 0]
+    one, two = g[1, 0] * whole, g[2, 0] * whole
+    a, b, x = g[1, 1] - one * g[0, 1], g[1, 2] - one * g[0, 2], r[1] - one * r[0]
+    c, d, y = g[2, 1] - two * g[0, 1], g[2, 2] - two * g[0, 2], r[2] - two * r[0]
+    if abs(c) > abs(a):
+        a, b, x, c, d, y = c, d, y, a, b, x
+    ratio = c * (1.0 / a)
+    third = (y - ratio * x) / (d - ratio * b)
+    second = (x - b * third) / a
+    return (r[0] - g[0, 1] * second - g[0, 2] * third) / g[0, 0], second, third
+
+
+@inlined
+def _solved(g: Floats, r: Floats, some: int) -> tuple[float, float, float]:
+    """Solve for the unknowns of one of the seven sets; the others are 0."""
+    x, y, z = 0.0, 0.0, 0.0
+    if some == 0:
+        x = r[0] / g[0, 0]
+    elif some == 1:
+        y = r[1] / g[1, 1]
+    elif some == 2:
+        z = r[2] / g[2, 2]
+    elif some == 3:
+        x, y = _pair(g, r, 0, 1)
+    elif some == 4:
+        x, z = _pair(g, r, 0, 2)
+    elif some == 5:
+        y, z = _pair(g, r, 1, 2)
+    else:
+        x, y, z = _triple(g, r)
+    return x, y, z
+
+
+@bare_kernel
+def least(gram: Floats, moment: Floats, scratch: Floats, best: Floats, errors: Floats) -> None:
+    """Minimise x'Gx - 2 x'm over x >= 0 for each pole, by trying each set of non-zero ones.
+
+    Args:
+        gram: shape (poles, 3, 3).
+        moment: shape (poles, 3).
+        scratch: shape (5, 3), for use here.
+        best: takes the minimisers, (poles, 3).
+        errors: takes the minima, (poles,).
+    """
+    g, r, size = scratch[:3], scratch[3], scratch[4]
+    for k in range(gram.shape[0]):
+        for i in range(3):
+            size[i] = np.sqrt(max(gram[k, i, i], 1e-300))
+        for i in range(3):
+            for j in range(3):
+                g[i, j] = gram[k, i, j] / (size[i] * size[j])
+            g[i, i] += RIDGE
+            r[i] = moment[k, i] / size[i]
+        error, known = 0.0, False
+        best[k, 0], best[k, 1], best[k, 2] = 0.0, 0.0, 0.0
+        for some in range(7):
+            x, y, z = _solved(g, r, some)
+            if x < 0.0 or y < 0.0 or z < 0.0:
+                continue
+            found = -(x * r[0] + y * r[1] + z * r[2])
+            if not known or found < error - _GAIN * abs(found):
+                error, known = found, True
+                best[k, 0], best[k, 1], best[k, 2] = x / size[0], y / size[1], z / size[2]
+        errors[k] = error
