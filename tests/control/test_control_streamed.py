@@ -37,7 +37,7 @@ def figures(made: ControlPlane) -> dict[str, Any]:
     return {
         "columns": made.state.columns.decode_tokens.tolist(),
         "loads": {name: load.tokens for name, load in made.state.loads.items()},
-        "flow": made.watch.estimator.flow._sums.tolist(),
+        "flow": made.watch.estimator.flow._sums,
         "room": [made.desk.room.held(name) for name in made.state.ids],
     }
 

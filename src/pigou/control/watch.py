@@ -47,6 +47,7 @@ class Watch:
         self.audit = Audit()
         self._silent: dict[str, int] = {}  # prompts whose end nobody will tell: when it is due
         self._harvested = 0
+        self._usual: _Usual | None = None
 
     def up(self, worker: Worker) -> None:
         """A worker is there, or changed."""
@@ -223,9 +224,9 @@ class Watch:
     def _finish(self, load: Load, now: int) -> Finish:
         """Return what a request took, beside what it would have taken on an idle fleet."""
         known = self.estimates(now)
-        rows = np.arange(len(known.a))
-        alone = _median(known.service(rows, np.full(len(rows), float(load.uncached))))
-        alone += load.generated * _median(known.itl(rows, np.ones(len(rows))))
+        if self._usual is None or self._usual.known is not known:
+            self._usual = _Usual(known)
+        alone = self._usual.prompt(load.uncached) + load.generated * self._usual.itl
         arrived = min(load.request.arrival or load.routed, load.routed)
         return Finish((now - arrived) / SECOND, max(alone, 1e-6), load.setting)
 
@@ -250,6 +251,32 @@ class Watch:
 
     def _advance(self, row: int, now: int) -> None:
         self.estimator.flow.advance(row, int(self.state.columns.decoding[row]), now)
+
+
+class _Usual:
+    """What the worker of median speed takes, with nobody else there.
+
+    Attributes:
+        known: the estimates that it is of.
+        itl: seconds between tokens of a single stream.
+    """
+
+    def __init__(self, known: Estimates) -> None:
+        self.known = known
+        rows = np.arange(len(known.a))
+        self.itl = _median(known.itl(rows, np.ones(len(rows))))
+        # Workers differ by a factor: they have one order, whatever the length of the prompt.
+        laws = sorted(zip(known.prefill_base.tolist(), known.prefill_token.tolist(), strict=True))
+        self._laws: list[tuple[float, float]] = [
+            laws[place] for place in ((len(laws) - 1) // 2, len(laws) // 2) if laws
+        ]
+
+    def prompt(self, uncached: int) -> float:
+        """Return the seconds of a prompt with so many uncached tokens."""
+        if not self._laws:
+            return math.nan
+        (low, per_low), (high, per_high) = self._laws
+        return (low + per_low * uncached + high + per_high * uncached) / 2
 
 
 def _median(values: NDArray[np.float64]) -> float:

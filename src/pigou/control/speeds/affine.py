@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
-Numbers = NDArray[np.float64]
+import math
+from collections.abc import Sequence
 
 #: Residuals beyond this many times the running median count for less (Huber's weight).
 _HUBER = 3.0
@@ -25,7 +23,7 @@ class AffineFit:
 
     def __init__(self, half_life: float = 128.0) -> None:
         self._keep = 0.5 ** (1.0 / half_life)
-        self._sums = np.zeros(5)  # of 1, size, size^2, seconds, size * seconds
+        self._sums = [0.0] * 5  # of 1, size, size^2, seconds, size * seconds
         self._spread = 0.25
         self.seen = 0
 
@@ -42,7 +40,7 @@ class AffineFit:
     @property
     def mean_size(self) -> float:
         """Mean size that was observed."""
-        return float(self._sums[1] / max(self._sums[0], 1e-12))
+        return self._sums[1] / max(self._sums[0], 1e-12)
 
     def observe(self, size: float, seconds: float) -> None:
         """Take in that something of this size took so many seconds, above 0."""
@@ -52,16 +50,15 @@ class AffineFit:
         limit = _HUBER * max(self._spread, 1e-3)
         trust = min(1.0, limit / max(residual, 1e-12)) / scale**2
         step = _MEDIAN_STEP if residual > self._spread else -_MEDIAN_STEP
-        self._spread = min(max(self._spread * float(np.exp(step)), 1e-3), 1e3)
-        self._sums *= self._keep
-        row = np.array([1.0, size, size * size, seconds, size * seconds])
-        self._sums += trust * row
+        self._spread = min(max(self._spread * math.exp(step), 1e-3), 1e3)
+        keep, row = self._keep, (1.0, size, size * size, seconds, size * seconds)
+        self._sums = [keep * each + trust * new for each, new in zip(self._sums, row, strict=True)]
         self.seen += 1
 
 
-def _fit(sums: Numbers) -> tuple[float, float]:
+def _fit(sums: Sequence[float]) -> tuple[float, float]:
     """Least squares over base, slope >= 0."""
-    count, size, square, seconds, product = (float(each) for each in sums)
+    count, size, square, seconds, product = sums
     if count <= 0.0:
         return 0.0, 0.0
     det = count * square - size * size

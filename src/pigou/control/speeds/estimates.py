@@ -34,6 +34,12 @@ _STALL = ("stall_base", "stall_token", "prompt", "bursts", "uneven")
 ROWS = (*_PRIOR, *_LAW, *_STALL)
 
 
+def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
+    """Return what is assumed of one worker, in the order of `ROWS`, shape (17,)."""
+    pace = (min(getattr(law, name), _FAR) for name in _LAW)
+    return np.array([*_PRIOR.values(), *pace, *PRIOR_PREFILL, PRIOR_PREFILL[0], 1.0, 1.0])
+
+
 def _row(name: str) -> property:
     place = ROWS.index(name)
 
@@ -88,9 +94,7 @@ class Estimates:
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:
         """Return what is assumed of workers of which nothing was seen."""
-        pace = (min(getattr(law, name), _FAR) for name in _LAW)
-        column = [*_PRIOR.values(), *pace, *PRIOR_PREFILL, PRIOR_PREFILL[0], 1.0, 1.0]
-        return cls(np.repeat(np.array(column)[:, None], workers, axis=1))
+        return cls(np.repeat(prior_column(law)[:, None], workers, axis=1))
 
     def learn(self, row: int, law: LatencyLaw) -> None:
         """Set the law of one worker's ITL.
@@ -101,14 +105,6 @@ class Estimates:
         for name in _LAW:
             getattr(self, name)[row] = min(getattr(law, name), _FAR)
         self.a[row] = max(self.a[row], LEAST_SLOPE * law(1.0))
-
-    def learn_all(self, law: LatencyLaw, scales: Numbers) -> None:
-        """Set the laws of all workers to a common one, times their scales, shape (workers,)."""
-        np.copyto(self.a, law.a * scales)
-        np.copyto(self.b, law.b * scales)
-        np.copyto(self.d, law.d * scales)
-        self.n_sat[:], self.beta[:], self.floor[:] = min(law.n_sat, _FAR), law.beta, law.floor
-        np.maximum(self.a, LEAST_SLOPE * law(1.0) * scales, out=self.a)
 
     def itl(self, rows: NDArray[np.integer], n: Numbers) -> Numbers:
         """Return the seconds between tokens of worker `rows[i]` with `n[i]` streams, (rows,)."""

@@ -9,7 +9,15 @@ import numpy as np
 
 from pigou.control.speeds.affine import AffineFit
 from pigou.control.speeds.arrivals import RATE_S, decayed
-from pigou.control.speeds.estimates import LEAST_SLOPE, PRIOR_LAW, PRIOR_PREFILL, Estimates
+from pigou.control.speeds.estimates import (
+    LEAST_SLOPE,
+    PRIOR_LAW,
+    PRIOR_PREFILL,
+    ROWS,
+    Estimates,
+    prior_column,
+)
+from pigou.control.speeds.estimates_kernel import fill
 from pigou.control.speeds.flow import Flow
 from pigou.control.speeds.scales import Scales
 from pigou.control.speeds.spread import Spread
@@ -17,6 +25,8 @@ from pigou.control.speeds.stall import Stall
 from pigou.games.latency import OnlineFit
 from pigou.request import SECOND
 
+_SPEEDS = ("prefill", "transfer", "itl")
+_AT = {name: place for place, name in enumerate(ROWS)}
 #: Streams on a worker that the law is expected to see at most; it goes on past them.
 _MOST_STREAMS = 256.0
 #: Rates of arrival are as of at most so many nanoseconds ago.
@@ -51,7 +61,7 @@ class Estimator:
         self._gaps = Spread()
         self._sizes = Spread()
         self._came = 0
-        self._scales = {name: Scales() for name in ("prefill", "transfer", "itl")}
+        self._scales = {name: Scales() for name in _SPEEDS}
         self._rate = np.zeros(0)
         self._rated = np.zeros(0, dtype=np.int64)
         self._last_done = np.zeros(0, dtype=np.int64)
@@ -162,7 +172,7 @@ class Estimator:
         self, name: str, fit: AffineFit, row: int, size: int, nanos: int, now: int
     ) -> None:  # fmt: skip
         seconds, scales = nanos / SECOND, self._scales[name]
-        own = float(scales.now(now)[1][row])
+        own = scales.of(row, now)
         fit.observe(float(size), seconds / own)
         scales.observe(row, seconds / max(fit(float(size)), 1e-9), now)
 
@@ -179,21 +189,20 @@ class Estimator:
         return self._stall.law(*self._alone(now), max(law.toll(1.0), LEAST_SLOPE * law(1.0)))
 
     def _solve(self, now: int) -> Estimates:
-        found = Estimates.prior(len(self._rate))
-        for name, fit in (("prefill", self._prefill), ("transfer", self._transfer)):
-            if not fit.seen:
-                continue
-            common, own = self._scales[name].now(now)
-            scale, (base, slope) = common * own, fit.law
-            np.copyto(getattr(found, f"{name}_base"), base * scale)
-            np.copyto(getattr(found, f"{name}_token"), slope * scale)
-        found.bursts[:] = self._gaps.squared()
-        found.uneven[:] = self._sizes.squared(*self._alone(now))
-        self._mean_service = found.prompt
-        np.copyto(found.prompt, found.prefill_base + found.prefill_token * self._prefill.mean_size)
-        base, token = self._taken(now)
-        found.stall_base[:], found.stall_token[:] = base, token
         law = self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
-        common, own = self._scales["itl"].now(now)
-        found.learn_all(law, common * own)
+        column, least = prior_column(law), LEAST_SLOPE * law(1.0)
+        for name, fit in (("prefill", self._prefill), ("transfer", self._transfer)):
+            if fit.seen:
+                column[_AT[f"{name}_base"]], column[_AT[f"{name}_token"]] = fit.law
+        column[_AT["stall_base"]], column[_AT["stall_token"]] = self._taken(now)
+        column[_AT["bursts"]] = self._gaps.squared()
+        column[_AT["uneven"]] = self._sizes.squared(*self._alone(now))
+        prefill, transfer, itl = (self._scales[name].now(now) for name in _SPEEDS)
+        found = Estimates(np.empty((len(ROWS), len(self._rate))))
+        commons = (prefill[0], transfer[0], itl[0])
+        fill(
+            found.table, column, prefill[1], transfer[1], itl[1], commons,
+            self._prefill.mean_size, least,
+        )  # fmt: skip
+        self._mean_service = found.prompt
         return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from pigou.request import SECOND
 
 #: A sample needs as much time, in seconds, and as many tokens.
@@ -44,29 +42,30 @@ class Flow:
     """
 
     def __init__(self) -> None:
-        self._flowing = np.zeros(0, dtype=np.int64)
+        self._flowing: list[int] = []
         # Seconds flowing; stream seconds; all streams'; tokens; prompts; their uncached tokens.
-        self._sums = np.zeros((0, 6))
-        self._since = np.zeros(0, dtype=np.int64)
+        self._sums: list[list[float]] = []
+        self._since: list[int] = []
 
     def up(self) -> None:
         """A worker joined; its row is the last."""
-        self._flowing = np.append(self._flowing, 0)
-        self._sums = np.vstack([self._sums, np.zeros(6)])
-        self._since = np.append(self._since, 0)
+        self._flowing.append(0)
+        self._sums.append([0.0] * 6)
+        self._since.append(0)
 
     def down(self, row: int) -> None:
         """A worker left."""
-        self._flowing = np.delete(self._flowing, row)
-        self._sums = np.delete(self._sums, row, axis=0)
-        self._since = np.delete(self._since, row)
+        del self._flowing[row], self._sums[row], self._since[row]
 
     def advance(self, row: int, streams: int, now: int) -> None:
         """Let time pass on worker `row`, which had so many streams; call before a change of it."""
-        flowing = int(self._flowing[row])
+        flowing = self._flowing[row]
         if flowing:
-            seconds = (now - int(self._since[row])) / SECOND
-            self._sums[row, :3] += (seconds, flowing * seconds, max(streams, flowing) * seconds)
+            seconds = (now - self._since[row]) / SECOND
+            sums = self._sums[row]
+            sums[0] += seconds
+            sums[1] += flowing * seconds
+            sums[2] += max(streams, flowing) * seconds
         self._since[row] = now
 
     def change(self, row: int, by: int) -> None:
@@ -75,18 +74,20 @@ class Flow:
 
     def came(self, row: int, tokens: int) -> None:
         """Tokens came, after the first of their streams."""
-        self._sums[row, 3] += tokens
+        self._sums[row][3] += tokens
 
     def prompt(self, row: int, uncached: int) -> None:
         """A prompt was computed, beside the streams if there are any."""
         if self._flowing[row]:
-            self._sums[row, 4:] += (1.0, uncached)
+            sums = self._sums[row]
+            sums[4] += 1.0
+            sums[5] += uncached
 
     def harvest(self) -> Iterator[Sample]:
         """Return a sample of each worker that flowed long enough, and begin anew there."""
-        for row in np.flatnonzero(self._sums[:, 0] >= _LEAST_S).tolist():
-            seconds, stream_seconds, all_seconds, tokens, *mixed = self._sums[row].tolist()
-            if tokens >= _LEAST_TOKENS:
-                self._sums[row] = 0.0
+        for row, sums in enumerate(self._sums):
+            seconds, stream_seconds, all_seconds, tokens, *mixed = sums
+            if seconds >= _LEAST_S and tokens >= _LEAST_TOKENS:
+                self._sums[row] = [0.0] * 6
                 itl = stream_seconds / tokens
                 yield Sample(row, all_seconds / seconds, itl, seconds / itl, *mixed)

@@ -7,9 +7,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.compiled import bare_kernel
 from pigou.request import SECOND
 
 Numbers = NDArray[np.float64]
+Nanos = NDArray[np.int64]
 
 #: What a worker showed counts half after so many seconds: one that is avoided is tried again.
 _HALF_LIFE_S = 60.0
@@ -37,6 +39,7 @@ class Scales:
         self._mean = np.zeros(0)
         self._variance = np.zeros(0)
         self._at = np.zeros(0, dtype=np.int64)
+        self._own = np.zeros(0)
 
     def up(self) -> None:
         """A worker joined; its row is the last."""
@@ -44,10 +47,11 @@ class Scales:
         self._mean = np.append(self._mean, 0.0)
         self._variance = np.append(self._variance, 4 * _LEAST_VARIANCE)
         self._at = np.append(self._at, 0)
+        self._own = np.append(self._own, 0.0)
 
     def down(self, row: int) -> None:
         """A worker left."""
-        for name in ("_weight", "_mean", "_variance", "_at"):
+        for name in ("_weight", "_mean", "_variance", "_at", "_own"):
             setattr(self, name, np.delete(getattr(self, name), row))
 
     def observe(self, row: int, ratio: float, now: int) -> None:
@@ -64,14 +68,36 @@ class Scales:
 
     def now(self, now: int) -> tuple[float, Numbers]:
         """Return the factor of all together, and that of each worker besides, (workers,)."""
-        age = np.maximum(0, now - self._at) / SECOND / _HALF_LIFE_S
-        weight = np.maximum(self._weight * 0.5**age, 1e-6)
-        common = float(weight @ self._mean / weight.sum()) if len(weight) else 0.0
-        own = self._mean - common
-        error = np.maximum(self._variance, _LEAST_VARIANCE) / weight
-        shrunk = own * np.maximum(0.0, 1.0 - error / np.maximum(own**2, 1e-12))
-        return math.exp(common), np.exp(shrunk)
+        own = np.empty(len(self._mean))
+        return self._factors(now, own), own
+
+    def of(self, row: int, now: int) -> float:
+        """Return the factor of worker `row`, besides that of all together."""
+        self._factors(now, self._own)
+        return float(self._own[row])
+
+    def _factors(self, now: int, own: Numbers) -> float:
+        return factors(self._weight, self._mean, self._variance, self._at, now, own)
 
     def _aged(self, row: int, now: int) -> float:
         age = max(0, now - int(self._at[row])) / SECOND / _HALF_LIFE_S
         return float(self._weight[row] * 0.5**age)
+
+
+@bare_kernel
+def factors(
+    weight: Numbers, mean: Numbers, variance: Numbers, at: Nanos, now: int, own: Numbers
+) -> float:
+    """Write the factor of each worker to `own`, (workers,) each; return that of all together."""
+    total, together = 0.0, 0.0
+    for i in range(mean.shape[0]):
+        age = max(0, now - at[i]) / SECOND / _HALF_LIFE_S
+        own[i] = max(weight[i] * 0.5**age, 1e-6)  # for now what its evidence weighs
+        total += own[i]
+        together += own[i] * mean[i]
+    common = together / total if mean.shape[0] > 0 else 0.0
+    for i in range(mean.shape[0]):
+        off = mean[i] - common
+        error = max(variance[i], _LEAST_VARIANCE) / own[i]
+        own[i] = math.exp(off * max(0.0, 1.0 - error / max(off * off, 1e-12)))
+    return math.exp(common)
