@@ -33,9 +33,15 @@ TOP, USED, KNOWN, EVICTED = range(4)
 
 @inlined
 def entry_of(links: Links, names: Words, slots: Words, name: np.uint64, after: int) -> int:
-    """Entry of a name, or 0; the one behind `after` is looked at first."""
+    """Entry of a name, or 0; the ones beside `after` are looked at first.
+
+    Who stores a chain goes to the one behind it; who evicts one, to the one before it.
+    """
     entry = after + 1
     if entry < names.shape[0] and names[entry] == name and links[entry * WIDTH + MEDIA] != 0:
+        return entry
+    entry = after - 1
+    if entry > 0 and names[entry] == name and links[entry * WIDTH + MEDIA] != 0:
         return entry
     return find(names, slots, name)
 

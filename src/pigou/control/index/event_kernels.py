@@ -134,6 +134,8 @@ def remove(
     Arguments are those of `store`; blocks that are not there are no error.
     """
     before, name_at = counts[USED], hashes.shape[1] - 1
+    # Names are keys where engines' hashes are ours; elsewhere the second loads find nothing.
+    totals[SEEN] = np.int64(touch(slots, hashes) | touch(row_slots, hashes))
     entry, row = 0, 0
     for i in range(hashes.shape[0]):
         entry = entry_of(links, names, slots, hashes[i, name_at], entry)

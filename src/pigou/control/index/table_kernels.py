@@ -71,9 +71,11 @@ def give_row(rows: Words, totals: Counts, row: int) -> None:
 
 @inlined
 def row_of(rows: Words, slots: Words, key: np.uint64, after: int) -> int:
-    """Row of a key, or 0; the one behind `after` is looked at first."""
+    """Row of a key, or 0; the ones beside `after` are looked at first."""
     if after + 1 < rows.shape[0] and rows[after + 1, 0] == key and key != 0:
         return after + 1
+    if after > 1 and rows[after - 1, 0] == key and key != 0:
+        return after - 1
     return find(rows[:, 0], slots, key)
 
 
