@@ -67,9 +67,13 @@ def test_exponential_is_exact_to_a_few_units_in_the_last_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_packed_product_equals_the_plain_one(dtype: torch.dtype) -> None:
-    weight, bias, x = (noise(*s).to(dtype) for s in ((96, 64), (96,), (5, 64)))
-    assert close(Linear(weight.clone(), bias)(x), F.linear(x, weight, bias))
+@pytest.mark.parametrize("rows", [1, 5, 32, 33, 61, 64])
+def test_a_packed_product_equals_the_plain_one(dtype: torch.dtype, rows: int) -> None:
+    weight, bias, x = (noise(*s).to(dtype) for s in ((96, 64), (96,), (rows, 64)))
+    ours = Linear(weight.clone(), bias)(x)
+    assert ours.shape == (rows, 96)
+    assert ours.is_contiguous()
+    assert close(ours, F.linear(x, weight, bias))
 
 
 def build(heads: int, kv_heads: int, width: int, family: str = "qwen3") -> ModelConfig:
