@@ -17,7 +17,9 @@ from pigou.kv.hashing import chain
 from pigou.request import Request
 
 #: Only other kernels call these.
-INNER = ["unlink", "link_after", "home", "find", "enter", "strike", "adopt", "disown", "uncache"]
+INNER = [
+    "unlink", "link_after", "home", "probe", "find", "touch", "strike", "adopt", "disown", "uncache",
+]  # fmt: skip
 
 PROGRAM = f"""
 from pigou.engine import kernels as one

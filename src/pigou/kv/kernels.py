@@ -3,9 +3,10 @@
 State of a pool of n blocks, all arrays:
     meta: int32, shape (n + 1, 8); the columns below. Row n is the sentinel of the free queue.
     keys: uint64, shape (n, 2); the hash under which a block is cached, (0, 0) when it is not.
-    slots: int32, a power of two of at least 2 n; open addressing with linear probing from a
+    slots: int32, a power of two of at least 4 n; open addressing with linear probing from a
         hash to the block that is cached under it, -1 where empty.
-    counts: int64, shape (2,); free blocks and cached blocks.
+    counts: int64, shape (3,); free blocks, cached blocks, and what `touch` returned last (so that
+        its loads are not optimised away).
 
 The free queue is a doubly linked list in the order in which blocks are handed out. Cached
 blocks form a forest: a block's parent is the block cached under the hash before its own.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.compiled import kernel
+from pigou.compiled import bare_kernel, inlined
 from pigou.request import BlockHashes, Ints
 
 #: Columns of `meta`: reference count; neighbours in the free queue; parent, first child and
@@ -24,7 +25,7 @@ from pigou.request import BlockHashes, Ints
 REFS, PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER = range(7)
 WIDTH = 8
 #: Entries of `counts`.
-FREE, CACHED = range(2)
+FREE, CACHED, SEEN = range(3)
 
 Counts = NDArray[np.int64]
 
@@ -36,7 +37,7 @@ _SHIFT = np.uint64(31)
 # --- the free queue: who is handed out next -------------------------------------------------
 
 
-@kernel
+@inlined
 def unlink(meta: Ints, block: int) -> None:
     """Take a block out of the free queue."""
     before, after = meta[block, PREV], meta[block, NEXT]
@@ -46,7 +47,7 @@ def unlink(meta: Ints, block: int) -> None:
     meta[block, NEXT] = -1
 
 
-@kernel
+@inlined
 def link_after(meta: Ints, before: int, block: int) -> None:
     """Put a block into the free queue, right after `before`."""
     after = meta[before, NEXT]
@@ -56,7 +57,7 @@ def link_after(meta: Ints, before: int, block: int) -> None:
     meta[after, PREV] = block
 
 
-@kernel
+@bare_kernel
 def peek(meta: Ints, count: int, out: Ints) -> None:
     """Read which `count` blocks will be handed out next, in order."""
     block = meta.shape[0] - 1
@@ -68,7 +69,7 @@ def peek(meta: Ints, count: int, out: Ints) -> None:
 # --- the table: hash -> cached block --------------------------------------------------------
 
 
-@kernel
+@inlined
 def home(high: np.uint64, low: np.uint64, mask: int) -> np.int64:
     """Slot where the search for a hash begins."""
     x = (high ^ (low * _MIX_1)) * _MIX_2
@@ -76,31 +77,39 @@ def home(high: np.uint64, low: np.uint64, mask: int) -> np.int64:
     return np.int64(x & np.uint64(mask))
 
 
-@kernel
-def find(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> int:
-    """Block that is cached under a hash, or -1; the hash (0, 0) is nobody's."""
-    if high == 0 and low == 0:
-        return -1
+@inlined
+def probe(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> tuple[int, np.int64]:
+    """Block that is cached under a hash, or -1; and the slot where the search ended."""
     mask = slots.shape[0] - 1
     i = home(high, low, mask)
     while True:
         block: int = slots[i]
         if block < 0 or (keys[block, 0] == high and keys[block, 1] == low):
-            return block
+            return block, i
         i = (i + 1) & mask
 
 
-@kernel
-def enter(keys: BlockHashes, slots: Ints, block: int) -> None:
-    """Enter a block into the table under its key, which must not be there yet."""
-    mask = slots.shape[0] - 1
-    i = home(keys[block, 0], keys[block, 1], mask)
-    while slots[i] >= 0:
-        i = (i + 1) & mask
-    slots[i] = block
+@inlined
+def find(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> int:
+    """Block that is cached under a hash, or -1; the hash (0, 0) is nobody's."""
+    if high == 0 and low == 0:
+        return -1
+    return probe(keys, slots, high, low)[0]
 
 
-@kernel
+@inlined
+def touch(slots: Ints, hashes: BlockHashes, start: int, stop: int) -> int:
+    """Load the slots where searches for `hashes[start:stop]` begin; return something of them.
+
+    The loads do not wait for one another, as those of searches do, whose branches depend on them.
+    """
+    mask, seen = slots.shape[0] - 1, 0
+    for i in range(start, stop):
+        seen |= slots[home(hashes[i, 0], hashes[i, 1], mask)]
+    return seen
+
+
+@inlined
 def strike(keys: BlockHashes, slots: Ints, block: int) -> None:
     """Remove a block from the table, closing the gap (no tombstones)."""
     mask = slots.shape[0] - 1
@@ -123,7 +132,7 @@ def strike(keys: BlockHashes, slots: Ints, block: int) -> None:
 # --- the forest of cached blocks ------------------------------------------------------------
 
 
-@kernel
+@inlined
 def adopt(meta: Ints, parent: int, block: int) -> None:
     """Make a block the child of `parent`; -1 for a root."""
     meta[block, PARENT] = parent
@@ -137,7 +146,7 @@ def adopt(meta: Ints, parent: int, block: int) -> None:
         meta[parent, CHILD] = block
 
 
-@kernel
+@inlined
 def disown(meta: Ints, block: int) -> None:
     """Cut a block without children from its parent and siblings."""
     elder, younger, parent = meta[block, ELDER], meta[block, YOUNGER], meta[block, PARENT]
@@ -152,7 +161,7 @@ def disown(meta: Ints, block: int) -> None:
     meta[block, YOUNGER] = -1
 
 
-@kernel
+@inlined
 def uncache(
     meta: Ints,
     keys: BlockHashes,
@@ -181,7 +190,7 @@ def uncache(
         at = parent
 
 
-@kernel
+@bare_kernel
 def gapless(hashes: BlockHashes, limit: int) -> int:
     """Count the hashes of `hashes[:limit]` before the first that is (0, 0)."""
     for i in range(limit):
@@ -193,7 +202,7 @@ def gapless(hashes: BlockHashes, limit: int) -> int:
 # --- ranges ---------------------------------------------------------------------------------
 
 
-@kernel
+@bare_kernel
 def match(
     meta: Ints, keys: BlockHashes, slots: Ints, hashes: BlockHashes, limit: int, out: Ints
 ) -> tuple[int, int]:
@@ -213,7 +222,7 @@ def match(
     return limit, idle
 
 
-@kernel
+@bare_kernel
 def take(meta: Ints, counts: Counts, blocks: Ints, out: Ints) -> None:
     """Refer to cached blocks once more, and write them to `out`."""
     for i in range(blocks.shape[0]):
@@ -225,7 +234,7 @@ def take(meta: Ints, counts: Counts, blocks: Ints, out: Ints) -> None:
         out[i] = block
 
 
-@kernel
+@bare_kernel
 def allocate(
     meta: Ints,
     keys: BlockHashes,
@@ -235,20 +244,26 @@ def allocate(
     removed: BlockHashes,
 ) -> int:
     """Fill `out` with the first blocks of the free queue; return how many hashes died."""
-    done = 0
+    done, seen = 0, 0
+    mask = slots.shape[0] - 1
     queue = meta.shape[0] - 1
+    block = queue
     for i in range(out.shape[0]):
-        block = meta[queue, NEXT]
+        block = meta[block, NEXT]
+        out[i] = block
+        seen |= slots[home(keys[block, 0], keys[block, 1], mask)]
+    counts[SEEN] = seen
+    for i in range(out.shape[0]):
+        block = out[i]
         unlink(meta, block)
         if keys[block, 0] != 0 or keys[block, 1] != 0:
             done = uncache(meta, keys, slots, counts, block, removed, done)
         meta[block, REFS] = 1
-        out[i] = block
     counts[FREE] -= out.shape[0]
     return done
 
 
-@kernel
+@bare_kernel
 def claim(
     meta: Ints,
     keys: BlockHashes,
@@ -269,7 +284,7 @@ def claim(
     return done
 
 
-@kernel
+@bare_kernel
 def seal(
     meta: Ints,
     keys: BlockHashes,
@@ -296,6 +311,7 @@ def seal(
         if parent < 0:
             return start, 0, False
     twins = False
+    counts[SEEN] = touch(slots, hashes, start, stop)
     i = start
     while i < stop:
         block = find(keys, slots, hashes[i, 0], hashes[i, 1])
@@ -308,12 +324,15 @@ def seal(
     first = i
     while i < stop:
         high, low = hashes[i, 0], hashes[i, 1]
-        if (high == 0 and low == 0) or find(keys, slots, high, low) >= 0:
+        if high == 0 and low == 0:
+            break
+        other, place = probe(keys, slots, high, low)
+        if other >= 0:
             break
         block = table[i]
         keys[block, 0] = high
         keys[block, 1] = low
-        enter(keys, slots, block)
+        slots[place] = block
         adopt(meta, parent, block)
         parent = block
         i += 1
@@ -321,7 +340,7 @@ def seal(
     return first, i - first, twins
 
 
-@kernel
+@bare_kernel
 def release(
     meta: Ints,
     keys: BlockHashes,
@@ -362,7 +381,7 @@ def release(
     return freed
 
 
-@kernel
+@bare_kernel
 def clear(meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts) -> None:
     """Forget all hashes. The free queue keeps its order."""
     slots[:] = -1

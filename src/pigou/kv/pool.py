@@ -8,8 +8,8 @@ from pigou.kv import kernels
 from pigou.kv.integrity import check_forest, check_queue, check_references, check_table
 from pigou.request import BlockHashes, Ints
 
-#: What there is least of a table of hashes: slots per block.
-_SLOTS_PER_BLOCK = 2
+#: What there is least of a table of hashes: slots per block. Most searches end where they begin.
+_SLOTS_PER_BLOCK = 4
 
 
 class BlockPool:
@@ -32,7 +32,7 @@ class BlockPool:
         self.keys: BlockHashes = np.zeros((blocks, 2), dtype=np.uint64)
         size = 1 << (_SLOTS_PER_BLOCK * blocks - 1).bit_length()
         self.slots: Ints = np.full(size, -1, dtype=np.int32)
-        self.counts = np.array([blocks, 0], dtype=np.int64)
+        self.counts = np.array([blocks, 0, 0], dtype=np.int64)
         self._removed: BlockHashes = np.zeros((blocks, 2), dtype=np.uint64)
 
     @property
