@@ -18,7 +18,8 @@ from pigou.request import Request
 
 #: Only other kernels call these.
 INNER = [
-    "unlink", "link_after", "home", "probe", "find", "touch", "strike", "adopt", "disown", "uncache",
+    "unlink", "link_after", "home", "probe", "find", "touch", "strike", "adopt", "disown",
+    "uncache",
 ]  # fmt: skip
 
 PROGRAM = f"""
