@@ -17,7 +17,8 @@ from pigou.sim.timings import build_timing
 GIVEN: dict[str, Any] = {
     "decodes": [[1, 0.004], [4, 0.007]],
     "prompts": [[0, 0.0], [100, 0.01], [200, 0.03]],
-    "cache": 1e-6, "alone": 0.002, "context": 1e-8, "prompt": 0.0005, "overhead": 0.001,
+    "cache": [[0, 0.0], [200, 1e-4], [400, 5e-4]],
+    "alone": 0.002, "context": 1e-8, "prompt": 0.0005, "overhead": 0.001,
 }  # fmt: skip
 
 
@@ -35,7 +36,7 @@ def seconds(of: Batch) -> float:
 
 
 def test_steps_take_what_the_formula_says() -> None:
-    decodes = 0.005 + 1e-6 * 300  # a third of the way from 1 to 4
+    decodes = 0.005 + 3e-4  # a third of the way from 1 to 4, half of that from 200 to 400
     chunk = 0.01 + 1e-8 * (100 * 20 + 100 * 101 / 2)
     assert seconds(batch((1, 100, True), (1, 200, True))) == pytest.approx(decodes)
     assert seconds(batch((100, 20, False))) == pytest.approx(0.002 + chunk)
@@ -52,9 +53,13 @@ def test_a_curve_goes_on_beyond_its_last_point() -> None:
     assert at(((1, 0.004),), 9) == 0.004
 
 
+def test_reading_the_cache_goes_on_beyond_the_last_point_as_before() -> None:
+    assert seconds(batch((1, 1000, True))) == pytest.approx(0.004 + 5e-4 + 2e-6 * 600)
+
+
 def test_many_steps_take_what_single_ones_take() -> None:
     rng = np.random.default_rng(1)
-    model = timing(cache=1.23456789e-7)
+    model = timing(cache=[[0, 0.0], [9000, 1.23456789e-3], [30000, 9.87654321e-3]])
     for _ in range(50):
         n = int(rng.integers(1, 12))
         kv = rng.integers(1, 9000, n).astype(np.int32)
@@ -75,8 +80,9 @@ def test_the_file_is_found_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format": 2}, "profile anew"),
-        ({"cache": -1.0}, "cache is -1.0"),
+        ({"format": 1}, "profile anew"),
+        ({"alone": -1.0}, "alone is -1.0"),
+        ({"cache": [[0, 0.0], [9, -1.0]]}, "not fall"),
         ({"decodes": [[2, 0.004]]}, "rise from 1"),
         ({"prompts": [[0, 0.0], [0, 1.0]]}, "rise from 0"),
         ({"prompts": [[0, 0.1], [9, 0.0]]}, "not fall"),

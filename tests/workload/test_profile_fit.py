@@ -18,7 +18,8 @@ TRUE = msgspec.convert(
     {
         "decodes": [[1, 0.004], [2, 0.0045], [4, 0.005], [8, 0.008]],
         "prompts": [[0, 0.0], [64, 0.001], [256, 0.003], [1024, 0.02]],
-        "cache": 2e-7, "alone": 0.003, "context": 3e-9, "prompt": 0.0007, "overhead": 0.002,
+        "cache": [[0, 0.0], [3000, 3e-4], [12000, 4.8e-3]],
+        "alone": 0.003, "context": 3e-9, "prompt": 0.0007, "overhead": 0.002,
     },
     Measured,
 )  # fmt: skip
@@ -35,7 +36,7 @@ def seen(noise: float = 0.0) -> Seen:
     for n in (1, 2, 4, 8):
         for each in (100, 700, 1500):
             found.decodes.append(
-                Decodes(n, n * each, off(at(TRUE.decodes, n) + TRUE.cache * n * each))
+                Decodes(n, n * each, off(at(TRUE.decodes, n) + at(TRUE.cache, n * each)))
             )
     shapes = [(t, kv, k) for t in (64, 256, 1024) for kv in (0, 500, 1000) for k in (1, 3)]
     for tokens, kv, k in shapes:
@@ -50,12 +51,14 @@ def seen(noise: float = 0.0) -> Seen:
 
 def test_a_timing_is_recovered_from_what_it_takes() -> None:
     found = fit(seen())
-    for name in ("cache", "alone", "context", "prompt", "overhead"):
+    for name in ("alone", "context", "prompt", "overhead"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
-    for curve in ("decodes", "prompts"):
-        for (n, value), (m, other) in zip(getattr(found, curve), getattr(TRUE, curve), strict=True):
-            assert n == m
-            assert value == pytest.approx(other, rel=1e-3, abs=1e-9)
+    for n, kv in ((1, 100), (2, 3000), (8, 12000)):
+        said = at(found.decodes, n) + at(found.cache, kv)
+        assert said == pytest.approx(at(TRUE.decodes, n) + at(TRUE.cache, kv), rel=1e-3)
+    for (n, value), (m, other) in zip(found.prompts, TRUE.prompts, strict=True):
+        assert n == m
+        assert value == pytest.approx(other, rel=1e-3, abs=1e-9)
     assert max(each.most for each in errors(found, seen())) < 1e-3
 
 

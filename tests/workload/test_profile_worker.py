@@ -76,7 +76,7 @@ def test_a_known_law_is_recovered(start: Start, tmp_path: Path) -> None:
     url = start("--max-model-len", "512", "--max-batched-tokens", "256", "--max-seqs", "4")
     found = profile(url, tmp_path / "timing.json")
     for n, _ in found.decodes:
-        said = at(found.decodes, n) + found.cache * 200 * n
+        said = at(found.decodes, n) + at(found.cache, 200 * n)
         assert said == pytest.approx(STEP + EACH * n, rel=0.05)
     for tokens in (128, 255):
         reads = tokens * (tokens + 1) / 2

@@ -102,7 +102,8 @@ def _costs(measured: Measured) -> Table:
     table.add_column(justify="right")
     for n, seconds in measured.decodes:
         table.add_row(f"{n} decode{'s' * (n > 1)}", f"{seconds * 1e3:.3f}")
-    table.add_row("1,000 cache entries that decodes read", f"{measured.cache * 1e6:.4f}")
+    for entries, seconds in measured.cache[1:]:
+        table.add_row(f"{entries:,} cache entries that decodes read, more", f"{seconds * 1e3:.3f}")
     for tokens, seconds in measured.prompts[1:]:
         table.add_row(f"{tokens} tokens of prompts, more", f"{seconds * 1e3:.3f}")
     table.add_row("1,000,000 cache entries that prompts read", f"{measured.context * 1e9:.4f}")

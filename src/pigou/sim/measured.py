@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,17 @@ from pigou.request import SECOND, Nanos
 from pigou.sim.timing import Batch
 
 #: Of the file; changes when a key changes its meaning.
-FORMAT = 1
+FORMAT = 2
 
 Curve = tuple[tuple[int, float], ...]
+#: Where a curve that is read for many places at once ends.
+_FAR = 2.0**40
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds of a step that decodes n sequences and computes t tokens of k prompts' ends.
 
-        (decodes(n) + cache K, if n > 0, else alone) + prompts(t) + context A + prompt k
+        (decodes(n) + cache(K), if n > 0, else alone) + prompts(t) + context A + prompt k
 
     K is the cache entries that the decodes read, A the same for all tokens of prompts together,
     causally. Between the points of a curve lie straight lines; beyond its last point its last
@@ -33,7 +36,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Attributes:
         decodes: points (sequences, seconds), the first at 1.
-        cache: of each cache entry that decodes read.
+        cache: points (cache entries, seconds), the first at 0: what decodes take for reading them,
+            which is more an entry where they fill the caches of the processor.
         alone: of a step in which nobody decodes, besides its prompts.
         prompts: points (tokens, seconds), the first at 0: what tokens of prompts add to a step.
         context: of each cache entry that a token of a prompt reads.
@@ -46,7 +50,7 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     decodes: Curve
     prompts: Curve
-    cache: float = 0.0
+    cache: Curve = ((0, 0.0),)
     alone: float = 0.0
     context: float = 0.0
     prompt: float = 0.0
@@ -58,10 +62,10 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Refuse figures by which time runs backwards."""
         if self.format != FORMAT:
             raise ConfigError(f"format is {self.format}; this version reads {FORMAT}: profile anew")
-        for name in ("cache", "alone", "context", "prompt", "overhead"):
+        for name in ("alone", "context", "prompt", "overhead"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 seconds")
-        for name, first in (("decodes", 1), ("prompts", 0)):
+        for name, first in (("decodes", 1), ("prompts", 0), ("cache", 0)):
             curve: Curve = getattr(self, name)
             places = [at for at, _ in curve]
             if not places or places[0] != first or places != sorted(set(places)):
@@ -86,7 +90,9 @@ def read_measured(path: Path) -> Measured:
     except OSError as error:
         raise ConfigError(f"timing: {path} cannot be read: {error}") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"timing: {path} is no file of `pigou profile`: {error}") from error
+        raise ConfigError(
+            f"timing: {path} is no file of `pigou profile`, or of an older one: {error}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -112,9 +118,17 @@ class MeasuredTiming:
             fixed += at(of.decodes, n)
             kv = int(batch.kv_lens[~prompts].sum())
         read = (kv + n * np.arange(repeat, dtype=np.int64)).astype(np.float64)
-        nanos = np.rint((fixed + of.cache * read) * SECOND)
+        nanos = np.rint((fixed + np.interp(read, *self._cache)) * SECOND)
         found: Nanos = np.maximum(1, nanos).astype(np.int64)
         return found
+
+    @cached_property
+    def _cache(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Places and seconds of the cache's curve, its last line drawn out."""
+        curve = self.measured.cache
+        places = [float(place) for place, _ in curve] + [_FAR]
+        seconds = [value for _, value in curve] + [at(curve, _FAR)]
+        return np.array(places), np.array(seconds)
 
 
 def reads(counts: NDArray[Any], kv_lens: NDArray[Any]) -> float:
@@ -123,7 +137,7 @@ def reads(counts: NDArray[Any], kv_lens: NDArray[Any]) -> float:
     return float(each.sum())
 
 
-def at(curve: Curve, place: int) -> float:
+def at(curve: Curve, place: float) -> float:
     """Return the seconds of a curve at a place."""
     for (left, low), (right, high) in pairwise(curve):
         if place <= right or right == curve[-1][0]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +16,8 @@ from pigou.sim.measured import Curve, Measured, at
 from pigou.workload.profiling.seen import Decodes, Prompts, Seen
 
 _Array = NDArray[np.float64]
+#: Cache entries below which their number makes no curve.
+_FEWEST = 128
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,9 @@ def errors(found: Measured, seen: Seen) -> list[Error]:
     """Return how well a timing fits what was seen."""
     fixed = found.alone
     groups: dict[str, list[tuple[float, float]]] = {
-        "decodes": [(at(found.decodes, d.n) + found.cache * d.kv, d.seconds) for d in seen.decodes],
+        "decodes": [
+            (at(found.decodes, d.n) + at(found.cache, d.kv), d.seconds) for d in seen.decodes
+        ],
         "prompts beside a stream": [(added(found, p), p.seconds) for p in seen.beside],
         "prompts alone": [(fixed + added(found, p), p.seconds) for p in seen.alone],
         "first token": [(fixed + found.overhead + added(found, p), p.seconds) for p in seen.first],
@@ -78,14 +83,25 @@ def added(found: Measured, each: Prompts) -> float:
     return at(found.prompts, each.tokens) + read + found.prompt * each.prompts
 
 
-def _decodes(seen: Sequence[Decodes]) -> tuple[Curve, float]:
+def _decodes(seen: Sequence[Decodes]) -> tuple[Curve, Curve]:
     places = sorted({1, *(each.n for each in seen)})
     sizes = np.array([each.n for each in seen], dtype=np.float64)
     kv = np.array([each.kv for each in seen])
-    columns = [np.ones(len(seen)), *_ramps(places, sizes), kv]
+    sums = _sums(float(kv.max()))
+    columns = [np.ones(len(seen)), *_ramps(places, sizes), *_ramps(sums, kv)]
     found = _solve(columns, [each.seconds for each in seen])
-    values = np.cumsum([found[0], *(found[1:-1] * np.diff(places))])
-    return _curve(places, values), float(found[-1])
+    split = len(places)
+    values = np.cumsum([found[0], *(found[1:split] * np.diff(places))])
+    read = np.cumsum([0.0, *(found[split:] * np.diff(sums))])
+    return _curve(places, values), _curve(sums, read)
+
+
+def _sums(most: float) -> list[int]:
+    """Return the places of the cache's curve: four times as far each, up to the most seen."""
+    places = [max(1, math.ceil(most))]
+    while places[0] >= 4 * _FEWEST:
+        places.insert(0, places[0] // 4)
+    return [0, *places]
 
 
 def _prompts(seen: Sequence[Prompts]) -> tuple[Curve, float, float]:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from statistics import median
 
 from pigou.request import SECOND
@@ -34,7 +35,11 @@ _TRIES = 5
 
 
 class Measuring:
-    """Measures one worker."""
+    """Measures one worker.
+
+    Everything is measured in rounds, each of which holds all shapes: a machine that is slower for
+    some seconds is so for all of them, and medians leave it out.
+    """
 
     def __init__(self, target: Target, config: ProfileConfig, watch: Watch) -> None:
         """Plan the measurements."""
@@ -42,7 +47,16 @@ class Measuring:
         limits = target.limits
         self._batches = list(batches(limits, config.steps))
         self._chunks = list(chunks(limits))
-        self._total = config.repeats * (len(self._batches) + 2 * len(self._chunks) + 2)
+        self._paces = [
+            _Pace(config.steps, _LEAD * n + n * length // limits.tokens)
+            for n, length in self._batches
+        ]
+        self._decodes: list[list[Decodes]] = [[] for _ in self._batches]
+        self._firsts: list[list[float]] = [[] for _ in self._chunks]
+        self._losses: list[list[float]] = [[] for _ in self._chunks]
+        self._apart: list[float] = []
+        per_round = len(self._batches) + (1 + _OFTEN) * len(self._chunks) + _OFTEN
+        self._total = config.repeats * per_round
         self._done = 0
 
     async def run(self) -> Seen:
@@ -51,14 +65,32 @@ class Measuring:
         Raises:
             EndpointError: a request failed, or streams could not be had at once.
         """
-        seen = Seen()
         await self._target.ask(self._target.prompt(_SHORT), 4)  # wakes what sleeps
-        for n, length in self._batches:
-            seen.decodes.append(await self._decode(n, length))
-        seen.first = [await self._first(tokens, kv) for tokens, kv in self._chunks]
-        seen.beside = await self._beside()
-        seen.alone.append(await self._alone())
-        return seen
+        for number in range(self._config.repeats):
+            for at in range(len(self._batches)):
+                await self._decode(at)
+            for at in range(len(self._chunks)):
+                await self._first(at)
+            await self._beside((number + 1) * _OFTEN)
+            await self._alone()
+        return self._seen()
+
+    def _seen(self) -> Seen:
+        return Seen(
+            decodes=[
+                Decodes(n, median(d.kv for d in found), median(d.seconds for d in found))
+                for (n, _), found in zip(self._batches, self._decodes, strict=True)
+            ],
+            beside=self._prompts(self._losses),
+            alone=[self._whole()],
+            first=self._prompts(self._firsts),
+        )
+
+    def _prompts(self, seconds: list[list[float]]) -> list[Prompts]:
+        return [
+            Prompts(tokens, _reads(tokens, kv), 1, max(0.0, median(each)))
+            for (tokens, kv), each in zip(self._chunks, seconds, strict=True)
+        ]
 
     def _tell(self, what: str) -> None:
         self._done = min(self._done + 1, self._total)
@@ -66,30 +98,28 @@ class Measuring:
 
     # --- decodes ------------------------------------------------------------------------------
 
-    async def _decode(self, n: int, length: int) -> Decodes:
+    async def _decode(self, at: int) -> None:
         """Let `n` sequences decode together after prompts of this length."""
-        found, lead = [], _LEAD * n + n * length // self._target.limits.tokens
-        steps = self._config.steps
-        for _ in range(self._config.repeats):
-            one, lead = await self._decode_once(n, length, lead, steps)
-            steps = max(steps, math.ceil(_LEAST / one.seconds))
-            found.append(one)
-            self._tell(f"{n} decodes after {length} tokens")
-        return Decodes(n, median(d.kv for d in found), median(d.seconds for d in found))
+        n, length = self._batches[at]
+        pace = self._paces[at]
+        found = await self._decode_once(n, length, pace)
+        pace.steps = max(pace.steps, math.ceil(_LEAST / found.seconds))
+        self._decodes[at].append(found)
+        self._tell(f"{n} decodes after {length} tokens")
 
-    async def _decode_once(self, n: int, length: int, lead: int, steps: int) -> tuple[Decodes, int]:
+    async def _decode_once(self, n: int, length: int, pace: _Pace) -> Decodes:
         target, least = self._target, self._config.steps // 2
         room = min(target.limits.longest, target.limits.room // n - target.limits.block) - length
         for _ in range(_TRIES):
-            output = min(steps + lead, room)
+            output = min(pace.steps + pace.lead, room)
             prompts = [target.prompt(length) for _ in range(n)]
             streams = [stream for _, stream in await target.ask_all(prompts, output)]
             found = window(streams)
             if found is not None and found.steps >= least:
-                return Decodes(n, n * length + found.generated, found.seconds), lead
+                return Decodes(n, n * length + found.generated, found.seconds)
             if output == room:
                 break
-            lead = 2 * lead + steps
+            pace.lead = 2 * pace.lead + pace.steps
         raise EndpointError(
             f"{n} streams of {output} tokens did not run together for {least} steps; "
             f"lower --max-seqs or --steps"
@@ -97,15 +127,15 @@ class Measuring:
 
     # --- prompts ------------------------------------------------------------------------------
 
-    async def _first(self, tokens: int, kv: int) -> Prompts:
-        """Send a prompt to the idle worker, the first `kv` tokens of which it has."""
-        found = []
-        for _ in range(self._config.repeats):
-            prompt = await self._warm(tokens, kv)
-            outcome, stream = await self._target.ask(prompt, 1)
-            found.append((stream.first - outcome.sent) / SECOND)
-            self._tell(f"{tokens} tokens after {kv}")
-        return Prompts(tokens, _reads(tokens, kv), 1, median(found))
+    async def _first(self, at: int) -> None:
+        """Send a prompt to the worker that has rested, the first `kv` tokens of which it has."""
+        tokens, kv = self._chunks[at]
+        output = min(_FOLLOWED, self._target.limits.longest - kv - tokens)
+        prompt = await self._warm(tokens, kv)
+        await asyncio.sleep(_REST)
+        outcome, stream = await self._target.ask(prompt, output)
+        self._firsts[at].append((stream.first - outcome.sent) / SECOND)
+        self._tell(f"{tokens} tokens after {kv}")
 
     async def _warm(self, tokens: int, kv: int) -> list[int]:
         front = self._target.prompt(kv) if kv else []
@@ -113,29 +143,27 @@ class Measuring:
             await self._target.ask(front, 1)
         return front + self._target.prompt(tokens)
 
-    async def _beside(self) -> list[Prompts]:
-        """Send prompts while a stream runs: what it loses is what they take."""
-        found: list[list[float]] = [[] for _ in self._chunks]
+    async def _beside(self, often: int) -> None:
+        """Send prompts while a stream runs, until each was measured so often.
+
+        What the stream loses is what they take.
+        """
         stale = 0
-        while any(len(each) < self._config.repeats for each in found):
-            before = sum(map(len, found))
-            await self._beside_once(found)
-            stale = stale + 1 if sum(map(len, found)) == before else 0
+        while any(len(each) < often for each in self._losses):
+            before = sum(map(len, self._losses))
+            await self._beside_once(often)
+            stale = stale + 1 if sum(map(len, self._losses)) == before else 0
             if stale == _TRIES:
                 raise EndpointError(
                     "a stream of the longest length ends before a prompt beside it does; "
                     "raise the worker's max_model_len"
                 )
-        return [
-            Prompts(tokens, _reads(tokens, kv), 1, max(0.0, median(each)))
-            for (tokens, kv), each in zip(self._chunks, found, strict=True)
-        ]
 
-    async def _beside_once(self, found: list[list[float]]) -> None:
+    async def _beside_once(self, often: int) -> None:
         """Run one stream as long as may be, and send beside it what is still missing."""
-        target = self._target
-        wanted = [at for at, each in enumerate(found) if len(each) < self._config.repeats]
-        wanted.sort(key=lambda at: len(found[at]))
+        target, losses = self._target, self._losses
+        wanted = [at for at, each in enumerate(losses) if len(each) < often]
+        wanted.sort(key=lambda at: len(losses[at]))
         ready = [(at, await self._warm(*self._chunks[at])) for at in wanted[:_BESIDE]]
         output = target.limits.longest - _SHORT
         base = asyncio.create_task(target.ask(target.prompt(_SHORT), output))
@@ -154,7 +182,7 @@ class Measuring:
         for at, began, ended in sent:
             lost = excess(times, began, ended)
             if lost is not None:
-                found[at].append(lost)
+                losses[at].append(lost)
                 tokens, kv = self._chunks[at]
                 self._tell(f"{tokens} tokens after {kv}, beside a stream")
 
@@ -168,24 +196,44 @@ class Measuring:
             await asyncio.sleep(pause)
         return pause
 
-    async def _alone(self) -> Prompts:
+    async def _alone(self) -> None:
         """Send prompts of a whole step each, at once, and see how far apart they end."""
         limits = self._target.limits
-        tokens = min(limits.tokens, limits.longest - 1)
+        tokens = self._whole_tokens
         count = max(6, -(-6 * limits.tokens // tokens))
         count = max(3, min(count, limits.room // tokens))
-        found = []
-        for _ in range(2 * self._config.repeats):
+        for _ in range(_OFTEN):
             prompts = [self._target.prompt(tokens) for _ in range(count)]
             ends = sorted(stream.first for _, stream in await self._target.ask_all(prompts, 1))
             # The first began before the others were there.
-            found.append((ends[-1] - ends[1]) / (len(ends) - 2) / SECOND)
+            self._apart.append((ends[-1] - ends[1]) / (len(ends) - 2) / SECOND)
             self._tell(f"{count} prompts of {tokens} tokens")
-        share = limits.tokens / tokens
-        seconds = median(found) * share
-        return Prompts(limits.tokens, share * _reads(tokens, 0), share, seconds)
+
+    @property
+    def _whole_tokens(self) -> int:
+        limits = self._target.limits
+        return min(limits.tokens, limits.longest - 1)
+
+    def _whole(self) -> Prompts:
+        tokens, step = self._whole_tokens, self._target.limits.tokens
+        share = step / tokens
+        return Prompts(step, share * _reads(tokens, 0), share, median(self._apart) * share)
 
 
+@dataclass
+class _Pace:
+    """How streams are measured: for so many steps, after so many in which they start."""
+
+    steps: int
+    lead: int
+
+
+#: Tokens of a request whose first one counts: it has to come through while others are computed.
+_FOLLOWED = 8
+#: Seconds before it, in which the worker has nothing to do, and its processor forgets.
+_REST = 0.03
+#: Times as often as others are prompts beside a stream measured: it loses little, in much noise.
+_OFTEN = 3
 #: Tokens after which a stream is known to run, and of which pauses are long.
 _PAUSE = LEAST_GAPS + 8
 #: Prompts that are made ready for one running stream.
