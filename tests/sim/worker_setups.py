@@ -123,7 +123,7 @@ def retime(timing: Timing) -> Doing:
 def look(bench: Bench, now: int) -> None:
     """Note the load, and the tokens that nobody was told of."""
     bench.note(now, "load", *bench.worker.load(now))
-    bench.note(now, "told", *((leg.request.id, n) for leg, n in bench.worker.told()))
+    bench.note(now, "told", *bench.worker.told())
 
 
 def end(bench: Bench, now: int) -> None:

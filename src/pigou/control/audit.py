@@ -111,7 +111,10 @@ class Audit:
 
 def _observe(fits: dict[str, OnlineFit], worker: str, load: float, stretch: float) -> None:
     if stretch > 0.0:
-        fits.setdefault(worker, OnlineFit(_MOST_LOAD, _HALF_LIFE)).observe(load, stretch)
+        fit = fits.get(worker)
+        if fit is None:
+            fit = fits[worker] = OnlineFit(_MOST_LOAD, _HALF_LIFE)
+        fit.observe(load, stretch)
 
 
 def _record(load: Load, now: int) -> Record | None:

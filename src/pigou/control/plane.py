@@ -151,12 +151,10 @@ class ControlPlane:
 
     def streamed(self, tokens: Sequence[tuple[str, int]]) -> None:
         """Take in that tokens of many requests came: the same as `Tokens` for each, but quicker."""
-        loads, served = self.state.loads, self.desk.served
-        for request, count in tokens:
-            load = loads.get(request)
-            if load is not None:
-                served(load.request, count)
-        self.watch.streamed(tokens)
+        loads = self.state.loads
+        found = [(load, n) for request, n in tokens if (load := loads.get(request)) is not None]
+        self.desk.streamed(found)
+        self.watch.streamed(found)
 
     def tick(self, now: int) -> Sequence[Action]:
         """Let time pass: estimates are renewed, queued requests time out, failed workers are

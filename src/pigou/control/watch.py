@@ -118,26 +118,23 @@ class Watch:
             self.estimator.flow.came(self.state.row[load.decode], after_first)
         self.state.grew(load, count)
 
-    def streamed(self, tokens: Iterable[tuple[str, int]]) -> None:
+    def streamed(self, tokens: Iterable[tuple[Load, int]]) -> None:
         """More tokens of many requests came: the same as `tokens` for each, but quicker."""
-        loads = self.state.loads
         flowed: dict[str, int] = {}
         grown: dict[str, int] = {}
-        for request, count in tokens:
-            load = loads.get(request)
-            if load is None:
-                continue
+        for load, count in tokens:
             worker = load.decode
             if worker is not None:
+                grown[worker] = grown.get(worker, 0) + count
                 if load.first:
                     after_first = count if load.generated else count - 1
                     flowed[worker] = flowed.get(worker, 0) + after_first
-                grown[worker] = grown.get(worker, 0) + count
             load.tokens += count
+        row, columns = self.state.row, self.state.columns
         for worker, count in flowed.items():
-            self.estimator.flow.came(self.state.row[worker], count)
+            self.estimator.flow.came(row[worker], count)
         for worker, count in grown.items():
-            self.state.columns.decode_tokens[self.state.row[worker]] += count
+            columns.decode_tokens[row[worker]] += count
 
     def ended(self, request: str, now: int) -> bool:
         """A request is over; return whether it had been routed."""

@@ -148,7 +148,7 @@ class Dispatcher:
         if member.sim is not None:
             told = member.sim.told()
             if told:
-                self._plane.streamed([(leg.trip.id, count) for leg, count in told])
+                self._plane.streamed(told)
 
     def _submit(self, trip: Trip, now: int) -> None:
         call = trip.call

@@ -77,6 +77,8 @@ class SimWorker:
         self._told: Counts = np.zeros(rows, dtype=np.int64)
         self._streams: Flags = np.zeros(rows, dtype=np.bool_)
         self._fresh: Flags = np.zeros(rows, dtype=np.bool_)
+        self._names = [""] * config.max_seqs  # of the trips in the rows
+        self._untold = False  # whether a step ended since tokens were told
         self._anew = 0  # rows whose first token is still to come
         self._rows: Ints = np.zeros(rows, dtype=np.int32)
         self._counts: Ints = np.zeros(rows, dtype=np.int32)
@@ -198,23 +200,27 @@ class SimWorker:
         if self._plan is not None and row in self._plan.rows:
             leg.produced += self.passed()
 
-    def told(self) -> list[tuple[Leg, int]]:
-        """Return the streams that have tokens which nobody was told of, and how many; tell them."""
-        if not self.core.running:
+    def told(self) -> list[tuple[str, int]]:
+        """Return the streams (ids of their trips) that have tokens which nobody was told of, and
+        how many; tell them.
+        """
+        plan = self._plan
+        if not self.core.running or (plan is None and not self._untold):
             return []
         rows, passed = _NOBODY, 0
-        if self._plan is not None and self._take > 1:
+        if plan is not None and self._take > 1:
             passed = self.passed()
             if passed:
-                rows = self._plan.rows
+                rows = plan.rows
+        if not passed and not self._untold:
+            return []
+        self._untold = False
         found = untold(
             rows, passed, self._produced, self._told, self._streams, self._rows, self._counts
         )
-        if not found:
-            return []
-        owners, who = self._owner, self._rows[:found].tolist()
-        counts = self._counts[:found].tolist()
-        return [(leg, n) for row, n in zip(who, counts, strict=True) if (leg := owners[row])]
+        names = self._names
+        who, counts = self._rows[:found].tolist(), self._counts[:found].tolist()
+        return [(names[row], n) for row, n in zip(who, counts, strict=True)]
 
     def load(self, now: int) -> tuple[int, int, float]:
         """Return running and waiting requests, and the share of blocks in use."""
@@ -263,12 +269,13 @@ class SimWorker:
         if not plan:
             return
         repeat = min(plan.repeat, MOST_STEPS)
-        if self._stepwise or plan.started or (self._anew and self._fresh[plan.rows].any()):
-            repeat = 1  # first tokens are told when they come
-        if self._inbox:
-            repeat = max(1, min(repeat, self._inbox[0][0] - self.steps))
-        batch = Batch(plan.counts, plan.kv_lens, plan.samples)
-        ends = now + np.cumsum(self.timing.durations(batch, repeat))
+        if repeat > 1:
+            if self._stepwise or plan.started or (self._anew and self._fresh[plan.rows].any()):
+                repeat = 1  # first tokens are told when they come
+            elif self._inbox:
+                repeat = max(1, min(repeat, self._inbox[0][0] - self.steps))
+        took = self.timing.durations(Batch(plan.counts, plan.kv_lens, plan.samples), repeat)
+        ends = now + (took if repeat == 1 else took.cumsum())
         self._run(plan, now, ends)
 
     def _run(self, plan: Plan, begin: int, ends: Nanos) -> None:
@@ -313,6 +320,7 @@ class SimWorker:
 
     def _count(self, plan: Plan, steps: int, effects: Effects, now: int) -> None:
         """Count the tokens of streams, and the gaps between them."""
+        self._untold = True
         gaps, first = self.gaps, self._rows
         begun = count(
             plan.rows, effects.tokens, self._ends, steps, self._produced, self._last,
@@ -359,6 +367,8 @@ class SimWorker:
         """Give a leg a row: its first, or another one after a preemption."""
         leg.row = row
         self._owner[row] = leg
+        self._names[row] = leg.trip.id
+        self._untold = True
         self._produced[row], self._told[row], self._last[row] = leg.produced, leg.told, leg.last
         self._streams[row] = leg.streams
         self._renew(row, leg.streams and leg.first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from pigou.config import ControlConfig
 from pigou.control.admission.activity import Activity
@@ -14,6 +14,7 @@ from pigou.control.admission.shares import Shares
 from pigou.control.admission.waiting import Waiting
 from pigou.control.messages import Choice, Decision, Queue, Route, Shed
 from pigou.control.routing.view import FleetView
+from pigou.control.state import Load
 from pigou.request import NEVER, SECOND, Request
 
 #: A worker that failed a request is tried again for it after this time, if no other can serve.
@@ -143,6 +144,13 @@ class Desk:
         """So many output tokens of a routed request came."""
         self.room.grew(request.id, tokens)
         self.queue.served(request, tokens)
+
+    def streamed(self, tokens: Sequence[tuple[Load, int]]) -> None:
+        """Output tokens of many routed requests came: as `served` for each."""
+        served = self.queue.order.served
+        for routed, count in tokens:
+            self.room.grew(routed.request.id, count)
+            served(routed.request, count)
 
     def _blocked(self, up: Collection[str]) -> list[frozenset[str]]:
         return [each for each in self.queue.excluded() if not each.isdisjoint(up)]

@@ -80,9 +80,10 @@ class Room:
         held = self._held.get(request)
         if held is None:
             return
-        before = max(held.generated, held.output)
-        held.generated += tokens
-        self._tokens[held.worker] += max(held.generated, held.output) - before
+        before = held.generated
+        after = held.generated = before + tokens
+        if after > held.output:
+            self._tokens[held.worker] += after - max(before, held.output)
 
     def prefilled(self, worker: str | None, now: int) -> None:
         """A worker computed a prompt, or was spared it."""
