@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from routing_fleets import alone, cheapest, product, split
 
 from pigou.control.routing.policy import GROUP, Priced, load
@@ -66,15 +67,18 @@ def fleets(draw: st.DrawFn, *, apart: bool | None = None) -> tuple[FleetView, Ca
 requests = st.builds(Request, id=st.just("r"), prompt=st.integers(1, 2000), max_tokens=st.just(10))
 
 
+def names(kind: Any) -> tuple[str, ...]:
+    """Public fields of a view, its estimates or its candidates."""
+    if is_dataclass(kind):
+        return tuple(each.name for each in fields(kind))
+    return tuple(name for name in kind.__struct_fields__ if not name.startswith("_"))
+
+
 def shuffled(fleet: FleetView, order: np.ndarray) -> FleetView:
     """The same fleet, its worker `order[i]` at row i."""
 
     def taken(kind: Any, one: Any, skip: set[str]) -> dict[str, Any]:
-        return {
-            each.name: getattr(one, each.name)[order]
-            for each in fields(kind)
-            if each.name not in skip
-        }
+        return {name: getattr(one, name)[order] for name in names(kind) if name not in skip}
 
     known = Estimates(fleet.estimates.table[:, order])
     columns = taken(FleetView, fleet, {"ids", "estimates", "output"})
@@ -124,8 +128,8 @@ def test_parts_add_up_to_the_cost(
 def test_the_view_is_not_written_to(name: str) -> None:
     fleet, offered = split(2, 5, overlap=[3, 0, 9, 9, 0]), product(2, 5)
     for part in (fleet, fleet.estimates, offered):
-        for each in fields(part):
-            value = getattr(part, each.name)
+        for name_ in names(type(part)):
+            value = getattr(part, name_)
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
     load(name).costs(Request("r", 800, 10), fleet, offered)

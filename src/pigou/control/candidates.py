@@ -40,7 +40,9 @@ class Offers:
             self._prefills, self._decodes = fleet.prefills, fleet.decodes
             self._apart = not np.array_equal(fleet.prefills, fleet.decodes)
             self._sets.clear()
-        streams = both(room, open_) & fleet.decodes
+        streams = both(room, open_)
+        if streams is not fleet.decodes:
+            streams = streams & fleet.decodes
         name: bytes | tuple[bytes, bytes] = streams.tobytes()
         prefill = _NOBODY
         if self._apart and request.splits:

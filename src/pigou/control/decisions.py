@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,8 +16,7 @@ from pigou.control.routing.view import Candidates
 Costs = NDArray[np.float64]
 
 
-@dataclass(slots=True)  # not frozen: each decision makes one, and most are never looked at
-class Explanation:
+class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most are never read
     """One decision: every candidate, what it would have cost, and why.
 
     It keeps the arrays that the decision was made of; the rest is computed when it is asked for.
@@ -53,18 +52,7 @@ class Explanation:
     costs: Costs
     split: Table | dict[str, Costs] | None
     priced: Table
-    choice: Choice = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Name what was chosen."""
-        index = self.chosen
-        prefill, decode = int(self.candidates.prefill[index]), int(self.candidates.decode[index])
-        self.choice = Choice(
-            self.workers[decode],
-            None if prefill < 0 else self.workers[prefill],
-            float(self.costs[index]),
-            int(self.held[decode if prefill < 0 else prefill]),
-        )
+    choice: Choice
 
     @property
     def cached(self) -> NDArray[np.int64]:
@@ -125,10 +113,11 @@ class Ledger:
     def add(self, explanation: Explanation) -> None:
         """Keep a decision, and drop the oldest when there are too many."""
         kept = self._kept
+        if explanation.request in kept:
+            del kept[explanation.request]  # to come last
         kept[explanation.request] = explanation
-        kept.move_to_end(explanation.request)
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+        if len(kept) > self._most:
+            kept.popitem(last=False)
 
     def get(self, request: str) -> Explanation | None:
         """Return the decision on a request; None when it was never made, or has been dropped."""

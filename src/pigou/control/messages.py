@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from pigou.control.assessment import Assessment, Snapshot
 from pigou.control.index.keyed import Keyed
 from pigou.events import KVEvent
@@ -12,8 +14,7 @@ from pigou.request import FinishReason, Worker
 from pigou.wire.kv_events import WireEvent
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):  # as `Route`, made for each request
     """Who serves a request.
 
     Attributes:
@@ -29,8 +30,7 @@ class Choice:
     cached: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """Send the request to these workers now."""
 
     request: str

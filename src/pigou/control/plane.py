@@ -39,7 +39,7 @@ from pigou.control.routing.policy import RoutingPolicy, load, params_of
 from pigou.control.routing.toll import stream_tolls
 from pigou.control.routing.view import FleetView
 from pigou.control.saturation.paper import detector, detector_config
-from pigou.control.state import State, both, everybody
+from pigou.control.state import both, everybody
 from pigou.control.status import Status
 from pigou.control.watch import Watch
 from pigou.request import NEVER, SECOND, Request
@@ -75,6 +75,7 @@ class ControlPlane:
         found = detector(detector_config(config.saturation))
         tuning = controller_config(config.controller)
         self.watch = Watch(found, controller(tuning, found, np.random.default_rng(config.seed)))
+        self.state = self.watch.state
         self._tunes = not isinstance(tuning, StaticConfig)
         limits = config.index
         self.index = PrefixIndex(limits.max_blocks, limits.max_total, limits.ttl)
@@ -82,11 +83,6 @@ class ControlPlane:
         self._assessment: Assessment | None = None
         self._assessing = False
         self._assessed = 0
-
-    @property
-    def state(self) -> State:
-        """The workers and what weighs on them."""
-        return self.watch.state
 
     @property
     def queue(self) -> WaitQueue:
@@ -259,14 +255,14 @@ class ControlPlane:
         """
         request, admits = waiting.request, self.desk.room
         above = self.desk.above(waiting)
-        room = admits.streams(self.state, above)
+        streams = admits.streams(self.state, above)
         open_ = self._open(waiting.exclude)
-        if not np.count_nonzero(both(room, open_)):
+        if not np.count_nonzero(both(streams, open_)):  # quicker than `any`
             return None
         fleet = self.view(request, now) if fleet is None else fleet
-        prompts, streams = admits.ready(request, fleet, now, above)
-        room = both(room, both(streams, admits.fits(request, fleet, self.state.columns, above)))
-        if not np.count_nonzero(room):
+        prompts, fed = admits.ready(request, fleet, now, above)
+        room = both(streams, both(fed, admits.fits(request, fleet, self.state, above)))
+        if room is not streams and not np.count_nonzero(room):
             return None
         choice = self.router.choose(request, fleet, both(open_, prompts), room, now)
         if choice is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,9 @@ from pigou.control.routing.policy import (
     params_of,
     total,
 )
-from pigou.control.routing.selection import select
+from pigou.control.routing.selection import Pick, select
 from pigou.control.routing.toll import Toll
-from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.routing.view import Candidates, Counts, FleetView
 from pigou.request import Request
 
 TEMPERATURE = "temperature"
@@ -99,6 +99,8 @@ class Router:
         prices = None
         if isinstance(split, Table) and self._price.params == getattr(policy, "params", None):
             prices = split
+        held = fleet.cached(request.prompt)
+        choice = _chosen(found, pick, fleet.ids, held)
         explanation = Explanation(
             request.id,
             now,
@@ -109,13 +111,14 @@ class Router:
             pick.index,
             fleet.ids,
             found,
-            fleet.cached(request.prompt),
+            held,
             costs,
             split,
             prices or self._price.table(request, fleet, found),
+            choice,
         )
         self.ledger.add(explanation)
-        return explanation.choice
+        return choice
 
     def _with(self, overrides: Mapping[str, float]) -> tuple[RoutingPolicy, float]:
         if not overrides:
@@ -125,6 +128,13 @@ class Router:
         if not 0.0 <= temperature < float("inf"):
             raise ConfigError(f"temperature is {temperature}; it must be a finite number from 0")
         return override(self.policy, rest), temperature
+
+
+def _chosen(found: Candidates, pick: Pick, ids: Sequence[str], held: Counts) -> Choice:
+    prefill, decode = found.prefill.item(pick.index), found.decode.item(pick.index)
+    if prefill < 0:
+        return Choice(ids[decode], None, pick.cost, held.item(decode))
+    return Choice(ids[decode], ids[prefill], pick.cost, held.item(prefill))
 
 
 def _costs(

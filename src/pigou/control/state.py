@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -72,8 +73,7 @@ LOADS = (
 )
 
 
-@dataclass(slots=True)
-class Load:
+class Load(msgspec.Struct, eq=False):
     """What one routed request weighs, where, and when it came how far.
 
     Attributes:
@@ -128,6 +128,8 @@ class State:
         workers: in the order of the rows.
         ids: their names, in the same order.
         block_sizes: the different ones among them.
+        limited: whether any of them says how many streams it runs at once.
+        sized: whether any of them says how many blocks it has.
         row: of a worker by its id; rows change when a worker goes.
         columns: their figures.
         loads: of the routed requests, by id.
@@ -137,6 +139,7 @@ class State:
         self.workers: list[Worker] = []
         self.ids: tuple[str, ...] = ()
         self.block_sizes: frozenset[int] = frozenset()
+        self.limited = self.sized = False
         self.row: dict[str, int] = {}
         self.loads: dict[str, Load] = {}
         self.columns = Columns(
@@ -187,6 +190,8 @@ class State:
     def _name(self) -> None:
         self.ids = tuple(each.id for each in self.workers)
         self.block_sizes = frozenset(each.block_size for each in self.workers)
+        self.limited = any(each.max_seqs for each in self.workers)
+        self.sized = any(each.blocks for each in self.workers)
 
     def start(self, request: Request, choice: Choice, uncached: int, now: int) -> Load:
         """Charge a routed request to its workers, which must be up.

@@ -182,7 +182,7 @@ class Watch:
     def view(self, request: Request, index: PrefixIndex, now: int) -> FleetView:
         """Return the fleet as policies see it when they route this request."""
         columns, ids = self.state.columns, self.state.ids
-        held = self._held(request, index)
+        device, host, storage, run = self._held(request, index).rows
         return FleetView(
             ids,
             columns.prefills,
@@ -195,10 +195,10 @@ class Watch:
             columns.running,
             columns.waiting,
             columns.kv_usage,
-            held.run,
-            held.device,
-            held.host,
-            held.storage,
+            run,
+            device,
+            host,
+            storage,
             columns.block_size,
             columns.blocks,
             self.estimates(now),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,7 +11,7 @@ from pigou.control.admission.bound import StreamBound
 from pigou.control.messages import Choice, LoadReport
 from pigou.control.routing.view import FleetView
 from pigou.control.speeds.estimates import Estimates
-from pigou.control.state import Columns, State, everybody
+from pigou.control.state import State, everybody
 from pigou.request import SECOND, Request
 
 Flags = NDArray[np.bool_]
@@ -23,8 +22,7 @@ PREFILL_AHEAD_MS = 50
 _MILLISECONDS = 1000.0
 
 
-@dataclass(slots=True)
-class _Held:
+class _Held(msgspec.Struct):
     """Tokens that a routed request holds on its decode worker."""
 
     worker: str
@@ -116,6 +114,7 @@ class Room:
     def streams(self, state: State, above: bool = False) -> Flags:
         """Return which workers can take one more stream, whichever it is, (workers,).
 
+        It may be an array of `state`, and is not to be changed.
         `above`: its tenant has more than its part of the fleet.
         """
         columns = state.columns
@@ -124,8 +123,8 @@ class Room:
             most = np.full(len(most), self._most)
         elif self._bound is not None:
             most = self._bound.of(most, state.ids)
-        if not np.count_nonzero(most):  # quicker than `any`
-            return columns.decodes.copy()
+        elif not state.limited:
+            return columns.decodes
         if above:
             most = np.ceil(most * self._open).astype(np.int64)
         found: Flags = columns.decodes & ((most == 0) | (columns.decode_requests < most))
@@ -135,12 +134,11 @@ class Room:
         """Return the tokens that a worker holds, or is to hold."""
         return self._tokens.get(worker, 0)
 
-    def fits(
-        self, request: Request, fleet: FleetView, columns: Columns, above: bool = False
-    ) -> Flags:
+    def fits(self, request: Request, fleet: FleetView, state: State, above: bool = False) -> Flags:
         """Return which workers have the tokens for a request, (workers,)."""
-        if not self._budget and not np.count_nonzero(columns.blocks):
+        if not self._budget and not state.sized:
             return everybody(len(fleet.ids))
+        columns = state.columns
         budget: Counts = columns.blocks * columns.block_size
         if self._budget:
             budget = np.full(len(fleet.ids), self._budget)

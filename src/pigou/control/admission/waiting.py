@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from pigou.request import Request
 
 
-@dataclass(slots=True, eq=False)
-class Waiting:
+class Waiting(msgspec.Struct, eq=False):
     """A queued request.
 
     Attributes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -60,8 +59,7 @@ def total(parts: Mapping[str, Costs], count: int) -> Costs:
     return found
 
 
-@dataclass(slots=True)
-class Table:
+class Table(msgspec.Struct):
     """Parts of the costs of candidates in one array, for policies that fill it in one go.
 
     Attributes:

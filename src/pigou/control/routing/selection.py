@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,8 +17,7 @@ _INF = float("inf")
 Softmax = Literal["raw", "min-max"]
 
 
-@dataclass(slots=True)
-class Pick:
+class Pick(msgspec.Struct):
     """The candidate that was chosen, by index, and its cost."""
 
     index: int

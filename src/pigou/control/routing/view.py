@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,36 +17,10 @@ Counts = NDArray[np.int64]
 Shares = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-
-class _Counted:
-    """What a view counted of a prompt, for those who ask again."""
-
-    __slots__ = ("_cached", "_longest", "_prompt")
-    overlap: Counts
-    block_size: Counts
-
-    def __init__(self) -> None:
-        self._cached: Counts | None = None
-
-    def cached(self, prompt: int) -> Counts:
-        """Return the tokens of a prompt that each worker holds: at least one is left to compute."""
-        found = self._cached
-        return self._count(prompt) if found is None or prompt != self._prompt else found
-
-    def longest(self, prompt: int) -> int:
-        """Return the most tokens of a prompt that one worker holds."""
-        self.cached(prompt)
-        return self._longest
-
-    def _count(self, prompt: int) -> Counts:
-        found = self._cached = np.empty(len(self.overlap), dtype=np.int64)
-        self._prompt = prompt
-        self._longest = cached_tokens(self.overlap, self.block_size, prompt, found)
-        return found
+_NOTHING: Counts = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(slots=True)  # not frozen: setting so many fields would take longer than to price them
-class FleetView(_Counted):
+class FleetView(msgspec.Struct, eq=False):
     """Load of each worker, shape (workers,); index by `Candidates.decode` or `.prefill`.
 
     Made anew for each decision, of the control plane's own arrays: not to be changed or kept.
@@ -91,10 +66,28 @@ class FleetView(_Counted):
     blocks: Counts
     estimates: Estimates
     output: float
+    _counted: Counts | None = None
+    _prompt: int = 0
+    _cached: Counts = _NOTHING
+    _longest: int = 0
 
-    def __post_init__(self) -> None:
-        """Nothing is counted yet."""
-        _Counted.__init__(self)
+    def cached(self, prompt: int) -> Counts:
+        """Return the tokens of a prompt that each worker holds: at least one is left to compute."""
+        if self._counted is not self.overlap or prompt != self._prompt:
+            self._count(prompt)
+        return self._cached
+
+    def longest(self, prompt: int) -> int:
+        """Return the most tokens of a prompt that one worker holds."""
+        if self._counted is not self.overlap or prompt != self._prompt:
+            self._count(prompt)
+        return self._longest
+
+    def _count(self, prompt: int) -> None:
+        """Count the tokens that are held, once for all who ask."""
+        self._counted, self._prompt = self.overlap, prompt
+        self._cached = np.empty(len(self.overlap), dtype=np.int64)
+        self._longest = cached_tokens(self.overlap, self.block_size, prompt, self._cached)
 
     @classmethod
     def of(cls, workers: int, **columns: Any) -> Self:
@@ -111,15 +104,13 @@ class FleetView(_Counted):
             "estimates": Estimates.prior(workers),
             "output": 1.0,
         }
-        for each in fields(cls):
-            kind = np.float64 if each.type == "Shares" else np.int64
-            if each.name in columns:
-                value = columns.pop(each.name)
-                whole[each.name] = (
-                    np.asarray(value, dtype=kind) if isinstance(value, list) else value
-                )
-            elif each.name not in whole:
-                whole[each.name] = np.zeros(workers, dtype=kind)
+        for name, each in cls.__annotations__.items():
+            kind = np.float64 if each == "Shares" else np.int64
+            if name in columns:
+                value = columns.pop(name)
+                whole[name] = np.asarray(value, dtype=kind) if isinstance(value, list) else value
+            elif name not in whole and not name.startswith("_"):
+                whole[name] = np.zeros(workers, dtype=kind)
         if columns:
             raise TypeError(f"FleetView has no column {', '.join(sorted(columns))}")
         if not whole["device"].any() and not whole["host"].any() and not whole["storage"].any():

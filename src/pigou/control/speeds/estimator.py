@@ -96,8 +96,8 @@ class Estimator:
         if self._came:
             self._gaps.observe((now - self._came) / SECOND)
         self._came = now
-        age = (now - self._rated[row]) / SECOND / RATE_S
-        self._rate[row] = self._rate[row] * math.exp(-max(0.0, age)) + 1.0 / RATE_S
+        age = (now - self._rated.item(row)) / SECOND / RATE_S
+        self._rate[row] = self._rate.item(row) * math.exp(-max(0.0, age)) + 1.0 / RATE_S
         self._rated[row] = now
 
     def prefilled(self, row: int, tokens: int, sent: int, now: int) -> None:
