@@ -79,7 +79,7 @@ class Entries:
         return Change(pairs(0), lost[:less])
 
     def _arrays(self, entries: int) -> None:
-        self.links: Links = np.zeros((entries + 1) * kernels.WIDTH, dtype=np.uint32)
+        self.links: Links = np.zeros((entries + 1) * int(kernels.WIDTH), dtype=np.uint32)
         self.names: Words = np.zeros(entries + 1, dtype=np.uint64)
         self.values: Words = np.zeros(entries + 1, dtype=np.uint64)
         self.slots: Words = slots_for(entries)

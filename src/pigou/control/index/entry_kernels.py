@@ -19,43 +19,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.control.index.slots import Counts, Words, find
+from pigou.control.index.slots import ONE, Counts, Row, Words, find
 
 Links: TypeAlias = NDArray[np.uint32]
 
 #: Of each entry in `links`: neighbours in the list; parent, first child and siblings; tiers (bits).
-PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER, MEDIA = range(7)
-WIDTH = 8
+PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER, MEDIA = (np.uint64(i) for i in range(7))
+WIDTH = np.uint64(8)
 #: Entries of `counts`: highest entry ever used, entries in use, those of them whose key is known,
 #: and entries that were evicted.
 TOP, USED, KNOWN, EVICTED = range(4)
 
 
 @inlined
-def entry_of(links: Links, names: Words, slots: Words, name: np.uint64, after: int) -> int:
+def held(links: Links, entry: Row) -> bool:
+    """Whether an entry is in use."""
+    used: bool = links[entry * WIDTH + MEDIA] != 0
+    return used
+
+
+@inlined
+def entry_of(links: Links, names: Words, slots: Words, name: np.uint64, after: Row) -> Row:
     """Entry of a name, or 0; the ones beside `after` are looked at first.
 
     Who stores a chain goes to the one behind it; who evicts one, to the one before it.
     """
-    entry = after + 1
-    if entry < names.shape[0] and names[entry] == name and links[entry * WIDTH + MEDIA] != 0:
-        return entry
-    entry = after - 1
-    if entry > 0 and names[entry] == name and links[entry * WIDTH + MEDIA] != 0:
-        return entry
+    behind, before = after + ONE, after - ONE
+    if behind < np.uint64(names.shape[0]) and names[behind] == name and held(links, behind):
+        return behind
+    if after > ONE and names[before] == name and held(links, before):
+        return before
     return find(names, slots, name)
 
 
 @inlined
-def take_entry(links: Links, counts: Counts, after: int) -> int:
+def take_entry(links: Links, counts: Counts, after: Row) -> Row:
     """Return a free entry: the one right behind `after` where that is possible."""
     counts[USED] += 1
-    entry = after + 1
-    if entry <= counts[TOP] and links[entry * WIDTH + MEDIA] != 0:
-        entry = counts[TOP] + 1
-    if entry > counts[TOP]:
-        head: int = np.int64(links[YOUNGER])  # type: ignore[assignment]
-        if entry < links.shape[0] // WIDTH and (after == counts[TOP] or head == 0):
+    entry, top = after + ONE, np.uint64(counts[TOP])
+    if entry <= top and links[entry * WIDTH + MEDIA] != 0:
+        entry = top + ONE
+    if entry > top:
+        head = np.uint64(links[YOUNGER])
+        if entry < np.uint64(links.shape[0]) // WIDTH and (after == top or head == 0):
             counts[TOP] = entry
             return entry
         entry = head
@@ -68,7 +74,7 @@ def take_entry(links: Links, counts: Counts, after: int) -> int:
 
 
 @inlined
-def give_entry(links: Links, names: Words, values: Words, counts: Counts, entry: int) -> None:
+def give_entry(links: Links, names: Words, values: Words, counts: Counts, entry: Row) -> None:
     """Free an entry, which is out of list and forest; it goes to the end of the free ones."""
     before = links[ELDER]
     links[entry * WIDTH + PARENT] = 0
@@ -87,7 +93,7 @@ def give_entry(links: Links, names: Words, values: Words, counts: Counts, entry:
 
 
 @inlined
-def link_before(links: Links, after: int, entry: int) -> None:
+def link_before(links: Links, after: Row, entry: Row) -> None:
     """Put an entry into the list, right before `after`; before 0 is the end of the list."""
     before = links[after * WIDTH + PREV]
     links[entry * WIDTH + PREV] = before
@@ -97,7 +103,7 @@ def link_before(links: Links, after: int, entry: int) -> None:
 
 
 @inlined
-def unlink(links: Links, entry: int) -> None:
+def unlink(links: Links, entry: Row) -> None:
     """Take an entry out of the list."""
     before, after = links[entry * WIDTH + PREV], links[entry * WIDTH + NEXT]
     links[before * WIDTH + NEXT] = after
@@ -107,7 +113,7 @@ def unlink(links: Links, entry: int) -> None:
 
 
 @inlined
-def adopt(links: Links, parent: int, entry: int) -> None:
+def adopt(links: Links, parent: Row, entry: Row) -> None:
     """Make a new entry the child of `parent` (0: of nobody), and the last of the leaves."""
     last = links[PREV]
     if parent != 0:
@@ -128,7 +134,7 @@ def adopt(links: Links, parent: int, entry: int) -> None:
 
 
 @inlined
-def disown(links: Links, entry: int) -> None:
+def disown(links: Links, entry: Row) -> None:
     """Cut an entry out of the forest; a parent without other children is the first leaf."""
     child = links[entry * WIDTH + CHILD]
     if child == 0:

@@ -24,7 +24,7 @@ from pigou.control.index.entry_kernels import (
     unlink,
 )
 from pigou.control.index.holding_kernels import first_leaf, forget
-from pigou.control.index.slots import Counts, Words, find, probe, put, touch
+from pigou.control.index.slots import NONE, ONE, Counts, Words, find, probe, put, touch
 from pigou.control.index.table_kernels import ROWS, SEEN, TIERS, TWINS, hold, let_go
 
 #: What `store` returns where an array might be too small: nothing was done.
@@ -76,11 +76,15 @@ def store(
         return NO_ROOM
     totals[SEEN] = np.int64(touch(slots, hashes) | touch(row_slots, keys))
     name_at, key_at = hashes.shape[1] - 1, keys.shape[1] - 1
-    last, row = find(names, slots, parent) if follows else 0, 0
+    last, row = find(names, slots, parent) if follows else NONE, NONE
     for i in range(blocks):
         name, key = hashes[i, name_at], keys[i, key_at]
-        entry, place = last + 1, 0
-        if entry >= names.shape[0] or names[entry] != name or links[entry * WIDTH + MEDIA] == 0:
+        entry, place = last + ONE, NONE
+        if (
+            entry >= np.uint64(names.shape[0])
+            or names[entry] != name
+            or links[entry * WIDTH + MEDIA] == 0
+        ):
             entry, place = probe(names, slots, name)
         if entry == 0:
             if counts[USED] >= limit:
@@ -92,7 +96,7 @@ def store(
                 forget(links, names, values, slots, counts, leaf)
                 counts[EVICTED] += 1
                 if gone != 0:
-                    let_go(rows, row_slots, twins, totals, worker, gone, held, 0)
+                    let_go(rows, row_slots, twins, totals, worker, gone, held, NONE)
                 _, place = probe(names, slots, name)
             entry = take_entry(links, counts, last)
             names[entry] = name
@@ -100,7 +104,7 @@ def store(
             adopt(links, last, entry)
         elif links[entry * WIDTH + CHILD] == 0:
             unlink(links, entry)
-            link_before(links, 0, entry)
+            link_before(links, NONE, entry)
         fresh = media & ~links[entry * WIDTH + MEDIA]
         links[entry * WIDTH + MEDIA] |= media
         if values[entry] == 0 and key != 0:
@@ -136,7 +140,7 @@ def remove(
     before, name_at = counts[USED], hashes.shape[1] - 1
     # Names are keys where engines' hashes are ours; elsewhere the second loads find nothing.
     totals[SEEN] = np.int64(touch(slots, hashes) | touch(row_slots, hashes))
-    entry, row = 0, 0
+    entry, row = NONE, NONE
     for i in range(hashes.shape[0]):
         entry = entry_of(links, names, slots, hashes[i, name_at], entry)
         if entry == 0 or links[entry * WIDTH + MEDIA] & media == 0:

@@ -23,12 +23,13 @@ from pigou.control.index.entry_kernels import (
     give_entry,
     note,
 )
-from pigou.control.index.slots import Counts, Words, find, strike
+from pigou.compiled import bare_kernel, inlined
+from pigou.control.index.slots import NONE, Counts, Row, Words, find, strike
 
 
 @inlined
 def forget(
-    links: Links, names: Words, values: Words, slots: Words, counts: Counts, entry: int
+    links: Links, names: Words, values: Words, slots: Words, counts: Counts, entry: Row
 ) -> None:
     """Drop an entry; its children have no parent any more."""
     if values[entry] != 0:
@@ -39,11 +40,11 @@ def forget(
 
 
 @inlined
-def first_leaf(links: Links, spare: int) -> int:
+def first_leaf(links: Links, spare: Row) -> Row:
     """Return the leaf that eviction takes first, other than `spare`; 0 where there is none."""
-    entry: int = links[NEXT]
+    entry = np.uint64(links[NEXT])
     if entry == spare:
-        entry = links[entry * WIDTH + NEXT]
+        entry = np.uint64(links[entry * WIDTH + NEXT])
     return entry
 
 
@@ -54,7 +55,7 @@ def evict(
     """Drop so many entries, which there must be; return how many keys are lost."""
     done = 0
     for _ in range(many):
-        entry = first_leaf(links, 0)
+        entry = first_leaf(links, NONE)
         done = note(lost, done, values[entry], links[entry * WIDTH + MEDIA])
         forget(links, names, values, slots, counts, entry)
         counts[EVICTED] += 1
@@ -62,7 +63,7 @@ def evict(
 
 
 @bare_kernel
-def look_up(names: Words, slots: Words, name: np.uint64) -> int:
+def look_up(names: Words, slots: Words, name: np.uint64) -> Row:
     """Entry of a name, or 0."""
     return find(names, slots, name)
 

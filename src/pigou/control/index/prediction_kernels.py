@@ -22,7 +22,8 @@ from pigou.control.index.entry_kernels import (
     take_entry,
     unlink,
 )  # fmt: skip
-from pigou.control.index.slots import Counts, Words, enter, find, strike
+from pigou.compiled import bare_kernel, inlined
+from pigou.control.index.slots import NONE, Counts, Words, enter, find, strike
 
 
 @inlined
@@ -30,7 +31,7 @@ def give_up(
     links: Links, names: Words, values: Words, slots: Words, counts: Counts, lost: Words, done: int
 ) -> int:
     """Drop the prediction at the head of the list; return the new length of `lost`."""
-    entry = links[NEXT]
+    entry = np.uint64(links[NEXT])
     done = note(lost, done, names[entry], links[entry * WIDTH + MEDIA])
     strike(slots, names[entry], entry)
     unlink(links, entry)
@@ -68,13 +69,13 @@ def predict(
             if counts[USED] >= limit:
                 less = give_up(links, names, values, slots, counts, lost, less)
                 counts[EVICTED] += 1
-            entry = take_entry(links, counts, 0)
+            entry = take_entry(links, counts, NONE)
             names[entry] = keys[i]
             links[entry * WIDTH + MEDIA] = media
             enter(slots, names[entry], entry)
             more = note(gained, more, keys[i], media)
         values[entry] = until
-        link_before(links, 0, entry)
+        link_before(links, NONE, entry)
     return more, less
 
 

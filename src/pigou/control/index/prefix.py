@@ -15,7 +15,8 @@ from pigou.control.index.keyed import Keyed
 from pigou.control.index.predictions import Predictions
 from pigou.control.index.slots import Words
 from pigou.control.index.table import Overlaps, Table
-from pigou.control.index.wire import column, name_of, names_of, tier_of, whole
+from pigou.control.index.table_kernels import NOBODY
+from pigou.control.index.wire import WORD, column, name_of, names_of, tier_of
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pigou.request import SECOND, BlockKeys
 from pigou.wire.kv_events import Cleared, Removed, Stored, WireEvent
@@ -89,9 +90,8 @@ class PrefixIndex:
         self._order: NDArray[np.int64] = self._arrange(())
         self._blocks = 0
         self._evicted = 0
-        # Number 0 is nobody's: it stands for workers of which nothing is known.
         self._spare: list[int] = []
-        self._next = 1
+        self._next = 0
 
     @property
     def blocks(self) -> int:
@@ -127,11 +127,11 @@ class PrefixIndex:
         for event in events:
             member.events += 1
             if isinstance(event, BlockStored):
-                both = whole(event.hashes)  # the names are the keys
+                both = np.ascontiguousarray(event.hashes, dtype=WORD)  # the names are the keys
                 parent = int(event.parent[-1, 1]) if len(event.parent) else None
                 self._store(member, both, both, parent, event.medium)
             elif isinstance(event, BlockRemoved):
-                self._remove(member, whole(event.hashes), event.medium)
+                self._remove(member, np.ascontiguousarray(event.hashes, dtype=WORD), event.medium)
             elif isinstance(event, Stored):
                 self._stored(member, event)
             elif isinstance(event, Removed):
@@ -171,7 +171,9 @@ class PrefixIndex:
         member = self._member(worker)
         self._make_room(len(keys))
         self._change(
-            member, member.predictions, member.predictions.predict(whole(keys), now + self._ttl)
+            member,
+            member.predictions,
+            member.predictions.predict(np.ascontiguousarray(keys, dtype=WORD), now + self._ttl),
         )
 
     def expire(self, now: int) -> None:
@@ -234,14 +236,14 @@ class PrefixIndex:
             order = self._arrange(ids) if found is None else found
             if ids is workers:
                 self._asked, self._order = ids, order
-        return self._table.overlaps(order, whole(keys))
+        return self._table.overlaps(order, np.ascontiguousarray(keys, dtype=WORD))
 
     def _arrange(self, ids: tuple[str, ...]) -> NDArray[np.int64]:
         """Return the numbers of workers, and remember them."""
         if len(self._orders) >= _ORDERS:
             self._orders.clear()
         known = (self._members.get(worker) for worker in ids)
-        numbers = [0 if each is None else each.number for each in known]
+        numbers = [NOBODY if each is None else each.number for each in known]
         order = self._orders[ids] = np.array(numbers, dtype=np.int64)
         return order
 

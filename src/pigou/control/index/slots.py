@@ -1,8 +1,8 @@
 """Slots: open addressing from a 64-bit name to a row; compiled, for the kernels of the index.
 
-slots: uint64, a power of two, at least four times as many as there are rows, so that most searches
-    end where they begin; linear probing. A slot has a tag (32 bits of the spread name, where
-    probing begins) and a row, and is 0 where it is empty.
+slots: uint64, a power of two, at least eight times as many as there are rows, so that nearly all
+    searches end where they begin, as the processor expects; linear probing. A slot has a tag (32
+    bits of the spread name, where probing begins) and a row, and is 0 where it is empty.
 names: uint64, shape (rows + 1,), the name of each row. Row 0 stands for "none".
 """
 
@@ -18,11 +18,16 @@ from pigou.compiled import bare_kernel, inlined
 Words: TypeAlias = NDArray[np.uint64]
 Counts: TypeAlias = NDArray[np.int64]
 
+#: Rows and slots are unsigned in kernels: an index that may be negative takes longer to use.
+Row: TypeAlias = np.uint64
+
+NONE = np.uint64(0)
+ONE = np.uint64(1)
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio (Knuth, 6.4)
 _HALF = np.uint64(32)
 _LOW = np.uint64(2**32 - 1)
 #: Slots for each row, at least.
-_ROOM = 4
+_ROOM = 8
 
 
 def slots_for(rows: int) -> Words:
@@ -31,51 +36,51 @@ def slots_for(rows: int) -> Words:
 
 
 @inlined
-def probe(names: Words, slots: Words, name: np.uint64) -> tuple[int, int]:
+def probe(names: Words, slots: Words, name: np.uint64) -> tuple[Row, Row]:
     """Row of a name, or 0; and the slot where the search ended."""
-    mask = slots.shape[0] - 1
+    mask = np.uint64(slots.shape[0] - 1)
     tag = (name * _SPREAD) >> _HALF
-    i = np.int64(tag) & mask
+    i = tag & mask
     while slots[i] != 0:
         if slots[i] >> _HALF == tag:
-            row: int = np.int64(slots[i] & _LOW)  # type: ignore[assignment]
+            row = slots[i] & _LOW
             if names[row] == name:
                 return row, i
-        i = (i + 1) & mask
-    return 0, i
+        i = (i + ONE) & mask
+    return NONE, i
 
 
 @inlined
-def find(names: Words, slots: Words, name: np.uint64) -> int:
+def find(names: Words, slots: Words, name: np.uint64) -> Row:
     """Row of a name, or 0."""
     return probe(names, slots, name)[0]
 
 
 @inlined
-def put(slots: Words, place: int, name: np.uint64, row: int) -> None:
+def put(slots: Words, place: Row, name: np.uint64, row: Row) -> None:
     """Make a row findable by its name; the search for it ended at the empty slot `place`."""
-    slots[place] = (((name * _SPREAD) >> _HALF) << _HALF) | np.uint64(row)
+    slots[place] = (((name * _SPREAD) >> _HALF) << _HALF) | row
 
 
 @inlined
-def enter(slots: Words, name: np.uint64, row: int) -> None:
+def enter(slots: Words, name: np.uint64, row: Row) -> None:
     """Make a row findable by its name, which must not be there yet."""
-    mask = slots.shape[0] - 1
-    i = np.int64((name * _SPREAD) >> _HALF) & mask
+    mask = np.uint64(slots.shape[0] - 1)
+    i = ((name * _SPREAD) >> _HALF) & mask
     while slots[i] != 0:
-        i = (i + 1) & mask
+        i = (i + ONE) & mask
     put(slots, i, name, row)
 
 
 @bare_kernel
 def enter_all(old: Words, slots: Words) -> None:
     """Enter all that `old` has into new, empty slots."""
-    mask = slots.shape[0] - 1
+    mask = np.uint64(slots.shape[0] - 1)
     for slot in old:
         if slot != 0:
-            i = np.int64(slot >> _HALF) & mask
+            i = (slot >> _HALF) & mask
             while slots[i] != 0:
-                i = (i + 1) & mask
+                i = (i + ONE) & mask
             slots[i] = slot
 
 
@@ -85,27 +90,27 @@ def touch(slots: Words, names: Words) -> np.uint64:
 
     The loads do not wait for one another, as those of searches do, whose branches depend on them.
     """
-    mask, last, seen = slots.shape[0] - 1, names.shape[1] - 1, np.uint64(0)
+    mask, last, seen = np.uint64(slots.shape[0] - 1), names.shape[1] - 1, NONE
     for i in range(names.shape[0]):
-        seen |= slots[np.int64((names[i, last] * _SPREAD) >> _HALF) & mask]
+        seen |= slots[((names[i, last] * _SPREAD) >> _HALF) & mask]
     return seen
 
 
 @inlined
-def strike(slots: Words, name: np.uint64, row: int) -> None:
+def strike(slots: Words, name: np.uint64, row: Row) -> None:
     """Make a row unfindable, closing the gap (no tombstones)."""
-    mask = slots.shape[0] - 1
+    mask = np.uint64(slots.shape[0] - 1)
     tag = (name * _SPREAD) >> _HALF
-    slot = (tag << _HALF) | np.uint64(row)
-    gap = np.int64(tag) & mask
+    slot = (tag << _HALF) | row
+    gap = tag & mask
     while slots[gap] != slot:
-        gap = (gap + 1) & mask
+        gap = (gap + ONE) & mask
     i = gap
     while True:
-        i = (i + 1) & mask
+        i = (i + ONE) & mask
         if slots[i] == 0:
             break
-        start = np.int64(slots[i] >> _HALF)
+        start = slots[i] >> _HALF
         if ((i - start) & mask) >= ((i - gap) & mask):
             slots[gap] = slots[i]
             gap = i

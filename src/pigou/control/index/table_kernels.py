@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.control.index.slots import Counts, Words, find, probe, put, strike
+from pigou.control.index.slots import NONE, ONE, Counts, Row, Words, find, probe, put, strike
 from pigou.request import BlockKeys
 
 #: Tiers, the nearest first.
@@ -25,28 +25,28 @@ DEVICE, HOST, STORAGE = range(3)
 TIERS = 3
 #: Columns of free `rows`.
 NEXT, PREV = 1, 2
+#: Stands for workers of which nothing is known, where others have their numbers.
+NOBODY = -1
 #: Entries of `totals`.
 ROWS, TWINS, TOP, SEEN = range(4)
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # as of `slots`
 _HALF = np.uint64(32)
-_ONE = np.uint64(1)
-_NONE = np.uint64(0)
 
 
 # --- rows -----------------------------------------------------------------------------------
 
 
 @inlined
-def take_row(rows: Words, totals: Counts, after: int) -> int:
+def take_row(rows: Words, totals: Counts, after: Row) -> Row:
     """Return a free row: the one right behind `after` where that is possible."""
     totals[ROWS] += 1
-    row = after + 1
-    if row <= totals[TOP] and rows[row, 0] != 0:
-        row = totals[TOP] + 1
-    if row > totals[TOP]:
-        head: int = np.int64(rows[0, NEXT])  # type: ignore[assignment]
-        if row < rows.shape[0] and (after == totals[TOP] or head == 0):
+    row, top = after + ONE, np.uint64(totals[TOP])
+    if row <= top and rows[row, 0] != 0:
+        row = top + ONE
+    if row > top:
+        head = rows[0, NEXT]
+        if row < np.uint64(rows.shape[0]) and (after == top or head == 0):
             totals[TOP] = row
             return row
         row = head
@@ -59,7 +59,7 @@ def take_row(rows: Words, totals: Counts, after: int) -> int:
 
 
 @inlined
-def give_row(rows: Words, totals: Counts, row: int) -> None:
+def give_row(rows: Words, totals: Counts, row: Row) -> None:
     """Free a row whose bits are all 0; it goes to the end of the list."""
     before = rows[0, PREV]
     rows[row, 0] = 0
@@ -70,12 +70,13 @@ def give_row(rows: Words, totals: Counts, row: int) -> None:
 
 
 @inlined
-def row_of(rows: Words, slots: Words, key: np.uint64, after: int) -> int:
+def row_of(rows: Words, slots: Words, key: np.uint64, after: Row) -> Row:
     """Row of a key, or 0; the ones beside `after` are looked at first."""
-    if after + 1 < rows.shape[0] and rows[after + 1, 0] == key and key != 0:
-        return after + 1
-    if after > 1 and rows[after - 1, 0] == key and key != 0:
-        return after - 1
+    behind, before = after + ONE, after - ONE
+    if behind < np.uint64(rows.shape[0]) and rows[behind, 0] == key and key != 0:
+        return behind
+    if after > ONE and rows[before, 0] == key and key != 0:
+        return before
     return find(rows[:, 0], slots, key)
 
 
@@ -135,7 +136,7 @@ def drop_twin(twins: Words, totals: Counts, key: np.uint64, place: np.uint64) ->
     gap = find_twin(twins, key, place)
     if twins[gap, 2] == 0:
         return False
-    twins[gap, 2] -= _ONE
+    twins[gap, 2] -= ONE
     if twins[gap, 2] != 0:
         return True
     totals[TWINS] -= 1
@@ -162,7 +163,15 @@ def add_twin(twins: Words, totals: Counts, key: np.uint64, place: np.uint64) -> 
         twins[at, 0] = key
         twins[at, 1] = place
         totals[TWINS] += 1
-    twins[at, 2] += _ONE
+    twins[at, 2] += ONE
+
+
+@inlined
+def place_of(rows: Words, worker: int) -> tuple[np.uint64, np.uint64, np.uint64]:
+    """Column of a worker's bit for the first tier, columns from a tier to the next; its bit."""
+    number = np.uint64(worker)
+    words = np.uint64(rows.shape[1] - 1) // np.uint64(TIERS)
+    return ONE + number // np.uint64(64), words, ONE << (number % np.uint64(64))
 
 
 @inlined
@@ -174,16 +183,15 @@ def hold(
     worker: int,
     key: np.uint64,
     media: int,
-    after: int,
-) -> int:
+    after: Row,
+) -> Row:
     """Note that a worker holds a key (once more) in tiers (bits); return its row.
 
     `after` is the row of the key before it in its chain, or 0.
     """
-    words = (rows.shape[1] - 1) // TIERS
-    word, bit = 1 + worker // 64, _ONE << np.uint64(worker % 64)
-    row, place = after + 1, 0
-    if row >= rows.shape[0] or rows[row, 0] != key:
+    word, words, bit = place_of(rows, worker)
+    row, place = after + ONE, NONE
+    if row >= np.uint64(rows.shape[0]) or rows[row, 0] != key:
         row, place = probe(rows[:, 0], slots, key)
     if row == 0:
         row = take_row(rows, totals, after)
@@ -192,8 +200,9 @@ def hold(
     for tier in range(TIERS):
         if (media >> tier) & 1 == 0:
             continue
-        if rows[row, word + tier * words] & bit == 0:
-            rows[row, word + tier * words] |= bit
+        column = word + np.uint64(tier) * words
+        if rows[row, column] & bit == 0:
+            rows[row, column] |= bit
         else:
             add_twin(twins, totals, key, np.uint64(TIERS * worker + tier))
     return row
@@ -208,22 +217,21 @@ def let_go(
     worker: int,
     key: np.uint64,
     media: int,
-    after: int,
-) -> int:
+    after: Row,
+) -> Row:
     """Note that a worker holds a key, which it held, no longer (once less) in tiers (bits).
 
     `after`, and what is returned: as of `hold`; perhaps the row is free now.
     """
-    words = (rows.shape[1] - 1) // TIERS
-    word, bit = 1 + worker // 64, _ONE << np.uint64(worker % 64)
+    word, words, bit = place_of(rows, worker)
     row = row_of(rows, slots, key, after)
     for tier in range(TIERS):
         if (media >> tier) & 1 == 0:
             continue
         place = np.uint64(TIERS * worker + tier)
         if totals[TWINS] == 0 or not drop_twin(twins, totals, key, place):
-            rows[row, word + tier * words] &= ~bit
-    others = _NONE
+            rows[row, word + np.uint64(tier) * words] &= ~bit
+    others = NONE
     for w in range(1, rows.shape[1]):
         others |= rows[row, w]
     if others == 0:
@@ -249,11 +257,11 @@ def change(
         worker: its number.
         gained, lost: keys and tiers (bits), shape (any, 2).
     """
-    row = 0
+    row = NONE
     for i in range(gained.shape[0]):
         media: int = np.int64(gained[i, 1])  # type: ignore[assignment]
         row = hold(rows, slots, twins, totals, worker, gained[i, 0], media, row)
-    row = 0
+    row = NONE
     for i in range(lost.shape[0]):
         media = np.int64(lost[i, 1])  # type: ignore[assignment]
         row = let_go(rows, slots, twins, totals, worker, lost[i, 0], media, row)
@@ -278,7 +286,7 @@ def read_off(planes: Words, worker: int) -> int:
     """Return the count of a worker."""
     count, bit = 0, np.uint64(worker % 64)
     for j in range(planes.shape[0]):
-        count |= np.int64((planes[j, worker // 64] >> bit) & _ONE) << j  # type: ignore[assignment]
+        count |= np.int64((planes[j, worker // 64] >> bit) & ONE) << j  # type: ignore[assignment]
     return count
 
 
@@ -287,9 +295,9 @@ def note_run(gone: np.uint64, w: int, length: int, runs: Counts) -> None:
     """Write the run of each worker of a mask."""
     worker = 64 * w
     while gone != 0:
-        if gone & _ONE:
+        if gone & ONE:
             runs[worker] = length
-        gone >>= _ONE
+        gone >>= ONE
         worker += 1
 
 
@@ -309,22 +317,23 @@ def overlaps(
         rows: the table.
         slots: the table.
         keys: of the chain.
-        workers: numbers of those that are asked for, shape (n,); 0 is nobody, and holds nothing.
+        workers: numbers of those that are asked for, shape (n,); `NOBODY` holds nothing.
         planes, runs: scratch, shapes (3, 32, words) and (64 words,); planes are zeros, before
             and after.
         out: takes how many blocks of each one's leading run are best held in device memory, in
             host memory and in storage, and the whole run, shape (4, n).
     """
     words = planes.shape[2]
-    depth, row, lower = 0, 0, False
+    depth, row, lower = 0, NONE, False
     alive = planes[2, 0]
     for worker in workers:
-        alive[worker // 64] |= _ONE << np.uint64(worker % 64)
+        if worker != NOBODY:
+            alive[worker // 64] |= ONE << np.uint64(worker % 64)
     for i in range(keys.shape[0]):
         row = row_of(rows, slots, keys[i], row)
         if row == 0:
             break
-        anybody = _NONE
+        anybody = NONE
         for w in range(words):
             asked = alive[w]
             far = asked & ~rows[row, 1 + w]
@@ -345,12 +354,14 @@ def overlaps(
     for w in range(words):
         note_run(alive[w], w, depth, runs)
     for k in range(workers.shape[0]):
-        out[0, k] = out[3, k] = runs[workers[k]]
+        out[0, k] = out[3, k] = runs[workers[k]] if workers[k] != NOBODY else 0
         out[1, k] = 0
         out[2, k] = 0
     alive[:] = 0
     if lower:
         for k in range(workers.shape[0]):
+            if workers[k] == NOBODY:
+                continue
             out[1, k] = read_off(planes[0], workers[k])
             out[2, k] = read_off(planes[1], workers[k])
             out[0, k] -= out[1, k] + out[2, k]

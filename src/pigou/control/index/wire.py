@@ -16,6 +16,8 @@ from pigou.wire.kv_events import WireHash
 
 _TIERS = {None: DEVICE, "GPU": DEVICE, "CPU": HOST, "CPU_PINNED": HOST, "STORAGE": STORAGE}
 _LIMIT = 2**64
+#: What the kernels want: arrays of it, contiguous.
+WORD = np.dtype(np.uint64)
 
 
 def tier_of(medium: str | None) -> int:
@@ -32,15 +34,9 @@ def name_of(value: WireHash) -> int:
     return xxh3_64_intdigest(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
-def whole(words: NDArray[np.uint64]) -> Words:
-    """Return an array as the kernels want it: of uint64, contiguous."""
-    plain = words.dtype == np.uint64 and words.flags.c_contiguous
-    return words if plain else np.ascontiguousarray(words, dtype=np.uint64)
-
-
 def column(words: Words) -> Words:
     """Return an array of shape (blocks,) as one of shape (blocks, 1)."""
-    return whole(words).reshape(-1, 1)
+    return np.ascontiguousarray(words, dtype=WORD).reshape(-1, 1)
 
 
 def names_of(hashes: Sequence[WireHash] | NDArray[np.uint64]) -> Words:
