@@ -23,7 +23,6 @@ from pigou.control.index.entry_kernels import (
     give_entry,
     note,
 )
-from pigou.compiled import bare_kernel, inlined
 from pigou.control.index.slots import NONE, Counts, Row, Words, find, strike
 
 

@@ -9,6 +9,7 @@ from pigou.control.index import event_kernels as kernels
 from pigou.control.index.entries import Change, Entries, pairs
 from pigou.control.index.slots import Words
 from pigou.control.index.table import Table
+from pigou.control.index.wire import tier_of
 
 _NO_NAME = np.uint64(0)
 
@@ -35,7 +36,13 @@ class Holdings(Entries):
         return holding_kernels.absent(self.names, self.slots, hashes)
 
     def store(
-        self, table: Table, worker: int, hashes: Words, keys: Words, parent: int | None, tier: int
+        self,
+        table: Table,
+        worker: int,
+        hashes: Words,
+        keys: Words,
+        parent: int | None,
+        medium: str | None,
     ) -> int:
         """Take in consecutive blocks, here and in the table; return how many entries are new.
 
@@ -45,7 +52,7 @@ class Holdings(Entries):
             hashes: of the engine, in the last column, shape (blocks, any).
             keys: in the last column, 0 where unknown, shape (blocks, any).
             parent: the engine's hash of the block before; None at the beginning.
-            tier: where they are.
+            medium: where they are.
         """
         follows = parent is not None
         name = _NO_NAME if parent is None else np.uint64(parent)
@@ -54,7 +61,7 @@ class Holdings(Entries):
             grown = kernels.store(
                 self.links, self.names, self.values, self.slots, self.counts,
                 table.rows, table.slots, table.twins, table.totals,
-                worker, self.limit, follows, name, 1 << tier, hashes, keys, sure,
+                worker, self.limit, follows, name, 1 << tier_of(medium), hashes, keys, sure,
             )  # fmt: skip
             if grown != kernels.NO_ROOM:
                 self._before += grown
@@ -63,7 +70,7 @@ class Holdings(Entries):
             table.reserve(len(hashes))
             sure = True
 
-    def remove(self, table: Table, worker: int, hashes: Words, tier: int) -> int:
+    def remove(self, table: Table, worker: int, hashes: Words, medium: str | None) -> int:
         """Forget blocks in one tier, here and in the table; return how many entries are new: -n.
 
         Blocks that are not there are no error.
@@ -71,7 +78,7 @@ class Holdings(Entries):
         grown = kernels.remove(
             self.links, self.names, self.values, self.slots, self.counts,
             table.rows, table.slots, table.twins, table.totals,
-            worker, 1 << tier, hashes,
+            worker, 1 << tier_of(medium), hashes,
         )  # fmt: skip
         self._before += grown
         return grown

@@ -22,7 +22,6 @@ from pigou.control.index.entry_kernels import (
     take_entry,
     unlink,
 )  # fmt: skip
-from pigou.compiled import bare_kernel, inlined
 from pigou.control.index.slots import NONE, Counts, Words, enter, find, strike
 
 

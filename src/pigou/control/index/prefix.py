@@ -16,7 +16,7 @@ from pigou.control.index.predictions import Predictions
 from pigou.control.index.slots import Words
 from pigou.control.index.table import Overlaps, Table
 from pigou.control.index.table_kernels import NOBODY
-from pigou.control.index.wire import WORD, column, name_of, names_of, tier_of
+from pigou.control.index.wire import WORD, column, name_of, names_of
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pigou.request import SECOND, BlockKeys
 from pigou.wire.kv_events import Cleared, Removed, Stored, WireEvent
@@ -123,7 +123,7 @@ class PrefixIndex:
         Events of the wire are keyed by token ids and parent. Core events (a simulated worker's)
         carry hashes that every worker shares; the low half is the key.
         """
-        member = self._members.get(worker) or self._member(worker)
+        table, member = self._table, self._members.get(worker) or self._member(worker)
         for event in events:
             member.events += 1
             if isinstance(event, BlockStored):
@@ -131,11 +131,13 @@ class PrefixIndex:
                 parent = int(event.parent[-1, 1]) if len(event.parent) else None
                 self._store(member, both, both, parent, event.medium)
             elif isinstance(event, BlockRemoved):
-                self._remove(member, np.ascontiguousarray(event.hashes, dtype=WORD), event.medium)
+                gone = np.ascontiguousarray(event.hashes, dtype=WORD)
+                self._blocks += member.holdings.remove(table, member.number, gone, event.medium)
             elif isinstance(event, Stored):
                 self._stored(member, event)
             elif isinstance(event, Removed):
-                self._remove(member, column(names_of(event.hashes)), event.medium)
+                gone = column(names_of(event.hashes))
+                self._blocks += member.holdings.remove(table, member.number, gone, event.medium)
             elif isinstance(event, Cleared | AllBlocksCleared):
                 self._clear(member, member.holdings)
             elif isinstance(event, Keyed):
@@ -278,14 +280,10 @@ class PrefixIndex:
         if self._blocks + len(hashes) > self._max_total:
             self._make_room(member.holdings.absent(hashes))
         self._blocks += member.holdings.store(
-            self._table, member.number, hashes, keys, parent, tier_of(medium)
+            self._table, member.number, hashes, keys, parent, medium
         )
         if self._blocks > self._max_total:  # what made room may have been among what was stored
             self._make_room(0)
-
-    def _remove(self, member: _Member, hashes: Words, medium: str | None) -> None:
-        tier = tier_of(medium)
-        self._blocks += member.holdings.remove(self._table, member.number, hashes, tier)
 
     def _clear(self, member: _Member, entries: Entries) -> None:
         self._change(member, entries, entries.clear())
