@@ -47,7 +47,8 @@ from pigou.workload.offered import from_trace
 from pigou.workload.trace import read_trace
 
 LAW = "law:itl_a=0.02,itl_b=0.0002,prefill=0.004,prefill_token=0.00005"
-LINK = LinkConfig(gbps=25.0, latency_us=200.0)
+#: As workers that sleep share it.
+LINK = LinkConfig(gbps=25.0, latency_us=200.0, sharing="fifo", ends="receiver")
 BLOCKS, BLOCK, SEQS, BUDGET, LONGEST = 4096, 16, 64, 2048, 2048
 #: Bytes of a token's KV in the timed model (Llama-3.1-8B).
 MODEL = "llama-3.1-8b"
@@ -57,6 +58,8 @@ IDLE = 25
 #: Of the worker that computes.
 WORKER_SEQS, WORKER_BUDGET = 32, 512
 WORKER_INPUT, WORKER_OUTPUT = (32, 512), (16, 128)
+#: Before each load: a kernel is made for each number of rows that is computed for the first time.
+WARM_UP = ("--warmup", "150", "--input", "32:512", "--output", "4")
 #: Loads, as shares of the most that it does.
 SHARES = (0.3, 0.5, 0.7)
 FIGURES = ("ttft", "itl")
@@ -245,7 +248,7 @@ def worker_parity(args: argparse.Namespace, folder: Path) -> None:
             sessions = arrivals(rate, args.seconds, args.seed)
             trace, figures = folder / f"rate-{rate:g}.jsonl", folder / f"rate-{rate:g}.json"
             trace.write_text("".join(json.dumps(row) + "\n" for row in sessions))
-            bench = [sys.executable, "-m", "pigou", "bench", url, "--trace", str(trace),
+            bench = [sys.executable, "-m", "pigou", "bench", url, "--trace", str(trace), *WARM_UP,
                      "--json", str(figures)]  # fmt: skip
             subprocess.run(bench, check=True, stdout=subprocess.DEVNULL)
             load = of_bench(json.loads(figures.read_text()))
@@ -254,7 +257,7 @@ def worker_parity(args: argparse.Namespace, folder: Path) -> None:
 
 def profiled(url: str, file: Path) -> str:
     """Profile the worker, show what was found, and return the timing's file."""
-    command = [sys.executable, "-m", "pigou", "profile", url, "--out", str(file), "--repeats", "3"]
+    command = [sys.executable, "-m", "pigou", "profile", url, "--out", str(file)]
     print(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout, flush=True)
     return str(file)
 

@@ -44,6 +44,7 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
         link=LinkConfig(
             gbps=draw(st.sampled_from([0.0, 0.5, 400.0])),
             sharing=draw(st.sampled_from(["fair", "fifo"])),
+            ends=draw(st.sampled_from(["both", "receiver"])),
         ),
         signals=Signals(
             event_delay_ms=draw(st.sampled_from([0.0, 30.0])),

@@ -32,10 +32,12 @@ def test_events_run_by_time_then_phase_then_key() -> None:
         clock.at(EPOCH, Phase.SEND, 0, lambda _: None)
 
 
-def transfers(sharing: str, sends: list[tuple[int, int, int, int]]) -> list[float]:
+def transfers(
+    sharing: str, sends: list[tuple[int, int, int, int]], shared: str = "both"
+) -> list[float]:
     """Send (at ns, source, target, bytes) over links of a byte a nanosecond; return the ends."""
     clock = Clock()
-    config = LinkConfig(gbps=8.0, latency_us=0.0, sharing=sharing)  # type: ignore[arg-type]
+    config = LinkConfig(gbps=8.0, latency_us=0.0, sharing=sharing, ends=shared)  # type: ignore[arg-type]
     network, ends = Network(config, clock), [0.0] * len(sends)
     for place, (at, source, target, size) in enumerate(sends):
 
@@ -61,6 +63,15 @@ def test_links_work_both_ways_and_pairs_do_not_disturb_one_another() -> None:
     assert transfers("fair", [(0, 0, 1, 1000), (0, 1, 0, 1000), (0, 2, 3, 1000)]) == pytest.approx(
         [1000] * 3, abs=4
     )
+
+
+@pytest.mark.parametrize("sharing", ["fair", "fifo"])
+def test_a_sender_is_shared_only_where_both_ends_are(sharing: str) -> None:
+    apart = [(0, 0, 1, 1000), (0, 0, 2, 1000)]
+    assert transfers(sharing, apart, "receiver") == pytest.approx([1000, 1000], abs=4)
+    assert max(transfers(sharing, apart, "both")) == pytest.approx(2000, abs=4)
+    together = [(0, 0, 2, 1000), (0, 1, 2, 1000)]
+    assert transfers(sharing, together, "receiver") == transfers(sharing, together, "both")
 
 
 def test_gaps_are_known_to_a_thousandth_and_their_mean_exactly() -> None:

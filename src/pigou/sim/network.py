@@ -20,11 +20,14 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         latency_us: microseconds until the first byte arrives, set-up included.
         sharing: `fair` gives each transfer an equal part of its sender's link and of its
             receiver's, whichever is less, at all times; `fifo` sends them one after another.
+        ends: whose links transfers share: `both`, or the `receiver`'s alone, where a sender has
+            more than all its receivers take.
     """
 
     gbps: float = 400.0
     latency_us: float = 200.0
     sharing: Literal["fair", "fifo"] = "fair"
+    ends: Literal["both", "receiver"] = "both"
 
     def __post_init__(self) -> None:
         """Refuse links that never deliver."""
@@ -59,6 +62,7 @@ class Network:
         self.transfers = 0
         self.bytes = 0
         self._clock = clock
+        self._both = config.ends == "both"
         self._latency = round(config.latency_us * 1000)
         self._out: dict[int, list[_Transfer]] = {}
         self._in: dict[int, list[_Transfer]] = {}
@@ -72,7 +76,9 @@ class Network:
         if not self.config.gbps:
             self._arrive(transfer, now)
         elif self.config.sharing == "fifo":
-            ends = ("out", source), ("in", target)
+            ends = [("in", target)]
+            if self._both:
+                ends.append(("out", source))
             begin = max(now, *(self._free.get(end, 0) for end in ends))
             last = begin + math.ceil(size * self.config.nanos_per_byte)
             self._free.update(dict.fromkeys(ends, last))
@@ -91,7 +97,9 @@ class Network:
         """Divide the links of a sender and of a receiver anew."""
         touched = {each.number: each for each in self._out[source] + self._in[target]}
         for each in touched.values():
-            sharers = max(len(self._out[each.source]), len(self._in[each.target]))
+            sharers = len(self._in[each.target])
+            if self._both:
+                sharers = max(sharers, len(self._out[each.source]))
             pace = self.config.nanos_per_byte * sharers
             if pace == each.pace:
                 continue

@@ -15,8 +15,8 @@ from pigou.sim.network import LinkConfig
 class Link:
     """What a worker receives by: one load after another, each after the link's latency.
 
-    Only the receiver's end is shared. A sender of several receivers is not slowed by them, as it
-    is in a simulation: the two agree while a sender's link is not the bottleneck.
+    Only the receiver's end is shared: `LinkConfig` with `sharing` fifo and `ends` receiver. A
+    sender of several receivers is not slowed by them.
     """
 
     def __init__(self, config: LinkConfig, block_bytes: int) -> None:

@@ -31,7 +31,9 @@ class Timed:
 
 
 class _LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keys of a link; how it is shared is not one of them: one load comes after another."""
+    """Keys of a link; how it is shared is none of them: loads come one after another, and a sender
+    is not shared.
+    """
 
     gbps: float = 400.0
     latency_us: float = 200.0
@@ -81,4 +83,4 @@ def read_link(text: str) -> LinkConfig:
         keys = msgspec.convert(values, _LinkKeys, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"timing_link: {error}") from error
-    return LinkConfig(gbps=keys.gbps, latency_us=keys.latency_us, sharing="fifo")
+    return LinkConfig(gbps=keys.gbps, latency_us=keys.latency_us, sharing="fifo", ends="receiver")
