@@ -60,6 +60,25 @@ def test_azure_rows_share_nothing(tmp_path: Path) -> None:
     assert prompts[0][:20] != prompts[1][:20]
 
 
+def test_a_log_of_vllm_is_its_data_set_at_the_times_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+
+    def write(**times: float) -> None:
+        row = {"request_id": "b", "input_toks": 30, "output_toks": 4, "queued_ts": 7.5, **times}
+        path.write_text(
+            json.dumps(row) + "\n" + json.dumps(row | {k: v * 2 for k, v in times.items()})
+        )
+
+    write(arrival_time=0.25)
+    log = read_trace(path)
+    write(arrival_time_ns=250_000_000)
+    assert read_trace(path) == log
+    assert [each.start for each in log.sessions] == [0.0, 0.25]
+    write(arrival_time=1.0, arrival_time_ns=10**9)
+    with pytest.raises(ConfigError, match="not both"):
+        read_trace(path)
+
+
 def test_agent_sessions_are_read_from_file_folder_and_archive(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.json").write_text(json.dumps(agent(name, 3)))

@@ -103,7 +103,7 @@ def _vllm(rows: Sequence[VllmRow]) -> Trace:
     return ordered(
         1.0,
         [
-            Session(row.arrival_time_ns / 1e9, str(n), (turn(row.input_toks, row.output_toks),))
+            Session(row.seconds, str(n), (turn(row.input_toks, row.output_toks),))
             for n, row in enumerate(rows)
         ],
     )

@@ -59,11 +59,24 @@ class BailianRow(MooncakeRow, frozen=True, kw_only=True):
 
 
 class VllmRow(msgspec.Struct, frozen=True):
-    """A request of a log of vLLM's bench."""
+    """A request of vLLM's bench: of its data set, in nanoseconds, or of its log, in seconds."""
 
     input_toks: int
     output_toks: int
-    arrival_time_ns: int
+    arrival_time_ns: int | None = None
+    arrival_time: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a row without its time, or with two."""
+        if (self.arrival_time_ns is None) == (self.arrival_time is None):
+            raise ValueError("it needs arrival_time_ns or arrival_time, and not both")
+
+    @property
+    def seconds(self) -> float:
+        """When it is sent."""
+        if self.arrival_time is not None:
+            return self.arrival_time
+        return (self.arrival_time_ns or 0) / 1e9
 
 
 @dataclass(slots=True)
