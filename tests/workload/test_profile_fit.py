@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import numpy as np
 import pytest
@@ -81,6 +83,26 @@ def test_a_curve_never_falls_whatever_was_seen() -> None:
     )
     found = fit(odd)  # `Measured` refuses what falls
     assert found.alone == found.overhead == 0.0
+
+
+def test_what_a_step_takes_in_any_case_is_not_laid_upon_the_cache() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        found = fit(
+            Seen(
+                decodes=[
+                    Decodes(
+                        n, n * kv, (0.005 + 1e-7 * n * kv) * (1 + float(rng.uniform(-0.05, 0.05)))
+                    )
+                    for n in (1, 2, 4, 8)
+                    for kv in (270, 780, 1550)
+                ],
+                beside=[Prompts(64, 2080, 1, 0.004)],
+            )
+        )
+        assert found.decodes[0][1] > 0.0045
+        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(found.cache)]
+        assert slopes == pytest.approx(sorted(slopes), abs=1e-15)
 
 
 def test_without_measurements_there_is_no_timing() -> None:

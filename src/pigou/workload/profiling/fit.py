@@ -16,8 +16,6 @@ from pigou.sim.measured import Curve, Measured, at
 from pigou.workload.profiling.seen import Decodes, Prompts, Seen
 
 _Array = NDArray[np.float64]
-#: Cache entries below which their number makes no curve.
-_FEWEST = 128
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,8 @@ class Error:
 def fit(seen: Seen, about: dict[str, Any] | None = None) -> Measured:
     """Return the timing that is nearest to what was seen.
 
-    Curves are sums of ramps between the places that were measured, whose slopes are at least 0;
+    Curves are sums of ramps between the places that were measured, whose slopes are at least 0
+    (and never fall, of the cache that decodes read);
     with the other terms they are found by non-negative least squares of relative errors (Lawson
     and Hanson, through scipy). `alone` and `overhead` are medians of what is left then.
 
@@ -84,22 +83,28 @@ def added(found: Measured, each: Prompts) -> float:
 
 
 def _decodes(seen: Sequence[Decodes]) -> tuple[Curve, Curve]:
+    """Fit decodes and the reading of the cache, of which an entry never takes less beyond more.
+
+    Were it free to, reading the first entries could take all that a step takes in any case.
+    """
     places = sorted({1, *(each.n for each in seen)})
     sizes = np.array([each.n for each in seen], dtype=np.float64)
     kv = np.array([each.kv for each in seen])
-    sums = _sums(float(kv.max()))
-    columns = [np.ones(len(seen)), *_ramps(places, sizes), *_ramps(sums, kv)]
-    found = _solve(columns, [each.seconds for each in seen])
+    sums = _sums(float(kv.min()), float(kv.max()))
+    bends = [np.maximum(kv - bend, 0.0) for bend in sums[:-1]]
+    found = _solve(
+        [np.ones(len(seen)), *_ramps(places, sizes), *bends], [each.seconds for each in seen]
+    )
     split = len(places)
     values = np.cumsum([found[0], *(found[1:split] * np.diff(places))])
-    read = np.cumsum([0.0, *(found[split:] * np.diff(sums))])
+    read = np.cumsum([0.0, *(np.cumsum(found[split:]) * np.diff(sums))])
     return _curve(places, values), _curve(sums, read)
 
 
-def _sums(most: float) -> list[int]:
+def _sums(least: float, most: float) -> list[int]:
     """Return the places of the cache's curve: four times as far each, up to the most seen."""
     places = [max(1, math.ceil(most))]
-    while places[0] >= 4 * _FEWEST:
+    while places[0] // 4 >= 2 * least:
         places.insert(0, places[0] // 4)
     return [0, *places]
 
