@@ -149,6 +149,7 @@ def _own_workers(args: argparse.Namespace, folder: Path, stack: ExitStack) -> li
                 "--block-size", str(args.block_size)]  # fmt: skip
         argv += ["--model", args.model] if args.model else []
         argv += ["--timing", args.timing] if args.timing else []
+        argv += getattr(args, "worker", [])
         url = f"http://{LOOPBACK}:{port}"
         servers.append(stack.enter_context(Server(argv, url=url, log=folder / f"{port}.log")))
     for server in servers:

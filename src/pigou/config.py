@@ -23,7 +23,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         max_seqs: most sequences that run at once.
         max_batched_tokens: most tokens computed in one step (the token budget).
         max_model_len: most tokens, prompt and output, of one sequence.
-        order: who is admitted first, and who is preempted last.
+        order: who is admitted first, and who is preempted last. With `priority`, prompts of a lower
+            number are also computed before those of a higher one are gone on with
+            (`pigou.engine.scheduler`).
+        max_background_tokens: most prompt tokens in one step of requests whose priority is above 0,
+            so that a step is soon over when somebody comes whom they yield to; 0 for no limit but
+            the budget. Needs the order `priority`.
         prefix_caching: keep finished blocks for requests with the same prefix.
         max_repeat: most steps that one plan may hold.
         max_waiting: most requests that may wait; 0 for no limit.
@@ -38,6 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_batched_tokens: int = 2048
     max_model_len: int = 2048
     order: QueueOrder = "fcfs"
+    max_background_tokens: int = 0
     prefix_caching: bool = True
     max_repeat: int = 1
     max_waiting: int = 0
@@ -51,6 +57,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _at_least("host_blocks", self.host_blocks, 0)
         _at_least("max_waiting", self.max_waiting, 0)
         _at_least("headroom", self.headroom, 0)
+        _at_least("max_background_tokens", self.max_background_tokens, 0)
+        if self.max_background_tokens and self.order != "priority":
+            raise ConfigError(
+                f"max_background_tokens is {self.max_background_tokens}, and order {self.order}; "
+                "only the order priority knows who is in the background"
+            )
 
 
 class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -120,6 +120,8 @@ class Worker:
         blocks: KV blocks that it has, 0 when it did not say.
         max_seqs: most sequences that it runs at once, 0 when it did not say.
         events: whether it publishes KV events; if not, what it holds is predicted.
+        overtakes: whether its requests of a lower priority overtake others between any two steps,
+            prompts that were begun among them.
     """
 
     id: str
@@ -129,3 +131,4 @@ class Worker:
     blocks: int = 0
     max_seqs: int = 0
     events: bool = True
+    overtakes: bool = False

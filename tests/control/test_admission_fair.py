@@ -144,6 +144,7 @@ def test_output_tokens_weigh_twice_those_of_prompts() -> None:
     request = Request("r", 10, 8, tenant="a")
     one = Waiting(request, 0, 10, weight=2.0)
     order.add(one)
+    order.add(Waiting(Request("s", 1, 1, tenant="b"), 0, 1, serial=1))
     order.taken(one, 6)
     assert order.counter("a") == 6 / 2.0
     order.served(request, 3)
@@ -161,3 +162,27 @@ def test_tenants_that_owe_nothing_are_forgotten_and_lose_nothing() -> None:
     last = order.counter(f"t{number}")
     order.add(Waiting(Request("old", 1, 1, tenant="t0"), 0, 1, serial=number + 1))
     assert order.counter("t0") >= last
+
+
+def test_what_a_tenant_had_while_nobody_waited_is_not_held_against_it() -> None:
+    order = Fair(FairParams(credit=0.0))
+    request = Request("r", 10, 8, tenant="a")
+    one = Waiting(request, 0, 10)
+    order.add(one)
+    order.taken(one, 1000)
+    order.served(request, 1000)
+    assert order.counter("a") == 0.0
+
+
+def test_only_who_had_less_than_another_by_half_the_credit_is_behind() -> None:
+    order = Fair(FairParams(credit=100.0))
+    calls = {name: Waiting(Request(name, 1, 1, tenant=name), 0, 1) for name in "ab"}
+    order.add(calls["b"])
+    for tokens, behind in ((25, False), (1, True)):  # each counts twice
+        order.served(Request("r", 1, 1, tenant="a"), tokens)
+        assert order.behind(calls["b"]) is behind
+        assert not order.behind(calls["a"])
+    published = Fair(FairParams(credit=0.0))
+    published.add(calls["b"])
+    published.served(Request("r", 1, 1, tenant="a"), 10_000)
+    assert not published.behind(calls["b"])

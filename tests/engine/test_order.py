@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.config import EngineConfig
+from pigou.config import ConfigError, EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
 from pigou.engine.queue import WaitingQueue
@@ -120,19 +120,81 @@ def test_no_step_exceeds_the_budget_and_every_token_is_computed_once(
     assert sampled == sum(most for _, most in lengths)
 
 
-def test_prompts_are_continued_in_the_order_of_the_queue() -> None:
+def names(core: EngineCore, plan: Plan) -> list[str]:
+    """Who computes in a plan, which nobody has left yet."""
+    running = core._state.rows.owner
+    return [seq.request.id for row in plan.rows.tolist() if (seq := running[row]) is not None]
+
+
+def test_a_prompt_of_a_lower_number_is_computed_before_others_go_on() -> None:
     core = engine(order="priority", max_batched_tokens=4)
-    core.add(Request("low", 9, 1, priority=5))
+    core.add(Request("low", 9, 9, priority=5))
+    assert names(core, step(core)) == ["low"]
+    core.add(Request("high", 9, 9, priority=1))
+    assert names(core, step(core)) == ["high"]
+    core.add(Request("higher", 4, 9, priority=0))
+    assert [names(core, step(core)) for _ in range(5)] == [
+        ["higher"], ["higher", "high"], ["higher", "high"], ["high", "higher", "low"],
+        ["high", "higher", "low"],
+    ]  # fmt: skip
+
+
+def test_equal_priorities_are_served_as_they_come() -> None:
+    """Whatever the number is, plans are those of first come, first served."""
+    plans = []
+    for order, priority in (("fcfs", 0), ("priority", 0), ("priority", 7), ("priority", -7)):
+        core = engine(order=order, blocks=12, max_batched_tokens=5)
+        for number in range(6):
+            request = Request(str(number), 3 + 2 * number, 9, priority=priority, arrival=number)
+            core.add(request)
+        mine = []
+        while core.running or core.waiting:
+            plan = step(core)
+            mine.append((plan.rows.tolist(), plan.counts.tolist(), plan.preempted))
+        plans.append(mine)
+    assert plans[1:] == plans[:1] * 3
+
+
+def test_decodes_beside_an_urgent_prompt_rest_but_of_its_own_number_every_other_step() -> None:
+    core = engine(order="priority", max_batched_tokens=4, blocks=40)
+    for name, priority in (("first", -1), ("equal", 0), ("low", 1)):
+        core.add(Request(name, 2, 20, priority=priority))
+        step(core)
+    core.add(Request("prompt", 11, 2, priority=0))
+    assert [names(core, step(core)) for _ in range(5)] == [
+        ["first", "prompt"], ["first", "equal", "prompt"], ["first", "prompt"],
+        ["first", "equal", "prompt"], ["first", "equal", "low", "prompt"],
+    ]  # fmt: skip
+
+
+def test_what_rests_keeps_its_blocks_and_nobody_rests_for_a_prompt_that_does_not_fit() -> None:
+    core = engine(order="priority", blocks=10, max_batched_tokens=4)
+    core.add(Request("low", 9, 6, priority=5))
     step(core)
-    core.add(Request("high", 9, 1, priority=1))
-    plan = step(core)
-    assert plan.rows.tolist() == [0]
-    plan = step(core)
-    assert plan.counts.tolist() == [1, 3]
-    core.add(Request("higher", 2, 1, priority=0))
-    plan = step(core)
-    assert [s.request for s in plan.started] == []
-    assert plan.rows.tolist() == [1]
+    free = core.free_blocks
+    core.add(Request("large", 12, 2, priority=0))
+    assert names(core, step(core)) == ["low"]
+    assert (core.waiting, core.free_blocks, core.preemptions) == (1, free, 0)
+    core.add(Request("small", 3, 2, priority=-1))
+    assert names(core, step(core)) == ["small"]
+    assert (core.free_blocks, core.preemptions) == (free - 2, 0)
+
+
+def test_prompts_in_the_background_take_no_more_of_a_step_than_they_may() -> None:
+    core = engine(order="priority", max_batched_tokens=8, max_background_tokens=3)
+    core.add(Request("low", 4, 1, priority=1))
+    core.add(Request("lower", 9, 1, priority=2))
+    core.add(Request("high", 4, 2, priority=0))
+    plans = [step(core) for _ in range(3)]
+    assert [plan.counts.tolist() for plan in plans] == [[4], [1, 3], [1, 3]]
+    alone = engine(order="priority", max_batched_tokens=8, max_background_tokens=3)
+    alone.add(Request("only", 8, 1, priority=0))
+    assert step(alone).counts.tolist() == [8]
+
+
+def test_a_limit_of_the_background_needs_the_order_by_priority() -> None:
+    with pytest.raises(ConfigError, match="max_background_tokens is 3, and order fcfs"):
+        engine(max_background_tokens=3)
 
 
 def test_an_engine_without_work_plans_nothing() -> None:

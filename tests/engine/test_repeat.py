@@ -150,6 +150,8 @@ def worlds(draw: st.DrawFn) -> tuple[dict[str, Any], Rates | None, list[Call]]:
         "max_model_len": 64,
         "order": draw(st.sampled_from(["fcfs", "priority"])),
     }
+    if settings["order"] == "priority":
+        settings["max_background_tokens"] = draw(st.sampled_from([0, 1, 3]))
     room = min(settings["blocks"] * size, 40)
     calls = []
     for _ in range(draw(st.integers(1, 8))):

@@ -25,6 +25,8 @@ RATES = [
 @st.composite
 def configs(draw: st.DrawFn) -> EngineConfig:
     size = draw(st.integers(1, 4))
+    order = draw(st.sampled_from(["fcfs", "priority", "priority", "edf"]))
+    background = draw(st.sampled_from([0, 1, 2, 7])) if order == "priority" else 0
     return EngineConfig(
         blocks=draw(st.integers(3, 12)),
         block_size=size,
@@ -32,7 +34,9 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         max_seqs=draw(st.sampled_from([1, 3, 4, 6])),
         max_batched_tokens=draw(st.sampled_from([1, 3, 8, 20, 20])),
         max_model_len=64,
-        order=draw(st.sampled_from(["fcfs", "priority", "edf"])),
+        order=order,
+        max_background_tokens=background,
+        headroom=draw(st.sampled_from([0, 1, 1])),
         prefix_caching=draw(st.sampled_from([True, True, True, False])),
         max_repeat=draw(st.sampled_from([1, 4, 9])),
     )
@@ -64,7 +68,7 @@ class Seam(RuleBasedStateMachine):
         length=st.integers(1, 9),
         tail=st.lists(st.integers(1, 3), max_size=2),
         most=st.integers(1, 20),
-        priority=st.integers(0, 2),
+        priority=st.integers(-1, 2),
         deadline=st.integers(0, 9),
         remote=st.sampled_from([0, 0, 0, 3, 8, 20]),
         hold=st.sampled_from([False, False, True]),

@@ -74,6 +74,7 @@ def histories(draw: st.DrawFn) -> tuple[list[tuple[int, Doing]], dict[str, Any]]
             arrival=draw(st.sampled_from([-1, -1, at // 2])), streams=draw(st.booleans()),
             hold=hold, remote=draw(st.sampled_from([0, 0, prompt])),
             content=draw(st.sampled_from([-1, -1, 20, 21])),
+            priority=draw(st.sampled_from([0, 0, 1, 2])),
         )  # fmt: skip
         doings.append((at, doing))
         if draw(st.booleans()) and draw(st.booleans()):
@@ -93,6 +94,8 @@ def histories(draw: st.DrawFn) -> tuple[list[tuple[int, Doing]], dict[str, Any]]
         "looks": draw(st.sampled_from([0, 350, 1_000])),
         "die": draw(st.sampled_from([0, 0, 30_000])),
     }
+    if engine["order"] == "priority":
+        engine["max_background_tokens"] = draw(st.sampled_from([0, 1, 5]))
     return doings, engine
 
 

@@ -78,7 +78,7 @@ class Bench:
 
 def add(
     number: int, prompt: int, output: int, *, arrival: int = -1, streams: bool = True,
-    hold: bool = False, remote: int = 0, content: int = -1,
+    hold: bool = False, remote: int = 0, content: int = -1, priority: int = 0,
 ) -> Doing:  # fmt: skip
     """Send a request; those of the same `content` have the same prompt."""
 
@@ -90,6 +90,7 @@ def add(
         request = Request(
             str(number), prompt, output, hashes,
             arrival=EPOCH + arrival if arrival >= 0 else now, hold=hold, remote=remote,
+            priority=priority,
         )  # fmt: skip
         leg = Leg(Trip(call, str(number), hashes, 4, now), "w", request, streams=streams)
         bench.legs[str(number)] = leg

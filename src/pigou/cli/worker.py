@@ -54,6 +54,12 @@ def worker(
     max_batched_tokens: Annotated[
         int, typer.Option(help="Most tokens computed in one step.")
     ] = _DEFAULT.max_batched_tokens,
+    max_background_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Of those, most tokens of prompts whose priority is above 0; 0 for no limit."
+        ),
+    ] = _DEFAULT.max_background_tokens,
     max_model_len: Annotated[
         int, typer.Option(help="Most tokens of a sequence; 0 for the model's context.")
     ] = _DEFAULT.max_model_len,
@@ -61,7 +67,11 @@ def worker(
         int, typer.Option(help="Most requests that may wait; 0 for no limit.")
     ] = _DEFAULT.max_waiting,
     order: Annotated[
-        str, typer.Option(help="Who is admitted first: fcfs, priority or edf.")
+        str,
+        typer.Option(
+            help="Who is admitted first: fcfs, priority or edf; with priority, prompts of a lower "
+            "number overtake what was begun."
+        ),
     ] = _DEFAULT.order,
     prefix_caching: Annotated[
         bool, typer.Option(help="Keep finished blocks for requests with the same prefix.")

@@ -31,10 +31,11 @@ class Choice(msgspec.Struct, frozen=True):  # as `Route`, made for each request
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Send the request to these workers now."""
+    """Send the request to these workers now, with this priority; None: as its client asked."""
 
     request: str
     choice: Choice
+    priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

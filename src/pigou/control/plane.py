@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
-from pigou.control.admission.desk import Desk
+from pigou.control.admission.desk import Chosen, Desk
 from pigou.control.admission.queue import WaitQueue
 from pigou.control.admission.room import least_seconds
 from pigou.control.admission.waiting import Waiting
@@ -246,13 +246,8 @@ class ControlPlane:
         """Route queued requests, in order, as far as workers have room."""
         return self.desk.drain(now, self.state.row, lambda each: self._choose(each, now))
 
-    def _choose(
-        self, waiting: Waiting, now: int, fleet: FleetView | None = None
-    ) -> tuple[Choice, int] | None:
-        """Choose workers and charge them; return them, and the prompt's tokens to be computed.
-
-        None when none can take the request.
-        """
+    def _choose(self, waiting: Waiting, now: int, fleet: FleetView | None = None) -> Chosen | None:
+        """Choose workers and charge them; None when none can take the request."""
         request, admits = waiting.request, self.desk.room
         above = self.desk.above(waiting)
         streams = admits.streams(self.state, above)
@@ -260,6 +255,10 @@ class ControlPlane:
         if not np.count_nonzero(both(streams, open_)):  # quicker than `any`
             return None
         fleet = self.view(request, now) if fleet is None else fleet
+        told = self.desk.priority(waiting, above)
+        priority = request.priority if told is None else told
+        if priority <= 0 and self.state.background:
+            self._overtake(fleet)
         prompts, fed = admits.ready(request, fleet, now, above)
         room = both(streams, both(fed, admits.fits(request, fleet, self.state, above)))
         if room is not streams and not np.count_nonzero(room):
@@ -268,9 +267,15 @@ class ControlPlane:
         if choice is None:
             return None
         self.desk.began(request, choice, fleet, now)
-        self.watch.routed(request, choice, now)
+        self.watch.routed(request, choice, now, priority)
         self._predict(request, choice, now)
-        return choice, self.state.loads[request.id].uncached
+        return Chosen(choice, self.state.loads[request.id].uncached, told)
+
+    def _overtake(self, fleet: FleetView) -> None:
+        """Leave out of a view the prompts that its request will not wait for."""
+        columns = self.state.columns
+        fleet.prefill_requests = columns.prefill_requests - columns.background_requests
+        fleet.prefill_tokens = columns.prefill_tokens - columns.background_tokens
 
     def _predict(self, request: Request, choice: Choice, now: int) -> None:
         """Expect the prompt in the caches of those that do not tell of theirs."""

@@ -39,8 +39,9 @@ def both(first: Flags, second: Flags) -> Flags:
 class Columns:
     """One entry a worker, shape (workers,) each; the names are those of `FleetView`.
 
-    `decoding` counts the streams whose prompt is computed; `max_seqs` is the worker's own limit,
-    0 when it did not say.
+    `decoding` counts the streams whose prompt is computed; `background_...` are those of
+    `prefill_...` that requests of a priority up to 0 overtake; `max_seqs` is the worker's own
+    limit, 0 when it did not say.
     """
 
     prefills: Flags
@@ -50,6 +51,8 @@ class Columns:
     max_seqs: Counts
     prefill_requests: Counts
     prefill_tokens: Counts
+    background_requests: Counts
+    background_tokens: Counts
     decode_requests: Counts
     decode_tokens: Counts
     decoding: Counts
@@ -90,6 +93,7 @@ class Load(msgspec.Struct, eq=False):
         inflight: requests of the fleet when it was sent off, itself counted.
         ahead: prompts that its prompt was sent to join.
         setting: of the controller, that it was routed under.
+        background: whether its prompt is overtaken where it is computed.
     """
 
     request: Request
@@ -105,6 +109,7 @@ class Load(msgspec.Struct, eq=False):
     inflight: int = 1
     ahead: int = 0
     setting: int = 0
+    background: bool = False
 
     @property
     def remote(self) -> bool:
@@ -130,6 +135,7 @@ class State:
         block_sizes: the different ones among them.
         limited: whether any of them says how many streams it runs at once.
         sized: whether any of them says how many blocks it has.
+        background: prompts to be computed that others overtake.
         row: of a worker by its id; rows change when a worker goes.
         columns: their figures.
         loads: of the routed requests, by id.
@@ -140,6 +146,7 @@ class State:
         self.ids: tuple[str, ...] = ()
         self.block_sizes: frozenset[int] = frozenset()
         self.limited = self.sized = False
+        self.background = 0
         self.row: dict[str, int] = {}
         self.loads: dict[str, Load] = {}
         self.columns = Columns(
@@ -180,6 +187,7 @@ class State:
                 load.decode = None
             if load.prefill == worker:
                 load.prefill = None
+        self.background -= int(self.columns.background_requests[row])
         del self.workers[row]
         self._name()
         self.row = {name: place for place, name in enumerate(self.ids)}
@@ -193,7 +201,9 @@ class State:
         self.limited = any(each.max_seqs for each in self.workers)
         self.sized = any(each.blocks for each in self.workers)
 
-    def start(self, request: Request, choice: Choice, uncached: int, now: int) -> Load:
+    def start(
+        self, request: Request, choice: Choice, uncached: int, now: int, priority: int = 0
+    ) -> Load:
         """Charge a routed request to its workers, which must be up.
 
         Args:
@@ -201,7 +211,9 @@ class State:
             choice: its workers.
             uncached: tokens of its prompt that are to be computed.
             now: nanoseconds.
+            priority: as its workers are told.
         """
+        computes = self.row[choice.prefill or choice.decode]
         load = Load(
             request=request,
             decode=choice.decode,
@@ -211,7 +223,8 @@ class State:
             uncached=uncached,
             routed=now,
             inflight=len(self.loads) + 1,
-            ahead=int(self.columns.prefill_requests[self.row[choice.prefill or choice.decode]]),
+            ahead=int(self.columns.prefill_requests[computes]),
+            background=priority > 0 and self.workers[computes].overtakes,
         )
         self.loads[request.id] = load
         self.columns.served[self.row[choice.decode]] += 1
@@ -272,6 +285,10 @@ class State:
             row = self.row[load.prefill]
             self.columns.prefill_requests[row] += sign
             self.columns.prefill_tokens[row] += sign * load.uncached
+            if load.background:
+                self.background += sign
+                self.columns.background_requests[row] += sign
+                self.columns.background_tokens[row] += sign * load.uncached
 
     def _charge_decode(self, load: Load, sign: int) -> None:
         if load.decode is not None:

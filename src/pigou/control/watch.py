@@ -63,10 +63,10 @@ class Watch:
             self.estimator.down(row)
             self.audit.forget(worker)
 
-    def routed(self, request: Request, choice: Choice, now: int) -> None:
-        """A request was sent to its workers."""
+    def routed(self, request: Request, choice: Choice, now: int, priority: int = 0) -> None:
+        """A request was sent to its workers, with this priority."""
         uncached = max(1, request.prompt - choice.cached)
-        load = self.state.start(request, choice, uncached, now)
+        load = self.state.start(request, choice, uncached, now, priority)
         load.setting = self.setting
         row = self.state.row[load.prefill or choice.decode]
         self.estimator.sent(row, now)

@@ -64,8 +64,16 @@ def admit(state: EngineState, seq: Sequence, draft: Draft) -> bool:
     computed = int(state.rows.computed[row])
     state.run(seq)
     draft.started.append(Started(seq.request.id, row, computed))
-    draft.compute(row, seq.length - computed)
+    draft.compute(seq, seq.length - computed)
     return True
+
+
+def fits_beside(state: EngineState, seq: Sequence) -> bool:
+    """Whether a waiting sequence will be admitted, and compute, though each row grew by a block."""
+    if seq.offer or not state.rows.free:
+        return False
+    spare = state.pool.free - (state.config.headroom + 1) * state.rows.used
+    return _fit(state, seq, spare) is not None
 
 
 def _fit(state: EngineState, seq: Sequence, spare: int) -> Fit | None:

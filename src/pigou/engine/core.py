@@ -64,6 +64,7 @@ class EngineCore:
             hashes = usable(request.hashes, request.prompt // self.config.block_size)
         key = order_key(request, self.config.order, self._number)
         self._number += 1
+        state.ranked |= request.priority != 0 and self.config.order == "priority"
         seq = state.sequences[request.id] = Sequence(request, key, hashes)
         state.queue.push(seq)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from pigou.engine import kernels
 from pigou.engine.plan import Load, Plan, Started
-from pigou.engine.sequence import NO_BLOCKS, Rows
+from pigou.engine.sequence import NO_BLOCKS, Rows, Sequence
 from pigou.request import Ints
 
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
@@ -59,24 +59,46 @@ class Draft:
     Attributes:
         batch: the entries.
         budget: tokens that may still be computed.
+        background: of those, tokens of prompts in the background (priority above 0).
+        ranked: whether priorities count.
+        leading: priority of the first prompt, which those of a higher one yield to; None before.
+        steady: whether the next step would be the same, if nobody ended.
         started, preempted, loads: as in `Plan`.
         swap_out, copies, swap_in: pairs of blocks as in `Plan`, in pieces of shape (m, 2).
     """
 
     batch: Batch
     budget: int
+    background: int
+    ranked: bool
     started: list[Started]
     preempted: list[str] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     swap_out: list[Ints] = field(default_factory=list)
     copies: list[Ints] = field(default_factory=list)
     swap_in: list[Ints] = field(default_factory=list)
+    leading: int | None = None
+    steady: bool = True
 
-    def compute(self, row: int, remaining: int) -> None:
-        """Let a row compute as many of its remaining tokens as the budget allows."""
-        count = min(remaining, self.budget)
-        self.batch.add(row, count)
+    def room(self, seq: Sequence) -> int:
+        """Return how many tokens of a prompt may still be computed."""
+        if not self.ranked:
+            return self.budget
+        priority = seq.request.priority
+        found = self.budget if priority <= 0 else min(self.budget, self.background)
+        if self.leading is not None and priority > self.leading:
+            found = 0
+        self.steady &= found > 0 or self.budget == 0
+        return found
+
+    def compute(self, seq: Sequence, remaining: int) -> None:
+        """Let a prompt compute as many of its remaining tokens as there is room for."""
+        count = min(remaining, self.room(seq) if self.ranked else self.budget)
+        self.batch.add(seq.row, count)
         self.budget -= count
+        if self.ranked:
+            self.leading = seq.request.priority
+            self.background -= count if self.leading > 0 else 0
 
     def plan(self, rows: Rows, horizon: int) -> tuple[Plan, bool]:
         """Return the plan, for one step, and whether all its entries decode."""

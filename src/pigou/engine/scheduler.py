@@ -1,11 +1,17 @@
-"""What is computed next: decodes, then chunks of running prefills, then admissions."""
+"""What is computed next: decodes, then chunks of running prefills, then admissions.
+
+With the order `priority` a prompt overtakes what runs: while a prompt of a lower number is to be
+computed, those of a higher one rest, prompts and decodes, and keep their blocks; and one that
+waits is admitted before they go on. Decodes of its own number rest every other step: a prompt is
+mostly one step, which they would only make longer, and they are never held up by more than half.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from pigou.engine import kernels
-from pigou.engine.admission import admit
+from pigou.engine.admission import admit, fits_beside
 from pigou.engine.draft import NO_FORESIGHT, Batch, Draft, Foresight, pairs
 from pigou.engine.plan import Plan
 from pigou.engine.preemption import cheaper
@@ -21,6 +27,7 @@ class Scheduler:
         self._state = state
         seqs, blocks = state.config.max_seqs, state.config.blocks
         self._batch = Batch(seqs)
+        self._rested = False  # decodes of the leading prompt's own priority, in the last step
         self._growing: Ints = np.zeros(seqs, dtype=np.int32)
         self._need_rows: Ints = np.zeros(blocks, dtype=np.int32)
         self._need_steps: Ints = np.zeros(blocks, dtype=np.int32)
@@ -28,23 +35,60 @@ class Scheduler:
     def schedule(self, now: int, horizon: int) -> tuple[Plan, Foresight]:
         """Plan the next step, and as many after it as cannot differ from it."""
         state = self._state
-        draft = Draft(self._batch, state.config.max_batched_tokens, state.starting)
+        budget = state.config.max_batched_tokens
+        background = state.config.max_background_tokens or budget
+        draft = Draft(self._batch, budget, background, state.ranked, state.starting)
         state.starting = []
-        self._continue_decodes(draft)
+        leading = self._leading() if state.ranked else None
+        draft.steady = leading is None
+        self._continue_decodes(draft, self._awake(leading))
         self._continue_prefills(draft)
         if not draft.preempted:
             self._admit_waiting(draft)
         plan, decode = draft.plan(state.rows, horizon)
-        if decode and not draft.preempted and horizon > now and state.config.max_repeat > 1:
+        steady = decode and draft.steady and not draft.preempted
+        if steady and horizon > now and state.config.max_repeat > 1:
             return plan, self._look_ahead(plan)
         return plan, NO_FORESIGHT
 
-    def _continue_decodes(self, draft: Draft) -> None:
+    def _leading(self) -> int | None:
+        """Return the priority of a prompt that others yield to; None where nobody has to.
+
+        It is the lowest among the prompts that run, and the head of the queue if it fits.
+        """
+        state, rows = self._state, self._state.rows
+        if not len(state.running):
+            return None
+        last = int(rows.priority[state.running].max())
+        found = [seq.request.priority for seq in state.prefilling if self._left(seq) > 1]
+        head = state.queue.head()
+        if head is not None and head is not state.blocked:
+            first = min(found, default=last)
+            if head.request.priority < first and fits_beside(state, head):
+                found.append(head.request.priority)
+        leading = min(found, default=last)
+        return leading if leading < last else None
+
+    def _awake(self, leading: int | None) -> int | None:
+        """Return the priority that rows must be below to decode; None where all do."""
+        if leading is None:
+            return None
+        self._rested = not self._rested
+        return leading + (not self._rested)
+
+    def _left(self, seq: Sequence) -> int:
+        rows = self._state.rows
+        return int(rows.length[seq.row] - rows.computed[seq.row])
+
+    def _continue_decodes(self, draft: Draft, below: int | None) -> None:
         """Give each decoding row the block it needs, preempting from the back of the queue."""
         state, rows = self._state, self._state.rows
         while True:
+            awake = state.running
+            if below is not None:
+                awake = awake[rows.priority[awake] < below]
             count, grow = kernels.decodes(
-                state.running, rows.computed, rows.length, rows.blocks,
+                awake, rows.computed, rows.length, rows.blocks,
                 state.config.block_size, draft.budget, draft.batch.rows, self._growing,
             )  # fmt: skip
             if grow <= state.pool.free:
@@ -58,23 +102,36 @@ class Scheduler:
         draft.budget -= count
 
     def _continue_prefills(self, draft: Draft) -> None:
-        """Compute the next chunks of prompts, in the order of the queue."""
-        state, rows = self._state, self._state.rows
+        """Compute the next chunks of prompts, in the order of the queue.
+
+        Who waits with a lower priority is admitted between them.
+        """
+        state = self._state
         if not state.prefilling:
             return
+        rows = state.rows
         left = {seq: int(rows.length[seq.row] - rows.computed[seq.row]) for seq in state.prefilling}
         state.prefilling = sorted((s for s in left if left[s] > 1), key=lambda s: s.key)
-        for seq in state.prefilling:
-            if draft.budget == 0:
+        for seq in state.prefilling[:]:
+            if state.ranked and not draft.preempted:
+                self._admit_waiting(draft, seq.request.priority)
+            if draft.budget == 0 or (draft.ranked and draft.room(seq) == 0):
                 break
-            draft.compute(seq.row, left[seq])
+            draft.compute(seq, left[seq])
 
-    def _admit_waiting(self, draft: Draft) -> None:
-        """Admit from the head of the queue while there are rows, blocks and budget."""
+    def _admit_waiting(self, draft: Draft, before: int | None = None) -> None:
+        """Admit from the head of the queue while there are rows, blocks and budget.
+
+        Only those of a priority below `before`, where that is given.
+        """
         state = self._state
         while draft.budget > 0 and state.rows.free:
             head = state.queue.head()
             if head is None or head is state.blocked:
+                break
+            if before is not None and head.request.priority >= before:
+                break
+            if draft.ranked and draft.room(head) == 0:
                 break
             if not admit(state, head, draft):
                 state.blocked = head

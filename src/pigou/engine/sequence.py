@@ -130,6 +130,7 @@ class Rows:
         blocks: blocks that the row holds.
         known: blocks whose hash is known.
         sealed: blocks that were offered to the prefix cache.
+        priority: of the request.
         owner: the sequence of each row, or None.
     """
 
@@ -143,6 +144,7 @@ class Rows:
         self.blocks: Ints = np.zeros(count, dtype=np.int32)
         self.known: Ints = np.zeros(count, dtype=np.int32)
         self.sealed: Ints = np.zeros(count, dtype=np.int32)
+        self.priority: Ints = np.zeros(count, dtype=np.int32)
         self.owner: list[Sequence | None] = [None] * count
         self._free = list(range(count - 1, -1, -1))
 
@@ -166,6 +168,7 @@ class Rows:
         self.blocks[row] = blocks
         self.known[row] = len(seq.hashes)
         self.sealed[row] = sealed
+        self.priority[row] = seq.request.priority
         seq.row = row
         return row
 

@@ -72,6 +72,8 @@ class EngineState:
         self.blocked: Sequence | None = None
         #: Running sequences that have more than one token to compute.
         self.prefilling: list[Sequence] = []
+        #: Whether the order is by priority, and some request had another one than 0.
+        self.ranked = False
         #: Sequences whose last block is copied by the plan under way.
         self.copying: list[Sequence] = []
         #: Requests whose load has come in since the last plan.

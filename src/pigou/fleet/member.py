@@ -58,7 +58,14 @@ class Member(ABC):
         others = [up for up in self._pilot.upstreams.values() if up.worker.id != self.id]
         check_fit([(self.role, found.engine), *((up.worker.role, up.engine) for up in others)])
         worker = Worker(
-            self.id, url, self.role, found.block_size, found.blocks, found.max_seqs, bool(sources)
+            self.id,
+            url,
+            self.role,
+            found.block_size,
+            found.blocks,
+            found.max_seqs,
+            bool(sources),
+            found.engine.ranks,
         )
         await self._pilot.up(worker, found.engine, key)
         self._say("up", "")

@@ -92,6 +92,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
         version=str(version),
         root=card.root or "",
         dynamo=card.owned_by == "nvidia",
+        ranks=card.owned_by == "pigou" and about.get("order") == "priority",
     )
     host = urlsplit(url).hostname or ""
     return Found(

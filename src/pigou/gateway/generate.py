@@ -140,6 +140,7 @@ class Generator:
         route = await self._route(call, relay, tried)
         body = await self._prefilled(call, route, call.path, call.body)
         decode = self._upstream(route.choice.decode)
+        body = decode.engine.ranked(body, route.priority)
         with decode.busy():
             reply = await decode.whole(call.path, body, call.wire_id)
         me = frozenset({decode.worker.id})
@@ -164,6 +165,7 @@ class Generator:
         start = time.monotonic_ns()
         prefill = self._upstream(route.choice.prefill)
         leg = leg_one(body, chat=path != COMPLETIONS) | {"return_token_ids": False}
+        leg = prefill.engine.ranked(leg, route.priority)
         well = False
         try:
             with prefill.busy():
@@ -201,6 +203,7 @@ class Generator:
             await outlet.write(out_of_room(call, transcript) + closing(call, transcript))
             return
         body = await self._prefilled(call, route, sent.path, sent.body)
+        body = engine.ranked(body, route.priority)
         relay.begin(stock=engine.stock, mapped=sent.mapped)
         with decode.busy():
             async with decode.stream(sent.path, body, call.wire_id) as line:

@@ -33,6 +33,7 @@ class Engine:
         version: as `GET /version` says.
         root: where its model is, as it says: a folder or a hub id.
         dynamo: it is a frontend of NVIDIA Dynamo.
+        ranks: it honours `priority`, and a lower one overtakes what was begun.
         pin: id of the one worker behind that frontend that is meant; its router chooses when
             empty.
     """
@@ -43,7 +44,18 @@ class Engine:
     version: str = ""
     root: str = ""
     dynamo: bool = False
+    ranks: bool = False
     pin: str = ""
+
+    def ranked(self, body: Body, priority: int | None) -> Body:
+        """Return a body with the gateway's `priority` in place of the client's; None leaves that.
+
+        Who does not overtake is sent none: a stock vLLM refuses it, unless it was started so.
+        """
+        if priority is None or body.get("priority") == priority:
+            return body
+        rest = {name: value for name, value in body.items() if name != "priority"}
+        return {**rest, "priority": priority} if self.ranks and priority else rest
 
 
 class Upstream:

@@ -131,6 +131,7 @@ class Dispatcher:
             if isinstance(decision, Route):
                 trip = self._trips.get(decision.request)
                 if trip is not None:
+                    trip.priority = decision.priority or 0
                     self._go(trip, decision.choice, now)
             elif isinstance(decision, Shed):
                 trip = self._trips.get(decision.request)
@@ -193,6 +194,7 @@ class Dispatcher:
             arrival=trip.arrived,
             tenant=call.job.tenant,
             hold=hold,
+            priority=trip.priority,
             remote=remote,
         )
 

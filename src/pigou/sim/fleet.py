@@ -118,7 +118,14 @@ class Fleet:
         number = len(self.members)
         name = f"{kind.role.value}-{number}"
         worker = Worker(
-            name, "", kind.role, engine.block_size, engine.blocks, engine.max_seqs, kind.events
+            name,
+            "",
+            kind.role,
+            engine.block_size,
+            engine.blocks,
+            engine.max_seqs,
+            kind.events,
+            overtakes=engine.order == "priority",
         )
         member = self._named[name] = Member(number, worker, plant)
         self.members.append(member)

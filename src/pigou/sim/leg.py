@@ -24,6 +24,7 @@ class Trip:
         prefill: its leg on a prefill worker, while there is one.
         decode: its leg on a decode worker, while there is one.
         decoder: worker that is to stream it.
+        priority: that its workers are sent.
         tried: workers that just failed it.
         failures: in a row, without a token between them.
         moves: failures altogether.
@@ -37,6 +38,7 @@ class Trip:
     prefill: Leg | None = None
     decode: Leg | None = None
     decoder: str = ""
+    priority: int = 0
     tried: frozenset[str] = frozenset()
     failures: int = 0
     moves: int = 0

@@ -141,6 +141,7 @@ def _plants(fleet: FleetConfig, setup: Setup, longest: int) -> tuple[list[Plant]
             blocks=kind.blocks or setup.blocks or capacity(setup.model, gpu, tp, **limits),
             max_model_len=setup.max_model_len or longest,
             prefix_caching=kind.prefix_caching,
+            order="fcfs" if vllm else "priority",  # as either is by default
             headroom=0 if vllm else 1,
             max_repeat=MOST_STEPS,
             **limits,

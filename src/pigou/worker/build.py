@@ -250,6 +250,7 @@ def _engine_config(config: WorkerConfig, blocks: int, longest: int) -> EngineCon
         host_blocks=config.host_blocks,
         max_seqs=config.max_seqs,
         max_batched_tokens=config.max_batched_tokens,
+        max_background_tokens=config.max_background_tokens,
         max_model_len=min(longest, most),
         order=config.order,
         prefix_caching=config.prefix_caching,

@@ -31,6 +31,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         host_blocks: blocks of host memory for preempted requests.
         max_seqs: most sequences that run at once.
         max_batched_tokens: most tokens computed in one step.
+        max_background_tokens: of those, most tokens of prompts whose priority is above 0; 0 for no
+            limit of their own.
         max_model_len: most tokens of a sequence; 0 for the model's context.
         max_waiting: most requests that may wait; one more is answered with 503.
         order: who is admitted first.
@@ -69,6 +71,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     host_blocks: int = 0
     max_seqs: int = 256
     max_batched_tokens: int = 2048
+    max_background_tokens: int = 0
     max_model_len: int = 0
     max_waiting: int = 1024
     order: QueueOrder = "priority"
@@ -98,7 +101,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                      "max_body"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("blocks", "memory", "host_blocks", "max_model_len", "max_waiting", "drain"):
+        for name in ("blocks", "memory", "host_blocks", "max_model_len", "max_waiting", "drain",
+                     "max_background_tokens"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if not 0 <= self.port <= 65535:

@@ -152,6 +152,7 @@ class WorkerProcess:
             "blocks": core.blocks,
             "max_seqs": core.max_seqs,
             "max_batched_tokens": core.max_batched_tokens,
+            "max_background_tokens": core.max_background_tokens,
             "max_model_len": core.max_model_len,
             "max_waiting": core.max_waiting,
             "order": core.order,

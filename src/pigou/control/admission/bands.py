@@ -12,6 +12,8 @@ from pigou.request import Request
 
 #: Bands whose counters are kept; beyond, the one that was idle longest begins anew.
 _MOST_BANDS = 64
+#: Of priorities on the wire.
+_HIGHEST = 2**31 - 1
 
 
 class PriorityFair:
@@ -68,3 +70,12 @@ class PriorityFair:
         band = self._bands.get(request.priority)
         if band is not None:
             band.served(request, tokens)
+
+    def behind(self, waiting: Waiting) -> bool:
+        """Whether the tenant had less than those that wait in this band."""
+        band = self._bands.get(waiting.request.priority)
+        return band is not None and band.behind(waiting)
+
+    def priority(self, waiting: Waiting, above: bool) -> int | None:
+        """Let tenants above their part yield to the others of the same priority."""
+        return max(-_HIGHEST, min(2 * waiting.request.priority + above, _HIGHEST))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from pigou.config import ControlConfig
 from pigou.control.admission.activity import Activity
@@ -20,9 +21,23 @@ from pigou.request import NEVER, SECOND, Request
 #: A worker that failed a request is tried again for it after this time, if no other can serve.
 EXCLUDED_FOR = SECOND
 
-#: Chooses workers for a request; returns them with the tokens of its prompt that are to be
-#: computed, or None when none can take it.
-Choose = Callable[[Waiting], tuple[Choice, int] | None]
+
+class Chosen(NamedTuple):
+    """Where a request goes.
+
+    Attributes:
+        choice: its workers.
+        uncached: tokens of its prompt that are to be computed.
+        priority: that the workers are sent; None for the client's own.
+    """
+
+    choice: Choice
+    uncached: int
+    priority: int | None = None
+
+
+#: Chooses workers for a request; None when none can take it.
+Choose = Callable[[Waiting], Chosen | None]
 
 
 class Desk:
@@ -67,16 +82,16 @@ class Desk:
         self.activity.seen(waiting.request.tenant, waiting.weight, now)
         alone = not self.queue and not waiting.returned
         if alone and (found := choose(waiting)) is not None:
-            self.queue.passed(waiting, found[1])
-            return Route(request, found[0])
+            self.queue.passed(waiting, found.uncached)
+            return Route(request, found.choice, found.priority)
         refusal = self.queue.refusal(waiting)  # as it were before this one
         ahead = self.queue.add(waiting)
         skip = [each for each in self._blocked(up) if each != waiting.exclude]
         if not alone and self.queue.next(now, skip) is waiting:
             found = choose(waiting)
             if found is not None:
-                self.queue.take(waiting, found[1])
-                return Route(request, found[0])
+                self.queue.take(waiting, found.uncached)
+                return Route(request, found.choice, found.priority)
         late = self._late(waiting, now, least)
         if refusal is None and late is None:
             return Queue(request, ahead)
@@ -103,8 +118,8 @@ class Desk:
         while (waiting := self.queue.next(now, skip)) is not None:
             found = choose(waiting)
             if found is not None:
-                self.queue.take(waiting, found[1])
-                routes.append(Route(waiting.request.id, found[0]))
+                self.queue.take(waiting, found.uncached)
+                routes.append(Route(waiting.request.id, found.choice, found.priority))
             elif waiting.exclude.isdisjoint(up):
                 break
             else:
@@ -121,8 +136,24 @@ class Desk:
         return shed
 
     def above(self, waiting: Waiting) -> bool:
-        """Whether its tenant has more than its part of the fleet."""
+        """Whether its tenant has more than its part of the fleet.
+
+        Not one that had so little of late that this is but a burst.
+        """
+        if self.queue.order.behind(waiting):
+            return False
         return self.activity.above(waiting.request.tenant, waiting.weight)
+
+    def priority(self, waiting: Waiting, above: bool) -> int | None:
+        """Return the priority that workers are sent, None for the client's own.
+
+        A tenant that has several requests waiting asks for more than it gets, and counts as one
+        `above` its part, unless it is alone.
+        """
+        tenant, weight, order = waiting.request.tenant, waiting.weight, self.queue.order
+        if not above and self.queue.shares.held(tenant)[0] > 1:
+            above = not order.behind(waiting) and self.activity.part(tenant, weight) < 1.0
+        return order.priority(waiting, above)
 
     def began(self, request: Request, choice: Choice, fleet: FleetView, now: int) -> None:
         """A request was routed; `fleet` is as it saw it."""

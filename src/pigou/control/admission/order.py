@@ -62,6 +62,17 @@ class Order(Protocol):
         """So many output tokens of a routed request came."""
         ...
 
+    def behind(self, waiting: Waiting) -> bool:
+        """Whether its tenant had so much less than others that it is above its part in nothing."""
+        ...
+
+    def priority(self, waiting: Waiting, above: bool) -> int | None:
+        """Return the priority that workers are sent, None for the client's own.
+
+        `above`: its tenant has more than its part of the fleet.
+        """
+        ...
+
 
 def load(chosen: Mapping[str, Any]) -> Order:
     """Return a new order, by its name in the entry point group `pigou.admission`.

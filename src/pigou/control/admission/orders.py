@@ -53,6 +53,14 @@ class Keyed:
     def served(self, request: Request, tokens: int) -> None:
         """Output tokens came, which changes nothing."""
 
+    def behind(self, waiting: Waiting) -> bool:  # noqa: ARG002 (protocol)
+        """Nobody's service is counted."""
+        return False
+
+    def priority(self, waiting: Waiting, above: bool) -> int | None:  # noqa: ARG002 (protocol)
+        """Leave the client's own."""
+        return None
+
 
 class Fcfs(Keyed):
     """First come, first served."""

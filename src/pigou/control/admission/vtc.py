@@ -76,7 +76,8 @@ class Fair:
     of those that wait (the highest that it has been so far, which without credit is the same).
     So time that a tenant did not use earns at most the credit. With nobody waiting the counter of
     the tenant that waited last stands for the least. The tenant of the least counter goes next;
-    then c_f grows by w_p uncached / weight, and by w_q / weight with each output token.
+    then c_f grows by w_p uncached / weight, and by w_q / weight with each output token, while
+    anybody waits: what a tenant had while there was enough for all is not held against it.
 
     Two tenants that both wait all the while differ in service, over their weights, by at most
     2 max(w_p L, w_q M) + credit, where L is the longest prompt and M the most tokens (prompt and
@@ -100,6 +101,7 @@ class Fair:
         self._pushes = 0
         self._base = -self.params.credit  # counter of a tenant that is not known, or no more
         self._highest = 0.0  # that the least counter of those that wait ever was
+        self._most = self._base  # that any counter ever was
         self._last: _Tenant | None = None
 
     @property
@@ -146,14 +148,33 @@ class Fair:
         found = self._tenants.get(tenant)
         return self._base if found is None else found.counter
 
+    def behind(self, waiting: Waiting) -> bool:
+        """Whether the tenant had less than another one, by more than half the credit.
+
+        Without credit nobody is: the least counter is at the floor, where it says nothing.
+        """
+        margin = 0.5 * self.params.credit
+        return margin > 0.0 and self.counter(waiting.request.tenant) < self._most - margin
+
+    def priority(self, waiting: Waiting, above: bool) -> int | None:  # noqa: ARG002 (protocol)
+        """Let tenants above their part yield to the others inside the workers as well.
+
+        What a client asked for does not count there: it would overtake other tenants.
+        """
+        return int(above)
+
     @property
     def idle(self) -> bool:
         """Whether nobody waits."""
         return self._least() is None
 
     def _charge(self, name: str, service: float) -> None:
+        """Count service, unless nobody waits: then it was taken from nobody."""
+        if self._least() is None:
+            return
         tenant = self._tenant(name)
         tenant.counter += service / tenant.weight
+        self._most = max(self._most, tenant.counter)
 
     def _floor(self) -> float:
         """Return the counter that a tenant begins to wait with at least."""
