@@ -31,6 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             the budget. Needs the order `priority`.
         prefix_caching: keep finished blocks for requests with the same prefix.
         max_repeat: most steps that one plan may hold.
+        repeat_chunks: whether these may compute equal chunks of a prompt, beside the decodes.
         max_waiting: most requests that may wait; 0 for no limit.
         headroom: blocks left free for each running sequence when another one is admitted, so
             that it does not make them preempt one another; 0 is what vLLM does.
@@ -46,6 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_background_tokens: int = 0
     prefix_caching: bool = True
     max_repeat: int = 1
+    repeat_chunks: bool = False
     max_waiting: int = 0
     headroom: int = 1
 

@@ -141,7 +141,7 @@ class Oracle:
         for entry, row in enumerate(plan.rows.tolist()):
             stream = self.streams[self.rows[row]]
             start, count = int(plan.starts[entry]), int(plan.counts[entry])
-            start += result.steps if plan.repeat > 1 else 0
+            start += result.steps * count  # 1, or the length of a chunk
             blocks = self.core.tables[row]
             assert plan.kv_lens[entry] == plan.starts[entry]
             assert self.read(blocks, start) == self.history(stream, start), "foreign KV"

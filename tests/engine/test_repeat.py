@@ -51,8 +51,11 @@ class History:
             if isinstance(event, BlockRemoved):
                 self.seen += [("removed", tuple(each)) for each in event.hashes.tolist()]
             elif isinstance(event, BlockStored):
-                stored = event.hashes.tolist(), event.parent.tolist()
-                self.seen.append(("stored", event.request, event.first, *stored))
+                # One event may name what several do: what counts is what stands on what.
+                chain = [*event.parent.tolist(), *event.hashes.tolist()]
+                above = chain if len(event.parent) else [None, *chain]
+                for i, pair in enumerate(event.hashes.tolist()):
+                    self.seen.append(("stored", event.request, event.first + i, pair, above[i]))
         for each in effects.finished:
             self.seen.append((now, each.request, each.reason, each.cached, each.generated,
                               each.preemptions, each.held.tolist()))  # fmt: skip
@@ -174,13 +177,14 @@ def worlds(draw: st.DrawFn) -> tuple[dict[str, Any], Rates | None, list[Call]]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(worlds(), st.integers(2, 30))
+@given(worlds(), st.integers(2, 30), st.booleans())
 def test_repeated_steps_equal_single_ones(
-    world: tuple[dict[str, Any], Rates | None, list[Call]], most: int
+    world: tuple[dict[str, Any], Rates | None, list[Call]], most: int, chunks: bool
 ) -> None:
     config, rates, calls = world
     single = World(EngineConfig(**config, max_repeat=1), rates, calls).run()
-    repeated = World(EngineConfig(**config, max_repeat=most), rates, calls).run()
+    many = EngineConfig(**config, max_repeat=most, repeat_chunks=chunks)
+    repeated = World(many, rates, calls).run()
     assert repeated.seen == single.seen
     assert repeated.steps == single.steps
     assert repeated.plans <= single.plans
@@ -223,7 +227,23 @@ def test_a_plan_has_one_step_when_the_horizon_is_reached() -> None:
     assert core.schedule(50, 50).repeat == 1
 
 
-def test_prefills_are_never_repeated() -> None:
+def test_chunks_of_a_prompt_are_repeated_up_to_the_last_where_that_is_allowed() -> None:
+    core = engine(max_batched_tokens=4, repeat_chunks=True)
+    decoding(core, Request("a", 2, 30))
+    core.add(Request("b", 10, 9))
+    plan = core.schedule(0)
+    assert plan.counts.tolist() == [1, 3]
+    assert plan.samples.tolist() == [True, False]
+    assert plan.repeat == 3
+    assert core.apply(plan, Result(steps=2)).tokens.tolist() == [2, 0]
+    plan = core.schedule(0)
+    assert (plan.starts.tolist(), plan.repeat) == ([4, 6], 1)
+    core.apply(plan, Result())
+    plan = core.schedule(0)
+    assert (plan.counts.tolist(), plan.samples.tolist()) == ([1, 1], [True, True])
+
+
+def test_prompts_are_not_repeated_else() -> None:
     core = engine(max_batched_tokens=4)
     decoding(core, Request("a", 2, 9))
     core.add(Request("b", 6, 9))

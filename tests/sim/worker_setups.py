@@ -41,9 +41,13 @@ class Bench:
     legs: dict[str, Leg] = field(default_factory=dict)
     journal: list[tuple[Any, ...]] = field(default_factory=list)
     dead: bool = False
+    changed: list[tuple[Any, ...]] = field(default_factory=list)
 
     def note(self, now: int, *what: object) -> None:
-        """Write to the journal."""
+        """Write to the journal, after what was published by then."""
+        if self.changed:
+            self.journal.append((0, "cache", self.changed))
+            self.changed = []
         self.journal.append((now - EPOCH, *what))
 
     def refused(self, leg: Leg, error: Exception, now: int) -> None:
@@ -73,7 +77,7 @@ class Bench:
         """KV events are published."""
         # One event may name what several do: what counts is the order of what they name.
         named = ((type(each).__name__, each.hashes.tolist()) for each in events)  # type: ignore[union-attr]
-        self.note(now, "cache", worker, [(kind, *pair) for kind, pairs in named for pair in pairs])
+        self.changed += [(worker, kind, *pair) for kind, pairs in named for pair in pairs]
 
 
 def add(
@@ -123,6 +127,7 @@ def retime(timing: Timing) -> Doing:
 
 def look(bench: Bench, now: int) -> None:
     """Note the load, and the tokens that nobody was told of."""
+    bench.worker.catch_up()
     bench.note(now, "load", *bench.worker.load(now))
     bench.note(now, "told", *bench.worker.told())
 
@@ -143,11 +148,13 @@ def journal(
     """
     config = {"blocks": 40, "block_size": 4, "max_seqs": 4, "max_batched_tokens": 16}
     clock, gaps = Clock(), Gaps()
-    engine = config | {"max_model_len": 100, "headroom": 0, "max_repeat": 1 << 16} | engine
+    many = {"max_repeat": 1 << 16, "repeat_chunks": True}
+    engine = config | {"max_model_len": 100, "headroom": 0} | many | engine
     bench = Bench.__new__(Bench)
     worker = SimWorker(
-        0, "w", EngineConfig(**engine), LAW, clock, bench, gaps, ahead=ahead, stepwise=stepwise
-    )
+        0, "w", EngineConfig(**engine), LAW, clock, bench, gaps, ahead=ahead, stepwise=stepwise,
+        behind={},
+    )  # fmt: skip
     bench.__init__(worker, clock)  # type: ignore[misc]
 
     def reach(doing: Doing, now: int) -> None:

@@ -14,7 +14,7 @@ from pigou.request import Ints
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: each plan makes one
 class Foresight:
     """Blocks laid out for the steps of a plan after its first; still in the free queue.
 
@@ -59,6 +59,7 @@ class Draft:
     Attributes:
         batch: the entries.
         budget: tokens that may still be computed.
+        decodes: entries, the first ones, that decode.
         background: of those, tokens of prompts in the background (priority above 0).
         ranked: whether priorities count.
         leading: priority of the first prompt, which those of a higher one yield to; None before.
@@ -72,6 +73,7 @@ class Draft:
     background: int
     ranked: bool
     started: list[Started]
+    decodes: int = 0
     preempted: list[str] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     swap_out: list[Ints] = field(default_factory=list)

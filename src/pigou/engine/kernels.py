@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.compiled import kernel
+from pigou.compiled import bare_kernel
 from pigou.request import Ints
 
 
-@kernel
+@bare_kernel
 def decodes(
     order: Ints,
     computed: Ints,
@@ -41,7 +41,7 @@ def decodes(
     return count, grow
 
 
-@kernel
+@bare_kernel
 def entries(
     rows: Ints,
     counts: Ints,
@@ -64,7 +64,7 @@ def entries(
     return decode
 
 
-@kernel
+@bare_kernel
 def append_blocks(tables: Ints, blocks: Ints, rows: Ints, new: Ints) -> None:
     """Append one block to each row, in order; a row may occur several times."""
     for i in range(rows.shape[0]):
@@ -73,7 +73,7 @@ def append_blocks(tables: Ints, blocks: Ints, rows: Ints, new: Ints) -> None:
         blocks[row] += 1
 
 
-@kernel
+@bare_kernel
 def append_wanted(
     tables: Ints, blocks: Ints, rows: Ints, steps: Ints, new: Ints, taken: Ints, orphans: Ints
 ) -> int:
@@ -94,7 +94,7 @@ def append_wanted(
     return others
 
 
-@kernel
+@bare_kernel
 def foresee(
     rows: Ints,
     computed: Ints,
@@ -106,11 +106,15 @@ def foresee(
     free: int,
     out_rows: Ints,
     out_steps: Ints,
+    starts: Ints,
+    fill: Ints,
+    by_phase: Ints,
 ) -> tuple[int, int]:
     """Find for how many steps decoding rows can go on unchanged, and the blocks they need.
 
     The blocks of step 0 are there already. Needs of later steps are written to `out_rows` and
-    `out_steps` in the order in which single steps would have them.
+    `out_steps` in the order in which single steps would have them. `starts` and `fill`, of shape
+    (block_size + 1,), and `by_phase`, (max_seqs,), are for use here.
 
     Returns:
         Steps until the first row reaches its limit, at most `most`, and before blocks run out;
@@ -120,13 +124,13 @@ def foresee(
     for row in rows:
         steps = min(steps, limit[row] - length[row])
     # Rows by the step at which they first need a block, 1 to block_size, in stable order.
-    starts = np.zeros(block_size + 1, dtype=np.int32)
+    starts[:] = 0
     for row in rows:
         starts[blocks[row] * block_size - computed[row]] += 1
     for i in range(1, block_size + 1):
         starts[i] += starts[i - 1]
-    by_phase = np.empty(rows.shape[0], dtype=np.int32)
-    fill = starts.copy()
+    for i in range(block_size + 1):
+        fill[i] = starts[i]
     for row in rows:
         phase = blocks[row] * block_size - computed[row] - 1
         by_phase[fill[phase]] = row
@@ -144,7 +148,7 @@ def foresee(
     return steps, needs
 
 
-@kernel
+@bare_kernel
 def advance(
     rows: Ints,
     counts: Ints,

@@ -59,7 +59,8 @@ class Plan:
     `starts[i]` on, against `kv_lens[i]` tokens already in the cache; its block ids are
     `EngineCore.tables[rows[i]]`. Where `samples[i]`, one token is sampled after each step. With
     `repeat > 1` every entry samples and computes one token a step, each starting where the step
-    before ended.
+    before ended; but for the last one under `EngineConfig.repeat_chunks`, which may compute a
+    chunk of its prompt in each step, always as long, and not the prompt's end.
 
     Attributes:
         rows: shape (n,).

@@ -31,6 +31,8 @@ class Scheduler:
         self._growing: Ints = np.zeros(seqs, dtype=np.int32)
         self._need_rows: Ints = np.zeros(blocks, dtype=np.int32)
         self._need_steps: Ints = np.zeros(blocks, dtype=np.int32)
+        size = state.config.block_size + 1
+        self._phases = tuple(np.zeros(n, dtype=np.int32) for n in (size, size, seqs))
 
     def schedule(self, now: int, horizon: int) -> tuple[Plan, Foresight]:
         """Plan the next step, and as many after it as cannot differ from it."""
@@ -46,10 +48,22 @@ class Scheduler:
         if not draft.preempted:
             self._admit_waiting(draft)
         plan, decode = draft.plan(state.rows, horizon)
-        steady = decode and draft.steady and not draft.preempted
-        if steady and horizon > now and state.config.max_repeat > 1:
-            return plan, self._look_ahead(plan)
+        most = state.config.max_repeat
+        if draft.preempted or not draft.steady or horizon <= now or most == 1:
+            return plan, NO_FORESIGHT
+        if decode:
+            return plan, self._look_ahead(plan, len(plan.rows), most)
+        if state.config.repeat_chunks and self._same_chunks(plan, draft):
+            row, count = plan.rows[-1], int(plan.counts[-1])
+            left = int(state.rows.length[row] - state.rows.computed[row])
+            return plan, self._look_ahead(plan, len(plan.rows) - 1, min(most, (left - 1) // count))
         return plan, NO_FORESIGHT
+
+    def _same_chunks(self, plan: Plan, draft: Draft) -> bool:
+        """Whether the next step computes as long a chunk of the one prompt beside the decodes."""
+        moves = draft.loads or draft.copies or draft.swap_in or draft.swap_out
+        alone = len(plan.rows) == draft.decodes + 1 and not plan.samples[-1]
+        return alone and bool(plan.counts[-1] > 1) and not moves and not self._state.copying
 
     def _leading(self) -> int | None:
         """Return the priority of a prompt that others yield to; None where nobody has to.
@@ -99,6 +113,7 @@ class Scheduler:
             state.removed(state.pool.allocate(new))
             kernels.append_blocks(rows.tables, rows.blocks, self._growing[:grow], new)
         draft.batch.decode(count)
+        draft.decodes = count
         draft.budget -= count
 
     def _continue_prefills(self, draft: Draft) -> None:
@@ -173,17 +188,18 @@ class Scheduler:
         hits = int(alone[0]) if len(alone) else len(shared)
         return cheaper(computed, used, state.rates, hits * size, hits) == "swap"
 
-    def _look_ahead(self, plan: Plan) -> Foresight:
-        """Extend a plan in which everyone decodes over the steps until something must change.
+    def _look_ahead(self, plan: Plan, decodes: int, most: int) -> Foresight:
+        """Extend a plan over the steps until something must change, at most so many.
 
-        Nobody can be admitted in between: whoever waits lacks a row, the budget is spent on
-        decodes, or too few blocks are free, and all that only changes when a sequence ends.
+        Its first entries decode; another one computes equal chunks of its prompt, which has all
+        its blocks. Nobody can be admitted in between: whoever waits lacks a row, the budget is
+        spent, or too few blocks are free, and all that only changes when a sequence ends.
         """
         state, rows = self._state, self._state.rows
         steps, needs = kernels.foresee(
-            plan.rows, rows.computed, rows.length, rows.limit, rows.blocks,
-            state.config.block_size, state.config.max_repeat, state.pool.free,
-            self._need_rows, self._need_steps,
+            plan.rows[:decodes], rows.computed, rows.length, rows.limit, rows.blocks,
+            state.config.block_size, most, state.pool.free,
+            self._need_rows, self._need_steps, *self._phases,
         )  # fmt: skip
         plan.repeat = steps
         if not needs:

@@ -79,14 +79,16 @@ class Settlement:
     def _claim_and_seal(self, plan: Plan, ahead: Foresight, done: int, entries: list[int]) -> None:
         """Take the blocks that later steps wrote to, and cache those that became full."""
         claimed = 0
-        for step, entry, stop in self._seals(plan, entries) if entries else ():
+        for step, entry, stop in self._seals(plan, ahead, entries) if entries else ():
             claimed = self._claim(ahead, claimed, step)
             seq = self._state.rows.owner[plan.rows[entry]]
             assert seq is not None
             self._state.seal(seq, stop)
         self._claim(ahead, claimed, done - 1)
 
-    def _seals(self, plan: Plan, entries: list[int]) -> list[tuple[int, int, int]]:
+    def _seals(
+        self, plan: Plan, ahead: Foresight, entries: list[int]
+    ) -> list[tuple[int, int, int]]:
         """List (step, entry, end of the range) of what is to be sealed, in order."""
         rows, size = self._state.rows, self._state.config.block_size
         ends: dict[tuple[int, int], int] = {}
@@ -96,10 +98,15 @@ class Settlement:
             if plan.repeat == 1:
                 ends[0, entry] = stop
                 continue
-            start = int(plan.starts[entry])
-            for block in range(int(rows.sealed[row]), stop):
-                full_at = (block + 1) * size - start - 1
-                ends[max(full_at, 0), entry] = block + 1
+            start, count = int(plan.starts[entry]), int(plan.counts[entry])
+            if count > 1 and len(entries) == 1 and not len(ahead.blocks):
+                ends[0, entry] = stop  # nothing happens in between
+                continue
+            block = int(rows.sealed[row])
+            while block < stop:
+                full_at = max(-(-((block + 1) * size - start) // count) - 1, 0)
+                block = max(block + 1, min(stop, (start + (full_at + 1) * count) // size))
+                ends[full_at, entry] = block
         return [(step, entry, stop) for (step, entry), stop in sorted(ends.items())]
 
     def _claim(self, ahead: Foresight, start: int, step: int) -> int:

@@ -59,6 +59,10 @@ class Clock:
         self._count += 1
         heapq.heappush(self._heap, (time, phase, key, self._count, event))
 
+    def last(self, now: int) -> bool:
+        """Whether nothing else is to happen at this moment."""
+        return not self._heap or self._heap[0][0] > now
+
     def step(self) -> bool:
         """Run the next event; False when there is none."""
         if not self._heap:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pigou.control.messages import (
     Action,
     Assess,
+    CacheChanged,
     Choice,
     Decision,
     Ended,
@@ -28,6 +29,7 @@ from pigou.sim.hashes import block_hashes
 from pigou.sim.leg import Leg, Trip
 from pigou.sim.member import Member
 from pigou.sim.network import Network
+from pigou.sim.worker import Behind
 
 #: As the gateway's: failures in a row after which a call is given up, and moves altogether.
 MAX_FAILURES, MAX_MOVES = 4, 16
@@ -44,6 +46,7 @@ class Dispatcher:
     def __init__(
         self, plane: ControlPlane, clock: Clock, network: Network, members: Mapping[str, Member],
         overhead: int, lease: int, assess: Callable[[Assess, int], None], way: int = 0,
+        behind: Behind | None = None,
     ) -> None:  # fmt: skip
         """Prepare for calls.
 
@@ -56,12 +59,14 @@ class Dispatcher:
             lease: nanoseconds for which blocks are kept for a worker that does not ask.
             assess: told when the Price of Anarchy is asked for.
             way: nanoseconds that each leg takes to its worker.
+            behind: workers that are to catch up before the control plane routes anything.
         """
         self.shed = 0
         self._plane, self._clock, self._network = plane, clock, network
         self._members, self._overhead, self._lease = members, overhead, lease
         self._assess = assess
         self._way = way
+        self._behind = {} if behind is None else behind
         self._trips: dict[str, Trip] = {}
         self._under: dict[Call, Trip] = {}
 
@@ -121,6 +126,8 @@ class Dispatcher:
 
     def observe(self, observation: Observation, now: int) -> None:
         """Tell the control plane a fact, and do what it decides."""
+        if self._behind and len(self._plane.queue):  # somebody may be routed
+            self._catch_up()
         decisions = self._plane.observe(observation, now)
         if decisions:
             self.take(decisions, now)
@@ -144,6 +151,21 @@ class Dispatcher:
             else:
                 assert isinstance(decision, Queue)
 
+    def tick(self, now: int) -> None:
+        """Let time pass for the control plane, and do what it decides."""
+        if self._behind and len(self._plane.queue):
+            self._catch_up()
+        self.take(self._plane.tick(now), now)
+
+    def cache_changed(self, changed: CacheChanged, now: int) -> None:
+        """Tell the control plane of a worker's KV events; it decides nothing upon them."""
+        self._plane.observe(changed, now)
+
+    def _catch_up(self) -> None:
+        """Let all KV events of the past be known, before they matter."""
+        for worker in list(self._behind.values()):
+            worker.catch_up()
+
     def tell(self, member: Member) -> None:
         """Tell the control plane of the tokens that came from a worker since the last time."""
         if member.sim is not None:
@@ -153,7 +175,7 @@ class Dispatcher:
 
     def _submit(self, trip: Trip, now: int) -> None:
         call = trip.call
-        request = Request(
+        request = trip.request = Request(
             trip.id,
             call.job.input + call.tokens,
             call.job.output - call.tokens,
@@ -161,6 +183,8 @@ class Dispatcher:
             arrival=trip.arrived,
             tenant=call.job.tenant,
         )
+        if self._behind:
+            self._catch_up()
         self.take((self._plane.submit(request, now, trip.tried),), now)
 
     # --- legs ---------------------------------------------------------------------------------
@@ -179,8 +203,10 @@ class Dispatcher:
 
     def _stream(self, trip: Trip, now: int, source: str = "", held: str = "", kv: int = 0) -> None:
         """Begin the leg that streams; `source` holds `kv` tokens of the prompt as `held`."""
-        left = trip.call.job.output - trip.call.tokens
-        request = self._request(trip, left, remote=kv)
+        request = trip.request
+        if request is None or trip.moves or kv:
+            left = trip.call.job.output - trip.call.tokens
+            request = self._request(trip, left, remote=kv)
         trip.decode = Leg(trip, trip.decoder, request, source, held)
         self._add(trip.decode, now)
 

@@ -30,7 +30,7 @@ from pigou.sim.leg import Leg
 from pigou.sim.member import Member, Plant
 from pigou.sim.network import Network
 from pigou.sim.slowed import Slowed
-from pigou.sim.worker import SimWorker
+from pigou.sim.worker import Behind, SimWorker
 
 #: As the gateway's: time passes for the control plane so often.
 TICK = SECOND // 10
@@ -83,9 +83,10 @@ class Fleet:
         self._rng = Random(seed)
         self._assess_every = round(assess_every * SECOND)
         self._assess_next = 0
+        self._behind: Behind = {}
         self.dispatcher = Dispatcher(
             self.plane, clock, self.network, self._named, round((config.overhead_ms or 0) * _MS),
-            round(config.lease_s * SECOND), self._assess, round(config.leg_ms * _MS),
+            round(config.lease_s * SECOND), self._assess, round(config.leg_ms * _MS), self._behind,
         )  # fmt: skip
         for kind, plant in zip(config.workers, plants, strict=True):
             for _ in range(kind.count):
@@ -151,10 +152,11 @@ class Fleet:
         """A worker is ready, with an empty cache."""
         if member.sim is not None:
             return
-        plant = member.plant
+        plant, signals = member.plant, self._config.signals
+        late = signals.event_loss or signals.event_delay_ms  # when events are sent off matters
         member.sim = SimWorker(
             member.number, member.name, plant.engine, plant.timing, self._clock, self, self.gaps,
-            ahead=plant.ahead, stepwise=self._stepwise,
+            ahead=plant.ahead, stepwise=self._stepwise, behind=None if late else self._behind,
         )  # fmt: skip
         member.missed = []
         if member.known:  # it died and came back before anybody noticed
@@ -234,14 +236,14 @@ class Fleet:
         if missed and not self._config.signals.replay:
             self.dispatcher.observe(CacheLost(member.name), now)
             missed = ()
-        self.dispatcher.observe(CacheChanged(member.name, missed + events), now)
+        self.dispatcher.cache_changed(CacheChanged(member.name, missed + events), now)
 
     # --- time ---------------------------------------------------------------------------------
 
     def _tick(self, now: int) -> None:
         for member in self.members:
             self.dispatcher.tell(member)
-        self.dispatcher.take(self.plane.tick(now), now)
+        self.dispatcher.tick(now)
         self._clock.at(now + TICK, Phase.TICK, -2, self._tick)
 
     def _reports(self, now: int) -> None:

@@ -28,6 +28,7 @@ class Trip:
         tried: workers that just failed it.
         failures: in a row, without a token between them.
         moves: failures altogether.
+        request: as it was submitted last.
     """
 
     call: Call
@@ -42,6 +43,7 @@ class Trip:
     tried: frozenset[str] = frozenset()
     failures: int = 0
     moves: int = 0
+    request: Request | None = None
 
 
 @dataclass(slots=True, eq=False)

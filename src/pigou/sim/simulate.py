@@ -144,6 +144,7 @@ def _plants(fleet: FleetConfig, setup: Setup, longest: int) -> tuple[list[Plant]
             order="fcfs" if vllm else "priority",  # as either is by default
             headroom=0 if vllm else 1,
             max_repeat=MOST_STEPS,
+            repeat_chunks=True,
             **limits,
         )
         plants.append(Plant(kind, engine, built.timing, kv_bytes(setup.model), vllm))

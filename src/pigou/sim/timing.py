@@ -10,7 +10,7 @@ import numpy as np
 from pigou.request import Ints, Nanos
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: each step makes one
 class Batch:
     """What one step computes; entry i is one sequence.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -15,10 +15,12 @@ from pigou.events import KVEvent
 from pigou.request import Ints, Nanos
 from pigou.sim.clock import Clock, Event, Phase
 from pigou.sim.gaps import Gaps
-from pigou.sim.kernels import Counts, Flags, count, untold
 from pigou.sim.leg import Leg, Listener
+from pigou.sim.streams import Streams
 from pigou.sim.timing import Batch, Timing
 
+#: Workers by number whose KV events have not all been published.
+Behind: TypeAlias = "dict[int, SimWorker]"
 _NO_TIMES: Nanos = np.empty(0, dtype=np.int64)
 _NOBODY: Ints = np.empty(0, dtype=np.int32)
 #: Most steps of one plan; only the arrays of their times depend on it.
@@ -33,13 +35,13 @@ class SimWorker:
     the figures that can be read in between count those steps in (`passed`).
 
     KV events are published with the step that computes prompts, ends requests or preempts; those
-    of plain decode steps (evictions) are published with the next of these.
+    of plain decode steps (evictions) are published with the next of these. A plan of many chunks
+    of a prompt publishes them when somebody is about to look (`catch_up`), or when it ends.
 
     Attributes:
         number: its place in the fleet.
         name: its id in the fleet.
         core: what it computes next.
-        gaps: between tokens of streams.
         steps: that were computed.
         busy: nanoseconds that they took.
     """
@@ -47,6 +49,7 @@ class SimWorker:
     def __init__(
         self, number: int, name: str, config: EngineConfig, timing: Timing, clock: Clock,
         listener: Listener, gaps: Gaps, *, ahead: bool = False, stepwise: bool = False,
+        behind: Behind | None = None,
     ) -> None:  # fmt: skip
         """Start with nothing to do.
 
@@ -61,31 +64,24 @@ class SimWorker:
             ahead: a step is decided when the one before it begins, as by vLLM's asynchronous
                 scheduler: what comes during a step counts from the second step after it.
             stepwise: plan a single step at a time.
+            behind: where it says that it has events to publish before they are looked at
+                (`catch_up`); with None chunks of prompts are single steps.
         """
         self.number, self.name = number, name
         self.core = EngineCore(config)
         self.timing = timing
-        self.gaps = gaps
         self.steps, self.busy = 0, 0
         self._clock, self._listener = clock, listener
         self._stepwise, self._ahead = stepwise, int(ahead)
+        self._behind = behind
         self._legs: dict[str, Leg] = {}
-        self._owner: list[Leg | None] = [None] * config.max_seqs
-        rows = config.max_seqs
-        self._last: Nanos = np.zeros(rows, dtype=np.int64)
-        self._produced: Counts = np.zeros(rows, dtype=np.int64)
-        self._told: Counts = np.zeros(rows, dtype=np.int64)
-        self._streams: Flags = np.zeros(rows, dtype=np.bool_)
-        self._fresh: Flags = np.zeros(rows, dtype=np.bool_)
-        self._names = [""] * config.max_seqs  # of the trips in the rows
-        self._untold = False  # whether a step ended since tokens were told
-        self._anew = 0  # rows whose first token is still to come
-        self._rows: Ints = np.zeros(rows, dtype=np.int32)
-        self._counts: Ints = np.zeros(rows, dtype=np.int32)
+        self._streams = Streams(config.max_seqs, gaps)
         self._plan: Plan | None = None
+        self._yield: Ints = _NOBODY  # rows that yield a token in each of its steps, if many
         self._ends: Nanos = _NO_TIMES
         self._begin = 0
         self._take = 0
+        self._chunks = False  # whether the plan under way computes several chunks
         self._version = 0
         self._awake = False
         self._events: list[KVEvent] = []
@@ -104,10 +100,9 @@ class SimWorker:
         """End a leg, or let go of what is held for it; nothing more is heard of it."""
         leg.streams = leg.first = False
         if leg.row >= 0:
-            if self._plan is not None and leg.row in self._plan.rows:
+            if self._plan is not None and leg.row in self._yield:
                 self._count_passed(np.array([leg.row], dtype=np.int32))
-            self._streams[leg.row] = False
-            self._renew(leg.row, False)
+            self._streams.drop(leg.row)
         self._do(lambda _: self._abort(leg), now)
 
     def loaded(self, request: str, tokens: int, now: int) -> None:
@@ -128,13 +123,13 @@ class SimWorker:
 
     def die(self) -> list[Leg]:
         """Stop for good; return the legs that it had, in the order in which they came."""
+        self.catch_up()
         legs, self._legs = list(self._legs.values()), {}
         for leg in legs:
             self.settle(leg)
         self.close()
         self._dead = True
-        self._plan = None
-        self._version += 1
+        self._forget()
         return legs
 
     def _do(self, command: Event, now: int, cut: bool = True) -> None:
@@ -187,40 +182,24 @@ class SimWorker:
     def _abort(self, leg: Leg) -> None:
         self._note(self.core.abort(leg.request.id))
         if self._legs.pop(leg.request.id, None) is not None and leg.row >= 0:
-            self._leave(leg)
+            self._streams.leave(leg)
 
     # --- what can be read ---------------------------------------------------------------------
 
     def settle(self, leg: Leg) -> None:
         """Write to a leg what it has yielded by now, and how much of that was told."""
-        row = leg.row
-        if row < 0:
-            return
-        leg.produced, leg.told = int(self._produced[row]), int(self._told[row])
-        if self._plan is not None and row in self._plan.rows:
-            leg.produced += self.passed()
+        if leg.row >= 0:
+            under = self._plan is not None and leg.row in self._yield
+            self._streams.settle(leg, self.passed() if under else 0)
 
     def told(self) -> list[tuple[str, int]]:
         """Return the streams (ids of their trips) that have tokens which nobody was told of, and
         how many; tell them.
         """
-        plan = self._plan
-        if not self.core.running or (plan is None and not self._untold):
+        if not self.core.running:
             return []
-        rows, passed = _NOBODY, 0
-        if plan is not None and self._take > 1:
-            passed = self.passed()
-            if passed:
-                rows = plan.rows
-        if not passed and not self._untold:
-            return []
-        self._untold = False
-        found = untold(
-            rows, passed, self._produced, self._told, self._streams, self._rows, self._counts
-        )
-        names = self._names
-        who, counts = self._rows[:found].tolist(), self._counts[:found].tolist()
-        return [(names[row], n) for row, n in zip(who, counts, strict=True)]
+        passed = self.passed() if self._plan is not None and self._take > 1 else 0
+        return self._streams.told(self._yield if passed else _NOBODY, passed)
 
     def load(self, now: int) -> tuple[int, int, float]:
         """Return running and waiting requests, and the share of blocks in use."""
@@ -248,7 +227,22 @@ class SimWorker:
         if self._plan is not None and steps:
             self.steps += steps
             self.busy += int(self._ends[steps - 1]) - self._begin
-            self._count_passed(self._plan.rows)
+            self._count_passed(self._yield)
+
+    def catch_up(self) -> None:
+        """Publish the KV events of the chunks that have been computed by now.
+
+        It ends the plan under way where its last chunk ended, and plans what it is at.
+        """
+        steps = self.passed()
+        if self._chunks and steps:
+            self._take = steps
+            at = int(self._ends[steps - 1])
+            self._settle(at)
+            if at < self._clock.now:
+                self._schedule(at)
+            else:
+                self._wake(at)
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -268,19 +262,45 @@ class SimWorker:
         self._admit(plan, now)
         if not plan:
             return
-        repeat = min(plan.repeat, MOST_STEPS)
+        repeat = 1 if self._stepwise else min(plan.repeat, MOST_STEPS)
+        chunks, yields = repeat > 1 and bool(plan.counts[-1] > 1), plan.rows
+        if chunks:
+            yields = yields[:-1]
         if repeat > 1:
-            if self._stepwise or plan.started or (self._anew and self._fresh[plan.rows].any()):
+            none = self._behind is None if chunks else bool(plan.started)
+            if none or self._streams.begins(yields):
                 repeat = 1  # first tokens are told when they come
             elif self._inbox:
                 repeat = max(1, min(repeat, self._inbox[0][0] - self.steps))
-        took = self.timing.durations(Batch(plan.counts, plan.kv_lens, plan.samples), repeat)
-        ends = now + (took if repeat == 1 else took.cumsum())
-        self._run(plan, now, ends)
+        self._plan, self._begin, self._yield = plan, now, yields
+        self._ends = now + self._durations(plan, repeat, chunks)
+        self._chunks = chunks and repeat > 1
+        if self._chunks and self._behind is not None:
+            self._behind[self.number] = self
+        self._until(repeat)
 
-    def _run(self, plan: Plan, begin: int, ends: Nanos) -> None:
-        self._plan, self._begin, self._ends = plan, begin, ends
-        self._until(len(ends))
+    def _durations(self, plan: Plan, repeat: int, chunks: bool) -> Nanos:
+        """Return how long after the plan's begin each of its steps ends, shape (repeat,)."""
+        timing, batch = self.timing, Batch(plan.counts, plan.kv_lens, plan.samples)
+        if repeat == 1:
+            return timing.durations(batch, 1)
+        if not chunks:
+            return timing.durations(batch, repeat).cumsum()
+        ends, kv, end = np.empty(repeat, dtype=np.int64), plan.kv_lens, 0
+        for step in range(repeat):
+            end += int(timing.durations(batch, 1)[0])
+            ends[step] = end
+            kv = kv + plan.counts
+            batch = Batch(plan.counts, kv, plan.samples)
+        return ends
+
+    def _forget(self) -> None:
+        """No plan is under way any more."""
+        self._plan = None
+        self._version += 1
+        if self._chunks and self._behind is not None:
+            self._chunks = False
+            del self._behind[self.number]
 
     def _until(self, steps: int) -> None:
         """The plan under way ends after so many steps."""
@@ -289,60 +309,52 @@ class SimWorker:
         version = self._version
         self._clock.at(
             int(self._ends[steps - 1]), Phase.STEP, self.number,
-            lambda now: self._end(now) if version == self._version else None,
+            lambda now: self._over(now, version),
         )  # fmt: skip
 
     def _end(self, now: int) -> None:
         """The plan under way ends, after the steps that it was left."""
+        self._settle(now)
+        self._wake(now)
+
+    def _over(self, now: int, version: int) -> None:
+        """The plan under way ends by itself, unless it has ended in another way."""
+        if version != self._version:
+            return
+        self._settle(now)
+        if self._clock.last(now) and not self._awake:  # what `_wake` asks for would come next
+            self._clock.place = (Phase.PLAN, self.number)
+            self._start(now)
+        else:
+            self._wake(now)
+
+    def _settle(self, now: int) -> None:
+        """Take in what the steps of the plan brought, and do what waited for their end."""
         plan, steps = self._plan, self._take
         assert plan is not None
-        self._plan = None
-        self._version += 1
+        self._forget()
         effects = self.core.apply(plan, Result(steps=steps))
         self.steps += steps
         self.busy += now - self._begin
         self._events += effects.events
         if self._events and (
-            effects.finished
-            or plan.preempted
-            or plan.started
-            or (plan.repeat == 1 and int(plan.counts.max()) > 1)
+            effects.finished or plan.preempted or plan.started or int(plan.counts.max()) > 1
         ):
             events, self._events = tuple(self._events), []
             self._listener.cache_changed(self.name, events, now)
-        self._count(plan, steps, effects, now)
+        for leg in self._streams.count(plan.rows, effects.tokens, self._ends, steps):
+            self._listener.first_token(leg, now)
         for finished in effects.finished:
             leg = self._legs.pop(finished.request)
-            self._leave(leg)
+            self._streams.leave(leg)
             self._listener.finished(leg, finished, now)
         self._open(now)
-        self._wake(now)
-
-    def _count(self, plan: Plan, steps: int, effects: Effects, now: int) -> None:
-        """Count the tokens of streams, and the gaps between them."""
-        self._untold = True
-        gaps, first = self.gaps, self._rows
-        begun = count(
-            plan.rows, effects.tokens, self._ends, steps, self._produced, self._last,
-            self._streams, self._fresh, first, gaps.histogram, gaps.sums,
-        )  # fmt: skip
-        for row in first[:begun].tolist() if begun else ():
-            leg = self._owner[row]
-            assert leg is not None
-            self._fresh[row] = leg.first = False
-            self._anew -= 1
-            self._listener.first_token(leg, now)
 
     def _count_passed(self, rows: Ints) -> None:
         """Count the gaps of rows whose plan will not be counted for them to its end."""
-        steps, gaps = self.passed(), self.gaps
+        steps = self.passed()
         if steps:
-            tokens = np.full(len(rows), steps, dtype=np.int32)
-            count(
-                rows, tokens, self._ends, steps, self._produced, self._last,
-                self._streams & ~self._fresh, self._fresh, self._rows, gaps.histogram, gaps.sums,
-            )  # fmt: skip
-            self._produced[rows] -= steps  # these are counted when the plan ends
+            self._streams.count_passed(rows, self._ends, steps)
 
     def _note(self, effects: Effects) -> None:
         self._events += effects.events
@@ -352,38 +364,13 @@ class SimWorker:
         for request in plan.preempted:
             leg = self._legs[request]
             leg.trip.call.preemptions += 1
-            self._leave(leg)
+            self._streams.leave(leg)
         for load in plan.loads:
             leg = self._legs[load.request]
-            self._occupy(leg, load.row)
+            self._streams.occupy(leg, load.row)
             self._listener.wanted(leg, load, now)
         for started in plan.started:
             leg = self._legs[started.request]
             # One that was loaded may lose its row in the same moment, or have it already.
             if leg.row < 0 and started.request not in plan.preempted:
-                self._occupy(leg, started.row)
-
-    def _occupy(self, leg: Leg, row: int) -> None:
-        """Give a leg a row: its first, or another one after a preemption."""
-        leg.row = row
-        self._owner[row] = leg
-        self._names[row] = leg.trip.id
-        self._untold = True
-        self._produced[row], self._told[row], self._last[row] = leg.produced, leg.told, leg.last
-        self._streams[row] = leg.streams
-        self._renew(row, leg.streams and leg.first)
-
-    def _leave(self, leg: Leg) -> None:
-        """Take a leg's row, and keep its figures."""
-        row = leg.row
-        leg.produced, leg.told = int(self._produced[row]), int(self._told[row])
-        leg.last = int(self._last[row])
-        leg.row = -1
-        self._owner[row] = None
-        self._streams[row] = False
-        self._renew(row, False)
-
-    def _renew(self, row: int, fresh: bool) -> None:
-        """Note whether a row's first token is still to come."""
-        self._anew += fresh - bool(self._fresh[row])
-        self._fresh[row] = fresh
+                self._streams.occupy(leg, started.row)

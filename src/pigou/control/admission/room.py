@@ -57,6 +57,7 @@ class Room:
         self._bound = StreamBound() if holds_back and not config.max_inflight else None
         self._held: dict[str, _Held] = {}
         self._tokens: dict[str, int] = {}
+        self._total = 0  # of these
         self._changed: dict[str, int] = {}
 
     @property
@@ -71,6 +72,7 @@ class Room:
         need = request.prompt - int(fleet.cached(request.prompt)[row]) + output
         self._held[request.id] = _Held(choice.decode, need - output, output)
         self._tokens[choice.decode] = self._tokens.get(choice.decode, 0) + need
+        self._total += need
         self._changed[choice.prefill or choice.decode] = now
 
     def grew(self, request: str, tokens: int) -> None:
@@ -81,7 +83,9 @@ class Room:
         before = held.generated
         after = held.generated = before + tokens
         if after > held.output:
-            self._tokens[held.worker] += after - max(before, held.output)
+            more = after - max(before, held.output)
+            self._tokens[held.worker] += more
+            self._total += more
 
     def prefilled(self, worker: str | None, now: int) -> None:
         """A worker computed a prompt, or was spared it."""
@@ -93,14 +97,16 @@ class Room:
         held = self._held.pop(request, None)
         if held is None:
             return 0
-        self._tokens[held.worker] -= held.uncached + max(held.generated, held.output)
+        gone = held.uncached + max(held.generated, held.output)
+        self._tokens[held.worker] -= gone
+        self._total -= gone
         return held.uncached + held.output
 
     def down(self, worker: str) -> None:
         """A worker is gone, with all it held."""
         for request in [key for key, held in self._held.items() if held.worker == worker]:
             del self._held[request]
-        self._tokens.pop(worker, None)
+        self._total -= self._tokens.pop(worker, 0)
         self._changed.pop(worker, None)
         if self._bound is not None:
             self._bound.forget(worker)
@@ -119,6 +125,8 @@ class Room:
         """
         columns = state.columns
         most: Counts = columns.max_seqs
+        if self._most * (self._open if above else 1.0) > len(state.loads):
+            return columns.decodes  # any worker has room for all that there are
         if self._most:
             most = np.full(len(most), self._most)
         elif self._bound is not None:
@@ -138,6 +146,9 @@ class Room:
         """Return which workers have the tokens for a request, (workers,)."""
         if not self._budget and not state.sized:
             return everybody(len(fleet.ids))
+        most = self._total + request.prompt + int(fleet.output)
+        if most <= self._budget * (self._open if above else 1.0):
+            return everybody(len(fleet.ids))  # any worker has room for all that there is
         columns = state.columns
         budget: Counts = columns.blocks * columns.block_size
         if self._budget:

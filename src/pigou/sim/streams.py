@@ -1,0 +1,118 @@
+"""The streams of a simulated worker: who has which row, and which tokens came when."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pigou.request import Ints, Nanos
+from pigou.sim.gaps import Gaps
+from pigou.sim.kernels import Counts, Flags, count, untold
+from pigou.sim.leg import Leg
+
+
+class Streams:
+    """Counts the tokens of each row of the batch, and the gaps between those of streams.
+
+    Attributes:
+        owner: the leg of each row, or None.
+    """
+
+    def __init__(self, rows: int, gaps: Gaps) -> None:
+        """Start with nobody.
+
+        Args:
+            rows: of the batch.
+            gaps: takes in those between the tokens of streams.
+        """
+        self.owner: list[Leg | None] = [None] * rows
+        self._gaps = gaps
+        self._last: Nanos = np.zeros(rows, dtype=np.int64)
+        self._produced: Counts = np.zeros(rows, dtype=np.int64)
+        self._told: Counts = np.zeros(rows, dtype=np.int64)
+        self._streams: Flags = np.zeros(rows, dtype=np.bool_)
+        self._fresh: Flags = np.zeros(rows, dtype=np.bool_)
+        self._rows: Ints = np.zeros(rows, dtype=np.int32)
+        self._counts: Ints = np.zeros(rows, dtype=np.int32)
+        self._names = [""] * rows  # of the trips in the rows
+        self._anew = 0  # rows whose first token is still to come
+        self._untold = False  # whether a step ended since tokens were told
+
+    def occupy(self, leg: Leg, row: int) -> None:
+        """Give a leg a row: its first, or another one after a preemption."""
+        leg.row = row
+        self.owner[row] = leg
+        self._names[row] = leg.trip.id
+        self._untold = True
+        self._produced[row], self._told[row], self._last[row] = leg.produced, leg.told, leg.last
+        self._streams[row] = leg.streams
+        self._renew(row, leg.streams and leg.first)
+
+    def leave(self, leg: Leg) -> None:
+        """Take a leg's row, and keep its figures."""
+        row = leg.row
+        leg.produced, leg.told = int(self._produced[row]), int(self._told[row])
+        leg.last = int(self._last[row])
+        leg.row = -1
+        self.owner[row] = None
+        self.drop(row)
+
+    def drop(self, row: int) -> None:
+        """Nobody wants the tokens of a row any more."""
+        self._streams[row] = False
+        self._renew(row, False)
+
+    def settle(self, leg: Leg, passed: int) -> None:
+        """Write to a leg what it has yielded, `passed` steps of its plan counted, and was told."""
+        row = leg.row
+        leg.produced, leg.told = int(self._produced[row]) + passed, int(self._told[row])
+
+    def begins(self, rows: Ints) -> bool:
+        """Whether the first token of one of these rows is still to come."""
+        return self._anew > 0 and bool(self._fresh[rows].any())
+
+    def told(self, rows: Ints, passed: int) -> list[tuple[str, int]]:
+        """Return the streams (ids of their trips) that have tokens which nobody was told of, and
+        how many; tell them. `rows` have yielded one in each of `passed` steps besides.
+        """
+        if not passed and not self._untold:
+            return []
+        self._untold = False
+        found = untold(
+            rows, passed, self._produced, self._told, self._streams, self._rows, self._counts
+        )
+        names = self._names
+        who, counts = self._rows[:found].tolist(), self._counts[:found].tolist()
+        return [(names[row], n) for row, n in zip(who, counts, strict=True)]
+
+    def count(self, rows: Ints, tokens: Ints, ends: Nanos, steps: int) -> list[Leg]:
+        """Count the tokens of a plan that ended, and their gaps; return whose first ones came."""
+        self._untold = True
+        gaps, first = self._gaps, self._rows
+        begun = count(
+            rows, tokens, ends, steps, self._produced, self._last,
+            self._streams, self._fresh, first, gaps.histogram, gaps.sums,
+        )  # fmt: skip
+        if not begun:
+            return []
+        found = []
+        for row in first[:begun].tolist():
+            leg = self.owner[row]
+            assert leg is not None
+            self._fresh[row] = leg.first = False
+            self._anew -= 1
+            found.append(leg)
+        return found
+
+    def count_passed(self, rows: Ints, ends: Nanos, steps: int) -> None:
+        """Count the gaps of rows whose plan will not be counted for them to its end."""
+        gaps, tokens = self._gaps, np.full(len(rows), steps, dtype=np.int32)
+        count(
+            rows, tokens, ends, steps, self._produced, self._last,
+            self._streams & ~self._fresh, self._fresh, self._rows, gaps.histogram, gaps.sums,
+        )  # fmt: skip
+        self._produced[rows] -= steps  # these are counted when the plan ends
+
+    def _renew(self, row: int, fresh: bool) -> None:
+        """Note whether a row's first token is still to come."""
+        self._anew += fresh - bool(self._fresh[row])
+        self._fresh[row] = fresh
