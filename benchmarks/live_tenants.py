@@ -92,7 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", default="32:96")
     parser.add_argument("--blocks", type=int, default=2000)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--background", type=int, default=64)
+    parser.add_argument("--background", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="")
     parser.add_argument("--timing", default="", help="workers sleep by it, and compute nothing")
