@@ -63,7 +63,8 @@ class Scheduler:
         """Whether the next step computes as long a chunk of the one prompt beside the decodes."""
         moves = draft.loads or draft.copies or draft.swap_in or draft.swap_out
         alone = len(plan.rows) == draft.decodes + 1 and not plan.samples[-1]
-        return alone and bool(plan.counts[-1] > 1) and not moves and not self._state.copying
+        full = alone and draft.budget == 0 and plan.counts[-1] > 1
+        return bool(full) and not moves and not self._state.copying
 
     def _leading(self) -> int | None:
         """Return the priority of a prompt that others yield to; None where nobody has to.

@@ -81,6 +81,7 @@ class SimWorker:
         self._ends: Nanos = _NO_TIMES
         self._begin = 0
         self._take = 0
+        self._soon = 0  # when its first step ends
         self._chunks = False  # whether the plan under way computes several chunks
         self._version = 0
         self._awake = False
@@ -234,8 +235,10 @@ class SimWorker:
 
         It ends the plan under way where its last chunk ended, and plans what it is at.
         """
+        if not self._chunks or self._soon > self._clock.now:
+            return
         steps = self.passed()
-        if self._chunks and steps:
+        if steps:
             self._take = steps
             at = int(self._ends[steps - 1])
             self._settle(at)
@@ -274,7 +277,7 @@ class SimWorker:
                 repeat = max(1, min(repeat, self._inbox[0][0] - self.steps))
         self._plan, self._begin, self._yield = plan, now, yields
         self._ends = now + self._durations(plan, repeat, chunks)
-        self._chunks = chunks and repeat > 1
+        self._chunks, self._soon = chunks and repeat > 1, int(self._ends[0])
         if self._chunks and self._behind is not None:
             self._behind[self.number] = self
         self._until(repeat)
