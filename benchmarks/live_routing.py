@@ -60,7 +60,8 @@ def main() -> None:
     sessions = _chosen(args)
     turns = sum(len(each.turns) for each in sessions.sessions)
     print("machine:", machine())
-    print(f"{len(sessions.sessions)} sessions, {turns} requests, {args.concurrency} at once")
+    pace = f"{args.rate} sessions a second" if args.rate else f"{args.concurrency} at once"
+    print(f"{len(sessions.sessions)} sessions, {turns} requests, {pace}")
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder, fleet(args, Path(folder)) as workers:
         order = np.random.default_rng(args.seed)
@@ -82,10 +83,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--policy", action="append", default=None)
     parser.add_argument("--trace", required=True)
     parser.add_argument("--scale", type=float, default=1 / 64)
-    parser.add_argument("--speed", type=float, default=40.0)
-    parser.add_argument("--sessions", type=int, default=24)
+    parser.add_argument("--speed", type=float, default=200.0)
+    parser.add_argument("--sessions", type=int, default=48)
     parser.add_argument("--turns", type=int, default=12, help="most turns of a session")
-    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--concurrency", type=int, default=16, help="sessions at once")
+    parser.add_argument("--rate", type=float, default=0.0, help="sessions a second, in its place")
     parser.add_argument("--blocks", type=int, default=600, help="KV blocks of a worker")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
@@ -164,7 +166,7 @@ def _vllm_workers(args: argparse.Namespace, folder: Path, stack: ExitStack) -> l
     for _ in range(2):
         port, events = free_ports(2)
         config = {"enable_kv_cache_events": True, "publisher": "zmq",
-                  "endpoint": f"tcp://{LOOPBACK}:{events}", "topic": "kv"}  # fmt: skip
+                  "endpoint": f"tcp://*:{events}", "topic": "kv"}  # fmt: skip
         argv = [str(peer / "bin" / "vllm"), "serve", model, "--port", str(port), "--host", LOOPBACK,
                 "--enforce-eager", "--dtype", "bfloat16" if args.model else "float32",
                 "--max-model-len", "2048",
@@ -197,8 +199,11 @@ def run(
         gateway.wait_healthy()
         before = _counted(urls)
         bench = [sys.executable, "-m", "pigou", "bench", url, "--trace", str(trace),
-                 "--trace-scale", scale, "--concurrency", str(args.concurrency),
-                 "--json", str(out)]  # fmt: skip
+                 "--trace-scale", scale, "--json", str(out)]  # fmt: skip
+        if args.rate:
+            bench += ["--rate", str(args.rate)]
+        else:
+            bench += ["--concurrency", str(args.concurrency)]
         subprocess.run(bench, check=False, stdout=subprocess.DEVNULL)
         after = _counted(urls)
     found = json.loads(out.read_text())
