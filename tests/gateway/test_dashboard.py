@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import re
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "pigou.json"
 SLEEP = ("--executor", "sleep", "--sleep-base", "3000000", "--sleep-per-seq", "200000",
          "--repeat", "1")  # fmt: skip
+#: Prompts take long enough beside streams that prefill workers are worth their transfers.
+LAW = ("--timing", "law:itl_a=0.004,itl_b=0.001,prefill=0.005,prefill_token=0.0005")
 VALUES = {"$job": "pigou", "$worker": ".*", "$__rate_interval": "15s"}
 
 
@@ -88,11 +91,11 @@ async def query(session: aiohttp.ClientSession, url: str, text: str) -> list[flo
 
 
 async def load(client: Client) -> None:
-    """Keep six streams going, each begun with one of a few prompts."""
+    """Keep six streams going, whose prompts are in part the same as before."""
 
     async def follow(number: int) -> None:
-        while True:
-            words = f"{number} tell me of the toll " * 30
+        for turn in itertools.count():
+            words = f"{number} tell me of the toll " * 10 + f"{turn} and of the rest " * 20
             await client.reply(prompt=words, max_tokens=20)
 
     await asyncio.gather(*(follow(number) for number in range(6)))
@@ -104,7 +107,7 @@ async def test_every_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
     wanted = list(expressions())
     assert len(wanted) > 50
     control = ControlConfig(policy="toll")
-    async with running(1, 2, 0, arguments=SLEEP, control=control) as (serving, client):
+    async with running(1, 2, 0, arguments=LAW, control=control) as (serving, client):
         loading = asyncio.create_task(load(client))
         try:
             async with prometheus(tmp_path, f"127.0.0.1:{serving.port}") as url:
