@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,6 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from pigou.fleet import events
 from pigou.fleet.events import Order, Subscriber
 from pigou.fleet.probe import Source
 from pigou.wire.kv_events import END_OF_REPLAY, Removed, WireEvent, encode_batch, sequence_frame
@@ -25,8 +27,8 @@ class Publisher:
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self.pub = context.socket(zmq.PUB)
         self.router = context.socket(zmq.ROUTER)
-        for socket in (self.pub, self.router):
-            socket.setsockopt(zmq.LINGER, 0)
+        for each in (self.pub, self.router):
+            each.setsockopt(zmq.LINGER, 0)
         self.ports = [s.bind_to_random_port("tcp://127.0.0.1") for s in (self.pub, self.router)]
         self.past: dict[int, bytes] = {}
         self.topic_in_replay = True
@@ -146,6 +148,35 @@ async def test_a_number_that_falls_is_a_new_publisher() -> None:
         publisher.past.clear()
         await publisher.send(0)
         await sink.reaches([0, 1, 2, "lost", 0])
+
+
+async def test_a_publisher_that_is_not_there_is_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_UNMET_S", 0.2)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # not listening: nobody answers there
+        source = Source(f"tcp://127.0.0.1:{held.getsockname()[1]}", "", "kv")
+        sink = Sink()
+        task = asyncio.create_task(Subscriber(source, sink.apply, sink.lose).run())
+        for _ in range(200):
+            if caplog.records:
+                break
+            await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert [source.endpoint in each.getMessage() for each in caplog.records] == [True]
+
+
+async def test_a_publisher_that_is_there_is_not_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_UNMET_S", 3.0)
+    async with subscribed([]) as (publisher, sink):
+        await asyncio.sleep(3.2)
+        await publisher.send(0)
+        await sink.reaches([0])
+    assert not caplog.records
 
 
 def test_an_order_judges_every_number() -> None:

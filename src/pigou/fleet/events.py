@@ -25,6 +25,8 @@ _log = logging.getLogger("pigou.fleet")
 #: Batches that may wait at the subscriber before ZMQ drops some (which a replay then fills).
 _HIGH_WATER = 100_000
 _REPLAY_S = 5.0
+#: Seconds after which a publisher that nobody has met is reported.
+_UNMET_S = 10.0
 
 Apply = Callable[[tuple[WireEvent, ...]], None]
 Lose = Callable[[], None]
@@ -79,13 +81,31 @@ class Subscriber:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
             socket.setsockopt_string(zmq.SUBSCRIBE, self._source.topic)
+            meeting = asyncio.create_task(self._meet(socket))
             socket.connect(self._source.endpoint)
             try:
                 await self._catch_up(context, None)
                 while True:
                     await self._take(context, await socket.recv_multipart())
             finally:
+                meeting.cancel()
+                await asyncio.gather(meeting, return_exceptions=True)
                 socket.close(0)
+
+    async def _meet(self, socket: zmq.asyncio.Socket) -> None:
+        """Report it when nobody publishes there: a subscriber by itself would wait in silence."""
+        monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
+        try:
+            async with asyncio.timeout(_UNMET_S):
+                await monitor.recv_multipart()
+        except TimeoutError:
+            _log.warning(
+                "nobody publishes KV events at %s, so what is cached there is not seen; "
+                "vLLM binds endpoints such as tcp://*:5557, and connects to all others",
+                self._source.endpoint,
+            )
+        finally:
+            socket.disable_monitor()
 
     async def _take(self, context: zmq.asyncio.Context, frames: list[bytes]) -> None:
         try:
