@@ -195,3 +195,12 @@ def test_what_the_fleet_cannot_hold_fails_and_is_counted() -> None:
     document = run(renewal(lengths, 5.0, 0.0, 3, 0.0, 0), setup={"blocks": 20}).document()
     assert (document["offered"], document["completed"], document["failed"]) == (3, 0, 3)
     assert document["ttft_s"]["mean"] is None
+
+
+def test_chunks_of_a_long_prompt_are_one_plan() -> None:
+    lengths = Lengths(input=(4000, 4000), output=(2, 2))
+    made = simulation(renewal(lengths, 1.0, 1.0, 1, 0.0, 1), "1xboth", setup={"blocks": 400})
+    made.run()
+    (member,) = made.fleet.members
+    assert member.figures[0] == 33  # 32 chunks of 128 tokens at most, and one more token
+    assert made.clock.events < 25
