@@ -64,7 +64,7 @@ def test_each_plain_server_publishes_the_blocks_it_stores(
             prompt = list(range(300 + i, 300 + i + 2 * worker.block_size + 1))
             body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
             post_json(worker.url + "/v1/completions", body)
-            wanted, until = prompt[: 2 * worker.block_size], time.monotonic() + 20
+            wanted, until = prompt[: 2 * worker.block_size], time.monotonic() + 60
             while not any(each.get("token_ids") == wanted for each in _replayed(replay)):
                 assert time.monotonic() < until, "the blocks were not published"
                 time.sleep(0.1)
