@@ -21,6 +21,8 @@ _MOST_STEP = 0.5
 _MEMORY = 64.0
 #: Variance of the logarithm of one observation: at least, and before it is known.
 _LEAST_VARIANCE = 0.01
+#: Samples that tell as much as one would that had nothing to do with the others.
+_ALIKE = 4.0
 
 
 class Scales:
@@ -28,8 +30,8 @@ class Scales:
 
     It is the exponential mean of log(observed / common law), robust to outliers (Huber's
     clipping), less that of all workers together, and shrunk to 0 by the positive-part rule of
-    James and Stein ("Estimation with Quadratic Loss", 1961): m max(0, 1 - se^2 / m^2), se being
-    its standard error. So chance differences between like workers do not send everybody to one
+    James and Stein ("Estimation with Quadratic Loss", 1961): m max(0, 1 - (2 se)^2 / m^2), se being
+    its standard error, doubled because samples of the same streams are alike. So chance differences between like workers do not send everybody to one
     of them, real ones count, and a worker that looked slow once and gets no requests is
     forgiven as its evidence ages.
     """
@@ -98,6 +100,6 @@ def factors(
     common = together / total if mean.shape[0] > 0 else 0.0
     for i in range(mean.shape[0]):
         off = mean[i] - common
-        error = max(variance[i], _LEAST_VARIANCE) / own[i]
+        error = _ALIKE * max(variance[i], _LEAST_VARIANCE) / own[i]
         own[i] = math.exp(off * max(0.0, 1.0 - error / max(off * off, 1e-12)))
     return math.exp(common)
