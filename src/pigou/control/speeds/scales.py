@@ -21,7 +21,7 @@ _MOST_STEP = 0.5
 _MEMORY = 64.0
 #: Variance of the logarithm of one observation: at least, and before it is known.
 _LEAST_VARIANCE = 0.01
-#: Samples that tell as much as one would that had nothing to do with the others.
+#: Samples that tell as much as one that had nothing to do with the others.
 _ALIKE = 4.0
 
 
@@ -30,10 +30,10 @@ class Scales:
 
     It is the exponential mean of log(observed / common law), robust to outliers (Huber's
     clipping), less that of all workers together, and shrunk to 0 by the positive-part rule of
-    James and Stein ("Estimation with Quadratic Loss", 1961): m max(0, 1 - (2 se)^2 / m^2), se being
-    its standard error, doubled because samples of the same streams are alike. So chance differences between like workers do not send everybody to one
-    of them, real ones count, and a worker that looked slow once and gets no requests is
-    forgiven as its evidence ages.
+    James and Stein ("Estimation with Quadratic Loss", 1961): m max(0, 1 - (2 se)^2 / m^2), se
+    being its standard error, doubled because samples of the same streams are alike. So chance
+    differences between like workers do not send everybody to one of them, real ones count, and a
+    worker that looked slow once and gets no requests is forgiven as its evidence ages.
     """
 
     def __init__(self) -> None:
