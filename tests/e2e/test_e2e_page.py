@@ -93,7 +93,7 @@ async def test_the_regime_and_its_temperature_rise_and_fall_with_load(tmp_path: 
         await page.until("document.querySelectorAll('[data-toll]').length === 3")
         before = await shown(page)
         assert (before["regime"], before["temperature"]) == ("below", "0")
-        loading = asyncio.create_task(load(client, waves=5, width=32))
+        loading = asyncio.create_task(load(client, waves=5, width=96))
         await page.until("document.getElementById('regime').textContent !== 'below'")
         busy = await shown(page)
         assert busy["regime"] in ("transition", "saturated")
