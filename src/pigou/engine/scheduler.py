@@ -54,8 +54,8 @@ class Scheduler:
         if decode:
             return plan, self._look_ahead(plan, len(plan.rows), most)
         if state.config.repeat_chunks and self._same_chunks(plan, draft):
-            row, count = plan.rows[-1], int(plan.counts[-1])
-            left = int(state.rows.length[row] - state.rows.computed[row])
+            row, count = int(plan.rows[-1]), int(plan.counts[-1])
+            left = self._left(row)
             return plan, self._look_ahead(plan, len(plan.rows) - 1, min(most, (left - 1) // count))
         return plan, NO_FORESIGHT
 
@@ -75,7 +75,7 @@ class Scheduler:
         if not len(state.running):
             return None
         last = int(rows.priority[state.running].max())
-        found = [seq.request.priority for seq in state.prefilling if self._left(seq) > 1]
+        found = [seq.request.priority for seq in state.prefilling if self._left(seq.row) > 1]
         head = state.queue.head()
         if head is not None and head is not state.blocked:
             first = min(found, default=last)
@@ -91,9 +91,10 @@ class Scheduler:
         self._rested = not self._rested
         return leading + (not self._rested)
 
-    def _left(self, seq: Sequence) -> int:
+    def _left(self, row: int) -> int:
+        """Return the tokens of a row that are still to be computed."""
         rows = self._state.rows
-        return int(rows.length[seq.row] - rows.computed[seq.row])
+        return int(rows.length[row] - rows.computed[row])
 
     def _continue_decodes(self, draft: Draft, below: int | None) -> None:
         """Give each decoding row the block it needs, preempting from the back of the queue."""
@@ -125,8 +126,7 @@ class Scheduler:
         state = self._state
         if not state.prefilling:
             return
-        rows = state.rows
-        left = {seq: int(rows.length[seq.row] - rows.computed[seq.row]) for seq in state.prefilling}
+        left = {seq: self._left(seq.row) for seq in state.prefilling}
         state.prefilling = sorted((s for s in left if left[s] > 1), key=lambda s: s.key)
         for seq in state.prefilling[:]:
             if state.ranked and not draft.preempted:
