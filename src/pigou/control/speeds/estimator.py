@@ -22,7 +22,7 @@ from pigou.control.speeds.flow import Flow
 from pigou.control.speeds.scales import Scales
 from pigou.control.speeds.spread import Spread
 from pigou.control.speeds.stall import Stall
-from pigou.games.latency import OnlineFit
+from pigou.games.latency import LatencyLaw, OnlineFit
 from pigou.request import SECOND
 
 _SPEEDS = ("prefill", "transfer", "itl")
@@ -130,7 +130,7 @@ class Estimator:
         samples = list(self.flow.harvest())
         if samples:
             own = scales.now(now)[1].tolist()
-            base, token = self._taken(now)
+            base, token = self._taken(self._alone(now), self._law())
             bare = []
             for sample in samples:
                 taken = (base * sample.prompts + token * sample.uncached) / sample.steps
@@ -183,20 +183,23 @@ class Estimator:
         common, (base, slope) = self._scales["prefill"].now(now)[0], self._prefill.law
         return base * common, slope * common
 
-    def _taken(self, now: int) -> tuple[float, float]:
+    def _law(self) -> LatencyLaw:
+        """Return the law of ITL that is common to the fleet."""
+        return self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
+
+    def _taken(self, alone: tuple[float, float], law: LatencyLaw) -> tuple[float, float]:
         """Return base and slope of what a prompt takes from streams."""
-        law = self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
-        return self._stall.law(*self._alone(now), max(law.toll(1.0), LEAST_SLOPE * law(1.0)))
+        return self._stall.law(*alone, max(law.toll(1.0), LEAST_SLOPE * law(1.0)))
 
     def _solve(self, now: int) -> Estimates:
-        law = self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
+        law, alone = self._law(), self._alone(now)
         column, least = prior_column(law), LEAST_SLOPE * law(1.0)
         for name, fit in (("prefill", self._prefill), ("transfer", self._transfer)):
             if fit.seen:
                 column[_AT[f"{name}_base"]], column[_AT[f"{name}_token"]] = fit.law
-        column[_AT["stall_base"]], column[_AT["stall_token"]] = self._taken(now)
+        column[_AT["stall_base"]], column[_AT["stall_token"]] = self._taken(alone, law)
         column[_AT["bursts"]] = self._gaps.squared()
-        column[_AT["uneven"]] = self._sizes.squared(*self._alone(now))
+        column[_AT["uneven"]] = self._sizes.squared(*alone)
         prefill, transfer, itl = (self._scales[name].now(now) for name in _SPEEDS)
         found = Estimates(np.empty((len(ROWS), len(self._rate))))
         commons = (prefill[0], transfer[0], itl[0])

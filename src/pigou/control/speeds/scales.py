@@ -94,7 +94,7 @@ def factors(
     total, together = 0.0, 0.0
     for i in range(mean.shape[0]):
         age = max(0, now - at[i]) / SECOND / _HALF_LIFE_S
-        own[i] = max(weight[i] * 0.5**age, 1e-6)  # for now what its evidence weighs
+        own[i] = max(weight[i] * 0.5**age, 1e-6)  # at first what its evidence weighs
         total += own[i]
         together += own[i] * mean[i]
     common = together / total if mean.shape[0] > 0 else 0.0

@@ -71,7 +71,7 @@ def _solve(
 ) -> tuple[float, float]:
     """Minimise by coordinate descent, in units of the prior's deviations; compiled."""
     at, per = max(base, 1e-12), max(token, 1e-12)
-    one = max(math.sqrt(_VARIANCE), 1e-12)
+    one = math.sqrt(_VARIANCE)
     scale = (one, at, per)
     prior = (1.0 / one, 0.0, min(token, stream) / per)
     c, p, u = prior
