@@ -1,0 +1,34 @@
+"""What most policies have in common: everything may come in, and nothing else matters."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pigou.kv.block import Block, Entry
+from pigou.kv.policies.policy import NoParams, Setting
+
+
+class Base:
+    """Admits everything; notes nothing."""
+
+    Params: type[msgspec.Struct] = NoParams
+    paths = False
+
+    def __init__(self, setting: Setting, params: msgspec.Struct | None = None) -> None:
+        self.setting = setting
+
+    def admits(self, block: Block, now: int) -> bool:
+        """Return True."""
+        return True
+
+    def insert(self, entry: Entry, now: int) -> None:
+        """Do nothing."""
+
+    def hit(self, entry: Entry, now: int) -> None:
+        """Do nothing."""
+
+    def freed(self, entry: Entry, now: int) -> None:
+        """Do nothing."""
+
+    def remove(self, entry: Entry, evicted: bool, now: int) -> None:
+        """Do nothing."""

@@ -1,0 +1,113 @@
+"""What an eviction policy is told and answers, and how it is found by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.kv.block import Block, Entry
+from pigou.kv.worth import Worth
+
+GROUP = "pigou.eviction"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a policy knows of its tier.
+
+    Attributes:
+        cap_bytes: bytes that the tier may hold.
+        worth: seconds that a block saves.
+        seed: of whatever it draws.
+    """
+
+    cap_bytes: int
+    worth: Worth = field(default_factory=Worth)
+    seed: int = 0
+
+
+class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A policy without parameters."""
+
+
+class EvictionPolicy(Protocol):
+    """The order in which the blocks of one tier go.
+
+    It is made as `Policy(setting, params)`, where `params` is of the type in its class attribute
+    `Params`. A tier calls it so: `admits` for each block that it is offered and does not hold;
+    then, for each one that it takes, `victim` until there is room; at last `insert` for all that
+    were taken, the last of the chain first. Only a block that is `Entry.free` may be a victim.
+    """
+
+    #: The type of its parameters, a frozen `msgspec.Struct` with defaults.
+    Params: type[msgspec.Struct]
+    #: Whether `hit` wants every block of the path; if not, the deepest.
+    paths: bool
+
+    def admits(self, block: Block, now: int) -> bool:
+        """Return whether a block that is not held may come in; called once for each offer."""
+        ...
+
+    def victim(self, newcomer: Block, now: int) -> Entry | None:
+        """Return a free block that should make room for the newcomer, or None: it stays out."""
+        ...
+
+    def insert(self, entry: Entry, now: int) -> None:
+        """Take note of a block that is now held."""
+        ...
+
+    def hit(self, entry: Entry, now: int) -> None:
+        """Take note of a use; `entry.last` and `entry.uses` already tell of it."""
+        ...
+
+    def freed(self, entry: Entry, now: int) -> None:
+        """Take note of a held block that has become free: its last child or pin has gone."""
+        ...
+
+    def remove(self, entry: Entry, evicted: bool, now: int) -> None:
+        """Forget a block: evicted as the policy's victim, or dropped for another reason."""
+        ...
+
+
+def load(name: str, setting: Setting, params: Mapping[str, Any] | None = None) -> EvictionPolicy:
+    """Return a new policy by its name in the entry point group `pigou.eviction`.
+
+    Raises:
+        ConfigError: there is none of that name (the message lists those that there are), or it
+            has no such parameter, or the value does not fit.
+    """
+    found = entry_points(group=GROUP)
+    for entry in found:
+        if entry.name == name:
+            kind = _type(entry)
+            return make(kind, setting, params, name)
+    names = ", ".join(sorted(found.names))
+    raise ConfigError(f"eviction policy is {name!r}; it must be one of: {names}")
+
+
+def make(
+    kind: Any, setting: Setting, params: Mapping[str, Any] | None = None, name: str = ""
+) -> EvictionPolicy:
+    """Return a new policy of this class.
+
+    Raises:
+        ConfigError: a parameter is not there, or its value does not fit.
+    """
+    try:
+        given = msgspec.convert(dict(params or {}), kind.Params, strict=False)
+        policy: EvictionPolicy = kind(setting, given)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"eviction policy {name or kind.__name__}: {error}") from None
+    return policy
+
+
+def _type(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"eviction policy {entry.name!r} cannot be loaded: {error}") from error

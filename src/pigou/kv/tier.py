@@ -1,0 +1,366 @@
+"""One tier of KV blocks beyond the device: what it holds, within a hard cap of bytes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pigou.kv.block import ROOT, Block, Entry
+from pigou.kv.integrity import IntegrityError
+from pigou.kv.policies.policy import EvictionPolicy
+from pigou.request import NEVER
+
+
+class Admission(NamedTuple):
+    """What `Tier.admit` did.
+
+    Attributes:
+        admitted: keys that are newly held, in the order of the chain.
+        evicted: blocks that went to make room, in that order; a child before its parent.
+    """
+
+    admitted: list[bytes]
+    evicted: list[Block]
+
+
+class Tier:
+    """Which blocks one tier holds. It moves no bytes: whoever drives it does, and asks first.
+
+    Keys are `bytes` of length 16 (`pigou.kv.block.keys_of` makes them from hashes). Chains are
+    given from their beginning on: a list of keys or blocks is a run of one chain, parent before
+    child. `now` is in nanoseconds of the epoch, and never falls.
+
+    ```
+    n = tier.find(keys, now)                      # leading keys that are held and not expired
+    tier.hit(keys[:n], now)                       # they are used
+    admitted, evicted = tier.admit(blocks, now)   # blocks: those from keys[n] on, say
+    tier.pin(admitted) ... tier.unpin(admitted)   # while they are written
+    tier.drop(keys); tier.expire(now)             # for any other reason
+    ```
+
+    Laws, which `check` verifies:
+
+    - `used_bytes <= cap_bytes`, always; bytes of a block that was dropped while pinned count
+      until its last pin goes.
+    - Leaf first: a block that has a held child is never evicted. `drop` and `expire` take the
+      held descendants of a block with it.
+    - Where the tier is `rooted`, a held block's parent is held. (Where it is not, blocks may come
+      whose parent is elsewhere, as in a tier that gets the victims of another.)
+    - A pinned block is never evicted. If it is dropped, it can no longer be found, and its bytes
+      are given back by the last `unpin`, which returns its key.
+
+    Attributes:
+        cap_bytes: most bytes that it holds.
+        used_bytes: bytes that it holds.
+        policy: which block goes next, and which may come in.
+        rooted: whether a block may only be held together with its parent.
+    """
+
+    def __init__(self, cap_bytes: int, policy: EvictionPolicy, rooted: bool = True) -> None:
+        """Make an empty tier.
+
+        Raises:
+            ValueError: `cap_bytes` is negative.
+        """
+        if cap_bytes < 0:
+            raise ValueError(f"cap_bytes is {cap_bytes}; it must be at least 0")
+        self.cap_bytes = cap_bytes
+        self.used_bytes = 0
+        self.policy = policy
+        self.rooted = rooted
+        self._held: dict[bytes, Entry] = {}
+        self._doomed: dict[bytes, Entry] = {}
+        #: First of the held children of a parent that is not held.
+        self._waiting: dict[bytes, Entry] = {}
+        self._expiries: list[tuple[int, bytes]] = []
+
+    def __len__(self) -> int:
+        """Return how many blocks can be found."""
+        return len(self._held)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._held
+
+    def entry(self, key: bytes) -> Entry | None:
+        """Return what is held under a key; it must not be changed."""
+        return self._held.get(key)
+
+    def blocks(self) -> Iterable[Block]:
+        """Return the blocks that can be found, each parent before its children if admitted so."""
+        return (entry.block for entry in self._held.values())
+
+    # --- use ----------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes], now: int) -> int:
+        """Return how many leading keys are held and not expired."""
+        held = self._held
+        for count, key in enumerate(keys):
+            entry = held.get(key)
+            if entry is None or entry.block.expiry <= now:
+                return count
+        return len(keys)
+
+    def hit(self, keys: Sequence[bytes], now: int) -> None:
+        """Note that these blocks are used, a run of one chain, all of them held.
+
+        Raises:
+            KeyError: the last of them is not held.
+        """
+        if not keys:
+            return
+        entry: Entry | None = self._held[keys[-1]]
+        assert entry is not None
+        entry.last = now
+        entry.uses += 1
+        if not self.policy.paths:
+            self.policy.hit(entry, now)
+            return
+        for _ in keys:
+            if entry is None:
+                break
+            self.policy.hit(entry, now)
+            entry = entry.up
+
+    # --- coming in ----------------------------------------------------------------------------
+
+    def admit(self, blocks: Sequence[Block], now: int) -> Admission:
+        """Take in blocks of one chain, parent before child, as far as the policy wants them.
+
+        Those that are held already stay as they are. What the policy does not want, what is
+        expired, larger than the tier, without its parent (where `rooted`), or dropped and still
+        pinned, stays out; so does, where `rooted`, what comes after it. Blocks are evicted until
+        the new ones fit, but never one of those that were given.
+        """
+        offered = [block for block in blocks if block.key not in self._held]
+        wanted = {block.key for block in offered if self.policy.admits(block, now)}
+        if not wanted:
+            return Admission([], [])
+        kept = self._guarded(blocks)
+        taken: list[Entry] = []
+        evicted: list[Block] = []
+        for block in offered:
+            if block.key in wanted and self._may_hold(block, now):
+                if not self._make_room(block, now, evicted):
+                    break
+                taken.append(self._link(block, now))
+            elif self.rooted:
+                break
+        for entry in reversed(taken):
+            entry.pins -= 1
+            self.policy.insert(entry, now)
+        for entry in kept:
+            entry.pins -= 1
+            if entry.free:
+                self.policy.freed(entry, now)
+        return Admission([entry.block.key for entry in taken], evicted)
+
+    def _guarded(self, blocks: Sequence[Block]) -> list[Entry]:
+        """Pin what newcomers stand on: the parent of the first, and those that are held."""
+        keys = (blocks[0].parent, *(block.key for block in blocks))
+        kept = [entry for key in keys if (entry := self._held.get(key)) is not None]
+        for entry in kept:
+            entry.pins += 1
+        return kept
+
+    def _may_hold(self, block: Block, now: int) -> bool:
+        if block.expiry <= now or block.size > self.cap_bytes or block.key in self._doomed:
+            return False
+        return not self.rooted or block.parent == ROOT or block.parent in self._held
+
+    def _make_room(self, block: Block, now: int, evicted: list[Block]) -> bool:
+        while self.used_bytes + block.size > self.cap_bytes:
+            entry = self.policy.victim(block, now)
+            if entry is None:
+                return False
+            assert entry.free, f"the policy chose {entry.block}, which is not free"
+            self._unlink(entry, True, now)
+            self.used_bytes -= entry.block.size
+            evicted.append(entry.block)
+        return True
+
+    def _link(self, block: Block, now: int) -> Entry:
+        """Hold a block; it is pinned until the policy is told of it."""
+        entry = Entry(block, now)
+        entry.pins = 1
+        self._held[block.key] = entry
+        self.used_bytes += block.size
+        if block.expiry != NEVER:
+            heapq.heappush(self._expiries, (block.expiry, block.key))
+        above = self._held.get(block.parent)
+        if above is not None:
+            entry.up = above
+            entry.right, above.down = above.down, entry
+        elif block.parent != ROOT:
+            entry.right = self._waiting.get(block.parent)
+            self._waiting[block.parent] = entry
+        if entry.right is not None:
+            entry.right.left = entry
+        if self._waiting:
+            self._adopt(entry)
+        return entry
+
+    def _adopt(self, entry: Entry) -> None:
+        """Take the children that came before their parent."""
+        child = entry.down = self._waiting.pop(entry.block.key, None)
+        while child is not None:
+            child.up = entry
+            child = child.right
+
+    # --- going --------------------------------------------------------------------------------
+
+    def drop(self, keys: Iterable[bytes], now: int) -> list[bytes]:
+        """Forget these blocks and all that is held on top of them.
+
+        Returns:
+            Keys whose bytes are given back now, a child before its parent; those of pinned ones
+            follow from `unpin`.
+        """
+        freed: list[bytes] = []
+        for key in keys:
+            entry = self._held.get(key)
+            if entry is not None:
+                for each in self._subtree(entry):
+                    self._forget(each, freed, now)
+        return freed
+
+    def expire(self, now: int) -> list[bytes]:
+        """Drop what has expired; returns as `drop` does."""
+        due = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, key = heapq.heappop(self._expiries)
+            entry = self._held.get(key)
+            if entry is not None and entry.block.expiry <= now:
+                due.append(key)
+        return self.drop(due, now)
+
+    def _subtree(self, top: Entry) -> list[Entry]:
+        """A block and its held descendants, each child before its parent."""
+        found = [top]
+        for entry in found:  # which grows meanwhile
+            child = entry.down
+            while child is not None:
+                found.append(child)
+                child = child.right
+        return found[::-1]
+
+    def _forget(self, entry: Entry, freed: list[bytes], now: int) -> None:
+        self._unlink(entry, False, now)
+        if entry.pins:
+            self._doomed[entry.block.key] = entry
+        else:
+            self.used_bytes -= entry.block.size
+            freed.append(entry.block.key)
+
+    def _unlink(self, entry: Entry, evicted: bool, now: int) -> None:
+        """Take a block without children out of the forest; its parent inherits its uses."""
+        entry.held = False
+        del self._held[entry.block.key]
+        if entry.right is not None:
+            entry.right.left = entry.left
+        if entry.left is not None:
+            entry.left.right = entry.right
+        elif entry.up is not None:
+            entry.up.down = entry.right
+        elif entry.block.parent in self._waiting:
+            self._first_waiting(entry)
+        above, entry.up, entry.left, entry.right = entry.up, None, None, None
+        self.policy.remove(entry, evicted, now)
+        if above is not None:
+            above.uses += entry.uses
+            above.last = max(above.last, entry.last)
+            if above.free:
+                self.policy.freed(above, now)
+
+    def _first_waiting(self, entry: Entry) -> None:
+        if entry.right is None:
+            del self._waiting[entry.block.parent]
+        else:
+            self._waiting[entry.block.parent] = entry.right
+
+    # --- pins ---------------------------------------------------------------------------------
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Keep these held blocks from being evicted, once more each.
+
+        Raises:
+            KeyError: one is not held; none of them is pinned then.
+        """
+        entries = [self._held[key] for key in keys]
+        for entry in entries:
+            entry.pins += 1
+
+    def unpin(self, keys: Iterable[bytes], now: int) -> list[bytes]:
+        """Take back one `pin` of each.
+
+        Returns:
+            Keys of those that were dropped meanwhile, and whose bytes are given back now.
+
+        Raises:
+            KeyError: one is neither held nor waiting for its pins.
+            ValueError: one is not pinned.
+        """
+        freed = []
+        for key in keys:
+            entry = self._held.get(key) or self._doomed[key]
+            if entry.pins < 1:
+                raise ValueError(f"block {key.hex()} is not pinned")
+            entry.pins -= 1
+            if entry.pins == 0 and not entry.held:
+                del self._doomed[key]
+                self.used_bytes -= entry.block.size
+                freed.append(key)
+            elif entry.free:
+                self.policy.freed(entry, now)
+        return freed
+
+    # --- laws ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Check every law of the tier.
+
+        Raises:
+            IntegrityError: names the first law that does not hold, and where.
+        """
+        every = [*self._held.values(), *self._doomed.values()]
+        used = sum(entry.block.size for entry in every)
+        _require(used == self.used_bytes, f"{used} bytes are held, {self.used_bytes} counted")
+        _require(used <= self.cap_bytes, f"{used} bytes are held, the cap is {self.cap_bytes}")
+        for key, entry in self._doomed.items():
+            _require(
+                entry.pins > 0, f"{key.hex()} was dropped and is not pinned, but not given back"
+            )
+        for key, entry in self._held.items():
+            self._check_place(key, entry)
+        due = {(block.expiry, block.key) for block in self.blocks() if block.expiry != NEVER}
+        _require(due <= set(self._expiries), "a block would never expire")
+        children = sum(len(_row(entry.down)) for entry in self._held.values())
+        waiting = sum(len(_row(first)) for first in self._waiting.values())
+        roots = sum(entry.block.parent == ROOT for entry in self._held.values())
+        _require(children + waiting + roots == len(self._held), "the forest has lost a block")
+
+    def _check_place(self, key: bytes, entry: Entry) -> None:
+        name = key.hex()
+        block = entry.block
+        _require(block.key == key, f"{name} leads to another block")
+        _require(entry.pins >= 0, f"{name} has {entry.pins} pins")
+        _require(entry.up is self._held.get(block.parent), f"{name} hangs from a wrong parent")
+        orphan = self.rooted and block.parent != ROOT and entry.up is None
+        _require(not orphan, f"{name} is held without its parent")
+        for child in _row(entry.down):
+            _require(
+                child.up is entry, f"{child.block.key.hex()} is a child of {name}, and denies it"
+            )
+
+
+def _row(first: Entry | None) -> list[Entry]:
+    found = []
+    while first is not None:
+        found.append(first)
+        first = first.right
+    return found
+
+
+def _require(law: bool, otherwise: str) -> None:
+    if not law:
+        raise IntegrityError(otherwise)

@@ -1,0 +1,20 @@
+"""The eviction policies of this source tree by name, whether or not it is installed."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from pigou.kv.policies.policy import EvictionPolicy, Setting, make
+
+_PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+KINDS: dict[str, Any] = {
+    name: resolve_name(place)
+    for name, place in _PROJECT["project"]["entry-points"]["pigou.eviction"].items()
+}
+
+
+def policy(name: str, cap: int, **params: Any) -> EvictionPolicy:
+    return make(KINDS[name], Setting(cap), params, name)
