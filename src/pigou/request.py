@@ -85,6 +85,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):  # made in a tenth of a da
         overrides: parameters of the routing policy that hold for this request only.
         streamed: its driver sees tokens as they come, and tells of them.
         splits: its prompt may be computed by another worker than the one that streams.
+        expiry: when what is cached under its tenure becomes void, in nanoseconds since 1970.
     """
 
     id: str
@@ -101,6 +102,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):  # made in a tenth of a da
     overrides: Mapping[str, float] = _NOTHING
     streamed: bool = True
     splits: bool = True
+    expiry: int = NEVER
 
     def keys_of(self, block_size: int) -> BlockKeys:
         """Return the router's keys of the prompt's full blocks of this size, shape (blocks,)."""

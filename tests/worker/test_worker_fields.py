@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from worker_process import Worker
 
+from pigou.kv.tenure import Tenure
+from pigou.request import SECOND
+
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -99,6 +102,24 @@ def test_a_cache_salt_keeps_caches_apart(worker: Worker) -> None:
     assert cached(max_tokens=1, cache_salt=fields["cache_salt"] + "b") == 0
 
 
+def test_what_is_cached_under_an_expired_tenure_is_void(worker: Worker) -> None:
+    prompt = [8] * 64
+
+    def cached(tenure: Tenure) -> int:
+        usage = worker.complete(prompt, max_tokens=1, cache_salt=tenure.salt())["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    now = time.time_ns()
+    lasting = Tenure(tenant=f"{now}", expiry=now + 3600 * SECOND)
+    assert [cached(lasting) for _ in range(2)] == [0, 63]
+    soon = Tenure(tenant=f"{now}", expiry=now + SECOND)
+    cached(soon)
+    time.sleep(max(0, soon.expiry - time.time_ns()) / SECOND)
+    stored = worker.metric("pigou:kv_blocks_cached")
+    assert [cached(soon) for _ in range(2)] == [0, 0]
+    assert worker.metric("pigou:kv_blocks_cached") <= stored, "what is void was cached"
+
+
 def test_choices_of_one_prompt_share_its_blocks(worker: Worker) -> None:
     before = worker.metric("vllm:prefix_cache_hits_total")
     salt = f"salt-{time.monotonic_ns()}"
@@ -180,6 +201,7 @@ REFUSED = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "a/b"}, "cache_salt"),
+    ({"cache_salt": "tenure1:00"}, "cache_salt"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),

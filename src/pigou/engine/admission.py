@@ -81,11 +81,13 @@ def _fit(state: EngineState, seq: Sequence, spare: int) -> Fit | None:
 
     The last token is computed in any case, for its logits. If all blocks are cached, the last
     one is copied and that one token computed in the copy, instead of the block's every token;
-    where the copy does not fit, the block is computed as if it were not cached.
+    where the copy does not fit, the block is computed as if it were not cached. After the
+    expiry of its tenure nothing is found.
     """
     size = state.config.block_size
     total = -(-seq.length // size)
-    blocks, idle = state.prefix.match(seq.hashes, min(len(seq.hashes), seq.length // size))
+    limit = 0 if seq.request.expiry <= state.unix else min(len(seq.hashes), seq.length // size)
+    blocks, idle = state.prefix.match(seq.hashes, limit)
     hits = len(blocks)
     if hits * size < seq.length:
         fits = total - hits + idle <= spare

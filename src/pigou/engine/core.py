@@ -35,9 +35,16 @@ class EngineCore:
     #: from `schedule` to `apply`, for the blocks that the plan's entries touch.
     tables: Ints
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Make an engine with nothing to do."""
+    def __init__(self, config: EngineConfig, epoch: int = 0) -> None:
+        """Make an engine with nothing to do.
+
+        Args:
+            config: its limits.
+            epoch: nanoseconds since 1970 at time 0 of the caller's clock, for the expiries of
+                requests.
+        """
         self.config = config
+        self._epoch = epoch
         self._state = EngineState(config)
         self._scheduler = Scheduler(self._state)
         self._settlement = Settlement(self._state)
@@ -118,6 +125,7 @@ class EngineCore:
         """
         if self._plan is not None:
             raise OutOfTurn("apply the last plan before the next is scheduled")
+        self._state.unix = now + self._epoch
         plan, self._ahead = self._scheduler.schedule(now, horizon)
         self._plan = plan if plan else None
         return plan

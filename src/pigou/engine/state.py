@@ -61,6 +61,8 @@ class EngineState:
         self.rows = Rows(config)
         self.queue = WaitingQueue()
         self.rates: Rates | None = None
+        #: The time of the last plan, in nanoseconds since 1970.
+        self.unix = 0
         self.counters = Counters()
         #: Sequences in flight by request id.
         self.sequences: dict[str, Sequence] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pigou.kv.tenure import salt_expiry
 from pigou.sampling import Grammar
 from pigou.wire.errors import bad_request
 from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
@@ -181,6 +182,10 @@ def _check_salt(salt: str | None) -> None:
             f"cache_salt must have 1 to {MAX_SALT} characters, none of them '@', '/', '\\' or NUL.",
             "cache_salt",
         )
+    try:
+        salt_expiry(salt)
+    except ValueError as error:
+        raise bad_request(f"cache_salt is {salt!r}; {error}.", "cache_salt") from None
 
 
 def _check_resume(request: GenerationRequest) -> None:

@@ -125,7 +125,7 @@ def _build_torch(config: WorkerConfig) -> Parts:
     free = free_memory(loaded.device)
     room = min(CPU_MEMORY, free // 4) if on_cpu else int(free * GPU_SHARE)
     blocks = _blocks(config, layout, longest, room)
-    core = EngineCore(_engine_config(config, blocks, longest))
+    core = EngineCore(_engine_config(config, blocks, longest), _epoch())
     memory = _shared_memory(config, blocks * layout.block_bytes) if on_cpu else None
     cache = loaded.cache(
         blocks,
@@ -183,7 +183,7 @@ def _build_sleeping(config: WorkerConfig) -> Parts:
         block_bytes=_SLEEP_BYTES,
     )
     blocks = _blocks(config, layout, longest, CPU_MEMORY)
-    core = EngineCore(_engine_config(config, blocks, longest))
+    core = EngineCore(_engine_config(config, blocks, longest), _epoch())
     memory = _shared_memory(config, blocks * layout.block_bytes)
     data = memory.buffer if memory is not None else np.zeros(blocks * _SLEEP_BYTES, dtype=np.uint8)
     tokenizer = Tokenizer.load(folder)
@@ -234,6 +234,11 @@ def _blocks(config: WorkerConfig, layout: KVLayout, longest: int, room: int) -> 
         return fit
     wanted = SEQUENCES * -(-longest // config.block_size)
     return max(1, min(wanted, room // layout.block_bytes))
+
+
+def _epoch() -> int:
+    """Return nanoseconds since 1970 at time 0 of the monotonic clock, which the core is told."""
+    return time.time_ns() - time.monotonic_ns()
 
 
 def _engine_config(config: WorkerConfig, blocks: int, longest: int) -> EngineConfig:

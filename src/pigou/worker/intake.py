@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pigou.kv.hashing import chain
+from pigou.kv.tenure import salt_expiry
 from pigou.request import NEVER, BlockHashes, Request, no_hashes
 from pigou.sampling import Grammar
 from pigou.text.template import ChatError
@@ -251,12 +252,22 @@ class Intake:
         and what is not computed cannot be reported.
         """
         echoed = isinstance(request, CompletionRequest) and bool(request.echo)
-        if not self._config.prefix_caching or (echoed and _wants_logprobs(request)):
+        seed, size = self._seed(request), self._config.block_size
+        if not seed or (echoed and _wants_logprobs(request)):
             return no_hashes()
-        seed, size = self._model.seed(request.cache_salt or ""), self._config.block_size
         if len(tokens) <= LONG:
             return chain(tokens, size, seed)
         return await self._off_loop(lambda: chain(tokens, size, seed))
+
+    def _seed(self, request: GenerationRequest) -> bytes:
+        """Return the seed of the request's block hashes; empty where nothing is to be cached.
+
+        That is also so under a tenure that has expired: what was made under it is void.
+        """
+        salt = request.cache_salt or ""
+        if not self._config.prefix_caching or salt_expiry(salt) <= time.time_ns():
+            return b""
+        return self._model.seed(salt)
 
     def _text(self, prompt: _Prompt) -> str:
         if prompt.text is not None:
@@ -344,8 +355,9 @@ class Intake:
             else now + request.deadline_ms * _MILLISECOND,
             remote=min(ticket[1], len(prompt.tokens)) if ticket else 0,
             hold=reply.options.hold,
+            expiry=salt_expiry(request.cache_salt or ""),
         )  # fmt: skip
-        seed_bytes = model.seed(request.cache_salt or "") if self._config.prefix_caching else b""
+        seed_bytes = self._seed(request)
         add = Add(core, prompt.tokens, params, len(resumed), seed_bytes, request.cache_salt)
         return sequence, replace(add, ticket=ticket[0]) if ticket else add
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from pigou.config import ConfigError
-from pigou.kv.tenure import Tenure
+from pigou.kv.tenure import Tenure, salt_expiry
 from pigou.text.template import ChatTemplate
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.sampling import Defaults, Limits
@@ -51,7 +51,8 @@ def seeds(name: str, digest: str) -> Callable[[str], bytes]:
 
     @lru_cache(maxsize=4096)
     def seed(salt: str) -> bytes:
-        return Tenure(model=name, release=digest, cache_salt=salt).digest()
+        own = Tenure(model=name, release=digest, cache_salt=salt, expiry=salt_expiry(salt))
+        return own.digest()
 
     return seed
 
