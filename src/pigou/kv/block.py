@@ -42,11 +42,12 @@ class Entry:
         held: whether it can be hit; if not, its bytes wait for the last pin.
         up, down: the parent where that is held, the first child.
         left, right: children of the same parent.
-        rank, mark: the policy's own.
+        rank, level, mark: the policy's own.
     """
 
     __slots__ = (
-        "block", "down", "held", "last", "left", "mark", "pins", "rank", "right", "up", "uses"
+        "block", "down", "held", "last", "left", "level", "mark", "pins", "rank", "right", "up",
+        "uses",
     )  # fmt: skip
 
     def __init__(self, block: Block, now: int) -> None:
@@ -60,6 +61,7 @@ class Entry:
         self.left: Entry | None = None
         self.right: Entry | None = None
         self.rank: float = 0.0
+        self.level: float = 0.0
         self.mark = 0
 
     @property

@@ -256,21 +256,22 @@ class Tier:
         """Take a block without children out of the forest; its parent inherits its uses."""
         entry.held = False
         del self._held[entry.block.key]
+        above = entry.up
+        if above is not None:
+            above.uses += entry.uses
+            above.last = max(above.last, entry.last)
+        self.policy.remove(entry, evicted, now)
         if entry.right is not None:
             entry.right.left = entry.left
         if entry.left is not None:
             entry.left.right = entry.right
-        elif entry.up is not None:
-            entry.up.down = entry.right
+        elif above is not None:
+            above.down = entry.right
         elif entry.block.parent in self._waiting:
             self._first_waiting(entry)
-        above, entry.up, entry.left, entry.right = entry.up, None, None, None
-        self.policy.remove(entry, evicted, now)
-        if above is not None:
-            above.uses += entry.uses
-            above.last = max(above.last, entry.last)
-            if above.free:
-                self.policy.freed(above, now)
+        entry.up = entry.left = entry.right = None
+        if above is not None and above.free:
+            self.policy.freed(above, now)
 
     def _first_waiting(self, entry: Entry) -> None:
         if entry.right is None:

@@ -70,7 +70,10 @@ class EvictionPolicy(Protocol):
         ...
 
     def remove(self, entry: Entry, evicted: bool, now: int) -> None:
-        """Forget a block: evicted as the policy's victim, or dropped for another reason."""
+        """Forget a block: evicted as the policy's victim, or dropped for another reason.
+
+        `entry.up` is still its parent, which has inherited `uses` and `last`.
+        """
         ...
 
 

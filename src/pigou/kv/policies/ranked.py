@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import abstractmethod
 from itertools import count
+from typing import Literal
 
 import msgspec
 
@@ -72,3 +73,78 @@ class Lru(Ranked):
     def rank(self, entry: Entry, now: int) -> float:
         """Return the time of the last use, nanoseconds."""
         return entry.last
+
+
+class Fifo(Ranked):
+    """First in, first out: rank = number of the admission."""
+
+    def insert(self, entry: Entry, now: int) -> None:
+        """Number it."""
+        entry.mark = next(self._number)
+        super().insert(entry, now)
+
+    def rank(self, entry: Entry, now: int) -> float:
+        """Return its number."""
+        return entry.mark
+
+
+class Lfu(Ranked):
+    """Least frequently used: rank = uses since it was admitted; of equals the oldest goes."""
+
+    def rank(self, entry: Entry, now: int) -> float:
+        """Return the uses."""
+        return entry.uses
+
+
+class GdsfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `Gdsf`.
+
+    Attributes:
+        cost: what a miss costs: `unit` (aged LFU), `bytes` (so that size does not matter), or
+            `seconds` (what the tier's `Worth` says).
+    """
+
+    cost: Literal["unit", "bytes", "seconds"] = "bytes"
+
+
+class Gdsf(Ranked):
+    """Greedy dual size frequency: rank = L + (uses + 1) * cost / size.
+
+    L is the rank of what was evicted last, at the time of the block's last use (Cherkasova 1998;
+    LFU with dynamic aging where cost / size is 1, Arlitt et al. 2000).
+    """
+
+    Params = GdsfParams
+
+    def __init__(self, setting: Setting, params: GdsfParams) -> None:
+        super().__init__(setting, params)
+        self._cost = params.cost
+        self._level = 0.0
+
+    def rank(self, entry: Entry, now: int) -> float:
+        """Return the rank as of the block's last use."""
+        return entry.level + (entry.uses + 1) * self._density(entry.block)
+
+    def insert(self, entry: Entry, now: int) -> None:
+        """Rank it at today's level."""
+        entry.level = self._level
+        super().insert(entry, now)
+
+    def hit(self, entry: Entry, now: int) -> None:
+        """Rank it at today's level."""
+        entry.level = self._level
+        super().hit(entry, now)
+
+    def remove(self, entry: Entry, evicted: bool, now: int) -> None:
+        """Raise the level, and hand the block's own to its parent."""
+        super().remove(entry, evicted, now)
+        if evicted:
+            self._level = max(self._level, entry.rank)
+        if entry.up is not None:
+            entry.up.level = max(entry.up.level, entry.level)
+
+    def _density(self, block: Block) -> float:
+        if self._cost == "bytes":
+            return 1.0
+        cost = 1.0 if self._cost == "unit" else self.setting.worth.saved(block)
+        return cost / block.size
