@@ -180,6 +180,6 @@ def _filled(fits: Sequence[OnlineFit | None]) -> list[LatencyLaw] | None:
 
 def _legacy(window: Window, workers: int) -> float:
     estimator = LegacyEstimator(workers)
-    for seconds in window.observed.tolist():
+    for seconds in window.observed[-estimator.window :].tolist():  # it looks at no others
         estimator.observe(seconds)
     return estimator.poa()

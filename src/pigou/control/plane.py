@@ -149,8 +149,8 @@ class ControlPlane:
         """Take in that tokens of many requests came: the same as `Tokens` for each, but quicker."""
         loads = self.state.loads
         found = [(load, n) for request, n in tokens if (load := loads.get(request)) is not None]
-        self.desk.streamed(found)
         self.watch.streamed(found)
+        self.desk.streamed(found)
 
     def tick(self, now: int) -> Sequence[Action]:
         """Let time pass: estimates are renewed, queued requests time out, failed workers are
@@ -229,8 +229,8 @@ class ControlPlane:
     def _tokens(self, request: str, count: int) -> None:
         load = self.state.loads.get(request)
         if load is not None:
-            self.desk.served(load.request, count)
-        self.watch.tokens(request, count)
+            self.watch.tokens(request, count)
+            self.desk.served(load, count)
 
     def _prefilled(self, request: str, now: int, note: Callable[[], None]) -> Sequence[Route]:
         """A prompt is computed: where prompts are held back, the next may go."""
@@ -267,7 +267,7 @@ class ControlPlane:
         if choice is None:
             return None
         self.desk.began(request, choice, fleet, now)
-        self.watch.routed(request, choice, now, priority)
+        self.watch.routed(request, choice, now, priority, int(fleet.output))
         self._predict(request, choice, now)
         return Chosen(choice, self.state.loads[request.id].uncached, told)
 

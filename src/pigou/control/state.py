@@ -85,6 +85,7 @@ class Load(msgspec.Struct, eq=False):
         prefill: worker that is charged with the prompt; None once it is computed.
         prefill_worker: the other worker that the prompt was sent to; "" where there is none.
         tokens: charged to `decode`: the prompt, and what was generated so far.
+        expected: tokens that `decode` was expected to be charged with in the end.
         uncached: tokens of the prompt that its worker had to compute.
         routed: when it was sent off, in nanoseconds.
         handed: when its remote prefill ended; 0 before, and for a local one.
@@ -103,6 +104,7 @@ class Load(msgspec.Struct, eq=False):
     tokens: int
     uncached: int
     routed: int
+    expected: int = 0
     handed: int = 0
     first: int = 0
     decoding: bool = False
@@ -202,8 +204,9 @@ class State:
         self.sized = any(each.blocks for each in self.workers)
 
     def start(
-        self, request: Request, choice: Choice, uncached: int, now: int, priority: int = 0
-    ) -> Load:
+        self, request: Request, choice: Choice, uncached: int, now: int, priority: int = 0,
+        output: int = 0,
+    ) -> Load:  # fmt: skip
         """Charge a routed request to its workers, which must be up.
 
         Args:
@@ -212,6 +215,7 @@ class State:
             uncached: tokens of its prompt that are to be computed.
             now: nanoseconds.
             priority: as its workers are told.
+            output: tokens that it is expected to generate.
         """
         computes = self.row[choice.prefill or choice.decode]
         load = Load(
@@ -222,6 +226,7 @@ class State:
             tokens=request.prompt,
             uncached=uncached,
             routed=now,
+            expected=request.prompt + output,
             inflight=len(self.loads) + 1,
             ahead=int(self.columns.prefill_requests[computes]),
             background=priority > 0 and self.workers[computes].overtakes,

@@ -63,10 +63,12 @@ class Watch:
             self.estimator.down(row)
             self.audit.forget(worker)
 
-    def routed(self, request: Request, choice: Choice, now: int, priority: int = 0) -> None:
-        """A request was sent to its workers, with this priority."""
+    def routed(
+        self, request: Request, choice: Choice, now: int, priority: int = 0, output: int = 0
+    ) -> None:
+        """A request was sent to its workers, with this priority; so many tokens are expected."""
         uncached = max(1, request.prompt - choice.cached)
-        load = self.state.start(request, choice, uncached, now, priority)
+        load = self.state.start(request, choice, uncached, now, priority, output)
         load.setting = self.setting
         row = self.state.row[load.prefill or choice.decode]
         self.estimator.sent(row, now)
@@ -119,22 +121,30 @@ class Watch:
         self.state.grew(load, count)
 
     def streamed(self, tokens: Iterable[tuple[Load, int]]) -> None:
-        """More tokens of many requests came: the same as `tokens` for each, but quicker."""
-        flowed: dict[str, int] = {}
-        grown: dict[str, int] = {}
+        """More tokens of many requests came: the same as `tokens` for each, but quicker.
+
+        It is quickest where those of one worker follow one another.
+        """
+        worker: str | None = None
+        grown = flowed = 0
         for load, count in tokens:
-            worker = load.decode
-            if worker is not None:
-                grown[worker] = grown.get(worker, 0) + count
-                if load.first:
-                    after_first = count if load.generated else count - 1
-                    flowed[worker] = flowed.get(worker, 0) + after_first
-            load.tokens += count
-        row, columns = self.state.row, self.state.columns
-        for worker, count in flowed.items():
-            self.estimator.flow.came(row[worker], count)
-        for worker, count in grown.items():
-            columns.decode_tokens[row[worker]] += count
+            if load.decode is not worker:
+                self._grew(worker, grown, flowed)
+                worker, grown, flowed = load.decode, 0, 0
+            before = load.tokens
+            load.tokens = before + count
+            grown += count
+            if load.first:
+                flowed += count if before > load.request.prompt else count - 1
+        self._grew(worker, grown, flowed)
+
+    def _grew(self, worker: str | None, grown: int, flowed: int) -> None:
+        """Charge a worker with tokens; `flowed` of them came after the first of their streams."""
+        if worker is None or not grown:
+            return
+        row = self.state.row[worker]
+        self.state.columns.decode_tokens[row] += grown
+        self.estimator.flow.came(row, flowed)
 
     def ended(self, request: str, now: int) -> bool:
         """A request is over; return whether it had been routed."""

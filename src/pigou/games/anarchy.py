@@ -6,7 +6,9 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -50,16 +52,16 @@ class LegacyEstimator:
     ) -> None:
         if workers < 1 or window < 1 or capacity < 1 or not eps > 0:
             raise ValueError("workers, window and capacity must be 1 or more, and eps above 0")
-        self.workers = workers
+        self.workers, self.window = workers, window
         self.a, self.b, self.d, self.beta = a, b, d, beta
         self.capacity, self.eps, self.cache_weight = capacity, eps, cache_weight
         self._latencies: deque[float] = deque(maxlen=window)
-        self._overlaps: deque[Floats] = deque(maxlen=window)
+        self._overlaps: deque[Floats | None] = deque(maxlen=window)
 
     def observe(self, seconds: float, overlaps: ArrayLike | None = None) -> None:
         """Take in a completion: its end-to-end latency, and its overlap with each worker (0..1)."""
-        row = np.zeros(self.workers) if overlaps is None else np.asarray(overlaps, dtype=np.float64)
-        if row.shape != (self.workers,):
+        row = None if overlaps is None else np.asarray(overlaps, dtype=np.float64)
+        if row is not None and row.shape != (self.workers,):
             raise ValueError(f"overlaps have shape {row.shape}: give ({self.workers},)")
         self._latencies.append(float(seconds))
         self._overlaps.append(row)
@@ -70,14 +72,12 @@ class LegacyEstimator:
         if not count:
             raise ValueError("no completions: call observe() first")
         copies = max(self.capacity, math.ceil(count / self.workers))
-        k = np.arange(1, copies + 1, dtype=np.float64)
-        gap = np.maximum(self.capacity - k, self.eps)
-        column = self.a * k + self.b + self.d / gap**self.beta
-        saved = self.cache_weight * np.stack(self._overlaps)
-        cost = column[None, None, :] - saved[:, :, None]
-        matrix = cost.reshape(count, self.workers * copies)
-        rows, columns = linear_sum_assignment(matrix)
-        return float(matrix[rows, columns].sum())
+        column = _Column(self.a, self.b, self.d, self.beta, self.capacity, self.eps)
+        if all(each is None for each in self._overlaps):  # then only their number matters
+            return _alike(count, self.workers, copies, column)
+        none = np.zeros(self.workers)
+        rows = [none if each is None else each for each in self._overlaps]
+        return _assigned(self.cache_weight * np.stack(rows), column.costs(copies))
 
     def poa(self) -> float:
         """Return the index: summed latencies over the `optimum`."""
@@ -85,6 +85,37 @@ class LegacyEstimator:
         if best <= 0:
             raise ValueError(f"the optimum costs {best}: lower cache_weight, a ratio needs > 0")
         return math.fsum(self._latencies) / best
+
+
+class _Column(NamedTuple):
+    """Parameters of a worker's column (`LegacyEstimator`)."""
+
+    a: float
+    b: float
+    d: float
+    beta: float
+    capacity: int
+    eps: float
+
+    def costs(self, copies: int) -> Floats:
+        """Return what the k-th request that it takes costs, k from 1 on: (copies,)."""
+        k = np.arange(1, copies + 1, dtype=np.float64)
+        gap = np.maximum(self.capacity - k, self.eps)
+        costs: Floats = self.a * k + self.b + self.d / gap**self.beta
+        return costs
+
+
+def _assigned(saved: Floats, column: Floats) -> float:
+    """Seconds of the cheapest assignment, ``saved`` (requests, workers) taken off each column."""
+    matrix = (column[None, None, :] - saved[:, :, None]).reshape(len(saved), -1)
+    rows, columns = linear_sum_assignment(matrix)
+    return float(matrix[rows, columns].sum())
+
+
+@lru_cache(maxsize=256)
+def _alike(count: int, workers: int, copies: int, column: _Column) -> float:
+    """Seconds of the cheapest assignment of requests that no cache saves anything."""
+    return _assigned(np.zeros((count, workers)), column.costs(copies))
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +366,6 @@ def _bootstrap(count: int, draws: int, seed: int) -> Floats:
     block = max(1, round(count ** (1.0 / 3.0)))
     starts = rng.integers(0, count, size=(draws, math.ceil(count / block)))
     taken = (starts[:, :, None] + np.arange(block)).reshape(draws, -1)[:, :count] % count
-    drawn: Floats = np.zeros((draws, count))
-    np.add.at(drawn, (np.arange(draws)[:, None], taken), 1.0)
-    return drawn
+    places = taken + count * np.arange(draws)[:, None]
+    drawn: Floats = np.bincount(places.ravel(), minlength=draws * count).astype(np.float64)
+    return drawn.reshape(draws, count)

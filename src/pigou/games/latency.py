@@ -14,16 +14,22 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pigou.games.arrays import Floats
-from pigou.games.regression import Bank, bank_around, bank_over, solve
+from pigou.games.regression import Bank, bank_around, bank_over
+from pigou.games.regression_kernels import (
+    SEEN,
+    SMALLEST_SCALE,
+    SPREAD,
+    SUMS,
+    TUKEY,
+    WEIGHT,
+    follow,
+    pick,
+    worth,
+)
 
-#: Tukey's bisquare: residuals beyond this many standard deviations have no weight.
-TUKEY = 4.685
-#: How fast the online fit's running median moves: by this share of itself an observation.
-MEDIAN_STEP = 0.02
 ABSOLUTE_ROUNDS = 6
 TUKEY_ROUNDS = 6
 REFINEMENTS = 5
-SMALLEST_SCALE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,47 +165,35 @@ class OnlineFit:
         size = len(self._bank.n_sat)
         self._gram = np.zeros((size, 3, 3))
         self._moment = np.zeros((size, 3))
-        self._energy = 0.0
-        self._spread = 1.0  # running median of absolute relative residuals
-        self._seen = 0
-        self._reference: LatencyLaw | None = None  # what residuals are taken from
+        self._sums = np.zeros(SUMS)
+        self._sums[SPREAD] = 1.0
+        self._scratch = np.empty((5 + 2 * size, 3))
         self._law: LatencyLaw | None = None
-        self.weight = 0.0  #: sum of the weights of all observations, as forgotten by now
+
+    @property
+    def weight(self) -> float:
+        """Sum of the weights of all observations, as forgotten by now."""
+        return float(self._sums[WEIGHT])
 
     def observe(self, n: float, seconds: float) -> None:
         """Take in that a request took ``seconds`` while ``n`` shared the worker, itself counted."""
         if not (n >= 0 and seconds > 0 and math.isfinite(n + seconds)):
             raise ValueError(f"n={n}, seconds={seconds}: give n >= 0 and seconds > 0, both finite")
-        expected = max(self._expected(n, seconds), SMALLEST_SCALE * seconds)
-        residual = seconds / expected - 1.0
-        limit = TUKEY * max(1.4826 * self._spread, SMALLEST_SCALE)
-        trust = max(0.0, 1.0 - (residual / limit) ** 2) ** 2
-        step = MEDIAN_STEP if abs(residual) > self._spread else -MEDIAN_STEP
-        self._spread = min(max(self._spread * math.exp(step), SMALLEST_SCALE), 1e6)
-        weight = trust / expected**2
-        self._bank.add(float(n), float(seconds), weight, self._keep, self._gram, self._moment)
-        self._energy = self._keep * self._energy + weight * seconds**2
-        self.weight = self._keep * self.weight + trust
-        self._seen += 1
+        bank = self._bank
+        follow(
+            bank.n_sat, bank.beta, bank.floor, float(n), float(seconds), self._keep,
+            self._gram, self._moment, self._sums, self._scratch,
+        )  # fmt: skip
         self._law = None
 
     def law(self) -> LatencyLaw:
         """Return the law as it stands; raises ValueError before the first observation."""
-        if not self._seen:
+        if not self._sums[SEEN]:
             raise ValueError("no observations: call observe() first, or start from a fitted law")
         if self._law is None:
-            theta, errors = solve(self._gram, self._moment, self._energy)
-            best = _chosen(errors, max(2, int(self.weight)))
-            self._law = _law(self._bank, best, theta[best])
+            best = pick(self._gram, self._moment, self._sums, self._scratch)
+            self._law = _law(self._bank, best, self._scratch[5 + best])
         return self._law
-
-    def _expected(self, n: float, seconds: float) -> float:
-        """The law's word on ``n``; the law is solved anew often at first, then every 16th time."""
-        if not self._seen:
-            return seconds
-        if self._reference is None or self._seen < 32 or self._seen % 16 == 0:
-            self._reference = self.law()
-        return self._reference(float(n))
 
 
 def _plain(value: Floats | np.float64) -> float | Floats:
@@ -270,8 +264,6 @@ def _median(values: Floats, weight: Floats) -> float:
 
 
 def _chosen(errors: Floats, count: int) -> int:
-    """The best pole, or the straight line (entry 0) where the pole's three parameters gain less
-    than Schwarz's criterion asks of them."""
+    """The best pole, or the straight line (entry 0) where the pole gains too little."""
     best = int(np.argmin(errors))
-    gain = count * math.log(max(errors[0], 1e-300) / max(errors[best], 1e-300))
-    return best if gain > 3.0 * math.log(max(count, 2)) else 0
+    return best if worth(float(errors[0]), float(errors[best]), count) else 0

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from pigou.compiled import bare_kernel, inlined
 from pigou.games.arrays import Floats
 
 RIDGE = 1e-11
+#: Tukey's bisquare: residuals beyond this many standard deviations have no weight.
+TUKEY = 4.685
+#: How fast the online fit's running median moves: by this share of itself an observation.
+MEDIAN_STEP = 0.02
+SMALLEST_SCALE = 1e-6
+#: What an online fit keeps beside gram and moment: the weighted square of what was observed; the
+#: running median of absolute relative residuals; the sum of weights; observations; whether there is
+#: a law that residuals are taken from, and its a, b, d, n_sat, beta.
+ENERGY, SPREAD, WEIGHT, SEEN, FOLLOWS, A, B, D, N_SAT, BETA = range(10)
+SUMS = 10
 #: Of sets of parameters that are equally good the smallest is taken: so much is no gain.
 _GAIN = 1e-12
 
@@ -118,3 +130,89 @@ def least(gram: Floats, moment: Floats, scratch: Floats, best: Floats, errors: F
                 error, known = found, True
                 best[k, 0], best[k, 1], best[k, 2] = x / size[0], y / size[1], z / size[2]
         errors[k] = error
+
+
+@bare_kernel
+def worth(line: float, best: float, count: int) -> bool:
+    """Whether a pole's three parameters gain as much as Schwarz's criterion asks of them.
+
+    Args:
+        line: weighted squared error of the straight line.
+        best: that of the pole.
+        count: observations.
+    """
+    gain = count * math.log(max(line, 1e-300) / max(best, 1e-300))
+    return gain > 3.0 * math.log(max(count, 2))
+
+
+@bare_kernel
+def pick(gram: Floats, moment: Floats, sums: Floats, scratch: Floats) -> int:
+    """Return the pole that the sums of an online fit speak for, 0 for the straight line.
+
+    Its a, b and d are in `scratch[5 + pole]` then.
+
+    Args:
+        gram: shape (poles, 3, 3).
+        moment: shape (poles, 3).
+        sums: as the constants above say, shape (SUMS,).
+        scratch: shape (5 + 2 poles, 3), for use here.
+    """
+    poles = gram.shape[0]
+    theta, errors = scratch[5 : 5 + poles], scratch[5 + poles :].reshape(3 * poles)[:poles]
+    least(gram, moment, scratch[:5], theta, errors)
+    best, found = 0, 0.0
+    for k in range(poles):
+        error = max(sums[ENERGY] + errors[k], 0.0)
+        if k == 0 or error < found:
+            best, found = k, error
+    count = max(2, int(sums[WEIGHT]))
+    return best if worth(max(sums[ENERGY] + errors[0], 0.0), found, count) else 0
+
+
+@inlined
+def _curve(sums: Floats, n: float, floor: float) -> float:
+    """What the law that residuals are taken from says of `n` (`LatencyLaw`)."""
+    value: float = sums[A] * n + sums[B]
+    if sums[D] != 0.0:
+        gap, beta = sums[N_SAT] - n, sums[BETA]
+        near = max(gap, floor)
+        slope = beta * sums[D] * near ** (-beta - 1.0)
+        value = value + sums[D] * near**-beta + (near - gap) * slope
+    return value
+
+
+@bare_kernel
+def follow(
+    n_sat: Floats, beta: Floats, floor: float, n: float, seconds: float, keep: float,
+    gram: Floats, moment: Floats, sums: Floats, scratch: Floats,
+) -> None:  # fmt: skip
+    """Take one observation into an online fit.
+
+    The law that residuals are taken from is solved anew often at first, then every 16th time.
+
+    Args:
+        n_sat, beta, floor, n, seconds, keep, gram, moment: as of `add`.
+        sums, scratch: as of `pick`.
+    """
+    seen = int(sums[SEEN])
+    expected = seconds
+    if seen > 0:
+        if sums[FOLLOWS] == 0.0 or seen < 32 or seen % 16 == 0:
+            best = pick(gram, moment, sums, scratch)
+            sums[FOLLOWS] = 1.0
+            for i in range(3):
+                sums[A + i] = scratch[5 + best, i]
+            sums[N_SAT], sums[BETA] = n_sat[best], beta[best]
+        expected = _curve(sums, n, floor)
+    expected = max(expected, SMALLEST_SCALE * seconds)
+    residual = seconds / expected - 1.0
+    share = residual / (TUKEY * max(1.4826 * sums[SPREAD], SMALLEST_SCALE))
+    near = max(0.0, 1.0 - share * share)
+    trust = near * near
+    step = MEDIAN_STEP if abs(residual) > sums[SPREAD] else -MEDIAN_STEP
+    sums[SPREAD] = min(max(sums[SPREAD] * math.exp(step), SMALLEST_SCALE), 1e6)
+    weight = trust / (expected * expected)
+    add(n_sat, beta, floor, n, seconds, weight, keep, gram, moment)
+    sums[ENERGY] = keep * sums[ENERGY] + weight * (seconds * seconds)
+    sums[WEIGHT] = keep * sums[WEIGHT] + trust
+    sums[SEEN] = seen + 1

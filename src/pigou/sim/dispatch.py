@@ -166,12 +166,14 @@ class Dispatcher:
         for worker in list(self._behind.values()):
             worker.catch_up()
 
-    def tell(self, member: Member) -> None:
-        """Tell the control plane of the tokens that came from a worker since the last time."""
-        if member.sim is not None:
-            told = member.sim.told()
-            if told:
-                self._plane.streamed(told)
+    def tell(self, members: Iterable[Member]) -> None:
+        """Tell the control plane of the tokens that came from workers since the last time."""
+        told: list[tuple[str, int]] = []
+        for member in members:
+            if member.sim is not None:
+                told += member.sim.told()
+        if told:
+            self._plane.streamed(told)
 
     def _submit(self, trip: Trip, now: int) -> None:
         call = trip.call

@@ -241,8 +241,7 @@ class Fleet:
     # --- time ---------------------------------------------------------------------------------
 
     def _tick(self, now: int) -> None:
-        for member in self.members:
-            self.dispatcher.tell(member)
+        self.dispatcher.tell(self.members)
         self.dispatcher.tick(now)
         self._clock.at(now + TICK, Phase.TICK, -2, self._tick)
 

@@ -80,6 +80,8 @@ class Streams:
         found = untold(
             rows, passed, self._produced, self._told, self._streams, self._rows, self._counts
         )
+        if not found:
+            return []
         names = self._names
         who, counts = self._rows[:found].tolist(), self._counts[:found].tolist()
         return [(names[row], n) for row, n in zip(who, counts, strict=True)]

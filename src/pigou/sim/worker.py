@@ -197,7 +197,7 @@ class SimWorker:
         """Return the streams (ids of their trips) that have tokens which nobody was told of, and
         how many; tell them.
         """
-        if not self.core.running:
+        if not self._legs:
             return []
         passed = self.passed() if self._plan is not None and self._take > 1 else 0
         return self._streams.told(self._yield if passed else _NOBODY, passed)

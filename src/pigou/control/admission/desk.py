@@ -9,6 +9,7 @@ from pigou.config import ControlConfig
 from pigou.control.admission.activity import Activity
 from pigou.control.admission.drain import LEAST_RETRY, DrainRate
 from pigou.control.admission.order import load
+from pigou.control.admission.orders import Keyed
 from pigou.control.admission.queue import WaitQueue
 from pigou.control.admission.room import Room
 from pigou.control.admission.shares import Shares
@@ -63,6 +64,7 @@ class Desk:
         self.room = Room(config, order.holds_back, order.reserve)
         self.rate = DrainRate()
         self._weights = config.tenant_weights
+        self._counts = getattr(type(order), "served", None) is not Keyed.served
         self._timeout = config.queue_timeout
 
     def submit(
@@ -171,17 +173,19 @@ class Desk:
         self.activity.ended(request.tenant)
         self.activity.seen(request.tenant, self._weights.get(request.tenant, 1.0), now)
 
-    def served(self, request: Request, tokens: int) -> None:
-        """So many output tokens of a routed request came."""
-        self.room.grew(request.id, tokens)
-        self.queue.served(request, tokens)
+    def served(self, routed: Load, tokens: int) -> None:
+        """So many output tokens of a routed request came; it is charged with them already."""
+        self.streamed(((routed, tokens),))
 
     def streamed(self, tokens: Sequence[tuple[Load, int]]) -> None:
         """Output tokens of many routed requests came: as `served` for each."""
-        served = self.queue.order.served
-        for routed, count in tokens:
-            self.room.grew(routed.request.id, count)
-            served(routed.request, count)
+        for routed, _ in tokens:
+            if routed.tokens > routed.expected:
+                self.room.grew(routed.request.id, routed.tokens - routed.expected)
+        if self._counts:
+            served = self.queue.order.served
+            for routed, count in tokens:
+                served(routed.request, count)
 
     def _blocked(self, up: Collection[str]) -> list[frozenset[str]]:
         return [each for each in self.queue.excluded() if not each.isdisjoint(up)]

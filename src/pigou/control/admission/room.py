@@ -28,7 +28,7 @@ class _Held(msgspec.Struct):
     worker: str
     uncached: int
     output: int
-    generated: int = 0
+    beyond: int = 0
 
 
 class Room:
@@ -76,14 +76,10 @@ class Room:
         self._changed[choice.prefill or choice.decode] = now
 
     def grew(self, request: str, tokens: int) -> None:
-        """So many output tokens came; those beyond what was expected need more room."""
+        """So many output tokens came in all beyond what was expected (`Load.expected`)."""
         held = self._held.get(request)
-        if held is None:
-            return
-        before = held.generated
-        after = held.generated = before + tokens
-        if after > held.output:
-            more = after - max(before, held.output)
+        if held is not None:
+            more, held.beyond = tokens - held.beyond, tokens
             self._tokens[held.worker] += more
             self._total += more
 
@@ -97,7 +93,7 @@ class Room:
         held = self._held.pop(request, None)
         if held is None:
             return 0
-        gone = held.uncached + max(held.generated, held.output)
+        gone = held.uncached + held.output + held.beyond
         self._tokens[held.worker] -= gone
         self._total -= gone
         return held.uncached + held.output
