@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import astuple, dataclass, fields
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Blocks as bytes, shape (blocks, block_bytes).
+Bytes: TypeAlias = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from pigou.worker.transfer import checksum, xxh3
+from pigou.kv import checksum, xxh3
 
 EDGES = (1, 240, 241, 256, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 2049, 65536)
 sizes = st.sampled_from(EDGES) | st.integers(1, 5000)

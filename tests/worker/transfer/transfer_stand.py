@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from pigou.kv.layout import KVLayout
+from pigou.kv.layout import Bytes, KVLayout
 from pigou.request import SECOND
 from pigou.worker.transfer import HostStore, Outcome, Receiver, SharedMemory, TransferConfig
-from pigou.worker.transfer.store import Bytes
 
 BLOCKS = 64
 BLOCK_SIZE = 16

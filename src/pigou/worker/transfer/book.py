@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pigou.kv.checksum import Checksums
 from pigou.request import NEVER, SECOND, Ints
-from pigou.worker.transfer.checksum import Checksums
 from pigou.worker.transfer.lease import LeaseTable
 from pigou.worker.transfer.outcome import Reason, TransferError
 

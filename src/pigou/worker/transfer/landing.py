@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from pigou.kv import checksum
+from pigou.kv.checksum import Checksums
+from pigou.kv.layout import Bytes
 from pigou.request import Ints
-from pigou.worker.transfer import checksum
-from pigou.worker.transfer.checksum import Checksums
 from pigou.worker.transfer.outcome import Reason, TransferError
-from pigou.worker.transfer.store import BlockStore, Bytes
+from pigou.worker.transfer.store import BlockStore
 
 #: Bytes that are moved before they are verified: few enough to be in the cache still.
 CHUNK_BYTES = 512 << 10

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pigou.worker.transfer.store import Bytes
+from pigou.kv.layout import Bytes
 
 #: Where the files are: a file system in memory, where there is one.
 SHARED_DIR = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())

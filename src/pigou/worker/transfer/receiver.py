@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from pigou.kv import xxh3
 from pigou.request import Ints
-from pigou.worker.transfer import xxh3
 from pigou.worker.transfer.config import TransferConfig
 from pigou.worker.transfer.outcome import Outcome, Reason, Stats, Tally, TransferError
 from pigou.worker.transfer.pull import Puller

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from pigou.kv.checksum import Checksums
 from pigou.worker.transfer import frames
-from pigou.worker.transfer.checksum import Checksums
 from pigou.worker.transfer.frames import REPLIES, Link, Refuse, Reply
 from pigou.worker.transfer.outcome import Reason, TransferError
 

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from pigou.kv import xxh3
 from pigou.request import SECOND, Ints
-from pigou.worker.transfer import xxh3
 from pigou.worker.transfer.book import Offer, OfferBook
 from pigou.worker.transfer.checksum import checksums_in
 from pigou.worker.transfer.config import TransferConfig

@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Mapping
 
+from pigou.kv import checksum
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND
-from pigou.worker.transfer import checksum
 from pigou.worker.transfer.book import Offer, OfferBook
 from pigou.worker.transfer.config import TransferConfig
 from pigou.worker.transfer.frames import (

@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
+from pigou.kv.layout import Bytes
 from pigou.request import Ints
 from pigou.worker.transfer.frames import Grant, Link
 from pigou.worker.transfer.landing import Landing
 from pigou.worker.transfer.memory import SHARED_DIR, MappedMemory, SharedMemory, host_id
 from pigou.worker.transfer.outcome import Reason, TransferError
 from pigou.worker.transfer.replies import expect_checksums
-from pigou.worker.transfer.store import BlockStore, Bytes
+from pigou.worker.transfer.store import BlockStore
 from pigou.worker.transfer.ticket import Ticket
 from pigou.worker.transfer.transport import BackendUnavailable
 

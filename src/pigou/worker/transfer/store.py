@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pigou.kv.layout import KVLayout
+from pigou.kv.layout import Bytes, KVLayout
 from pigou.request import Ints
-
-#: Blocks as bytes, shape (blocks, block_bytes).
-Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class BlockStore(Protocol):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pigou.kv.layout import Bytes
 from pigou.request import Ints
 from pigou.worker.transfer.frames import Data, Grant, Link
 from pigou.worker.transfer.landing import Landing, runs_of
 from pigou.worker.transfer.outcome import Reason, TransferError
 from pigou.worker.transfer.replies import expect, expect_checksums
-from pigou.worker.transfer.store import BlockStore, Bytes
+from pigou.worker.transfer.store import BlockStore
 from pigou.worker.transfer.ticket import Ticket
 
 #: Bytes that follow one Data frame, when blocks are smaller than that.

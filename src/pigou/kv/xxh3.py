@@ -19,8 +19,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pigou.compiled import kernel
+from pigou.kv.layout import Bytes
 from pigou.request import Ints
-from pigou.worker.transfer.store import Bytes
 
 Digests = NDArray[np.uint64]
 
