@@ -61,6 +61,8 @@ def admit(state: EngineState, seq: Sequence, draft: Draft) -> bool:
         seq.cached = fit.computed
     if seq.offer and _load(state, seq, shared, draft):
         return True
+    if fit.source < 0 and _restore(state, seq, shared, draft):
+        return True
     computed = int(state.rows.computed[row])
     state.run(seq)
     draft.started.append(Started(seq.request.id, row, computed))
@@ -128,4 +130,22 @@ def _load(state: EngineState, seq: Sequence, shared: int, draft: Draft) -> bool:
         return False
     seq.state = State.LOADING
     seq.load = (shared, len(blocks))
+    return True
+
+
+def _restore(state: EngineState, seq: Sequence, shared: int, draft: Draft) -> bool:
+    """Restore what tiers have of the blocks that were not hit; whether there are any."""
+    size = state.config.block_size
+    if state.tiering is None or int(state.rows.computed[seq.row]) != shared * size:
+        return False
+    tiers = state.tiering.restorable(seq, shared)
+    if not len(tiers):
+        return False
+    last = shared + len(tiers)
+    hashes = seq.hashes[shared:last]
+    blocks = state.rows.tables[seq.row, shared:last].copy()
+    state.tiering.tiers.begin(seq.request.id, hashes, tiers, state.tiering.now)
+    draft.loads.append(Load(seq.request.id, seq.row, shared, blocks, tiers, hashes))
+    seq.state = State.LOADING
+    seq.load = (shared, len(tiers))
     return True

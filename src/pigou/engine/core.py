@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 import numpy as np
 
 from pigou.config import EngineConfig
@@ -21,6 +23,7 @@ from pigou.engine.sequence import Sequence, State, order_key, usable
 from pigou.engine.settlement import Settlement
 from pigou.engine.state import EngineState
 from pigou.events import AllBlocksCleared
+from pigou.kv.tiers import Tiers
 from pigou.request import NEVER, FinishReason, Ints, Request, no_hashes
 
 
@@ -31,21 +34,30 @@ class EngineCore:
     well. A plan without entries need not be applied.
     """
 
+    #: Beyond the device; None for the device alone.
+    tiers: Tiers | None
     #: Device block ids of each row, shape (max_seqs, blocks of the longest sequence). Valid
     #: from `schedule` to `apply`, for the blocks that the plan's entries touch.
     tables: Ints
 
-    def __init__(self, config: EngineConfig, epoch: int = 0) -> None:
+    def __init__(self, config: EngineConfig, epoch: int = 0, tiers: Tiers | None = None) -> None:
         """Make an engine with nothing to do.
 
         Args:
             config: its limits.
             epoch: nanoseconds since 1970 at time 0 of the caller's clock, for the expiries of
                 requests.
+            tiers: beyond the device; None for the device alone.
+
+        Raises:
+            ValueError: there are tiers, and no prefix caching.
         """
+        if tiers is not None and not config.prefix_caching:
+            raise ValueError("prefix_caching is off, and tiers are given; they hold cached blocks")
         self.config = config
+        self.tiers = tiers
         self._epoch = epoch
-        self._state = EngineState(config)
+        self._state = EngineState(config, tiers)
         self._scheduler = Scheduler(self._state)
         self._settlement = Settlement(self._state)
         self._plan: Plan | None = None
@@ -126,7 +138,12 @@ class EngineCore:
         if self._plan is not None:
             raise OutOfTurn("apply the last plan before the next is scheduled")
         self._state.unix = now + self._epoch
+        tiering = self._state.tiering
+        if tiering is not None:
+            tiering.begin(self._state.unix)
         plan, self._ahead = self._scheduler.schedule(now, horizon)
+        if tiering is not None:
+            plan.moves = tiering.tiers.drain()
         self._plan = plan if plan else None
         return plan
 
@@ -161,6 +178,8 @@ class EngineCore:
             ValueError: `tokens` is more than the load's blocks hold, or negative.
         """
         state = self._state
+        if state.tiering is not None:
+            state.tiering.restored(request, tokens // self.config.block_size)
         if request in state.draining:
             state.free_kept(state.draining.pop(request))
             return state.flush(Effects())
@@ -181,6 +200,25 @@ class EngineCore:
             state.seal(seq, full)
         return state.flush(Effects())
 
+    def landed(self, move: int, good: Items[bool]) -> Effects:
+        """Say that a plan's move has ended.
+
+        Every `Move` that has a number is answered once.
+
+        Args:
+            move: its number.
+            good: which of its blocks arrived, in its order.
+
+        Raises:
+            ValueError: no such move is under way.
+        """
+        state = self._state
+        assert state.tiering is not None, "without tiers nothing moves"
+        kept = state.tiering.landed(move, good)
+        if len(kept):
+            state.free_blocks(kept)
+        return state.flush(Effects())
+
     def release(self, request: str) -> Effects:
         """Free the blocks that were held for a request; nothing, if none are."""
         state = self._state
@@ -190,8 +228,10 @@ class EngineCore:
         return state.flush(Effects())
 
     def clear_cache(self) -> Effects:
-        """Forget all cached prefixes; running requests go on."""
+        """Forget all cached prefixes, in all tiers; running requests go on."""
         self._state.prefix.clear()
+        if self._state.tiering is not None:
+            self._state.tiering.clear()
         self._state.note(AllBlocksCleared())
         return self._state.flush(Effects())
 

@@ -19,6 +19,8 @@ def check_state(state: EngineState) -> None:
     _check_rows(state)
     _check_queue(state)
     state.pool.check(_references(state))
+    if state.tiering is not None:
+        state.tiering.tiers.check()
     state.host.check(np.concatenate([seq.host for seq in state.queue] or [_none()]))
 
 
@@ -27,10 +29,11 @@ def _none() -> Ints:
 
 
 def _references(state: EngineState) -> Ints:
-    """Count who refers to each block: rows, holds, unanswered loads, sources of copies."""
+    """Count who refers to each block: rows, holds, unanswered loads, copies."""
     rows = state.rows
     parts = [rows.tables[s.row, : rows.blocks[s.row]] for s in rows.owner if s is not None]
     parts += [kept.blocks for kept in (*state.held.values(), *state.draining.values())]
+    parts += state.tiering.kept if state.tiering is not None else []
     parts.append(np.array([seq.source for seq in state.copying], dtype=np.int32))
     counts = np.bincount(np.concatenate(parts), minlength=state.pool.blocks)
     return counts.astype(np.int32)

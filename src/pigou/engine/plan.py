@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.events import KVEvent
-from pigou.request import NEVER, BlockHashes, FinishReason, Ints, Nanos
+from pigou.kv.tiers import Move
+from pigou.request import NEVER, BlockHashes, FinishReason, Ints, Nanos, no_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,18 @@ class Load:
         first: index of the first block to fill, within the request; those before were hit.
         blocks: device blocks to fill, in order, shape (n,); n = 0 when everything was hit, and
             the offer need only be declined.
+        tiers: from which tier each block is restored, shape (n,); empty where another worker
+            offers them.
+        hashes: of the blocks that are restored, shape (n, 2); empty where another worker offers
+            them.
     """
 
     request: str
     row: int
     first: int
     blocks: Ints
+    tiers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    hashes: BlockHashes = field(default_factory=no_hashes)
 
 
 @dataclass(slots=True)
@@ -77,6 +84,8 @@ class Plan:
         copies: device block to device block (copy-on-write), shape (m, 2).
         swap_in: host block to device block, shape (m, 2).
         loads: blocks to be filled from outside.
+        moves: blocks to be copied to or between tiers, and to be deleted there, in order and off
+            the step's path; those with a number are answered with `EngineCore.landed`.
     """
 
     rows: Ints
@@ -92,6 +101,7 @@ class Plan:
     copies: Ints = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
     swap_in: Ints = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
     loads: list[Load] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:

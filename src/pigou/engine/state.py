@@ -11,10 +11,12 @@ from pigou.engine.plan import Effects, Finished, Started
 from pigou.engine.preemption import Rates
 from pigou.engine.queue import WaitingQueue
 from pigou.engine.sequence import NO_BLOCKS, Rows, Sequence, State
+from pigou.engine.tiering import Tiering
 from pigou.events import BlockRemoved, BlockStored, KVEvent
 from pigou.kv.host import HostPool
 from pigou.kv.pool import BlockPool
 from pigou.kv.prefix import PrefixCache
+from pigou.kv.tiers import Tiers
 from pigou.request import BlockHashes, FinishReason, Ints
 
 
@@ -53,10 +55,13 @@ class Counters:
 class EngineState:
     """Sequences, rows, blocks, and what has happened that the world was not told yet."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tiers: Tiers | None) -> None:
         self.config = config
         self.pool = BlockPool(config.blocks)
         self.prefix = PrefixCache(self.pool)
+        self.tiering: Tiering | None = None
+        if tiers is not None:
+            self.tiering = Tiering(tiers, self.pool, self.prefix, config.block_size)
         self.host = HostPool(config.host_blocks)
         self.rows = Rows(config)
         self.queue = WaitingQueue()
@@ -141,6 +146,8 @@ class EngineState:
     def free_row(self, seq: Sequence, keep: int = 0) -> None:
         """Drop the blocks of a sequence's row from index `keep` on."""
         row = seq.row
+        if self.tiering is not None:
+            self.tiering.leave(seq, int(self.rows.sealed[row]))
         self.free_source(seq)
         self._release(
             self.rows.tables[row], keep, int(self.rows.blocks[row]), seq.hashes, seq.twins

@@ -1,0 +1,355 @@
+"""Tiers beyond the device: what goes down, what comes back, and what is dropped.
+
+`Tiers` decides, and does no I/O. Each tier is a `pigou.kv.tier.Tier`: it knows which blocks lie
+there, under a hard cap, and whom its policy gives up first. Whoever drives the engine makes the
+moves, each on the queue of its link, and answers them with `landed`.
+
+A tier is filled by the one above it, the first by the device. Every tier holds whole prefixes: a
+block goes down together with those before it that are not there yet, so that what is left after a
+restart can be hit from its beginning on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pigou.kv.block import ROOT, Block, chain_of, keys_of
+from pigou.kv.tier import Tier
+from pigou.kv.worth import Worth
+from pigou.request import BlockHashes, Ints
+
+#: In a move: the device; and nowhere, for blocks that are only deleted.
+DEVICE, NOWHERE = -1, -2
+_NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
+
+
+class Speed(NamedTuple):
+    """How fast blocks come back from a tier.
+
+    Attributes:
+        latency: seconds before the first byte.
+        block: seconds for each block.
+    """
+
+    latency: float = 0.0
+    block: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Blocks to be copied from one place to another, or to be deleted.
+
+    Attributes:
+        number: under which it is answered; -1 for deletions, which are not.
+        source: tier to read from, or `DEVICE`.
+        target: tier to write to, or `NOWHERE`: the blocks are deleted from `source`.
+        keys: of the blocks, each after those that it stands on.
+        blocks: what they are, in the same order; empty for deletions.
+        device: device blocks to read, shape (n,); empty for another source.
+    """
+
+    number: int
+    source: int
+    target: int
+    keys: Sequence[bytes]
+    blocks: Sequence[Block] = ()
+    device: Ints = _NO_BLOCKS
+
+
+@dataclass(slots=True)
+class Counts:
+    """Blocks of one tier, since the start.
+
+    Attributes:
+        stored: that were written to it.
+        restored: that were read from it into the device.
+        evicted: that it gave up for others.
+        lost: that could not be written or read.
+    """
+
+    stored: int = 0
+    restored: int = 0
+    evicted: int = 0
+    lost: int = 0
+
+
+class Tiers:
+    """The tiers of one worker, from the nearest to the farthest.
+
+    Attributes:
+        tiers: what lies where.
+        speeds: of reading from each, as measured; set by the driver.
+        worth: what computing a block takes, as measured; while None, every restore pays.
+        counts: of each tier.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        block_bytes: int,
+        staging: Sequence[int] | None = None,
+        speeds: Sequence[Speed] | None = None,
+    ) -> None:
+        """Begin with these tiers, empty.
+
+        Args:
+            tiers: from the nearest on.
+            block_bytes: bytes of a block.
+            staging: of each tier, blocks beyond its cap that may lie there while they are copied
+                to the next; the farthest needs none. Without any, what it gives up is dropped.
+            speeds: of each tier.
+        """
+        self.tiers = list(tiers)
+        self.speeds = list(speeds) if speeds is not None else [Speed() for _ in tiers]
+        self.worth: Worth | None = None
+        self.counts = [Counts() for _ in tiers]
+        self._bytes = block_bytes
+        self._staging = list(staging) if staging is not None else [0 for _ in tiers]
+        self._coming: list[set[bytes]] = [set() for _ in tiers]
+        self._leaving: list[set[bytes]] = [set() for _ in tiers]
+        self._under: dict[int, Move] = {}
+        self._lent: dict[int, list[bytes]] = {}  # by move, blocks of its source that stay there
+        self._reading: dict[str, list[tuple[int, bytes]]] = {}
+        self._out: list[Move] = []
+        self._number = 0
+
+    # --- from and to the device -----------------------------------------------------------------
+
+    def offer(
+        self, hashes: BlockHashes, device: Ints, expiry: int, now: int, most: int
+    ) -> Move | None:
+        """Offer the first blocks of a sequence, which the device may soon hand out.
+
+        Args:
+            hashes: from the sequence's beginning on, shape (n, 2).
+            device: device blocks that hold them, shape (n,).
+            expiry: until when they are valid, nanoseconds.
+            now: nanoseconds.
+            most: blocks to be copied at most.
+
+        Returns:
+            The move of those that the first tier takes, also returned by `drain`; the device must
+            keep these blocks until it has `landed`. None where it takes none.
+        """
+        chain = chain_of(hashes, self._bytes, expiry)
+        keys = [block.key for block in chain]
+        first = self.tiers[0].find(keys, now)
+        self.tiers[0].hit(keys[:first], now)
+        taken = self._admit(0, chain[first : first + most], now) if first < len(chain) else 0
+        if not taken:
+            return None
+        last = first + taken
+        return self._move(DEVICE, 0, chain[first:last], device[first:last].copy())
+
+    def restorable(self, hashes: BlockHashes, first: int, now: int) -> Ints:
+        """Return from which tiers the blocks from `first` on are best restored, shape (n,).
+
+        As many as save most time, restored in place of computed (`Worth`, `Speed`).
+
+        Args:
+            hashes: from the sequence's beginning on, shape (blocks, 2).
+            first: index of the first that is not on the device.
+            now: nanoseconds.
+        """
+        found: list[int] = []
+        for key in keys_of(hashes[first:]):
+            tier = self._where(key, now)
+            if tier is None:
+                break
+            found.append(tier)
+        return np.array(found[: self._worth(found, first)], dtype=np.int32)
+
+    def begin(self, request: str, hashes: BlockHashes, tiers: Ints, now: int) -> None:
+        """Note that a request's blocks are read from these tiers, each of shape (n,), until `end`."""
+        reading = list(zip(tiers.tolist(), keys_of(hashes), strict=True))
+        for number, tier in enumerate(self.tiers):
+            keys = [key for at, key in reading if at == number]
+            tier.pin(keys)
+            tier.hit(keys, now)
+        self._reading[request] = reading
+
+    def end(self, request: str, good: int, now: int) -> None:
+        """Note that a request's read is over: `good` blocks came, and the next one is not there.
+
+        A request that reads nothing changes nothing.
+        """
+        reading = self._reading.pop(request, [])
+        for number, key in reading:
+            self._unpin(number, [key], now)
+        for number, _ in reading[:good]:
+            self.counts[number].restored += 1
+        if good < len(reading):
+            number, key = reading[good]
+            self.lose(number, [key], now)
+
+    # --- moves ----------------------------------------------------------------------------------
+
+    def drain(self) -> list[Move]:
+        """Return the moves that have been decided since the last call, in order."""
+        out, self._out = self._out, []
+        return out
+
+    def landed(self, number: int, good: Sequence[bool], now: int) -> Move:
+        """Note that a move has ended, and which of its blocks arrived; returns it.
+
+        Raises:
+            ValueError: no such move is under way.
+        """
+        move = self._under.pop(number, None)
+        if move is None:
+            raise ValueError(f"move {number} has landed, and is not under way")
+        target = move.target
+        self._coming[target].difference_update(move.keys)
+        self._unpin(target, move.keys, now)
+        lost = [key for key, came in zip(move.keys, good, strict=True) if not came]
+        self.counts[target].stored += len(move.keys) - len(lost)
+        self.lose(target, lost, now)
+        if move.source != DEVICE:
+            self._left(move, now)
+        return move
+
+    def lose(self, tier: int, keys: Iterable[bytes], now: int) -> None:
+        """Note that a tier does not have these blocks, whatever was thought."""
+        there = [key for key in keys if key in self.tiers[tier]]
+        self.counts[tier].lost += len(there)
+        self._delete(tier, self.tiers[tier].drop(there, now))
+
+    def expire(self, now: int) -> None:
+        """Delete what is no longer valid, everywhere."""
+        for number, tier in enumerate(self.tiers):
+            self._delete(number, tier.expire(now))
+
+    def clear(self, now: int) -> None:
+        """Delete everything, everywhere."""
+        for number, tier in enumerate(self.tiers):
+            self._delete(number, tier.drop([block.key for block in tier.blocks()], now))
+
+    def recover(self, tier: int, blocks: Iterable[Block], now: int) -> int:
+        """Take in what a tier's store still has at the start; what does not fit is deleted there.
+
+        Returns:
+            How many blocks can be hit again.
+        """
+        for block in sorted(blocks, key=lambda block: block.depth):
+            if not self._admit(tier, [block], now):
+                self._delete(tier, [block.key])
+        return len(self.tiers[tier])
+
+    def check(self) -> None:
+        """Check the laws of every tier.
+
+        Raises:
+            IntegrityError: names the first that does not hold.
+        """
+        for tier in self.tiers:
+            tier.check()
+
+    # --- decisions ------------------------------------------------------------------------------
+
+    def _where(self, key: bytes, now: int) -> int | None:
+        """Return the nearest tier that a block can be read from."""
+        for number, tier in enumerate(self.tiers):
+            entry = tier.entry(key)
+            if entry is not None and key not in self._coming[number] and entry.block.expiry > now:
+                return number
+        return None
+
+    def _worth(self, found: Sequence[int], first: int) -> int:
+        """Return how many of the blocks found, from index `first` on, save most time."""
+        if self.worth is None:
+            return len(found)
+        saved = best = 0.0
+        count = 0
+        seen: set[int] = set()
+        for i, tier in enumerate(found):
+            speed = self.speeds[tier]
+            saved += self.worth.recompute(first + i) - speed.block
+            saved -= 0.0 if tier in seen else speed.latency
+            seen.add(tier)
+            if saved > best:
+                best, count = saved, i + 1
+        return count
+
+    def _admit(self, tier: int, blocks: Sequence[Block], now: int) -> int:
+        """Offer blocks, each standing on the one before, to a tier; return how many it took.
+
+        Those that it gives up for them go further down.
+        """
+        admitted, evicted = self.tiers[tier].admit(blocks, now)
+        self._leaving[tier].difference_update(admitted)
+        self.counts[tier].evicted += len(evicted)
+        if evicted:
+            self._give_up(tier, evicted, now)
+        return len(admitted)
+
+    def _give_up(self, tier: int, evicted: Sequence[Block], now: int) -> None:
+        """Offer the next tier what this one evicted, together with what it stands on."""
+        below = tier + 1
+        going: dict[bytes, Block] = {}
+        gone = {block.key: block for block in evicted}
+        for block in sorted(evicted, key=lambda block: block.depth):
+            path = self._path(tier, block, gone) if below < len(self.tiers) else []
+            if path and len(self._leaving[tier]) < self._staging[tier]:
+                taken = self._admit(below, path, now)
+                going.update((step.key, step) for step in path[:taken])
+            if block.key in going:
+                self._leaving[tier].add(block.key)
+            else:
+                del gone[block.key]
+                self._delete(tier, [block.key])
+        if going:
+            stay = [key for key in going if key not in gone]
+            self.tiers[tier].pin(stay)
+            self._lent[self._move(tier, below, list(going.values())).number] = stay
+
+    def _path(self, tier: int, block: Block, gone: dict[bytes, Block]) -> list[Block]:
+        """Return what must go down for a block to be of use there; nothing if it cannot be had.
+
+        What has not arrived itself cannot be sent on.
+        """
+        here, below = self.tiers[tier], self.tiers[tier + 1]
+        path: list[Block] = []
+        at: Block | None = block
+        while at is not None and at.key not in below:
+            if at.key in self._coming[tier]:
+                return []
+            path.append(at)
+            if at.parent == ROOT or at.parent in below:
+                return path[::-1]
+            entry = here.entry(at.parent)
+            at = gone.get(at.parent) or (entry.block if entry is not None else None)
+        return []
+
+    # --- what was decided -----------------------------------------------------------------------
+
+    def _move(
+        self, source: int, target: int, blocks: Sequence[Block], device: Ints = _NO_BLOCKS
+    ) -> Move:
+        keys = [block.key for block in blocks]
+        self.tiers[target].pin(keys)
+        self._coming[target].update(keys)
+        move = Move(self._number, source, target, keys, blocks, device)
+        self._number += 1
+        self._under[move.number] = move
+        self._out.append(move)
+        return move
+
+    def _left(self, move: Move, now: int) -> None:
+        """Free what a move between tiers read."""
+        source = move.source
+        self._unpin(source, self._lent.pop(move.number), now)
+        left = [key for key in move.keys if key in self._leaving[source]]
+        self._leaving[source].difference_update(left)
+        self._delete(source, left)
+
+    def _unpin(self, tier: int, keys: Iterable[bytes], now: int) -> None:
+        """Unpin blocks, and delete those that were dropped meanwhile."""
+        self._delete(tier, self.tiers[tier].unpin(keys, now))
+
+    def _delete(self, tier: int, keys: Sequence[bytes]) -> None:
+        if keys:
+            self._out.append(Move(-1, tier, NOWHERE, list(keys)))
