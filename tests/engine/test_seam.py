@@ -154,6 +154,12 @@ class Seam(RuleBasedStateMachine):
         else:
             self.core.check_integrity()
 
+    def settle(self) -> None:
+        """End all loads, in full."""
+        for name in list(self.oracle.loads):
+            size = self.core.config.block_size
+            self.observe(self.oracle.answer(name, len(self.oracle.loads[name].blocks) * size))
+
     def teardown(self) -> None:
         """Everybody finishes, in bounded time, and everything is free again."""
         if not hasattr(self, "oracle"):
@@ -166,15 +172,12 @@ class Seam(RuleBasedStateMachine):
                 break
             self.step()
             self.lawful()
-            for name in list(self.oracle.loads):
-                size = self.core.config.block_size
-                self.observe(self.oracle.answer(name, len(self.oracle.loads[name].blocks) * size))
+            self.settle()
             for name in list(self.oracle.held):
                 del self.oracle.held[name]
                 self.core.release(name)
         assert not self.flying, "somebody never finishes"
-        for name in list(self.oracle.loads):
-            self.oracle.answer(name, 0)
+        self.settle()
         for name in list(self.oracle.held):
             del self.oracle.held[name]
             self.core.release(name)

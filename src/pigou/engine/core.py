@@ -192,7 +192,8 @@ class EngineCore:
             raise ValueError(f"{tokens} tokens were loaded; it must be 0 to {blocks * size}")
         computed = first * size + int(tokens)
         state.rows.computed[seq.row] = computed
-        seq.cached = computed
+        if not seq.preemptions:
+            seq.cached = computed
         state.run(seq)
         state.starting.append(Started(request, seq.row, computed))
         full = min(computed // size, len(seq.hashes))

@@ -63,10 +63,14 @@ class Tiering:
         while self._pending and self._room > 0:
             pending = self._pending.popleft()
             blocks = self._prefix.match(pending.hashes, len(pending.hashes)).blocks
+            if not len(blocks) or pending.expiry <= now:
+                continue
             hashes = pending.hashes[: len(blocks)]
             move = self.tiers.offer(hashes, blocks, pending.expiry, now, self._room)
             if move is not None:
                 self._keep(move, blocks)
+                if not self._room:  # the rest of them follows
+                    self._pending.appendleft(pending)
 
     def _keep(self, move: Move, blocks: Ints) -> None:
         """Refer to what is copied, and to what that stands on: they are released together."""

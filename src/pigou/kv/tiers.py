@@ -12,7 +12,7 @@ restart can be hit from its beginning on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ class Move:
     target: int
     keys: Sequence[bytes]
     blocks: Sequence[Block] = ()
-    device: Ints = _NO_BLOCKS
+    device: Ints = field(default_factory=lambda: _NO_BLOCKS)
 
 
 @dataclass(slots=True)
@@ -143,6 +143,7 @@ class Tiers:
         if not taken:
             return None
         last = first + taken
+        self._expect(0, chain[first:last])
         return self._move(DEVICE, 0, chain[first:last], device[first:last].copy())
 
     def restorable(self, hashes: BlockHashes, first: int, now: int) -> Ints:
@@ -163,8 +164,13 @@ class Tiers:
             found.append(tier)
         return np.array(found[: self._worth(found, first)], dtype=np.int32)
 
+    def readable(self, tier: int, key: bytes, now: int) -> bool:
+        """Whether a block lies in a tier, has arrived there, and is valid."""
+        entry = self.tiers[tier].entry(key)
+        return entry is not None and key not in self._coming[tier] and entry.block.expiry > now
+
     def begin(self, request: str, hashes: BlockHashes, tiers: Ints, now: int) -> None:
-        """Note that a request's blocks are read from these tiers, each of shape (n,), until `end`."""
+        """Note that a request's blocks are read from these tiers, shape (n,), until `end`."""
         reading = list(zip(tiers.tolist(), keys_of(hashes), strict=True))
         for number, tier in enumerate(self.tiers):
             keys = [key for at, key in reading if at == number]
@@ -252,9 +258,8 @@ class Tiers:
 
     def _where(self, key: bytes, now: int) -> int | None:
         """Return the nearest tier that a block can be read from."""
-        for number, tier in enumerate(self.tiers):
-            entry = tier.entry(key)
-            if entry is not None and key not in self._coming[number] and entry.block.expiry > now:
+        for number in range(len(self.tiers)):
+            if self.readable(number, key, now):
                 return number
         return None
 
@@ -294,8 +299,9 @@ class Tiers:
         for block in sorted(evicted, key=lambda block: block.depth):
             path = self._path(tier, block, gone) if below < len(self.tiers) else []
             if path and len(self._leaving[tier]) < self._staging[tier]:
-                taken = self._admit(below, path, now)
-                going.update((step.key, step) for step in path[:taken])
+                taken = path[: self._admit(below, path, now)]
+                self._expect(below, taken)
+                going.update((step.key, step) for step in taken)
             if block.key in going:
                 self._leaving[tier].add(block.key)
             else:
@@ -324,15 +330,18 @@ class Tiers:
             at = gone.get(at.parent) or (entry.block if entry is not None else None)
         return []
 
+    def _expect(self, tier: int, blocks: Sequence[Block]) -> None:
+        """Note that blocks are on their way to a tier: neither to be read nor given up."""
+        keys = [block.key for block in blocks]
+        self.tiers[tier].pin(keys)
+        self._coming[tier].update(keys)
+
     # --- what was decided -----------------------------------------------------------------------
 
     def _move(
         self, source: int, target: int, blocks: Sequence[Block], device: Ints = _NO_BLOCKS
     ) -> Move:
-        keys = [block.key for block in blocks]
-        self.tiers[target].pin(keys)
-        self._coming[target].update(keys)
-        move = Move(self._number, source, target, keys, blocks, device)
+        move = Move(self._number, source, target, [b.key for b in blocks], blocks, device)
         self._number += 1
         self._under[move.number] = move
         self._out.append(move)

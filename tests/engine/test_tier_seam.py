@@ -1,0 +1,138 @@
+"""Tiers x preemption x prefix hit x chunking x transfer x swap x abort: any order is right."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+from test_seam import RATES, Seam, configs
+from tier_oracle import TierOracle
+
+from pigou.config import EngineConfig
+from pigou.engine.core import EngineCore
+from pigou.engine.preemption import Rates
+from pigou.kv.policies.policy import Setting
+from pigou.kv.policies.ranked import Lru
+from pigou.kv.tier import Tier
+from pigou.kv.tiers import Speed, Tiers
+from pigou.kv.worth import Worth
+
+BYTES = 10
+
+
+def make_tiers(caps: list[int], staging: int) -> Tiers:
+    tiers = [Tier(cap * BYTES, Lru(Setting(cap * BYTES), Lru.Params())) for cap in caps]
+    return Tiers(tiers, BYTES, [staging] * len(caps))
+
+
+class TierSeam(Seam):
+    """The engine's seam, with tiers of a few blocks and moves that take their time."""
+
+    @initialize(config=configs(), rates=st.sampled_from(RATES), data=st.data())
+    def begin(self, config: EngineConfig, rates: Rates | None, data: Any) -> None:
+        caps = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+        staging = data.draw(st.sampled_from([0, 1, 3]))
+        config = EngineConfig(**{f: getattr(config, f) for f in config.__struct_fields__
+                                 if f != "prefix_caching"})  # fmt: skip
+        self.core = EngineCore(config, tiers=make_tiers(caps, staging))
+        self.core.rates = rates
+        self.oracle: TierOracle = TierOracle(
+            self.core,
+            ends=data.draw(st.booleans()),
+            overrun=data.draw(st.sampled_from([0, 0, 3])),
+            hashed=data.draw(st.booleans()),
+            stores=[{} for _ in caps],
+            links=[deque() for _ in caps],
+            most=[cap + staging for cap in caps],
+        )
+        self.plan = None
+        self.number = 0
+        self.flying = set()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.oracle.loads)
+    def answer(self, data: Any) -> None:
+        name = data.draw(st.sampled_from(sorted(self.oracle.loads)))
+        load = self.oracle.loads[name]
+        if not len(load.tiers):
+            size = self.core.config.block_size
+            most = len(load.blocks) * size
+            self.observe(self.oracle.answer(name, data.draw(st.sampled_from([0, most, most // 2]))))
+        else:
+            missing = data.draw(st.sampled_from([0, 1, 99, 99, 99]))
+            self.observe(self.oracle.restore(name, missing))
+
+    @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]))
+    @precondition(lambda self: any(self.oracle.links))
+    def move(self, data: Any, fails: bool) -> None:
+        ready = [tier for tier, link in enumerate(self.oracle.links) if link]
+        self.observe(self.oracle.make(data.draw(st.sampled_from(ready)), fails))
+
+    @rule()
+    @precondition(lambda self: self.plan is None and not self.flying)
+    def idle(self) -> None:
+        """Nobody is there: what is left to be moved is planned all the same."""
+        plan = self.core.schedule(0)
+        assert not plan
+        self.oracle.execute(plan)
+
+    def settle(self) -> None:
+        """End all loads and moves."""
+        while any(self.oracle.links) or self.oracle.loads:
+            for name in list(self.oracle.loads):
+                load = self.oracle.loads[name]
+                most = len(load.blocks) * self.core.config.block_size
+                effects = self.oracle.restore(name, 99) if len(load.tiers) else None
+                self.observe(effects or self.oracle.answer(name, most))
+            for tier, link in enumerate(self.oracle.links):
+                while link:
+                    self.observe(self.oracle.make(tier, False))
+            if self.plan is None and not self.flying:
+                self.idle()
+
+
+TierSeam.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTierSeam = TierSeam.TestCase
+
+
+def test_what_a_tier_holds_is_restored_in_place_of_computed() -> None:
+    core = EngineCore(
+        EngineConfig(blocks=8, block_size=2, max_model_len=64), tiers=make_tiers([9], 0)
+    )
+    oracle = TierOracle(core, ends=False, stores=[{}], links=[deque()], most=[9])
+    tokens = [1, 2, 3, 1, 2, 3, 1]
+
+    def run(name: str) -> int:
+        oracle.add(oracle.request(name, tokens, 1), tokens)
+        while name in core:
+            plan = core.schedule(0)
+            result = oracle.execute(plan)
+            if plan:
+                effects = core.apply(plan, result)
+                oracle.observe(effects)
+                cached = effects.finished[0].cached if effects.finished else 0
+            for load in list(oracle.loads):
+                oracle.observe(oracle.restore(load, 99))
+        oracle.execute(core.schedule(0))
+        while oracle.links[0]:
+            oracle.make(0, False)
+            oracle.execute(core.schedule(0))
+        oracle.check()
+        return cached
+
+    assert run("first") == 0
+    core._state.prefix.clear()  # as if others had taken the device's blocks
+    assert run("second") == 6
+
+
+def test_a_read_that_takes_longer_than_computing_is_not_made() -> None:
+    tiers = make_tiers([9, 9], 0)
+    tiers.worth = Worth(base=1.0, slope=0.5)
+    tiers.speeds = [Speed(0.0, 0.9), Speed(2.5, 0.5)]
+    assert tiers._worth([0, 0], 0) == 2
+    assert tiers._worth([1], 0) == 0  # 1.0 saved, 3.0 spent
+    assert tiers._worth([1, 1, 1], 0) == 3  # 4.5 saved, 4.0 spent
+    assert tiers._worth([0, 1], 0) == 1
