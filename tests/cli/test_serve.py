@@ -39,20 +39,23 @@ def test_what_cannot_work_is_refused_in_one_line(
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(("name", "head"), [("keys", ""), ("keys.yaml", "keys:\n")])
 def test_a_new_key_opens_the_door_that_its_line_guards(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["key", "ann"])
+        main(["key", "ann", *(["--yaml"] if head else [])])
     assert end.value.code == 0
     out, err = capsys.readouterr()
-    path = tmp_path / "keys"
-    path.write_text(out)
+    path = tmp_path / name
+    path.write_text(head + out)
     secret = err.split()[-1]
     keys = Keys.read(path)
-    assert keys.tenant(f"Bearer {secret}") == "ann"
-    assert keys.tenant(f"Bearer {secret}x") is None
-    assert keys.tenant(None) is None
+    found = keys.find(f"Bearer {secret}")
+    assert found is not None
+    assert found.tenant == "ann"
+    assert keys.find(f"Bearer {secret}x") is None
+    assert keys.find(None) is None
 
 
 def test_local_workers_are_named_by_role_and_take_devices_in_turn() -> None:

@@ -17,7 +17,7 @@ from tests.gateway.stub import Fleet, Script, Stub, serving, whole_text
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.keys import Keys, make_key, tenant_salt
+from pigou.gateway.keys import Keys, make_key
 from pigou.request import Role
 
 PROMPT = "a prompt that is longer than one block of sixteen tokens, surely so it is"
@@ -292,15 +292,10 @@ async def test_keys_open_the_door_and_keep_tenants_apart(tmp_path: Path) -> None
             body = {"prompt": "x"} | ({"cache_salt": salt} if salt else {})
             headers = {"authorization": f"Bearer {secret}"}
             assert (await post(fleet, TEXT, body, headers))[0] == 200
+            assert (await post(fleet, TEXT, body, headers))[0] == 200
         salts = [seen.body["cache_salt"] for seen in fleet.stubs["a"].seen]
-        assert salts == ["ann", "bob", "bob.s"]
-
-
-def test_no_two_tenants_ever_share_a_salt() -> None:
-    salts = [None, "a", "a.b", "b", "x" * 128, "y" * 128, "."]
-    made = [tenant_salt(tenant, salt) for tenant in ("t", "t-a", "a", "ta") for salt in salts]
-    assert len(set(made)) == len(made)
-    assert all(len(salt) <= 128 for salt in made)
+        assert salts[::2] == salts[1::2]
+        assert len(set(salts)) == 3
 
 
 @pytest.mark.parametrize("line", ["nohash", "a b:" + "0" * 64, "t:" + "0" * 63, "t:" + "G" * 64])

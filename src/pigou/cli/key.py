@@ -10,12 +10,18 @@ from pigou.config import ConfigError
 from pigou.gateway.keys import make_key
 
 
-def key(tenant: Annotated[str, typer.Argument(help="Whose key it is.")]) -> None:
-    """Make an API key, and the line for `pigou serve --api-keys-file` that holds its hash."""
+def key(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is.")],
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print an entry of a .yaml keys file, not a line.")
+    ] = False,
+) -> None:
+    """Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash."""
     try:
         secret, line = make_key(tenant)
     except ConfigError as error:
         typer.echo(f"pigou key: {error}", err=True)
         raise typer.Exit(2) from None
     typer.echo(f"key (shown once): {secret}", err=True)
-    typer.echo(line)
+    digest = line.rpartition(":")[2]
+    typer.echo(f'  - tenant: {tenant}\n    sha256: "{digest}"' if yaml else line)

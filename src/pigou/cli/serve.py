@@ -141,7 +141,11 @@ def serve(
         typer.Option(help="Seconds that it expects a worker without KV events to keep a prompt."),
     ] = 120.0,
     api_keys_file: Annotated[
-        str | None, typer.Option(help="Hashed API keys; `pigou key TENANT` makes them.")
+        str | None,
+        typer.Option(
+            help="Hashed API keys (`pigou key TENANT` makes them), in lines, or .yaml with what "
+            "each key may do."
+        ),
     ] = None,
     allow_open: Annotated[
         bool, typer.Option(help="Listen beyond loopback although there are no keys.")
@@ -150,6 +154,13 @@ def serve(
         str | None,
         typer.Option(help="File to which decisions, and all they depend on, are appended."),
     ] = None,
+    release: Annotated[
+        str,
+        typer.Option(
+            help="Name of what is released with the fleet (prompts, policies, applications); "
+            "another one voids all that is cached."
+        ),
+    ] = "",
     max_body: Annotated[int, typer.Option(help="Most bytes of a request's body.")] = 16 * 2**20,
     hang_timeout: Annotated[
         float, typer.Option(help="Seconds without any progress after which a worker hangs; 0 off.")
@@ -186,7 +197,7 @@ def serve(
         local = local_workers(*counts, [*arguments, *(worker_arguments or [])], device.split(","))
         gateway = GatewayConfig(
             host=host, port=port, max_body=max_body, api_keys_file=api_keys_file,
-            allow_open=allow_open, journal=journal, strict=not attached,
+            allow_open=allow_open, journal=journal, release=release, strict=not attached,
         )  # fmt: skip
         control = _control(
             policy, controller, detector, temperature=temperature, softmax=softmax,

@@ -93,6 +93,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
         root=card.root or "",
         dynamo=card.owned_by == "nvidia",
         ranks=card.owned_by == "pigou" and about.get("order") == "priority",
+        release=str(about.get("release") or version),
     )
     host = urlsplit(url).hostname or ""
     return Found(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -14,16 +15,18 @@ from pigou.gateway.board import Board
 from pigou.gateway.call import CHAT, COMPLETIONS, Call
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.decisions import Decisions
+from pigou.gateway.facts import Facts
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.game import Game
 from pigou.gateway.generate import Generator
-from pigou.gateway.guard import current_tenant, guard
+from pigou.gateway.guard import current_key, guard
 from pigou.gateway.intake import read
 from pigou.gateway.keys import Keys
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.outlet import Outlet
 from pigou.gateway.overrides import HEADER, read_overrides
 from pigou.gateway.pilot import Pilot
+from pigou.gateway.stated import read_stated
 from pigou.gateway.upstream import Upstream
 from pigou.wire.errors import APIError
 from pigou.wire.replies import model_card
@@ -117,12 +120,15 @@ class _Routes:
         return await self._generate(request, chat=True)
 
     async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        key, stated = current_key(), read_stated(request.headers)
+        tenure = key.grant.apply(key.tenant, stated, time.time_ns())
         data = await _json_body(request)
         call = read(
             data,
             chat=chat,
             strict=self._gateway.config.strict,
-            tenant=current_tenant(),
+            tenure=tenure,
+            facts=self._facts(),
             request_id=request.headers.get("x-request-id"),
             overrides=read_overrides(request.headers.get(HEADER)),
         )
@@ -148,6 +154,16 @@ class _Routes:
             raise APIError(
                 404, f"The model `{named}` does not exist. Valid aliases: {valid}.", "model"
             )
+
+    def _facts(self) -> Facts:
+        pilot = self._gateway.pilot
+        engines = [up.engine for up in pilot.upstreams.values()]
+        return Facts(
+            model=engines[0].model if engines else "",
+            release=self._gateway.config.release,
+            releases=frozenset(engine.release for engine in engines if engine.release),
+            template=pilot.prompts.template if pilot.prompts is not None else "",
+        )
 
     def _models(self) -> dict[str, Upstream]:
         return {up.engine.model: up for up in self._gateway.pilot.upstreams.values()}

@@ -41,6 +41,7 @@ class Call:
         deadline_ms: milliseconds after the arrival by which the first token is wanted.
         arrival: nanoseconds of the gateway's clock.
         salt: the cache salt that workers are sent; empty for none.
+        expiry: when what is cached under it becomes void, in nanoseconds since 1970.
         asked: the body's fields that the gateway reads.
         keys: the router's keys of the prompt's blocks, by block size; none while unknown.
         overrides: parameters of the routing policy, for this request.
@@ -65,6 +66,7 @@ class Call:
     deadline_ms: int | None = None
     arrival: int = 0
     salt: str = ""
+    expiry: int = NEVER
     asked: Asked = field(default_factory=Asked, repr=False)
     keys: Mapping[int, BlockKeys] = field(default_factory=dict, repr=False)
     overrides: Mapping[str, float] = field(default_factory=dict)
@@ -74,6 +76,14 @@ class Call:
     def path(self) -> str:
         """The route it came to."""
         return CHAT if self.chat else COMPLETIONS
+
+    def current(self, body: Body, now: int) -> Body:
+        """Return a body to be sent at `now` (ns since 1970).
+
+        When the request waited past the expiry of its tenure, it has a salt that nobody else
+        has: what it would find is void.
+        """
+        return body if now < self.expiry else {**body, "cache_salt": f"expired-{self.id}"}
 
     def request(self, generated: int = 0) -> Request:
         """Return what ControlPlane is told; `generated` tokens have joined the prompt."""

@@ -25,6 +25,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         api_keys_file: hashed keys; without it, whoever reaches the port is served.
         allow_open: listen beyond loopback although there are no keys.
         journal: file to which all that decisions depend on is appended; None writes none.
+        release: manifest of what is released together with the fleet (prompts, policies,
+            applications): another one voids all that is cached; empty for none.
         strict: refuse unknown fields of request bodies here; off in front of stock workers,
             which know fields that Pigou does not.
     """
@@ -38,6 +40,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     api_keys_file: str | None = None
     allow_open: bool = False
     journal: str | None = None
+    release: str = ""
     strict: bool = True
 
     def __post_init__(self) -> None:

@@ -138,7 +138,8 @@ class Generator:
         """One attempt at a reply that is not streamed."""
         call = relay.call
         route = await self._route(call, relay, tried)
-        body = await self._prefilled(call, route, call.path, call.body)
+        body = call.current(call.body, time.time_ns())
+        body = await self._prefilled(call, route, call.path, body)
         decode = self._upstream(route.choice.decode)
         body = decode.engine.ranked(body, route.priority)
         with decode.busy():
@@ -202,7 +203,8 @@ class Generator:
         if sent.body.get("max_tokens") == 0:
             await outlet.write(out_of_room(call, transcript) + closing(call, transcript))
             return
-        body = await self._prefilled(call, route, sent.path, sent.body)
+        body = call.current(sent.body, time.time_ns())
+        body = await self._prefilled(call, route, sent.path, body)
         body = engine.ranked(body, route.priority)
         relay.begin(stock=engine.stock, mapped=sent.mapped)
         with decode.busy():

@@ -10,15 +10,15 @@ from aiohttp.typedefs import Handler, Middleware
 
 from pigou.gateway.call import CHAT, COMPLETIONS
 from pigou.gateway.failure import Rejected
-from pigou.gateway.keys import Keys
+from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.metrics import Metrics
 from pigou.wire.errors import APIError
 
 _log = logging.getLogger("pigou.gateway")
 
 
-#: Whose key the request of the current task came with.
-_tenant: ContextVar[str] = ContextVar("tenant", default="")
+#: With which key the request of the current task came.
+_key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 #: Routes that need no key: for probes and scrapers, and the page, which holds no data itself.
 _OPEN = ("/health", "/ping", "/version", "/metrics", "/")
@@ -26,9 +26,9 @@ _KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/decisions")
 _ROUTES = (COMPLETIONS, CHAT, *_KEYED, *_OPEN)
 
 
-def current_tenant() -> str:
-    """Return the tenant whose key the request came with; empty where there are no keys."""
-    return _tenant.get()
+def current_key() -> Key:
+    """Return the key that the request came with; `NO_KEY` where there are no keys."""
+    return _key.get()
 
 
 def guard(keys: Keys | None, metrics: Metrics) -> Middleware:
@@ -57,10 +57,10 @@ async def _answer(
 ) -> web.StreamResponse:
     try:
         if keys is not None and request.path not in _OPEN:
-            tenant = keys.tenant(request.headers.get("authorization"))
-            if tenant is None:
+            key = keys.find(request.headers.get("authorization"))
+            if key is None:
                 return _json(401, _UNAUTHORIZED)
-            _tenant.set(tenant)
+            _key.set(key)
         return await handler(request)
     except (ConnectionError, TimeoutError):
         raise  # the client is gone: there is nobody to tell

@@ -13,7 +13,8 @@ import msgspec
 from pigou.gateway.asked import Asked
 from pigou.gateway.call import Body, Call
 from pigou.gateway.chunks import ABSENT, given
-from pigou.gateway.keys import tenant_salt
+from pigou.gateway.facts import Facts, salt
+from pigou.kv.tenure import Tenure
 from pigou.wire.checks import check
 from pigou.wire.errors import APIError, bad_request, decode_error
 from pigou.wire.openai import ChatRequest, CompletionRequest, decode_chat, decode_completion
@@ -32,13 +33,17 @@ _RESERVED = {
 _KNOWN = set(CompletionRequest.__struct_fields__) | set(ChatRequest.__struct_fields__)
 
 
+#: The tenure of a request of which nothing is known or said.
+NOTHING = Tenure()
+NO_FACTS = Facts()
+
 _asked = msgspec.json.Decoder(Asked, strict=False)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read(
-    data: bytes, *, chat: bool, strict: bool, tenant: str = "", request_id: str | None = None,
-    overrides: Mapping[str, float] | None = None,
+    data: bytes, *, chat: bool, strict: bool, tenure: Tenure = NOTHING, facts: Facts = NO_FACTS,
+    request_id: str | None = None, overrides: Mapping[str, float] | None = None,
 ) -> Call:  # fmt: skip
     """Read a body.
 
@@ -46,7 +51,8 @@ def read(
         data: as the client sent it.
         chat: whether it came to the chat route.
         strict: refuse what Pigou's own workers would refuse; otherwise the workers judge.
-        tenant: whose key it came with; its name is joined to the cache salt.
+        tenure: of its key and headers.
+        facts: that the gateway adds to it.
         request_id: the client's `X-Request-Id`.
         overrides: of the routing policy's parameters, for this request.
 
@@ -62,18 +68,21 @@ def read(
     for name, remedy in _RESERVED.items():
         if given(body.get(name, ABSENT)):
             raise bad_request(f"{name} is refused: {remedy}.", name)
+    if asked.cache_salt == "":
+        raise bad_request("cache_salt is empty: leave it out, or send a text.", "cache_salt")
     if strict:
         check(decode_chat(data) if chat else decode_completion(data))
     call = _call(asked, body, chat)
     call.arrival, call.tenant, call.wire_id = (
         arrival,
-        tenant,
+        tenure.tenant,
         _wire_id(asked.request_id or request_id),
     )
     if overrides:
         call.overrides = overrides
-    if tenant:
-        call.salt = tenant_salt(tenant, asked.cache_salt)
+    whole = facts.joined(tenure, asked, body, chat=chat)
+    if whole != NOTHING:
+        call.salt, call.expiry = salt(whole), whole.expiry
         body["cache_salt"] = call.salt
     return call
 
@@ -99,7 +108,6 @@ def _call(asked: Asked, body: Body, chat: bool) -> Call:
         wants_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
         priority=asked.priority or 0,
         deadline_ms=asked.deadline_ms,
-        salt=asked.cache_salt or "",
         asked=asked,
     )
     body.pop("request_id", None)

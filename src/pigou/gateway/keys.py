@@ -7,22 +7,42 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from pathlib import Path
 
+import msgspec
+
 from pigou.config import ConfigError
+from pigou.gateway.grant import OPEN, Fixed, Grant, May
 
 _TENANT = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_SALT_MOST = 128
+#: Files in which each key says what its requests may do; others have a line for each key.
+_STRUCTURED = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The SHA-256 of a key (32 bytes), and whose it is."""
+    """The SHA-256 of a key (32 bytes), whose it is, and what it gives."""
 
     tenant: str
     digest: bytes
+    grant: Grant = OPEN
+
+
+#: What everybody has where there are no keys.
+NO_KEY = Key("", b"")
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    tenant: str
+    sha256: str
+    tenure: Fixed = Fixed()
+    may: May = May()
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    keys: list[_Entry]
 
 
 class Keys:
@@ -36,26 +56,28 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """Read a file of lines `TENANT:SHA256_HEX`; empty lines and lines with # are skipped.
+        """Read a file.
+
+        A `.yaml` or `.json` file has `keys`, a list of `tenant`, `sha256`, `tenure` and `may`
+        (`pigou.gateway.grant`). Any other has lines `TENANT:SHA256_HEX`, whose requests may set
+        all of their tenure; empty lines and lines with # are skipped.
 
         Raises:
-            ConfigError: the file cannot be read, has a bad line, or no key.
+            ConfigError: the file cannot be read, has a bad entry, or no key, or one twice.
         """
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"api_keys_file {path}: {error}") from error
-        keys = [
-            _parse(line.strip(), f"{path}, line {number}")
-            for number, line in enumerate(lines, 1)
-            if line.strip() and not line.strip().startswith("#")
-        ]
+        keys = _entries(text, path) if path.suffix in _STRUCTURED else _lines(text, path)
         if not keys:
             raise ConfigError(f"api_keys_file {path} has no keys; `pigou key TENANT` makes one")
+        if len({key.digest for key in keys}) < len(keys):
+            raise ConfigError(f"api_keys_file {path} has a key twice; keep one of its entries")
         return cls(keys)
 
-    def tenant(self, authorization: str | None) -> str | None:
-        """Return whose key an `Authorization: Bearer KEY` header holds; None for a wrong one.
+    def find(self, authorization: str | None) -> Key | None:
+        """Return the key that an `Authorization: Bearer KEY` header holds; None for a wrong one.
 
         All hashes are compared, each in constant time, so that the time says nothing.
         """
@@ -64,7 +86,7 @@ class Keys:
         found = None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key.tenant
+                found = key
         return found if scheme.lower() == "bearer" else None
 
 
@@ -79,18 +101,12 @@ def make_key(tenant: str) -> tuple[str, str]:
     return secret, f"{tenant}:{sha256(secret.encode()).hexdigest()}"
 
 
-def tenant_salt(tenant: str, salt: str | None) -> str:
-    """Return the cache salt of a tenant's request: no two tenants ever share one.
-
-    A tenant's name has no dot, so that `tenant.salt` is read in one way only; what would be
-    longer than workers take is hashed.
-    """
-    if salt is None:
-        return tenant
-    joined = f"{tenant}.{salt}"
-    if len(joined) <= _SALT_MOST:
-        return joined
-    return f"{tenant}..{blake2b(salt.encode('utf-8', 'surrogatepass'), digest_size=32).hexdigest()}"
+def _lines(text: str, path: Path) -> list[Key]:
+    return [
+        _parse(line.strip(), f"{path}, line {number}")
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.strip().startswith("#")
+    ]
 
 
 def _parse(line: str, where: str) -> Key:
@@ -99,6 +115,27 @@ def _parse(line: str, where: str) -> Key:
     if not _DIGEST.fullmatch(digest):
         raise ConfigError(f"{where}: not TENANT:SHA256_HEX; `pigou key TENANT` makes such a line")
     return Key(tenant, bytes.fromhex(digest))
+
+
+def _entries(text: str, path: Path) -> list[Key]:
+    decode = msgspec.json.decode if path.suffix == ".json" else msgspec.yaml.decode
+    try:
+        entries = decode(text, type=_File).keys
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"api_keys_file {path}: {error}") from error
+    return [_key(entry, f"{path}, keys[{number}]") for number, entry in enumerate(entries)]
+
+
+def _key(entry: _Entry, where: str) -> Key:
+    _check_tenant(entry.tenant, where)
+    if not _DIGEST.fullmatch(entry.sha256):
+        raise ConfigError(
+            f"{where}: sha256 is {entry.sha256!r}; it must be the 64 hexadecimal digits after the "
+            "colon of what `pigou key TENANT` prints"
+        )
+    grant = Grant(tenure=entry.tenure, may=entry.may)
+    grant.check(where)
+    return Key(entry.tenant, bytes.fromhex(entry.sha256), grant)
 
 
 def _check_tenant(tenant: str, where: str) -> None:

@@ -85,6 +85,11 @@ class Prompts:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def template(self) -> str:
+        """Digest of the model's chat template; empty where there is none here."""
+        return "" if self._speller is None else self._speller.version
+
     def way(self, *, chat: bool) -> Way:
         """Return how prompts of a route are tokenized."""
         return max((ways[chat] for ways in self._ways.values()), default=Way.NONE)

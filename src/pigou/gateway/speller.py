@@ -10,6 +10,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.gateway.asked import Asked
+from pigou.gateway.facts import digest
 from pigou.text.folder import find_tokenizer
 from pigou.text.template import ChatError, ChatTemplate
 from pigou.text.tokenizer import Tokenizer, TokenizerError
@@ -29,11 +30,15 @@ class Speller:
     Attributes:
         tokenizer: of the model.
         template: for chats; None where the model has none.
+        version: digest of the template; empty where there is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, version: str = ""
+    ) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.version = version
 
     @classmethod
     def load(cls, folder: Path) -> Speller:
@@ -48,7 +53,7 @@ class Speller:
             template = None if source is None else ChatTemplate(source, tokenizer.names)
         except (TokenizerError, ValueError, OSError, KeyError, TypeError) as error:
             raise ConfigError(f"the tokenizer of {folder} cannot be used: {error}") from error
-        return cls(tokenizer, template)
+        return cls(tokenizer, template, digest(source.encode()) if source else "")
 
     @classmethod
     def named(cls, name: str) -> Speller:

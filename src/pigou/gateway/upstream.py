@@ -36,6 +36,7 @@ class Engine:
         ranks: it honours `priority`, and a lower one overtakes what was begun.
         pin: id of the one worker behind that frontend that is meant; its router chooses when
             empty.
+        release: what it reports of its weights, or its engine; empty for nothing.
     """
 
     stock: bool = False
@@ -46,6 +47,7 @@ class Engine:
     dynamo: bool = False
     ranks: bool = False
     pin: str = ""
+    release: str = ""
 
     def ranked(self, body: Body, priority: int | None) -> Body:
         """Return a body with the gateway's `priority` in place of the client's; None leaves that.

@@ -293,4 +293,5 @@ def _served(
         limits=limits,
         defaults=sampling_defaults(tokenizer.generation),
         seed=seeds(name, digest),
+        release=digest,
     )

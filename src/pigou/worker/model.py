@@ -28,6 +28,7 @@ class ServedModel:
         limits: of context and vocabulary.
         defaults: sampling that holds where a request says nothing.
         seed: from a cache salt to the seed of block hashes.
+        release: digest of its weights, which is in all seeds.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ServedModel:
     limits: Limits
     defaults: Defaults
     seed: Callable[[str], bytes]
+    release: str
 
 
 def seeds(name: str, digest: str) -> Callable[[str], bytes]:

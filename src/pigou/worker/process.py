@@ -147,6 +147,7 @@ class WorkerProcess:
         core, model = self._parts.core.config, self._parts.model
         return {
             "model": model.name,
+            "release": model.release,
             "role": self._config.role.value,
             "block_size": core.block_size,
             "blocks": core.blocks,
