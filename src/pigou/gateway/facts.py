@@ -55,7 +55,7 @@ class Facts:
             template = digest(own.encode("utf-8", "surrogatepass")) if known else self.template
         return replace(
             stated,
-            model=asked.model or self.model,
+            model=self.model if asked.model is None else asked.model,
             release=_packed(self.release, *sorted(self.releases)) + stated.release,
             template=_packed(template) + stated.template,
             tools=frozenset(f"stated:{name}" for name in stated.tools) | _schemas(body),

@@ -1,0 +1,248 @@
+"""A million pairs of tenures: equal digests, salts, keys and hits exactly where all is equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pytest
+from eviction_names import policy
+from tests.kv.tenure_pairs import Fields, canonical, pairs
+
+from pigou.config import EngineConfig
+from pigou.engine.core import EngineCore
+from pigou.engine.plan import Result
+from pigou.kv.block import chain_of, keys_of
+from pigou.kv.hashing import chain
+from pigou.kv.pool import BlockPool
+from pigou.kv.prefix import PrefixCache
+from pigou.kv.tenure import Tenure, Tenured
+from pigou.kv.tier import Tier
+from pigou.request import NEVER, SECOND, BlockHashes, Request
+from pigou.runtime.stores.disk import DiskStore
+from pigou.runtime.stores.entries import Entries
+from pigou.runtime.stores.host import HostStore
+from pigou.runtime.stores.store import Store
+
+slow = pytest.mark.slow
+TOKENS = list(range(100, 108))
+SIZE, BLOCKS = 4, 2
+BYTES = 64
+#: Tenures of the fuzz expire at 0 to 11 ns, far in the future, or never.
+NOW = 11
+
+
+def judge(found: Iterator[tuple[Fields, Fields]]) -> int:
+    """Compare digests within each pair, and between all pairs; return how many were equal."""
+    equal = 0
+    seen: dict[bytes, tuple[object, ...]] = {}
+    for one, two in found:
+        first, second = Tenure(**one), Tenure(**two)
+        digests = first.digest(), second.digest()
+        whole = canonical(one), canonical(two)
+        same = whole[0] == whole[1]
+        assert (digests[0] == digests[1]) == same, (one, two)
+        assert (first == second) == same, (one, two)
+        equal += same
+        for digest, what in zip(digests, whole, strict=True):
+            assert seen.setdefault(digest, what) == what, what
+    return equal
+
+
+def test_digests_are_equal_exactly_where_tenures_are() -> None:
+    count = 5_000
+    assert 0.1 * count < judge(pairs(1, count)) < 0.6 * count
+
+
+@slow
+@pytest.mark.timeout(3600)
+def test_digests_of_a_million_pairs_are_equal_exactly_where_tenures_are() -> None:
+    found, equal = pairs(2, 1_000_000), 0
+    for _ in range(20):  # the comparison between all pairs is kept within each part
+        equal += judge(islice(found, 50_000))
+    assert next(found, None) is None
+    assert 100_000 < equal < 600_000
+
+
+# --- hits in every tier ---------------------------------------------------------------------------
+
+
+class Cache(Protocol):
+    """Something that keeps the blocks of a sequence under a tenure."""
+
+    def store(self, tenure: Tenure, hashes: BlockHashes) -> None: ...
+
+    def hits(self, tenure: Tenure, hashes: BlockHashes, now: int) -> int:
+        """Return how many leading blocks are found at a time."""
+        ...
+
+
+class Device:
+    """G1 as the engine uses it: the expiry is looked at when a request is admitted."""
+
+    def __init__(self, count: int) -> None:
+        blocks = BLOCKS * count + BLOCKS
+        config = EngineConfig(blocks=blocks, block_size=SIZE, max_model_len=64, max_seqs=1)
+        self.core = EngineCore(config)
+        self.number = 0
+
+    def store(self, tenure: Tenure, hashes: BlockHashes) -> None:
+        self.run(tenure.expiry, hashes, -1)
+
+    def hits(self, tenure: Tenure, hashes: BlockHashes, now: int) -> int:
+        # A prompt of another block more, so that a hit of all is one of whole blocks.
+        return self.run(tenure.expiry, hashes, now, abort=True) // SIZE
+
+    def run(self, expiry: int, hashes: BlockHashes, now: int, abort: bool = False) -> int:
+        self.number += 1
+        name = str(self.number)
+        self.core.add(Request(name, SIZE * BLOCKS + 1, 1, hashes, expiry=expiry))
+        plan = self.core.schedule(now)
+        computed = plan.started[0].computed
+        if abort:  # before anything is sealed
+            self.core.abort(name)
+        self.core.apply(plan, Result())
+        return computed
+
+
+class Prefix:
+    """G1 alone: pool and prefix cache, which know no time."""
+
+    def __init__(self, count: int) -> None:
+        self.pool = BlockPool(BLOCKS * count)
+        self.prefix = PrefixCache(self.pool)
+
+    def store(self, tenure: Tenure, hashes: BlockHashes) -> None:
+        if self.hits(tenure, hashes, 0) < BLOCKS:
+            table = np.zeros(BLOCKS, dtype=np.int32)
+            self.pool.allocate(table)
+            self.prefix.seal(table, hashes, 0, BLOCKS)
+
+    def hits(self, tenure: Tenure, hashes: BlockHashes, now: int) -> int:
+        return len(self.prefix.match(hashes, BLOCKS).blocks)
+
+
+class Decided:
+    """A tier as `kv/tiers.py` decides on it."""
+
+    def __init__(self, count: int) -> None:
+        cap = BLOCKS * count
+        self.tier = Tier(cap, policy("lru", cap))
+
+    def store(self, tenure: Tenure, hashes: BlockHashes) -> None:
+        self.tier.admit(chain_of(hashes, 1, tenure.expiry), -1)
+
+    def hits(self, tenure: Tenure, hashes: BlockHashes, now: int) -> int:
+        return self.tier.find(keys_of(hashes), now)
+
+
+@dataclass
+class Stored:
+    """A store, whose records have the expiry in whole seconds: here each ns of NOW is one."""
+
+    store_: Store
+    clock: list[float]
+    rows: np.ndarray = field(default_factory=lambda: np.arange(BLOCKS, dtype=np.int32))
+
+    def store(self, tenure: Tenure, hashes: BlockHashes) -> None:
+        if tenure.expiry == 0:
+            return  # it is never alive, and the record's 0 is "never expires"
+        self.clock[0] = 0
+        expiry = 0 if tenure.expiry == NEVER else tenure.expiry
+        entries = Entries.chain(hashes, tenure.digest(), expiry=expiry)
+        self.store_.put(entries, np.zeros((BLOCKS, BYTES), dtype=np.uint8), self.rows)
+
+    def hits(self, tenure: Tenure, hashes: BlockHashes, now: int) -> int:
+        self.clock[0] = now
+        out = np.zeros((BLOCKS, BYTES), dtype=np.uint8)
+        return int(self.store_.get(hashes, out, self.rows).sum())
+
+
+class Wrapped:
+    """A cache above the engine."""
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, Tenured[str]] = {}
+
+    def store(self, tenure: Tenure, hashes: BlockHashes) -> None:
+        sealed = Tenured.seal("answer", tenure, b"question")
+        self.held[sealed.key] = sealed
+
+    def hits(self, tenure: Tenure, hashes: BlockHashes, now: int) -> int:
+        found = self.held.get(tenure.key(b"question"))
+        return BLOCKS if found is not None and found.open(tenure, now) else 0
+
+
+def caches(count: int, folder: Path) -> dict[str, Cache]:
+    clock = [0.0]
+    arena = np.zeros((BLOCKS * count, BYTES), dtype=np.uint8)
+    host = HostStore(arena, BLOCKS * count, clock=lambda: clock[0])
+    disk = DiskStore(folder, bytes(16), BYTES, 2**30, clock=lambda: clock[0])
+    return {
+        "device": Device(count), "prefix": Prefix(count), "tier": Decided(count),
+        "host": Stored(host, clock), "disk": Stored(disk, clock), "answers": Wrapped(),
+    }  # fmt: skip
+
+
+def cross(count: int, seed: int, folder: Path) -> None:
+    """Store under the first of each pair, look up under the second: all against all."""
+    found = list(pairs(seed, count))
+    every = caches(count, folder)
+    held = {canonical(one) for one, _ in found}
+    for one, _ in found:
+        tenure = Tenure(**one)
+        hashes = chain(TOKENS, SIZE, tenure.digest())
+        for cache in every.values():
+            cache.store(tenure, hashes)
+    equal = 0
+    for _, two in found:
+        tenure = Tenure(**two)
+        hashes = chain(TOKENS, SIZE, tenure.digest())
+        there = canonical(two) in held
+        equal += there
+        for name, cache in every.items():
+            late = there and (name == "prefix" or not tenure.expired(NOW))
+            assert cache.hits(tenure, hashes, NOW) == (BLOCKS if late else 0), (name, two)
+            if name not in ("device", "prefix", "tier"):
+                continue
+            early = there and (name == "prefix" or tenure.expiry > 0)
+            assert cache.hits(tenure, hashes, 0) == (BLOCKS if early else 0), (name, two)
+    assert 0.1 * count < equal < 0.7 * count
+    host = every["host"]
+    assert isinstance(host, Stored)
+    assert host.store_.counts.hits > 0
+    every["device"].core.check_integrity()  # type: ignore[attr-defined]
+
+
+def test_no_tier_hits_across_tenures_or_after_an_expiry(tmp_path: Path) -> None:
+    cross(400, 3, tmp_path)
+
+
+@slow
+@pytest.mark.timeout(3600)
+def test_no_tier_hits_across_twenty_thousand_pairs_of_tenures(tmp_path: Path) -> None:
+    cross(20_000, 4, tmp_path)
+
+
+def test_a_store_that_comes_back_keeps_expiries(tmp_path: Path) -> None:
+    clock = [0.0]
+    tenures = [Tenure(tenant=name, expiry=e * SECOND) for name, e in (("a", 5), ("b", 50))]
+    tenures.append(Tenure(tenant="c"))
+    for round in range(2):
+        disk = DiskStore(tmp_path, bytes(16), BYTES, 2**20, clock=lambda: clock[0])
+        stored = Stored(disk, clock)
+        hashes = [chain(TOKENS, SIZE, each.digest()) for each in tenures]
+        if round == 0:
+            for each, keys in zip(tenures, hashes, strict=True):
+                expiry = 0 if each.expiry == NEVER else each.expiry // SECOND
+                entries = Entries.chain(keys, each.digest(), expiry=expiry)
+                disk.put(entries, np.zeros((BLOCKS, BYTES), dtype=np.uint8), stored.rows)
+        found = [
+            stored.hits(each, keys, 7 * round) for each, keys in zip(tenures, hashes, strict=True)
+        ]
+        assert found == ([2, 2, 2] if round == 0 else [0, 2, 2])
+        disk.close()
