@@ -68,9 +68,10 @@ class Watch:
     ) -> None:
         """A request was sent to its workers, with this priority; so many tokens are expected."""
         uncached = max(1, request.prompt - choice.cached)
+        row = self.state.row[choice.prefill or choice.decode]
+        self._advance(row, now)
         load = self.state.start(request, choice, uncached, now, priority, output)
         load.setting = self.setting
-        row = self.state.row[load.prefill or choice.decode]
         self.estimator.sent(row, now)
         if not request.streamed and not load.remote:
             known, columns = self.estimates(now), self.state.columns
@@ -86,6 +87,7 @@ class Watch:
         if load.remote and well:
             load.handed = now
             row = self.state.row[load.prefill]
+            self._advance(row, now)
             self.estimator.prefilled(row, load.uncached, load.routed, now)
         self._computed(load, now)
 
@@ -95,6 +97,8 @@ class Watch:
         if load is None or load.first:
             return
         row = None if load.decode is None else self.state.row[load.decode]
+        if row is not None:
+            self._advance(row, now)
         if not load.remote and row is not None and load.prefill is not None:
             self.estimator.prefilled(row, load.uncached, load.routed, now)
         elif load.handed and row is not None:
@@ -107,7 +111,6 @@ class Watch:
         self.detector.update(now, sample)
         self.controller.observe(now, sample)
         if row is not None:
-            self._advance(row, now)
             self.estimator.flow.change(row, 1)
 
     def tokens(self, request: str, count: int) -> None:
@@ -240,8 +243,8 @@ class Watch:
     def _computed(self, load: Load, now: int) -> None:
         """The prompt of a request is computed, well or not."""
         self._silent.pop(load.request.id, None)
-        if load.prefill is not None and load.decode is not None:
-            self._advance(self.state.row[load.decode], now)
+        for worker in {load.prefill, load.decode} - {None}:
+            self._advance(self.state.row[worker], now)
         self.state.prefilled(load)
 
     def _release(self, request: str, now: int) -> Load | None:
@@ -249,6 +252,8 @@ class Watch:
         load = self.state.loads.get(request)
         if load is None:
             return None
+        if load.prefill is not None:
+            self._advance(self.state.row[load.prefill], now)
         if load.decode is not None:
             row = self.state.row[load.decode]
             self._advance(row, now)
@@ -257,7 +262,9 @@ class Watch:
         return self.state.end(request)
 
     def _advance(self, row: int, now: int) -> None:
-        self.estimator.flow.advance(row, int(self.state.columns.decoding[row]), now)
+        columns = self.state.columns
+        streams, prompts = columns.decoding.item(row), columns.prefill_requests.item(row)
+        self.estimator.flow.advance(row, streams, prompts, now)
 
 
 class _Usual:

@@ -175,13 +175,19 @@ class OnlineFit:
         """Sum of the weights of all observations, as forgotten by now."""
         return float(self._sums[WEIGHT])
 
-    def observe(self, n: float, seconds: float) -> None:
-        """Take in that a request took ``seconds`` while ``n`` shared the worker, itself counted."""
+    def observe(self, n: float, seconds: float, weight: float = 1.0) -> None:
+        """Take in that a request took ``seconds`` while ``n`` shared the worker, itself counted.
+
+        ``weight``, above 0 and at most 1, is how much it tells beside a sure observation: the
+        variance of that by its own. It makes others forgotten by as much less.
+        """
         if not (n >= 0 and seconds > 0 and math.isfinite(n + seconds)):
             raise ValueError(f"n={n}, seconds={seconds}: give n >= 0 and seconds > 0, both finite")
+        if not 0.0 < weight <= 1.0:
+            raise ValueError(f"weight={weight}: give a number above 0, and at most 1")
         bank = self._bank
         follow(
-            bank.n_sat, bank.beta, bank.floor, float(n), float(seconds), self._keep,
+            bank.n_sat, bank.beta, bank.floor, float(n), float(seconds), float(weight), self._keep,
             self._gram, self._moment, self._sums, self._scratch,
         )  # fmt: skip
         self._law = None

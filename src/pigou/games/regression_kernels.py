@@ -183,7 +183,7 @@ def _curve(sums: Floats, n: float, floor: float) -> float:
 
 @bare_kernel
 def follow(
-    n_sat: Floats, beta: Floats, floor: float, n: float, seconds: float, keep: float,
+    n_sat: Floats, beta: Floats, floor: float, n: float, seconds: float, sure: float, keep: float,
     gram: Floats, moment: Floats, sums: Floats, scratch: Floats,
 ) -> None:  # fmt: skip
     """Take one observation into an online fit.
@@ -192,6 +192,7 @@ def follow(
 
     Args:
         n_sat, beta, floor, n, seconds, keep, gram, moment: as of `add`.
+        sure: weight of the observation, above 0 and at most 1.
         sums, scratch: as of `pick`.
     """
     seen = int(sums[SEEN])
@@ -205,14 +206,15 @@ def follow(
             sums[N_SAT], sums[BETA] = n_sat[best], beta[best]
         expected = _curve(sums, n, floor)
     expected = max(expected, SMALLEST_SCALE * seconds)
-    residual = seconds / expected - 1.0
+    residual = (seconds / expected - 1.0) * math.sqrt(sure)
     share = residual / (TUKEY * max(1.4826 * sums[SPREAD], SMALLEST_SCALE))
     near = max(0.0, 1.0 - share * share)
-    trust = near * near
+    trust = sure * near * near
+    kept = keep**sure
     step = MEDIAN_STEP if abs(residual) > sums[SPREAD] else -MEDIAN_STEP
-    sums[SPREAD] = min(max(sums[SPREAD] * math.exp(step), SMALLEST_SCALE), 1e6)
+    sums[SPREAD] = min(max(sums[SPREAD] * math.exp(sure * step), SMALLEST_SCALE), 1e6)
     weight = trust / (expected * expected)
-    add(n_sat, beta, floor, n, seconds, weight, keep, gram, moment)
-    sums[ENERGY] = keep * sums[ENERGY] + weight * (seconds * seconds)
-    sums[WEIGHT] = keep * sums[WEIGHT] + trust
+    add(n_sat, beta, floor, n, seconds, weight, kept, gram, moment)
+    sums[ENERGY] = kept * sums[ENERGY] + weight * (seconds * seconds)
+    sums[WEIGHT] = kept * sums[WEIGHT] + trust
     sums[SEEN] = seen + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,10 +19,10 @@ from pigou.control.speeds.estimates import (
     prior_column,
 )
 from pigou.control.speeds.estimates_kernel import fill
-from pigou.control.speeds.flow import Flow
+from pigou.control.speeds.flow import Flow, Sample
 from pigou.control.speeds.scales import Scales
 from pigou.control.speeds.spread import Spread
-from pigou.control.speeds.stall import Stall
+from pigou.control.speeds.stall import NOISE, Stall
 from pigou.games.latency import LatencyLaw, OnlineFit
 from pigou.request import SECOND
 
@@ -36,6 +37,8 @@ _OUTPUTS = 64.0
 _FIRST_OUTPUT = 128.0
 #: At least so much of a step is for the streams.
 _LEAST_BARE = 0.1
+#: What a sample tells at least, beside one without prompts.
+_LEAST_SURE = 1e-6
 
 
 class Estimator:
@@ -101,10 +104,13 @@ class Estimator:
         self._rated[row] = now
 
     def prefilled(self, row: int, tokens: int, sent: int, now: int) -> None:
-        """A prompt with so many uncached tokens, sent at `sent`, was computed by worker `row`."""
+        """A prompt with so many uncached tokens, sent at `sent`, was computed by worker `row`.
+
+        The flow is advanced up to `now` before.
+        """
         began = max(sent, int(self._last_done[row]))
         self._last_done[row] = now
-        self.flow.prompt(row, tokens)
+        self.flow.prompt(row, tokens, max(0, now - began) / SECOND)
         self._sizes.observe(tokens)
         if now > began:
             self._learn("prefill", self._prefill, row, tokens, now - began, now)
@@ -126,20 +132,17 @@ class Estimator:
 
     def harvest(self, now: int) -> None:
         """Take in what flowed since the last harvest; call it a few times a second."""
-        scales = self._scales["itl"]
         samples = list(self.flow.harvest())
         if samples:
+            scales = self._scales["itl"]
             own = scales.now(now)[1].tolist()
-            base, token = self._taken(self._alone(now), self._law())
-            bare = []
-            for sample in samples:
-                taken = (base * sample.prompts + token * sample.uncached) / sample.steps
-                bare.append(max(sample.itl - taken, _LEAST_BARE * sample.itl))
-                self._itl.observe(sample.streams, bare[-1] / own[sample.row])
+            bare = self._bare(samples, now)
+            for sample, (itl, sure) in zip(samples, bare, strict=True):
+                self._itl.observe(sample.streams, itl / own[sample.row], sure)
             common = self._itl.law()
-            for sample, itl in zip(samples, bare, strict=True):
+            for sample, (itl, sure) in zip(samples, bare, strict=True):
                 expected = max(common(sample.streams), 1e-9)
-                scales.observe(sample.row, itl / expected, now)
+                scales.observe(sample.row, itl / expected, now, sure)
                 expected *= own[sample.row]
                 work = sample.steps * expected
                 self._stall.observe(
@@ -162,6 +165,23 @@ class Estimator:
         """Return a copy of the estimates; whether they are looked at changes no later ones."""
         found = self._solve(now) if self._known is None else copy.deepcopy(self._known)
         self._arrive(found, now)
+        return found
+
+    def _bare(self, samples: Sequence[Sample], now: int) -> list[tuple[float, float]]:
+        """Return what each sample's ITL would be without prompts, and how much that tells.
+
+        What is left once prompts are taken off has the error of the whole, and that of what they
+        are taken for: it tells as much less than a sample without prompts.
+        """
+        alone, law = self._alone(now), self._law()
+        base, token = self._taken(alone, law)
+        doubt = self._stall.doubt(*alone)
+        found = []
+        for sample in samples:
+            prompts, tokens = sample.prompts / sample.steps, sample.uncached / sample.steps
+            left = max(1.0 - (base * prompts + token * tokens) / sample.itl, _LEAST_BARE)
+            error = NOISE + doubt(prompts, tokens) / sample.itl**2
+            found.append((left * sample.itl, max(NOISE * left * left / error, _LEAST_SURE)))
         return found
 
     def _arrive(self, known: Estimates, now: int) -> None:

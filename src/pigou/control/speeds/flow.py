@@ -10,11 +10,13 @@ from pigou.request import SECOND
 #: A sample needs as much time, in seconds, and as many tokens.
 _LEAST_S = 0.25
 _LEAST_TOKENS = 4
+#: Samples of one worker that may wait for the end of a prompt; the oldest is given up.
+_MOST_OPEN = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sample:
-    """What a worker did since its last sample.
+    """What a worker did in some time.
 
     Attributes:
         row: of the worker.
@@ -23,6 +25,7 @@ class Sample:
         steps: that it took.
         prompts: that it computed beside the streams.
         uncached: tokens of those.
+        mixed: seconds of it that belong to a prompt whose end is to come.
     """
 
     row: int
@@ -31,6 +34,17 @@ class Sample:
     steps: float = 1.0
     prompts: float = 0.0
     uncached: float = 0.0
+    mixed: float = 0.0
+
+
+class _Sums:
+    """What one worker did since its last sample, in seconds and tokens."""
+
+    __slots__ = ("everybody", "mixed", "prompts", "seconds", "streams", "tokens", "uncached")
+
+    def __init__(self) -> None:
+        self.seconds = self.streams = self.everybody = 0.0
+        self.tokens = self.prompts = self.uncached = self.mixed = 0.0
 
 
 class Flow:
@@ -39,33 +53,51 @@ class Flow:
     A stream flows from its first token to its end. ITL is the time that streams flowed, summed
     over them, by the tokens that came. Requests whose tokens are not seen count among the streams,
     and not in that sum.
+
+    A prompt counts in the samples of the time in which it was computed, by their share of it. So
+    a sample waits for the end of a prompt that was under way in it: a long one makes streams slow
+    long before it ends, and who counts it at its end takes the worker for a slow one till then.
     """
 
     def __init__(self) -> None:
         self._flowing: list[int] = []
-        # Seconds flowing; stream seconds; all streams'; tokens; prompts; their uncached tokens.
-        self._sums: list[list[float]] = []
+        self._sums: list[_Sums] = []
+        self._open: list[list[Sample]] = []
         self._since: list[int] = []
+        self._computes: list[bool] = []
 
     def up(self) -> None:
         """A worker joined; its row is the last."""
         self._flowing.append(0)
-        self._sums.append([0.0] * 6)
+        self._sums.append(_Sums())
+        self._open.append([])
         self._since.append(0)
+        self._computes.append(False)
 
     def down(self, row: int) -> None:
         """A worker left."""
-        del self._flowing[row], self._sums[row], self._since[row]
+        for each in (self._flowing, self._sums, self._open, self._since, self._computes):
+            del each[row]  # type: ignore[attr-defined]
 
-    def advance(self, row: int, streams: int, now: int) -> None:
-        """Let time pass on worker `row`, which had so many streams; call before a change of it."""
+    def advance(self, row: int, streams: int, prompts: int, now: int) -> None:
+        """Let time pass on worker `row`; call before a change of what it does.
+
+        Args:
+            row: of the worker.
+            streams: that it had.
+            prompts: that it had to compute.
+            now: nanoseconds.
+        """
         flowing = self._flowing[row]
         if flowing:
             seconds = (now - self._since[row]) / SECOND
             sums = self._sums[row]
-            sums[0] += seconds
-            sums[1] += flowing * seconds
-            sums[2] += max(streams, flowing) * seconds
+            sums.seconds += seconds
+            sums.streams += flowing * seconds
+            sums.everybody += max(streams, flowing) * seconds
+            if prompts:
+                sums.mixed += seconds
+        self._computes[row] = prompts > 0
         self._since[row] = now
 
     def change(self, row: int, by: int) -> None:
@@ -74,20 +106,37 @@ class Flow:
 
     def came(self, row: int, tokens: int) -> None:
         """Tokens came, after the first of their streams."""
-        self._sums[row][3] += tokens
+        self._sums[row].tokens += tokens
 
-    def prompt(self, row: int, uncached: int) -> None:
-        """A prompt was computed, beside the streams if there are any."""
-        if self._flowing[row]:
-            sums = self._sums[row]
-            sums[4] += 1.0
-            sums[5] += uncached
+    def prompt(self, row: int, uncached: int, seconds: float) -> None:
+        """A prompt was computed in so much time, beside the streams if there were any."""
+        for each in (*self._open[row], self._sums[row]):
+            if each.mixed:
+                share = min(1.0, each.mixed / max(seconds, 1e-9))
+                each.prompts += share
+                each.uncached += share * uncached
+                each.mixed = 0.0
 
     def harvest(self) -> Iterator[Sample]:
-        """Return a sample of each worker that flowed long enough, and begin anew there."""
+        """Return the samples of workers that flowed long enough, and begin anew there."""
         for row, sums in enumerate(self._sums):
-            seconds, stream_seconds, all_seconds, tokens, *mixed = sums
-            if seconds >= _LEAST_S and tokens >= _LEAST_TOKENS:
-                self._sums[row] = [0.0] * 6
-                itl = stream_seconds / tokens
-                yield Sample(row, all_seconds / seconds, itl, seconds / itl, *mixed)
+            waiting = self._open[row]
+            if sums.seconds >= _LEAST_S and sums.tokens >= _LEAST_TOKENS:
+                self._sums[row] = _Sums()
+                itl = sums.streams / sums.tokens
+                streams = sums.everybody / sums.seconds
+                waiting.append(
+                    Sample(
+                        row, streams, itl, sums.seconds / itl,
+                        sums.prompts, sums.uncached, sums.mixed,
+                    )  # fmt: skip
+                )
+            if not waiting:
+                continue
+            if self._computes[row]:
+                ready = next((i for i, each in enumerate(waiting) if each.mixed), len(waiting))
+                yield from waiting[:ready]
+                del waiting[: max(ready, len(waiting) - _MOST_OPEN)]
+            else:  # a prompt that was given up leaves samples that nobody can explain
+                yield from (each for each in waiting if not each.mixed)
+                waiting.clear()

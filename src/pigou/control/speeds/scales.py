@@ -56,16 +56,19 @@ class Scales:
         for name in ("_weight", "_mean", "_variance", "_at", "_own"):
             setattr(self, name, np.delete(getattr(self, name), row))
 
-    def observe(self, row: int, ratio: float, now: int) -> None:
-        """Take in that worker `row` took `ratio` times what the common law says, above 0."""
+    def observe(self, row: int, ratio: float, now: int, trust: float = 1.0) -> None:
+        """Take in that worker `row` took `ratio` times what the common law says, above 0.
+
+        `trust`, above 0 and at most 1, is how much that tells beside a sure observation.
+        """
         weight = min(_MEMORY, self._aged(row, now))
         step = math.log(ratio) - float(self._mean[row])
         clipped = min(max(step, -_MOST_STEP), _MOST_STEP)
-        share = 1.0 / (weight + 1.0)
+        share = trust / (weight + trust)
         self._mean[row] += share * clipped
-        variance = max(share, 1.0 / _MEMORY)
-        self._variance[row] += variance * (clipped * clipped - self._variance[row])
-        self._weight[row] = weight + 1.0
+        variance = max(share, trust / _MEMORY)
+        self._variance[row] += variance * (trust * clipped * clipped - self._variance[row])
+        self._weight[row] = weight + trust
         self._at[row] = now
 
     def now(self, now: int) -> tuple[float, Numbers]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,8 @@ from pigou.compiled import bare_kernel
 
 Numbers = NDArray[np.float64]
 
-#: Variance of a sample of ITL about its law, relative to it.
-_VARIANCE = 0.01
+#: Variance of a sample of ITL, relative to its square.
+NOISE = 0.01
 #: Samples are forgotten by half after so many more.
 _HALF_LIFE = 128.0
 #: Most rounds of coordinate descent; three unknowns are settled before, as a rule.
@@ -40,8 +41,13 @@ class Stall:
         self._keep = 0.5 ** (1.0 / _HALF_LIFE)
 
     def observe(self, ratio: float, prompts: float, tokens: float) -> None:
-        """Take in a sample: ITL over the law's, and prompts and tokens by k f(n) seconds."""
-        _add(self._gram, self._moment, self._keep, ratio, (1.0, prompts, tokens))
+        """Take in a sample: ITL over the law's, and prompts and tokens by k f(n) seconds.
+
+        Its deviation is a tenth of itself: where prompts take most of the time, it is large.
+        """
+        sure = 1.0 / max(1.0, ratio)
+        row = sure, sure * prompts, sure * tokens
+        _add(self._gram, self._moment, self._keep, sure * ratio, row)
 
     def law(self, base: float, token: float, stream: float) -> tuple[float, float]:
         """Return seconds a prompt and seconds a token.
@@ -52,6 +58,20 @@ class Stall:
             stream: seconds by which one stream more makes a step longer.
         """
         return _solve(self._gram, self._moment, base, token, stream)
+
+    def doubt(self, base: float, token: float) -> Callable[[float, float], float]:
+        """Return a function: of prompts and tokens to the variance of what they are taken for.
+
+        The posterior's, in seconds^2; `base` and `token` are those of `law`.
+        """
+        scale = np.array([NOISE**0.5, max(base, 1e-12), max(token, 1e-12)])
+        precision = self._gram * np.outer(scale, scale) / NOISE + np.eye(3)
+        (pp, pu), (_, uu) = (np.outer(scale, scale) * np.linalg.inv(precision))[1:, 1:].tolist()
+
+        def variance(prompts: float, tokens: float) -> float:
+            return float(pp * prompts**2 + 2 * pu * prompts * tokens + uu * tokens**2)
+
+        return variance
 
 
 @bare_kernel
@@ -71,19 +91,19 @@ def _solve(
 ) -> tuple[float, float]:
     """Minimise by coordinate descent, in units of the prior's deviations; compiled."""
     at, per = max(base, 1e-12), max(token, 1e-12)
-    one = math.sqrt(_VARIANCE)
+    one = math.sqrt(NOISE)
     scale = (one, at, per)
     prior = (1.0 / one, 0.0, min(token, stream) / per)
     c, p, u = prior
     for _ in range(_ROUNDS):
         before = (c, p, u)
         for i in range(3):
-            rest = moment[i] * scale[i] / _VARIANCE + prior[i]
+            rest = moment[i] * scale[i] / NOISE + prior[i]
             found = (c, p, u)
             for j in range(3):
                 if j != i:
-                    rest -= gram[i, j] * (scale[i] * scale[j]) / _VARIANCE * found[j]
-            new = max(0.0, rest / (gram[i, i] * (scale[i] * scale[i]) / _VARIANCE + 1.0))
+                    rest -= gram[i, j] * (scale[i] * scale[j]) / NOISE * found[j]
+            new = max(0.0, rest / (gram[i, i] * (scale[i] * scale[i]) / NOISE + 1.0))
             if i == 0:
                 c = new
             elif i == 1:
