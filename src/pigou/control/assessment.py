@@ -23,6 +23,7 @@ class Record:
     prefill: str
     decode: str
     uncached: int
+    pairs: int
     generated: int
 
 

@@ -128,6 +128,7 @@ def _record(load: Load, now: int) -> Record | None:
         prefill=load.prefill_worker,
         decode=load.decode,
         uncached=load.uncached,
+        pairs=load.pairs,
         generated=max(1, load.generated),
     )
 
@@ -164,9 +165,11 @@ def _work(
     rows = np.arange(len(known.a))
     itl = float(np.median(known.itl(rows, np.ones(len(rows)))))
     base, token = float(np.median(known.prefill_base)), float(np.median(known.prefill_token))
+    pair = float(np.median(known.prefill_pair))
     uncached = np.array([each.uncached for each in records], dtype=np.float64)
+    pairs = np.array([each.pairs for each in records], dtype=np.float64)
     generated = np.array([each.generated for each in records], dtype=np.float64)
-    return np.maximum(base + token * uncached, 1e-6), np.maximum(itl * generated, 1e-6)
+    return np.maximum(base + token * uncached + pair * pairs, 1e-6), np.maximum(itl * generated, 1e-6)
 
 
 def _filled(fits: Sequence[OnlineFit | None]) -> list[LatencyLaw] | None:

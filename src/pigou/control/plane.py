@@ -276,6 +276,7 @@ class ControlPlane:
         columns = self.state.columns
         fleet.prefill_requests = columns.prefill_requests - columns.background_requests
         fleet.prefill_tokens = columns.prefill_tokens - columns.background_tokens
+        fleet.prefill_pairs = columns.prefill_pairs - columns.background_pairs
 
     def _predict(self, request: Request, choice: Choice, now: int) -> None:
         """Expect the prompt in the caches of those that do not tell of theirs."""

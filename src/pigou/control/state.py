@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.messages import Choice, LoadReport
+from pigou.control.speeds.estimates import pairs
 from pigou.request import Request, Worker
 
 Counts = NDArray[np.int64]
@@ -51,8 +52,10 @@ class Columns:
     max_seqs: Counts
     prefill_requests: Counts
     prefill_tokens: Counts
+    prefill_pairs: Counts
     background_requests: Counts
     background_tokens: Counts
+    background_pairs: Counts
     decode_requests: Counts
     decode_tokens: Counts
     decoding: Counts
@@ -87,6 +90,7 @@ class Load(msgspec.Struct, eq=False):
         tokens: charged to `decode`: the prompt, and what was generated so far.
         expected: tokens that `decode` was expected to be charged with in the end.
         uncached: tokens of the prompt that its worker had to compute.
+        pairs: of those with the ones before them.
         routed: when it was sent off, in nanoseconds.
         handed: when its remote prefill ended; 0 before, and for a local one.
         first: when its first token came; 0 before, and where tokens are not seen.
@@ -112,6 +116,7 @@ class Load(msgspec.Struct, eq=False):
     ahead: int = 0
     setting: int = 0
     background: bool = False
+    pairs: int = 0
 
     @property
     def remote(self) -> bool:
@@ -230,6 +235,7 @@ class State:
             inflight=len(self.loads) + 1,
             ahead=int(self.columns.prefill_requests[computes]),
             background=priority > 0 and self.workers[computes].overtakes,
+            pairs=int(pairs(uncached, request.prompt)),
         )
         self.loads[request.id] = load
         self.columns.served[self.row[choice.decode]] += 1
@@ -290,10 +296,12 @@ class State:
             row = self.row[load.prefill]
             self.columns.prefill_requests[row] += sign
             self.columns.prefill_tokens[row] += sign * load.uncached
+            self.columns.prefill_pairs[row] += sign * load.pairs
             if load.background:
                 self.background += sign
                 self.columns.background_requests[row] += sign
                 self.columns.background_tokens[row] += sign * load.uncached
+                self.columns.background_pairs[row] += sign * load.pairs
 
     def _charge_decode(self, load: Load, sign: int) -> None:
         if load.decode is not None:

@@ -74,10 +74,9 @@ class Watch:
         load.setting = self.setting
         self.estimator.sent(row, now)
         if not request.streamed and not load.remote:
-            known, columns = self.estimates(now), self.state.columns
-            seconds = known.prefill_base[row] * columns.prefill_requests[row]
-            seconds += known.prefill_token[row] * columns.prefill_tokens[row]
-            self._silent[request.id] = now + int(seconds * SECOND)
+            known, queue = self.estimates(now), self.state.columns
+            work = known.work(queue.prefill_requests, queue.prefill_tokens, queue.prefill_pairs)
+            self._silent[request.id] = now + int(work.item(row) * SECOND)
 
     def prefill_done(self, request: str, well: bool, now: int) -> None:
         """The prefill leg of a request ended; `well` says whether its prompt was computed."""
@@ -88,7 +87,7 @@ class Watch:
             load.handed = now
             row = self.state.row[load.prefill]
             self._advance(row, now)
-            self.estimator.prefilled(row, load.uncached, load.routed, now)
+            self.estimator.prefilled(row, load.uncached, load.routed, now, load.request.prompt)
         self._computed(load, now)
 
     def first_token(self, request: str, now: int) -> None:
@@ -100,7 +99,7 @@ class Watch:
         if row is not None:
             self._advance(row, now)
         if not load.remote and row is not None and load.prefill is not None:
-            self.estimator.prefilled(row, load.uncached, load.routed, now)
+            self.estimator.prefilled(row, load.uncached, load.routed, now, load.request.prompt)
         elif load.handed and row is not None:
             self.estimator.transferred(row, load.request.prompt, now - load.handed, now)
         self._computed(load, now)
@@ -202,6 +201,7 @@ class Watch:
             columns.decodes,
             columns.prefill_requests,
             columns.prefill_tokens,
+            columns.prefill_pairs,
             columns.decode_requests,
             columns.decode_tokens,
             columns.served,
@@ -236,7 +236,7 @@ class Watch:
         known = self.estimates(now)
         if self._usual is None or self._usual.known is not known:
             self._usual = _Usual(known)
-        alone = self._usual.prompt(load.uncached) + load.generated * self._usual.itl
+        alone = self._usual.prompt(load.uncached, load.pairs) + load.generated * self._usual.itl
         arrived = min(load.request.arrival or load.routed, load.routed)
         return Finish((now - arrived) / SECOND, max(alone, 1e-6), load.setting)
 
@@ -280,17 +280,18 @@ class _Usual:
         rows = np.arange(len(known.a))
         self.itl = _median(known.itl(rows, np.ones(len(rows))))
         # Workers differ by a factor: they have one order, whatever the length of the prompt.
-        laws = sorted(zip(known.prefill_base.tolist(), known.prefill_token.tolist(), strict=True))
-        self._laws: list[tuple[float, float]] = [
+        columns = known.prefill_base, known.prefill_token, known.prefill_pair
+        laws = sorted(zip(*(each.tolist() for each in columns), strict=True))
+        self._laws: list[tuple[float, float, float]] = [
             laws[place] for place in ((len(laws) - 1) // 2, len(laws) // 2) if laws
         ]
 
-    def prompt(self, uncached: int) -> float:
-        """Return the seconds of a prompt with so many uncached tokens."""
+    def prompt(self, uncached: int, pairs: int) -> float:
+        """Return the seconds of a prompt with so many uncached tokens, and pairs of them."""
         if not self._laws:
             return math.nan
-        (low, per_low), (high, per_high) = self._laws
-        return (low + per_low * uncached + high + per_high * uncached) / 2
+        seconds = (base + token * uncached + pair * pairs for base, token, pair in self._laws)
+        return sum(seconds) / 2
 
 
 def _median(values: NDArray[np.float64]) -> float:

@@ -184,8 +184,7 @@ class Room:
         """
         known = fleet.estimates
         changed = np.array([self._changed.get(worker, now) for worker in fleet.ids], dtype=np.int64)
-        seconds = known.prefill_base * fleet.prefill_requests
-        seconds += known.prefill_token * fleet.prefill_tokens
+        seconds = known.work(fleet.prefill_requests, fleet.prefill_tokens, fleet.prefill_pairs)
         found: NDArray[np.float64] = seconds - (now - changed) / SECOND
         return found
 
@@ -200,7 +199,8 @@ def least_seconds(request: Request, fleet: FleetView) -> float:
     if not seen.all() or not len(seen):
         return 0.0
     rows = np.arange(len(seen))
-    seconds = known.service(rows, request.prompt - fleet.cached(request.prompt).astype(np.float64))
+    uncached = request.prompt - fleet.cached(request.prompt).astype(np.float64)
+    seconds = known.service(rows, uncached, request.prompt)
     return float(seconds.min())
 
 

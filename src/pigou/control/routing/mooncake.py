@@ -70,11 +70,10 @@ class Mooncake(Staged):
         known, own = fleet.estimates, fleet.cached(request.prompt)[rows].astype(np.float64)
         best = own.max()
         fetches = (own < best) & (best >= self.params.balancing_threshold * np.maximum(own, 1e-9))
-        wait = known.prefill_base[rows] * fleet.prefill_requests[rows]
-        wait += known.prefill_token[rows] * fleet.prefill_tokens[rows]
+        work = known.work(fleet.prefill_requests, fleet.prefill_tokens, fleet.prefill_pairs)
         held = np.where(fetches, best, own)
         return {
-            "wait": wait,
+            "wait": work[rows],
             "transfer": np.where(fetches, known.transfer(rows, best - own), 0.0),
-            "prefill": known.service(rows, request.prompt - held),
+            "prefill": known.service(rows, request.prompt - held, request.prompt),
         }

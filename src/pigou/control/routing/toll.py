@@ -83,6 +83,7 @@ class Toll:
             fleet.decodes,
             fleet.prefill_requests,
             fleet.prefill_tokens,
+            fleet.prefill_pairs,
             fleet.decode_requests,
             fleet.cached(request.prompt),
             candidates.prefill,

@@ -60,6 +60,7 @@ def price(
     decodes: NDArray[np.bool_],
     prefill_requests: NDArray[np.int64],
     prefill_tokens: NDArray[np.int64],
+    prefill_pairs: NDArray[np.int64],
     decode_requests: NDArray[np.int64],
     cached: NDArray[np.int64],
     prefill: NDArray[np.int32],
@@ -77,7 +78,8 @@ def price(
     Args:
         table: `Estimates.table`.
         prefills, decodes: roles of the workers, (workers,).
-        prefill_requests, prefill_tokens, decode_requests: of the workers, (workers,).
+        prefill_requests, prefill_tokens, prefill_pairs, decode_requests: of the workers,
+            (workers,).
         cached: tokens of the prompt that each worker holds, (workers,).
         prefill, decode: of the candidates, (candidates,); prefill is -1 for local.
         prompt: tokens.
@@ -89,7 +91,7 @@ def price(
     arrivals, a, b, d = table[4], table[6], table[7], table[8]
     n_sat, beta, floor = table[9], table[10], table[11]
     stall_base, stall_token, mean = table[12], table[13], table[14]
-    bursts, uneven = table[15], table[16]
+    bursts, uneven, pair = table[15], table[16], table[17]
     everybody, apart = 0.0, 0
     for w in range(prefills.shape[0]):
         everybody += arrivals[w]
@@ -99,16 +101,21 @@ def price(
         local = prefill[i] < 0
         where = there if local else prefill[i]
         wait = base[where] * prefill_requests[where] + token[where] * prefill_tokens[where]
+        wait += pair[where] * prefill_pairs[where]
         if prefill_requests[where] > 0:  # one is under way, and not at its beginning
             wait = max(0.0, wait - 0.5 * mean[where] * max(0.0, 1.0 - uneven[where]))
         uncached = prompt - overlap_weight * cached[where]
-        service = base[where] + token[where] * uncached
+        pairs = uncached * (prompt - 0.5 * uncached)
+        service = base[where] + token[where] * uncached + pair[where] * pairs
         n = float(decode_requests[there])
         law = a[there], b[there], d[there], n_sat[there], beta[there], floor[there]
         pace, slower = itl(law, n), itl(law, n + 1.0)
         transfer, stall, delay = 0.0, 0.0, service
         if local:
-            taken = stall_base[there] + stall_token[there] * uncached
+            size = uncached
+            if pair[there] > 0.0:
+                size += pair[there] / token[there] * pairs
+            taken = stall_base[there] + stall_token[there] * size
             stall = toll * taken * n
             if n > 0.0:
                 delay = taken

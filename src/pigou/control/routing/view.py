@@ -31,6 +31,7 @@ class FleetView(msgspec.Struct, eq=False):
         decodes: whether streams may run here.
         prefill_requests: prompts that are to be computed, or are being computed.
         prefill_tokens: their tokens that are not cached there.
+        prefill_pairs: pairs of those with the tokens before them.
         decode_requests: streams that run, or are about to.
         decode_tokens: their tokens, prompt and output.
         served: requests that were ever sent here to decode.
@@ -52,6 +53,7 @@ class FleetView(msgspec.Struct, eq=False):
     decodes: Flags
     prefill_requests: Counts
     prefill_tokens: Counts
+    prefill_pairs: Counts
     decode_requests: Counts
     decode_tokens: Counts
     served: Counts

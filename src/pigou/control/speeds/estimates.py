@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +29,25 @@ _PRIOR = {
 #: Seconds of a prompt, apart from its tokens and of each, before any was seen.
 PRIOR_PREFILL = (_PRIOR["prefill_base"], _PRIOR["prefill_token"])
 _LAW = ("a", "b", "d", "n_sat", "beta", "floor")
-_STALL = ("stall_base", "stall_token", "prompt", "bursts", "uneven")
+_STALL = ("stall_base", "stall_token", "prompt", "bursts", "uneven", "prefill_pair")
 #: Names of the rows of a table of estimates, in order.
 ROWS = (*_PRIOR, *_LAW, *_STALL)
 
 
 def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
-    """Return what is assumed of one worker, in the order of `ROWS`, shape (17,)."""
+    """Return what is assumed of one worker, in the order of `ROWS`, shape (18,)."""
     pace = (min(getattr(law, name), _FAR) for name in _LAW)
-    return np.array([*_PRIOR.values(), *pace, *PRIOR_PREFILL, PRIOR_PREFILL[0], 1.0, 1.0])
+    return np.array([*_PRIOR.values(), *pace, *PRIOR_PREFILL, PRIOR_PREFILL[0], 1.0, 1.0, 0.0])
+
+
+def pairs(tokens: Any, prompt: Any) -> Any:
+    """Return how often a token of a prompt attends to one before it: u (c + u / 2).
+
+    Args:
+        tokens: u, that are uncached; the last of the prompt.
+        prompt: c + u, all of them.
+    """
+    return tokens * (prompt - 0.5 * tokens)
 
 
 def _row(name: str) -> property:
@@ -55,7 +65,7 @@ class Estimates:
     """Speeds of the workers; each name below is a view of shape (workers,).
 
     Attributes:
-        table: all of them, by the names in `ROWS`, shape (17, workers).
+        table: all of them, by the names in `ROWS`, shape (18, workers).
         prefill_base: seconds that a prompt takes apart from its tokens.
         prefill_token: seconds that each uncached token of a prompt takes.
         transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
@@ -69,6 +79,7 @@ class Estimates:
         prompt: seconds that a prompt of mean length takes alone.
         bursts: variance of the fleet's gaps between arrivals, by their squared mean.
         uneven: variance of the seconds of its prompts, by their squared mean.
+        prefill_pair: seconds of each pair of a prompt's token and one before it (`pairs`).
     """
 
     table: Numbers
@@ -90,6 +101,7 @@ class Estimates:
     prompt = _row("prompt")
     bursts = _row("bursts")
     uneven = _row("uneven")
+    prefill_pair = _row("prefill_pair")
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:
@@ -119,9 +131,32 @@ class Estimates:
         """Return the law of one worker's ITL."""
         return LatencyLaw(*(float(getattr(self, name)[row]) for name in _LAW))
 
-    def service(self, rows: NDArray[np.integer], tokens: Numbers) -> Numbers:
-        """Return the seconds that a prompt with so many uncached tokens takes there, (rows,)."""
+    def service(
+        self, rows: NDArray[np.integer], tokens: Numbers, prompt: float | Numbers
+    ) -> Numbers:
+        """Return the seconds that prompts take there, (rows,).
+
+        Args:
+            rows: workers, (rows,).
+            tokens: of the prompts that are uncached, (rows,).
+            prompt: tokens of the prompts.
+        """
         found: Numbers = self.prefill_base[rows] + self.prefill_token[rows] * tokens
+        found += self.prefill_pair[rows] * pairs(tokens, prompt)
+        return found
+
+    def work(
+        self, requests: NDArray[np.integer], tokens: NDArray[np.integer], both: NDArray[np.integer]
+    ) -> Numbers:
+        """Return the seconds that all prompts of each worker take, (workers,).
+
+        Args:
+            requests: prompts, (workers,).
+            tokens: of theirs that are uncached, (workers,).
+            both: pairs of theirs, (workers,).
+        """
+        found: Numbers = self.prefill_base * requests + self.prefill_token * tokens
+        found += self.prefill_pair * both
         return found
 
     def transfer(self, rows: NDArray[np.integer], tokens: Numbers) -> Numbers:

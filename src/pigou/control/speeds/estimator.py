@@ -16,6 +16,7 @@ from pigou.control.speeds.estimates import (
     PRIOR_PREFILL,
     ROWS,
     Estimates,
+    pairs,
     prior_column,
 )
 from pigou.control.speeds.estimates_kernel import fill
@@ -49,7 +50,8 @@ class Estimator:
 
     Prefill: workers compute prompts one after another (or batched, which makes no difference to
     sums), so a prompt that ends kept its worker busy since it came, or since the one before
-    ended, whichever is later; these times are fitted by a line over uncached tokens. Transfer:
+    ended, whichever is later; these times are fitted by a line over uncached tokens and, where
+    prompts are long enough for that to show, over pairs of tokens (attention). Transfer:
     from a remote prefill's end to the first token, by a line over tokens. ITL: `Flow`'s samples,
     by a `LatencyLaw`, less what prompts took that were computed beside the streams (`Stall`).
 
@@ -103,17 +105,21 @@ class Estimator:
         self._rate[row] = self._rate.item(row) * math.exp(-max(0.0, age)) + 1.0 / RATE_S
         self._rated[row] = now
 
-    def prefilled(self, row: int, tokens: int, sent: int, now: int) -> None:
+    def prefilled(
+        self, row: int, tokens: int, sent: int, now: int, prompt: int | None = None
+    ) -> None:
         """A prompt with so many uncached tokens, sent at `sent`, was computed by worker `row`.
 
-        The flow is advanced up to `now` before.
+        The flow is advanced up to `now` before. `prompt` is its length, if more than those.
         """
         began = max(sent, int(self._last_done[row]))
         self._last_done[row] = now
-        self.flow.prompt(row, tokens, max(0, now - began) / SECOND)
-        self._sizes.observe(tokens)
+        both = float(pairs(tokens, tokens if prompt is None else prompt))
+        size = tokens + self._prefill.ratio * both
+        self.flow.prompt(row, size, max(0, now - began) / SECOND)
+        self._sizes.observe(size)
         if now > began:
-            self._learn("prefill", self._prefill, row, tokens, now - began, now)
+            self._learn("prefill", self._prefill, row, tokens, now - began, now, both)
 
     def transferred(self, row: int, tokens: int, nanos: int, now: int) -> None:
         """A remote prefill's tokens reached worker `row`, and its first token followed."""
@@ -146,7 +152,7 @@ class Estimator:
                 expected *= own[sample.row]
                 work = sample.steps * expected
                 self._stall.observe(
-                    sample.itl / expected, sample.prompts / work, sample.uncached / work
+                    sample.itl / expected, sample.prompts / work, sample.work / work
                 )
         self._known = None
 
@@ -178,7 +184,7 @@ class Estimator:
         doubt = self._stall.doubt(*alone)
         found = []
         for sample in samples:
-            prompts, tokens = sample.prompts / sample.steps, sample.uncached / sample.steps
+            prompts, tokens = sample.prompts / sample.steps, sample.work / sample.steps
             left = max(1.0 - (base * prompts + token * tokens) / sample.itl, _LEAST_BARE)
             error = NOISE + doubt(prompts, tokens) / sample.itl**2
             found.append((left * sample.itl, max(NOISE * left * left / error, _LEAST_SURE)))
@@ -189,12 +195,13 @@ class Estimator:
         decayed(self._rate, self._rated, self._mean_service, now, known.arrivals, known.busy)
 
     def _learn(
-        self, name: str, fit: AffineFit, row: int, size: int, nanos: int, now: int
+        self, name: str, fit: AffineFit, row: int, size: int, nanos: int, now: int,
+        both: float = 0.0,
     ) -> None:  # fmt: skip
         seconds, scales = nanos / SECOND, self._scales[name]
         own = scales.of(row, now)
-        fit.observe(float(size), seconds / own)
-        scales.observe(row, seconds / max(fit(float(size)), 1e-9), now)
+        fit.observe(float(size), seconds / own, both)
+        scales.observe(row, seconds / max(fit(float(size), both), 1e-9), now)
 
     def _alone(self, now: int) -> tuple[float, float]:
         """Return base and slope of what a prompt takes by itself, on a worker like most."""
@@ -217,6 +224,7 @@ class Estimator:
         for name, fit in (("prefill", self._prefill), ("transfer", self._transfer)):
             if fit.seen:
                 column[_AT[f"{name}_base"]], column[_AT[f"{name}_token"]] = fit.law
+        column[_AT["prefill_pair"]] = self._prefill.pair
         column[_AT["stall_base"]], column[_AT["stall_token"]] = self._taken(alone, law)
         column[_AT["bursts"]] = self._gaps.squared()
         column[_AT["uneven"]] = self._sizes.squared(*alone)

@@ -24,7 +24,7 @@ class Sample:
         itl: seconds between two tokens of one stream.
         steps: that it took.
         prompts: that it computed beside the streams.
-        uncached: tokens of those.
+        work: tokens of those that were uncached, pairs counted as tokens.
         mixed: seconds of it that belong to a prompt whose end is to come.
     """
 
@@ -33,18 +33,18 @@ class Sample:
     itl: float
     steps: float = 1.0
     prompts: float = 0.0
-    uncached: float = 0.0
+    work: float = 0.0
     mixed: float = 0.0
 
 
 class _Sums:
     """What one worker did since its last sample, in seconds and tokens."""
 
-    __slots__ = ("everybody", "mixed", "prompts", "seconds", "streams", "tokens", "uncached")
+    __slots__ = ("everybody", "mixed", "prompts", "seconds", "streams", "tokens", "work")
 
     def __init__(self) -> None:
         self.seconds = self.streams = self.everybody = 0.0
-        self.tokens = self.prompts = self.uncached = self.mixed = 0.0
+        self.tokens = self.prompts = self.work = self.mixed = 0.0
 
 
 class Flow:
@@ -108,13 +108,13 @@ class Flow:
         """Tokens came, after the first of their streams."""
         self._sums[row].tokens += tokens
 
-    def prompt(self, row: int, uncached: int, seconds: float) -> None:
+    def prompt(self, row: int, work: float, seconds: float) -> None:
         """A prompt was computed in so much time, beside the streams if there were any."""
         for each in (*self._open[row], self._sums[row]):
             if each.mixed:
                 share = min(1.0, each.mixed / max(seconds, 1e-9))
                 each.prompts += share
-                each.uncached += share * uncached
+                each.work += share * work
                 each.mixed = 0.0
 
     def harvest(self) -> Iterator[Sample]:
@@ -128,7 +128,7 @@ class Flow:
                 waiting.append(
                     Sample(
                         row, streams, itl, sums.seconds / itl,
-                        sums.prompts, sums.uncached, sums.mixed,
+                        sums.prompts, sums.work, sums.mixed,
                     )  # fmt: skip
                 )
             if not waiting:
