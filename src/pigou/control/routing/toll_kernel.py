@@ -110,7 +110,7 @@ def price(
         n = float(decode_requests[there])
         law = a[there], b[there], d[there], n_sat[there], beta[there], floor[there]
         pace, slower = itl(law, n), itl(law, n + 1.0)
-        transfer, stall, delay = 0.0, 0.0, service
+        transfer, stall, delay, beside = 0.0, 0.0, service, 0.0
         if local:
             size = uncached
             if pair[there] > 0.0:
@@ -120,8 +120,17 @@ def price(
             if n > 0.0:
                 delay = taken
         else:
+            ahead = base[there] * prefill_requests[there] + token[there] * prefill_tokens[there]
+            ahead += pair[there] * prefill_pairs[there]
             missing = prompt - overlap_weight * cached[there]
             transfer = move_base[there] + move_token[there] * missing
+            left = max(0.0, ahead - wait - service - transfer)
+            if left > 0.0:
+                size = float(prefill_tokens[there])
+                if pair[there] > 0.0:
+                    size += pair[there] / token[there] * prefill_pairs[there]
+                taken = stall_base[there] * prefill_requests[there] + stall_token[there] * size
+                beside = left * min(1.0, taken / ahead)
         stream = toll * output * n * (slower - pace)
         rate = arrivals[where]
         if prefills[where] and not decodes[where]:
@@ -133,9 +142,10 @@ def price(
         found[0, i] = wait
         found[1, i] = service
         found[2, i] = transfer
-        found[3, i] = output * slower
+        decode = output * slower + beside
+        found[3, i] = decode
         found[4, i] = stream
         found[5, i] = queue
         found[6, i] = stall
         # In the order of the rows, as whoever adds them up again does: sums must be the same.
-        found[7, i] = wait + service + transfer + output * slower + stream + queue + stall
+        found[7, i] = wait + service + transfer + decode + stream + queue + stall
