@@ -28,22 +28,25 @@ class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Toll:
     """Expected private cost plus toll, in seconds; there are no weights to tune.
 
-    For a prompt with u uncached tokens on worker p (p = d where it is computed locally), N
-    expected output tokens, n streams on decode worker d:
+    For a prompt of t tokens, of which u are uncached on worker p (p = d where it is computed
+    locally), N expected output tokens, n streams on decode worker d:
 
-        wait      Q_p = prefill_base q_p + prefill_token U_p - m_p max(0, 1 - c_p) / 2
-                  (q_p > 0 prompts there, of U_p tokens; 0 where there are none)
-        prefill   s = prefill_base_p + prefill_token_p u
+        wait      Q_p = S_p - m_p max(0, 1 - c_p) / 2, S_p = prefill_base q_p + prefill_token U_p
+                  + prefill_pair V_p  (q_p > 0 prompts there; 0 where there are none)
+        prefill   s = prefill_base_p + prefill_token_p u + prefill_pair_p u (t - u / 2)
         transfer  x = transfer_base_d + transfer_token_d (tokens that d lacks), 0 where p = d
-        decode    N f_d(n + 1)
+        decode    N f_d(n + 1) + b,  b = Z_d max(0, S_d - Q_p - s - x) / S_d where p is not d
         toll of the stream    N n (f_d(n+1) - f_d(n))
         toll of the queue     w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k
         toll of the stall     z n, where p = d
 
-    with z = stall_base_d + stall_token_d u; w = z where p = d and n > 0, s elsewhere; m_p the
-    mean of s and c_p its variance by m_p^2; rho_p = Lambda_p m_p; v half the sum of c_p and of
-    the same for gaps between arrivals; k = 1 + Q_p / (v m_p). The one under way is as far as the
-    mean residual life says.
+    with U_p uncached tokens of the prompts there, and V_p pairs of them with a token before (the
+    attention of long prompts); z = stall_base_d + stall_token_d u, pairs counted as the tokens
+    that they take as long as, and Z_d the same of all prompts that wait at d; w = z where p = d
+    and n > 0, s elsewhere; m_p the mean of s and c_p its variance by m_p^2; rho_p = Lambda_p m_p;
+    v half the sum of c_p and of the same for gaps between arrivals; k = 1 + Q_p / (v m_p). The
+    one under way is as far as the mean residual life says. b is for prompts that d itself is to
+    compute, and will not have done when the stream begins.
 
     The stream's toll is the marginal-cost toll of the routing game (design, "Three games, three
     prices"; Georgiou 2026, Eq. 7 gives the game). The queue's is Naor's ("The Regulation of Queue

@@ -54,6 +54,29 @@ def itl(law: tuple[float, float, float, float, float, float], n: float) -> float
 
 
 @bare_kernel
+def alone(law: tuple[float, float, float], prompts: int, tokens: float, pairs: float) -> float:
+    """Return the seconds that prompts take where nobody streams; `law` is (base, token, pair)."""
+    base, token, pair = law
+    return base * prompts + token * tokens + pair * pairs
+
+
+@bare_kernel
+def among(
+    law: tuple[float, float, float], taken: tuple[float, float], prompts: int, tokens: float,
+    pairs: float,
+) -> float:  # fmt: skip
+    """Return the seconds that prompts take from each stream beside them.
+
+    A pair counts as so many tokens as it takes by `law`, (base, token, pair); `taken` is (base,
+    token).
+    """
+    _, token, pair = law
+    base, each = taken
+    size = tokens if pair <= 0.0 else tokens + pair / token * pairs
+    return base * prompts + each * size
+
+
+@bare_kernel
 def price(
     table: NDArray[np.float64],
     prefills: NDArray[np.bool_],
@@ -100,37 +123,38 @@ def price(
         there = decode[i]
         local = prefill[i] < 0
         where = there if local else prefill[i]
-        wait = base[where] * prefill_requests[where] + token[where] * prefill_tokens[where]
-        wait += pair[where] * prefill_pairs[where]
+        prompts = base[where], token[where], pair[where]
+        wait = alone(
+            prompts, prefill_requests[where], float(prefill_tokens[where]),
+            float(prefill_pairs[where]),
+        )  # fmt: skip
         if prefill_requests[where] > 0:  # one is under way, and not at its beginning
             wait = max(0.0, wait - 0.5 * mean[where] * max(0.0, 1.0 - uneven[where]))
-        uncached = prompt - overlap_weight * cached[where]
+        uncached = float(prompt - overlap_weight * cached[where])
         pairs = uncached * (prompt - 0.5 * uncached)
-        service = base[where] + token[where] * uncached + pair[where] * pairs
+        service = alone(prompts, 1, uncached, pairs)
         n = float(decode_requests[there])
         law = a[there], b[there], d[there], n_sat[there], beta[there], floor[there]
         pace, slower = itl(law, n), itl(law, n + 1.0)
+        stalls = stall_base[there], stall_token[there]
         transfer, stall, delay, beside = 0.0, 0.0, service, 0.0
         if local:
-            size = uncached
-            if pair[there] > 0.0:
-                size += pair[there] / token[there] * pairs
-            taken = stall_base[there] + stall_token[there] * size
+            taken = among(prompts, stalls, 1, uncached, pairs)
             stall = toll * taken * n
             if n > 0.0:
                 delay = taken
         else:
-            ahead = base[there] * prefill_requests[there] + token[there] * prefill_tokens[there]
-            ahead += pair[there] * prefill_pairs[there]
             missing = prompt - overlap_weight * cached[there]
             transfer = move_base[there] + move_token[there] * missing
-            left = max(0.0, ahead - wait - service - transfer)
+            # Prompts that will still be there when the stream begins are computed beside it.
+            there_law = base[there], token[there], pair[there]
+            count, tokens = prefill_requests[there], float(prefill_tokens[there])
+            others = float(prefill_pairs[there])
+            ahead = alone(there_law, count, tokens, others)
+            left = ahead - wait - service - transfer
             if left > 0.0:
-                size = float(prefill_tokens[there])
-                if pair[there] > 0.0:
-                    size += pair[there] / token[there] * prefill_pairs[there]
-                taken = stall_base[there] * prefill_requests[there] + stall_token[there] * size
-                beside = left * min(1.0, taken / ahead)
+                beside = min(left, left / ahead * among(there_law, stalls, count, tokens, others))
+        streams = output * slower + beside
         stream = toll * output * n * (slower - pace)
         rate = arrivals[where]
         if prefills[where] and not decodes[where]:
@@ -142,10 +166,9 @@ def price(
         found[0, i] = wait
         found[1, i] = service
         found[2, i] = transfer
-        decode = output * slower + beside
-        found[3, i] = decode
+        found[3, i] = streams
         found[4, i] = stream
         found[5, i] = queue
         found[6, i] = stall
         # In the order of the rows, as whoever adds them up again does: sums must be the same.
-        found[7, i] = wait + service + transfer + decode + stream + queue + stall
+        found[7, i] = wait + service + transfer + streams + stream + queue + stall
