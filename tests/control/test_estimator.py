@@ -11,9 +11,8 @@ from model_fleet import Ideal, ModelFleet, poisson
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
 from pigou.control.speeds.affine import AffineFit
-from pigou.control.speeds.estimates import Estimates
+from pigou.control.speeds.estimates import Estimates, pairs
 from pigou.control.speeds.estimator import Estimator
-from pigou.control.speeds.flow import Flow
 from pigou.control.speeds.scales import Scales
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Role
@@ -128,17 +127,43 @@ def test_a_first_outlier_does_not_starve_its_worker() -> None:
     assert served.min() > 0.35 * served.sum()
 
 
-def test_itl_is_the_time_of_all_streams_by_the_tokens_that_came() -> None:
-    flow = Flow()
-    flow.up()
-    flow.advance(0, 0, 0)
-    flow.change(0, 2)
-    flow.advance(0, 3, SECOND)  # two streams seen, a third whose tokens are not
-    flow.came(0, 40)
-    (sample,) = flow.harvest()
-    assert sample.itl == pytest.approx(2 / 40)
-    assert sample.streams == pytest.approx(3)
-    assert list(flow.harvest()) == []
+def test_a_prompt_takes_what_its_tokens_and_their_attention_take() -> None:
+    """Pairs of tokens count where prompts are long enough, and are not seen where they are not."""
+    rng, fit = np.random.default_rng(4), AffineFit()
+    for _ in range(200):
+        size = float(rng.uniform(1e3, 2e5))
+        both = size * size * float(rng.uniform(0.5, 3.0))
+        took = 0.01 + 2e-5 * size + 4e-10 * both
+        fit.observe(size, took * float(rng.uniform(0.95, 1.05)), both)
+    assert fit.pair == pytest.approx(4e-10, rel=0.1)
+    assert fit.law[1] == pytest.approx(2e-5, rel=0.2)
+    assert fit.ratio == pytest.approx(2e-5, rel=0.3)
+    short = AffineFit()
+    for _ in range(200):
+        size = float(rng.uniform(50, 400))
+        took = 0.01 + 2e-4 * size
+        short.observe(size, took * float(rng.uniform(0.9, 1.1)), size * size / 2)
+    assert short.pair == 0.0
+    assert short.law == pytest.approx((0.01, 2e-4), rel=0.2)
+
+
+def test_prompts_that_are_all_alike_are_taken_to_cost_by_the_token() -> None:
+    fit = AffineFit()
+    for _ in range(20):
+        fit.observe(128.0, 0.064, 128.0 * 64)
+    assert fit.law == pytest.approx((0.0, 0.0005))
+    assert fit(1280.0) == pytest.approx(0.64)
+
+
+def test_the_work_of_a_queue_is_that_of_its_prompts() -> None:
+    known = Estimates.prior(2)
+    known.prefill_pair[:] = 1e-9
+    rows, tokens = np.array([0, 1]), np.array([3e4, 1e4])
+    each = known.service(rows, tokens, np.array([5e4, 1e4]))
+    both = pairs(tokens, np.array([5e4, 1e4]))
+    work = known.work(np.array([1, 1]), tokens.astype(np.int64), both.astype(np.int64))
+    assert work == pytest.approx(each)
+    assert each[0] == pytest.approx(0.005 + 3.0 + 1e-9 * 3e4 * (2e4 + 1.5e4))
 
 
 @given(st.integers(0, 20), st.floats(0, 1), st.floats(1e-4, 1), st.floats(0, 1))

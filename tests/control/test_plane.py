@@ -32,7 +32,10 @@ from pigou.request import SECOND, FinishReason, Request, Role, Worker
 
 ROLES = [Role.PREFILL, Role.DECODE, Role.BOTH]
 LIMIT = 3
-COUNTS = ("prefill_requests", "prefill_tokens", "decode_requests", "decode_tokens", "decoding")
+COUNTS = (
+    "prefill_requests", "prefill_tokens", "prefill_pairs", "decode_requests", "decode_tokens",
+    "decoding",
+)  # fmt: skip
 
 
 @dataclass

@@ -58,6 +58,40 @@ def test_parts_are_the_formula() -> None:
     assert costs == pytest.approx(sum(parts.values()))
 
 
+def test_a_stream_waits_for_the_prompts_that_its_worker_will_not_have_computed() -> None:
+    """Of those 3 s of prompts, 2 s are left when the stream begins; streams feel half of that."""
+    known_ = known(2)
+    known_.stall_base[:], known_.stall_token[:] = 0.0025, 0.5e-4
+    fleet = FleetView.of(
+        2, estimates=known_, prefill_requests=[0, 10], prefill_tokens=[0, 29_500], output=100.0
+    )
+    request = Request("r", 9_800, 100)
+    offered = pairs((0, 1), (-1, 1))
+    parts = Toll().parts(request, fleet, offered)
+    begins = parts["prefill"][0] + parts["transfer"][0]
+    assert parts["decode"][0] == pytest.approx(100 * LAW(1.0) + (3.0 - begins) / 2)
+    assert parts["decode"][1] == pytest.approx(100 * LAW(1.0))  # it is behind all of them
+    fleet.prefill_tokens[1] = 5_000
+    parts = Toll().parts(request, fleet, offered)
+    assert parts["decode"][0] == pytest.approx(100 * LAW(1.0))
+
+
+def test_long_prompts_are_priced_by_their_attention_too() -> None:
+    known_ = known(2)
+    known_.prefill_pair[:] = 1e-9
+    known_.stall_token[:] = 0.5e-4
+    fleet = FleetView.of(
+        2, estimates=known_, overlap=[1000, 0], decode_requests=[1, 1],
+        prefill_requests=[0, 1], prefill_tokens=[0, 10_000], prefill_pairs=[0, 10**9],
+    )  # fmt: skip
+    parts = Toll().parts(Request("r", 40_000, 9), fleet, pairs((-1, 0), (-1, 1)))
+    attention = np.array([24_000 * 28_000, 40_000 * 20_000]) * 1e-9
+    tokens = np.array([24_000, 40_000]) * 1e-4
+    assert parts["prefill"] == pytest.approx(0.005 + tokens + attention)
+    assert parts["wait"] == pytest.approx([0.0, 0.005 + 1.0 + 1.0])
+    assert parts["toll_stall"] == pytest.approx(0.005 + 0.5 * (tokens + attention))
+
+
 @pytest.mark.parametrize("rho", [0.3, 1.0, 2.5])
 def test_the_toll_of_the_queue_is_naors(rho: float) -> None:
     for place in range(1, 7):

@@ -147,6 +147,20 @@ def test_the_online_fit_agrees_with_the_law(law: LatencyLaw, outliers: float) ->
     assert error(online.law(), law, n) < 0.06
 
 
+def test_an_observation_of_half_the_weight_counts_for_half_of_one() -> None:
+    law, (n, seconds) = LAWS[0], observed(LAWS[0], 9, 0.05, 0.0)
+    whole, halves, wrong = OnlineFit(64), OnlineFit(64), OnlineFit(64)
+    for load, each in zip(n, seconds, strict=True):
+        whole.observe(load, each)
+        halves.observe(load, each, 0.5)
+        halves.observe(load, each, 0.5)
+        wrong.observe(load, each)
+        wrong.observe(load, 4 * each, 1e-4)
+    assert halves.weight == pytest.approx(whole.weight, rel=0.1)
+    for online in (halves, wrong):
+        assert error(online.law(), law, n) < 0.03
+
+
 @pytest.mark.parametrize("factor", [0.3, 3.0])
 def test_the_online_fit_follows_a_lasting_change(factor: float) -> None:
     law = LAWS[0]
@@ -167,6 +181,9 @@ def test_the_online_fit_refuses_what_it_cannot_use() -> None:
         OnlineFit(64, 0)
     with pytest.raises(ValueError, match="seconds > 0"):
         OnlineFit(64).observe(1, 0)
+    for weight in (0.0, 1.5):
+        with pytest.raises(ValueError, match="weight"):
+            OnlineFit(64).observe(1, 1, weight)
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.floats(1e-4, 1e3)), min_size=1, max_size=40))

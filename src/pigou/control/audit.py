@@ -169,7 +169,9 @@ def _work(
     uncached = np.array([each.uncached for each in records], dtype=np.float64)
     pairs = np.array([each.pairs for each in records], dtype=np.float64)
     generated = np.array([each.generated for each in records], dtype=np.float64)
-    return np.maximum(base + token * uncached + pair * pairs, 1e-6), np.maximum(itl * generated, 1e-6)
+    return np.maximum(base + token * uncached + pair * pairs, 1e-6), np.maximum(
+        itl * generated, 1e-6
+    )
 
 
 def _filled(fits: Sequence[OnlineFit | None]) -> list[LatencyLaw] | None:

@@ -243,8 +243,9 @@ class Watch:
     def _computed(self, load: Load, now: int) -> None:
         """The prompt of a request is computed, well or not."""
         self._silent.pop(load.request.id, None)
-        for worker in {load.prefill, load.decode} - {None}:
-            self._advance(self.state.row[worker], now)
+        for worker in dict.fromkeys((load.prefill, load.decode)):
+            if worker is not None:
+                self._advance(self.state.row[worker], now)
         self.state.prefilled(load)
 
     def _release(self, request: str, now: int) -> Load | None:

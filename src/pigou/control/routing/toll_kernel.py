@@ -77,6 +77,22 @@ def among(
 
 
 @bare_kernel
+def beside(
+    law: tuple[float, float, float], taken: tuple[float, float], prompts: int, tokens: float,
+    pairs: float, begins: float,
+) -> float:  # fmt: skip
+    """Return the seconds that prompts take from a stream that comes in `begins` seconds.
+
+    Those before then do not delay it.
+    """
+    ahead = alone(law, prompts, tokens, pairs)
+    left = ahead - begins
+    if left <= 0.0:
+        return 0.0
+    return min(left, left / ahead * among(law, taken, prompts, tokens, pairs))
+
+
+@bare_kernel
 def price(
     table: NDArray[np.float64],
     prefills: NDArray[np.bool_],
@@ -137,7 +153,7 @@ def price(
         law = a[there], b[there], d[there], n_sat[there], beta[there], floor[there]
         pace, slower = itl(law, n), itl(law, n + 1.0)
         stalls = stall_base[there], stall_token[there]
-        transfer, stall, delay, beside = 0.0, 0.0, service, 0.0
+        transfer, stall, delay, others = 0.0, 0.0, service, 0.0
         if local:
             taken = among(prompts, stalls, 1, uncached, pairs)
             stall = toll * taken * n
@@ -146,15 +162,12 @@ def price(
         else:
             missing = prompt - overlap_weight * cached[there]
             transfer = move_base[there] + move_token[there] * missing
-            # Prompts that will still be there when the stream begins are computed beside it.
-            there_law = base[there], token[there], pair[there]
-            count, tokens = prefill_requests[there], float(prefill_tokens[there])
-            others = float(prefill_pairs[there])
-            ahead = alone(there_law, count, tokens, others)
-            left = ahead - wait - service - transfer
-            if left > 0.0:
-                beside = min(left, left / ahead * among(there_law, stalls, count, tokens, others))
-        streams = output * slower + beside
+            others = beside(
+                (base[there], token[there], pair[there]), stalls, prefill_requests[there],
+                float(prefill_tokens[there]), float(prefill_pairs[there]),
+                wait + service + transfer,
+            )  # fmt: skip
+        streams = output * slower + others
         stream = toll * output * n * (slower - pace)
         rate = arrivals[where]
         if prefills[where] and not decodes[where]:

@@ -78,7 +78,7 @@ class AffineFit:
         self.law = base, slope
 
     def _fit(self) -> tuple[float, float, float]:
-        """Return slope, base and pair: of size alone, with a base, with pairs, as far as it pays."""
+        """Return slope, base and pair: of size alone, then a base, then pairs, where it pays."""
         for some in range(3):
             kept = slice(0, some + 1)
             self._grams[some, kept, kept] = self._gram[kept, kept]

@@ -233,7 +233,7 @@ class Estimator:
         commons = (prefill[0], transfer[0], itl[0])
         fill(
             found.table, column, prefill[1], transfer[1], itl[1], commons,
-            self._prefill.mean_size, least,
+            self._sizes.mean(self._prefill.mean_size), least,
         )  # fmt: skip
         self._mean_service = found.prompt
         return found

@@ -37,14 +37,17 @@ class Sample:
     mixed: float = 0.0
 
 
+@dataclass(slots=True)
 class _Sums:
     """What one worker did since its last sample, in seconds and tokens."""
 
-    __slots__ = ("everybody", "mixed", "prompts", "seconds", "streams", "tokens", "work")
-
-    def __init__(self) -> None:
-        self.seconds = self.streams = self.everybody = 0.0
-        self.tokens = self.prompts = self.work = self.mixed = 0.0
+    seconds: float = 0.0
+    streams: float = 0.0
+    everybody: float = 0.0
+    tokens: float = 0.0
+    prompts: float = 0.0
+    work: float = 0.0
+    mixed: float = 0.0
 
 
 class Flow:
@@ -76,8 +79,8 @@ class Flow:
 
     def down(self, row: int) -> None:
         """A worker left."""
-        for each in (self._flowing, self._sums, self._open, self._since, self._computes):
-            del each[row]  # type: ignore[attr-defined]
+        del self._flowing[row], self._sums[row], self._open[row]
+        del self._since[row], self._computes[row]
 
     def advance(self, row: int, streams: int, prompts: int, now: int) -> None:
         """Let time pass on worker `row`; call before a change of what it does.
@@ -110,7 +113,8 @@ class Flow:
 
     def prompt(self, row: int, work: float, seconds: float) -> None:
         """A prompt was computed in so much time, beside the streams if there were any."""
-        for each in (*self._open[row], self._sums[row]):
+        under: list[Sample | _Sums] = [*self._open[row], self._sums[row]]
+        for each in under:
             if each.mixed:
                 share = min(1.0, each.mixed / max(seconds, 1e-9))
                 each.prompts += share
@@ -123,20 +127,19 @@ class Flow:
             waiting = self._open[row]
             if sums.seconds >= _LEAST_S and sums.tokens >= _LEAST_TOKENS:
                 self._sums[row] = _Sums()
-                itl = sums.streams / sums.tokens
-                streams = sums.everybody / sums.seconds
-                waiting.append(
-                    Sample(
-                        row, streams, itl, sums.seconds / itl,
-                        sums.prompts, sums.work, sums.mixed,
-                    )  # fmt: skip
-                )
+                waiting.append(_sample(sums))
             if not waiting:
                 continue
-            if self._computes[row]:
-                ready = next((i for i, each in enumerate(waiting) if each.mixed), len(waiting))
-                yield from waiting[:ready]
-                del waiting[: max(ready, len(waiting) - _MOST_OPEN)]
-            else:  # a prompt that was given up leaves samples that nobody can explain
-                yield from (each for each in waiting if not each.mixed)
-                waiting.clear()
+            ready = next((i for i, each in enumerate(waiting) if each.mixed), len(waiting))
+            if not self._computes[row]:  # a prompt was given up: nobody can explain its samples
+                waiting[:] = [each for each in waiting if not each.mixed]
+                ready = len(waiting)
+            for each in waiting[:ready]:
+                each.row = row  # workers may have left since
+                yield each
+            del waiting[: max(ready, len(waiting) - _MOST_OPEN)]
+
+
+def _sample(sums: _Sums) -> Sample:
+    itl, streams = sums.streams / sums.tokens, sums.everybody / sums.seconds
+    return Sample(-1, streams, itl, sums.seconds / itl, sums.prompts, sums.work, sums.mixed)

@@ -31,6 +31,11 @@ class Spread:
         mean = self._sum / self._weight
         return mean, max(0.0, self._squares / self._weight - mean * mean)
 
+    def mean(self, otherwise: float) -> float:
+        """Return the mean; `otherwise` while too few values came."""
+        found = self.moments
+        return otherwise if found is None else found[0]
+
     def squared(self, base: float = 0.0, slope: float = 1.0) -> float:
         """Return variance over squared mean of base + slope x; 1 while that is not known."""
         found = self.moments
