@@ -23,9 +23,9 @@ from pigou.kv.worth import Worth
 BYTES = 10
 
 
-def make_tiers(caps: list[int], staging: int) -> Tiers:
+def make_tiers(caps: list[int], staging: int, copies: int = 2) -> Tiers:
     tiers = [Tier(cap * BYTES, Lru(Setting(cap * BYTES), Lru.Params())) for cap in caps]
-    return Tiers(tiers, BYTES, [staging] * len(caps))
+    return Tiers(tiers, BYTES, [staging] * len(caps), copies=copies)
 
 
 class TierSeam(Seam):
@@ -37,7 +37,9 @@ class TierSeam(Seam):
         staging = data.draw(st.sampled_from([0, 1, 3]))
         config = EngineConfig(**{f: getattr(config, f) for f in config.__struct_fields__
                                  if f != "prefix_caching"})  # fmt: skip
-        self.core = EngineCore(config, tiers=make_tiers(caps, staging))
+        self.core = EngineCore(
+            config, tiers=make_tiers(caps, staging, data.draw(st.integers(1, 9)))
+        )
         self.core.rates = rates
         self.oracle: TierOracle = TierOracle(
             self.core,

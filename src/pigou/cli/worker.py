@@ -48,6 +48,30 @@ def worker(
     host_blocks: Annotated[
         int, typer.Option(help="Blocks of host memory that preempted requests may be swapped to.")
     ] = _DEFAULT.host_blocks,
+    host_cache: Annotated[
+        str, typer.Option(help="Host memory for blocks that leave the device, like 4GiB.")
+    ] = "0",
+    disk_cache: Annotated[
+        str, typer.Option(help="Disk space for blocks, with --disk-path, like 100GiB.")
+    ] = "0",
+    disk_path: Annotated[
+        str, typer.Option(help="Folder for them, of this worker alone.")
+    ] = _DEFAULT.disk_path,
+    bucket_cache: Annotated[
+        str, typer.Option(help="Room for blocks in an object storage, with --bucket-url.")
+    ] = "0",
+    bucket_url: Annotated[
+        str, typer.Option(help="The object storage, as s3://BUCKET/PREFIX.")
+    ] = _DEFAULT.bucket_url,
+    bucket_endpoint: Annotated[
+        str, typer.Option(help="Of an S3-compatible server; by default AWS_ENDPOINT_URL's.")
+    ] = _DEFAULT.bucket_endpoint,
+    bucket_region: Annotated[
+        str, typer.Option(help="Of an S3 bucket; by default what the environment says.")
+    ] = _DEFAULT.bucket_region,
+    tier_policy: Annotated[
+        str, typer.Option(help="What these caches give up first: price, lru, arc, ...")
+    ] = _DEFAULT.tier_policy,
     max_seqs: Annotated[
         int, typer.Option(help="Most sequences that run at once.")
     ] = _DEFAULT.max_seqs,
@@ -137,7 +161,8 @@ def worker(
 ) -> None:
     """Run one worker: an OpenAI-compatible server over one model."""
     values = dict(locals())
-    values["memory"], values["max_body"] = parse_size(memory), parse_size(max_body)
+    for name in ("memory", "max_body", "host_cache", "disk_cache", "bucket_cache"):
+        values[name] = parse_size(values[name])
     try:
         config = msgspec.convert(values, WorkerConfig)
         from pigou.worker.process import run

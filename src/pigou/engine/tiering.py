@@ -16,8 +16,6 @@ from pigou.request import BlockHashes, Ints
 
 #: Sequences whose blocks wait to be offered; of more, the oldest are forgotten.
 _MOST_PENDING = 4096
-#: Of the device's blocks, the share that copies under way may keep from being handed out.
-_SHARE = 8
 
 
 class Pending(NamedTuple):
@@ -41,7 +39,7 @@ class Tiering:
         self._pool, self._prefix, self._size = pool, prefix, block_size
         self._pending: deque[Pending] = deque(maxlen=_MOST_PENDING)
         self._kept: dict[int, Ints] = {}
-        self._room = max(1, pool.blocks // _SHARE)
+        self._room = tiers.copies
 
     @property
     def kept(self) -> Items[Ints]:

@@ -11,6 +11,7 @@ restart can be hit from its beginning on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -85,6 +86,7 @@ class Tiers:
         speeds: of reading from each, as measured; set by the driver.
         worth: what computing a block takes, as measured; while None, every restore pays.
         counts: of each tier.
+        copies: device blocks that may be under copy at once.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Tiers:
         block_bytes: int,
         staging: Sequence[int] | None = None,
         speeds: Sequence[Speed] | None = None,
+        copies: int = 512,
     ) -> None:
         """Begin with these tiers, empty.
 
@@ -102,9 +105,11 @@ class Tiers:
             staging: of each tier, blocks beyond its cap that may lie there while they are copied
                 to the next; the farthest needs none. Without any, what it gives up is dropped.
             speeds: of each tier.
+            copies: device blocks that may be under copy at once.
         """
         self.tiers = list(tiers)
         self.speeds = list(speeds) if speeds is not None else [Speed() for _ in tiers]
+        self.copies = copies
         self.worth: Worth | None = None
         self.counts = [Counts() for _ in tiers]
         self._bytes = block_bytes
@@ -166,6 +171,8 @@ class Tiers:
 
     def readable(self, tier: int, key: bytes, now: int) -> bool:
         """Whether a block lies in a tier, has arrived there, and is valid."""
+        if self.speeds[tier].block == math.inf:  # its store is down
+            return False
         entry = self.tiers[tier].entry(key)
         return entry is not None and key not in self._coming[tier] and entry.block.expiry > now
 

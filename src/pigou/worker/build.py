@@ -18,6 +18,8 @@ from pigou.config import ConfigError, EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND, Ints
+from pigou.runtime.stores.device import Blocks
+from pigou.runtime.stores.mover import Mover
 from pigou.sampling import Grammar
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.sampling import Limits
@@ -27,6 +29,7 @@ from pigou.worker.link import Link
 from pigou.worker.model import ServedModel, chat_template, sampling_defaults, seeds
 from pigou.worker.rates import RateMeter
 from pigou.worker.sleeping import SleepingBackend, TimingLaw
+from pigou.worker.tier_build import TierParts, build_tiers
 from pigou.worker.timed import Timed, timed
 from pigou.worker.transfer import BlockStore, HostStore, SharedMemory, TransferConfig
 
@@ -38,6 +41,8 @@ CPU_MEMORY = 2**30
 GPU_SHARE = 0.9
 #: Sequences of full length that the KV blocks hold at most, where nobody says.
 SEQUENCES = 64
+#: Bytes a second at which nothing is worth being swapped.
+_SLOW = 1.0
 #: Bytes of a block of the sleeping backend.
 _SLEEP_BYTES = 4096
 
@@ -56,6 +61,7 @@ class Parts:
         prepare: compiles a grammar, from any thread; raises ValueError for a faulty one.
         rest: is told when there is nothing to compute; None where nobody wants to know.
         link: over which blocks come, where it takes time as a timing model says.
+        tiers: names of the tiers beyond the device, and what moves blocks there; None for none.
     """
 
     model: ServedModel
@@ -67,6 +73,7 @@ class Parts:
     prepare: Callable[[Grammar], object]
     rest: Callable[[], None] | None = None
     link: Link | None = None
+    tiers: tuple[list[str], Mover] | None = None
 
 
 def build(config: WorkerConfig) -> Parts:
@@ -125,7 +132,8 @@ def _build_torch(config: WorkerConfig) -> Parts:
     free = free_memory(loaded.device)
     room = min(CPU_MEMORY, free // 4) if on_cpu else int(free * GPU_SHARE)
     blocks = _blocks(config, layout, longest, room)
-    core = EngineCore(_engine_config(config, blocks, longest), _epoch())
+    tiers = build_tiers(config, layout, blocks)
+    core = _core(config, blocks, longest, tiers)
     memory = _shared_memory(config, blocks * layout.block_bytes) if on_cpu else None
     cache = loaded.cache(
         blocks,
@@ -142,13 +150,14 @@ def _build_torch(config: WorkerConfig) -> Parts:
         limits=Limits(core.config.max_model_len, loaded.config.vocab),
     )
     meter = None
-    if config.host_blocks:
-        meter = RateMeter(_swap_rate(cache.move, config.host_blocks, layout), layout.block_bytes)
+    if config.host_blocks or tiers is not None:
+        swap = _swap_rate(cache.move, config.host_blocks, layout) if config.host_blocks else _SLOW
+        meter = RateMeter(swap, layout.block_bytes)
 
     def prepare(grammar: Grammar) -> object:
         return executor.grammars().start(grammar)
 
-    return Parts(model, core, executor, cache, memory, meter, prepare)
+    return Parts(model, core, executor, cache, memory, meter, prepare, tiers=_open(tiers, cache))
 
 
 def _swap_rate(
@@ -183,7 +192,8 @@ def _build_sleeping(config: WorkerConfig) -> Parts:
         block_bytes=_SLEEP_BYTES,
     )
     blocks = _blocks(config, layout, longest, CPU_MEMORY)
-    core = EngineCore(_engine_config(config, blocks, longest), _epoch())
+    tiers = build_tiers(config, layout, blocks)
+    core = _core(config, blocks, longest, tiers)
     memory = _shared_memory(config, blocks * layout.block_bytes)
     data = memory.buffer if memory is not None else np.zeros(blocks * _SLEEP_BYTES, dtype=np.uint8)
     tokenizer = Tokenizer.load(folder)
@@ -195,8 +205,9 @@ def _build_sleeping(config: WorkerConfig) -> Parts:
     model = _served(config, folder, eos=tokenizer.eos, digest="sleep", limits=limits)
     store = HostStore(layout, data[: blocks * _SLEEP_BYTES].reshape(blocks, _SLEEP_BYTES))
     return Parts(
-        model, core, backend, store, memory, None, backend.refuse, backend.rest, times.link
-    )
+        model, core, backend, store, memory, None, backend.refuse, backend.rest, times.link,
+        _open(tiers, store),
+    )  # fmt: skip
 
 
 def _times(config: WorkerConfig, folder: Path) -> Timed:
@@ -234,6 +245,16 @@ def _blocks(config: WorkerConfig, layout: KVLayout, longest: int, room: int) -> 
         return fit
     wanted = SEQUENCES * -(-longest // config.block_size)
     return max(1, min(wanted, room // layout.block_bytes))
+
+
+def _core(config: WorkerConfig, blocks: int, longest: int, tiers: TierParts | None) -> EngineCore:
+    limits = _engine_config(config, blocks, longest)
+    return EngineCore(limits, _epoch(), tiers.tiers if tiers is not None else None)
+
+
+def _open(tiers: TierParts | None, device: Blocks) -> tuple[list[str], Mover] | None:
+    """Start what moves the blocks of this device."""
+    return None if tiers is None else (tiers.names, tiers.mover(device))
 
 
 def _epoch() -> int:

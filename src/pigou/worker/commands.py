@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from pigou.engine.plan import Finished
+from pigou.kv.block import Block
 from pigou.request import Request
 from pigou.runtime.outputs import TokenLogprobs
 from pigou.sampling import SamplingParams
@@ -59,6 +60,30 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Restored:
+    """A load from tiers has ended; its first `blocks` blocks came."""
+
+    request: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A move has ended; `good` says which of its blocks arrived."""
+
+    move: int
+    good: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A tier's store has these blocks from before the start."""
+
+    tier: int
+    blocks: list[Block]
+
+
+@dataclass(frozen=True, slots=True)
 class ClearCache:
     """Forget all cached prefixes."""
 
@@ -68,7 +93,9 @@ class Stop:
     """End the thread."""
 
 
-Command: TypeAlias = Add | Abort | Release | Loaded | ClearCache | Stop
+Command: TypeAlias = (
+    Add | Abort | Release | Loaded | Restored | Landed | Recovered | ClearCache | Stop
+)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +29,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         memory: bytes for KV blocks; 0 chooses by the device.
         block_size: tokens in a block.
         host_blocks: blocks of host memory for preempted requests.
+        host_cache: bytes of host memory for blocks that leave the device; 0 for none.
+        disk_cache: bytes of a disk for blocks, with `disk_path`; 0 for none.
+        disk_path: folder of the disk's blocks, of this worker alone; made where it is missing.
+        bucket_cache: bytes of an object storage for blocks, with `bucket_url`; 0 for none.
+        bucket_url: of the object storage, as s3://BUCKET/PREFIX.
+        bucket_endpoint: of an S3-compatible server; empty for what the environment says.
+        bucket_region: of an S3 bucket; empty for what the environment says.
+        tier_policy: eviction policy of these tiers, as registered under `pigou.eviction`.
+        tier_params: parameters of that policy, by name.
         max_seqs: most sequences that run at once.
         max_batched_tokens: most tokens computed in one step.
         max_background_tokens: of those, most tokens of prompts whose priority is above 0; 0 for no
@@ -69,6 +78,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     memory: int = 0
     block_size: int = 16
     host_blocks: int = 0
+    host_cache: int = 0
+    disk_cache: int = 0
+    disk_path: str = ""
+    bucket_cache: int = 0
+    bucket_url: str = ""
+    bucket_endpoint: str = ""
+    bucket_region: str = ""
+    tier_policy: str = "lru"
+    tier_params: dict[str, Any] = {}
     max_seqs: int = 256
     max_batched_tokens: int = 2048
     max_background_tokens: int = 0
@@ -102,7 +120,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("blocks", "memory", "host_blocks", "max_model_len", "max_waiting", "drain",
-                     "max_background_tokens"):  # fmt: skip
+                     "max_background_tokens", "host_cache", "disk_cache",
+                     "bucket_cache"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if not 0 <= self.port <= 65535:
@@ -111,12 +130,39 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(f"kv_lease is {self.kv_lease}; it must be above 0 seconds")
         if self.dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"dtype is {self.dtype!r}; give auto, bf16 or fp32")
+        self._check_tiers()
         self._check_timing()
 
     @property
     def sleeps(self) -> bool:
         """Whether it has no model, and only takes time."""
         return self.executor == "sleep" or bool(self.timing)
+
+    @property
+    def tiered(self) -> bool:
+        """Whether blocks have somewhere to go beyond the device."""
+        return bool(self.host_cache or self.disk_cache or self.bucket_cache)
+
+    def _check_tiers(self) -> None:
+        for size, place in (("disk_cache", "disk_path"), ("bucket_cache", "bucket_url")):
+            if bool(getattr(self, size)) != bool(getattr(self, place)):
+                raise ConfigError(
+                    f"{size} is {getattr(self, size)} and {place} {getattr(self, place)!r}; "
+                    "give both or neither"
+                )
+        for name in ("bucket_endpoint", "bucket_region"):
+            if getattr(self, name) and not self.bucket_url:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, and bucket_url is missing")
+        if (self.tier_params or self.tier_policy != "lru") and not self.tiered:
+            raise ConfigError(
+                f"tier_policy is {self.tier_policy!r}, and there is no cache beyond the device; "
+                "give host_cache, disk_cache or bucket_cache"
+            )
+        if self.tiered and not self.prefix_caching:
+            raise ConfigError(
+                "prefix_caching is off, and a cache beyond the device is given; there is nothing "
+                "that it could keep: leave one of them out"
+            )
 
     def _check_timing(self) -> None:
         if not self.timing:

@@ -14,6 +14,7 @@ from pigou.engine.core import EngineCore
 from pigou.engine.errors import QueueFull, UnknownLoad
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.events import BlockRemoved, BlockStored, KVEvent
+from pigou.kv.worth import Worth
 from pigou.request import FinishReason
 from pigou.runtime.outputs import StepOutput
 from pigou.wire.kv_events import cleared_map, removed_map, stored_map
@@ -26,13 +27,17 @@ from pigou.worker.commands import (
     Command,
     Failed,
     Gauges,
+    Landed,
     Loaded,
+    Recovered,
     Release,
     Report,
+    Restored,
     Stop,
 )
 from pigou.worker.loads import Transfers
 from pigou.worker.rates import RateMeter
+from pigou.worker.tiers import WorkerTiers
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +80,7 @@ class EngineThread:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.transfers: Transfers
+        self.tiers: WorkerTiers | None = None
         self.meter: RateMeter | None = None
         self.rest: Callable[[], None] | None = None  # told when there is nothing to compute
 
@@ -123,6 +129,12 @@ class EngineThread:
                 self._take(self._core.release(request))
             case Loaded():
                 self._load_ended(command)
+            case Restored(request, blocks):
+                self._take(self._core.loaded(request, blocks * self._core.config.block_size))
+            case Landed(move, good):
+                self._take(self._core.landed(move, good))
+            case Recovered():
+                self._recover(command)
             case ClearCache():
                 self._take(self._core.clear_cache())
             case Stop():
@@ -183,11 +195,19 @@ class EngineThread:
             self._loaded[request] = loaded.tokens
         self._take(effects)
 
+    def _recover(self, recovered: Recovered) -> None:
+        assert self._core.tiers is not None
+        tier, blocks = recovered.tier, recovered.blocks
+        count = self._core.tiers.recover(tier, blocks, time.time_ns())
+        log.info("tier %d has %d blocks from before the start, %d of use", tier, len(blocks), count)
+
     # --- steps ------------------------------------------------------------------------------
 
     def _step(self) -> bool:
         """Plan and compute; whether there was anything to do."""
         now = time.monotonic_ns()
+        if self.tiers is not None and self._core.waiting:
+            self.tiers.measure()
         plan = self._core.schedule(now)
         self._begin(plan, now)
         if not plan and not plan.started and not _moves(plan):
@@ -211,15 +231,23 @@ class EngineThread:
         rates = self.meter.observe(plan.tokens, int(result.durations[0]))
         if rates is not None:
             self._core.rates = rates
+            if self._core.tiers is not None:
+                self._core.tiers.worth = Worth(self._core.config.block_size / rates.prefill)
 
     def _begin(self, plan: Plan, now: int) -> None:
-        """Note who took a row, and begin the loads."""
+        """Note who took a row, and begin loads and moves."""
+        if self.tiers is not None:
+            self.tiers.make(plan.moves)
         for started in plan.started:
             self._owner[started.row] = started.request
             loaded = self._loaded.get(started.request, 0)
             self._out.begun.append(Begun(started.request, started.computed, loaded, now))
         for load in plan.loads:
             self._owner[load.row] = load.request
+            if len(load.tiers):
+                assert self.tiers is not None
+                self.tiers.restore(load)
+                continue
             ticket = self._adds[load.request].ticket
             if ticket is None:
                 self.put(Loaded(load.request, 0, 0, 0))

@@ -26,6 +26,8 @@ from pigou.worker.metrics import Metrics
 from pigou.worker.parent import watch_parent
 from pigou.worker.routes import Routes
 from pigou.worker.service import Service
+from pigou.worker.tier_metrics import TierMetrics
+from pigou.worker.tiers import WorkerTiers
 from pigou.worker.transfer import Receiver, Sender
 from pigou.worker.warm import warm_backend
 
@@ -72,9 +74,11 @@ class WorkerProcess:
         self._service = Service(self.engine.put, self._metrics, publish)
         self._intake = Intake(model, config, self._service, parts.prepare)
         self._transfers = self._start_transfers()
+        self._tiers = self._start_tiers()
         routes = Routes(
-            model, self._intake, self._service, self._metrics, events=self._events, about=info
-        )
+            model, self._intake, self._service, self._metrics,
+            events=self._events, about=info, tiers=self._tiers,
+        )  # fmt: skip
         self._runner = web.AppRunner(
             routes.application(config.max_body),
             access_log=None,
@@ -143,6 +147,16 @@ class WorkerProcess:
         self.engine.transfers = transfers
         return transfers
 
+    def _start_tiers(self) -> WorkerTiers | None:
+        parts = self._parts
+        if parts.core.tiers is None or parts.tiers is None:
+            return None
+        tiers = WorkerTiers(parts.core.tiers, *parts.tiers, self.engine.put)
+        self.engine.tiers = tiers
+        self._metrics.registry.register(TierMetrics(tiers, parts.model.name))
+        tiers.recover()
+        return tiers
+
     def _about(self) -> dict[str, Any]:
         core, model = self._parts.core.config, self._parts.model
         return {
@@ -179,6 +193,8 @@ class WorkerProcess:
             log.error("the engine thread did not end within %s seconds", _JOIN)
         if self._transfers is not None:
             await asyncio.to_thread(self._transfers.close)
+        if self._tiers is not None:
+            await asyncio.to_thread(self._tiers.close)
         if self._events is not None:
             await self._events.close()
         if self._parts.memory is not None:

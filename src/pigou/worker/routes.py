@@ -17,6 +17,8 @@ from pigou.worker.intake import Intake
 from pigou.worker.metrics import CONTENT_TYPE, Metrics
 from pigou.worker.model import ServedModel
 from pigou.worker.service import Service
+from pigou.worker.tier_metrics import health_of
+from pigou.worker.tiers import WorkerTiers
 
 
 class Routes:
@@ -31,8 +33,10 @@ class Routes:
         *,
         events: EventPublisher | None,
         about: dict[str, Any],
+        tiers: WorkerTiers | None = None,
     ) -> None:
         """Answer for these; `about` is what `GET /server_info` says."""
+        self._tiers = tiers
         self._model = model
         self._intake = intake
         self._service = service
@@ -79,9 +83,18 @@ class Routes:
         return _json(card)
 
     async def health(self, _: web.Request) -> web.Response:
-        """Answer 200 while requests are taken; else 503."""
+        """Answer 200 while requests are taken; else 503. The body tells of tiers, if there are.
+
+        A tier whose store is down is not fatal: what it had is computed.
+        """
         ready = not (self._service.dead or self._service.draining)
-        return web.Response(status=200 if ready else 503)
+        status = 200 if ready else 503
+        if self._tiers is None:
+            return web.Response(status=status)
+        tiers = health_of(self._tiers)
+        whole = all(tier["up"] for tier in tiers.values())
+        state = ("ok" if whole else "degraded") if ready else "closing"
+        return _json({"status": state, "tiers": tiers}, status)
 
     async def metrics_page(self, _: web.Request) -> web.Response:
         """Return the metrics in the text format of Prometheus."""
@@ -140,6 +153,6 @@ class Routes:
         return _json({"prompt": await self._intake.decode(body.tokens)})
 
 
-def _json(value: Any) -> web.Response:
+def _json(value: Any, status: int = 200) -> web.Response:
     body = value if isinstance(value, bytes) else msgspec.json.encode(value)
-    return web.Response(body=body, content_type="application/json")
+    return web.Response(body=body, status=status, content_type="application/json")

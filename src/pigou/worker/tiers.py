@@ -1,0 +1,206 @@
+"""The tiers of a worker: what the core decides is done by a mover, and answered with commands."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pigou.engine.plan import Load
+from pigou.kv.block import ROOT, Block
+from pigou.kv.tiers import DEVICE, NOWHERE, Move, Speed, Tiers
+from pigou.request import NEVER, SECOND, BlockHashes, Ints
+from pigou.runtime.stores.copies import Copy
+from pigou.runtime.stores.entries import TENURE_BYTES, Entries, names_of
+from pigou.runtime.stores.link import Moved
+from pigou.runtime.stores.mover import DEVICE as DEVICE_NAME
+from pigou.runtime.stores.mover import HOST, Mover
+from pigou.runtime.stores.status import StoreStatus
+from pigou.worker.commands import Command, Landed, Recovered, Restored
+
+log = logging.getLogger(__name__)
+
+#: Blocks of the read by which a link's speed is judged.
+_SAMPLE = 64
+#: Nanoseconds for which a speed is not asked again.
+_FRESH = 20_000_000
+
+
+class WorkerTiers:
+    """Makes the moves of one core; called from the engine thread, but for what says otherwise."""
+
+    def __init__(
+        self, tiers: Tiers, names: Sequence[str], mover: Mover, put: Callable[[Command], None]
+    ) -> None:
+        """Work for a core.
+
+        Args:
+            tiers: of the core.
+            names: of their stores, in the same order.
+            mover: that has the stores.
+            put: sends a command to the engine thread; called from any thread.
+        """
+        self.tiers = tiers
+        self.names = list(names)
+        self._mover = mover
+        self._put = put
+        self._measured = -_FRESH
+        self._bytes = mover.stores[HOST].block_bytes
+
+    def recover(self) -> None:
+        """Ask every store what it still has."""
+        for tier, name in enumerate(self.names):
+
+            def found(entries: Entries | None, tier: int = tier) -> None:
+                if entries is not None and len(entries):
+                    self._put(Recovered(tier, blocks_of(entries, self._bytes)))
+
+            self._mover.survey(name, found)
+
+    def measure(self) -> None:
+        """Tell the tiers how fast they are now; one whose store is down cannot be read."""
+        now = time.monotonic_ns()
+        if now - self._measured < _FRESH:
+            return
+        self._measured = now
+        for tier, status in enumerate(self._mover.status()[name] for name in self.names):
+            if not status.reads.up:
+                self.tiers.speeds[tier] = Speed(math.inf, math.inf)
+                continue
+            name = self.names[tier]
+            latency = self._mover.seconds(name, DEVICE_NAME, 0)
+            whole = self._mover.seconds(name, DEVICE_NAME, _SAMPLE)
+            self.tiers.speeds[tier] = Speed(latency, (whole - latency) / _SAMPLE)
+
+    # --- moves ----------------------------------------------------------------------------------
+
+    def make(self, moves: Sequence[Move]) -> None:
+        """Begin moves; a `Landed` command answers each that has a number."""
+        for move in moves:
+            if move.target == NOWHERE:
+                self._mover.delete(self.names[move.source], hashes_of(move.keys))
+            elif move.source == DEVICE:
+                self._store(move)
+            else:
+                source, target = self.names[move.source], self.names[move.target]
+                entries = entries_of(move.blocks)
+                if not self._mover.move(entries, source, target, self._answer(move)):
+                    self._refused(move)
+
+    def _store(self, move: Move) -> None:
+        """Copy device blocks to the first tier."""
+        entries, name = entries_of(move.blocks), self.names[move.target]
+        every = np.arange(len(move.keys), dtype=np.int32)
+
+        def copied(copy: Copy) -> None:
+            try:
+                index = every[copy.good]
+                if name != HOST:
+                    if copy.good.all() and self._mover.send(
+                        copy, index, entries, name, self._answer(move)
+                    ):
+                        return
+                    self._refused(move)
+                    return
+                good = np.zeros(len(every), dtype=np.bool_)
+                good[index] = copy.publish(index, entries.take(index))
+                self._put(Landed(move.number, good.tolist()))
+            finally:
+                copy.drop()
+
+        if not self._mover.copy_out(move.device, copied):
+            self._refused(move)
+
+    def _answer(self, move: Move) -> Callable[[Moved], None]:
+        def moved(result: Moved) -> None:
+            self._put(Landed(move.number, result.good.tolist()))
+
+        return moved
+
+    def _refused(self, move: Move) -> None:
+        self._put(Landed(move.number, [False] * len(move.keys)))
+
+    # --- restores -------------------------------------------------------------------------------
+
+    def restore(self, load: Load) -> None:
+        """Fill a load's blocks; one `Restored` command follows, for the leading ones that came."""
+        tiers = np.unique(load.tiers).tolist()
+        restore = _Restore(load, len(tiers), self._put)
+        for tier in tiers:
+            index = np.flatnonzero(load.tiers == tier).astype(np.int32)
+            name, keys = self.names[tier], load.hashes[index]
+            done = restore.part(index)
+            if not self._mover.restore(keys, name, load.blocks[index], done):
+                done(Moved(np.zeros(len(index), dtype=np.bool_), "refused", 0))
+
+    # --- figures --------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, StoreStatus]:
+        """Describe each tier's store, by name; from any thread."""
+        found = self._mover.status()
+        return {name: found[name] for name in self.names}
+
+    def close(self) -> None:
+        """Finish what is queued, within limits; close the stores."""
+        self._mover.close()
+
+
+class _Restore:
+    """A load whose blocks come from several stores; answered when all have been heard of."""
+
+    def __init__(self, load: Load, parts: int, put: Callable[[Command], None]) -> None:
+        self._request, self._put = load.request, put
+        self._good = np.zeros(len(load.tiers), dtype=np.bool_)
+        self._left = parts
+        self._lock = threading.Lock()
+
+    def part(self, index: Ints) -> Callable[[Moved], None]:
+        """Return what takes the answer for the blocks at `index`, on whatever thread."""
+
+        def done(moved: Moved) -> None:
+            with self._lock:
+                self._good[index] = moved.good
+                self._left -= 1
+                if self._left:
+                    return
+            good = len(self._good) if self._good.all() else int(self._good.argmin())
+            self._put(Restored(self._request, good))
+
+        return done
+
+
+def hashes_of(keys: Sequence[bytes]) -> BlockHashes:
+    """Return the hashes of blocks by their keys, shape (n, 2)."""
+    words = np.frombuffer(b"".join(keys), dtype=">u8").reshape(len(keys), 2)
+    return words.astype(np.uint64)
+
+
+def entries_of(blocks: Sequence[Block]) -> Entries:
+    """Describe blocks for a store; it counts whole seconds, so none lives longer than it may."""
+    nobody = bytes(len(blocks[0].key))
+    expiries = [0 if block.expiry == NEVER else block.expiry // SECOND for block in blocks]
+    return Entries(
+        hashes_of([block.key for block in blocks]),
+        hashes_of([nobody if block.parent == ROOT else block.parent for block in blocks]),
+        np.array([block.depth for block in blocks], dtype=np.int32),
+        np.array(expiries, dtype=np.int64),
+        np.zeros((len(blocks), TENURE_BYTES), dtype=np.uint8),
+    )
+
+
+def blocks_of(entries: Entries, block_bytes: int) -> list[Block]:
+    """Return what a store has as tiers know it."""
+    keys, parents = names_of(entries.keys), names_of(entries.parents)
+    return [
+        Block(
+            key, parent if any(parent) else ROOT, depth, block_bytes,
+            NEVER if expiry == 0 else expiry * SECOND,
+        )
+        for key, parent, depth, expiry in zip(
+            keys, parents, entries.depths.tolist(), entries.expiries.tolist(), strict=True
+        )
+    ]  # fmt: skip
