@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from pigou.config import ConfigError
-from pigou.kv.layout import Bytes, KVLayout
+from pigou.kv.layout import KVLayout
 from pigou.kv.policies.policy import Setting, load
 from pigou.kv.tier import Tier
 from pigou.kv.tiers import Tiers
 from pigou.kv.worth import Worth
-from pigou.runtime.stores.device import Blocks
+from pigou.runtime.stores.device import Blocks, make_arena
 from pigou.runtime.stores.disk import DiskStore
 from pigou.runtime.stores.host import HostStore
 from pigou.runtime.stores.mover import HOST, Mover
@@ -132,14 +130,4 @@ def _tier(config: WorkerConfig, layout: KVLayout, name: str, room: int) -> Tier:
 
 
 def _mover(device: Blocks, plan: Plan, stores: dict[str, Store]) -> Mover:
-    return Mover(device, HostStore(_arena(device, plan.rows), plan.host), stores)
-
-
-def _arena(device: Blocks, rows: int) -> Bytes:
-    """Allocate host memory; pinned where blocks come from another device."""
-    shape = (rows, device.layout.block_bytes)
-    if device.as_bytes() is not None:
-        return np.zeros(shape, dtype=np.uint8)
-    import torch
-
-    return np.asarray(torch.zeros(shape, dtype=torch.uint8, pin_memory=True).numpy())
+    return Mover(device, HostStore(make_arena(device, plan.rows), plan.host), stores)

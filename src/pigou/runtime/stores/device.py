@@ -53,3 +53,16 @@ def copy_in(blocks: Blocks, ids: Ints, arena: Bytes, rows: Ints) -> Checksums:
     sums = checksum.checksums_of(arena, rows)
     blocks.write(ids, np.ascontiguousarray(arena[rows]))
     return sums
+
+
+def make_arena(blocks: Blocks, rows: int) -> Bytes:
+    """Allocate host memory for `rows` blocks, shape (rows, block_bytes).
+
+    It is pinned where the blocks are not in host memory themselves.
+    """
+    shape = (rows, blocks.layout.block_bytes)
+    if blocks.as_bytes() is not None:
+        return np.zeros(shape, dtype=np.uint8)
+    import torch  # not needed for blocks in host memory
+
+    return np.asarray(torch.zeros(shape, dtype=torch.uint8, pin_memory=True).numpy())
