@@ -65,10 +65,20 @@ def bare_kernel(function: Function) -> Function:
     array costs more than the short functions that use it. They may call one another, and `inlined`
     functions, across the files of their folder: a change of any of these is noticed.
     """
+    return _bare(function, Path(function.__code__.co_filename).parent)
+
+
+def bare_kernel_over(*packages: str) -> Callable[[Function], Function]:
+    """Compile bare kernels that call those of several packages of Pigou, their own among them."""
+    folders = [Path(__file__).parent / package for package in packages]
+    return lambda function: _bare(function, *folders)
+
+
+def _bare(function: Function, *folders: Path) -> Function:
     made = njit(cache=True, **_BARE)(function)
     kept = getattr(made._cache, "_cache_file", None)
-    if kept is not None:  # as of the folder, where numba has only the kernel's own file
-        kept._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
+    if kept is not None:  # as of the folders, where numba has only the kernel's own file
+        kept._source_stamp = tuple(each for folder in folders for each in _stamp(folder))
     return cast(Function, made)
 
 

@@ -37,8 +37,8 @@ def figures(made: ControlPlane) -> dict[str, Any]:
     return {
         "columns": made.state.columns.decode_tokens.tolist(),
         "loads": {name: load.tokens for name, load in made.state.loads.items()},
-        "flow": made.watch.estimator.flow._sums,
-        "room": [made.desk.room.held(name) for name in made.state.ids],
+        "flow": made.watch.estimator.flow.tokens.tolist(),
+        "room": made.desk.room.held(made.state).tolist(),
     }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from pigou.config import EngineConfig
 from pigou.engine import kernels as engine_kernels
+from pigou.engine import step_kernels
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Result
 from pigou.engine.warm import warm_up
@@ -19,15 +20,16 @@ from pigou.request import Request
 #: Only other kernels call these.
 INNER = [
     "unlink", "link_after", "home", "probe", "find", "touch", "strike", "adopt", "disown",
-    "uncache",
+    "uncache", "peek", "decodes", "entries", "append_blocks", "foresee", "advance", "lay",
 ]  # fmt: skip
 
 PROGRAM = f"""
 from pigou.engine import kernels as one
+from pigou.engine import step_kernels as two
 from pigou.kv import kernels as other
 from pigou.engine.warm import warm_up
 warm_up()
-print([name for module in (one, other) for name, each in vars(module).items()
+print([name for module in (one, two, other) for name, each in vars(module).items()
        if hasattr(each, "signatures") and not each.signatures and name not in {INNER}])
 """
 
@@ -54,6 +56,6 @@ def test_no_kernel_is_compiled_for_other_types() -> None:
                 if len(load.blocks):
                     core.loaded(load.request, np.int32(4))  # type: ignore[arg-type]
             core.apply(plan, Result(steps=plan.repeat))
-    for module in (engine_kernels, block_kernels):
+    for module in (engine_kernels, step_kernels, block_kernels):
         for name, each in vars(module).items():
             assert name in INNER or len(getattr(each, "signatures", ())) <= 1, name

@@ -96,7 +96,9 @@ def add(
             arrival=EPOCH + arrival if arrival >= 0 else now, hold=hold, remote=remote,
             priority=priority,
         )  # fmt: skip
-        leg = Leg(Trip(call, str(number), hashes, 4, now), "w", request, streams=streams)
+        leg = Leg(
+            Trip(call, str(number), hashes, 4, now, seat=number), "w", request, streams=streams
+        )
         bench.legs[str(number)] = leg
         bench.worker.add(leg, now)
 
@@ -129,7 +131,9 @@ def look(bench: Bench, now: int) -> None:
     """Note the load, and the tokens that nobody was told of."""
     bench.worker.catch_up()
     bench.note(now, "load", *bench.worker.load(now))
-    bench.note(now, "told", *bench.worker.told())
+    seats, counts = (np.zeros(len(bench.legs) + 1, dtype=np.int64) for _ in range(2))
+    size = bench.worker.told(now, seats, counts, 0)
+    bench.note(now, "told", *zip(seats[:size].tolist(), counts[:size].tolist(), strict=True))
 
 
 def end(bench: Bench, now: int) -> None:

@@ -16,12 +16,12 @@ from rich.table import Table
 from pigou.cli.named import named
 from pigou.cli.reporter import Reporter
 from pigou.config import ConfigError, ControlConfig
-from pigou.engine.warm import warm_up
 from pigou.request import SECOND
 from pigou.sim.clock import EPOCH
 from pigou.sim.config import read_fleet
 from pigou.sim.result import Result
 from pigou.sim.simulate import UNLIMITED, Setup, Simulation
+from pigou.sim.warm import warm_up
 from pigou.workload.offered import offered
 
 _LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "client_wait_s")
@@ -127,7 +127,7 @@ def simulate(
     except (ConfigError, msgspec.ValidationError) as error:
         typer.echo(f"pigou simulate: {error}", err=True)
         raise typer.Exit(2) from None
-    warm_up()
+    warm_up(members, setup, control)
     result = _run(simulation)
     document = result.document()
     _show(document)

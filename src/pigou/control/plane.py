@@ -116,7 +116,7 @@ class ControlPlane:
         """Take in a fact; return the decisions that it sets free, for queued requests."""
         match observation:
             case Tokens(request, count):
-                self._tokens(request, count)
+                self.streamed(((request, count),))
             case FirstToken(request):
                 return self._prefilled(request, now, lambda: self.watch.first_token(request, now))
             case PrefillDone(request, well):
@@ -148,9 +148,29 @@ class ControlPlane:
     def streamed(self, tokens: Sequence[tuple[str, int]]) -> None:
         """Take in that tokens of many requests came: the same as `Tokens` for each, but quicker."""
         loads = self.state.loads
-        found = [(load, n) for request, n in tokens if (load := loads.get(request)) is not None]
-        self.watch.streamed(found)
-        self.desk.streamed(found)
+        found = [(load.seat, n) for each, n in tokens if (load := loads.get(each)) is not None]
+        if found:
+            seats, counts = np.array(found, dtype=np.int64).T.copy()
+            self.came(seats, counts)
+
+    def seat(self, request: str) -> int:
+        """Return the number under which `came` is told of a request's tokens.
+
+        It is its own from its route to its end, or until it is submitted again; -1 if it has none.
+        """
+        load = self.state.loads.get(request)
+        return -1 if load is None else load.seat
+
+    def came(self, seats: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Take in that tokens of many requests came: as `streamed`, and quicker still.
+
+        Args:
+            seats: of the requests (`seat`), (n,).
+            counts: tokens of each, at least 1, (n,).
+        """
+        self.watch.came(seats, counts)
+        if self.desk.counts:
+            self.desk.came(self.state.seats, seats, counts)
 
     def tick(self, now: int) -> Sequence[Action]:
         """Let time pass: estimates are renewed, queued requests time out, failed workers are
@@ -225,12 +245,6 @@ class ControlPlane:
         self.watch.ended(request, now)
         self.desk.ended(load.request, now)
         return self._drain(now)
-
-    def _tokens(self, request: str, count: int) -> None:
-        load = self.state.loads.get(request)
-        if load is not None:
-            self.watch.tokens(request, count)
-            self.desk.served(load, count)
 
     def _prefilled(self, request: str, now: int, note: Callable[[], None]) -> Sequence[Route]:
         """A prompt is computed: where prompts are held back, the next may go."""

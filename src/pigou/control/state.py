@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.messages import Choice, LoadReport
+from pigou.control.seats import Seats
 from pigou.control.speeds.estimates import pairs
 from pigou.request import Request, Worker
 
@@ -40,6 +41,7 @@ def both(first: Flags, second: Flags) -> Flags:
 class Columns:
     """One entry a worker, shape (workers,) each; the names are those of `FleetView`.
 
+    `beyond` are those of `decode_tokens` that were not expected when their requests were routed;
     `decoding` counts the streams whose prompt is computed; `background_...` are those of
     `prefill_...` that requests of a priority up to 0 overtake; `max_seqs` is the worker's own
     limit, 0 when it did not say.
@@ -58,6 +60,7 @@ class Columns:
     background_pairs: Counts
     decode_requests: Counts
     decode_tokens: Counts
+    beyond: Counts
     decoding: Counts
     served: Counts
     running: Shares
@@ -87,8 +90,6 @@ class Load(msgspec.Struct, eq=False):
         decode: worker that is charged with the stream; None once that worker is gone.
         prefill: worker that is charged with the prompt; None once it is computed.
         prefill_worker: the other worker that the prompt was sent to; "" where there is none.
-        tokens: charged to `decode`: the prompt, and what was generated so far.
-        expected: tokens that `decode` was expected to be charged with in the end.
         uncached: tokens of the prompt that its worker had to compute.
         pairs: of those with the ones before them.
         routed: when it was sent off, in nanoseconds.
@@ -99,16 +100,19 @@ class Load(msgspec.Struct, eq=False):
         ahead: prompts that its prompt was sent to join.
         setting: of the controller, that it was routed under.
         background: whether its prompt is overtaken where it is computed.
+        seats: where its tokens are counted, under the number `seat`; -1 once it is over.
+        last: its tokens then.
     """
 
     request: Request
     decode: str | None
     prefill: str | None
     prefill_worker: str
-    tokens: int
     uncached: int
     routed: int
-    expected: int = 0
+    seats: Seats[Load]
+    seat: int = -1
+    last: int = 0
     handed: int = 0
     first: int = 0
     decoding: bool = False
@@ -122,6 +126,11 @@ class Load(msgspec.Struct, eq=False):
     def remote(self) -> bool:
         """Whether the prompt was sent to another worker than the stream."""
         return self.prefill_worker != ""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens charged to `decode`: the prompt, and what was generated so far."""
+        return self.last if self.seat < 0 else self.seats.tokens.item(self.seat)
 
     @property
     def generated(self) -> int:
@@ -143,9 +152,11 @@ class State:
         limited: whether any of them says how many streams it runs at once.
         sized: whether any of them says how many blocks it has.
         background: prompts to be computed that others overtake.
+        beyond: output tokens that were not expected, on all workers.
         row: of a worker by its id; rows change when a worker goes.
         columns: their figures.
         loads: of the routed requests, by id.
+        seats: where their tokens are counted.
     """
 
     def __init__(self) -> None:
@@ -153,9 +164,10 @@ class State:
         self.ids: tuple[str, ...] = ()
         self.block_sizes: frozenset[int] = frozenset()
         self.limited = self.sized = False
-        self.background = 0
+        self.background = self.beyond = 0
         self.row: dict[str, int] = {}
         self.loads: dict[str, Load] = {}
+        self.seats: Seats[Load] = Seats()
         self.columns = Columns(
             **{each.name: np.zeros(0, dtype=_KINDS[str(each.type)]) for each in fields(Columns)}
         )
@@ -194,7 +206,9 @@ class State:
                 load.decode = None
             if load.prefill == worker:
                 load.prefill = None
+        self.seats.down(row)
         self.background -= int(self.columns.background_requests[row])
+        self.beyond -= int(self.columns.beyond[row])
         del self.workers[row]
         self._name()
         self.row = {name: place for place, name in enumerate(self.ids)}
@@ -228,17 +242,18 @@ class State:
             decode=choice.decode,
             prefill=choice.prefill or choice.decode,
             prefill_worker=choice.prefill or "",
-            tokens=request.prompt,
             uncached=uncached,
             routed=now,
-            expected=request.prompt + output,
+            seats=self.seats,
             inflight=len(self.loads) + 1,
             ahead=int(self.columns.prefill_requests[computes]),
             background=priority > 0 and self.workers[computes].overtakes,
             pairs=int(pairs(uncached, request.prompt)),
         )
+        row = self.row[choice.decode]
+        load.seat = self.seats.take(load, row, request.prompt, request.prompt + output)
         self.loads[request.id] = load
-        self.columns.served[self.row[choice.decode]] += 1
+        self.columns.served[row] += 1
         self._charge_prefill(load, 1)
         self._charge_decode(load, 1)
         return load
@@ -253,12 +268,6 @@ class State:
             load.decoding = True
             self.columns.decoding[self.row[load.decode]] += 1
 
-    def grew(self, load: Load, tokens: int) -> None:
-        """Charge `tokens` more output tokens to the decode worker."""
-        load.tokens += tokens
-        if load.decode is not None:
-            self.columns.decode_tokens[self.row[load.decode]] += tokens
-
     def end(self, request: str) -> Load | None:
         """Discharge a request entirely; return what it weighed, None if it was not routed."""
         load = self.loads.pop(request, None)
@@ -269,7 +278,14 @@ class State:
         if load.decoding and load.decode is not None:
             self.columns.decoding[self.row[load.decode]] -= 1
         self._charge_decode(load, -1)
+        beyond = self.seats.beyond(load.seat)
+        if beyond and load.decode is not None:
+            self.columns.beyond[self.row[load.decode]] -= beyond
+            self.beyond -= beyond
         load.prefill, load.decoding = None, False
+        load.last = load.tokens
+        self.seats.leave(load.seat)
+        load.seat = -1
         return load
 
     def report(self, report: LoadReport) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +103,7 @@ class Watch:
             self.estimator.transferred(row, load.request.prompt, now - load.handed, now)
         self._computed(load, now)
         load.first = now
+        self.state.seats.flowing[load.seat] = True
         arrived = min(load.request.arrival or load.routed, load.routed)
         ttft = (now - arrived) / SECOND
         sample = Sample(ttft, load.uncached, load.inflight, load.ahead, load.setting)
@@ -112,41 +112,12 @@ class Watch:
         if row is not None:
             self.estimator.flow.change(row, 1)
 
-    def tokens(self, request: str, count: int) -> None:
-        """More tokens of a request came."""
-        load = self.state.loads.get(request)
-        if load is None:
-            return
-        if load.first and load.decode is not None:
-            after_first = count if load.generated else count - 1
-            self.estimator.flow.came(self.state.row[load.decode], after_first)
-        self.state.grew(load, count)
-
-    def streamed(self, tokens: Iterable[tuple[Load, int]]) -> None:
-        """More tokens of many requests came: the same as `tokens` for each, but quicker.
-
-        It is quickest where those of one worker follow one another.
-        """
-        worker: str | None = None
-        grown = flowed = 0
-        for load, count in tokens:
-            if load.decode is not worker:
-                self._grew(worker, grown, flowed)
-                worker, grown, flowed = load.decode, 0, 0
-            before = load.tokens
-            load.tokens = before + count
-            grown += count
-            if load.first:
-                flowed += count if before > load.request.prompt else count - 1
-        self._grew(worker, grown, flowed)
-
-    def _grew(self, worker: str | None, grown: int, flowed: int) -> None:
-        """Charge a worker with tokens; `flowed` of them came after the first of their streams."""
-        if worker is None or not grown:
-            return
-        row = self.state.row[worker]
-        self.state.columns.decode_tokens[row] += grown
-        self.estimator.flow.came(row, flowed)
+    def came(self, seats: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """More tokens of requests came; as `ControlPlane.came`."""
+        state, columns = self.state, self.state.columns
+        state.beyond += state.seats.grow(
+            seats, counts, columns.decode_tokens, columns.beyond, self.estimator.flow.tokens
+        )
 
     def ended(self, request: str, now: int) -> bool:
         """A request is over; return whether it had been routed."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pigou.engine import kernels
 from pigou.engine.plan import Load, Plan, Started
-from pigou.engine.sequence import NO_BLOCKS, Rows, Sequence
+from pigou.engine.sequence import NO_BLOCKS, Sequence
 from pigou.request import Ints
+
+Flags = NDArray[np.bool_]
 
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 
@@ -17,6 +19,8 @@ _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 @dataclass(slots=True)  # not frozen: each plan makes one
 class Foresight:
     """Blocks laid out for the steps of a plan after its first; still in the free queue.
+
+    Valid until the next plan is made.
 
     Attributes:
         rows: who needs them, shape (n,), in the order in which single steps would take them.
@@ -102,30 +106,36 @@ class Draft:
             self.leading = seq.request.priority
             self.background -= count if self.leading > 0 else 0
 
-    def plan(self, rows: Rows, horizon: int) -> tuple[Plan, bool]:
-        """Return the plan, for one step, and whether all its entries decode."""
-        size = self.batch.size
-        taken = self.batch.rows[:size].copy()
-        counts = self.batch.counts[:size].copy()
-        starts = np.empty(size, dtype=np.int32)
-        samples = np.empty(size, dtype=np.bool_)
-        decode = kernels.entries(taken, counts, rows.computed, rows.length, starts, samples)
-        plan = Plan(
-            rows=taken,
-            starts=starts,
-            counts=counts,
-            kv_lens=starts.copy(),
-            samples=samples,
-            repeat=1,
-            horizon=horizon,
-            started=self.started,
-            preempted=self.preempted,
-            swap_out=_joined(self.swap_out),
-            copies=_joined(self.copies),
-            swap_in=_joined(self.swap_in),
-            loads=self.loads,
+    @property
+    def moves(self) -> bool:
+        """Whether blocks are moved or loaded."""
+        return bool(self.loads or self.copies or self.swap_in or self.swap_out)
+
+    def plan(self, entries: Ints, samples: Flags, repeat: int, horizon: int) -> Plan:
+        """Return the plan.
+
+        Args:
+            entries: rows, starts, counts and entries in the cache, (4, entries).
+            samples: whether each entry yields a token, (entries,).
+            repeat: most steps.
+            horizon: as in `Plan`.
+        """
+        rows, starts, counts, kv_lens = entries
+        return Plan(
+            rows,
+            starts,
+            counts,
+            kv_lens,
+            samples,
+            repeat,
+            horizon,
+            self.started,
+            self.preempted,
+            _joined(self.swap_out),
+            _joined(self.copies),
+            _joined(self.swap_in),
+            self.loads,
         )
-        return plan, decode and size > 0
 
 
 def pairs(source: Ints, target: Ints) -> Ints:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.engine import kernels
+from pigou.engine import step_kernels as kernels
 from pigou.engine.admission import admit, fits_beside
 from pigou.engine.draft import NO_FORESIGHT, Batch, Draft, Foresight, pairs
 from pigou.engine.plan import Plan
@@ -29,8 +29,8 @@ class Scheduler:
         self._batch = Batch(seqs)
         self._rested = False  # decodes of the leading prompt's own priority, in the last step
         self._growing: Ints = np.zeros(seqs, dtype=np.int32)
-        self._need_rows: Ints = np.zeros(blocks, dtype=np.int32)
-        self._need_steps: Ints = np.zeros(blocks, dtype=np.int32)
+        self._new: Ints = np.zeros(seqs, dtype=np.int32)
+        self._needs = tuple(np.zeros(blocks, dtype=np.int32) for _ in range(3))
         size = state.config.block_size + 1
         self._phases = tuple(np.zeros(n, dtype=np.int32) for n in (size, size, seqs))
 
@@ -47,24 +47,8 @@ class Scheduler:
         self._continue_prefills(draft)
         if not draft.preempted:
             self._admit_waiting(draft)
-        plan, decode = draft.plan(state.rows, horizon)
-        most = state.config.max_repeat
-        if draft.preempted or not draft.steady or horizon <= now or most == 1:
-            return plan, NO_FORESIGHT
-        if decode:
-            return plan, self._look_ahead(plan, len(plan.rows), most)
-        if state.config.repeat_chunks and self._same_chunks(plan, draft):
-            row, count = int(plan.rows[-1]), int(plan.counts[-1])
-            left = self._left(row)
-            return plan, self._look_ahead(plan, len(plan.rows) - 1, min(most, (left - 1) // count))
-        return plan, NO_FORESIGHT
-
-    def _same_chunks(self, plan: Plan, draft: Draft) -> bool:
-        """Whether the next step computes as long a chunk of the one prompt beside the decodes."""
-        moves = draft.loads or draft.copies or draft.swap_in or draft.swap_out
-        alone = len(plan.rows) == draft.decodes + 1 and not plan.samples[-1]
-        full = alone and draft.budget == 0 and plan.counts[-1] > 1
-        return bool(full) and not moves and not self._state.copying
+        changes = draft.preempted or not draft.steady or horizon <= now
+        return self._finish(draft, horizon, 1 if changes else state.config.max_repeat)
 
     def _leading(self) -> int | None:
         """Return the priority of a prompt that others yield to; None where nobody has to.
@@ -98,22 +82,22 @@ class Scheduler:
 
     def _continue_decodes(self, draft: Draft, below: int | None) -> None:
         """Give each decoding row the block it needs, preempting from the back of the queue."""
-        state, rows = self._state, self._state.rows
+        state, rows, pool = self._state, self._state.rows, self._state.pool
         while True:
             awake = state.running
             if below is not None:
                 awake = awake[rows.priority[awake] < below]
-            count, grow = kernels.decodes(
-                awake, rows.computed, rows.length, rows.blocks,
-                state.config.block_size, draft.budget, draft.batch.rows, self._growing,
+            count, dead = kernels.begin(
+                awake, rows.computed, rows.length, rows.blocks, rows.tables,
+                state.config.block_size, draft.budget,
+                pool.meta, pool.keys, pool.slots, pool.counts,
+                draft.batch.rows, self._growing, self._new, pool.removed,
             )  # fmt: skip
-            if grow <= state.pool.free:
+            if count != kernels.TOO_FEW:
                 break
             self._preempt(self._last(), draft)
-        if grow:
-            new = np.empty(grow, dtype=np.int32)
-            state.removed(state.pool.allocate(new))
-            kernels.append_blocks(rows.tables, rows.blocks, self._growing[:grow], new)
+        if dead:
+            state.removed(pool.removed[:dead].copy())
         draft.batch.decode(count)
         draft.decodes = count
         draft.budget -= count
@@ -189,24 +173,26 @@ class Scheduler:
         hits = int(alone[0]) if len(alone) else len(shared)
         return cheaper(computed, used, state.rates, hits * size, hits) == "swap"
 
-    def _look_ahead(self, plan: Plan, decodes: int, most: int) -> Foresight:
-        """Extend a plan over the steps until something must change, at most so many.
+    def _finish(self, draft: Draft, horizon: int, most: int) -> tuple[Plan, Foresight]:
+        """Make the plan, and extend it over the steps until something must change, at most so many.
 
-        Its first entries decode; another one computes equal chunks of its prompt, which has all
-        its blocks. Nobody can be admitted in between: whoever waits lacks a row, the budget is
-        spent, or too few blocks are free, and all that only changes when a sequence ends.
+        It goes on while all entries decode, or while one more computes equal chunks of its prompt,
+        which has all its blocks. Nobody can be admitted in between: whoever waits lacks a row, the
+        budget is spent, or too few blocks are free, and all that only changes when a sequence ends.
         """
-        state, rows = self._state, self._state.rows
-        steps, needs = kernels.foresee(
-            plan.rows[:decodes], rows.computed, rows.length, rows.limit, rows.blocks,
-            state.config.block_size, most, state.pool.free,
-            self._need_rows, self._need_steps, *self._phases,
+        state, rows, pool, batch = self._state, self._state.rows, self._state.pool, draft.batch
+        size = batch.size
+        chunks = state.config.repeat_chunks and draft.budget == 0
+        if chunks and size > draft.decodes:
+            chunks = not draft.moves and not state.copying
+        entries, samples = np.empty((4, size), dtype=np.int32), np.empty(size, dtype=np.bool_)
+        wanting, steps, new = self._needs
+        repeat, needs = kernels.finish(
+            batch.rows[:size], batch.counts[:size], draft.decodes,
+            rows.computed, rows.length, rows.limit, rows.blocks, rows.tables,
+            state.config.block_size, most, chunks, pool.meta, pool.counts, entries, samples,
+            wanting, steps, new, *self._phases,
         )  # fmt: skip
-        plan.repeat = steps
-        if not needs:
-            return NO_FORESIGHT
-        ahead = Foresight(
-            self._need_rows[:needs].copy(), self._need_steps[:needs].copy(), state.pool.peek(needs)
-        )
-        kernels.append_blocks(rows.tables, rows.blocks.copy(), ahead.rows, ahead.blocks)
-        return ahead
+        plan = draft.plan(entries, samples, repeat, horizon)
+        ahead = Foresight(wanting[:needs], steps[:needs], new[:needs]) if needs else NO_FORESIGHT
+        return plan, ahead

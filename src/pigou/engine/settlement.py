@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pigou.engine import kernels
+from pigou.engine import kernels, step_kernels
 from pigou.engine.draft import Foresight
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.engine.sequence import NO_BLOCKS, Sequence
@@ -28,7 +28,7 @@ class Settlement:
 
     def settle(self, plan: Plan, ahead: Foresight, result: Result) -> Effects:
         """Take a plan's steps as done, in the order in which single steps would have been."""
-        state, rows = self._state, self._state.rows
+        state, rows, pool = self._state, self._state.rows, self._state.pool
         for seq in state.copying[:]:
             state.free_source(seq)
         steps = self._steps[: len(plan.rows)]
@@ -36,18 +36,25 @@ class Settlement:
         for finish in result.finished:
             steps[finish.entry] = finish.steps
         tokens = np.empty(len(plan.rows), dtype=np.int32)
-        ends, full = kernels.advance(
-            plan.rows, plan.counts, plan.samples, steps,
+        later = bool(result.sealed)
+        ends, full, dead, orphans = step_kernels.settle(
+            plan.rows, plan.counts, plan.samples, steps, result.steps,
             rows.computed, rows.length, rows.limit, rows.known, rows.sealed,
-            state.config.block_size, tokens, self._taken, self._ended, self._fuller,
+            rows.blocks, rows.tables, state.config.block_size,
+            pool.meta, pool.keys, pool.slots, pool.counts,
+            ahead.rows, ahead.steps, ahead.blocks, later,
+            tokens, self._taken, self._ended, self._fuller, pool.removed, self._orphans,
         )  # fmt: skip
-        ended, fuller = self._ended[:ends].tolist(), self._fuller[:full].tolist()
-        if result.sealed and state.config.prefix_caching:
-            fuller = sorted({*fuller, *self._learn(plan, result)})
-        self._claim_and_seal(plan, ahead, result.steps, fuller)
+        if full or later:
+            fuller = self._fuller[:full].tolist()
+            if later and state.config.prefix_caching:
+                fuller = sorted({*fuller, *self._learn(plan, result)})
+            self._claim_and_seal(plan, ahead, result.steps, fuller)
+        else:
+            self._claimed(dead, orphans)
         finished: list[Finished] = []
-        if ended or result.finished:
-            reasons = dict.fromkeys(ended, FinishReason.LENGTH)
+        if ends or result.finished:
+            reasons = dict.fromkeys(self._ended[:ends].tolist(), FinishReason.LENGTH)
             reasons.update({finish.entry: finish.reason for finish in result.finished})
             finished = [self._leave(seq, reason) for seq, reason in self._owners(plan, reasons)]
         return state.flush(Effects(tokens=tokens, finished=finished))
@@ -128,9 +135,16 @@ class Settlement:
             rows.tables, rows.blocks, ahead.rows[start:stop], ahead.steps[start:stop],
             blocks, self._taken, self._orphans,
         )  # fmt: skip
+        self._claimed(0, orphans)
+        return stop
+
+    def _claimed(self, dead: int, orphans: int) -> None:
+        """Note hashes that died with the blocks that were taken; free those that nobody needs."""
+        state = self._state
+        if dead:
+            state.removed(state.pool.removed[:dead].copy())
         if orphans:
             state.free_blocks(self._orphans[:orphans])
-        return stop
 
     def _leave(self, seq: Sequence, reason: FinishReason) -> Finished:
         """Let a sequence go, and hold its prompt's full blocks if it asked for that."""

@@ -6,9 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import combinations
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -72,12 +70,18 @@ class LegacyEstimator:
         if not count:
             raise ValueError("no completions: call observe() first")
         copies = max(self.capacity, math.ceil(count / self.workers))
-        column = _Column(self.a, self.b, self.d, self.beta, self.capacity, self.eps)
-        if all(each is None for each in self._overlaps):  # then only their number matters
-            return _alike(count, self.workers, copies, column)
+        k = np.arange(1, copies + 1, dtype=np.float64)
+        gap = np.maximum(self.capacity - k, self.eps)
+        costs = self.a * k + self.b + self.d / gap**self.beta
+        if all(each is None for each in self._overlaps):
+            ordered = np.sort(costs).tolist()  # all columns have these: the cheapest are taken
+            return math.fsum(ordered[place // self.workers] for place in range(count))
         none = np.zeros(self.workers)
         rows = [none if each is None else each for each in self._overlaps]
-        return _assigned(self.cache_weight * np.stack(rows), column.costs(copies))
+        saved = self.cache_weight * np.stack(rows)
+        matrix = (costs[None, None, :] - saved[:, :, None]).reshape(count, -1)
+        taken = matrix[linear_sum_assignment(matrix)]
+        return float(taken.sum())
 
     def poa(self) -> float:
         """Return the index: summed latencies over the `optimum`."""
@@ -85,37 +89,6 @@ class LegacyEstimator:
         if best <= 0:
             raise ValueError(f"the optimum costs {best}: lower cache_weight, a ratio needs > 0")
         return math.fsum(self._latencies) / best
-
-
-class _Column(NamedTuple):
-    """Parameters of a worker's column (`LegacyEstimator`)."""
-
-    a: float
-    b: float
-    d: float
-    beta: float
-    capacity: int
-    eps: float
-
-    def costs(self, copies: int) -> Floats:
-        """Return what the k-th request that it takes costs, k from 1 on: (copies,)."""
-        k = np.arange(1, copies + 1, dtype=np.float64)
-        gap = np.maximum(self.capacity - k, self.eps)
-        costs: Floats = self.a * k + self.b + self.d / gap**self.beta
-        return costs
-
-
-def _assigned(saved: Floats, column: Floats) -> float:
-    """Seconds of the cheapest assignment, ``saved`` (requests, workers) taken off each column."""
-    matrix = (column[None, None, :] - saved[:, :, None]).reshape(len(saved), -1)
-    rows, columns = linear_sum_assignment(matrix)
-    return float(matrix[rows, columns].sum())
-
-
-@lru_cache(maxsize=256)
-def _alike(count: int, workers: int, copies: int, column: _Column) -> float:
-    """Seconds of the cheapest assignment of requests that no cache saves anything."""
-    return _assigned(np.zeros((count, workers)), column.costs(copies))
 
 
 @dataclass(frozen=True, slots=True)

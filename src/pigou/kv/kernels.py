@@ -1,4 +1,5 @@
-"""Compiled kernels over ranges of blocks. `pigou.kv.pool` wraps them; nothing else calls them.
+"""Compiled kernels over ranges of blocks. `pigou.kv.pool` wraps them; beside it only
+`pigou.engine.step_kernels` calls them.
 
 State of a pool of n blocks, all arrays:
     meta: int32, shape (n + 1, 8); the columns below. Row n is the sentinel of the free queue.

@@ -33,7 +33,8 @@ class BlockPool:
         size = 1 << (_SLOTS_PER_BLOCK * blocks - 1).bit_length()
         self.slots: Ints = np.full(size, -1, dtype=np.int32)
         self.counts = np.array([blocks, 0, 0], dtype=np.int64)
-        self._removed: BlockHashes = np.zeros((blocks, 2), dtype=np.uint64)
+        #: Where kernels write the hashes that died, until they are copied.
+        self.removed: BlockHashes = np.zeros((blocks, 2), dtype=np.uint64)
 
     @property
     def free(self) -> int:
@@ -60,8 +61,8 @@ class BlockPool:
             Hashes that can no longer be hit, in order, shape (m, 2).
         """
         assert len(out) <= self.counts[kernels.FREE], "more blocks than are free"
-        count = kernels.allocate(self.meta, self.keys, self.slots, self.counts, out, self._removed)
-        return self._removed[:count].copy() if count else self._removed[:0]
+        count = kernels.allocate(self.meta, self.keys, self.slots, self.counts, out, self.removed)
+        return self.removed[:count].copy() if count else self.removed[:0]
 
     def peek(self, count: int) -> Ints:
         """Return which `count` blocks `allocate` will hand out next, and leave them there."""
@@ -72,8 +73,8 @@ class BlockPool:
 
     def claim(self, blocks: Ints) -> BlockHashes:
         """Take these free blocks, wherever in the queue they are; returns as `allocate` does."""
-        count = kernels.claim(self.meta, self.keys, self.slots, self.counts, blocks, self._removed)
-        return self._removed[:count].copy() if count else self._removed[:0]
+        count = kernels.claim(self.meta, self.keys, self.slots, self.counts, blocks, self.removed)
+        return self.removed[:count].copy() if count else self.removed[:0]
 
     def take(self, blocks: Ints, out: Ints) -> None:
         """Refer to cached `blocks` once more, and write their ids to `out`, both shape (n,)."""

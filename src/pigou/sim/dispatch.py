@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from pigou.control.messages import (
     Action,
@@ -69,6 +71,7 @@ class Dispatcher:
         self._behind = {} if behind is None else behind
         self._trips: dict[str, Trip] = {}
         self._under: dict[Call, Trip] = {}
+        self._seats, self._counts = (np.zeros(0, dtype=np.int64) for _ in range(2))
 
     @property
     def inflight(self) -> int:
@@ -166,14 +169,19 @@ class Dispatcher:
         for worker in list(self._behind.values()):
             worker.catch_up()
 
-    def tell(self, members: Iterable[Member]) -> None:
+    def tell(self, members: Sequence[Member], now: int) -> None:
         """Tell the control plane of the tokens that came from workers since the last time."""
-        told: list[tuple[str, int]] = []
+        seats, counts, size = self._seats, self._counts, 0
         for member in members:
             if member.sim is not None:
-                told += member.sim.told()
-        if told:
-            self._plane.streamed(told)
+                size = member.sim.told(now, seats, counts, size)
+        if size:
+            self._plane.came(seats[:size], counts[:size])
+
+    def seat(self, more: int) -> None:
+        """There may be so many more streams at once."""
+        self._seats = np.zeros(len(self._seats) + more, dtype=np.int64)
+        self._counts = self._seats.copy()
 
     def _submit(self, trip: Trip, now: int) -> None:
         call = trip.call
@@ -196,6 +204,7 @@ class Dispatcher:
         call.routed = now
         call.decode, call.prefill = choice.decode, choice.prefill or ""
         trip.decoder = choice.decode
+        trip.seat = self._plane.seat(trip.id)
         if choice.prefill is None:
             self._stream(trip, now)
             return

@@ -130,6 +130,7 @@ class Fleet:
         )
         member = self._named[name] = Member(number, worker, plant)
         self.members.append(member)
+        self.dispatcher.seat(engine.max_seqs)
         clock = self._clock
         if kind.starts:
             self._at(kind.starts, number, lambda now: self._up(member, now))
@@ -241,7 +242,7 @@ class Fleet:
     # --- time ---------------------------------------------------------------------------------
 
     def _tick(self, now: int) -> None:
-        self.dispatcher.tell(self.members)
+        self.dispatcher.tell(self.members, now)
         self.dispatcher.tick(now)
         self._clock.at(now + TICK, Phase.TICK, -2, self._tick)
 

@@ -95,27 +95,34 @@ def count(
 @bare_kernel
 def untold(
     rows: Ints,
-    passed: int,
+    ends: Nanos,
+    now: int,
+    mine: bool,
     produced: Counts,
     told: Counts,
     streams: Flags,
-    found: Ints,
-    counts: Ints,
+    seats: Counts,
+    found: Counts,
+    counts: Counts,
+    size: int,
 ) -> int:
     """Find streams with tokens that nobody was told of; mark them as told.
 
-    `rows` have yielded `passed` tokens more than `produced` says. Writes who to `found`, and how
-    many tokens to `counts`, in the order of the rows.
+    `rows` have yielded a token at each of `ends` that is past, besides what `produced` says; one
+    that is `now` is past if it is `mine`. Writes `seats` to `found`, and how many tokens to
+    `counts`, from index `size` on, in the order of the rows.
 
     Returns:
-        How many there are.
+        `size`, and how many there are.
     """
+    passed = 0
+    while passed < ends.shape[0] and (ends[passed] < now or (mine and ends[passed] == now)):
+        passed += 1
     for row in rows:
         produced[row] += passed
-    size = 0
     for row in range(streams.shape[0]):
         if streams[row] and produced[row] > told[row]:
-            found[size] = row
+            found[size] = seats[row]
             counts[size] = produced[row] - told[row]
             told[row] = produced[row]
             size += 1

@@ -29,6 +29,7 @@ class Trip:
         failures: in a row, without a token between them.
         moves: failures altogether.
         request: as it was submitted last.
+        seat: under which the control plane is told of its tokens.
     """
 
     call: Call
@@ -44,6 +45,7 @@ class Trip:
     failures: int = 0
     moves: int = 0
     request: Request | None = None
+    seat: int = -1
 
 
 @dataclass(slots=True, eq=False)

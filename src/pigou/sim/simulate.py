@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -22,6 +23,8 @@ from pigou.sim.workload import ClosedLoop, OpenLoop
 
 #: Events between two looks at the progress.
 _LOOK = 4096
+#: Objects made between two looks for cycles of garbage: a run leaves next to none.
+_GARBAGE = 50_000
 #: For limits of the control plane that are not to matter. The gateway holds requests back that its
 #: workers have no room for; a simulation of the workers alone lets them queue there.
 UNLIMITED = 2**60
@@ -99,17 +102,13 @@ class Simulation:
     def run(self, watch: Callable[[Simulation], None] | None = None) -> Result:
         """Run until the client is done; `watch` is called now and then."""
         began = time.perf_counter()
-        clock, client = self.clock, self.client
-        over = client.done
-        while not over:
-            for _ in range(_LOOK):
-                clock.step()
-                over = client.done
-                if over:
-                    break
-            if watch is not None:
-                watch(self)
-        fleet = self.fleet
+        before = gc.get_threshold()
+        gc.set_threshold(_GARBAGE, *before[1:])
+        try:
+            self._run(watch)
+        finally:
+            gc.set_threshold(*before)
+        clock, client, fleet = self.clock, self.client, self.fleet
         fleet.close()
         wall = time.perf_counter() - began
         return Result(
@@ -123,6 +122,18 @@ class Simulation:
             shed=fleet.dispatcher.shed,
             transfers=(fleet.network.transfers, fleet.network.bytes),
         )
+
+    def _run(self, watch: Callable[[Simulation], None] | None) -> None:
+        clock, client = self.clock, self.client
+        over = client.done
+        while not over:
+            for _ in range(_LOOK):
+                clock.step()
+                over = client.done
+                if over:
+                    break
+            if watch is not None:
+                watch(self)
 
 
 def _plants(fleet: FleetConfig, setup: Setup, longest: int) -> tuple[list[Plant], float]:

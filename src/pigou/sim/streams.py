@@ -32,8 +32,7 @@ class Streams:
         self._streams: Flags = np.zeros(rows, dtype=np.bool_)
         self._fresh: Flags = np.zeros(rows, dtype=np.bool_)
         self._rows: Ints = np.zeros(rows, dtype=np.int32)
-        self._counts: Ints = np.zeros(rows, dtype=np.int32)
-        self._names = [""] * rows  # of the trips in the rows
+        self._seats: Counts = np.full(rows, -1, dtype=np.int64)  # of the trips in the rows
         self._anew = 0  # rows whose first token is still to come
         self._untold = False  # whether a step ended since tokens were told
 
@@ -41,7 +40,7 @@ class Streams:
         """Give a leg a row: its first, or another one after a preemption."""
         leg.row = row
         self.owner[row] = leg
-        self._names[row] = leg.trip.id
+        self._seats[row] = leg.trip.seat
         self._untold = True
         self._produced[row], self._told[row], self._last[row] = leg.produced, leg.told, leg.last
         self._streams[row] = leg.streams
@@ -70,21 +69,33 @@ class Streams:
         """Whether the first token of one of these rows is still to come."""
         return self._anew > 0 and bool(self._fresh[rows].any())
 
-    def told(self, rows: Ints, passed: int) -> list[tuple[str, int]]:
-        """Return the streams (ids of their trips) that have tokens which nobody was told of, and
-        how many; tell them. `rows` have yielded one in each of `passed` steps besides.
+    @property
+    def untold(self) -> bool:
+        """Whether a step ended, or somebody came, since tokens were told."""
+        return self._untold
+
+    def told(
+        self, rows: Ints, ends: Nanos, now: int, mine: bool, seats: Counts, counts: Counts,
+        size: int,
+    ) -> int:  # fmt: skip
+        """Tell the tokens that nobody was told of, by the seats of their streams.
+
+        Args:
+            rows: have yielded one token besides at each of `ends` that is past.
+            ends: ascending, (steps,).
+            now: nanoseconds; an end at this time is past if it is `mine`.
+            mine: see `now`.
+            seats, counts: take who, and how many, from index `size` on.
+            size: see there.
+
+        Returns:
+            `size`, and how many streams there are.
         """
-        if not passed and not self._untold:
-            return []
         self._untold = False
-        found = untold(
-            rows, passed, self._produced, self._told, self._streams, self._rows, self._counts
-        )
-        if not found:
-            return []
-        names = self._names
-        who, counts = self._rows[:found].tolist(), self._counts[:found].tolist()
-        return [(names[row], n) for row, n in zip(who, counts, strict=True)]
+        return untold(
+            rows, ends, now, mine, self._produced, self._told, self._streams, self._seats,
+            seats, counts, size,
+        )  # fmt: skip
 
     def count(self, rows: Ints, tokens: Ints, ends: Nanos, steps: int) -> list[Leg]:
         """Count the tokens of a plan that ended, and their gaps; return whose first ones came."""

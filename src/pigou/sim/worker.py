@@ -15,6 +15,7 @@ from pigou.events import KVEvent
 from pigou.request import Ints, Nanos
 from pigou.sim.clock import Clock, Event, Phase
 from pigou.sim.gaps import Gaps
+from pigou.sim.kernels import Counts
 from pigou.sim.leg import Leg, Listener
 from pigou.sim.streams import Streams
 from pigou.sim.timing import Batch, Timing
@@ -193,14 +194,17 @@ class SimWorker:
             under = self._plan is not None and leg.row in self._yield
             self._streams.settle(leg, self.passed() if under else 0)
 
-    def told(self) -> list[tuple[str, int]]:
-        """Return the streams (ids of their trips) that have tokens which nobody was told of, and
-        how many; tell them.
+    def told(self, now: int, seats: Counts, counts: Counts, size: int) -> int:
+        """Write streams (their seats) that have tokens which nobody was told of, and how many, from
+        index `size` on; return `size` and how many streams there are. They are told then.
         """
-        if not self._legs:
-            return []
-        passed = self.passed() if self._plan is not None and self._take > 1 else 0
-        return self._streams.told(self._yield if passed else _NOBODY, passed)
+        streams = self._streams
+        under = self._plan is not None and self._take > 1
+        if not under and not streams.untold:
+            return size
+        rows, ends = (self._yield, self._ends[: self._take]) if under else (_NOBODY, _NO_TIMES)
+        mine = (Phase.STEP, self.number) < self._clock.place
+        return streams.told(rows, ends, now, mine, seats, counts, size)
 
     def load(self, now: int) -> tuple[int, int, float]:
         """Return running and waiting requests, and the share of blocks in use."""

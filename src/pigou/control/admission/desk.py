@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from pigou.config import ControlConfig
@@ -16,6 +16,7 @@ from pigou.control.admission.shares import Shares
 from pigou.control.admission.waiting import Waiting
 from pigou.control.messages import Choice, Decision, Queue, Route, Shed
 from pigou.control.routing.view import FleetView
+from pigou.control.seats import Counts, Seats
 from pigou.control.state import Load
 from pigou.request import NEVER, SECOND, Request
 
@@ -49,6 +50,7 @@ class Desk:
         queue: who waits.
         room: what workers can be given.
         rate: how fast requests leave.
+        counts: whether the order counts the tokens that each tenant is served.
     """
 
     def __init__(self, config: ControlConfig) -> None:
@@ -64,7 +66,7 @@ class Desk:
         self.room = Room(config, order.holds_back, order.reserve)
         self.rate = DrainRate()
         self._weights = config.tenant_weights
-        self._counts = getattr(type(order), "served", None) is not Keyed.served
+        self.counts = getattr(type(order), "served", None) is not Keyed.served
         self._timeout = config.queue_timeout
 
     def submit(
@@ -173,19 +175,19 @@ class Desk:
         self.activity.ended(request.tenant)
         self.activity.seen(request.tenant, self._weights.get(request.tenant, 1.0), now)
 
-    def served(self, routed: Load, tokens: int) -> None:
-        """So many output tokens of a routed request came; it is charged with them already."""
-        self.streamed(((routed, tokens),))
+    def came(self, who: Seats[Load], seats: Counts, counts: Counts) -> None:
+        """Output tokens of routed requests came: tell the order, where it `counts` them.
 
-    def streamed(self, tokens: Sequence[tuple[Load, int]]) -> None:
-        """Output tokens of many routed requests came: as `served` for each."""
-        for routed, _ in tokens:
-            if routed.tokens > routed.expected:
-                self.room.grew(routed.request.id, routed.tokens - routed.expected)
-        if self._counts:
-            served = self.queue.order.served
-            for routed, count in tokens:
-                served(routed.request, count)
+        Args:
+            who: has which seat.
+            seats: of the requests, (n,).
+            counts: tokens of each, (n,).
+        """
+        served = self.queue.order.served
+        for seat, count in zip(seats.tolist(), counts.tolist(), strict=True):
+            routed = who.who[seat]
+            assert routed is not None, "tokens of a seat that nobody has"
+            served(routed.request, count)
 
     def _blocked(self, up: Collection[str]) -> list[frozenset[str]]:
         return [each for each in self.queue.excluded() if not each.isdisjoint(up)]

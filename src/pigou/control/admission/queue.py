@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from pigou.control.admission.order import Order
 from pigou.control.admission.shares import Refusal, Shares
 from pigou.control.admission.waiting import Heap, Waiting
-from pigou.request import Request
 
 _NOBODY: frozenset[str] = frozenset()
 
@@ -95,10 +94,6 @@ class WaitQueue:
     def refusal(self, waiting: Waiting) -> Refusal | None:
         """Return why a newcomer may not wait; None when it may."""
         return None if waiting.returned else self.shares.refusal(waiting)
-
-    def served(self, request: Request, tokens: int) -> None:
-        """So many output tokens of a routed request came."""
-        self.order.served(request, tokens)
 
     def excluded(self) -> list[frozenset[str]]:
         """Return the sets of workers that some request excludes."""

@@ -28,7 +28,6 @@ class _Held(msgspec.Struct):
     worker: str
     uncached: int
     output: int
-    beyond: int = 0
 
 
 class Room:
@@ -57,7 +56,7 @@ class Room:
         self._bound = StreamBound() if holds_back and not config.max_inflight else None
         self._held: dict[str, _Held] = {}
         self._tokens: dict[str, int] = {}
-        self._total = 0  # of these
+        self._total = 0  # of these; what comes beyond is in `State`
         self._changed: dict[str, int] = {}
 
     @property
@@ -75,14 +74,6 @@ class Room:
         self._total += need
         self._changed[choice.prefill or choice.decode] = now
 
-    def grew(self, request: str, tokens: int) -> None:
-        """So many output tokens came in all beyond what was expected (`Load.expected`)."""
-        held = self._held.get(request)
-        if held is not None:
-            more, held.beyond = tokens - held.beyond, tokens
-            self._tokens[held.worker] += more
-            self._total += more
-
     def prefilled(self, worker: str | None, now: int) -> None:
         """A worker computed a prompt, or was spared it."""
         if worker is not None:
@@ -93,10 +84,10 @@ class Room:
         held = self._held.pop(request, None)
         if held is None:
             return 0
-        gone = held.uncached + held.output + held.beyond
+        gone = held.uncached + held.output
         self._tokens[held.worker] -= gone
         self._total -= gone
-        return held.uncached + held.output
+        return gone
 
     def down(self, worker: str) -> None:
         """A worker is gone, with all it held."""
@@ -134,15 +125,17 @@ class Room:
         found: Flags = columns.decodes & ((most == 0) | (columns.decode_requests < most))
         return found
 
-    def held(self, worker: str) -> int:
-        """Return the tokens that a worker holds, or is to hold."""
-        return self._tokens.get(worker, 0)
+    def held(self, state: State) -> Counts:
+        """Return the tokens that each worker holds, or is to hold, (workers,)."""
+        expected = [self._tokens.get(worker, 0) for worker in state.ids]
+        found: Counts = np.array(expected, dtype=np.int64) + state.columns.beyond
+        return found
 
     def fits(self, request: Request, fleet: FleetView, state: State, above: bool = False) -> Flags:
         """Return which workers have the tokens for a request, (workers,)."""
         if not self._budget and not state.sized:
             return everybody(len(fleet.ids))
-        most = self._total + request.prompt + int(fleet.output)
+        most = self._total + state.beyond + request.prompt + int(fleet.output)
         if most <= self._budget * (self._open if above else 1.0):
             return everybody(len(fleet.ids))  # any worker has room for all that there is
         columns = state.columns
@@ -151,9 +144,9 @@ class Room:
             budget = np.full(len(fleet.ids), self._budget)
         if above:
             budget = np.ceil(budget * self._open).astype(np.int64)
-        held = np.array([self._tokens.get(worker, 0) for worker in fleet.ids], dtype=np.int64)
         empty = columns.decode_requests == 0
-        found: Flags = (budget == 0) | empty | (held + _need(request, fleet) <= budget)
+        needed = self.held(state) + _need(request, fleet)
+        found: Flags = (budget == 0) | empty | (needed <= budget)
         return found
 
     def ready(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pigou.request import SECOND
 
 #: A sample needs as much time, in seconds, and as many tokens.
@@ -39,12 +42,11 @@ class Sample:
 
 @dataclass(slots=True)
 class _Sums:
-    """What one worker did since its last sample, in seconds and tokens."""
+    """What one worker did since its last sample, in seconds; `Flow.tokens` has its tokens."""
 
     seconds: float = 0.0
     streams: float = 0.0
     everybody: float = 0.0
-    tokens: float = 0.0
     prompts: float = 0.0
     work: float = 0.0
     mixed: float = 0.0
@@ -60,11 +62,15 @@ class Flow:
     A prompt counts in the samples of the time in which it was computed, by their share of it. So
     a sample waits for the end of a prompt that was under way in it: a long one makes streams slow
     long before it ends, and who counts it at its end takes the worker for a slow one till then.
+
+    Attributes:
+        tokens: that came since the last sample, after the first of their streams, (workers,).
     """
 
     def __init__(self) -> None:
         self._flowing: list[int] = []
         self._sums: list[_Sums] = []
+        self.tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._open: list[list[Sample]] = []
         self._since: list[int] = []
         self._computes: list[bool] = []
@@ -73,6 +79,7 @@ class Flow:
         """A worker joined; its row is the last."""
         self._flowing.append(0)
         self._sums.append(_Sums())
+        self.tokens = np.append(self.tokens, 0)
         self._open.append([])
         self._since.append(0)
         self._computes.append(False)
@@ -81,6 +88,7 @@ class Flow:
         """A worker left."""
         del self._flowing[row], self._sums[row], self._open[row]
         del self._since[row], self._computes[row]
+        self.tokens = np.delete(self.tokens, row)
 
     def advance(self, row: int, streams: int, prompts: int, now: int) -> None:
         """Let time pass on worker `row`; call before a change of what it does.
@@ -109,7 +117,7 @@ class Flow:
 
     def came(self, row: int, tokens: int) -> None:
         """Tokens came, after the first of their streams."""
-        self._sums[row].tokens += tokens
+        self.tokens[row] += tokens
 
     def prompt(self, row: int, work: float, seconds: float) -> None:
         """A prompt was computed in so much time, beside the streams if there were any."""
@@ -125,9 +133,11 @@ class Flow:
         """Return the samples of workers that flowed long enough, and begin anew there."""
         for row, sums in enumerate(self._sums):
             waiting = self._open[row]
-            if sums.seconds >= _LEAST_S and sums.tokens >= _LEAST_TOKENS:
+            tokens = self.tokens.item(row)
+            if sums.seconds >= _LEAST_S and tokens >= _LEAST_TOKENS:
                 self._sums[row] = _Sums()
-                waiting.append(_sample(sums))
+                self.tokens[row] = 0
+                waiting.append(_sample(sums, tokens))
             if not waiting:
                 continue
             ready = next((i for i, each in enumerate(waiting) if each.mixed), len(waiting))
@@ -140,6 +150,6 @@ class Flow:
             del waiting[: max(ready, len(waiting) - _MOST_OPEN)]
 
 
-def _sample(sums: _Sums) -> Sample:
-    itl, streams = sums.streams / sums.tokens, sums.everybody / sums.seconds
+def _sample(sums: _Sums, tokens: int) -> Sample:
+    itl, streams = sums.streams / tokens, sums.everybody / sums.seconds
     return Sample(-1, streams, itl, sums.seconds / itl, sums.prompts, sums.work, sums.mixed)
