@@ -163,14 +163,34 @@ def test_a_layout_that_comes_back_finds_its_blocks_if_nobody_needed_the_room(
     third.close()
 
 
-def test_a_lower_cap_holds_from_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("blocks", "cap"), [(50, 10_000), (10, 20_000), (10, 13_250)])
+def test_a_lower_cap_holds_from_the_start(tmp_path: Path, blocks: int, cap: int) -> None:
     first = open_store(tmp_path)
-    put(first, list(range(50)))
+    put(first, list(range(blocks)))
     first.close()
-    second = open_store(tmp_path, cap=10_000)
-    assert second.used_bytes == on_disk(tmp_path) <= 10_000
-    assert put(second, list(range(50))) <= 50
-    assert second.used_bytes == on_disk(tmp_path) <= 10_000
+    second = open_store(tmp_path, cap=cap)
+    assert second.used_bytes == on_disk(tmp_path) <= cap
+    assert put(second, list(range(50))) < 50
+    assert second.used_bytes == on_disk(tmp_path) <= cap
+    assert len(get(second, list(range(50)))) == len(second.entries())
+    second.close()
+
+
+def test_a_file_that_lost_its_end_lost_the_blocks_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = open_store(tmp_path)
+    put(first, list(range(10)))
+    first.close()
+    file = next(tmp_path.glob("*.pigou-kv"))
+    os.truncate(file, file.stat().st_size - 2 * SIZE - 1)
+    second = open_store(tmp_path)
+    assert len(second.entries()) == 7
+    assert second.counts.corrupt == 3
+    assert len(caplog.records) == 1
+    assert put(second, [20, 21, 22, 23]) == 4
+    assert get(second, list(range(30))) == [*range(7), 20, 21, 22, 23]
+    assert second.used_bytes == on_disk(tmp_path)
     second.close()
 
 
@@ -228,6 +248,7 @@ def test_a_write_that_fails_damages_nothing(
     assert store.used_bytes == on_disk(store.path)
     assert put(store, [4, 5]) == 2
     assert get(store, [1, 2, 3, 4, 5]) == [1, 3, 4, 5]
+    assert put(store, list(range(10, 200))) == store.capacity - 4  # no place was lost
 
 
 def test_a_block_that_is_being_read_is_not_overwritten(

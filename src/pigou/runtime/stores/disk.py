@@ -149,7 +149,8 @@ class DiskStore:
                 alive = held.alive(now)
                 void[index] = ~alive
                 segment.read(slots[alive], out, rows[index[alive]])
-                good[index[alive]] = checksums_of(out, rows[index[alive]]) == sums[alive]
+                right = checksums_of(out, rows[index[alive]]) == sums[alive]
+                good[index[alive]] = right & (held.keys == keys[index]).all(axis=1)[alive]
             bad = np.flatnonzero((places >= 0) & ~good & ~void)
         with self._lock:
             self.counts.hits += int(np.count_nonzero(good))
