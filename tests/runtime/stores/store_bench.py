@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pigou.kv.layout import Bytes
-from pigou.request import BlockHashes, Ints
+from pigou.request import NEVER, BlockHashes, Ints
 from pigou.runtime.stores.entries import Entries
 
 NAMESPACE = bytes(range(16))
@@ -19,7 +19,7 @@ def keys_of(numbers: Sequence[int]) -> BlockHashes:
     return np.array([(7, n + 1) for n in numbers], dtype=np.uint64).reshape(len(numbers), 2)
 
 
-def entries_of(numbers: Sequence[int], expiry: int = 0) -> Entries:
+def entries_of(numbers: Sequence[int], expiry: int = NEVER) -> Entries:
     return Entries.chain(keys_of(numbers), TENURE, expiry=expiry)
 
 

@@ -16,6 +16,7 @@ import pytest
 from store_bench import NAMESPACE, SIZE, bytes_of, entries_of, keys_of, rows_of
 
 from pigou.kv.layout import KVLayout
+from pigou.request import NEVER
 from pigou.runtime.stores.bucket import BucketStore
 from pigou.runtime.stores.host import HostStore
 from pigou.runtime.stores.link import Moved
@@ -71,10 +72,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def s3(server: Server, *, timeout: float = 60.0, retries: int = 0, cap: int = CAP) -> BucketStore:
     endpoint = f"http://127.0.0.1:{server.port}"
     location = Location("s3://bucket/a/prefix", endpoint, timeout=timeout, retries=retries)
-    return BucketStore(location, NAMESPACE, SIZE, cap, clock=lambda: 100.0)
+    return BucketStore(location, NAMESPACE, SIZE, cap, clock=lambda: 100)
 
 
-def put(store: BucketStore, numbers: list[int], expiry: int = 0) -> int:
+def put(store: BucketStore, numbers: list[int], expiry: int = NEVER) -> int:
     entries = entries_of(numbers, expiry)
     return int(store.put(entries, bytes_of(numbers), rows_of(len(numbers))).sum())
 
@@ -92,7 +93,7 @@ def test_a_storage_of_any_kind_keeps_blocks(server: Server, tmp_path: Path, kind
         store = s3(server)
     else:
         url = f"file://{tmp_path}/deep/er" if kind == "file" else "memory://"
-        store = BucketStore(Location(url), NAMESPACE, SIZE, CAP, clock=lambda: 100.0)
+        store = BucketStore(Location(url), NAMESPACE, SIZE, CAP, clock=lambda: 100)
     numbers = list(range(250))
     assert put(store, numbers) == 250
     assert put(store, numbers[:3]) == 3
@@ -130,7 +131,7 @@ def test_void_blocks_are_neither_put_nor_served_nor_found(server: Server) -> Non
     store = s3(server)
     assert put(store, [1], expiry=100) == 0
     assert put(store, [2], expiry=101) == 1
-    store._clock = lambda: 101.0
+    store._clock = lambda: 101
     assert len(store.entries()) == 0
     assert get(store, [2]) == []
     assert store.counts.expired == 1
@@ -149,7 +150,7 @@ def test_altered_cut_and_foreign_objects_are_misses_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     location = Location(f"file://{tmp_path}")
-    store = BucketStore(location, NAMESPACE, SIZE, CAP, clock=lambda: 100.0)
+    store = BucketStore(location, NAMESPACE, SIZE, CAP, clock=lambda: 100)
     put(store, list(range(6)))
     files = {n: next(tmp_path.rglob(f"*{n + 1:016x}")) for n in range(6)}
     files[0].write_bytes(files[0].read_bytes()[:-1])

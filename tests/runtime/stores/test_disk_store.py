@@ -16,6 +16,7 @@ import pytest
 from store_bench import NAMESPACE, SIZE, TENURE, bytes_of, entries_of, keys_of, rows_of
 
 from pigou.kv.layout import Bytes
+from pigou.request import NEVER
 from pigou.runtime.stores.disk import DiskStore
 from pigou.runtime.stores.segment import Segment
 from pigou.runtime.stores.store import StoreError
@@ -23,11 +24,11 @@ from pigou.runtime.stores.store import StoreError
 CAP = 40_000
 
 
-def open_store(path: Path, now: float = 0.0, cap: int = CAP) -> DiskStore:
+def open_store(path: Path, now: int = 0, cap: int = CAP) -> DiskStore:
     return DiskStore(path, NAMESPACE, SIZE, cap, clock=lambda: now)
 
 
-def put(store: DiskStore, numbers: list[int], expiry: int = 0) -> int:
+def put(store: DiskStore, numbers: list[int], expiry: int = NEVER) -> int:
     entries = entries_of(numbers, expiry)
     return int(store.put(entries, bytes_of(numbers), rows_of(len(numbers))).sum())
 
@@ -101,18 +102,18 @@ def test_entries_survive_with_all_that_is_known_of_them(tmp_path: Path) -> None:
 
 
 def test_void_blocks_are_neither_stored_nor_served_nor_kept(tmp_path: Path) -> None:
-    now = [0.0]
+    now = [0]
     store = DiskStore(tmp_path, NAMESPACE, SIZE, CAP, clock=lambda: now[0])
     put(store, [1], expiry=100)
     put(store, [2], expiry=200)
     assert get(store, [1, 2]) == [1, 2]
-    now[0] = 100.0
+    now[0] = 100
     assert get(store, [1, 2]) == [2]
     assert put(store, [3], expiry=50) == 0
     assert store.has(keys_of([1, 2])).tolist() == [False, True]
     store.close()
-    now[0] = 200.0
-    again = open_store(tmp_path, now=200.0)
+    now[0] = 200
+    again = open_store(tmp_path, now=200)
     assert len(again.entries()) == 0
     assert again.used_bytes == on_disk(tmp_path) == 0
     again.close()
@@ -137,7 +138,7 @@ def test_another_layout_sees_nothing_and_takes_the_room_it_needs(
     first.close()
     namespace = bytes(16) if other == "layout" else NAMESPACE
     size = SIZE if other == "layout" else 2 * SIZE
-    second = DiskStore(tmp_path, namespace, size, CAP, clock=lambda: 0.0)
+    second = DiskStore(tmp_path, namespace, size, CAP, clock=lambda: 0)
     assert len(second.entries()) == 0
     out = np.zeros((100, size), dtype=np.uint8)
     assert not second.get(keys_of(range(100)), out, rows_of(100)).any()
@@ -155,7 +156,7 @@ def test_a_layout_that_comes_back_finds_its_blocks_if_nobody_needed_the_room(
     first = open_store(tmp_path)
     put(first, [1, 2])
     first.close()
-    second = DiskStore(tmp_path, bytes(16), SIZE, CAP, clock=lambda: 0.0)
+    second = DiskStore(tmp_path, bytes(16), SIZE, CAP, clock=lambda: 0)
     assert second.put(entries_of([1]), bytes_of([8]), rows_of(1)).all()
     second.close()
     third = open_store(tmp_path)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_bench import NAMESPACE, bytes_of, entries_of, keys_of, rows_of
 
+from pigou.request import NEVER
 from pigou.runtime.stores.disk import DiskStore
 
 SIZE = 300
@@ -27,7 +28,7 @@ class DiskMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.path = Path(tempfile.mkdtemp())
-        self.now = 100.0
+        self.now = 100
         self.held: dict[int, int] = {}  # number -> expiry
         self.sure = True
 
@@ -43,7 +44,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(numbers=NUMBERS, life=st.sampled_from([0, 5, 50]))
     def put(self, numbers: list[int], life: int) -> None:
-        expiry = int(self.now) + life if life else 0
+        expiry = self.now + life if life else NEVER
         room = self.store.capacity - len(self.held)
         entries = entries_of(numbers, expiry)
         stored = self.store.put(entries, bytes_of(numbers, SIZE), rows_of(len(numbers)))
@@ -61,7 +62,7 @@ class DiskMachine(RuleBasedStateMachine):
         wanted = bytes_of(numbers, SIZE)
         for i, n in enumerate(numbers):
             expiry = self.held.get(n)
-            alive = expiry is not None and (expiry == 0 or self.now < expiry)
+            alive = expiry is not None and self.now < expiry
             if good[i]:
                 assert alive
                 assert (out[i] == wanted[i]).all()
@@ -88,7 +89,7 @@ class DiskMachine(RuleBasedStateMachine):
     def find(self) -> None:
         """Compare what survived with what may have; void blocks have been dropped."""
         found = {int(key) - 1 for key in self.store.entries().keys[:, 1]}
-        alive = {n for n, expiry in self.held.items() if expiry == 0 or self.now < expiry}
+        alive = {n for n, expiry in self.held.items() if self.now < expiry}
         assert found <= alive
         assert found == alive or not self.sure
         self.held = {n: self.held[n] for n in found}

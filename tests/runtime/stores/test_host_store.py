@@ -10,18 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_bench import SIZE, bytes_of, entries_of, keys_of, rows_of
 
+from pigou.request import NEVER
 from pigou.runtime.stores.copies import Copy
 from pigou.runtime.stores.device import copy_out
 from pigou.runtime.stores.host import HostStore
 from pigou.runtime.stores.store import StoreError
 
 
-def make(capacity: int, rows: int | None = None, now: float = 0.0) -> HostStore:
+def make(capacity: int, rows: int | None = None, now: int = 0) -> HostStore:
     arena = np.zeros((rows or capacity, SIZE), dtype=np.uint8)
     return HostStore(arena, capacity, clock=lambda: now)
 
 
-def put(store: HostStore, numbers: list[int], expiry: int = 0) -> list[int]:
+def put(store: HostStore, numbers: list[int], expiry: int = NEVER) -> list[int]:
     stored = store.put(entries_of(numbers, expiry), bytes_of(numbers), rows_of(len(numbers)))
     return [n for n, there in zip(numbers, stored.tolist(), strict=True) if there]
 
@@ -117,11 +118,11 @@ def test_memory_that_altered_is_a_miss_with_one_line(caplog: pytest.LogCaptureFi
 
 
 def test_void_blocks_are_neither_taken_nor_served() -> None:
-    now = [0.0]
+    now = [0]
     store = HostStore(np.zeros((4, SIZE), dtype=np.uint8), 4, clock=lambda: now[0])
     put(store, [1], expiry=10)
     put(store, [2])
-    now[0] = 10.0
+    now[0] = 10
     assert put(store, [3], expiry=10) == []
     assert len(store.entries()) == 1
     assert get(store, [1, 2, 3]) == [2]

@@ -14,7 +14,7 @@ from store_bench import NAMESPACE, SIZE, bytes_of, entries_of, keys_of, rows_of
 
 from pigou.kv.checksum import Checksums
 from pigou.kv.layout import Bytes, KVLayout
-from pigou.request import BlockHashes, Ints
+from pigou.request import SECOND, BlockHashes, Ints
 from pigou.runtime.stores.copies import Copy
 from pigou.runtime.stores.disk import DiskStore
 from pigou.runtime.stores.entries import Bools, Entries
@@ -172,6 +172,36 @@ def test_blocks_go_through_every_store_and_come_back_the_same(
         assert up.good.tolist() == [True, True, False]
         assert (mover._device.read(ids(10 + i, 13 + i)) == bytes_of([1, 2])).all()
     assert mover._host.free_rows == 14  # nothing is left in staging
+
+
+@pytest.mark.parametrize("target", ["host", "far"])
+def test_demoted_blocks_are_in_the_store_when_it_is_said(
+    movers: Callable[..., Mover], target: str
+) -> None:
+    far = Broken(capacity=2)
+    mover = movers({"far": far}, capacity=2)
+    answer = Answer()
+    assert mover.demote(ids(4, 5, 6), entries_of([4, 5, 6]), target, answer)
+    assert answer.wait().good.tolist() == [True, True, False]
+    assert restored(mover, [4, 5, 6], target, [0, 1, 2]).good.tolist() == [True, True, False]
+    assert mover._host.free_rows == (10 if target == "far" else 8)
+
+
+def test_a_demotion_to_a_store_that_is_down_ends_with_nothing_there(
+    movers: Callable[..., Mover],
+) -> None:
+    far = Broken()
+    mover = movers({"far": far}, settings=MoverSettings(failures=1, pause=3600 * SECOND))
+    far.error = StoreError("the disk is full")
+    answers = [Answer(), Answer()]
+    assert mover.demote(ids(1), entries_of([1]), "far", answers[0])
+    assert answers[0].wait().reason == "the disk is full"
+    assert not mover.status()["far"].up
+    assert mover.demote(ids(1), entries_of([1]), "far", answers[1])
+    assert "down" in answers[1].wait().reason
+    assert not answers[0].wait().good.any()
+    assert not answers[1].wait().good.any()
+    assert mover._host.free_rows == 16
 
 
 def test_blocks_that_were_moved_may_be_deleted_at_once(

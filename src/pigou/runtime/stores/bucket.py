@@ -16,10 +16,11 @@ import obstore
 from obstore.exceptions import BaseError
 
 from pigou.kv import checksum
+from pigou.kv.block import keys_of
 from pigou.kv.checksum import Checksums, checksums_of
 from pigou.kv.layout import Bytes
 from pigou.request import BlockHashes, Ints
-from pigou.runtime.stores.entries import Bools, Entries, names_of, no_entries
+from pigou.runtime.stores.entries import Bools, Entries, no_entries
 from pigou.runtime.stores.location import Location, first_line
 from pigou.runtime.stores.record import HEADER_BYTES, decode, encode
 from pigou.runtime.stores.store import Counts, StoreError
@@ -54,7 +55,7 @@ class BucketStore:
         block_bytes: int,
         cap_bytes: int,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:
         """Make a client; nothing is sent yet, so the store begins with no known blocks.
 
@@ -63,7 +64,7 @@ class BucketStore:
             namespace: the layout's fingerprint, 16 bytes.
             block_bytes: bytes of a block.
             cap_bytes: of the objects that this store has put or found.
-            clock: seconds since the epoch.
+            clock: nanoseconds since 1970.
 
         Raises:
             StoreError: the location is of no use.
@@ -110,7 +111,7 @@ class BucketStore:
         self, entries: Entries, data: Bytes, rows: Ints, sums: Checksums | None = None
     ) -> Bools:
         """Upload blocks (see `Store.put`)."""
-        names = names_of(entries.keys)
+        names = keys_of(entries.keys)
         new = self._reserve(names, entries.alive(self._clock()))
         payloads = checksums_of(data, rows[new]) if sums is None else sums[new]
         headers = encode(self._namespace, entries.take(new), payloads, self._block_bytes)
@@ -135,7 +136,7 @@ class BucketStore:
         """Download blocks and verify them (see `Store.get`)."""
         good: Bools = np.zeros(len(keys), dtype=np.bool_)
         bad: list[str] = []
-        names = names_of(keys)
+        names = keys_of(keys)
 
         async def download(i: int) -> None:
             path = self._path(names[i])
@@ -166,11 +167,11 @@ class BucketStore:
     def has(self, keys: BlockHashes) -> Bools:
         """Which blocks this store has put or found, shape (n,)."""
         with self._lock:
-            return np.array([key in self._known for key in names_of(keys)], dtype=np.bool_)
+            return np.array([key in self._known for key in keys_of(keys)], dtype=np.bool_)
 
     def delete(self, keys: BlockHashes) -> int:
         """Forget blocks, and delete their objects (see `Store.delete`)."""
-        names = names_of(keys)
+        names = keys_of(keys)
         count = self._forget(names)
         with self._lock:
             self.counts.deleted += count
@@ -196,14 +197,14 @@ class BucketStore:
             if header.shape[1] != HEADER_BYTES:
                 return
             good, entry, _ = decode(header, self._namespace, self._block_bytes)
-            if good[0] and self._path(names_of(entry.keys)[0]) == path:
+            if good[0] and self._path(keys_of(entry.keys)[0]) == path:
                 found.append(entry.take(entry.alive(self._clock())))
 
         for i in range(0, len(listed), _SLICE):
             self._run("looked through", [partial(look, path) for path in listed[i : i + _SLICE]])
         held = Entries.join(found)
         with self._lock:
-            self._known.update(names_of(held.keys))
+            self._known.update(keys_of(held.keys))
         return held
 
     def probe(self) -> None:

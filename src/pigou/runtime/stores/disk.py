@@ -15,12 +15,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.kv.block import keys_of
 from pigou.kv.checksum import Checksums, checksums_of
 from pigou.kv.layout import Bytes
 from pigou.request import BlockHashes, Ints
-from pigou.runtime.stores.entries import Bools, Entries, names_of
+from pigou.runtime.stores.entries import Bools, Entries
 from pigou.runtime.stores.folder import Folder
-from pigou.runtime.stores.record import decode, encode
+from pigou.runtime.stores.record import HEADER_BYTES, decode, encode
 from pigou.runtime.stores.segment import Segment
 from pigou.runtime.stores.shelf import Shelf
 from pigou.runtime.stores.store import Counts, StoreError
@@ -53,7 +54,7 @@ class DiskStore:
         block_bytes: int,
         cap_bytes: int,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:
         """Open a directory, make it if need be, and find what is there.
 
@@ -62,7 +63,7 @@ class DiskStore:
             namespace: the layout's fingerprint, 16 bytes.
             block_bytes: bytes of a block.
             cap_bytes: of all segment files together; what is over it is deleted.
-            clock: seconds since the epoch.
+            clock: nanoseconds since 1970.
 
         Raises:
             StoreError: the directory cannot be used, or another process uses it.
@@ -99,6 +100,11 @@ class DiskStore:
         return self._folder.cap
 
     @property
+    def record_bytes(self) -> int:
+        """Bytes of the cap that a block takes, besides 128 for each segment."""
+        return HEADER_BYTES + self.block_bytes
+
+    @property
     def capacity(self) -> int:
         """Blocks that the cap has room for when no other layout's files are there."""
         return self._folder.capacity()
@@ -112,7 +118,7 @@ class DiskStore:
         self, entries: Entries, data: Bytes, rows: Ints, sums: Checksums | None = None
     ) -> Bools:
         """Write blocks (see `Store.put`)."""
-        names = names_of(entries.keys)
+        names = keys_of(entries.keys)
         with self._writing, self._trouble("written"):
             new = self._new(entries, names)
             payloads = checksums_of(data, rows[new]) if sums is None else sums[new]
@@ -133,7 +139,7 @@ class DiskStore:
     def has(self, keys: BlockHashes) -> Bools:
         """Which blocks are there, as far as known without reading them, shape (n,)."""
         with self._lock:
-            return np.array([key in self._shelf for key in names_of(keys)], dtype=np.bool_)
+            return np.array([key in self._shelf for key in keys_of(keys)], dtype=np.bool_)
 
     def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
         """Read blocks and verify them (see `Store.get`)."""
@@ -248,7 +254,7 @@ class DiskStore:
         with self._lock:
             self._check_open()
             self._reading += 1
-            places = self._shelf.pin(names_of(keys))
+            places = self._shelf.pin(keys_of(keys))
         try:
             yield np.array(places, dtype=np.int64).reshape(len(keys))
         finally:
@@ -267,7 +273,7 @@ class DiskStore:
         with self._writing, self._trouble("deleted from"):
             with self._lock:
                 self._check_open()
-                count, empty = self._shelf.remove(names_of(keys))
+                count, empty = self._shelf.remove(keys_of(keys))
             self._vacate(empty)
         return count
 
@@ -294,7 +300,7 @@ class DiskStore:
         whole = good & (np.arange(segment.slots) < segment.used)
         torn = taken & ~whole
         void = whole & ~held.alive(self._clock())
-        names = names_of(held.keys)
+        names = keys_of(held.keys)
         keep = []
         for slot in np.flatnonzero(whole & ~void).tolist():
             if names[slot] not in self._shelf:

@@ -9,7 +9,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.request import BlockHashes, Ints
+from pigou.kv.block import ROOT, Block, keys_of
+from pigou.request import NEVER, BlockHashes, Ints, Nanos
 
 #: One per block, shape (n,).
 Bools: TypeAlias = NDArray[np.bool_]
@@ -27,14 +28,15 @@ class Entries:
         keys: keyed hashes of the blocks, shape (n, 2); the tenure is in the key.
         parents: keys of the blocks before, shape (n, 2); (0, 0) for the first of a sequence.
         depths: blocks before it in its sequence, shape (n,), int32.
-        expiries: when a block becomes void, seconds since the epoch, shape (n,), int64; 0 is never.
-        tenures: digests of the tenures, shape (n, 32), uint8.
+        expiries: when a block becomes void, nanoseconds since 1970, shape (n,); `NEVER` is never.
+        tenures: digests of the tenures, shape (n, 32), for whoever looks into a store; zeros where
+            they are not known.
     """
 
     keys: BlockHashes
     parents: BlockHashes
     depths: Ints
-    expiries: NDArray[np.int64]
+    expiries: Nanos
     tenures: Digests
 
     def __post_init__(self) -> None:
@@ -73,17 +75,37 @@ class Entries:
         self.expiries[index] = other.expiries
         self.tenures[index] = other.tenures
 
-    def alive(self, now: float) -> Bools:
-        """Which are not void at `now`, seconds since the epoch."""
-        alive: Bools = (self.expiries == 0) | (self.expiries > now)
+    def alive(self, now: int) -> Bools:
+        """Which are not void at `now`, nanoseconds since 1970."""
+        alive: Bools = self.expiries > now
         return alive
+
+    def blocks(self, size: int) -> list[Block]:
+        """Return what the decider calls them, each of `size` bytes."""
+        keys, parents = keys_of(self.keys), keys_of(self.parents)
+        rest = zip(keys, parents, self.depths.tolist(), self.expiries.tolist(), strict=True)
+        return [
+            Block(key, parent if any(parent) else ROOT, depth, size, expiry)
+            for key, parent, depth, expiry in rest
+        ]
+
+    @staticmethod
+    def of(blocks: Sequence[Block], tenure: bytes = bytes(TENURE_BYTES)) -> Entries:
+        """Describe what the decider calls blocks, all of one tenure."""
+        found = no_entries(len(blocks))
+        found.keys[:] = hashes_of([block.key for block in blocks])
+        found.parents[:] = hashes_of([block.parent or bytes(16) for block in blocks])
+        found.depths[:] = [block.depth for block in blocks]
+        found.expiries[:] = [block.expiry for block in blocks]
+        found.tenures[:] = np.frombuffer(tenure, dtype=np.uint8)
+        return found
 
     @staticmethod
     def chain(
         keys: BlockHashes,
         tenure: bytes,
         *,
-        expiry: int = 0,
+        expiry: int = NEVER,
         parent: BlockHashes | None = None,
         depth: int = 0,
     ) -> Entries:
@@ -92,7 +114,7 @@ class Entries:
         Args:
             keys: shape (n, 2).
             tenure: digest of the tenure, 32 bytes.
-            expiry: seconds since the epoch; 0 is never.
+            expiry: nanoseconds since 1970.
             parent: key of the block before the first, shape (1, 2); None where there is none.
             depth: blocks before the first.
         """
@@ -132,7 +154,6 @@ def no_entries(count: int = 0) -> Entries:
     )
 
 
-def names_of(keys: BlockHashes) -> list[bytes]:
-    """Keys as 16 bytes each, big-endian, for dictionaries and file names."""
-    raw = keys.astype(">u8").tobytes()
-    return [raw[i : i + 16] for i in range(0, len(raw), 16)]
+def hashes_of(keys: Sequence[bytes]) -> BlockHashes:
+    """Return keys of 16 bytes as hashes, shape (n, 2); `pigou.kv.block.keys_of` is the inverse."""
+    return np.frombuffer(b"".join(keys), dtype=">u8").reshape(-1, 2).astype(np.uint64)

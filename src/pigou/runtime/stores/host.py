@@ -10,10 +10,11 @@ from collections.abc import Callable
 import numpy as np
 
 from pigou.kv import checksum
+from pigou.kv.block import keys_of
 from pigou.kv.checksum import Checksums
 from pigou.kv.layout import Bytes
 from pigou.request import BlockHashes, Ints
-from pigou.runtime.stores.entries import Bools, Entries, names_of, no_entries
+from pigou.runtime.stores.entries import Bools, Entries, no_entries
 from pigou.runtime.stores.shelf import Shelf
 from pigou.runtime.stores.store import Counts, StoreError
 
@@ -30,7 +31,7 @@ class HostStore:
     """
 
     def __init__(
-        self, arena: Bytes, capacity: int, *, clock: Callable[[], float] = time.time
+        self, arena: Bytes, capacity: int, *, clock: Callable[[], int] = time.time_ns
     ) -> None:
         """Begin empty.
 
@@ -38,7 +39,8 @@ class HostStore:
             arena: C-contiguous, shape (rows, block_bytes); pinned where the device is CUDA (see
                 `pigou.runtime.stores.device.make_arena`).
             capacity: blocks of the store, at most the arena's rows; may be 0, for staging only.
-            clock: seconds since the epoch.
+                Those that are kept until they have been moved further down count.
+            clock: nanoseconds since 1970.
 
         Raises:
             ValueError: the arena is not contiguous or too small.
@@ -63,6 +65,11 @@ class HostStore:
     def block_bytes(self) -> int:
         """Bytes of a block."""
         return int(self.arena.shape[1])
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the cap that a block takes."""
+        return self.block_bytes
 
     @property
     def capacity(self) -> int:
@@ -113,7 +120,7 @@ class HostStore:
         with self._lock:
             self._held.write(rows, entries)
             self._sums[rows] = sums
-            for i, (key, row) in enumerate(zip(names_of(entries.keys), rows.tolist(), strict=True)):
+            for i, (key, row) in enumerate(zip(keys_of(entries.keys), rows.tolist(), strict=True)):
                 there = key in self._shelf
                 room = alive[i] and not self._closed and len(self._shelf) < self._capacity
                 stored[i] = there or room
@@ -128,7 +135,7 @@ class HostStore:
     def pin(self, keys: BlockHashes) -> Ints:
         """Keep blocks in place while they are read; returns their rows, -1 for what is missing."""
         with self._lock:
-            return np.array(self._shelf.pin(names_of(keys)), dtype=np.int32).reshape(len(keys))
+            return np.array(self._shelf.pin(keys_of(keys)), dtype=np.int32).reshape(len(keys))
 
     def unpin(self, rows: Ints) -> None:
         """End what `pin` began, with the rows that it returned."""
@@ -145,7 +152,7 @@ class HostStore:
     ) -> Bools:
         """Copy blocks into the store (see `Store.put`); `sums` are computed while copying."""
         self._check_open()
-        names = names_of(entries.keys)
+        names = keys_of(entries.keys)
         with self._lock:
             stored: Bools = np.array([key in self._shelf for key in names], dtype=np.bool_)
             new = np.flatnonzero(~stored & entries.alive(self._clock()))
@@ -162,7 +169,7 @@ class HostStore:
     def has(self, keys: BlockHashes) -> Bools:
         """Which blocks are there, shape (n,)."""
         with self._lock:
-            return np.array([key in self._shelf for key in names_of(keys)], dtype=np.bool_)
+            return np.array([key in self._shelf for key in keys_of(keys)], dtype=np.bool_)
 
     def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
         """Copy blocks out (see `Store.get`)."""
@@ -210,7 +217,7 @@ class HostStore:
         return count
 
     def _forget(self, keys: BlockHashes) -> int:
-        count, empty = self._shelf.remove(names_of(keys))
+        count, empty = self._shelf.remove(keys_of(keys))
         self._vacate(empty)
         return count
 

@@ -183,6 +183,11 @@ class Link:
             latency, slope = self._rate.law()
             return latency * (jobs + 1) + slope * (self._state.blocks + blocks)
 
+    def law(self) -> tuple[float, float]:
+        """Seconds of a job besides those of its blocks, and of each block, as measured."""
+        with self._wake:
+            return self._rate.law()
+
     def status(self) -> LinkStatus:
         """Describe the link."""
         with self._wake:

@@ -6,7 +6,8 @@ How it is used (the decider is `kv/tiers.py`, whoever runs the core calls this):
 fast, while the core may hand the blocks out again: `done(copy)` says when it was read, and only the
 core can say whether what was read is void. Then, for the blocks that are not: `copy.publish` makes
 them blocks of the host store, at once and without a copy; `send(copy, ...)` queues them for another
-store; `copy.drop()` lets go of all the others, and must be called in any case.
+store; `copy.drop()` lets go of all the others, and must be called in any case. `demote` does all of
+this for blocks that nobody hands out until it is done.
 
 *Up.* `restore(keys, source, blocks, done)` copies blocks of a store into device blocks, which
 belong to the restore until `done`. Each block is verified; one that is not `good` has undefined
@@ -57,6 +58,8 @@ DEVICE = "device"
 HOST = "host"
 #: Reason of a job that found no staging row.
 NO_ROWS = "no staging row is free"
+#: Reason of a job whose second half was refused.
+REFUSED = "its link is busy or down"
 Done = Callable[[Moved], None]
 
 
@@ -148,6 +151,28 @@ class Mover:
         copy.put_back(index)
         return False
 
+    def demote(self, blocks: Ints, entries: Entries, target: str, done: Done) -> bool:
+        """Copy device blocks to a store; they stay as they are until `done`.
+
+        Args:
+            blocks: ids of the device blocks, shape (n,).
+            entries: of these.
+            target: name of the store.
+            done: told which are there.
+        """
+
+        def copied(copy: Copy) -> None:
+            index = np.flatnonzero(copy.good).astype(np.int32)
+            good, reason = _none(len(entries)), copy.reason
+            if target == HOST:
+                good[index] = copy.publish(index, entries.take(index))
+            elif not reason and self.send(copy, index, entries, target, done):
+                return
+            copy.drop()
+            done(Moved(good, reason or ("" if target == HOST else REFUSED), 0))
+
+        return self.copy_out(blocks, copied)
+
     def move(self, entries: Entries, source: str, target: str, done: Done | None = None) -> bool:
         """Copy blocks from one store to another.
 
@@ -229,6 +254,10 @@ class Mover:
         if target in (DEVICE, HOST):
             return self._reads[source].seconds(blocks)
         return self._writes[target].seconds(blocks)
+
+    def law(self, source: str) -> tuple[float, float]:
+        """Seconds before the first block of a store comes, and for each block, as measured."""
+        return self._reads[source].law()
 
     def status(self) -> dict[str, StoreStatus]:
         """Describe each store and its links, by name."""

@@ -25,7 +25,7 @@ HEADER = np.dtype(
         ("tenure", "u1", (32,)),
         ("depth", "<i4"),
         ("size", "<u4"),  # bytes of the block
-        ("expiry", "<i8"),  # seconds since the epoch
+        ("expiry", "<i8"),  # nanoseconds since 1970
         ("payload", "<u8"),  # xxh3 of the block
         ("spare", "<u8"),
         ("check", "<u8"),  # xxh3 of all that comes before

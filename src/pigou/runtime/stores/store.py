@@ -64,6 +64,11 @@ class Store(Protocol):
         ...
 
     @property
+    def record_bytes(self) -> int:
+        """Bytes of the cap that a block takes, a few more for many blocks together left aside."""
+        ...
+
+    @property
     def cap_bytes(self) -> int:
         """What `used_bytes` never exceeds."""
         ...
