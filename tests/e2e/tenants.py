@@ -1,11 +1,14 @@
-"""Two tenants of one gateway, and what each finds in the other's caches."""
+"""Tenants and tenures of one gateway, and what each finds in the others' caches."""
 
 from __future__ import annotations
 
+import json
 import re
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,123 @@ class Tenants:
         file = folder / "keys"
         file.write_text("".join(line + "\n" for line in lines))
         return cls(file, *keys)
+
+    @classmethod
+    def granted(cls, folder: Path) -> Tenants:
+        """Write a structured keys file, in which `one` may set everything, and `other` little."""
+        keys, lines = zip(*(make_key(name) for name in ("one", "other")), strict=True)
+        everything = {name: ["*"] for name in FIELDS} | {"ttl": 315_360_000}
+        entries = [
+            {"tenant": tenant, "sha256": digest, **rest}
+            for (tenant, _, digest), rest in zip(
+                (line.partition(":") for line in lines),
+                ({"may": everything}, {"tenure": {"safety": "v1"}, "may": {"principal": ["a*"]}}),
+                strict=True,
+            )
+        ]
+        file = folder / "keys.json"
+        file.write_text(json.dumps({"keys": entries}))
+        return cls(file, *keys)
+
+
+FIELDS = ("principal", "release", "template", "corpus", "safety", "permissions", "tools")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: by which tenant, with what headers and body."""
+
+    tenant: str
+    headers: dict[str, str] = field(default_factory=dict)
+    body: dict[str, Any] = field(default_factory=dict)
+
+    def send(self, url: str, tenants: Tenants, prompt: Sequence[int]) -> str:
+        """Return the text of a greedy completion."""
+        body = {"prompt": list(prompt), "max_tokens": 4, "temperature": 0, **self.body}
+        headers = {"authorization": f"Bearer {getattr(tenants, self.tenant)}"}
+        for name, value in self.headers.items():
+            headers[f"X-Pigou-Tenure-{name}"] = value.encode().decode("latin-1")
+        reply = post_json(url + "/v1/completions", body, headers=headers)
+        return str(reply["choices"][0]["text"])
+
+    def status(self, url: str, tenants: Tenants, prompt: Sequence[int]) -> int:
+        """Return the status of the answer."""
+        try:
+            self.send(url, tenants, prompt)
+        except urllib.error.HTTPError as error:
+            return error.code
+        return 200
+
+
+#: Requests of which no two are of one tenure.
+APART = (
+    Ask("one"),
+    *(Ask("one", {name.capitalize(): "a"}) for name in FIELDS),
+    *(
+        Ask("one", {"Principal": name})
+        for name in ("A", "ab", "one", "\u00e9", "e\u0301", "1", "a,b")
+    ),
+    *(Ask("one", {"Permissions": items}) for items in ("a,b", "ab", "b")),
+    Ask("one", {"Principal": "a", "Corpus": "b"}),
+    Ask("one", {"Principal": "b", "Corpus": "a"}),
+    Ask("one", {"TTL": "315360000"}),
+    Ask("one", {"TTL": "315359999"}),
+    Ask("one", {}, {"cache_salt": "a"}),
+    Ask("one", {}, {"cache_salt": "one"}),
+    Ask("one", {"Principal": "a"}, {"cache_salt": "a"}),
+    Ask("other"),
+    Ask("other", {"Principal": "a"}),
+    Ask("other", {"Principal": "ab"}),
+    Ask("other", {}, {"cache_salt": "one"}),
+)
+#: Requests that say the same as one of those, in another way.
+AGAIN = (
+    Ask("one", {"Permissions": ""}),
+    Ask("one", {"Permissions": "b, a,b"}),
+    Ask("other", {"Safety": "v1"}),
+)
+REFUSED = (
+    (Ask("one", {"Tenant": "other"}), 400),
+    (Ask("one", {"Expiry": "1000000000"}), 400),
+    (Ask("other", {"Principal": "b"}), 403),
+    (Ask("other", {"Safety": "v2"}), 403),
+    (Ask("other", {"TTL": "60"}), 403),
+)
+
+
+def assert_apart(url: str, tenants: Tenants, workers: Sequence[str], block: int) -> None:
+    """Send one prompt under many tenures: each hits what is its own, once it is there."""
+    prompt = [350 + i % 561 for i in range(3 * block + 5)]
+    before = hits(workers)
+    texts = set()
+    for ask in APART:
+        texts.add(ask.send(url, tenants, prompt))
+        assert hits(workers) == before, f"{ask} hit another tenure's blocks"
+    assert len(texts) == 1
+    for ask in (*APART, *AGAIN):
+        before = hits(workers)
+        for _ in workers:  # each worker may have to see it once
+            texts.add(ask.send(url, tenants, prompt))
+        assert hits(workers) > before, f"{ask} did not hit its own blocks"
+    assert len(texts) == 1
+    for ask, status in REFUSED:
+        assert ask.status(url, tenants, prompt) == status, ask
+
+
+def assert_expiring(url: str, tenants: Tenants, workers: Sequence[str], block: int) -> None:
+    """Send one prompt before and after the expiry of its tenure: it never hits what is void."""
+    prompt = [400 + i % 511 for i in range(3 * block + 5)]
+    for ask in (Ask("one", {"TTL": "1"}), Ask("one", {"TTL": "1"}, {"cache_salt": "a"})):
+        before = hits(workers)
+        for _ in range(3):
+            ask.send(url, tenants, prompt)
+            time.sleep(1.0)  # it expires within a second, whatever the machine is doing
+            assert hits(workers) == before, f"{ask} hit what is void"
+    end = int(time.time()) + 2
+    date = Ask("one", {"Expiry": str(end)})
+    assert date.status(url, tenants, prompt) in (200, 400)  # it may have taken two seconds
+    time.sleep(max(0.0, end - time.time()) + 0.01)
+    assert date.status(url, tenants, prompt) == 400
 
 
 def complete(url: str, key: str, prompt: Sequence[int], **fields: Any) -> str:

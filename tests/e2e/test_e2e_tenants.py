@@ -1,4 +1,4 @@
-"""No tenant hits another's cache, on workers of our own."""
+"""No tenant or tenure hits another's cache, on workers of our own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.conftest import REAL
 from tests.e2e.fleet import Fleet, worker
-from tests.e2e.tenants import Tenants, assert_isolated
+from tests.e2e.tenants import APART, Tenants, assert_apart, assert_expiring, assert_isolated
 
 
 @pytest.mark.parametrize("roles", [("prefill-0", "decode-0"), ("both-0", "both-1")])
@@ -26,3 +26,26 @@ def test_no_prefix_hit_crosses_tenants(
         assert_isolated(fleet.url, tenants, [row["url"] for row in rows], 16)
     finally:
         fleet.stop()
+
+
+@pytest.mark.parametrize("roles", [("prefill-0", "decode-0"), ("both-0",)])
+def test_each_tenure_hits_its_own_blocks_alone(
+    roles: tuple[str, ...], checkpoint: Path, tmp_path: Path
+) -> None:
+    tenants, journal = Tenants.granted(tmp_path), tmp_path / "journal"
+    fleet = Fleet.start(
+        tmp_path / "log",
+        [worker(name, checkpoint, *REAL) for name in roles],
+        gateway={"api_keys_file": str(tenants.file), "journal": str(journal)},
+    )
+    try:
+        headers = {"authorization": f"Bearer {tenants.one}"}
+        rows = fleet.call("GET", "/workers", headers=headers).json["workers"]
+        urls = [row["url"] for row in rows]
+        assert_apart(fleet.url, tenants, urls, 16)
+        assert_expiring(fleet.url, tenants, urls, 16)
+    finally:
+        fleet.stop()
+    written = journal.read_text()
+    assert written.count('"k":"submit"') >= 2 * len(APART)
+    assert "tenure1" not in written

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,6 @@ from tests.gateway.stub import Fleet, Stub, serving
 
 from pigou.config import ConfigError
 from pigou.gateway.asked import Asked
-from pigou.gateway.call import Call
 from pigou.gateway.facts import Facts
 from pigou.gateway.grant import OPEN, Fixed, Grant, May
 from pigou.gateway.keys import Keys, make_key
@@ -389,15 +389,29 @@ async def test_both_legs_and_a_stream_that_moves_have_one_salt() -> None:
         assert time.time_ns() < salt_expiry(found[0]) < NEVER
 
 
-async def test_a_request_that_waited_past_its_expiry_has_a_salt_that_nobody_has() -> None:
-    body = {"prompt": "x", "cache_salt": "old"}
-    call, other = (
-        Call(id=id, wire_id="", chat=False, stream=False, body=body, prompt=1, max_tokens=1,
-             expiry=NOW)
-        for id in ("a", "b")
-    )  # fmt: skip
-    assert call.current(body, NOW - 1) is body
-    late = [each.current(body, NOW)["cache_salt"] for each in (call, other, call)]
-    assert late == ["expired-a", "expired-b", "expired-a"]
-    never = Call(id="c", wire_id="", chat=False, stream=False, body=body, prompt=1, max_tokens=1)
-    assert never.current(body, 2**62) is body
+async def test_a_request_that_waited_past_its_expiry_has_a_salt_that_nobody_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(time_ns=lambda: 2**62, monotonic_ns=time.monotonic_ns)
+    stubs = Stub("p", Role.PREFILL), Stub("d", Role.DECODE)
+    body = {"prompt": list(range(40)), "max_tokens": 3}
+    async with serving(*stubs) as fleet:
+        for when in ("in time", "late"):
+            if when == "late":
+                monkeypatch.setattr("pigou.gateway.generate.time", clock)
+            for headers in ({}, {"X-Pigou-Tenure-TTL": "315360000"}):
+                assert (await ask(fleet, headers, **body))[0] == 200
+                async with (
+                    aiohttp.ClientSession(headers=headers) as session,
+                    session.post(fleet.url + TEXT, json=body | {"stream": True}) as response,
+                ):
+                    assert "[DONE]" in await response.text()
+    for stub in stubs:
+        found = [seen.body.get("cache_salt") for seen in stub.seen]
+        assert found[:2] == found[4:6] == [None, None]
+        assert found[2] == found[3]
+        assert found[2].startswith("tenure1:")
+        assert all(salt.startswith("expired-") for salt in found[6:])
+        assert len(set(found[6:])) == 2
+    legs = [[seen.body.get("cache_salt") for seen in stub.seen] for stub in stubs]
+    assert legs[0] == legs[1]

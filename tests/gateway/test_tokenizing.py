@@ -60,10 +60,12 @@ async def fleet(*counts: int) -> AsyncIterator[tuple[Serving, Client]]:
         yield serving, client
 
 
-async def decided(client: Client, path: str, body: dict[str, Any]) -> tuple[Any, Any]:
+async def decided(
+    client: Client, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> tuple[Any, Any]:
     """Return the reply, and the decision that it names."""
     wanted = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, **body}
-    async with client.session.post(client.url + path, json=wanted) as response:
+    async with client.session.post(client.url + path, json=wanted, headers=headers) as response:
         assert response.status == 200, await response.text()
         reply = await response.json()
         id = response.headers["x-pigou-decision"]
@@ -114,6 +116,12 @@ async def test_a_prompt_under_another_salt_overlaps_in_nothing() -> None:
         _, why = await decided(client, COMPLETION, body | {"cache_salt": "other"})
         assert why["cached_tokens"] == 0
         _, why = await decided(client, COMPLETION, body)
+        assert why["cached_tokens"] > 0
+        named = {"X-Pigou-Tenure-Principal": "ann"}
+        _, why = await decided(client, COMPLETION, body, named)
+        assert why["cached_tokens"] == 0
+        await settled(serving)
+        _, why = await decided(client, COMPLETION, body, named)
         assert why["cached_tokens"] > 0
         scored = call_of(body | {"prompt_logprobs": 1})
         await serving.pilot.read(scored)

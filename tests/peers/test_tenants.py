@@ -1,4 +1,4 @@
-"""No tenant hits another's cache, on real vLLM servers behind the gateway."""
+"""No tenant or tenure hits another's cache, on real vLLM servers behind the gateway."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.e2e.fleet import Fleet
-from tests.e2e.tenants import Tenants, assert_isolated
+from tests.e2e.tenants import Tenants, assert_apart, assert_expiring, assert_isolated
 
 if TYPE_CHECKING:
     from tests.peers.conftest import VllmWorker
@@ -21,5 +21,18 @@ def test_no_prefix_hit_crosses_tenants(vllm_plain_two: list[VllmWorker], tmp_pat
     fleet = Fleet.start(tmp_path / "log", attach=urls, gateway={"api_keys_file": str(tenants.file)})
     try:
         assert_isolated(fleet.url, tenants, urls, vllm_plain_two[0].block_size)
+    finally:
+        fleet.stop()
+
+
+def test_each_tenure_hits_its_own_blocks_alone(
+    vllm_plain_two: list[VllmWorker], tmp_path: Path
+) -> None:
+    tenants = Tenants.granted(tmp_path)
+    urls, block = [each.url for each in vllm_plain_two], vllm_plain_two[0].block_size
+    fleet = Fleet.start(tmp_path / "log", attach=urls, gateway={"api_keys_file": str(tenants.file)})
+    try:
+        assert_apart(fleet.url, tenants, urls, block)
+        assert_expiring(fleet.url, tenants, urls, block)
     finally:
         fleet.stop()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from worker_process import Worker, start, stop
 
+from pigou.kv.tenure import Tenure
 from pigou.wire.transfer import ASK, leg_one, leg_two
 
 PROMPT = [4 + i % 90 for i in range(200)]
@@ -55,6 +56,23 @@ def test_the_second_leg_computes_at_most_a_block(pair: tuple[Worker, Worker]) ->
     assert second.metric("vllm:prompt_tokens_by_source_total", source="local_compute") <= 16
     first.settle()
     second.settle()
+
+
+def test_legs_whose_tenure_has_expired_pass_their_blocks_on_and_leave_none(
+    pair: tuple[Worker, Worker],
+) -> None:
+    first, second = pair
+    body = BODY | {"cache_salt": Tenure(expiry=1).salt()}
+    alone = first.complete(**salted("alone"))["choices"][0]
+    cached = [each.metric("pigou:kv_blocks_cached") for each in pair]
+    for _ in range(2):
+        reply = second.post("/v1/completions", leg_two(body, prefill(first, body))).json
+        assert reply["choices"][0]["token_ids"] == alone["token_ids"]
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+        first.settle()
+        second.settle()
+    for each, before in zip(pair, cached, strict=True):
+        assert each.metric("pigou:kv_blocks_cached") <= before
 
 
 def test_a_prompt_that_is_cached_there_is_not_pulled(pair: tuple[Worker, Worker]) -> None:
