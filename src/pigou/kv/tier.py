@@ -90,6 +90,11 @@ class Tier:
         """Return the blocks that can be found, each parent before its children if admitted so."""
         return (entry.block for entry in self._held.values())
 
+    @property
+    def price(self) -> float:
+        """What a byte costs: seconds of prefill for each second; 0 where the policy has none."""
+        return self.policy.price
+
     # --- use ----------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes], now: int) -> int:
@@ -133,7 +138,8 @@ class Tier:
         the new ones fit, but never one of those that were given.
         """
         offered = [block for block in blocks if block.key not in self._held]
-        wanted = {block.key for block in offered if self.policy.admits(block, now)}
+        answers = self.policy.admits(offered, now) if offered else []
+        wanted = {block.key for block, answer in zip(offered, answers, strict=True) if answer}
         if not wanted:
             return Admission([], [])
         kept = self._guarded(blocks)

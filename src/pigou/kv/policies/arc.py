@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import msgspec
 
@@ -34,8 +35,13 @@ class Arc(Base):
         self._back: set[bytes] = set()
         self._from_again: set[bytes] = set()
 
-    def admits(self, block: Block, now: int) -> bool:
-        """Return True; a ghost moves the share."""
+    def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
+        """Return True for each; a ghost moves the share."""
+        for block in blocks:
+            self._recall(block)
+        return [True] * len(blocks)
+
+    def _recall(self, block: Block) -> None:
         once, again = self._once_ghosts.bytes, self._again_ghosts.bytes
         if self._once_ghosts.pop(block.key):
             self._share += block.size * max(1.0, again / once)
@@ -45,7 +51,6 @@ class Arc(Base):
             self._share = max(0.0, self._share - block.size * max(1.0, once / again))
             self._back.add(block.key)
             self._from_again.add(block.key)
-        return True
 
     def victim(self, newcomer: Block, now: int) -> Entry | None:
         """Return the oldest free block of the list that is over its share (REPLACE)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from pigou.kv.block import Block, Entry
@@ -13,13 +15,14 @@ class Base:
 
     Params: type[msgspec.Struct] = NoParams
     paths = False
+    price = 0.0
 
     def __init__(self, setting: Setting, params: msgspec.Struct | None = None) -> None:
         self.setting = setting
 
-    def admits(self, block: Block, now: int) -> bool:
-        """Return True."""
-        return True
+    def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
+        """Return True for each."""
+        return [True] * len(blocks)
 
     def insert(self, entry: Entry, now: int) -> None:
         """Do nothing."""

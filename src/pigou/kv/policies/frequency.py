@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from pigou.kv.block import Block, Entry
@@ -95,9 +97,12 @@ class Kvbm(Lru):
         self._counts: dict[bytes, int] = {}
         self._decayed: int | None = None
 
-    def admits(self, block: Block, now: int) -> bool:
-        """Count the offer; returns whether that is enough."""
+    def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
+        """Count the offers; returns for which they are enough."""
         self._decay(now)
+        return [self._offered(block) for block in blocks]
+
+    def _offered(self, block: Block) -> bool:
         count = self._counts.get(block.key, 0)
         count = min(2 * count, 1 << 62) if count else 1
         self._counts[block.key] = count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
@@ -39,7 +39,7 @@ class EvictionPolicy(Protocol):
     """The order in which the blocks of one tier go.
 
     It is made as `Policy(setting, params)`, where `params` is of the type in its class attribute
-    `Params`. A tier calls it so: `admits` for each block that it is offered and does not hold;
+    `Params`. A tier calls it so: `admits` with the blocks that it is offered and does not hold;
     then, for each one that it takes, `victim` until there is room; at last `insert` for all that
     were taken, the last of the chain first. Only a block that is `Entry.free` may be a victim.
     """
@@ -49,8 +49,11 @@ class EvictionPolicy(Protocol):
     #: Whether `hit` wants every block of the path; if not, the deepest.
     paths: bool
 
-    def admits(self, block: Block, now: int) -> bool:
-        """Return whether a block that is not held may come in; called once for each offer."""
+    #: What a byte of the tier costs: seconds of prefill for each second that it is held.
+    price: float
+
+    def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
+        """Return which blocks may come in: those of one chain that are offered and not held."""
         ...
 
     def victim(self, newcomer: Block, now: int) -> Entry | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import msgspec
 
@@ -106,11 +107,10 @@ class S3Fifo(Base):
         self._back: set[bytes] = set()
         self._evicted = False
 
-    def admits(self, block: Block, now: int) -> bool:
-        """Return True, and remember whether it was a ghost."""
-        if self._ghosts.pop(block.key):
-            self._back.add(block.key)
-        return True
+    def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
+        """Return True for each, and remember which were ghosts."""
+        self._back = {block.key for block in blocks if self._ghosts.pop(block.key)}
+        return [True] * len(blocks)
 
     def victim(self, newcomer: Block, now: int) -> Entry | None:
         """Let blocks of the queue that is over its part come up until one may go."""

@@ -1,0 +1,228 @@
+"""Pigou's eviction: a block stays while what it earns pays the tier's price."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import count
+
+import msgspec
+
+from pigou.kv.block import Block, Entry
+from pigou.kv.policies.base import Base
+from pigou.kv.policies.policy import Setting
+from pigou.kv.reuse import Reuse, age_bin, use_class
+from pigou.request import SECOND
+
+
+class PriceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `Price`.
+
+    Attributes:
+        eta: step of the price.
+        margin: how many times the value of what would go a newcomer must have.
+        sample: one block of so many is followed to learn reuse, a power of 2.
+        prior: lifetimes that a class's neighbour counts for in its hazards.
+        decay: what a lifetime counts for after each refresh of the hazards.
+        followed: most blocks that are followed.
+        remembered: most blocks whose uses are remembered while they are not held.
+    """
+
+    eta: float = 0.5
+    margin: float = 1.2
+    sample: int = 4
+    prior: float = 20.0
+    decay: float = 0.98
+    followed: int = 32_768
+    remembered: int = 262_144
+
+
+class Price(Base):
+    """The block that earns least goes, and one comes in that earns more and pays the price.
+
+    What a block earns, in seconds of prefill for each byte and second that it is held:
+
+        value = rate(uses, age) * (mean seconds saved by a block of its chain) / size.
+
+    The rate is `Reuse`'s. Seconds saved grow with depth, yet blocks go leaf first: to keep a
+    block is to keep all before it, so that it counts with the mean over its chain; newcomers count
+    with that of the last of them. The price moves by exponentiated gradient (Token-PD, eq. 2 to
+    5; here in bytes of demand):
+
+        mu <- mu * exp(eta * g / cap),
+
+    where g is the bytes offered if they and the cheapest block held pay mu (demand exceeds the
+    tier), minus these bytes if the cheapest held does not, and minus the free bytes while there
+    are any. While there is room nothing is refused. The cap itself is the tier's, and hard.
+
+    Attributes:
+        price: mu.
+    """
+
+    Params = PriceParams
+
+    def __init__(self, setting: Setting, params: PriceParams) -> None:
+        super().__init__(setting, params)
+        if not (params.eta > 0 and params.margin >= 1 and params.remembered > 0):
+            raise ValueError(
+                f"eta {params.eta}, margin {params.margin}, remembered {params.remembered}: eta "
+                "and remembered must be above 0, margin at least 1"
+            )
+        self.params = params
+        self.price = 0.0
+        self.reuse = Reuse(params.sample, params.prior, params.decay, params.followed)
+        self._uses: OrderedDict[bytes, int] = OrderedDict()
+        #: Of the blocks offered last: uses and value.
+        self._offered: dict[bytes, tuple[int, float]] = {}
+        self._heap: list[tuple[float, int, Entry]] = []
+        self._number = count()
+        self._held = self._used = self._evicted = 0
+        self._built = (-1, -_REBUILD)
+
+    # --- worth --------------------------------------------------------------------------------
+
+    def value(self, uses: int, age: int, depth: int, size: int) -> float:
+        """Return what a block earns, in seconds for each byte and second.
+
+        Args:
+            uses: how often it was asked for, at least 1.
+            age: nanoseconds since then.
+            depth: of the last block of its chain.
+            size: bytes.
+        """
+        worth = self.setting.worth
+        saved = worth.base + 0.5 * worth.slope * depth - worth.restore * size
+        return self.reuse.rates[use_class(uses)][age_bin(age)] * max(saved, 0.0) / size
+
+    def _now_worth(self, entry: Entry, now: int) -> float:
+        block = entry.block
+        return self.value(entry.uses + entry.mark, now - entry.last, block.depth, block.size)
+
+    # --- coming in ----------------------------------------------------------------------------
+
+    def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
+        """Return which of the offered blocks pay the price, and more than what would go."""
+        self._settle()
+        deepest = blocks[-1].depth
+        for block in blocks:
+            self.reuse.use(block.key, now)
+            uses = self._uses.pop(block.key, 0) + 1
+            self._offered[block.key] = uses, self.value(uses, 0, deepest, block.size)
+        size = sum(block.size for block in blocks)
+        room = self.setting.cap_bytes - self._used
+        if size <= room:
+            self._move(-room)
+            return [True] * len(blocks)
+        cheapest = self._cheapest(now)
+        values = [self._offered[block.key][1] for block in blocks]
+        if cheapest is None:
+            return [room > 0] * len(blocks)
+        self._bid(max(values), cheapest.rank, size)
+        least = max(self.price, cheapest.rank * self.params.margin)
+        return [room > 0 or value > least for value in values]
+
+    def _settle(self) -> None:
+        """Remember the uses of what was offered last and did not come in."""
+        for key, (uses, _) in self._offered.items():
+            self._remember(key, uses)
+        self._offered.clear()
+
+    def _remember(self, key: bytes, uses: int) -> None:
+        self._uses[key] = uses
+        if len(self._uses) > self.params.remembered:
+            self._uses.popitem(last=False)
+
+    def _bid(self, offered: float, cheapest: float, size: int) -> None:
+        """Move the price by what is asked for at it."""
+        if self.price == 0.0:
+            self.price = cheapest
+        if cheapest < self.price:
+            self._move(-size)
+        elif offered >= self.price:
+            self._move(size)
+
+    def _move(self, excess: int) -> None:
+        share = max(-1.0, min(1.0, excess / max(1, self.setting.cap_bytes)))
+        self.price *= math.exp(self.params.eta * share)
+
+    # --- going --------------------------------------------------------------------------------
+
+    def victim(self, newcomer: Block, now: int) -> Entry | None:
+        """Return the free block that earns least, if the newcomer earns more."""
+        entry = self._cheapest(now)
+        if entry is None:
+            return None
+        _, value = self._offered[newcomer.key]
+        return entry if value > entry.rank * self.params.margin else None
+
+    def _cheapest(self, now: int) -> Entry | None:
+        """The free block that earns least, its rank being what it earns now."""
+        version, built = self._built
+        stale = self._evicted * 8 > self._held or now - built > _REBUILD
+        if stale or version != self.reuse.version:
+            self._rebuild(now)
+        heap = self._heap
+        while heap:
+            rank, _, entry = heap[0]
+            if entry.rank != rank or not entry.free:
+                heapq.heappop(heap)
+                continue
+            value = self._now_worth(entry, now)
+            if value <= rank:
+                entry.rank = value
+                heap[0] = (value, next(self._number), entry)
+                return entry
+            heapq.heappop(heap)
+            self._push(entry, now)
+        return None
+
+    def _rebuild(self, now: int) -> None:
+        """Rank all free blocks anew: values fall with age, which a heap does not notice."""
+        entries = {id(entry): entry for _, _, entry in self._heap if entry.free}
+        self._heap = []
+        for entry in entries.values():
+            entry.rank = self._now_worth(entry, now)
+            self._heap.append((entry.rank, next(self._number), entry))
+        heapq.heapify(self._heap)
+        self._evicted = 0
+        self._built = self.reuse.version, now
+
+    def _push(self, entry: Entry, now: int) -> None:
+        entry.rank = self._now_worth(entry, now)
+        heapq.heappush(self._heap, (entry.rank, next(self._number), entry))
+
+    # --- notes --------------------------------------------------------------------------------
+
+    def insert(self, entry: Entry, now: int) -> None:
+        """Rank it, with the uses that are remembered of it."""
+        entry.mark, _ = self._offered.pop(entry.block.key)
+        self._held += 1
+        self._used += entry.block.size
+        if entry.free:
+            self._push(entry, now)
+
+    def hit(self, entry: Entry, now: int) -> None:
+        """Rank it anew, and learn from all blocks of its path."""
+        if entry.free:
+            self._push(entry, now)
+        above: Entry | None = entry
+        while above is not None:
+            self.reuse.use(above.block.key, now)
+            above = above.up
+
+    def freed(self, entry: Entry, now: int) -> None:
+        """Rank it."""
+        self._push(entry, now)
+
+    def remove(self, entry: Entry, evicted: bool, now: int) -> None:
+        """Forget it, but not its uses."""
+        self._held -= 1
+        self._used -= entry.block.size
+        self._evicted += 1
+        self._remember(entry.block.key, entry.uses + entry.mark)
+
+
+#: Nanoseconds after which the order is worked out anew at the latest.
+_REBUILD = 10 * SECOND

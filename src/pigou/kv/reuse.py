@@ -1,0 +1,151 @@
+"""When blocks are used again: hazards by age, learned from a sample of all that is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.request import SECOND
+
+Table = NDArray[np.float64]
+
+#: Ages are told apart by bins: [0, FIRST_S), and from there on each GROWTH times as wide.
+FIRST_S = 0.5
+GROWTH = 2.0
+BINS = 20
+_EDGES = FIRST_S * GROWTH ** np.arange(BINS)
+_WIDTHS = np.diff(_EDGES, prepend=0.0)
+_SCALE = 1.0 / (FIRST_S * SECOND)
+#: Classes by uses: 1, 2, 3, 4, 5-6, 7-9, 10-15, 16 and more.
+_CLASS = [0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 6, 6]
+CLASSES = 8
+#: No bin's hazard is more, so that survival is never 0.
+_MOST = 0.98
+
+
+def age_bin(age: int) -> int:
+    """Return the bin of an age in nanoseconds."""
+    ratio = age * _SCALE
+    return 0 if ratio < 1.0 else min(BINS - 1, math.frexp(ratio)[1])
+
+
+def use_class(uses: int) -> int:
+    """Return the class of a block that was used so often, 1 the first time."""
+    return _CLASS[uses] if uses < 16 else CLASSES - 1
+
+
+class Reuse:
+    """How soon a block is used again, by how often it was and how long ago.
+
+    Every `sample`-th block by key is followed, held or not: each of its lifetimes from one use to
+    the next ends in a bin of age, or goes on. Of class c and bin k, with d reuses among n that
+    came so far, the hazard is
+
+        q(c, k) = (d + prior * q(c - 1, k)) / (n + prior),
+
+    the class below being that of all where c is the first; lifetimes that go on count half
+    in their bin (the actuarial estimate of Kaplan and Meier 1958, with shrinkage). Counts decay with each refresh, those that go on do not. From the hazards follows
+    an index, the best rate at which holding a block from age k on can pay (Gittins 1979; a
+    generalisation of hit density, Beckmann et al., NSDI '18):
+
+        rate(c, k) = max over j of P(used by the end of j) / E[seconds held until then].
+
+    Attributes:
+        rates: that index by class and bin, 1/s.
+        version: number of the refresh that they are of.
+    """
+
+    def __init__(self, sample: int, prior: float, decay: float, followed: int) -> None:
+        """Begin without knowledge: all classes and ages alike.
+
+        Args:
+            sample: one block of so many is followed, a power of 2.
+            prior: lifetimes that the class below counts for.
+            decay: what a count is worth after each refresh, 0 to 1.
+            followed: most blocks that are followed.
+        """
+        if sample < 1 or sample & (sample - 1) or sample > 256:
+            raise ValueError(f"sample is {sample}; it must be a power of 2 up to 256")
+        if not (prior > 0 and 0 < decay <= 1 and followed > 0):
+            raise ValueError(
+                f"prior {prior}, decay {decay}, followed {followed}: they must be above 0, and "
+                "decay at most 1"
+            )
+        self._mask = sample - 1
+        self._prior, self._decay, self._limit = prior, decay, followed
+        #: Key to (time of the last use, uses), the one used last at the end.
+        self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._reused: Table = np.zeros((CLASSES, BINS))
+        self._ended: Table = np.zeros((CLASSES, BINS))
+        self._uses = 0
+        self._due = 256
+        self.version = 0
+        self.rates: list[list[float]] = [[1.0] * BINS for _ in range(CLASSES)]
+
+    def use(self, key: bytes, now: int) -> None:
+        """Note that a block is asked for, held or not."""
+        if key[-1] & self._mask:
+            return
+        before = self._seen.pop(key, None)
+        uses = 1
+        if before is not None:
+            place = use_class(before[1]), age_bin(now - before[0])
+            self._reused[place] += 1
+            self._ended[place] += 1
+            uses = before[1] + 1
+        self._seen[key] = (now, uses)
+        if len(self._seen) > self._limit:
+            _, (last, uses) = self._seen.popitem(last=False)
+            self._ended[use_class(uses), age_bin(now - last)] += 1
+        self._uses += 1
+        if self._uses >= self._due:
+            self.refresh(now)
+
+    def refresh(self, now: int) -> None:
+        """Work out the rates from what was seen until now."""
+        hazards = self.hazards(now)
+        self.rates = _rates(hazards).tolist()
+        self._reused *= self._decay
+        self._ended *= self._decay
+        self._due = self._uses + max(1000, len(self._seen) // 4)
+        self.version += 1
+
+    def hazards(self, now: int) -> Table:
+        """Return q, shape (classes, bins): the part that is used within a bin of those in it."""
+        ended = self._ended + self._going(now)
+        broken_off = ended - self._reused
+        reached = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - 0.5 * broken_off
+        below: Table = np.minimum(
+            self._reused.sum(axis=0) / np.maximum(reached.sum(axis=0), 1e-9), _MOST
+        )
+        found = np.empty((CLASSES, BINS))
+        for each in range(CLASSES):
+            below = (self._reused[each] + self._prior * below) / (reached[each] + self._prior)
+            found[each] = below = np.minimum(below, _MOST)
+        return found
+
+    def _going(self, now: int) -> Table:
+        """Lifetimes that have not ended, by class and bin of their age now."""
+        seen = np.array(list(self._seen.values()), dtype=np.int64).reshape(-1, 2)
+        ages = (now - seen[:, 0]) * _SCALE
+        bins = np.where(ages < 1.0, 0, np.minimum(np.frexp(np.maximum(ages, 1.0))[1], BINS - 1))
+        classes = np.array([*_CLASS, CLASSES - 1])[np.minimum(seen[:, 1], len(_CLASS))]
+        flat = np.bincount(classes * BINS + bins, minlength=CLASSES * BINS)
+        return flat.reshape(CLASSES, BINS).astype(np.float64)
+
+
+def _rates(hazards: Table) -> Table:
+    """The best rate from each bin on, shape (classes, bins); the last bin has no end."""
+    best = np.zeros((CLASSES, BINS))
+    for first in range(BINS - 1):
+        alive, held = np.ones(CLASSES), np.zeros(CLASSES)
+        for last in range(first, BINS - 1):
+            hazard = hazards[:, last]
+            held = held + alive * _WIDTHS[last] * (1.0 - 0.5 * hazard)
+            alive = alive * (1.0 - hazard)
+            best[:, first] = np.maximum(best[:, first], (1.0 - alive) / held)
+    best[:, BINS - 1] = best[:, BINS - 2]
+    return best
