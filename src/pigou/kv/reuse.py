@@ -46,10 +46,11 @@ class Reuse:
 
         q(c, k) = (d + prior * q(c - 1, k)) / (n + prior),
 
-    the class below being that of all where c is the first; lifetimes that go on count half
-    in their bin (the actuarial estimate of Kaplan and Meier 1958, with shrinkage). Counts decay with each refresh, those that go on do not. From the hazards follows
-    an index, the best rate at which holding a block from age k on can pay (Gittins 1979; a
-    generalisation of hit density, Beckmann et al., NSDI '18):
+    the class below being that of all where c is the first; lifetimes broken off count half in
+    their last bin (the actuarial estimate of Kaplan and Meier 1958, with shrinkage). Counts decay
+    with each refresh. From the hazards follows an index, the best rate at which holding a block
+    from age k on can pay (Gittins 1979; it generalises the hit density of Beckmann et al., NSDI
+    '18):
 
         rate(c, k) = max over j of P(used by the end of j) / E[seconds held until then].
 
