@@ -6,7 +6,8 @@ moves, each on the queue of its link, and answers them with `landed`.
 
 A tier is filled by the one above it, the first by the device. Every tier holds whole prefixes: a
 block goes down together with those before it that are not there yet, so that what is left after a
-restart can be hit from its beginning on.
+restart can be hit from its beginning on. While a tier has room, it gets a copy of what arrives in
+the one above; later it gets what that one gives up.
 """
 
 from __future__ import annotations
@@ -223,6 +224,8 @@ class Tiers:
         self.lose(target, lost, now)
         if move.source != DEVICE:
             self._left(move, now)
+        if target + 1 < len(self.tiers):
+            self._copy_down(target, move.blocks, now)
         return move
 
     def lose(self, tier: int, keys: Iterable[bytes], now: int) -> None:
@@ -318,6 +321,22 @@ class Tiers:
             stay = [key for key in going if key not in gone]
             self.tiers[tier].pin(stay)
             self._lent[self._move(tier, below, list(going.values())).number] = stay
+
+    def _copy_down(self, tier: int, blocks: Sequence[Block], now: int) -> None:
+        """Let the next tier have copies while it has room for them: that costs it nothing else."""
+        below = tier + 1
+        going: list[Block] = []
+        for block in blocks:
+            path = self._path(tier, block, {}) if block.key in self.tiers[tier] else []
+            room = self.tiers[below].cap_bytes - self.tiers[below].used_bytes
+            if path and len(path) * self._bytes <= room:
+                taken = path[: self._admit(below, path, now)]
+                self._expect(below, taken)
+                going += taken
+        if going:
+            keys = [block.key for block in going]
+            self.tiers[tier].pin(keys)
+            self._lent[self._move(tier, below, going).number] = keys
 
     def _path(self, tier: int, block: Block, gone: dict[bytes, Block]) -> list[Block]:
         """Return what must go down for a block to be of use there; nothing if it cannot be had.
