@@ -64,6 +64,14 @@ def test_local_workers_are_named_by_role_and_take_devices_in_turn() -> None:
     assert [worker.arguments[1] for worker in workers] == ["cuda:0", "cuda:1"] * 2
 
 
+def test_no_two_local_workers_keep_their_caches_in_one_place() -> None:
+    options = ["--disk-path", "/d/", "--bucket-url=s3://b/p", "--disk-cache", "1G"]
+    first, second = (w.arguments[2:] for w in local_workers(0, 2, 0, options, ["cpu"]))
+    assert first == ("--disk-path", "/d/decode-0", "--bucket-url=s3://b/p/decode-0",
+                     "--disk-cache", "1G")  # fmt: skip
+    assert second[:3] == ("--disk-path", "/d/decode-1", "--bucket-url=s3://b/p/decode-1")
+
+
 def test_an_attached_worker_is_read_from_one_word() -> None:
     text = "http://h:8000/v1,role=decode,events=tcp://h:5557,replay=tcp://h:5558,topic=kv,key=s"
     found = AttachedWorker.parse(text, 3)

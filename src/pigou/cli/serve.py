@@ -24,7 +24,10 @@ _LOCAL = (1, 2, 0)
 def serve(
     worker_arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="After `--`: further options of `pigou worker`, for every worker."),
+        typer.Argument(
+            help="After `--`: further options of `pigou worker`, for every worker. Of --disk-path "
+            "and --bucket-url each takes a part of its own, named after it."
+        ),
     ] = None,
     model: Annotated[
         str, typer.Option(help="Folder, Hugging Face hub id, or 'bundled'.")

@@ -26,6 +26,9 @@ from pigou.gateway.server import GatewayServer
 from pigou.gateway.speller import Speller
 from pigou.request import Role
 
+#: Options of a worker that name a place which no other worker may use.
+OWN = ("--disk-path", "--bucket-url")
+
 
 class Serving:
     """A gateway and its fleet; `start` and `stop` it, or `run` it until a signal.
@@ -125,7 +128,8 @@ def local_workers(
 
     Args:
         prefill, decode, both: how many of each role.
-        arguments: of `pigou worker`, the same for all.
+        arguments: of `pigou worker`, the same for all; but where one worker alone may keep its
+            cache (`OWN`), each gets a part that is named after it.
         devices: given to the workers in turn.
     """
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.BOTH] * both
@@ -134,8 +138,27 @@ def local_workers(
         place = sum(each.role is role for each in found)
         device = devices[number % len(devices)]
         name = f"{role.value}-{place}"
-        found.append(LocalWorker(id=name, role=role, arguments=("--device", device, *arguments)))
+        own = _apart(arguments, name)
+        found.append(LocalWorker(id=name, role=role, arguments=("--device", device, *own)))
     return found
+
+
+def _apart(arguments: Sequence[str], name: str) -> list[str]:
+    """Return the arguments with a place of its own for each cache of the worker `name`."""
+    found: list[str] = []
+    for argument in arguments:
+        option, equals, place = argument.partition("=")
+        if equals and option in OWN and place:
+            found.append(f"{option}={_below(place, name)}")
+        elif found and found[-1] in OWN and argument:
+            found.append(_below(argument, name))
+        else:
+            found.append(argument)
+    return found
+
+
+def _below(place: str, name: str) -> str:
+    return f"{place.rstrip('/')}/{name}"
 
 
 def threads_each(workers: int) -> int:
