@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pigou.engine.plan import Load
-from pigou.kv.block import ROOT, Block
 from pigou.kv.tiers import DEVICE, NOWHERE, Move, Speed, Tiers
-from pigou.request import NEVER, SECOND, BlockHashes, Ints
-from pigou.runtime.stores.copies import Copy
-from pigou.runtime.stores.entries import TENURE_BYTES, Entries, names_of
+from pigou.request import Ints
+from pigou.runtime.stores.entries import Entries, hashes_of
 from pigou.runtime.stores.link import Moved
 from pigou.runtime.stores.mover import DEVICE as DEVICE_NAME
 from pigou.runtime.stores.mover import HOST, Mover
@@ -57,7 +55,7 @@ class WorkerTiers:
 
             def found(entries: Entries | None, tier: int = tier) -> None:
                 if entries is not None and len(entries):
-                    self._put(Recovered(tier, blocks_of(entries, self._bytes)))
+                    self._put(Recovered(tier, entries.blocks(self._bytes)))
 
             self._mover.survey(name, found)
 
@@ -83,46 +81,21 @@ class WorkerTiers:
         for move in moves:
             if move.target == NOWHERE:
                 self._mover.delete(self.names[move.source], hashes_of(move.keys))
-            elif move.source == DEVICE:
-                self._store(move)
+                continue
+            entries, target = Entries.of(move.blocks), self.names[move.target]
+            if move.source == DEVICE:
+                taken = self._mover.demote(move.device, entries, target, self._answer(move))
             else:
-                source, target = self.names[move.source], self.names[move.target]
-                entries = entries_of(move.blocks)
-                if not self._mover.move(entries, source, target, self._answer(move)):
-                    self._refused(move)
-
-    def _store(self, move: Move) -> None:
-        """Copy device blocks to the first tier."""
-        entries, name = entries_of(move.blocks), self.names[move.target]
-        every = np.arange(len(move.keys), dtype=np.int32)
-
-        def copied(copy: Copy) -> None:
-            try:
-                index = every[copy.good]
-                if name != HOST:
-                    if copy.good.all() and self._mover.send(
-                        copy, index, entries, name, self._answer(move)
-                    ):
-                        return
-                    self._refused(move)
-                    return
-                good = np.zeros(len(every), dtype=np.bool_)
-                good[index] = copy.publish(index, entries.take(index))
-                self._put(Landed(move.number, good.tolist()))
-            finally:
-                copy.drop()
-
-        if not self._mover.copy_out(move.device, copied):
-            self._refused(move)
+                source = self.names[move.source]
+                taken = self._mover.move(entries, source, target, self._answer(move))
+            if not taken:
+                self._put(Landed(move.number, [False] * len(move.keys)))
 
     def _answer(self, move: Move) -> Callable[[Moved], None]:
         def moved(result: Moved) -> None:
             self._put(Landed(move.number, result.good.tolist()))
 
         return moved
-
-    def _refused(self, move: Move) -> None:
-        self._put(Landed(move.number, [False] * len(move.keys)))
 
     # --- restores -------------------------------------------------------------------------------
 
@@ -171,36 +144,3 @@ class _Restore:
             self._put(Restored(self._request, good))
 
         return done
-
-
-def hashes_of(keys: Sequence[bytes]) -> BlockHashes:
-    """Return the hashes of blocks by their keys, shape (n, 2)."""
-    words = np.frombuffer(b"".join(keys), dtype=">u8").reshape(len(keys), 2)
-    return words.astype(np.uint64)
-
-
-def entries_of(blocks: Sequence[Block]) -> Entries:
-    """Describe blocks for a store; it counts whole seconds, so none lives longer than it may."""
-    nobody = bytes(len(blocks[0].key))
-    expiries = [0 if block.expiry == NEVER else block.expiry // SECOND for block in blocks]
-    return Entries(
-        hashes_of([block.key for block in blocks]),
-        hashes_of([nobody if block.parent == ROOT else block.parent for block in blocks]),
-        np.array([block.depth for block in blocks], dtype=np.int32),
-        np.array(expiries, dtype=np.int64),
-        np.zeros((len(blocks), TENURE_BYTES), dtype=np.uint8),
-    )
-
-
-def blocks_of(entries: Entries, block_bytes: int) -> list[Block]:
-    """Return what a store has as tiers know it."""
-    keys, parents = names_of(entries.keys), names_of(entries.parents)
-    return [
-        Block(
-            key, parent if any(parent) else ROOT, depth, block_bytes,
-            NEVER if expiry == 0 else expiry * SECOND,
-        )
-        for key, parent, depth, expiry in zip(
-            keys, parents, entries.depths.tolist(), entries.expiries.tolist(), strict=True
-        )
-    ]  # fmt: skip

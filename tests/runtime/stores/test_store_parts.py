@@ -106,3 +106,10 @@ def test_a_rate_is_never_negative(seen: list[tuple[int, float]]) -> None:
     assert latency >= 0
     assert slope >= 0
     assert rate.seconds(64) >= rate.seconds(1) >= 0
+
+
+def test_entries_and_blocks_are_two_ways_to_say_the_same() -> None:
+    entries = entries_of([5, 6, 7], expiry=99)
+    again = Entries.of(entries.blocks(SIZE), bytes(range(32)))
+    for name in ("keys", "parents", "depths", "expiries", "tenures"):
+        assert (getattr(again, name) == getattr(entries, name)).all(), name

@@ -1,16 +1,16 @@
-"""A carrier does what tiers decide: their books and the stores agree when nothing is under way."""
+"""A worker does what tiers decide: their books and the stores agree when nothing is under way."""
 
 from __future__ import annotations
 
 import queue
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from store_bench import NAMESPACE, SIZE, bytes_of, entries_of, keys_of, rows_of
 
+from pigou.engine.plan import Load
 from pigou.kv.block import keys_of as names_of
 from pigou.kv.layout import KVLayout
 from pigou.kv.policies.policy import Setting
@@ -18,11 +18,11 @@ from pigou.kv.policies.ranked import Lru
 from pigou.kv.tier import Tier
 from pigou.kv.tiers import Tiers
 from pigou.request import NEVER, Ints
-from pigou.runtime.stores.carrier import Carrier
 from pigou.runtime.stores.disk import DiskStore
-from pigou.runtime.stores.entries import Entries
 from pigou.runtime.stores.host import HostStore
 from pigou.runtime.stores.mover import Mover
+from pigou.worker.commands import Command, Landed, Recovered, Restored
+from pigou.worker.tiers import WorkerTiers
 
 BLOCKS = 24
 ROUNDS = 60
@@ -50,34 +50,26 @@ class Stand:
         host = HostStore(np.zeros((6 + 2 + 8, SIZE), dtype=np.uint8), 6 + 2)
         self.disk = DiskStore(path, NAMESPACE, SIZE, 12 * (SIZE + 128) + 128)
         self.mover = Mover(self.device, host, {"disk": self.disk})  # type: ignore[arg-type]
-        self.answers: queue.Queue[tuple[int, list[bool]]] = queue.Queue()
-        self.carrier = Carrier(self.mover, ["host", "disk"], lambda *a: self.answers.put(a))
+        self.answers: queue.Queue[Command] = queue.Queue()
         caps = [6 * SIZE, 12 * SIZE]
         tiers = [Tier(cap, Lru(Setting(cap), Lru.Params())) for cap in caps]
         self.tiers = Tiers(tiers, SIZE, [2, 0])
+        self.worker = WorkerTiers(self.tiers, ["host", "disk"], self.mover, self.answers.put)
 
     def carry(self) -> None:
         """Carry until nothing is left to be done."""
-        under = 0
         while moves := self.tiers.drain():
-            for move in moves:
-                under += move.number >= 0
-                self.carrier.carry(move)
-            while under:
-                number, good = self.answers.get(timeout=60)
-                self.tiers.landed(number, good, 0)
-                under -= 1
+            self.worker.make(moves)
+            for _ in range(sum(move.number >= 0 for move in moves)):
+                answer = self.answers.get(timeout=60)
+                assert isinstance(answer, Landed)
+                self.tiers.landed(answer.move, answer.good, 0)
 
     def load(self, numbers: list[int], tiers: Ints, blocks: Ints) -> int:
-        there, answers = threading.Event(), []
-
-        def done(good: int) -> None:
-            answers.append(good)
-            there.set()
-
-        self.carrier.load(keys_of(numbers), tiers, blocks, done)
-        assert there.wait(60)
-        return answers[0]
+        self.worker.restore(Load("r", 0, 0, blocks, tiers, keys_of(numbers)))
+        answer = self.answers.get(timeout=60)
+        assert isinstance(answer, Restored)
+        return answer.good
 
 
 @pytest.fixture
@@ -112,7 +104,8 @@ def test_the_tiers_books_and_the_stores_agree(stand: Stand) -> None:
             restored += len(tiers)
     assert restored > ROUNDS
     assert stand.tiers.counts[1].stored > 0
-    assert all(speed.block > 0 for speed in stand.carrier.speeds())
+    stand.worker.measure()
+    assert all(0 < speed.block < 1 for speed in stand.tiers.speeds)
 
 
 def test_a_load_counts_the_blocks_before_the_first_that_is_missing(stand: Stand) -> None:
@@ -127,28 +120,15 @@ def test_what_is_refused_is_answered_at_once(stand: Stand) -> None:
     stand.mover.close()
     stand.tiers.offer(keys_of([1]), rows_of(1), NEVER, 0, 100)
     (move,) = stand.tiers.drain()
-    stand.carrier.carry(move)
-    assert stand.answers.get_nowait() == (move.number, [False])
+    stand.worker.make([move])
+    assert stand.answers.get_nowait() == Landed(move.number, [False])
     assert stand.load([1], np.zeros(1, dtype=np.int32), rows_of(1)) == 0
 
 
 def test_what_a_disk_has_is_known_to_the_tiers_again(stand: Stand) -> None:
     stand.disk.put(entries_of([1, 2, 3]), bytes_of([1, 2, 3]), rows_of(3))
-    answers: queue.Queue[list] = queue.Queue()
-    assert stand.carrier.survey(1, answers.put)
-    blocks = answers.get(timeout=60)
-    assert stand.tiers.recover(1, blocks, 0) == 3
+    stand.worker.recover()
+    answer = stand.answers.get(timeout=60)
+    assert isinstance(answer, Recovered)
+    assert stand.tiers.recover(answer.tier, answer.blocks, 0) == 3
     assert stand.tiers.restorable(keys_of([1, 2, 3, 4]), 0, 0).tolist() == [1, 1, 1]
-
-
-def test_entries_and_blocks_are_two_ways_to_say_the_same() -> None:
-    entries = entries_of([5, 6, 7], expiry=99)
-    again = Entries.of(entries.blocks(SIZE), bytes(range(32)))
-    for name in ("keys", "parents", "depths", "expiries", "tenures"):
-        assert (getattr(again, name) == getattr(entries, name)).all(), name
-
-
-def test_a_tier_without_a_store_is_refused(stand: Stand) -> None:
-    nobody: Callable[[int, list[bool]], None] = lambda number, good: None  # noqa: E731
-    with pytest.raises(ValueError, match="tape is no store"):
-        Carrier(stand.mover, ["host", "tape"], nobody)
