@@ -6,9 +6,10 @@ the wire format wants (`pigou.wire.kv_events`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
+
+import msgspec
 
 from pigou.request import BlockHashes
 
@@ -21,8 +22,7 @@ class Medium(StrEnum):
     STORAGE = "STORAGE"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
+class BlockStored(msgspec.Struct, frozen=True):
     """Consecutive blocks of one request became full, and can be hit from now on.
 
     Attributes:
@@ -40,8 +40,7 @@ class BlockStored:
     medium: Medium = Medium.DEVICE
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(msgspec.Struct, frozen=True):
     """Blocks can no longer be hit: their memory was handed out again.
 
     Attributes:
@@ -53,8 +52,7 @@ class BlockRemoved:
     medium: Medium = Medium.DEVICE
 
 
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
+class AllBlocksCleared(msgspec.Struct, frozen=True):
     """The whole cache was emptied."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,8 +13,7 @@ from pigou.control.speeds.estimates import Estimates
 from pigou.games.anarchy import Anarchy
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """One request, times in nanoseconds; `prefill` is "" where `decode` computed the prompt."""
 
     arrived: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -38,8 +37,7 @@ class Route(msgspec.Struct, frozen=True):
     priority: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Queue:
+class Queue(msgspec.Struct, frozen=True):
     """The request waits; a later call returns its `Route` or `Shed`.
 
     `ahead` others wait that may go before it; with another order than first come, first served
@@ -50,8 +48,7 @@ class Queue:
     ahead: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shed:
+class Shed(msgspec.Struct, frozen=True):
     """The request is refused, for the given reason; trying again makes sense after `retry_after`
     nanoseconds. `tenant`: its tenant's own share of the queue is full (429), not the fleet (503).
     """
@@ -65,22 +62,19 @@ class Shed:
 Decision: TypeAlias = Route | Queue | Shed
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerUp:
+class WorkerUp(msgspec.Struct, frozen=True):
     """A worker is ready (or came back, or changed its role)."""
 
     worker: Worker
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerDown:
+class WorkerDown(msgspec.Struct, frozen=True):
     """A worker is gone: nothing more is sent to it, its load and cache are forgotten."""
 
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillDone:
+class PrefillDone(msgspec.Struct, frozen=True):
     """The prefill leg of a request ended: its prefill worker is free of it.
 
     `well` says whether the prompt was computed there.
@@ -90,46 +84,40 @@ class PrefillDone:
     well: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(msgspec.Struct, frozen=True):
     """The first token of a request reached the driver."""
 
     request: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True):
     """`count` more tokens of a request reached the driver."""
 
     request: str
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """A request left the fleet, or the queue (cancelled, failed, done)."""
 
     request: str
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class CacheChanged:
+class CacheChanged(msgspec.Struct, frozen=True):
     """KV events of a worker, in order: off the wire, or straight from a simulated core."""
 
     worker: str
     events: tuple[KVEvent | WireEvent | Keyed, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheLost:
+class CacheLost(msgspec.Struct, frozen=True):
     """KV events of a worker were missed for good: what it holds is unknown."""
 
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadReport(msgspec.Struct, frozen=True):
     """What a worker says of itself. `kv_usage` is a share, 0 to 1."""
 
     worker: str
@@ -138,8 +126,7 @@ class LoadReport:
     kv_usage: float
 
 
-@dataclass(frozen=True, slots=True)
-class Assess:
+class Assess(msgspec.Struct, frozen=True):
     """The driver is asked to compute `ControlPlane.assess(snapshot)`, on any thread, and to observe
     the result.
     """
@@ -147,8 +134,7 @@ class Assess:
     snapshot: Snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class Assessed:
+class Assessed(msgspec.Struct, frozen=True):
     """What an assessment found; None where it had nothing to compare."""
 
     assessment: Assessment | None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,8 +15,7 @@ Flags = NDArray[np.bool_]
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 
 
-@dataclass(slots=True)  # not frozen: each plan makes one
-class Foresight:
+class Foresight(msgspec.Struct):
     """Blocks laid out for the steps of a plan after its first; still in the free queue.
 
     Valid until the next plan is made.
@@ -56,8 +54,7 @@ class Batch:
         self.size += 1
 
 
-@dataclass(slots=True)
-class Draft:
+class Draft(msgspec.Struct):
     """What one call of the scheduler has decided so far.
 
     Attributes:
@@ -78,11 +75,11 @@ class Draft:
     ranked: bool
     started: list[Started]
     decodes: int = 0
-    preempted: list[str] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-    swap_out: list[Ints] = field(default_factory=list)
-    copies: list[Ints] = field(default_factory=list)
-    swap_in: list[Ints] = field(default_factory=list)
+    preempted: list[str] = msgspec.field(default_factory=list)
+    loads: list[Load] = msgspec.field(default_factory=list)
+    swap_out: list[Ints] = msgspec.field(default_factory=list)
+    copies: list[Ints] = msgspec.field(default_factory=list)
+    swap_in: list[Ints] = msgspec.field(default_factory=list)
     leading: int | None = None
     steady: bool = True
 

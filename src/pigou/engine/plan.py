@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,9 +10,12 @@ from pigou.events import KVEvent
 from pigou.kv.tiers import Move
 from pigou.request import NEVER, BlockHashes, FinishReason, Ints, Nanos, no_hashes
 
+_NONE: Ints = np.empty(0, dtype=np.int32)
+_NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
+_NO_TIMES: Nanos = np.empty(0, dtype=np.int64)
 
-@dataclass(frozen=True, slots=True)
-class Started:
+
+class Started(msgspec.Struct, frozen=True):
     """A request computes in a row of the batch: for the first time, or after a preemption.
 
     Attributes:
@@ -27,8 +29,7 @@ class Started:
     computed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """Blocks to be filled from outside (another worker, a lower tier) off the step's path.
 
     The driver answers each load that has blocks with `EngineCore.loaded`, once, when nothing
@@ -51,12 +52,11 @@ class Load:
     row: int
     first: int
     blocks: Ints
-    tiers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    hashes: BlockHashes = field(default_factory=no_hashes)
+    tiers: Ints = _NONE
+    hashes: BlockHashes = msgspec.field(default_factory=no_hashes)
 
 
-@dataclass(slots=True)
-class Plan:
+class Plan(msgspec.Struct):
     """The same batch, computed for up to `repeat` steps.
 
     A plan that has entries is applied before the next is scheduled. Copies are made before the
@@ -95,13 +95,13 @@ class Plan:
     samples: NDArray[np.bool_]
     repeat: int = 1
     horizon: int = NEVER
-    started: list[Started] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-    swap_out: Ints = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
-    copies: Ints = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
-    swap_in: Ints = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
-    loads: list[Load] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
+    started: list[Started] = msgspec.field(default_factory=list)
+    preempted: list[str] = msgspec.field(default_factory=list)
+    swap_out: Ints = _NO_PAIRS
+    copies: Ints = _NO_PAIRS
+    swap_in: Ints = _NO_PAIRS
+    loads: list[Load] = msgspec.field(default_factory=list)
+    moves: list[Move] = msgspec.field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -113,8 +113,7 @@ class Plan:
         return len(self.rows) > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """A sequence that ended before its length limit (end token, stop, error).
 
     Attributes:
@@ -129,8 +128,7 @@ class Finish:
     steps: int
 
 
-@dataclass(slots=True)
-class Result:
+class Result(msgspec.Struct):
     """What an executor did with a plan.
 
     Attributes:
@@ -143,13 +141,12 @@ class Result:
     """
 
     steps: int = 1
-    finished: list[Finish] = field(default_factory=list)
-    sealed: dict[int, BlockHashes] = field(default_factory=dict)
-    durations: Nanos = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    finished: list[Finish] = msgspec.field(default_factory=list)
+    sealed: dict[int, BlockHashes] = msgspec.field(default_factory=dict)
+    durations: Nanos = _NO_TIMES
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """A request left the engine.
 
     Attributes:
@@ -169,11 +166,10 @@ class Finished:
     cached: int
     generated: int
     preemptions: int
-    held: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    held: Ints = _NONE
 
 
-@dataclass(slots=True)
-class Effects:
+class Effects(msgspec.Struct):
     """What follows for the world from one call.
 
     Attributes:
@@ -183,7 +179,7 @@ class Effects:
         freed: blocks that became free or evictable.
     """
 
-    tokens: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    finished: list[Finished] = field(default_factory=list)
-    events: list[KVEvent] = field(default_factory=list)
+    tokens: Ints = _NONE
+    finished: list[Finished] = msgspec.field(default_factory=list)
+    events: list[KVEvent] = msgspec.field(default_factory=list)
     freed: int = 0

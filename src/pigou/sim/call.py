@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from pigou.sim.workload import Job
 
@@ -19,8 +20,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(msgspec.Struct, eq=False):
     """Times are nanoseconds of the virtual clock, 0 where it did not come to that.
 
     Attributes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
@@ -11,8 +12,7 @@ from pigou.request import BlockHashes, Request
 from pigou.sim.call import Call
 
 
-@dataclass(slots=True, eq=False)
-class Trip:
+class Trip(msgspec.Struct, eq=False):
     """One attempt at a call, over as many workers as it takes.
 
     Attributes:
@@ -48,8 +48,7 @@ class Trip:
     seat: int = -1
 
 
-@dataclass(slots=True, eq=False)
-class Leg:
+class Leg(msgspec.Struct, eq=False):
     """What one worker does for a trip.
 
     Attributes:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from pigou.request import Ints, Nanos
 
 
-@dataclass(slots=True)  # not frozen: each step makes one
-class Batch:
+class Batch(msgspec.Struct):
     """What one step computes; entry i is one sequence.
 
     Attributes:

@@ -52,8 +52,7 @@ class Parameters:
         return cls(setting.temperature, setting.overlap_weight, index)
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """The end of a request.
 
     Attributes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+import msgspec
 
 
 class Regime(StrEnum):
@@ -23,8 +24,7 @@ class Regime(StrEnum):
 LEVELS = (Regime.BELOW, Regime.TRANSITION, Regime.SATURATED)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """The first token of a request.
 
     Attributes:
