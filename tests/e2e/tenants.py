@@ -8,9 +8,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from tests.gateway.tenure_requests import pairs
 
 from benchmarks.common import post_json
 from pigou.gateway.keys import make_key
@@ -57,22 +60,24 @@ FIELDS = ("principal", "release", "template", "corpus", "safety", "permissions",
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: by which tenant, with what headers and body."""
+    """One request: by which tenant (where there are keys), with what headers and body."""
 
     tenant: str
     headers: dict[str, str] = field(default_factory=dict)
     body: dict[str, Any] = field(default_factory=dict)
 
-    def send(self, url: str, tenants: Tenants, prompt: Sequence[int]) -> str:
+    def send(self, url: str, tenants: Tenants | None, prompt: Sequence[int]) -> str:
         """Return the text of a greedy completion."""
         body = {"prompt": list(prompt), "max_tokens": 4, "temperature": 0, **self.body}
-        headers = {"authorization": f"Bearer {getattr(tenants, self.tenant)}"}
+        headers = {}
+        if tenants is not None:
+            headers["authorization"] = f"Bearer {getattr(tenants, self.tenant)}"
         for name, value in self.headers.items():
             headers[f"X-Pigou-Tenure-{name}"] = value.encode().decode("latin-1")
         reply = post_json(url + "/v1/completions", body, headers=headers)
         return str(reply["choices"][0]["text"])
 
-    def status(self, url: str, tenants: Tenants, prompt: Sequence[int]) -> int:
+    def status(self, url: str, tenants: Tenants | None, prompt: Sequence[int]) -> int:
         """Return the status of the answer."""
         try:
             self.send(url, tenants, prompt)
@@ -134,6 +139,31 @@ def assert_apart(url: str, tenants: Tenants, workers: Sequence[str], block: int)
     assert len(texts) == 1
     for ask, status in REFUSED:
         assert ask.status(url, tenants, prompt) == status, ask
+
+
+def assert_random_apart(url: str, workers: Sequence[str], block: int, count: int) -> None:
+    """Send one prompt in pairs of random requests to an open gateway: equal tenures alone hit."""
+    prompt = [390 + i % 521 for i in range(block + 5)]
+    seen: list[tuple[Any, ...]] = []
+    refused = hit = 0
+    for pair in pairs(count, count, time.time_ns()):
+        for asked in pair:
+            body = {**json.loads(asked.body), "prompt": prompt, "max_tokens": 1, "model": None}
+            told = replace(
+                asked, tenant="", release="", body=msgspec.json.encode(body | {"tools": None})
+            )
+            named = {f"{name.capitalize()}": value for name, value in told.headers.items()}
+            del body["model"]
+            body.pop("tools", None)
+            before, known = hits(workers), told.said() in seen
+            if Ask("", named, body).status(url, None, prompt) != 200:
+                refused += 1
+                continue
+            assert (hits(workers) > before) == known, told
+            hit += known
+            seen.append(told.said())
+    assert hit > count / 5
+    assert refused < count
 
 
 def assert_expiring(url: str, tenants: Tenants, workers: Sequence[str], block: int) -> None:

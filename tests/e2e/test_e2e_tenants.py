@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 from tests.e2e.conftest import REAL
 from tests.e2e.fleet import Fleet, worker
-from tests.e2e.tenants import APART, Tenants, assert_apart, assert_expiring, assert_isolated
+from tests.e2e.tenants import (
+    APART,
+    Tenants,
+    assert_apart,
+    assert_expiring,
+    assert_isolated,
+    assert_random_apart,
+)
 
 
 @pytest.mark.parametrize("roles", [("prefill-0", "decode-0"), ("both-0", "both-1")])
@@ -49,3 +56,13 @@ def test_each_tenure_hits_its_own_blocks_alone(
     written = journal.read_text()
     assert written.count('"k":"submit"') >= 2 * len(APART)
     assert "tenure1" not in written
+
+
+def test_pairs_of_random_tenures_hit_exactly_where_they_are_equal(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    fleet = Fleet.start(tmp_path / "log", [worker("both-0", checkpoint, *REAL)])
+    try:
+        assert_random_apart(fleet.url, [fleet.worker("both-0").url], 16, 60)
+    finally:
+        fleet.stop()

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.e2e.fleet import Fleet
-from tests.e2e.tenants import Tenants, assert_apart, assert_expiring, assert_isolated
+from tests.e2e.tenants import (
+    Tenants,
+    assert_apart,
+    assert_expiring,
+    assert_isolated,
+    assert_random_apart,
+)
 
 if TYPE_CHECKING:
     from tests.peers.conftest import VllmWorker
@@ -34,5 +40,16 @@ def test_each_tenure_hits_its_own_blocks_alone(
     try:
         assert_apart(fleet.url, tenants, urls, block)
         assert_expiring(fleet.url, tenants, urls, block)
+    finally:
+        fleet.stop()
+
+
+def test_pairs_of_random_tenures_hit_exactly_where_they_are_equal(
+    vllm_plain_two: list[VllmWorker], tmp_path: Path
+) -> None:
+    first = vllm_plain_two[0]
+    fleet = Fleet.start(tmp_path / "log", attach=[first.url])
+    try:
+        assert_random_apart(fleet.url, [first.url], first.block_size, 250)
     finally:
         fleet.stop()
