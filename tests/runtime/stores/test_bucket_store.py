@@ -197,6 +197,26 @@ def test_a_dead_server_raises_at_once(server: Server) -> None:
     server.start()
 
 
+def test_objects_that_could_not_be_deleted_count_until_they_are(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = s3(server, cap=4 * RECORD)
+    assert put(store, [1, 2, 3]) == 3
+    server.set("error")
+    assert store.delete(keys_of([1])) == 1
+    assert store.delete(keys_of([2])) == 1  # which does not ask the server again so soon
+    assert len(caplog.records) == 1
+    assert store.has(keys_of([1, 2, 3])).tolist() == [False, False, True]
+    assert store.used_bytes == 3 * RECORD
+    server.set("normal")
+    assert put(store, [1, 4, 5]) == 1  # room is counted before
+    assert put(store, [4, 5]) == 1
+    store._patience = 0.0
+    assert store.delete(keys_of([4])) == 1
+    assert sorted(get(s3(server), [1, 2, 3, 4, 5])) == [1, 3]
+    assert store.used_bytes == 2 * RECORD
+
+
 def test_wrong_credentials_say_so(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(StoreError, match=r"403|denied|permi"):

@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 _FORMAT = "pigou-kv-1"
 #: Headers that are read in one go.
 _SLICE = 256
-#: Times the timeout that a listing, of many pages, may take.
+#: Objects that are deleted by one request.
+_DELETES = 1000
+#: Times the timeout that a listing, of many pages, may take, and until deleting is tried again.
 _PATIENCE = 12
 _ZERO = np.zeros(1, dtype=np.int32)
 Request: TypeAlias = Callable[[], Awaitable[None]]
@@ -80,6 +82,8 @@ class BucketStore:
         self._lock = threading.Lock()
         self._known: set[bytes] = set()
         self._coming = 0
+        self._doomed: set[bytes] = set()
+        self._patience = 0.0
         self._closed = False
 
     @property
@@ -104,8 +108,12 @@ class BucketStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the objects that this store has put or found, and of those on their way."""
-        return (len(self._known) + self._coming) * self.record_bytes
+        """Bytes of the objects that this store has put or found, until they are really gone."""
+        return self._objects * self.record_bytes
+
+    @property
+    def _objects(self) -> int:
+        return len(self._known) + self._coming + len(self._doomed - self._known)
 
     def put(
         self, entries: Entries, data: Bytes, rows: Ints, sums: Checksums | None = None
@@ -170,13 +178,30 @@ class BucketStore:
             return np.array([key in self._known for key in keys_of(keys)], dtype=np.bool_)
 
     def delete(self, keys: BlockHashes) -> int:
-        """Forget blocks, and delete their objects (see `Store.delete`)."""
+        """Forget blocks, and delete their objects, now or when the storage answers again."""
         names = keys_of(keys)
         count = self._forget(names)
         with self._lock:
             self.counts.deleted += count
-        self._run("deleted from", [partial(self._remove, [self._path(name) for name in names])])
+            self._doomed.update(names)
+        if time.monotonic() >= self._patience:
+            self._bury()
         return count
+
+    def _bury(self) -> None:
+        """Delete objects that are to go; if that fails, try again later."""
+        with self._lock:
+            self._doomed -= self._known  # put again meanwhile
+            gone = list(self._doomed)
+        try:
+            for i in range(0, len(gone), _DELETES):
+                paths = [self._path(name) for name in gone[i : i + _DELETES]]
+                self._run("deleted from", [partial(self._remove, paths)])
+                with self._lock:
+                    self._doomed.difference_update(gone[i : i + _DELETES])
+        except StoreError as error:
+            self._patience = time.monotonic() + _PATIENCE * self.location.timeout
+            log.warning("%d objects are left to be deleted: %s", len(self._doomed), error)
 
     def entries(self) -> Entries:
         """Look up what is in the storage, the newest first, as far as cap and `look_up` go.
@@ -231,7 +256,7 @@ class BucketStore:
             for i, name in enumerate(names):
                 if alive[i] and name not in self._known:
                     new.setdefault(name, i)
-            room = max(0, self.capacity - len(self._known) - self._coming)
+            room = max(0, self.capacity - self._objects)
             self.counts.refused += max(0, len(new) - room)
             chosen = list(new.values())[:room]
             self._coming += len(chosen)

@@ -48,7 +48,7 @@ class Folder:
         self._foreign: list[_Foreign] = []
         self._next = 0
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _lock(path)
         except OSError as error:
             raise StoreError(f"{path} cannot be used: {error}") from error

@@ -33,20 +33,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pigou.kv.checksum import Checksums
 from pigou.request import BlockHashes, Ints
 from pigou.runtime.stores.breaker import Breaker
 from pigou.runtime.stores.copies import Copy
-from pigou.runtime.stores.device import Blocks, copy_in, copy_out
-from pigou.runtime.stores.entries import Bools, Entries
+from pigou.runtime.stores.device import Blocks
+from pigou.runtime.stores.entries import Entries
 from pigou.runtime.stores.host import HostStore
-from pigou.runtime.stores.link import Job, Link, Moved
+from pigou.runtime.stores.jobs import Done, Jobs, delete, nobody, survey
+from pigou.runtime.stores.link import Link, Moved
 from pigou.runtime.stores.rate import Rate
 from pigou.runtime.stores.settings import MoverSettings
 from pigou.runtime.stores.status import StoreStatus
@@ -56,11 +55,8 @@ log = logging.getLogger(__name__)
 
 DEVICE = "device"
 HOST = "host"
-#: Reason of a job that found no staging row.
-NO_ROWS = "no staging row is free"
 #: Reason of a job whose second half was refused.
 REFUSED = "its link is busy or down"
-Done = Callable[[Moved], None]
 
 
 class Mover:
@@ -87,7 +83,6 @@ class Mover:
         Raises:
             ValueError: a store has blocks of another size, or a name that is taken.
         """
-        self._device = device
         self._settings = settings or MoverSettings()
         self._clock = clock
         self._host = host
@@ -99,6 +94,7 @@ class Mover:
         for name, store in self.stores.items():
             if store.block_bytes != size:
                 raise ValueError(f"{name} has blocks of {store.block_bytes} bytes, not of {size}")
+        self._jobs = Jobs(device, host, self._settings.batch)
         self._reads: dict[str, Link] = {}
         self._writes: dict[str, Link] = {}
         for name, store in self.stores.items():
@@ -112,19 +108,7 @@ class Mover:
         if rows is None:
             return False
         copy = Copy(self._host, rows)
-
-        def run() -> None:
-            for part in self._parts(len(blocks)):
-                sums = copy_out(self._device, blocks[part], self._host.arena, rows[part])
-                copy.sums[part] = sums
-                job.good[part] = True
-
-        def end(moved: Moved) -> None:
-            copy.good, copy.reason = moved.good, moved.reason
-            done(copy)
-
-        job = Job(_none(len(blocks)), run, _nothing, end)
-        if self._writes[HOST].offer(job):
+        if self._writes[HOST].offer(self._jobs.copy_out(blocks, rows, copy, done)):
             return True
         copy.drop()
         return False
@@ -146,7 +130,8 @@ class Mover:
         def release() -> None:
             self._host.drop(rows)
 
-        if self._put(entries, rows, sums, target, release, done):
+        job = self._jobs.put(entries, rows, sums, self.stores[target], release, done)
+        if self._writes[target].offer(job):
             return True
         copy.put_back(index)
         return False
@@ -163,7 +148,7 @@ class Mover:
 
         def copied(copy: Copy) -> None:
             index = np.flatnonzero(copy.good).astype(np.int32)
-            good, reason = _none(len(entries)), copy.reason
+            good, reason = nobody(len(entries)), copy.reason
             if target == HOST:
                 good[index] = copy.publish(index, entries.take(index))
             elif not reason and self.send(copy, index, entries, target, done):
@@ -184,18 +169,21 @@ class Mover:
         """
         if source == target:
             raise ValueError(f"the blocks are to be moved from {source} to {target}")
-        if source == HOST:
-            rows = self._host.pin(entries.keys)
+        if source != HOST:
+            link = self._reads[source] if target == HOST else self._writes[target]
+            job = self._jobs.between(entries, self.stores[source], self.stores[target], done)
+            return link.offer(job)
+        rows = self._host.pin(entries.keys)
 
-            def release() -> None:
-                self._host.unpin(rows)
+        def release() -> None:
+            self._host.unpin(rows)
 
-            taken = self._put(entries, rows, self._host.sums(rows), target, release, done)
-            if not taken:
-                release()
-            return taken
-        link = self._reads[source] if target == HOST else self._writes[target]
-        return link.offer(self._between(entries, source, target, done))
+        sums = self._host.sums(rows)
+        job = self._jobs.put(entries, rows, sums, self.stores[target], release, done)
+        if self._writes[target].offer(job):
+            return True
+        release()
+        return False
 
     def restore(self, keys: BlockHashes, source: str, blocks: Ints, done: Done) -> bool:
         """Copy blocks of a store into device blocks, which nobody else writes until `done`.
@@ -206,45 +194,26 @@ class Mover:
             blocks: ids of the device blocks, shape (n,).
             done: told which were read, and are right.
         """
-        if source == HOST:
-            return self._restore_host(keys, blocks, done)
-        data = self._device.as_bytes()
-        store = self.stores[source]
-
-        def run() -> None:
-            for part in self._parts(len(keys)):
-                if data is not None:
-                    job.good[part] = store.get(keys[part], data, blocks[part])
-                    continue
-                job.good[part], job.reason = self._through(store, keys[part], blocks[part])
-
-        job = Job(_none(len(keys)), run, _nothing, done)
-        return self._reads[source].offer(job)
+        if source != HOST:
+            return self._reads[source].offer(
+                self._jobs.restore(keys, self.stores[source], blocks, done)
+            )
+        rows = self._host.pin(keys)
+        if self._reads[HOST].offer(self._jobs.restore_rows(rows, blocks, done)):
+            return True
+        self._host.unpin(rows)
+        return False
 
     def delete(self, name: str, keys: BlockHashes) -> None:
         """Forget blocks of a store; never refused, and in order with its writes."""
         if name == HOST:
             self._host.delete(keys)
             return
-        store = self.stores[name]
-
-        def run() -> None:
-            store.delete(keys)
-
-        self._writes[name].offer(Job(_none(0), run, _nothing, _ignore, patient=True))
+        self._writes[name].offer(delete(self.stores[name], keys))
 
     def survey(self, name: str, done: Callable[[Entries | None], None]) -> bool:
         """Ask a store for all its entries (`Store.entries`), on its thread; None if it fails."""
-        store = self.stores[name]
-        found: list[Entries] = []
-
-        def run() -> None:
-            found.append(store.entries())
-
-        def end(_moved: Moved) -> None:
-            done(found[0] if found else None)
-
-        return self._reads[name].offer(Job(_none(0), run, _nothing, end))
+        return self._reads[name].offer(survey(self.stores[name], done))
 
     def seconds(self, source: str, target: str, blocks: int) -> float:
         """Seconds until `blocks` blocks asked for now would have arrived, queues included."""
@@ -290,92 +259,6 @@ class Mover:
             clock=self._clock,
         )
 
-    def _put(
-        self,
-        entries: Entries,
-        rows: Ints,
-        sums: Checksums,
-        target: str,
-        release: Callable[[], None],
-        done: Done | None,
-    ) -> bool:
-        """Queue rows of the arena for a store; rows of -1 are missing."""
-
-        def run() -> None:
-            for part in self._parts(len(entries)):
-                there = np.flatnonzero(rows[part] >= 0) + part.start
-                self._store(job, there, entries.take(there), target, rows[there], sums[there])
-
-        job = Job(_none(len(entries)), run, release, done or _ignore)
-        return self._writes[target].offer(job)
-
-    def _store(
-        self,
-        job: Job,
-        index: NDArray[np.int64],
-        entries: Entries,
-        target: str,
-        rows: Ints,
-        sums: Checksums | None,
-    ) -> None:
-        store = self.stores[target]
-        try:
-            job.good[index] = store.put(entries, self._host.arena, rows, sums)
-        except BaseException:
-            job.good[index] = store.has(entries.keys)
-            raise
-
-    def _between(self, entries: Entries, source: str, target: str, done: Done | None) -> Job:
-        """A job that reads from one store into staging rows, and from there into another."""
-
-        def run() -> None:
-            for part in self._parts(len(entries)):
-                rows = self._host.stage(part.stop - part.start)
-                if rows is None:
-                    job.reason = NO_ROWS
-                    return
-                try:
-                    good = self.stores[source].get(entries.keys[part], self._host.arena, rows)
-                    index = np.flatnonzero(good) + part.start
-                    self._store(job, index, entries.take(index), target, rows[good], None)
-                finally:
-                    self._host.drop(rows)
-
-        job = Job(_none(len(entries)), run, _nothing, done or _ignore)
-        return job
-
-    def _restore_host(self, keys: BlockHashes, blocks: Ints, done: Done) -> bool:
-        host = self._host
-        rows = host.pin(keys)
-
-        def run() -> None:
-            for part in self._parts(len(keys)):
-                there = np.flatnonzero(rows[part] >= 0) + part.start
-                sums = copy_in(self._device, blocks[there], host.arena, rows[there])
-                job.good[there] = host.verify(rows[there], sums)
-            host.missed(int(np.count_nonzero(rows < 0)))
-
-        def release() -> None:
-            host.unpin(rows)
-
-        job = Job(_none(len(keys)), run, release, done)
-        if self._reads[HOST].offer(job):
-            return True
-        release()
-        return False
-
-    def _through(self, store: Store, keys: BlockHashes, blocks: Ints) -> tuple[Bools, str]:
-        """Read blocks into staging rows, and from there into the device."""
-        rows = self._host.stage(len(keys))
-        if rows is None:
-            return _none(len(keys)), NO_ROWS
-        try:
-            good = store.get(keys, self._host.arena, rows)
-            copy_in(self._device, blocks[good], self._host.arena, rows[good])
-        finally:
-            self._host.drop(rows)
-        return good, ""
-
     def _describe(self, name: str, store: Store) -> StoreStatus:
         reads, writes = self._reads[name].status(), self._writes[name].status()
         return StoreStatus(
@@ -388,19 +271,3 @@ class Mover:
             reads=reads,
             writes=writes,
         )
-
-    def _parts(self, count: int) -> Iterator[slice]:
-        batch = self._settings.batch
-        return (slice(i, min(i + batch, count)) for i in range(0, count, batch))
-
-
-def _none(count: int) -> Bools:
-    return np.zeros(count, dtype=np.bool_)
-
-
-def _nothing() -> None:
-    """Nothing is to be given back."""
-
-
-def _ignore(_moved: Moved) -> None:
-    """Nobody wants to know."""
