@@ -127,6 +127,7 @@ class ControlPlane:
                 return self._ended(request, now)
             case WorkerUp(worker):
                 self.watch.up(worker)
+                self.index.expect(worker.id, worker.blocks)
                 self.queue.readmit(worker.id)
                 return self._drain(now)
             case WorkerDown(worker):

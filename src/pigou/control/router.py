@@ -11,6 +11,7 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.candidates import Offers
 from pigou.control.decisions import Explanation, Ledger
 from pigou.control.messages import Choice
+from pigou.control.routing.dynamo import Dynamo
 from pigou.control.routing.policy import (
     Costs,
     Parts,
@@ -141,9 +142,11 @@ def _costs(
     policy: RoutingPolicy, request: Request, fleet: FleetView, found: Candidates
 ) -> tuple[Costs, Table | dict[str, Costs] | None]:
     """Return what candidates cost, (candidates,), and its parts where the policy has any."""
-    if type(policy) is Toll:  # not one derived from it, which may have other costs
+    # Not policies derived from these, which may have other costs.
+    if type(policy) is Toll or type(policy) is Dynamo:
         table = policy.table(request, fleet, found)
-        return table.total, table
+        if table is not None:
+            return table.total, table
     split: Parts | None = getattr(policy, "parts", None)
     if split is None:
         return policy.costs(request, fleet, found), None

@@ -25,9 +25,13 @@ class Change:
 class Entries:
     """Arrays of `pigou.control.index.entry_kernels`, which grow up to a limit."""
 
-    def __init__(self, limit: int) -> None:
-        """Start empty, with room for `limit` entries at most, at least 1."""
+    def __init__(self, limit: int, usual: int = 0) -> None:
+        """Start empty, with room for `limit` entries at most, at least 1.
+
+        `usual` are expected: the first that come make room for as many.
+        """
         self.limit = limit
+        self.usual = usual
         self.counts: Counts = np.zeros(4, dtype=np.int64)
         self._before = 0
         self._arrays(min(_LEAST, limit))
@@ -61,6 +65,7 @@ class Entries:
         wanted, size = min(len(self) + more, self.limit), len(self.names) - 1
         if wanted <= size:
             return
+        wanted = max(wanted, min(self.usual, self.limit))
         while size < wanted:
             size = min(2 * size, self.limit)
         links, names, values, slots = self.links, self.names, self.values, self.slots

@@ -164,6 +164,10 @@ class PrefixIndex:
             return Removed(tuple(event.hashes[:, 1].tolist()), event.medium)
         return Cleared() if isinstance(event, AllBlocksCleared) else event
 
+    def expect(self, worker: str, blocks: int) -> None:
+        """A worker has so many blocks; 0 when it did not say. Its arrays need not grow to that."""
+        self._member(worker).holdings.usual = blocks
+
     def predict(self, worker: str, keys: BlockKeys, now: int) -> None:
         """Expect that a worker holds a chain soon, because a request was sent there.
 
