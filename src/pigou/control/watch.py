@@ -13,7 +13,7 @@ from pigou.control.audit import Audit
 from pigou.control.index import Overlaps, PrefixIndex
 from pigou.control.messages import Choice
 from pigou.control.regimes.parameters import Finish
-from pigou.control.regimes.regime import Controller
+from pigou.control.regimes.regime import Controller, Static
 from pigou.control.routing.view import FleetView
 from pigou.control.saturation.detector import Detector, Sample
 from pigou.control.speeds.estimates import Estimates
@@ -127,7 +127,9 @@ class Watch:
         if load.generated:
             self.estimator.generated(load.generated)
             self.audit.ended(load, now)
-            self.controller.observe(now, self._finish(load, now))
+            known = self.estimates(now)
+            if not isinstance(self.controller, Static):  # which learns nothing
+                self.controller.observe(now, self._finish(load, known, now))
         return True
 
     def failed(self, request: str, now: int) -> bool:
@@ -202,9 +204,8 @@ class Watch:
             np.copyto(rows, seen.rows, where=mine)
         return Overlaps(rows)
 
-    def _finish(self, load: Load, now: int) -> Finish:
+    def _finish(self, load: Load, known: Estimates, now: int) -> Finish:
         """Return what a request took, beside what it would have taken on an idle fleet."""
-        known = self.estimates(now)
         if self._usual is None or self._usual.known is not known:
             self._usual = _Usual(known)
         alone = self._usual.prompt(load.uncached, load.pairs) + load.generated * self._usual.itl

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Protocol
 
 from pigou.request import SECOND
 
@@ -12,6 +13,15 @@ from pigou.request import SECOND
 EPOCH = SECOND
 
 Event = Callable[[int], None]
+
+
+class Over(Protocol):
+    """What is over at some time."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is."""
+        ...
 
 
 class Phase(IntEnum):
@@ -73,3 +83,16 @@ class Clock:
         self.events += 1
         event(time)
         return True
+
+    def run(self, until: Over, most: int) -> bool:
+        """Run events until `until.done`, at most so many; return whether it is done."""
+        heap, pop = self._heap, heapq.heappop
+        for _ in range(most):
+            if until.done or not heap:
+                break
+            time, phase, key, _, event = pop(heap)
+            self.now = time
+            self.place = (phase, key)
+            self.events += 1
+            event(time)
+        return until.done

@@ -48,10 +48,12 @@ class RooflineTiming:
 
     def durations(self, batch: Batch, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
-        return kernels.roofline_durations(
+        durations = np.empty(repeat, dtype=np.int64)
+        kernels.roofline_durations(
             batch.counts, batch.kv_lens, batch.samples, repeat,
-            self._products, self._rates, self._experts, self._active,
+            self._products, self._rates, self._experts, self._active, durations,
         )  # fmt: skip
+        return durations
 
 
 def roofline(model: Architecture, device: Gpu, tp: int = 1) -> Timing:

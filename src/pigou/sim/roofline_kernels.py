@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.compiled import kernel
+from pigou.compiled import bare_kernel
 from pigou.request import Ints, Nanos
 
 Floats = NDArray[np.float64]
@@ -18,7 +18,7 @@ STEP, HOP, HOP_BYTE, SUM_BYTES, GATHER_BYTES, LAYERS, READ_FLOPS, READ_BYTES, CA
 RATES = 16
 
 
-@kernel
+@bare_kernel
 def roofline_durations(
     counts: Ints,
     kv_lens: Ints,
@@ -28,8 +28,9 @@ def roofline_durations(
     rates: Floats,
     experts: float,
     active: float,
-) -> Nanos:
-    """Return the nanoseconds of each of `repeat` steps, shape (repeat,).
+    durations: Nanos,
+) -> None:
+    """Write the nanoseconds of each of `repeat` steps to `durations`, shape (repeat,).
 
     Args:
         counts: tokens that each entry computes.
@@ -42,6 +43,7 @@ def roofline_durations(
         rates: as the constants of this file say.
         experts: of a layer, 0 for a dense model.
         active: of those, that compute a token.
+        durations: takes the result.
     """
     tokens, sampled, decodes, decode_reads, prompt, twice, prompt_kv = 0, 0, 0, 0, 0, 0, 0
     for i in range(counts.shape[0]):
@@ -76,7 +78,6 @@ def roofline_durations(
         layer += 2.0 * (rates[HOP] + tokens * rates[SUM_BYTES] * rates[HOP_BYTE])
         head += rates[HOP] / 2.0 + sampled * rates[GATHER_BYTES] * rates[HOP_BYTE]
     fixed = rates[LAYERS] * layer + head + rates[STEP] + tokens * rates[ROW] * rates[BYTE]
-    durations = np.empty(repeat, dtype=np.int64)
     for step in range(repeat):
         decode_kv = float(decode_reads + decodes * step)
         prompt_reads = (twice + 2 * prompt * step) / 2.0
@@ -91,4 +92,3 @@ def roofline_durations(
             decode_kv * rates[READ_BYTES] * rates[CACHE_BYTE],
         )
         durations[step] = max(int((fixed + rates[LAYERS] * time) * 1e9 + 0.5), 1)
-    return durations

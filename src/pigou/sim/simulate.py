@@ -124,14 +124,9 @@ class Simulation:
         )
 
     def _run(self, watch: Callable[[Simulation], None] | None) -> None:
-        clock, client = self.clock, self.client
-        over = client.done
+        over = self.client.done
         while not over:
-            for _ in range(_LOOK):
-                clock.step()
-                over = client.done
-                if over:
-                    break
+            over = self.clock.run(self.client, _LOOK)
             if watch is not None:
                 watch(self)
 

@@ -64,9 +64,7 @@ class Stall:
 
         The posterior's, in seconds^2; `base` and `token` are those of `law`.
         """
-        scale = np.array([NOISE**0.5, max(base, 1e-12), max(token, 1e-12)])
-        precision = self._gram * np.outer(scale, scale) / NOISE + np.eye(3)
-        (pp, pu), (_, uu) = (np.outer(scale, scale) * np.linalg.inv(precision))[1:, 1:].tolist()
+        pp, pu, uu = _doubt(self._gram, base, token)
 
         def variance(prompts: float, tokens: float) -> float:
             return float(pp * prompts**2 + 2 * pu * prompts * tokens + uu * tokens**2)
@@ -83,6 +81,22 @@ def _add(
         for j in range(3):
             gram[i, j] = keep * gram[i, j] + row[i] * row[j]
         moment[i] = keep * moment[i] + ratio * row[i]
+
+
+@bare_kernel
+def _doubt(gram: Numbers, base: float, token: float) -> tuple[float, float, float]:
+    """Variances of prompts and of tokens, and their covariance between them, by cofactors."""
+    at, per = max(base, 1e-12), max(token, 1e-12)
+    one = math.sqrt(NOISE)
+    a = gram[0, 0] * (one * one) / NOISE + 1.0
+    b = gram[0, 1] * (one * at) / NOISE
+    c = gram[0, 2] * (one * per) / NOISE
+    d = gram[1, 1] * (at * at) / NOISE + 1.0
+    e = gram[1, 2] * (at * per) / NOISE
+    f = gram[2, 2] * (per * per) / NOISE + 1.0
+    whole = a * (d * f - e * e) - b * (b * f - c * e) + c * (b * e - c * d)
+    pp, uu = (a * f - c * c) / whole, (a * d - b * b) / whole
+    return at * at * pp, at * per * ((b * c - a * e) / whole), per * per * uu
 
 
 @bare_kernel
