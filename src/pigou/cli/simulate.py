@@ -65,6 +65,13 @@ def simulate(
     blocks: Annotated[
         int, typer.Option(help="KV blocks of a worker; 0 computes them from the memory.")
     ] = 0,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A tier of each worker beyond its device, nearest first: "
+            "NAME,gib=64[,gbps=200][,latency_us=20][,policy=price]; may be given again."
+        ),
+    ] = None,
     max_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 2048,
     max_seqs: Annotated[int, typer.Option(help="Sequences of a step.")] = 256,
     max_model_len: Annotated[
@@ -119,6 +126,7 @@ def simulate(
             "model": model, "gpu": gpu, "tp": tp, "timing": timing, "blocks": blocks,
             "max_batched_tokens": max_batched_tokens, "max_seqs": max_seqs,
             "max_model_len": max_model_len, "engine": engine,
+            "tiers": [_tier(text) for text in tier or ()],
         }  # fmt: skip
         setup = msgspec.convert(values, Setup)
         what, members = offered(workload, seed), read_fleet(fleet)
@@ -143,6 +151,12 @@ def simulate(
         asked = {"run": run, "workers": setup, "control": control, "client": what.client,
                  "fleet": members}  # fmt: skip
         reporter.write(result, document, f"{policy} on {fleet}", asked)
+
+
+def _tier(text: str) -> dict[str, Any]:
+    """Read `NAME,key=value,...`; the keys are those of `TierConfig`."""
+    name, params = named("--tier", text)
+    return {"name": name, **params}
 
 
 def _run(simulation: Simulation) -> Result:

@@ -11,6 +11,7 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.request import Role
 from pigou.sim.network import LinkConfig
+from pigou.sim.tiers import TierConfig
 
 _PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
 _ROLES = {
@@ -58,6 +59,7 @@ class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         max_seqs: in place of `--max-seqs`; 0 for that.
         max_batched_tokens: in place of `--max-batched-tokens`; 0 for that.
         prefix_caching: whether prefixes are kept.
+        tiers: beyond the device, from the nearest on; in place of `--tier`.
         events: whether they publish KV events; if not, what they hold is predicted.
         starts: seconds after which they are up.
         slow: when they are slower than they should be.
@@ -74,6 +76,7 @@ class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_seqs: int = 0
     max_batched_tokens: int = 0
     prefix_caching: bool = True
+    tiers: tuple[TierConfig, ...] = ()
     events: bool = True
     starts: float = 0.0
     slow: tuple[Slow, ...] = ()
@@ -87,6 +90,8 @@ class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.tiers and not self.prefix_caching:
+            raise ConfigError("prefix_caching is off, and tiers are given; leave one of them out")
         if not 0.0 <= self.starts < math.inf:
             raise ConfigError(f"starts is {self.starts}; it must be finite, at least 0 seconds")
 

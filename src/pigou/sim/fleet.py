@@ -158,6 +158,7 @@ class Fleet:
         member.sim = SimWorker(
             member.number, member.name, plant.engine, plant.timing, self._clock, self, self.gaps,
             ahead=plant.ahead, stepwise=self._stepwise, behind=None if late else self._behind,
+            tiers=plant.make_tiers(),
         )  # fmt: skip
         member.missed = []
         if member.known:  # it died and came back before anybody noticed

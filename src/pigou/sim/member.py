@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 
 from pigou.config import EngineConfig
 from pigou.events import KVEvent
+from pigou.kv.tiers import Tiers
+from pigou.kv.worth import Worth
 from pigou.request import Worker
 from pigou.sim.config import Members
+from pigou.sim.tiers import TierConfig, build_tiers
 from pigou.sim.timing import Timing
 from pigou.sim.worker import SimWorker
 
@@ -21,6 +24,8 @@ class Plant:
         engine: limits of their cores.
         timing: of their steps.
         kv_bytes: of one token's KV.
+        tiers: beyond the device.
+        worth: what computing a block takes.
         ahead: whether steps are decided when the one before begins.
     """
 
@@ -29,6 +34,16 @@ class Plant:
     timing: Timing
     kv_bytes: int
     ahead: bool = False
+    tiers: tuple[TierConfig, ...] = ()
+    worth: Worth = field(default_factory=Worth)
+
+    def make_tiers(self) -> Tiers | None:
+        """Return new, empty tiers of one worker; None where it has none."""
+        if not self.tiers:
+            return None
+        engine = self.engine
+        size = self.kv_bytes * engine.block_size
+        return build_tiers(self.tiers, size, engine.blocks, self.worth)
 
 
 @dataclass(slots=True, eq=False)

@@ -9,14 +9,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from pigou.config import ControlConfig, EngineConfig
+from pigou.config import ConfigError, ControlConfig, EngineConfig
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.sim.client import Client, ClientConfig
 from pigou.sim.clock import EPOCH, Clock
-from pigou.sim.config import FleetConfig
+from pigou.sim.config import FleetConfig, Members
 from pigou.sim.fleet import Fleet
 from pigou.sim.member import Member, Plant
 from pigou.sim.result import Result
+from pigou.sim.tiers import TierConfig, worth_of
+from pigou.sim.timing import Timing
 from pigou.sim.timings import build_timing, capacity, kv_bytes
 from pigou.sim.worker import MOST_STEPS
 from pigou.sim.workload import ClosedLoop, OpenLoop
@@ -46,6 +48,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             begins (asynchronous scheduling), and a request is admitted as soon as its blocks are
             free. `pigou`: a step is decided when the one before it ended, and a block is left for
             each running sequence.
+        tiers: of a worker beyond its device, from the nearest on.
     """
 
     model: str = ""
@@ -57,6 +60,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_seqs: int = 256
     max_model_len: int = 0
     engine: Literal["vllm", "pigou"] = "vllm"
+    tiers: tuple[TierConfig, ...] = ()
 
 
 class Simulation:
@@ -153,8 +157,21 @@ def _plants(fleet: FleetConfig, setup: Setup, longest: int) -> tuple[list[Plant]
             repeat_chunks=True,
             **limits,
         )
-        plants.append(Plant(kind, engine, built.timing, kv_bytes(setup.model), vllm))
+        plants.append(_plant(kind, setup, engine, built.timing))
     return plants, overhead
+
+
+def _plant(kind: Members, setup: Setup, engine: EngineConfig, timing: Timing) -> Plant:
+    size, vllm = kv_bytes(setup.model), setup.engine == "vllm"
+    tiers = kind.tiers or (setup.tiers if kind.prefix_caching else ())
+    if not tiers:
+        return Plant(kind, engine, timing, size, vllm)
+    if not size:
+        raise ConfigError("tiers are given, and no model; its KV's size is needed: give --model")
+    worth = worth_of(timing, engine.block_size, engine.max_batched_tokens)
+    plant = Plant(kind, engine, timing, size, vllm, tiers, worth)
+    plant.make_tiers()  # what cannot be had is said now
+    return plant
 
 
 def _figures(members: Sequence[Member], nanos: int) -> list[dict[str, Any]]:
@@ -167,6 +184,25 @@ def _figures(members: Sequence[Member], nanos: int) -> list[dict[str, Any]]:
                 "steps": steps,
                 "busy": busy / nanos if nanos else 0.0,
                 "prefix_hit_ratio": hits / queries if queries else 0.0,
+                **_tiers(member),
             }
         )
     return found
+
+
+def _tiers(member: Member) -> dict[str, Any]:
+    """Return what a worker's tiers did since it came up; nothing where there are none."""
+    tiers = member.sim.core.tiers if member.sim is not None else None
+    if tiers is None:
+        return {}
+    names = [config.name for config in member.plant.tiers]
+    found = {}
+    for name, tier, counts in zip(names, tiers.tiers, tiers.counts, strict=True):
+        found[name] = {
+            "used_bytes": tier.used_bytes,
+            "cap_bytes": tier.cap_bytes,
+            "stored_blocks": counts.stored,
+            "restored_blocks": counts.restored,
+            "evicted_blocks": counts.evicted,
+        }
+    return {"tiers": found}

@@ -10,14 +10,16 @@ import numpy as np
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.errors import QueueFull, RequestTooLarge
-from pigou.engine.plan import Effects, Plan, Result
+from pigou.engine.plan import Effects, Load, Plan, Result
 from pigou.events import KVEvent
+from pigou.kv.tiers import Move, Tiers
 from pigou.request import Ints, Nanos
 from pigou.sim.clock import Clock, Event, Phase
 from pigou.sim.gaps import Gaps
 from pigou.sim.kernels import Counts
 from pigou.sim.leg import Leg, Listener
 from pigou.sim.streams import Streams
+from pigou.sim.tiers import TierLinks
 from pigou.sim.timing import Batch, Timing
 
 #: Workers by number whose KV events have not all been published.
@@ -50,7 +52,7 @@ class SimWorker:
     def __init__(
         self, number: int, name: str, config: EngineConfig, timing: Timing, clock: Clock,
         listener: Listener, gaps: Gaps, *, ahead: bool = False, stepwise: bool = False,
-        behind: Behind | None = None,
+        behind: Behind | None = None, tiers: Tiers | None = None,
     ) -> None:  # fmt: skip
         """Start with nothing to do.
 
@@ -67,9 +69,11 @@ class SimWorker:
             stepwise: plan a single step at a time.
             behind: where it says that it has events to publish before they are looked at
                 (`catch_up`); with None chunks of prompts are single steps.
+            tiers: beyond its device; None for none.
         """
         self.number, self.name = number, name
-        self.core = EngineCore(config)
+        self.core = EngineCore(config, tiers=tiers)
+        self._links = None if tiers is None else TierLinks(tiers, number, clock)
         self.timing = timing
         self.steps, self.busy = 0, 0
         self._clock, self._listener = clock, listener
@@ -265,7 +269,11 @@ class SimWorker:
             self._schedule(now)
 
     def _schedule(self, now: int) -> None:
+        if self._links is not None and self.core.waiting:
+            self._links.measure(now)
         plan = self.core.schedule(now)
+        if self._links is not None:
+            self._links.make(plan.moves, now, self._landed)
         self._admit(plan, now)
         if not plan:
             return
@@ -363,6 +371,17 @@ class SimWorker:
         if steps:
             self._streams.count_passed(rows, self._ends, steps)
 
+    def _landed(self, move: Move, now: int) -> None:
+        """A move to a tier has arrived."""
+        good = [True] * len(move.keys)
+        self._do(lambda _: self._note(self.core.landed(move.number, good)), now)
+
+    def _restore(self, load: Load, now: int) -> None:
+        """Fill a load's blocks from tiers."""
+        assert self._links is not None
+        tokens = len(load.blocks) * self.core.config.block_size
+        self._links.restore(load, now, lambda at: self.loaded(load.request, tokens, at))
+
     def _note(self, effects: Effects) -> None:
         self._events += effects.events
 
@@ -375,7 +394,10 @@ class SimWorker:
         for load in plan.loads:
             leg = self._legs[load.request]
             self._streams.occupy(leg, load.row)
-            self._listener.wanted(leg, load, now)
+            if len(load.tiers):
+                self._restore(load, now)
+            else:
+                self._listener.wanted(leg, load, now)
         for started in plan.started:
             leg = self._legs[started.request]
             # One that was loaded may lose its row in the same moment, or have it already.

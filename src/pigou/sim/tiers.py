@@ -1,0 +1,151 @@
+"""Tiers of a simulated worker: `pigou.kv.tiers` decides, and links take their time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.engine.plan import Load
+from pigou.kv.policies.policy import Setting, load
+from pigou.kv.tier import Tier
+from pigou.kv.tiers import NOWHERE, Move, Speed, Tiers
+from pigou.kv.worth import Worth
+from pigou.request import SECOND
+from pigou.sim.clock import Clock, Event, Phase
+from pigou.sim.timing import Batch, Timing
+
+#: Of a tier's blocks, the share that may lie there while they are copied to the next.
+_STAGING = 16
+#: Of the device's blocks, the share that may be under copy at once.
+_COPIES = 8
+#: How much longer the prompt is at which the second cost of a token is read off a timing model.
+_DEEPER = 8
+
+
+class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tier of a worker, and its link to the one above.
+
+    Attributes:
+        name: that reports give it.
+        gib: of KV blocks, 2^30 bytes each.
+        gbps: gigabits a second, each way; moves take their turns.
+        latency_us: microseconds until the first byte.
+        policy: what it gives up first, as registered under `pigou.eviction`.
+        params: of the policy.
+    """
+
+    name: str
+    gib: float
+    gbps: float = 200.0
+    latency_us: float = 20.0
+    policy: str = "lru"
+    params: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        """Refuse tiers that nothing fits in, and links that never deliver."""
+        for name in ("gib", "gbps"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"tier {self.name}: {name} is {getattr(self, name)}; it must be "
+                                  "above 0")  # fmt: skip
+        if not 0.0 <= self.latency_us < math.inf:
+            raise ConfigError(f"tier {self.name}: latency_us is {self.latency_us}; at least 0")
+
+    def seconds(self, size: int) -> float:
+        """Return the seconds of `size` bytes on its link, without latency."""
+        return size * 8e-9 / self.gbps
+
+
+def build_tiers(
+    configs: Sequence[TierConfig], block_bytes: int, blocks: int, worth: Worth
+) -> Tiers:
+    """Make a worker's tiers.
+
+    Args:
+        configs: from the nearest on.
+        block_bytes: bytes of a block.
+        blocks: that the device has.
+        worth: what computing a block takes.
+
+    Raises:
+        ConfigError: an unknown policy, or a tier without room for a block.
+    """
+    tiers, staging, speeds = [], [], []
+    for number, config in enumerate(configs):
+        room = int(config.gib * 2**30) // block_bytes
+        spare = max(1, room // _STAGING) if number + 1 < len(configs) else 0
+        if room <= spare:
+            raise ConfigError(
+                f"tier {config.name}: gib is {config.gib}; a block has {block_bytes} bytes, and "
+                f"{spare + 1} are needed"
+            )
+        cap = (room - spare) * block_bytes
+        own = Worth(worth.base, worth.slope, config.seconds(1))
+        tiers.append(Tier(cap, load(config.policy, Setting(cap, own), config.params)))
+        staging.append(spare)
+        speeds.append(Speed(config.latency_us * 1e-6, config.seconds(block_bytes)))
+    made = Tiers(tiers, block_bytes, staging, speeds, copies=max(1, blocks // _COPIES))
+    made.worth = worth
+    return made
+
+
+def worth_of(timing: Timing, block_size: int, tokens: int) -> Worth:
+    """Read off a timing model what computing a block takes, in steps of `tokens` tokens."""
+
+    def seconds(before: int) -> float:
+        counts, kv = np.array([tokens], dtype=np.int32), np.array([before], dtype=np.int32)
+        batch = Batch(counts, kv, np.array([True]))
+        return int(timing.durations(batch, 1)[0]) / SECOND
+
+    near, far = seconds(0), seconds(_DEEPER * tokens)
+    base = near / tokens * block_size
+    slope = (far - near) / tokens * block_size / (_DEEPER * tokens / block_size)
+    return Worth(base=base, slope=max(0.0, slope))
+
+
+class TierLinks:
+    """The links of one worker's tiers: one queue each way, first come, first served."""
+
+    def __init__(self, tiers: Tiers, number: int, clock: Clock) -> None:
+        """Begin idle; `number` is the worker's place in the fleet."""
+        self.tiers = tiers
+        self._speeds = list(tiers.speeds)
+        self._number, self._clock = number, clock
+        self._down = [0 for _ in tiers.tiers]
+        self._up = [0 for _ in tiers.tiers]
+
+    def measure(self, now: int) -> None:
+        """Tell the tiers how long a read takes from now on, those in line before it included."""
+        for tier, speed in enumerate(self._speeds):
+            wait = max(0, self._up[tier] - now) / SECOND
+            self.tiers.speeds[tier] = Speed(speed.latency + wait, speed.block)
+
+    def make(self, moves: Sequence[Move], now: int, landed: Callable[[Move, int], None]) -> None:
+        """Make moves; `landed(move, now)` is called when one has arrived."""
+        for move in moves:
+            if move.target != NOWHERE:
+                at = self._take(self._down, move.target, len(move.keys), now)
+                self._at(at, partial(landed, move))
+
+    def restore(self, wanted: Load, now: int, done: Event) -> None:
+        """Fill a load's blocks; `done` is called when the last has arrived."""
+        tiers, counts = np.unique(wanted.tiers, return_counts=True)
+        ends = [
+            self._take(self._up, tier, count, now)
+            for tier, count in zip(tiers.tolist(), counts.tolist(), strict=True)
+        ]
+        self._at(max(ends), done)
+
+    def _take(self, free: list[int], tier: int, blocks: int, now: int) -> int:
+        """Take the link's next turn; return when the last byte arrives."""
+        speed = self._speeds[tier]
+        sent = max(now, free[tier]) + round(blocks * speed.block * SECOND)
+        free[tier] = sent
+        return sent + round(speed.latency * SECOND)
+
+    def _at(self, when: int, event: Event) -> None:
+        self._clock.at(max(when, self._clock.now + 1), Phase.LINK, self._number, event)
