@@ -303,40 +303,57 @@ class Tiers:
 
     def _give_up(self, tier: int, evicted: Sequence[Block], now: int) -> None:
         """Offer the next tier what this one evicted, together with what it stands on."""
-        below = tier + 1
-        going: dict[bytes, Block] = {}
         gone = {block.key: block for block in evicted}
-        for block in sorted(evicted, key=lambda block: block.depth):
-            path = self._path(tier, block, gone) if below < len(self.tiers) else []
-            if path and len(self._leaving[tier]) < self._staging[tier]:
-                taken = path[: self._admit(below, path, now)]
-                self._expect(below, taken)
-                going.update((step.key, step) for step in taken)
-            if block.key in going:
-                self._leaving[tier].add(block.key)
-            else:
-                del gone[block.key]
-                self._delete(tier, [block.key])
-        if going:
-            stay = [key for key in going if key not in gone]
-            self.tiers[tier].pin(stay)
-            self._lent[self._move(tier, below, list(going.values())).number] = stay
+        going: dict[bytes, Block] = {}
+        if tier + 1 < len(self.tiers):
+            room = self._staging[tier] - len(self._leaving[tier])
+            going = self._send_down(tier, evicted, gone, max(0, room), now)
+        self._leaving[tier].update(key for key in going if key in gone)
+        self._delete(tier, [key for key in gone if key not in going])
 
     def _copy_down(self, tier: int, blocks: Sequence[Block], now: int) -> None:
         """Let the next tier have copies while it has room for them: that costs it nothing else."""
-        below = tier + 1
-        going: list[Block] = []
-        for block in blocks:
-            path = self._path(tier, block, {}) if block.key in self.tiers[tier] else []
-            room = self.tiers[below].cap_bytes - self.tiers[below].used_bytes
-            if path and len(path) * self._bytes <= room:
-                taken = path[: self._admit(below, path, now)]
-                self._expect(below, taken)
-                going += taken
+        below = self.tiers[tier + 1]
+        room = (below.cap_bytes - below.used_bytes) // self._bytes
+        here = [block for block in blocks if block.key in self.tiers[tier]]
+        self._send_down(tier, here, {}, room, now)
+
+    def _send_down(
+        self, tier: int, blocks: Iterable[Block], gone: dict[bytes, Block], room: int, now: int
+    ) -> dict[bytes, Block]:
+        """Offer blocks to the next tier; the deepest first, since what they stand on goes along.
+
+        Args:
+            tier: that has them.
+            blocks: which.
+            gone: those that this tier does not hold any more, though their bytes are there.
+            room: how many may go; of those that are gone, if there are any.
+            now: nanoseconds.
+
+        Returns:
+            What goes down, by key; on a move that was decided by this.
+        """
+        going: dict[bytes, Block] = {}
+        for block in sorted(blocks, key=lambda block: -block.depth):
+            if room < 1:
+                break
+            if block.key in going:
+                continue
+            path = self._path(tier, block, gone)
+            if gone:
+                count = sum(step.key in gone for step in path)
+                path = path[: len(path) - max(0, count - room)]
+            else:
+                path = path[:room]
+            taken = path[: self._admit(tier + 1, path, now)] if path else path
+            self._expect(tier + 1, taken)
+            going.update((step.key, step) for step in taken)
+            room -= sum(step.key in gone for step in taken) if gone else len(taken)
         if going:
-            keys = [block.key for block in going]
-            self.tiers[tier].pin(keys)
-            self._lent[self._move(tier, below, going).number] = keys
+            stay = [key for key in going if key not in gone]
+            self.tiers[tier].pin(stay)
+            self._lent[self._move(tier, tier + 1, list(going.values())).number] = stay
+        return going
 
     def _path(self, tier: int, block: Block, gone: dict[bytes, Block]) -> list[Block]:
         """Return what must go down for a block to be of use there; nothing if it cannot be had.
