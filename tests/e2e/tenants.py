@@ -18,7 +18,10 @@ from tests.gateway.tenure_requests import pairs
 from benchmarks.common import post_json
 from pigou.gateway.keys import make_key
 
-_HITS = re.compile(r"^vllm:prefix_cache_hits_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_HITS = re.compile(
+    r"^(?:vllm:prefix_cache_hits_total|pigou:(tier)_restored_blocks_total)(?:\{[^}]*\})? (\S+)$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -124,21 +127,33 @@ REFUSED = (
 
 def assert_apart(url: str, tenants: Tenants, workers: Sequence[str], block: int) -> None:
     """Send one prompt under many tenures: each hits what is its own, once it is there."""
+    assert assert_none_crosses(url, tenants, workers, block) == len(APART) + len(AGAIN)
+    for ask, status in REFUSED:
+        assert ask.status(url, tenants, [350] * block) == status, ask
+
+
+def assert_none_crosses(
+    url: str, tenants: Tenants, workers: Sequence[str], block: int, *, tiers: bool = False
+) -> int:
+    """Send one prompt under many tenures, and again: none hits what is not its own.
+
+    Returns:
+        How many hit something the second time; with `tiers` also below the device.
+    """
     prompt = [350 + i % 561 for i in range(3 * block + 5)]
-    before = hits(workers)
+    before = hits(workers, tiers)
     texts = set()
     for ask in APART:
         texts.add(ask.send(url, tenants, prompt))
-        assert hits(workers) == before, f"{ask} hit another tenure's blocks"
-    assert len(texts) == 1
+        assert hits(workers, tiers) == before, f"{ask} hit another tenure's blocks"
+    own = 0
     for ask in (*APART, *AGAIN):
-        before = hits(workers)
+        before = hits(workers, tiers)
         for _ in workers:  # each worker may have to see it once
             texts.add(ask.send(url, tenants, prompt))
-        assert hits(workers) > before, f"{ask} did not hit its own blocks"
+        own += hits(workers, tiers) > before
     assert len(texts) == 1
-    for ask, status in REFUSED:
-        assert ask.status(url, tenants, prompt) == status, ask
+    return own
 
 
 def assert_random_apart(url: str, workers: Sequence[str], block: int, count: int) -> None:
@@ -149,9 +164,8 @@ def assert_random_apart(url: str, workers: Sequence[str], block: int, count: int
     for pair in pairs(count, count, time.time_ns()):
         for asked in pair:
             body = {**json.loads(asked.body), "prompt": prompt, "max_tokens": 1, "model": None}
-            told = replace(
-                asked, tenant="", release="", body=msgspec.json.encode(body | {"tools": None})
-            )
+            said = msgspec.json.encode(body | {"tools": None})
+            told = replace(asked, tenant="", release="", releases=frozenset(), body=said)
             named = {f"{name.capitalize()}": value for name, value in told.headers.items()}
             del body["model"]
             body.pop("tools", None)
@@ -166,15 +180,17 @@ def assert_random_apart(url: str, workers: Sequence[str], block: int, count: int
     assert refused < count
 
 
-def assert_expiring(url: str, tenants: Tenants, workers: Sequence[str], block: int) -> None:
+def assert_expiring(
+    url: str, tenants: Tenants, workers: Sequence[str], block: int, *, tiers: bool = False
+) -> None:
     """Send one prompt before and after the expiry of its tenure: it never hits what is void."""
     prompt = [400 + i % 511 for i in range(3 * block + 5)]
     for ask in (Ask("one", {"TTL": "1"}), Ask("one", {"TTL": "1"}, {"cache_salt": "a"})):
-        before = hits(workers)
+        before = hits(workers, tiers)
         for _ in range(3):
             ask.send(url, tenants, prompt)
             time.sleep(1.0)  # it expires within a second, whatever the machine is doing
-            assert hits(workers) == before, f"{ask} hit what is void"
+            assert hits(workers, tiers) == before, f"{ask} hit what is void"
     end = int(time.time()) + 2
     date = Ask("one", {"Expiry": str(end)})
     assert date.status(url, tenants, prompt) in (200, 400)  # it may have taken two seconds
@@ -190,12 +206,16 @@ def complete(url: str, key: str, prompt: Sequence[int], **fields: Any) -> str:
     return str(reply["choices"][0]["text"])
 
 
-def hits(urls: Sequence[str]) -> float:
-    """Return prompt tokens that the workers' prefix caches gave, all together."""
+def hits(urls: Sequence[str], tiers: bool = False) -> float:
+    """Return prompt tokens that the workers' prefix caches gave, all together.
+
+    With `tiers`, blocks that were restored from tiers below the device are added.
+    """
     total = 0.0
     for url in urls:
         with urllib.request.urlopen(url + "/metrics", timeout=30) as reply:
-            total += sum(float(each) for each in _HITS.findall(reply.read().decode()))
+            found = _HITS.findall(reply.read().decode())
+        total += sum(float(value) for below, value in found if tiers or not below)
     return total
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.e2e.conftest import REAL
+from tests.e2e.conftest import REAL, SLEEP
 from tests.e2e.fleet import Fleet, worker
 from tests.e2e.tenants import (
     APART,
@@ -13,6 +13,7 @@ from tests.e2e.tenants import (
     assert_apart,
     assert_expiring,
     assert_isolated,
+    assert_none_crosses,
     assert_random_apart,
 )
 
@@ -56,6 +57,31 @@ def test_each_tenure_hits_its_own_blocks_alone(
     written = journal.read_text()
     assert written.count('"k":"submit"') >= 2 * len(APART)
     assert "tenure1" not in written
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_no_tier_below_the_device_hits_across_tenures(
+    tier: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The device has room for half of the tenures, the tier for all."""
+    tenants = Tenants.granted(tmp_path)
+    below = {
+        "host": ("--host-cache", "4MiB"),
+        "disk": ("--disk-cache", "4MiB", "--disk-path", str(tmp_path / "kv")),
+    }
+    quick = ("--sleep-base", "1000000", "--sleep-prefill-rate", "20000")
+    both = worker("both-0", checkpoint, *SLEEP, *below[tier], *quick)
+    both["arguments"][both["arguments"].index("--blocks") + 1] = "64"
+    gateway = {"api_keys_file": str(tenants.file)}
+    fleet = Fleet.start(tmp_path / "log", [both], gateway=gateway)
+    try:
+        headers = {"authorization": f"Bearer {tenants.one}"}
+        rows = fleet.call("GET", "/workers", headers=headers).json["workers"]
+        urls = [row["url"] for row in rows]
+        assert assert_none_crosses(fleet.url, tenants, urls, 16, tiers=True) > len(APART) / 2
+        assert_expiring(fleet.url, tenants, urls, 16, tiers=True)
+    finally:
+        fleet.stop()
 
 
 def test_pairs_of_random_tenures_hit_exactly_where_they_are_equal(
