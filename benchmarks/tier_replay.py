@@ -28,23 +28,28 @@ MODEL, GPU = "llama-3.1-8b", "h200"
 HOST_LINK = 50e9
 
 
+#: Tokens of the chunk that is timed; what a block takes of it is its part.
+CHUNK = 512
+
+
 def worth(tokens: int, link: float = HOST_LINK) -> Worth:
     """Seconds that a block of so many tokens saves, which counts as one byte here.
 
-    Recomputing is the roofline's time of a chunk of one block after d blocks, a line in d.
+    The roofline's time of a chunk of prompt after d chunks is a line in d. A block of a part p of
+    the chunk takes p of its base, and p * p of its slope, which is for each block before it.
     """
     model = architecture(MODEL)
     timing = roofline(model, GPUS[GPU])
-    depths = np.arange(0, 65_536 // tokens, max(1, 8192 // tokens))
+    depths = np.arange(0, 128, 16)
     took = [
         timing.durations(
-            Batch(np.array([tokens], np.int32), np.array([d * tokens], np.int32), np.array([0])), 1
+            Batch(np.array([CHUNK], np.int32), np.array([d * CHUNK], np.int32), np.array([0])), 1
         )[0]
-        * 1e-9
         for d in depths
     ]
-    slope, base = np.polyfit(depths, took, 1)
-    return Worth(float(base), float(slope), model.kv_bytes * tokens / link)
+    slope, base = np.polyfit(depths, np.array(took) * 1e-9, 1)
+    part = tokens / CHUNK
+    return Worth(float(base * part), float(slope * part**2), model.kv_bytes * tokens / link)
 
 
 class Future:

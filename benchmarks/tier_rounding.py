@@ -2,8 +2,8 @@
 
 Prompts of real conversations, as token ids of the bundled tokenizer, are replayed with blocks of 1
 token (what a token-granular radix tree finds), 16, 64 and 256: without a limit, and with a tier of
-5% of the footprint, LRU. A turn's prompt is all that was said before, answers included. Recorded
-traces have no tokens; there, blocks of 1, 2, 4 and 8 times the recorded size are compared.
+5% of the footprint, LRU. Prompts are recorded whole; an answer is cached behind its prompt. Traces
+have no tokens; there, blocks of 1, 2, 4 and 8 times the recorded size are compared.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from benchmarks.tier_replay import one_tier
 from benchmarks.tier_traces import Chains, Event, Replay, agents
 from pigou.kv.policies.policy import Setting, load
 from pigou.kv.worth import Worth
+from pigou.models import bundled_path
 from pigou.text.tokenizer import Tokenizer
 from pigou.workload.packed import unpacked
 
@@ -29,19 +30,14 @@ SESSIONS = 40
 
 def conversations(path: Path) -> list[tuple[int, list[int], int]]:
     """(time, tokens of prompt and answer, tokens of the prompt) of each turn, by time."""
-    import pigou.models.tiny
-
-    folder = Path(pigou.models.tiny.__file__ or "").parent
-    backend = Tokenizer.load(folder).backend
+    backend = Tokenizer.load(bundled_path()).backend
     rows = []
     for lines in _files(path):
-        said: list[int] = []
         for line in lines:
             turn = json.loads(line)
-            said += backend.encode(turn["input"], add_special_tokens=False).ids
-            prompt = len(said)
-            said += backend.encode(turn["output"] or "", add_special_tokens=False).ids
-            rows.append((int(turn["timestamp"]) * 1000, list(said), prompt))
+            prompt = backend.encode(turn["input"], add_special_tokens=False).ids
+            answer = backend.encode(turn["output"] or "", add_special_tokens=False).ids
+            rows.append((int(turn["timestamp"]) * 1000, prompt + answer, len(prompt)))
     return sorted(rows, key=lambda row: row[0])
 
 
@@ -67,16 +63,25 @@ def in_blocks(rows: list[tuple[int, list[int], int]], size: int) -> Replay:
     return Replay(f"conversations ({size})", size, events, len(chains), accesses)
 
 
-def rounding(corpus: Path, sessions: Path | None) -> None:
-    """Print the tables."""
-    rows = conversations(corpus)
+def rounding(corpus: Path | None, sessions: Path | None) -> None:
+    """Print the tables of what is given."""
+    if corpus is not None:
+        of_tokens(conversations(corpus))
+    if sessions is not None:
+        of_blocks(sessions)
+
+
+def of_tokens(rows: list[tuple[int, list[int], int]]) -> None:
+    """Blocks of some tokens, on prompts whose tokens are known."""
     total = sum(prompt for _, _, prompt in rows)
     print(f"\n{len(rows)} turns, {total} tokens of prompts\n")
     print("| tokens in a block | hits without a limit | hits with 5%, LRU |\n|---|---|---|")
     for size in SIZES:
         print_row(in_blocks(rows, size), size, total)
-    if sessions is None:
-        return
+
+
+def of_blocks(sessions: Path) -> None:
+    """Blocks of some recorded blocks."""
     print(f"\nagent sessions, {SESSIONS} of them, in blocks of the recorded ones\n")
     print("| tokens in a block | hits without a limit | hits with 5%, LRU |\n|---|---|---|")
     whole = 0

@@ -13,7 +13,6 @@ from pigou.kv.block import ROOT, Block
 from pigou.request import SECOND
 from pigou.workload.trace import Session, Trace, Turn, read_trace
 
-MOONCAKE = "mooncake/conversation_trace.jsonl.zst"
 #: Sessions without recorded starts begin at random, so many seconds apart in the mean.
 APART_S = 20.0
 #: Seconds for each token of an answer, where the trace is a closed loop.
@@ -71,9 +70,9 @@ class Chains:
         return found
 
 
-def mooncake(folder: Path) -> Replay:
+def mooncake(path: Path) -> Replay:
     """Kimi's conversations: all blocks of prompts, at their arrival; answers are not recorded."""
-    trace = read_trace(folder / MOONCAKE)
+    trace = read_trace(path)
     chains = Chains()
     rows = [(each.start, True, chains.of(each.turns[0].blocks)) for each in trace.sessions]
     return _replay("mooncake conversation", int(trace.block), rows, chains)

@@ -1,9 +1,10 @@
 """Hit ratio and seconds of prefill saved by each eviction policy, at sizes of a tier.
 
-    python -m benchmarks.tiers TRACES [--agents FOLDER] [--trace mooncake|agents]
-        [--policies NAME,...] [--two-tier] [--rounding CORPUS] [--json FILE]
+    python -m benchmarks.tiers [--mooncake FILE] [--agents FOLDER] [--corpus FILE]
+        [--policies NAME,...] [--two-tier] [--rounding] [--json FILE]
 
-TRACES is the folder that has `mooncake/`; `--agents` the unpacked agent sessions. A tier of 0.5,
+Traces: Mooncake's conversations, agent sessions (unpacked), and an archive of agents' texts, which
+is cut into blocks of 16 tokens. A tier of 0.5,
 2, 5 and 15% of the trace's footprint (its different blocks) is offered every block that is
 computed, in the order of time, and asked for the leading blocks of each prompt. Columns for each
 size: hit ratio of the blocks of all prompts, seconds of prefill saved (a roofline of Llama-3.1-8B
@@ -19,12 +20,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tier_replay import MODES, Future, Outcome, one_tier, policy_of, two_tiers, worth
-from benchmarks.tier_rounding import rounding
+from benchmarks.tier_rounding import conversations, in_blocks, rounding
 from benchmarks.tier_traces import Replay, agents, mooncake
 from pigou.kv.policies.policy import GROUP
 from pigou.kv.worth import Worth
@@ -98,26 +100,32 @@ def double(replay: Replay, gains: Worth) -> dict[str, list[Outcome]]:
     return rows
 
 
+def replays(options: argparse.Namespace) -> Iterator[Replay]:
+    if options.mooncake:
+        yield mooncake(options.mooncake)
+    if options.agents:
+        yield agents(options.agents)
+    if options.corpus:
+        yield in_blocks(conversations(options.corpus), 16)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("traces", type=Path)
+    parser.add_argument("--mooncake", type=Path)
     parser.add_argument("--agents", type=Path)
-    parser.add_argument("--trace", choices=("mooncake", "agents"))
+    parser.add_argument("--corpus", type=Path)
     parser.add_argument("--policies", default="")
     parser.add_argument("--two-tier", action="store_true")
-    parser.add_argument("--rounding", type=Path, metavar="CORPUS")
+    parser.add_argument("--rounding", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.rounding:
-        rounding(options.rounding, options.agents)
+        rounding(options.corpus, options.agents)
         return
     names = [name for name in options.policies.split(",") if name]
     names = names or [*sorted(entry_points(group=GROUP).names), "gdsf cost=seconds", "belady"]
     found: dict[str, Any] = {}
-    for kind in (options.trace,) if options.trace else ("mooncake", "agents"):
-        if kind == "agents" and not options.agents:
-            parser.error("give --agents, the folder of the agent sessions")
-        replay = mooncake(options.traces) if kind == "mooncake" else agents(options.agents)
+    for replay in replays(options):
         gains = worth(replay.tokens)
         print(
             f"\n{replay.name}: {len(replay.events)} events, {replay.accesses} blocks of "
@@ -126,7 +134,7 @@ def main() -> None:
             f"{gains.restore * 1e3:.2f} ms to read\n"
         )
         rows = double(replay, gains) if options.two_tier else single(replay, gains, names)
-        found[kind] = {
+        found[replay.name] = {
             name: [
                 {"hit": each.hits / replay.accesses, "saved_s": each.saved_s,
                  "written": each.written / replay.accesses, "cpu_s": each.cpu_s}
