@@ -114,6 +114,9 @@ class ControlPlane:
 
     def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
         """Take in a fact; return the decisions that it sets free, for queued requests."""
+        if type(observation) is CacheChanged:  # the most frequent
+            self.index.apply(observation.worker, observation.events)
+            return ()
         match observation:
             case Tokens(request, count):
                 self.streamed(((request, count),))
@@ -134,8 +137,6 @@ class ControlPlane:
                 self.watch.down(worker)
                 self.desk.room.down(worker)
                 self.index.drop(worker)
-            case CacheChanged(worker, events):
-                self.index.apply(worker, events)
             case CacheLost(worker):
                 self.index.lost(worker)
             case LoadReport():

@@ -261,6 +261,11 @@ class EngineCore:
         return self._state.rows.used
 
     @property
+    def computing(self) -> int:
+        """Of those that are running, requests that do not wait for blocks to be loaded."""
+        return self._state.computing
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for a row, preempted ones included."""
         return len(self._state.queue)
@@ -268,7 +273,7 @@ class EngineCore:
     @property
     def loading(self) -> int:
         """Requests whose blocks are being loaded."""
-        return self._state.rows.used - len(self._state.running)
+        return self._state.rows.used - self._state.computing
 
     @property
     def held(self) -> int:

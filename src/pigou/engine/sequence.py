@@ -132,6 +132,7 @@ class Rows:
         sealed: blocks that were offered to the prefix cache.
         priority: of the request.
         owner: the sequence of each row, or None.
+        used: rows that some sequence has.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -147,20 +148,17 @@ class Rows:
         self.priority: Ints = np.zeros(count, dtype=np.int32)
         self.owner: list[Sequence | None] = [None] * count
         self._free = list(range(count - 1, -1, -1))
+        self.used = 0
 
     @property
     def free(self) -> int:
         """Rows that nobody has."""
         return len(self._free)
 
-    @property
-    def used(self) -> int:
-        """Rows that some sequence has."""
-        return len(self.owner) - len(self._free)
-
     def occupy(self, seq: Sequence, computed: int, blocks: int, sealed: int) -> int:
         """Give a sequence a row; returns which."""
         row = self._free.pop()
+        self.used += 1
         self.owner[row] = seq
         self.computed[row] = computed
         self.length[row] = seq.length
@@ -181,4 +179,5 @@ class Rows:
         self.computed[row] = 0
         self.blocks[row] = 0
         self._free.append(row)
+        self.used -= 1
         seq.row = -1

@@ -86,27 +86,28 @@ class EngineState:
         #: Requests whose load has come in since the last plan.
         self.starting: list[Started] = []
         self._order: Ints = np.zeros(config.max_seqs, dtype=np.int32)
-        self._running = 0
+        #: Rows that compute.
+        self.computing = 0
         self._events: list[KVEvent] = []
         self._freed = 0
 
     @property
     def running(self) -> Ints:
         """Rows that compute, in the order in which they started, shape (n,)."""
-        return self._order[: self._running]
+        return self._order[: self.computing]
 
     def run(self, seq: Sequence) -> None:
         """Let a sequence that has a row compute."""
         seq.state = State.RUNNING
-        self._order[self._running] = seq.row
-        self._running += 1
+        self._order[self.computing] = seq.row
+        self.computing += 1
         if self.rows.length[seq.row] - self.rows.computed[seq.row] > 1:
             self.prefilling.append(seq)
 
     def stop(self, seq: Sequence) -> None:
         """Take a running sequence out of the order, and from its row; its blocks are gone."""
         others = self.running[self.running != seq.row]
-        self._running = len(others)
+        self.computing = len(others)
         self._order[: len(others)] = others
         if seq in self.prefilling:
             self.prefilling.remove(seq)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -28,6 +29,7 @@ _NO_TIMES: Nanos = np.empty(0, dtype=np.int64)
 _NOBODY: Ints = np.empty(0, dtype=np.int32)
 #: Most steps of one plan; only the arrays of their times depend on it.
 MOST_STEPS = 65536
+_STEP, _PLAN = int(Phase.STEP), int(Phase.PLAN)  # quicker to look up, and to compare
 
 
 class SimWorker:
@@ -176,7 +178,7 @@ class SimWorker:
     @property
     def _idle(self) -> bool:
         """Whether nobody computes here."""
-        return self.core.running == self.core.loading
+        return not self.core.computing
 
     def _add(self, leg: Leg, now: int) -> None:
         try:
@@ -207,7 +209,7 @@ class SimWorker:
         if not under and not streams.untold:
             return size
         rows, ends = (self._yield, self._ends[: self._take]) if under else (_NOBODY, _NO_TIMES)
-        mine = (Phase.STEP, self.number) < self._clock.place
+        mine = (_STEP, self.number) < self._clock.place
         return streams.told(rows, ends, now, mine, seats, counts, size)
 
     def load(self, now: int) -> tuple[int, int, float]:
@@ -226,7 +228,7 @@ class SimWorker:
         """Steps of the plan under way that have ended by now."""
         if self._plan is None:
             return 0
-        mine = (Phase.STEP, self.number) < self._clock.place
+        mine = (_STEP, self.number) < self._clock.place
         side: Literal["left", "right"] = "right" if mine else "left"
         return int(self._ends[: self._take].searchsorted(self._clock.now, side))
 
@@ -261,7 +263,7 @@ class SimWorker:
         """Plan at the end of this moment, if nothing is under way."""
         if self._plan is None and not self._awake and not self._dead:
             self._awake = True
-            self._clock.at(now, Phase.PLAN, self.number, self._start)
+            self._clock.at(now, _PLAN, self.number, self._start)
 
     def _start(self, now: int) -> None:
         self._awake = False
@@ -322,23 +324,20 @@ class SimWorker:
         self._take = steps
         self._version += 1
         version = self._version
-        self._clock.at(
-            int(self._ends[steps - 1]), Phase.STEP, self.number,
-            lambda now: self._over(now, version),
-        )  # fmt: skip
+        self._clock.at(self._ends.item(steps - 1), _STEP, self.number, partial(self._over, version))
 
     def _end(self, now: int) -> None:
         """The plan under way ends, after the steps that it was left."""
         self._settle(now)
         self._wake(now)
 
-    def _over(self, now: int, version: int) -> None:
+    def _over(self, version: int, now: int) -> None:
         """The plan under way ends by itself, unless it has ended in another way."""
         if version != self._version:
             return
         self._settle(now)
         if self._clock.last(now) and not self._awake:  # what `_wake` asks for would come next
-            self._clock.place = (Phase.PLAN, self.number)
+            self._clock.place = (_PLAN, self.number)
             self._start(now)
         else:
             self._wake(now)
