@@ -60,6 +60,10 @@ async def test_prices_move_on_the_page_and_decisions_explain_themselves(tmp_path
         await page.until(f"{STREAMS} > 10 && Math.max(...{TOLLS}) > 0")
         busy = await shown(page)
         await page.until("parseFloat(document.getElementById('poa').textContent) > 0", 60)
+        await page.until("parseFloat(document.getElementById('memory').textContent) >= 1", 60)
+        note = await page.value("document.getElementById('memory-note').textContent")
+        assert "blocks evicted" in note, "how much memory is in use, and what left it"
+        assert "prefixes" in note
         await explained(page, client)
         if folder := os.environ.get("PIGOU_PAGE_PICTURES"):
             await page.picture(Path(folder) / "page.png")

@@ -138,7 +138,7 @@ async def test_every_metric_is_documented() -> None:
         for _ in range(100):
             async with client.session.get(client.url + "/metrics") as response:
                 page = await response.text()
-            if "game_poa{" in page:
+            if "game_poa{" in page and "game_poa_caching " in page:
                 break
             await asyncio.sleep(0.2)
     families = list(text_string_to_metric_families(page))

@@ -44,6 +44,7 @@ def test_a_page_has_every_figure_and_its_numbers(run: Record, read: Read) -> Non
     expected = {
         "latency-cdf", "token-cdf", "stages", "attainment", "ttft-load", "tpot-load", "e2e-load",
         "rates", "ttft-time", "queues", "regime", "poa", "tolls",
+        "rho", "poa-caching", "evicted",
         "workers-running", "workers-waiting", "workers-kv_usage",
     }  # fmt: skip
     assert {each.id for each in page(run).figures} == expected == set(read.figures)

@@ -57,6 +57,8 @@ def test_the_document_has_the_fields_that_other_programs_read(tmp_path: Path) ->
         assert set(some) == {"mean", "p50", "p90", "p95", "p99"}
         assert some["p50"] <= some["p90"] <= some["p95"] <= some["p99"]
     assert set(found["poa"]) >= {"whole", "queueing", "routing", "prefill_decode", "legacy"}
+    assert "caching" in found["poa"]
+    assert found["caching"].keys() >= {"rho_max", "evicted_blocks", "first_eviction_s", "games"}
     assert found["throughput_rps"] == pytest.approx(40 / found["simulated_s"])
     assert sum(each["steps"] for each in found["workers"]) > 0
 

@@ -13,6 +13,7 @@ from pigou.control.admission.queue import WaitQueue
 from pigou.control.admission.room import least_seconds
 from pigou.control.admission.waiting import Waiting
 from pigou.control.assessment import Assessment, Snapshot
+from pigou.control.caching import CachingWatch
 from pigou.control.decisions import Explanation
 from pigou.control.index import PrefixIndex
 from pigou.control.messages import (
@@ -79,6 +80,7 @@ class ControlPlane:
         self._tunes = not isinstance(tuning, StaticConfig)
         limits = config.index
         self.index = PrefixIndex(limits.max_blocks, limits.max_total, limits.ttl)
+        self.caching = CachingWatch()
         self.desk = Desk(config)
         self._assessment: Assessment | None = None
         self._assessing = False
@@ -180,6 +182,7 @@ class ControlPlane:
         """
         self.watch.tick(now, len(self.queue))
         self.index.expire(now)
+        self.caching.tick(self.state, self.index, lambda: self.watch.estimates(now), now)
         self.router.regime = self.watch.detector.regime.value
         if self._tunes:
             self._tune(now)
@@ -206,6 +209,7 @@ class ControlPlane:
             temperature=self.router.temperature,
             parameters=dict(params_of(self.router.policy)),
             assessment=self._assessment,
+            caching=self.caching.status(self.state),
             workers=self.state.ids,
             tolls=stream_tolls(estimates, columns.decode_requests, output),
             estimates=estimates,
@@ -284,6 +288,8 @@ class ControlPlane:
             return None
         self.desk.began(request, choice, fleet, now)
         self.watch.routed(request, choice, now, priority, int(fleet.output))
+        computes, known = choice.prefill or choice.decode, fleet.longest(request.prompt)
+        self.caching.routed(computes, request, choice.cached, known, now)
         self._predict(request, choice, now)
         return Chosen(choice, self.state.loads[request.id].uncached, told)
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.assessment import Assessment
+from pigou.control.caching import Caching
 from pigou.control.saturation.detector import Regime
 from pigou.control.speeds.estimates import Estimates
 
@@ -24,6 +25,7 @@ class Status:
         temperature: of the choice.
         parameters: of the policy, by name.
         assessment: the last Price of Anarchy; None before there was one.
+        caching: how full memory is, what was evicted, and the Price of Anarchy of the placement.
         workers: ids, in the order of the arrays.
         tolls: seconds that one more stream on each worker would cost those there, (workers,).
         estimates: of their speed.
@@ -37,6 +39,7 @@ class Status:
     temperature: float
     parameters: dict[str, float]
     assessment: Assessment | None
+    caching: Caching
     workers: tuple[str, ...]
     tolls: NDArray[np.float64]
     estimates: Estimates

@@ -118,5 +118,5 @@ class Board:
 
 def _priced(price: game.Price | None) -> dict[str, Any]:
     """Return the columns of a worker's prices; null while it is away."""
-    names = ("toll", "itl", "social_ratio", "prefill_token", "busy", "poa")
+    names = ("toll", "itl", "social_ratio", "prefill_token", "busy", "poa", "rho")
     return {name: None if price is None else game.plain(getattr(price, name)) for name in names}

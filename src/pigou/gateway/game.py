@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pigou.control.caching import Caching
 from pigou.control.status import Status
 from pigou.games.anarchy import Anarchy, Estimate
 
@@ -31,6 +32,7 @@ class Price:
         busy: share of its time that it computes prompts.
         poa: observed over best seconds of the requests that it computed a part of, in the last
             assessment; NaN where it had none.
+        rho: active blocks over device blocks; NaN where it did not say how many it has.
     """
 
     worker: str
@@ -40,6 +42,7 @@ class Price:
     prefill_token: float
     busy: float
     poa: float
+    rho: float
 
 
 def prices(status: Status, streams: Sequence[int]) -> list[Price]:
@@ -62,6 +65,7 @@ def prices(status: Status, streams: Sequence[int]) -> list[Price]:
             prefill_token=float(known.prefill_token[row]),
             busy=float(known.busy[row]),
             poa=by_worker.get(worker, math.nan),
+            rho=float(status.caching.rho[row]),
         )
         for row, worker in enumerate(status.workers)
     ]
@@ -80,6 +84,25 @@ def view(status: Status) -> dict[str, Any]:
         "poa": None if found is None else _anarchy(found.anarchy),
         "poa_legacy": None if found is None else plain(found.legacy),
         "poa_requests": 0 if found is None else found.requests,
+        "caching": _caching(status.caching),
+    }
+
+
+def _caching(found: Caching) -> dict[str, Any]:
+    """Return what is known of the fleet's memory; null what is not."""
+    game = found.placement
+    seconds = ("poa", "cost", "best", "unavoidable", "met")
+    return {
+        "rho": plain(found.fleet_rho),
+        "evicted_blocks": found.evicted,
+        "evicted_blocks_per_second": plain(found.rate),
+        "first_eviction_seconds": plain(found.first_eviction),
+        "poa_before_eviction": plain(found.before),
+        "poa_after_eviction": plain(found.after),
+        **{name: None if game is None else plain(getattr(game, name)) for name in seconds},
+        "prompts": 0 if game is None else game.prompts,
+        "objects": 0 if game is None else game.objects,
+        "exact": game is not None and game.exact,
     }
 
 
@@ -115,6 +138,7 @@ class Game(Collector):
             "game_router_parameter", "Parameters of the routing policy.", parameters, "name"
         )
         yield from _worker_gauges(prices)
+        yield from _caching_gauges(status.caching)
         if status.assessment is not None:
             yield from _poa_gauges(status.assessment.anarchy, status.assessment.legacy)
 
@@ -136,6 +160,7 @@ _GAUGES = (
         "worker_poa", "poa",
         "Observed over best seconds of the requests that a worker had a part in.",
     ),
+    ("worker_rho", "rho", "Active KV blocks of a worker over its device blocks."),
 )  # fmt: skip
 
 
@@ -144,6 +169,17 @@ def _worker_gauges(prices: list[Price]) -> Iterator[Metric]:
         found = (((each.worker,), getattr(each, field)) for each in prices)
         known = ((worker, value) for worker, value in found if not math.isnan(value))
         yield _gauge(f"game_{name}", help, known, "worker")
+
+
+def _caching_gauges(found: Caching) -> Iterator[Metric]:
+    if not math.isnan(found.fleet_rho):
+        text = "Active KV blocks of the fleet over its device blocks."
+        yield _gauge("game_rho", text, [((), found.fleet_rho)])
+    text = "Blocks that left a device for others, as KV events tell."
+    yield CounterMetricFamily("game_evicted_blocks", text, value=found.evicted)
+    if found.placement is not None:
+        text = "Seconds of prompts where blocks lie, over those where they would lie at best."
+        yield _gauge("game_poa_caching", text, [((), found.placement.poa)])
 
 
 def _poa_gauges(anarchy: Anarchy, legacy: float) -> Iterator[Metric]:

@@ -92,6 +92,31 @@ def fleet(samples: Samples) -> tuple[Chart, ...]:
     )  # fmt: skip
 
 
+def memory(samples: Samples) -> tuple[Chart, ...]:
+    """Return how full the fleet's memory is, and the game of what lies where, over time."""
+    x, found = samples.time_s, samples.fleet
+    if "rho" not in found:  # of a run before there were any
+        return ()
+    return (
+        Chart(
+            "rho", "Memory in use",
+            "rho: blocks of requests that run or wait on workers, over device blocks. Cached ones "
+            "that nobody uses do not count.",
+            TIME, Axis("active over device blocks", zero=True), (Line("rho", x, found["rho"]),),
+        ),
+        Chart(
+            "poa-caching", "Price of Anarchy of the placement",
+            "What recent prompts take where blocks lie, over what they would take where blocks lie "
+            "at best. From the first game on.",
+            TIME, Axis("ratio"), (Line("placement", x, found["poa_caching"], step=True),),
+        ),
+        Chart(
+            "evicted", "Evicted blocks", "That left a device for others, since the beginning.",
+            TIME, Axis("blocks", zero=True), (Line("evicted", x, found["evicted"], step=True),),
+        ),
+    )  # fmt: skip
+
+
 def _constant(temperature: Sequence[float | None]) -> str:
     if len(set(temperature)) != 1:
         return ""

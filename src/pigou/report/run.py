@@ -31,6 +31,7 @@ COUNTS: dict[str, tuple[str, Form]] = {
 _POA = {
     "whole": "whole", "queueing": "queueing", "routing": "routing",
     "prefill_decode": "prefill and decode", "legacy": "the paper's index",
+    "caching": "placement of blocks",
 }  # fmt: skip
 
 
@@ -137,7 +138,8 @@ def anarchy(figures: Mapping[str, Any]) -> Table:
     rows = tuple((Cell(name), Cell(found[key])) for key, name in _POA.items() if key in found)
     note = (
         "Geometric means over the windows, weighted by their requests; the parts multiply to the "
-        "whole. The paper's index is neither a bound nor an estimate of it."
+        "whole. The paper's index is neither a bound nor an estimate of it. The placement of "
+        "blocks is a game of its own, of recent prompts; none where nobody publishes KV events."
     )
     return Table("anarchy", "Price of Anarchy", ("part", "ratio"), rows, note)
 
@@ -172,7 +174,11 @@ def _load(run: Record) -> Section:
 def _over_time(run: Record) -> Section:
     items: tuple[Figure | Table, ...] = course.rates(run.course)
     if run.samples is not None:
-        items += (*course.fleet(run.samples), course.tolls(run.samples))
+        items += (
+            *course.fleet(run.samples),
+            *course.memory(run.samples),
+            course.tolls(run.samples),
+        )
     return Section("timeline", "Timeline", items)
 
 

@@ -17,6 +17,7 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
+from pigou.control.placement import Placement
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.engine.plan import Finished, Load
@@ -47,6 +48,7 @@ class Fleet:
         members: the workers.
         gaps: between the tokens of all streams.
         assessments: of the Price of Anarchy.
+        placements: games of what lies where.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Fleet:
         self.network = Network(config.link, clock)
         self.gaps = Gaps()
         self.assessments: list[Assessment] = []
+        self.placements: list[Placement] = []
         self.members: list[Member] = []
         self._named: dict[str, Member] = {}
         self._config, self._clock, self._stepwise = config, clock, stepwise
@@ -245,6 +248,9 @@ class Fleet:
     def _tick(self, now: int) -> None:
         self.dispatcher.tell(self.members, now)
         self.dispatcher.tick(now)
+        caching = self.plane.caching
+        if caching.placement is not None and caching.games > len(self.placements):
+            self.placements.append(caching.placement)
         self._clock.at(now + TICK, Phase.TICK, -2, self._tick)
 
     def _reports(self, now: int) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.assessment import Assessment
+from pigou.control.placement import Placement
 from pigou.request import SECOND, Nanos
 from pigou.sim.call import Call, Outcome
 from pigou.sim.gaps import Gaps
@@ -33,6 +34,8 @@ class Result:
         end: of it.
         wall: seconds that it took to compute.
         assessments: of the Price of Anarchy.
+        placements: games of what lay where.
+        caching: what became of the workers' memory (`CachingWatch.summary`).
         workers: what each did: its name, steps, share of the time that it was busy, requests.
         decisions: calls that were refused for want of room, each time counted.
         transfers: (number, bytes) of KV between workers.
@@ -44,6 +47,8 @@ class Result:
     end: int
     wall: float
     assessments: Sequence[Assessment]
+    placements: Sequence[Placement]
+    caching: dict[str, float | int | None]
     workers: Sequence[dict[str, Any]]
     shed: int
     transfers: tuple[int, int]
@@ -102,7 +107,8 @@ class Result:
             "client_wait_s": summary(sent - intended),
             "server_ttft_s": summary(first - sent),
             "server_e2e_s": summary(last - sent),
-            "poa": _anarchy(self.assessments),
+            "poa": _anarchy(self.assessments) | {"caching": _placements(self.placements)},
+            "caching": self.caching,
             "transfers": {"count": self.transfers[0], "bytes": self.transfers[1]},
             "workers": list(self.workers),
         }
@@ -143,6 +149,14 @@ def _anarchy(assessments: Sequence[Assessment]) -> dict[str, float | None]:
             found[name] = _mean(values, weights)
         found["legacy"] = _mean([each.legacy for each in assessments], weights)
     return found
+
+
+def _placements(placements: Sequence[Placement]) -> float | None:
+    """Geometric mean over the games, each weighted by its prompts."""
+    if not placements:
+        return None
+    weights = np.array([each.prompts for each in placements], dtype=np.float64)
+    return _mean([each.poa for each in placements], weights)
 
 
 def _mean(values: Sequence[float], weights: NDArray[np.float64]) -> float:

@@ -122,6 +122,8 @@ class Simulation:
             end=clock.now,
             wall=wall,
             assessments=fleet.assessments,
+            placements=fleet.placements,
+            caching=fleet.plane.caching.summary(fleet.plane.index),
             workers=_figures(fleet.members, clock.now - EPOCH),
             shed=fleet.dispatcher.shed,
             transfers=(fleet.network.transfers, fleet.network.bytes),

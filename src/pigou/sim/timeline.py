@@ -10,10 +10,12 @@ from pigou.sim.clock import EPOCH, Phase
 from pigou.sim.simulate import Simulation
 
 #: Of the fleet. `client` waits for a connection, or is on its way; `queued` waits for a worker;
-#: `running` and `waiting` are the sums over the workers.
+#: `running` and `waiting` are the sums over the workers; `rho` is active over device blocks,
+#: `evicted` counts blocks since the beginning.
 FLEET = (
     "client", "queued", "running", "waiting", "regime", "signal", "temperature",
     "poa", "poa_queueing", "poa_routing", "poa_prefill_decode", "poa_legacy",
+    "poa_caching", "rho", "evicted",
 )  # fmt: skip
 #: Of one worker: requests that run and wait, share of KV blocks in use, and the toll in seconds.
 WORKER = ("running", "waiting", "kv_usage", "toll")
@@ -106,8 +108,11 @@ class Timeline:
                 parts.whole.value, parts.queueing.value, parts.routing.value,
                 parts.prefill_decode.value, found.legacy,
             )  # fmt: skip
+        caching = status.caching
+        placed = np.nan if caching.placement is None else caching.placement.poa
         self._fleet[row, 4:] = (
             status.regime.level, status.signal, status.temperature, *poa,
+            placed, caching.fleet_rho, caching.evicted,
         )  # fmt: skip
 
     def _thin(self) -> None:

@@ -15,9 +15,9 @@ from pigou.control.index.keyed import Keyed
 from pigou.control.index.predictions import Predictions
 from pigou.control.index.slots import Words
 from pigou.control.index.table import Overlaps, Table
-from pigou.control.index.table_kernels import NOBODY
-from pigou.control.index.wire import WORD, column, name_of, names_of
-from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from pigou.control.index.table_kernels import DEVICE, NOBODY
+from pigou.control.index.wire import WORD, column, name_of, names_of, tier_of
+from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
 from pigou.request import SECOND, BlockKeys
 from pigou.wire.kv_events import Cleared, Removed, Stored, WireEvent
 
@@ -90,6 +90,7 @@ class PrefixIndex:
         self._order: NDArray[np.int64] = self._arrange(())
         self._blocks = 0
         self._evicted = 0
+        self._removed = 0
         self._spare: list[int] = []
         self._next = 0
 
@@ -109,6 +110,11 @@ class PrefixIndex:
         return self._evicted + sum(
             each.holdings.evicted + each.predictions.evicted for each in self._members.values()
         )
+
+    @property
+    def removed(self) -> int:
+        """Blocks that left a device for others, as events told, since the start."""
+        return self._removed
 
     @property
     def nbytes(self) -> int:
@@ -132,11 +138,13 @@ class PrefixIndex:
                 self._store(member, both, both, parent, event.medium)
             elif isinstance(event, BlockRemoved):
                 gone = np.ascontiguousarray(event.hashes, dtype=WORD)
+                self._removed += len(gone) if event.medium == Medium.DEVICE else 0
                 self._blocks += member.holdings.remove(table, member.number, gone, event.medium)
             elif isinstance(event, Stored):
                 self._stored(member, event)
             elif isinstance(event, Removed):
                 gone = column(names_of(event.hashes))
+                self._removed += len(gone) if tier_of(event.medium) == DEVICE else 0
                 self._blocks += member.holdings.remove(table, member.number, gone, event.medium)
             elif isinstance(event, Cleared | AllBlocksCleared):
                 self._clear(member, member.holdings)

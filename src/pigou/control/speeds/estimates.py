@@ -28,6 +28,8 @@ _PRIOR = {
 }
 #: Seconds of a prompt, apart from its tokens and of each, before any was seen.
 PRIOR_PREFILL = (_PRIOR["prefill_base"], _PRIOR["prefill_token"])
+#: Seconds of a transferred token before any was seen.
+PRIOR_TRANSFER_TOKEN = _PRIOR["transfer_token"]
 _LAW = ("a", "b", "d", "n_sat", "beta", "floor")
 _STALL = ("stall_base", "stall_token", "prompt", "bursts", "uneven", "prefill_pair")
 #: Names of the rows of a table of estimates, in order.

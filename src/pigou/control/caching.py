@@ -1,0 +1,190 @@
+"""Caching: how full the fleet's memory is, what was evicted, and the game of what lies where."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.control.index import PrefixIndex
+from pigou.control.placement import Fleet, Placement, Prompt, place
+from pigou.control.speeds.estimates import PRIOR_TRANSFER_TOKEN, Estimates
+from pigou.control.state import Columns, State
+from pigou.request import SECOND, Request
+
+Floats = NDArray[np.float64]
+
+#: A game has the last so many prompts, each of which counts half as much a minute later.
+WINDOW = 192
+HALF_LIFE = 60 * SECOND
+#: Nanoseconds between two looks at what is evicted and how full the fleet is.
+BEAT = 5 * SECOND
+#: A game is played when so many prompts came since the last, or so much time passed and any came;
+#: the first after fewer.
+PROMPTS = 512
+PERIOD = 60 * SECOND
+LEAST = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Caching:
+    """What there is to say of the fleet's memory.
+
+    Attributes:
+        rho: of each worker, active blocks over device blocks (`occupancy`), (workers,); NaN
+            where a worker did not say how many it has.
+        fleet_rho: of those that did together; NaN where none did.
+        evicted: blocks that left the device for others, since the start, as KV events tell.
+        rate: of them in a second, over the last beat.
+        first_eviction: seconds from the start to the first of them; NaN before.
+        placement: the last game; None before the first, and where no worker publishes events.
+        before: PoA of the last game before the first eviction; NaN where there was none.
+        after: PoA of the first game after it; NaN before.
+    """
+
+    rho: Floats
+    fleet_rho: float
+    evicted: int
+    rate: float
+    first_eviction: float
+    placement: Placement | None
+    before: float
+    after: float
+
+
+class CachingWatch:
+    """Follows the caches of the workers that publish events; the others have no part in it.
+
+    Attributes:
+        placement: the last game.
+        most_rho: the most that the fleet's rho was, at any beat; NaN before.
+        games: that were played.
+    """
+
+    def __init__(self) -> None:
+        self.placement: Placement | None = None
+        self.most_rho = math.nan
+        self.games = 0
+        self._prompts: deque[tuple[int, str, Request, int, int]] = deque(maxlen=WINDOW)
+        self._new = 0
+        self._begun, self._beat, self._played = -1, 0, 0
+        self._evicted, self._rate = 0, 0.0
+        self._first = self._before = self._after = math.nan
+
+    def routed(self, worker: str, request: Request, cached: int, known: int, now: int) -> None:
+        """A prompt was sent to the worker that is to compute it.
+
+        That has `cached` tokens of it, and the worker with the most has `known`.
+        """
+        self._prompts.append((now, worker, request, cached, known))
+        self._new += 1
+
+    def tick(
+        self, state: State, index: PrefixIndex, known: Callable[[], Estimates], now: int
+    ) -> None:
+        """Let time pass: look at evictions and memory now and then, and play the game seldom."""
+        if self._begun < 0:
+            self._begun = self._beat = self._played = now
+        if now - self._beat < BEAT:
+            return
+        seconds, self._beat = (now - self._beat) / SECOND, now
+        evicted = index.removed
+        self._rate = (evicted - self._evicted) / seconds
+        if evicted and not self._evicted:
+            self._first = (now - self._begun) / SECOND
+        self._evicted = evicted
+        self.most_rho = float(np.fmax(self.most_rho, _together(state)))
+        late = now - self._played >= PERIOD or (not self.games and len(self._prompts) >= LEAST)
+        if self._new and (late or self._new >= PROMPTS):
+            self._played, self._new = now, 0
+            self._play(state, index, known(), now)
+
+    def status(self, state: State) -> Caching:
+        """Return what there is to say."""
+        return Caching(
+            rho=occupancy(state.columns),
+            fleet_rho=_together(state),
+            evicted=self._evicted,
+            rate=self._rate,
+            first_eviction=self._first,
+            placement=self.placement,
+            before=self._before,
+            after=self._after,
+        )
+
+    def summary(self, index: PrefixIndex) -> dict[str, float | int | None]:
+        """Return what there was, for a document: None where nothing is known."""
+        found: dict[str, float | int | None] = {
+            name: value if math.isfinite(value) else None
+            for name, value in (
+                ("rho_max", self.most_rho),
+                ("first_eviction_s", self._first),
+                ("poa_before_eviction", self._before),
+                ("poa_after_eviction", self._after),
+            )
+        }
+        return {"evicted_blocks": index.removed, "games": self.games, **found}
+
+    def _play(self, state: State, index: PrefixIndex, known: Estimates, now: int) -> None:
+        """Play the game of the workers whose caches are known; their blocks are of one size."""
+        told = [row for row, each in enumerate(state.workers) if each.events and each.blocks]
+        if not told:
+            return
+        size = Counter(state.workers[row].block_size for row in told).most_common(1)[0][0]
+        rows = [row for row in told if state.workers[row].block_size == size]
+        ids = tuple(state.ids[row] for row in rows)
+        table = Estimates(known.table[:, rows])
+        links = np.where(
+            table.transfer_token == PRIOR_TRANSFER_TOKEN, math.inf, table.transfer_token
+        )
+        capacity = state.columns.blocks[rows].astype(np.float64)
+        fleet = Fleet(ids, size, capacity, table, links)
+        found = place(self._window(size, now), fleet, partial(index.overlaps, ids))
+        if found is None:
+            return
+        self.games += 1
+        self.placement = found
+        if not self._evicted:
+            self._before = found.poa
+        elif math.isnan(self._after):
+            self._after = found.poa
+
+    def _window(self, size: int, now: int) -> Iterator[Prompt]:
+        """Yield the last prompts, in blocks of this size."""
+        for at, worker, request, cached, known in self._prompts:
+            keys = request.keys_of(size)
+            # Of a prompt that is there as a whole one token is left to compute, not a block.
+            have, had = -(-cached // size), -(-known // size)
+            weight = 0.5 ** ((now - at) / HALF_LIFE)
+            yield Prompt(worker, request.prompt, keys, have, max(have, had), weight)
+
+
+def occupancy(columns: Columns) -> Floats:
+    """Return rho of each worker, its active blocks over its device blocks, (workers,).
+
+    Active are blocks of requests that run or wait there; cached ones that nobody uses are not
+    (Georgiou 2026, Proposition 5). Those that run are as the worker says (each block once); one
+    that waits will want as many as those routed there have on average, shared ones counted for
+    each. Where the worker says nothing, all are counted so. NaN where its blocks are not known.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        blocks = np.where(columns.blocks > 0, columns.blocks, math.nan)
+        tokens = np.maximum(columns.decode_tokens, columns.prefill_tokens)
+        wanted = tokens / columns.block_size / blocks
+        requests = np.maximum(columns.decode_requests, columns.prefill_requests)
+        each = wanted / np.maximum(requests, 1)
+        told = columns.running + columns.waiting > 0
+        found: Floats = np.where(told, columns.kv_usage + columns.waiting * each, wanted)
+    return found
+
+
+def _together(state: State) -> float:
+    """Return rho of all workers that said how many blocks they have; NaN where none did."""
+    blocks = state.columns.blocks
+    total = int(blocks.sum())
+    return float(np.nansum(occupancy(state.columns) * blocks)) / total if total else math.nan

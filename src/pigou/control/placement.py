@@ -1,0 +1,207 @@
+"""The placement: what it costs that blocks lie where they lie, over what it would cost at best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.control.index import Overlaps
+from pigou.control.prefixes import Branch, Prefixes
+from pigou.control.speeds.estimates import Estimates
+from pigou.games.replication import ReplicationGame
+from pigou.request import BlockKeys
+
+Floats = NDArray[np.float64]
+
+#: Objects of a game: the branches whose later accesses would take longest to compute again. The
+#: others are no part of it, and take no room.
+OBJECTS = 64
+#: Most entries of a placement (workers x objects); large fleets have fewer objects.
+ENTRIES = 2048
+#: What a block in host memory, and in storage, costs over computing it: one less the weights that
+#: Dynamo 1.x gives such hits by default. Workers do not tell what theirs cost.
+HOST, STORAGE = 0.25, 0.75
+
+
+class Prompt(NamedTuple):
+    """A prompt that was sent to a worker.
+
+    Attributes:
+        worker: that is to compute it.
+        tokens: of it.
+        keys: of its full blocks, (blocks,).
+        cached: leading blocks that this worker had.
+        known: leading blocks that some worker had.
+        weight: how much it counts.
+    """
+
+    worker: str
+    tokens: int
+    keys: BlockKeys
+    cached: int
+    known: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The caching game of one moment, in seconds of computing prompts.
+
+    Attributes:
+        poa: `cost` over `best`, at least 1; 1 where there is nothing to compute.
+        cost: what the prompts of the window take under the present placement.
+        best: what they take under the best one.
+        unavoidable: the part of both that no placement changes: what nobody had when it came for
+            the first time, what is left over of full blocks, and what a prompt takes apart from
+            its tokens.
+        met: what they took, each by what was there when it came. `cost` is of caches that have
+            just served these prompts, and so know them. Over `best` it may be below 1, as what is
+            where changed meanwhile.
+        prompts: that it is of.
+        objects: branches that a placement may move.
+        exact: whether these are all that came again.
+    """
+
+    poa: float
+    cost: float
+    best: float
+    unavoidable: float
+    met: float
+    prompts: int
+    objects: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What a game needs to know of the workers, in the order of the rows.
+
+    Attributes:
+        workers: their ids.
+        block_size: tokens in a block, the same for all.
+        capacity: KV blocks on the device, (workers,).
+        estimates: of their speed.
+        links: seconds a token from another worker's cache, (workers,); infinite where no worker
+            reads another's.
+    """
+
+    workers: Sequence[str]
+    block_size: int
+    capacity: Floats
+    estimates: Estimates
+    links: Floats
+
+
+def place(
+    window: Iterable[Prompt], fleet: Fleet, look: Callable[[BlockKeys], Overlaps]
+) -> Placement | None:
+    """Return the caching game of a window; None where it has no prompts.
+
+    Args:
+        window: the earliest first.
+        fleet: the workers; prompts of others are left out.
+        look: returns who holds how much of a chain, in the order of the workers.
+    """
+    row = {worker: place for place, worker in enumerate(fleet.workers)}
+    tree = Prefixes()
+    own = [each for each in window if each.worker in row]
+    if not own:
+        return None
+    for each in own:
+        tree.add(each.keys, each.worker, each.weight, each.known)
+    bare, met = _met(own, row, fleet)
+    unavoidable = bare + _new([each for each in tree.branches if each.first], row, fleet)
+    again = [branch for branch in tree.branches if branch.again]
+    if not again:
+        return Placement(1.0, unavoidable, unavoidable, unavoidable, met, len(own), 0, True)
+    demand = _demand(again, row)
+    compute = _seconds(again, fleet)
+    most = max(1, min(OBJECTS, ENTRIES // len(fleet.workers)))
+    hottest = np.argsort(-(demand * compute).sum(axis=0), kind="stable")[:most]
+    hot = [again[k] for k in hottest.tolist()]
+    held, host, storage = _held(hot, look)
+    demand, compute = demand[:, hottest], compute[:, hottest]
+    blocks = np.array([each.blocks for each in hot], dtype=np.float64)
+    tokens = blocks * fleet.block_size
+    below = host * (1.0 - HOST) + storage * (1.0 - STORAGE)
+    game = ReplicationGame(
+        demand,
+        blocks,
+        np.maximum(fleet.capacity, (held * blocks).sum(axis=1)),
+        compute * (1.0 - below),
+        fleet.links[:, None] * tokens,
+    )
+    cost = unavoidable + game.social_cost(held)
+    best = min(cost, unavoidable + game.optimum()[1])
+    poa = cost / best if best > 0.0 else 1.0
+    exact = len(hot) == len(again)
+    return Placement(poa, cost, best, unavoidable, met, len(own), len(hot), exact)
+
+
+def _met(window: Sequence[Prompt], row: dict[str, int], fleet: Fleet) -> tuple[float, float]:
+    """Return the seconds of prompts apart from their full blocks, and with those not there."""
+    rows = np.array([row[each.worker] for each in window])
+    weights = np.array([each.weight for each in window])
+    blocks = np.array([(each.cached, len(each.keys)) for each in window], dtype=np.float64)
+    tokens = np.array([each.tokens for each in window]) - blocks[:, 1] * fleet.block_size
+    known = fleet.estimates
+    bare = known.prefill_base[rows] + known.prefill_token[rows] * np.maximum(tokens, 1.0)
+    return float(weights @ bare), float(weights @ (bare + _computing(fleet, rows, *blocks.T)))
+
+
+def _new(branches: Sequence[Branch], row: dict[str, int], fleet: Fleet) -> float:
+    """Return the seconds of what came for the first time, each computed where it came."""
+    if not branches:
+        return 0.0
+    firsts = [each.first for each in branches if each.first]
+    rows, weights = np.array([row[each[0]] for each in firsts]), [each[1] for each in firsts]
+    return float(weights @ _computing(fleet, rows, *_ends(branches)))
+
+
+def _demand(branches: Sequence[Branch], row: dict[str, int]) -> Floats:
+    """Return how often each worker had each branch again, (workers, branches)."""
+    found = np.zeros((len(row), len(branches)))
+    for place, branch in enumerate(branches):
+        for worker, weight in branch.again.items():
+            found[row[worker], place] = weight
+    return found
+
+
+def _seconds(branches: Sequence[Branch], fleet: Fleet) -> Floats:
+    """Return what computing each branch takes each worker, (workers, branches)."""
+    rows = np.arange(len(fleet.workers))[:, None]
+    return _computing(fleet, rows, *_ends(branches))
+
+
+def _ends(branches: Sequence[Branch]) -> Floats:
+    """Return where branches begin and end, (2, branches)."""
+    return np.array([(each.start, each.end) for each in branches], dtype=np.float64).T
+
+
+def _computing(fleet: Fleet, rows: NDArray[np.integer], first: Floats, last: Floats) -> Floats:
+    """Return the seconds that blocks from `first` to before `last` of a prompt take workers."""
+    low, high = first * fleet.block_size, np.maximum(first, last) * fleet.block_size
+    known = fleet.estimates
+    pairs = (high - low) * 0.5 * (low + high)
+    token, pair = known.prefill_token[rows], known.prefill_pair[rows]
+    found: Floats = np.maximum(token * (high - low) + pair * pairs, 0.0)
+    return found
+
+
+def _held(
+    branches: Sequence[Branch], look: Callable[[BlockKeys], Overlaps]
+) -> tuple[Floats, Floats, Floats]:
+    """Return the share of each branch that each worker has on the device, in host memory and in
+    storage, each (workers, branches).
+
+    Only what follows what is held counts: without the blocks before it, no prompt can use it.
+    """
+    seen = [look(branch.keys[: branch.end]).rows[:3] for branch in branches]
+    runs = np.cumsum(np.stack(seen, axis=-1), axis=0)  # (tiers, workers, branches)
+    start, end = _ends(branches)
+    parts = np.clip((runs - start) / (end - start), 0.0, 1.0)
+    return parts[0], parts[1] - parts[0], parts[2] - parts[1]

@@ -1,0 +1,126 @@
+"""The caching game of a fleet: objects of any size, copies that can be parts, links alike.
+
+Definition 2 and Eq. 6 of Georgiou 2026 where an access costs a node the same from whoever else
+holds a copy. There the optimum is a flow of least cost from nodes to objects (Korupolu, Plaxton and
+Rajaraman, *Placement Algorithms for Hierarchical Cooperative Caching*, SODA 1999, one level).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import linprog
+from scipy.sparse import block_array, csr_array, eye_array, kron
+
+from pigou.games.arrays import Floats
+
+
+class ReplicationGame:
+    """n nodes and m objects of many blocks; a node may hold any part of an object.
+
+    Node i accesses object o ``demand[i, o]`` times. Each access costs nothing for the part that i
+    holds; for what it does not, ``remote[i, o]`` (for the whole object) where another node has it
+    and that is cheaper, else ``miss[i, o]``. A placement is the share of each object that each node
+    holds, (nodes, objects), with sum over o of ``size[o] * share[i, o]`` at most ``capacity[i]``.
+
+    Raises ValueError for shapes or values that do not fit.
+    """
+
+    def __init__(
+        self,
+        demand: ArrayLike,
+        size: ArrayLike,
+        capacity: ArrayLike,
+        miss: ArrayLike,
+        remote: ArrayLike = np.inf,
+    ) -> None:
+        self.demand: Floats = np.asarray(demand, dtype=np.float64)
+        if self.demand.ndim != 2:
+            raise ValueError(f"demand has shape {self.demand.shape}: give (nodes, objects)")
+        shape = nodes, objects = self.demand.shape
+        self.size = _shaped("size", size, (objects,))
+        self.capacity = _shaped("capacity", capacity, (nodes,))
+        self.miss = _shaped("miss", miss, shape)
+        self.remote = np.asarray(remote, dtype=np.float64)
+        if (self.remote < 0).any() or np.isnan(self.remote).any():
+            raise ValueError("remote must be at least 0; give infinity where nobody reads another")
+        if (self.size <= 0).any():
+            raise ValueError("size must be above 0: leave empty objects out")
+        cheapest = np.minimum(self.miss, self.remote)
+        #: What its own copy saves a node when there is another's, (nodes, objects).
+        self.own: Floats = self.demand * cheapest
+        #: What it saves all nodes together that somebody has a copy, (objects,).
+        self.shared: Floats = (self.demand * (self.miss - cheapest)).sum(axis=0)
+
+    def social_cost(self, held: ArrayLike, somewhere: ArrayLike | None = None) -> float:
+        """Return what all accesses cost together.
+
+        Args:
+            held: share of each object that each node holds, (nodes, objects).
+            somewhere: share of each that any node holds, (objects,); when None, copies are of
+                leading parts (as of prefixes), and the longest one counts.
+        """
+        shares = np.asarray(held, dtype=np.float64)
+        found = shares.max(axis=0, initial=0.0) if somewhere is None else np.asarray(somewhere)
+        none = float((self.demand * self.miss).sum())
+        return none - float((self.own * shares).sum()) - float(self.shared @ found)
+
+    def optimum(self) -> tuple[Floats, float]:
+        """Return a placement of least social cost, and that cost.
+
+        Exact: where all fits, where nobody gains by another's copy (then each node's is a knapsack
+        of divisible objects), and else by linear programming. Nodes may hold different parts of
+        an object.
+        """
+        wanted = self.own > 0.0
+        if not self.shared.any():
+            held = self._alone()
+        elif ((self.size * wanted).sum(axis=1) <= self.capacity).all() and wanted.any(axis=0).all():
+            held = wanted.astype(np.float64)
+        else:
+            held = self._flow()
+        together = np.minimum(held.sum(axis=0), 1.0)
+        return held, self.social_cost(held, together)
+
+    def _alone(self) -> Floats:
+        """Fill each node with what saves it most a block."""
+        worth = self.own / self.size
+        order = np.argsort(-worth, axis=1, kind="stable")
+        sizes = self.size[order]
+        before = np.cumsum(sizes, axis=1) - sizes
+        share = np.clip((self.capacity[:, None] - before) / sizes, 0.0, 1.0)
+        held = np.zeros_like(share)
+        np.put_along_axis(held, order, share, axis=1)
+        held[worth <= 0.0] = 0.0
+        return held
+
+    def _flow(self) -> Floats:
+        """Return the shares of the least cost; variables are (nodes x objects), then objects."""
+        nodes, objects = self.demand.shape
+        room = kron(eye_array(nodes), self.size[None, :], format="csr")
+        copies = kron(np.ones((1, nodes)), -eye_array(objects), format="csr")
+        matrix = block_array([[room, None], [copies, eye_array(objects)]], format="csr")
+        gains = np.concatenate([self.own.ravel(), self.shared])
+        scale = float(gains.max(initial=0.0)) or 1.0
+        found: Any = linprog(
+            -gains / scale,
+            A_ub=csr_array(matrix),
+            b_ub=np.concatenate([self.capacity, np.zeros(objects)]),
+            bounds=(0.0, 1.0),
+            method="highs",
+        )
+        if found.x is None:
+            raise ValueError(f"no optimum was found: {found.message}")
+        held: Floats = np.clip(found.x[: nodes * objects].reshape(nodes, objects), 0.0, 1.0)
+        return held
+
+
+def _shaped(name: str, values: ArrayLike, shape: tuple[int, ...]) -> Floats:
+    found: Floats = np.asarray(values, dtype=np.float64)
+    if found.shape != shape:
+        raise ValueError(f"{name} has shape {found.shape}: give {shape}")
+    if not (np.isfinite(found).all() and (found >= 0).all()):
+        raise ValueError(f"{name} must be finite and at least 0")
+    return found
