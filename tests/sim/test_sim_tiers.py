@@ -57,9 +57,9 @@ def test_many_steps_at_once_equal_single_ones_with_tiers(data: st.DataObject) ->
 
 
 def test_prompts_that_the_device_has_no_room_for_are_restored() -> None:
-    workload = open_loop(4.0, 60, templates=4)
-    bare = run(workload, "1xboth", setup=setup(30)).document()
-    tiered = run(workload, "1xboth", setup=setup(30, near(200))).document()
+    workload = open_loop(8.0, 100, templates=4)
+    bare = run(workload, "1xboth", setup=setup(30, engine="pigou")).document()
+    tiered = run(workload, "1xboth", setup=setup(30, near(200), engine="pigou")).document()
     assert tiered["prefix_hit_ratio"] > bare["prefix_hit_ratio"] + 0.1
     assert tiered["ttft_s"]["mean"] < bare["ttft_s"]["mean"]
     host = tiered["workers"][0]["tiers"]["host"]
@@ -112,4 +112,4 @@ def test_all_but_the_last_tier_have_room_for_what_is_on_its_way_down() -> None:
     tiers = build_tiers((near(32), SLOW), 2**21, 64, Worth())
     assert tiers.tiers[0].cap_bytes == 30 * 2**21
     assert tiers.tiers[1].cap_bytes == 100 * 2**21
-    assert tiers.copies == 8
+    assert tiers.copies == 32

@@ -22,7 +22,7 @@ from pigou.sim.timing import Batch, Timing
 #: Of a tier's blocks, the share that may lie there while they are copied to the next.
 _STAGING = 16
 #: Of the device's blocks, the share that may be under copy at once.
-_COPIES = 8
+_COPIES = 2
 #: How much longer the prompt is at which the second cost of a token is read off a timing model.
 _DEEPER = 8
 
@@ -118,11 +118,14 @@ class TierLinks:
         self._down = [0 for _ in tiers.tiers]
         self._up = [0 for _ in tiers.tiers]
 
-    def measure(self, now: int) -> None:
-        """Tell the tiers how long a read takes from now on, those in line before it included."""
+    def measure(self, now: int, wait: int) -> None:
+        """Tell the tiers how long a read takes from now on, those in line before it included.
+
+        And until the worker takes note of its end: `wait`, nanoseconds.
+        """
         for tier, speed in enumerate(self._speeds):
-            wait = max(0, self._up[tier] - now) / SECOND
-            self.tiers.speeds[tier] = Speed(speed.latency + wait, speed.block)
+            more = (max(0, self._up[tier] - now) + wait) / SECOND
+            self.tiers.speeds[tier] = Speed(speed.latency + more, speed.block)
 
     def make(self, moves: Sequence[Move], now: int, landed: Callable[[Move, int], None]) -> None:
         """Make moves; `landed(move, now)` is called when one has arrived."""

@@ -272,7 +272,7 @@ class SimWorker:
 
     def _schedule(self, now: int) -> None:
         if self._links is not None and self.core.waiting:
-            self._links.measure(now)
+            self._links.measure(now, self._notice())
         plan = self.core.schedule(now)
         if self._links is not None:
             self._links.make(plan.moves, now, self._landed)
@@ -369,6 +369,13 @@ class SimWorker:
         steps = self.passed()
         if steps:
             self._streams.count_passed(rows, self._ends, steps)
+
+    def _notice(self) -> int:
+        """Return the nanoseconds until what happens is taken note of, mostly: the steps' ends."""
+        if self._idle or not len(self._ends):
+            return 0
+        step = int(self._ends[0]) - self._begin
+        return step // 2 + self._ahead * step
 
     def _landed(self, move: Move, now: int) -> None:
         """A move to a tier has arrived."""

@@ -15,7 +15,7 @@ from pigou.engine.errors import QueueFull, UnknownLoad
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.events import BlockRemoved, BlockStored, KVEvent
 from pigou.kv.worth import Worth
-from pigou.request import FinishReason
+from pigou.request import SECOND, FinishReason
 from pigou.runtime.outputs import StepOutput
 from pigou.wire.kv_events import cleared_map, removed_map, stored_map
 from pigou.worker.backend import Backend
@@ -77,6 +77,7 @@ class EngineThread:
         self._out = Report()
         self._gauges = Gauges()
         self._warm_queries = core.prefix_queries  # those of the warm-up
+        self._step_seconds = 0.0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.transfers: Transfers
@@ -207,7 +208,7 @@ class EngineThread:
         """Plan and compute; whether there was anything to do."""
         now = time.monotonic_ns()
         if self.tiers is not None and self._core.waiting:
-            self.tiers.measure()
+            self.tiers.measure(self._notice())
         plan = self._core.schedule(now)
         self._begin(plan, now)
         if not plan and not plan.started and not _moves(plan):
@@ -225,9 +226,15 @@ class EngineThread:
             _give_way()
         return True
 
+    def _notice(self) -> float:
+        """Return the seconds until a command is taken note of, mostly: half a step, while busy."""
+        busy = self._core.running > self._core.loading
+        return self._step_seconds / 2 if busy else 0.0
+
     def _measure(self, plan: Plan, result: Result) -> None:
         if self.meter is None or not len(result.durations):
             return
+        self._step_seconds = int(result.durations[-1]) / SECOND
         rates = self.meter.observe(plan.tokens, int(result.durations[0]))
         if rates is not None:
             self._core.rates = rates

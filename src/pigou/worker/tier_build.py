@@ -20,7 +20,7 @@ from pigou.runtime.stores.store import Store, StoreError
 from pigou.worker.config import WorkerConfig
 
 #: Of the device's blocks, the share that may be under copy at once, and the most there may be.
-_COPIES, _MOST_COPIES = 8, 512
+_COPIES, _MOST_COPIES = 2, 512
 #: Of a tier's blocks, the share that may lie there while they are copied to the next.
 _STAGING = 16
 #: Rows for reading what does not go straight into the device.

@@ -59,8 +59,12 @@ class WorkerTiers:
 
             self._mover.survey(name, found)
 
-    def measure(self) -> None:
-        """Tell the tiers how fast they are now; one whose store is down cannot be read."""
+    def measure(self, wait: float) -> None:
+        """Tell the tiers how fast they are now; one whose store is down cannot be read.
+
+        Args:
+            wait: seconds until the core takes note of a read's end, mostly: the steps' ends.
+        """
         now = time.monotonic_ns()
         if now - self._measured < _FRESH:
             return
@@ -72,7 +76,7 @@ class WorkerTiers:
             name = self.names[tier]
             latency = self._mover.seconds(name, DEVICE_NAME, 0)
             whole = self._mover.seconds(name, DEVICE_NAME, _SAMPLE)
-            self.tiers.speeds[tier] = Speed(latency, (whole - latency) / _SAMPLE)
+            self.tiers.speeds[tier] = Speed(latency + wait, (whole - latency) / _SAMPLE)
 
     # --- moves ----------------------------------------------------------------------------------
 
