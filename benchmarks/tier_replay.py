@@ -135,6 +135,7 @@ MODES = {
     "victims": ("evicted", "lru"),
     "kvbm": ("computed", "kvbm"),
     "price": ("computed", "price"),
+    "price of victims": ("evicted", "price"),
 }
 
 

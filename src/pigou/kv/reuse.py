@@ -16,6 +16,9 @@ Table = NDArray[np.float64]
 FIRST_S = 0.5
 GROWTH = 2.0
 BINS = 20
+#: Nanoseconds within which a block that is asked for again counts as asked for once: requests of
+#: one burst, and offers of one chain whose blocks come down one after the other.
+AT_ONCE = SECOND // 2
 _EDGES = FIRST_S * GROWTH ** np.arange(BINS)
 _WIDTHS = np.diff(_EDGES, prepend=0.0)
 _SCALE = 1.0 / (FIRST_S * SECOND)
@@ -87,12 +90,14 @@ class Reuse:
         self.rates: list[list[float]] = [[1.0] * BINS for _ in range(CLASSES)]
 
     def use(self, key: bytes, now: int) -> None:
-        """Note that a block is asked for, held or not."""
+        """Note that a block is asked for, held or not; what comes `AT_ONCE` is one use."""
         if key[-1] & self._mask:
             return
         before = self._seen.pop(key, None)
         uses = 1
-        if before is not None:
+        if before is not None and now - before[0] < AT_ONCE:
+            uses = before[1]
+        elif before is not None:
             place = use_class(before[1]), age_bin(now - before[0])
             self._reused[place] += 1
             self._ended[place] += 1

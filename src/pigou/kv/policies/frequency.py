@@ -81,9 +81,10 @@ class KvbmParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Kvbm(Lru):
     """LRU behind the filter that Dynamo's KVBM has before its disk.
 
-    A block's count is 1 when it is offered first, and doubles with each offer; it comes in from
-    `least` on. Every step takes 1 from all counts, and forgets those at 0; so do extra steps
-    while there are more than `entries`. (Dynamo, `block_manager/offload/filter.rs`.)
+    A block's count is 1 when it is offered first, and doubles with each offer (those of one
+    instant are one); it comes in from `least` on. Every step takes 1 from all counts, and forgets
+    those at 0; so do extra steps while there are more than `entries`. (Dynamo,
+    `block_manager/offload/filter.rs`.)
     """
 
     Params: type[msgspec.Struct] = KvbmParams
@@ -96,14 +97,23 @@ class Kvbm(Lru):
         self._entries, self._least = params.entries, params.least
         self._counts: dict[bytes, int] = {}
         self._decayed: int | None = None
+        #: Offered at the instant `_last`.
+        self._fresh: set[bytes] = set()
+        self._last = -1
 
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
         """Count the offers; returns for which they are enough."""
         self._decay(now)
+        if now != self._last:
+            self._fresh.clear()
+            self._last = now
         return [self._offered(block) for block in blocks]
 
     def _offered(self, block: Block) -> bool:
         count = self._counts.get(block.key, 0)
+        if block.key in self._fresh:
+            return count >= self._least
+        self._fresh.add(block.key)
         count = min(2 * count, 1 << 62) if count else 1
         self._counts[block.key] = count
         while len(self._counts) > self._entries:

@@ -13,7 +13,7 @@ import msgspec
 from pigou.kv.block import Block, Entry
 from pigou.kv.policies.base import Base
 from pigou.kv.policies.policy import Setting
-from pigou.kv.reuse import Reuse, age_bin, use_class
+from pigou.kv.reuse import AT_ONCE, Reuse, age_bin, use_class
 from pigou.request import SECOND
 
 
@@ -73,9 +73,11 @@ class Price(Base):
         self.params = params
         self.price = 0.0
         self.reuse = Reuse(params.sample, params.prior, params.decay, params.followed)
-        self._uses: OrderedDict[bytes, int] = OrderedDict()
+        #: Of blocks that are not held: uses, and when the last one was.
+        self._uses: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         #: Of the blocks offered last: uses and value.
         self._offered: dict[bytes, tuple[int, float]] = {}
+        self._last = 0
         self._heap: list[tuple[float, int, Entry]] = []
         self._number = count()
         self._held = self._used = self._evicted = 0
@@ -105,10 +107,12 @@ class Price(Base):
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
         """Return which of the offered blocks pay the price, and more than what would go."""
         self._settle()
+        self._last = now
         deepest = blocks[-1].depth
         for block in blocks:
             self.reuse.use(block.key, now)
-            uses = self._uses.pop(block.key, 0) + 1
+            uses, last = self._uses.pop(block.key, _UNKNOWN)
+            uses += now - last >= AT_ONCE
             self._offered[block.key] = uses, self.value(uses, 0, deepest, block.size)
         size = sum(block.size for block in blocks)
         room = self.setting.cap_bytes - self._used
@@ -126,11 +130,11 @@ class Price(Base):
     def _settle(self) -> None:
         """Remember the uses of what was offered last and did not come in."""
         for key, (uses, _) in self._offered.items():
-            self._remember(key, uses)
+            self._remember(key, uses, self._last)
         self._offered.clear()
 
-    def _remember(self, key: bytes, uses: int) -> None:
-        self._uses[key] = uses
+    def _remember(self, key: bytes, uses: int, last: int) -> None:
+        self._uses[key] = uses, last
         if len(self._uses) > self.params.remembered:
             self._uses.popitem(last=False)
 
@@ -221,8 +225,10 @@ class Price(Base):
         self._held -= 1
         self._used -= entry.block.size
         self._evicted += 1
-        self._remember(entry.block.key, entry.uses + entry.mark)
+        self._remember(entry.block.key, entry.uses + entry.mark, entry.last)
 
 
 #: Nanoseconds after which the order is worked out anew at the latest.
 _REBUILD = 10 * SECOND
+#: Uses of a block that was not seen before, and when the last one was.
+_UNKNOWN = (0, -AT_ONCE)
