@@ -92,6 +92,23 @@ def test_long_prompts_are_priced_by_their_attention_too() -> None:
     assert parts["toll_stall"] == pytest.approx(0.005 + 0.5 * (tokens + attention))
 
 
+def test_memory_costs_what_its_blocks_push_out_at_what_prefill_costs_everybody() -> None:
+    known_ = known(2)
+    known_.prefill_each[:] = 2e-4
+    columns = {"estimates": known_, "output": 100.0, "overlap": [10, 20], "decode_requests": [0, 8]}
+    request, offered = Request("r", 1000, 100), pairs((0, 1), (-1, 1))
+    assert Toll().parts(request, FleetView.of(2, **columns), offered)["toll_memory"].tolist() == [
+        0.0,
+        0.0,
+    ]
+    fleet = FleetView.of(2, again=[0.5, 0.25], prefill_requests=[3, 0], **columns)
+    parts = Toll().parts(request, fleet, offered)
+    pushed = np.array([0.5 * 840 + 0.25 * (680 + 100), 0.25 * (680 + 100)]) * 2e-4
+    everybody = 1.0 + (parts["toll_queue"] + parts["toll_stall"]) / parts["prefill"]
+    assert everybody.min() > 1.0
+    assert parts["toll_memory"] == pytest.approx(pushed * everybody)
+
+
 @pytest.mark.parametrize("rho", [0.3, 1.0, 2.5])
 def test_the_toll_of_the_queue_is_naors(rho: float) -> None:
     for place in range(1, 7):

@@ -37,7 +37,7 @@ from pigou.control.messages import (
 from pigou.control.regimes.regime import StaticConfig, controller, controller_config
 from pigou.control.router import Router
 from pigou.control.routing.policy import RoutingPolicy, load, params_of
-from pigou.control.routing.toll import stream_tolls
+from pigou.control.routing.toll import memory_prices, stream_tolls
 from pigou.control.routing.view import FleetView
 from pigou.control.saturation.paper import detector, detector_config
 from pigou.control.state import both, everybody
@@ -212,6 +212,7 @@ class ControlPlane:
             caching=self.caching.status(self.state),
             workers=self.state.ids,
             tolls=stream_tolls(estimates, columns.decode_requests, output),
+            memory=memory_prices(estimates, self.index.again(self.state.ids)),
             estimates=estimates,
             output=output,
         )

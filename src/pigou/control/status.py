@@ -28,6 +28,7 @@ class Status:
         caching: how full memory is, what was evicted, and the Price of Anarchy of the placement.
         workers: ids, in the order of the arrays.
         tolls: seconds that one more stream on each worker would cost those there, (workers,).
+        memory: seconds of prefill that a token of KV on each worker pushes out, (workers,).
         estimates: of their speed.
         output: tokens that a request is expected to generate.
     """
@@ -42,5 +43,6 @@ class Status:
     caching: Caching
     workers: tuple[str, ...]
     tolls: NDArray[np.float64]
+    memory: NDArray[np.float64]
     estimates: Estimates
     output: float

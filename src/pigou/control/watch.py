@@ -185,6 +185,7 @@ class Watch:
             device,
             host,
             storage,
+            index.again(ids),
             columns.block_size,
             columns.blocks,
             self.estimates(now),

@@ -29,6 +29,7 @@ class Price:
         social_ratio: what that stream costs everybody over what it costs itself; 1 when it
             harms nobody.
         prefill_token: that an uncached token of a prompt takes.
+        memory: of prefill, that a token of KV there pushes out.
         busy: share of its time that it computes prompts.
         poa: observed over best seconds of the requests that it computed a part of, in the last
             assessment; NaN where it had none.
@@ -40,6 +41,7 @@ class Price:
     itl: float
     social_ratio: float
     prefill_token: float
+    memory: float
     busy: float
     poa: float
     rho: float
@@ -63,6 +65,7 @@ def prices(status: Status, streams: Sequence[int]) -> list[Price]:
             itl=float(itl[row]),
             social_ratio=float(1.0 + status.tolls[row] / own[row]),
             prefill_token=float(known.prefill_token[row]),
+            memory=float(status.memory[row]),
             busy=float(known.busy[row]),
             poa=by_worker.get(worker, math.nan),
             rho=float(status.caching.rho[row]),
@@ -154,6 +157,10 @@ _GAUGES = (
     (
         "prefill_token_seconds", "prefill_token",
         "Seconds that an uncached prompt token takes on a worker.",
+    ),
+    (
+        "memory_token_seconds", "memory",
+        "Seconds of prefill that a token of KV on a worker pushes out of its cache.",
     ),
     ("prefill_busy", "busy", "Share of its time that a worker computes prompts."),
     (

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from pigou.control.index.chain import chain
 from pigou.control.index.entries import Change, Entries
+from pigou.control.index.ghosts import Ghosts
 from pigou.control.index.holdings import Holdings
 from pigou.control.index.keyed import Keyed
 from pigou.control.index.predictions import Predictions
@@ -17,7 +18,7 @@ from pigou.control.index.slots import Words
 from pigou.control.index.table import Overlaps, Table
 from pigou.control.index.table_kernels import DEVICE, NOBODY
 from pigou.control.index.wire import WORD, column, name_of, names_of, tier_of
-from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
+from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pigou.request import SECOND, BlockKeys
 from pigou.wire.kv_events import Cleared, Removed, Stored, WireEvent
 
@@ -84,6 +85,7 @@ class PrefixIndex:
         self._max_total = max_total
         self._ttl = ttl
         self._table = Table()
+        self._ghosts = Ghosts()
         self._members: dict[str, _Member] = {}
         self._orders: dict[tuple[str, ...], NDArray[np.int64]] = {}
         self._asked: tuple[str, ...] = ()
@@ -119,8 +121,10 @@ class PrefixIndex:
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
-        return self._table.nbytes + sum(
-            each.holdings.nbytes + each.predictions.nbytes for each in self._members.values()
+        return (
+            self._ghosts.nbytes
+            + self._table.nbytes
+            + sum(each.holdings.nbytes + each.predictions.nbytes for each in self._members.values())
         )
 
     def apply(self, worker: str, events: Iterable[KVEvent | WireEvent | Keyed]) -> None:
@@ -129,7 +133,7 @@ class PrefixIndex:
         Events of the wire are keyed by token ids and parent. Core events (a simulated worker's)
         carry hashes that every worker shares; the low half is the key.
         """
-        table, member = self._table, self._members.get(worker) or self._member(worker)
+        member = self._members.get(worker) or self._member(worker)
         for event in events:
             member.events += 1
             if isinstance(event, BlockStored):
@@ -138,14 +142,12 @@ class PrefixIndex:
                 self._store(member, both, both, parent, event.medium)
             elif isinstance(event, BlockRemoved):
                 gone = np.ascontiguousarray(event.hashes, dtype=WORD)
-                self._removed += len(gone) if event.medium == Medium.DEVICE else 0
-                self._blocks += member.holdings.remove(table, member.number, gone, event.medium)
+                self._remove(member, gone, event.medium)
             elif isinstance(event, Stored):
                 self._stored(member, event)
             elif isinstance(event, Removed):
                 gone = column(names_of(event.hashes))
-                self._removed += len(gone) if tier_of(event.medium) == DEVICE else 0
-                self._blocks += member.holdings.remove(table, member.number, gone, event.medium)
+                self._remove(member, gone, event.medium)
             elif isinstance(event, Cleared | AllBlocksCleared):
                 self._clear(member, member.holdings)
             elif isinstance(event, Keyed):
@@ -252,6 +254,14 @@ class PrefixIndex:
                 self._asked, self._order = ids, order
         return self._table.overlaps(order, np.ascontiguousarray(keys, dtype=WORD))
 
+    def again(self, workers: Sequence[str]) -> NDArray[np.float64]:
+        """Return blocks that had to go and were computed again, for each stored, (workers,)."""
+        if workers is self._asked:
+            return self._ghosts.share(self._order)
+        ids = tuple(workers)
+        order = self._orders.get(ids)
+        return self._ghosts.share(self._arrange(ids) if order is None else order)
+
     def _arrange(self, ids: tuple[str, ...]) -> NDArray[np.int64]:
         """Return the numbers of workers, and remember them."""
         if len(self._orders) >= _ORDERS:
@@ -274,6 +284,7 @@ class PrefixIndex:
             else:
                 number, self._next = self._next, self._next + 1
             self._table.admit(number)
+            self._ghosts.admit(number)
             member = _Member(number, Holdings(self._limit), Predictions(self._limit))
             self._members[worker] = member
             self._forget_orders()
@@ -291,11 +302,19 @@ class PrefixIndex:
         """Store blocks; hashes and keys are in the last columns."""
         if self._blocks + len(hashes) > self._max_total:
             self._make_room(member.holdings.absent(hashes))
-        self._blocks += member.holdings.store(
-            self._table, member.number, hashes, keys, parent, medium
-        )
+        new = member.holdings.store(self._table, member.number, hashes, keys, parent, medium)
+        self._blocks += new
+        self._ghosts.stored(member.number, member.holdings, keys, max(0, new))
         if self._blocks > self._max_total:  # what made room may have been among what was stored
             self._make_room(0)
+
+    def _remove(self, member: _Member, hashes: Words, medium: str | None) -> None:
+        """Remove blocks from a tier; hashes are in the last column."""
+        holdings, ghosts = member.holdings, self._ghosts
+        self._removed += len(hashes) if tier_of(medium) == DEVICE else 0
+        keys = ghosts.keys(holdings, hashes)
+        self._blocks += holdings.remove(self._table, member.number, hashes, medium)
+        ghosts.removed(member.number, holdings, hashes, keys, self._blocks)
 
     def _clear(self, member: _Member, entries: Entries) -> None:
         self._change(member, entries, entries.clear())

@@ -39,6 +39,7 @@ class Toll:
         toll of the stream    N n (f_d(n+1) - f_d(n))
         toll of the queue     w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k
         toll of the stall     z n, where p = d
+        toll of memory        (r_p e_p u + r_d e_d y) (s + the two tolls before) / s
 
     with U_p uncached tokens of the prompts there, and V_p pairs of them with a token before (the
     attention of long prompts); z = stall_base_d + stall_token_d u, pairs counted as the tokens
@@ -46,7 +47,10 @@ class Toll:
     and n > 0, s elsewhere; m_p the mean of s and c_p its variance by m_p^2; rho_p = Lambda_p m_p;
     v half the sum of c_p and of the same for gaps between arrivals; k = 1 + Q_p / (v m_p). The
     one under way is as far as the mean residual life says. b is for prompts that d itself is to
-    compute, and will not have done when the stream begins.
+    compute, and will not have done when the stream begins. r is of `FleetView.again`:
+    blocks that had to go for want of memory and were computed again, for each block that is
+    stored on the worker; e the seconds that an uncached token takes in the mean; y the tokens
+    that d stores besides, N and, where p is not d, those of the prompt that it lacks.
 
     The stream's toll is the marginal-cost toll of the routing game (design, "Three games, three
     prices"; Georgiou 2026, Eq. 7 gives the game). The queue's is Naor's ("The Regulation of Queue
@@ -59,7 +63,9 @@ class Toll:
     those that were sent there of late. The stall's: where streams run, chunks of a prompt are
     mixed with them and take z from each of the n. `Stall` learns z, which is less than s where
     weights are read for the streams anyway. Remote or local prefill is decided by these sums
-    alone.
+    alone. Memory's is what a block there is worth to those who come back (`Ghosts`), each second
+    of computing it again at what a second costs everybody here and now; it is 0 while nothing
+    that is evicted returns.
     """
 
     name: ClassVar[str] = "toll"
@@ -74,7 +80,7 @@ class Toll:
     def parts(
         self, request: RequestView, fleet: FleetView, candidates: Candidates
     ) -> dict[str, Costs]:
-        """Return wait, prefill, transfer and decode of the request, and its three tolls."""
+        """Return wait, prefill, transfer and decode of the request, and its four tolls."""
         return self.table(request, fleet, candidates).parts
 
     def table(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Table:
@@ -89,6 +95,7 @@ class Toll:
             fleet.prefill_pairs,
             fleet.decode_requests,
             fleet.cached(request.prompt),
+            fleet.again,
             candidates.prefill,
             candidates.decode,
             request.prompt,
@@ -112,4 +119,15 @@ def stream_tolls(known: Estimates, streams: Counts, output: float) -> Costs:
     """
     rows, here = np.arange(len(streams)), streams.astype(np.float64)
     found: Costs = output * here * (known.itl(rows, here + 1.0) - known.itl(rows, here))
+    return found
+
+
+def memory_prices(known: Estimates, again: Costs) -> Costs:
+    """Return the seconds of prefill that a token of KV on each worker pushes out, (workers,).
+
+    Args:
+        known: speeds of the workers.
+        again: as of `FleetView`, (workers,).
+    """
+    found: Costs = again * known.prefill_each
     return found

@@ -12,6 +12,7 @@ from pigou.compiled import bare_kernel
 #: Names of the parts, in the order of the rows that `price` returns.
 PARTS = (
     "wait", "prefill", "transfer", "decode", "toll_stream", "toll_queue", "toll_stall",
+    "toll_memory",
 )  # fmt: skip
 
 
@@ -39,6 +40,23 @@ def delayed(ahead: float, rho: float, spread: float) -> float:
     rest = 1.0 - rho
     power = math.exp(min(place * math.log(rho), _MOST_POWER)) if rho > 0.0 else 0.0
     return v * max(0.0, rho * (place * rest - 1.0 + power) / (rest * rest))
+
+
+@bare_kernel
+def behind(
+    wait: float, mean: float, rate: float, everybody: float, bursts: float, uneven: float
+) -> float:
+    """Return how many a prompt delays that joins a queue of so many seconds.
+
+    Args:
+        wait: seconds of the queue.
+        mean: of a prompt.
+        rate: prompts a second that could come.
+        everybody: prompts a second of the whole fleet, whose gaps have the spread `bursts`.
+        uneven: spread of the prompts' seconds.
+    """
+    share = rate / max(everybody, 1e-9)
+    return delayed(wait / mean, rate * mean, share * bursts + 1.0 - share + uneven)
 
 
 @bare_kernel
@@ -102,6 +120,7 @@ def price(
     prefill_pairs: NDArray[np.int64],
     decode_requests: NDArray[np.int64],
     cached: NDArray[np.int64],
+    again: NDArray[np.float64],
     prefill: NDArray[np.int32],
     decode: NDArray[np.int32],
     prompt: int,
@@ -120,17 +139,18 @@ def price(
         prefill_requests, prefill_tokens, prefill_pairs, decode_requests: of the workers,
             (workers,).
         cached: tokens of the prompt that each worker holds, (workers,).
+        again: blocks computed again for each that is stored, (workers,).
         prefill, decode: of the candidates, (candidates,); prefill is -1 for local.
         prompt: tokens.
         output: tokens expected.
         toll, overlap_weight: parameters of the policy.
-        found: takes the parts in the order of `PARTS`, and the sum, shape (8, candidates).
+        found: takes the parts in the order of `PARTS`, and the sum, shape (9, candidates).
     """
     base, token, move_base, move_token = table[0], table[1], table[2], table[3]
     arrivals, a, b, d = table[4], table[6], table[7], table[8]
     n_sat, beta, floor = table[9], table[10], table[11]
     stall_base, stall_token, mean = table[12], table[13], table[14]
-    bursts, uneven, pair = table[15], table[16], table[17]
+    bursts, uneven, pair, each = table[15], table[16], table[17], table[18]
     everybody, apart = 0.0, 0
     for w in range(prefills.shape[0]):
         everybody += arrivals[w]
@@ -154,6 +174,7 @@ def price(
         pace, slower = itl(law, n), itl(law, n + 1.0)
         stalls = stall_base[there], stall_token[there]
         transfer, stall, delay, others = 0.0, 0.0, service, 0.0
+        pushed = again[where] * each[where] * uncached + again[there] * each[there] * output
         if local:
             taken = among(prompts, stalls, 1, uncached, pairs)
             stall = toll * taken * n
@@ -161,6 +182,7 @@ def price(
                 delay = taken
         else:
             missing = prompt - overlap_weight * cached[there]
+            pushed += again[there] * each[there] * missing
             transfer = move_base[there] + move_token[there] * missing
             others = beside(
                 (base[there], token[there], pair[there]), stalls, prefill_requests[there],
@@ -172,16 +194,14 @@ def price(
         rate = arrivals[where]
         if prefills[where] and not decodes[where]:
             rate = everybody / apart
-        usual = max(mean[where], 1e-9)
-        share = rate / max(everybody, 1e-9)
-        spread = share * bursts[where] + 1.0 - share + uneven[where]
-        queue = toll * delay * delayed(wait / usual, rate * usual, spread)
-        found[0, i] = wait
-        found[1, i] = service
-        found[2, i] = transfer
-        found[3, i] = streams
-        found[4, i] = stream
-        found[5, i] = queue
-        found[6, i] = stall
+        queue = toll * delay * behind(
+            wait, max(mean[where], 1e-9), rate, everybody, bursts[where], uneven[where]
+        )  # fmt: skip
+        memory = toll * pushed * (service + queue + stall) / max(service, 1e-12)
+        parts = wait, service, transfer, streams, stream, queue, stall, memory
         # In the order of the rows, as whoever adds them up again does: sums must be the same.
-        found[7, i] = wait + service + transfer + streams + stream + queue + stall
+        total = 0.0
+        for row in range(8):
+            found[row, i] = parts[row]
+            total += parts[row]
+        found[8, i] = total

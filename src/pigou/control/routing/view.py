@@ -42,6 +42,7 @@ class FleetView(msgspec.Struct, eq=False):
         device: those of them that are in device memory.
         host: those that are only in host memory, or below.
         storage: those that are only on disk, or in an object store.
+        again: blocks that had to go there and were computed again, for each that is stored.
         block_size: tokens in a block.
         blocks: KV blocks that it has, 0 when unknown.
         estimates: what was learned of each worker's speed.
@@ -64,6 +65,7 @@ class FleetView(msgspec.Struct, eq=False):
     device: Counts
     host: Counts
     storage: Counts
+    again: Shares
     block_size: Counts
     blocks: Counts
     estimates: Estimates

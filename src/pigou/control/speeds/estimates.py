@@ -31,15 +31,17 @@ PRIOR_PREFILL = (_PRIOR["prefill_base"], _PRIOR["prefill_token"])
 #: Seconds of a transferred token before any was seen.
 PRIOR_TRANSFER_TOKEN = _PRIOR["transfer_token"]
 _LAW = ("a", "b", "d", "n_sat", "beta", "floor")
-_STALL = ("stall_base", "stall_token", "prompt", "bursts", "uneven", "prefill_pair")
+_STALL = ("stall_base", "stall_token", "prompt", "bursts", "uneven", "prefill_pair", "prefill_each")
 #: Names of the rows of a table of estimates, in order.
 ROWS = (*_PRIOR, *_LAW, *_STALL)
 
 
 def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
-    """Return what is assumed of one worker, in the order of `ROWS`, shape (18,)."""
+    """Return what is assumed of one worker, in the order of `ROWS`, shape (19,)."""
     pace = (min(getattr(law, name), _FAR) for name in _LAW)
-    return np.array([*_PRIOR.values(), *pace, *PRIOR_PREFILL, PRIOR_PREFILL[0], 1.0, 1.0, 0.0])
+    return np.array(
+        [*_PRIOR.values(), *pace, *PRIOR_PREFILL, PRIOR_PREFILL[0], 1.0, 1.0, 0.0, PRIOR_PREFILL[1]]
+    )
 
 
 def pairs(tokens: Any, prompt: Any) -> Any:
@@ -67,7 +69,7 @@ class Estimates:
     """Speeds of the workers; each name below is a view of shape (workers,).
 
     Attributes:
-        table: all of them, by the names in `ROWS`, shape (18, workers).
+        table: all of them, by the names in `ROWS`, shape (19, workers).
         prefill_base: seconds that a prompt takes apart from its tokens.
         prefill_token: seconds that each uncached token of a prompt takes.
         transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
@@ -82,6 +84,7 @@ class Estimates:
         bursts: variance of the fleet's gaps between arrivals, by their squared mean.
         uneven: variance of the seconds of its prompts, by their squared mean.
         prefill_pair: seconds of each pair of a prompt's token and one before it (`pairs`).
+        prefill_each: seconds that each uncached token takes in the mean, its pairs counted.
     """
 
     table: Numbers
@@ -104,6 +107,7 @@ class Estimates:
     bursts = _row("bursts")
     uneven = _row("uneven")
     prefill_pair = _row("prefill_pair")
+    prefill_each = _row("prefill_each")
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:

@@ -23,11 +23,11 @@ def fill(
     mean_size: float,
     least_slope: float,
 ) -> None:
-    """Write all rows of `Estimates.table`, shape (18, workers).
+    """Write all rows of `Estimates.table`, shape (19, workers).
 
     Args:
         table: to write; its rows are named in `pigou.control.speeds.estimates.ROWS`.
-        column: what a worker with a scale of 1 has, (18,).
+        column: what a worker with a scale of 1 has, (19,).
         prefill, transfer, itl: scales of each worker's own, (workers,).
         commons: scales of all of them together, in this order.
         mean_size: uncached tokens of a prompt in the mean, its pairs counted as tokens.
@@ -49,4 +49,5 @@ def fill(
         table[7, w] = column[7] * pace
         table[8, w] = column[8] * pace
         table[17, w] = column[17] * prompts
+        table[18, w] = column[18] * prompts
         table[14, w] = table[0, w] + table[1, w] * mean_size

@@ -36,6 +36,8 @@ _FRESH = SECOND // 100
 #: Outputs that the expected length of an output is a mean over.
 _OUTPUTS = 64.0
 _FIRST_OUTPUT = 128.0
+#: Prompts whose tokens and pairs are forgotten by half after so many more.
+_HALF_LIFE = 128.0
 #: At least so much of a step is for the streams.
 _LEAST_BARE = 0.1
 #: What a sample tells at least, beside one without prompts.
@@ -70,6 +72,7 @@ class Estimator:
         self._rate = np.zeros(0)
         self._rated = np.zeros(0, dtype=np.int64)
         self._last_done = np.zeros(0, dtype=np.int64)
+        self._tokens = self._both = 0.0
         self._output = _FIRST_OUTPUT
         self._outputs = 0
         self.flow = Flow()
@@ -116,6 +119,9 @@ class Estimator:
         self._last_done[row] = now
         both = float(pairs(tokens, tokens if prompt is None else prompt))
         size = tokens + self._prefill.ratio * both
+        keep = 0.5 ** (1.0 / _HALF_LIFE)
+        self._tokens = keep * self._tokens + tokens
+        self._both = keep * self._both + both
         self.flow.prompt(row, size, max(0, now - began) / SECOND)
         self._sizes.observe(size)
         if now > began:
@@ -210,6 +216,11 @@ class Estimator:
         common, (base, slope) = self._scales["prefill"].now(now)[0], self._prefill.law
         return base * common, slope * common
 
+    @property
+    def _before(self) -> float:
+        """Tokens before one that is computed, in the mean."""
+        return self._both / max(1.0, self._tokens)
+
     def _law(self) -> LatencyLaw:
         """Return the law of ITL that is common to the fleet."""
         return self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
@@ -225,6 +236,8 @@ class Estimator:
             if fit.seen:
                 column[_AT[f"{name}_base"]], column[_AT[f"{name}_token"]] = fit.law
         column[_AT["prefill_pair"]] = self._prefill.pair
+        column[_AT["prefill_each"]] = column[_AT["prefill_token"]]
+        column[_AT["prefill_each"]] += self._prefill.pair * self._before
         column[_AT["stall_base"]], column[_AT["stall_token"]] = self._taken(alone, law)
         column[_AT["bursts"]] = self._gaps.squared()
         column[_AT["uneven"]] = self._sizes.squared(*alone)
