@@ -8,6 +8,10 @@
   others; both route by Dynamo's cost.
 - `growth`: the same load per worker on 8 and on 256 workers: Pigou's cost of a request.
 
+Both simulators of a table have the same blocks and the same limit of tokens a step (`--shapes`):
+these decide how much there is to do. AISimulate's own are 64 tokens a block and 8,192 a step, those
+of Dynamo's replay 8,192 a step, those of `pigou simulate` 16 and 2,048.
+
 Simulators take turns. Seconds are those that each reports for its simulation, without start-up and
 without reading the trace; those of the whole process, its CPU time and memory are printed as well.
 Peers are named by environment variables: PIGOU_PEER_AISIMULATE, a venv with
@@ -53,6 +57,8 @@ engine:
   context_length: 131072
   workers:
     aggregated:
+      kv_cache: {{block_size: {block}}}
+      scheduler: {{max_batched_tokens: {tokens}, max_sequences: 256}}
       parallelism: {{replicas: {workers}, tensor: 1, pipeline: 1, attention_data: 1,
                      moe_tensor: 1, moe_expert: 1}}
 """
@@ -67,6 +73,23 @@ class Took:
     process: float
     cpu: float
     rss: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens in a block, and in a step at most."""
+
+    block: int
+    tokens: int
+
+    @classmethod
+    def read(cls, text: str) -> Shape:
+        """Read `64x8192`."""
+        block, _, tokens = text.partition("x")
+        return cls(int(block), int(tokens))
+
+    def __str__(self) -> str:
+        return f"{self.block} tokens a block, {self.tokens:,} a step"
 
 
 Run = Callable[[Path], Took]
@@ -91,15 +114,17 @@ def measured(argv: Sequence[str], folder: Path) -> tuple[str, float, float, floa
 _ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 
-def pigou(trace: Path, workers: int, policy: str) -> Run:
+def pigou(trace: Path, workers: int, policy: str, shape: Shape) -> Run:
     """The simulator of this checkout."""
 
     def run(folder: Path) -> Took:
-        figures = folder / "figures.json"
+        figures, fleet = folder / "figures.json", folder / "fleet.yaml"
+        kind = {"role": "both", "count": workers, "block_size": shape.block}
+        fleet.write_text(json.dumps({"workers": [kind]}))  # YAML as well
         argv = [
             sys.executable, "-m", "pigou", "simulate", "--workload", str(trace),
-            "--fleet", f"{workers}xboth", "--model", MODEL, "--gpu", GPU, "--policy", policy,
-            "--json", str(figures),
+            "--fleet", str(fleet), "--model", MODEL, "--gpu", GPU, "--policy", policy,
+            "--max-batched-tokens", str(shape.tokens), "--json", str(figures),
         ]  # fmt: skip
         _, process, cpu, rss = measured(argv, folder)
         found = json.loads(figures.read_text())
@@ -108,7 +133,7 @@ def pigou(trace: Path, workers: int, policy: str) -> Run:
     return run
 
 
-def aisimulate(trace: Path, workers: int) -> Run:
+def aisimulate(trace: Path, workers: int, shape: Shape) -> Run:
     """AISimulate's engine stack."""
     home = _home("PIGOU_PEER_AISIMULATE", f"a venv with aisimulate=={AISIMULATE}")
     program = home / "bin" / "aisimulate"
@@ -118,7 +143,11 @@ def aisimulate(trace: Path, workers: int) -> Run:
 
     def run(folder: Path) -> Took:
         config = folder / "prediction.yaml"
-        config.write_text(_AISIMULATE_CONFIG.format(trace=trace, workers=workers))
+        config.write_text(
+            _AISIMULATE_CONFIG.format(
+                trace=trace, workers=workers, block=shape.block, tokens=shape.tokens
+            )
+        )
         argv = [str(program), "predict", "-c", str(config), "--output-dir", "report", "--overwrite"]
         _, process, cpu, rss = measured(argv, folder)
         found = json.loads((folder / "report" / "prediction.json").read_text())
@@ -127,13 +156,15 @@ def aisimulate(trace: Path, workers: int) -> Run:
     return run
 
 
-def dynamo(trace: Path, workers: int) -> Run:
+def dynamo(trace: Path, workers: int, shape: Shape) -> Run:
     """Dynamo's offline replay, with its KV router."""
     home = _home("PIGOU_PEER_DYNAMO", "a venv with ai-dynamo-runtime 1.6.1")
 
     def run(folder: Path) -> Took:
         script = Path(__file__).with_name("simulator_dynamo.py")
+        engine = {"block_size": shape.block, "max_num_batched_tokens": shape.tokens}
         argv = [str(home / "bin" / "python"), str(script), str(trace), str(workers)]
+        argv.append(json.dumps(engine))
         out, process, cpu, rss = measured(argv, folder)
         found = json.loads(out.splitlines()[-1])
         return Took(found["completed"], found["wall_s"], process, cpu, rss)
@@ -233,6 +264,9 @@ def main() -> None:
     parser.add_argument("--only", default="trace,fleet,growth")
     parser.add_argument("--requests", type=int, default=0, help="of trace and fleet; 0 for all")
     parser.add_argument("--policies", default="toll", help="of `trace`: comma-separated")
+    parser.add_argument(
+        "--shapes", default="64x8192,16x2048", help="of `trace`: tokens of a block and of a step"
+    )
     options = parser.parse_args()
     console, only = Console(width=110), set(options.only.split(","))
     unknown = only - {"trace", "fleet", "growth"}
@@ -243,25 +277,37 @@ def main() -> None:
         folder = Path(name)
         if "trace" in only:
             trace = mooncake(folder, options.requests)
-            ours = {f"pigou, {each}": pigou(trace, 4, each) for each in options.policies.split(",")}
-            title = f"Mooncake conversation, 4 workers, {MODEL} on {GPU}"
-            peer = f"aisimulate {AISIMULATE}"
-            beside(title, ours, peer, lambda: aisimulate(trace, 4), options.rounds, console)
+            for shape in map(Shape.read, options.shapes.split(",")):
+                on_trace(trace, shape, options.policies.split(","), options.rounds, console)
         if "fleet" in only:
-            fleet = made(folder, 64, options.requests or 20_000)
-            runs = {"pigou, dynamo": pigou(fleet, 64, "dynamo")}
-            peer = "dynamo 1.6.1, kv_router"
-            title = "64 workers, 4,096 + 256 tokens"
-            beside(title, runs, peer, lambda: dynamo(fleet, 64), options.rounds, console)
+            fleet, shape = made(folder, 64, options.requests or 20_000), Shape(16, 8192)
+            runs = {"pigou, dynamo": pigou(fleet, 64, "dynamo", shape)}
+            title, peer = f"64 workers, 4,096 + 256 tokens, {shape}", "dynamo 1.6.1, kv_router"
+            beside(title, runs, peer, lambda: dynamo(fleet, 64, shape), options.rounds, console)
         if "growth" in only:
-            sizes = (8, 256)
-            runs = {
-                f"{size} workers": pigou(made(folder, size, 60 * size), size, "dynamo")
-                for size in sizes
-            }
-            found = compare("60 requests a worker", runs, options.rounds, console)
-            few, many = (found[f"{size} workers"] for size in sizes)
-            console.print(f"A request costs {many / few:.2f} times as much on 256 workers as on 8")
+            growth(folder, options.rounds, console)
+
+
+def on_trace(
+    trace: Path, shape: Shape, policies: Sequence[str], rounds: int, console: Console
+) -> None:
+    """Mooncake's trace, beside AISimulate."""
+    ours = {f"pigou, {each}": pigou(trace, 4, each, shape) for each in policies}
+    title = f"Mooncake conversation, 4 workers, {MODEL} on {GPU}, {shape}"
+    peer = f"aisimulate {AISIMULATE}"
+    beside(title, ours, peer, lambda: aisimulate(trace, 4, shape), rounds, console)
+
+
+def growth(folder: Path, rounds: int, console: Console) -> None:
+    """The same load a worker on few and on many."""
+    sizes, shape = (8, 256), Shape(16, 8192)
+    runs = {
+        f"{size} workers": pigou(made(folder, size, 60 * size), size, "dynamo", shape)
+        for size in sizes
+    }
+    found = compare(f"60 requests a worker, {shape}", runs, rounds, console)
+    few, many = (found[f"{size} workers"] for size in sizes)
+    console.print(f"A request costs {many / few:.2f} times as much on 256 workers as on 8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The peer of `benchmarks.simulator`: Dynamo's offline replay, run by the peer's own Python.
 
-Arguments: trace, workers. Prints a JSON object: the seconds that the replay took, and its summary.
+Arguments: trace, workers, what the engine is set to (JSON). Prints a JSON object: the seconds that
+the replay took, and the requests that it completed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dynamo._core import KvRouterConfig, run_mocker_trace_replay
 
 
 def main() -> None:
-    trace, workers = sys.argv[1], int(sys.argv[2])
+    trace, workers, engine = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
     began = time.perf_counter()
     replay = run_mocker_trace_replay(
         [trace],
         trace_block_size=512,
-        extra_engine_args={"engine": {"block_size": 16}},
+        extra_engine_args={"engine": engine},
         num_workers=workers,
         router_mode="kv_router",
         router_config=KvRouterConfig(),
