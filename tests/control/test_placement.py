@@ -122,6 +122,16 @@ def test_a_copy_in_host_memory_costs_part_of_computing_it() -> None:
     assert host.cost - device.cost == pytest.approx(0.25 * 1e-4 * SIZE * 10)
 
 
+def test_speeds_without_a_slope_do_not_make_blocks_worthless() -> None:
+    often, seldom = chain(1, 10), chain(101, 10)
+    window = [prompt(0, often, 0, known=10)] * 9 + [prompt(0, seldom, 0, known=10)]
+    members = fleet(1, 10)
+    members.estimates.prefill_token[:] = 0.0
+    found = judged(window, members, {0: seldom.tolist()})
+    assert found.met == pytest.approx(10 * 0.005)  # as many seconds as were learned
+    assert found.poa > 2.0
+
+
 def test_many_objects_are_cut_to_the_hottest_and_it_says_so() -> None:
     chains = [chain(100 * k + 1, 2) for k in range(100)]
     window = [prompt(0, each, 2) for each in chains]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,9 @@ ENTRIES = 2048
 #: What a block in host memory, and in storage, costs over computing it: one less the weights that
 #: Dynamo 1.x gives such hits by default. Workers do not tell what theirs cost.
 HOST, STORAGE = 0.25, 0.75
+#: A worker whose tokens take less than this part of what prompts take apart from them has learned
+#: no slope.
+_FLAT = 0.05
 
 
 class Prompt(NamedTuple):
@@ -111,6 +114,7 @@ def place(
     own = [each for each in window if each.worker in row]
     if not own:
         return None
+    fleet = _with_slope(fleet, own)
     for each in own:
         tree.add(each.keys, each.worker, each.weight, each.known)
     bare, met = _met(own, row, fleet)
@@ -140,6 +144,29 @@ def place(
     poa = cost / best if best > 0.0 else 1.0
     exact = len(hot) == len(again)
     return Placement(poa, cost, best, unavoidable, met, len(own), len(hot), exact)
+
+
+def _with_slope(fleet: Fleet, window: Sequence[Prompt]) -> Fleet:
+    """Return the fleet with prompts that take longer the more of them is to be computed.
+
+    Speeds that were learned from prompts of one length, cached all or none, can have all seconds
+    apart from the tokens; these are then spread over the tokens that prompts had to compute.
+    """
+    known = fleet.estimates
+    left = [each.tokens - each.cached * fleet.block_size for each in window]
+    computed = [tokens for tokens in left if tokens > fleet.block_size]
+    if not computed:
+        return fleet
+    mean = sum(computed) / len(computed)
+    flat = known.prefill_token * mean < _FLAT * known.prefill_base
+    flat &= known.prefill_pair * mean * mean / 2 < _FLAT * known.prefill_base
+    if not flat.any():
+        return fleet
+    table = known.table.copy()
+    made = Estimates(table)
+    made.prefill_token[flat] = known.prefill_base[flat] / mean
+    made.prefill_base[flat] = 0.0
+    return replace(fleet, estimates=made)
 
 
 def _met(window: Sequence[Prompt], row: dict[str, int], fleet: Fleet) -> tuple[float, float]:
