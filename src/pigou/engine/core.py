@@ -144,7 +144,7 @@ class EngineCore:
         plan, self._ahead = self._scheduler.schedule(now, horizon)
         if tiering is not None:
             plan.moves = tiering.tiers.drain()
-        self._plan = plan if plan else None
+        self._plan = plan if len(plan.rows) else None
         return plan
 
     def apply(self, plan: Plan, result: Result) -> Effects:
@@ -154,9 +154,9 @@ class EngineCore:
             OutOfTurn: it is not the plan that `schedule` returned last.
             ValueError: the result does not fit the plan.
         """
-        if not plan and self._plan is None:
-            return self._state.flush(Effects())
         if plan is not self._plan:
+            if not plan and self._plan is None:
+                return self._state.flush(Effects())
             raise OutOfTurn("this is not the plan that was scheduled last")
         _check_result(plan, result)
         self._plan = None

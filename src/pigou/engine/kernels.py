@@ -65,6 +65,17 @@ def entries(
 
 
 @bare_kernel
+def strike(order: Ints, count: int, row: int) -> int:
+    """Take a row out of the first `count` of `order`, which close up; return how many are left."""
+    left = 0
+    for i in range(count):
+        if order[i] != row:
+            order[left] = order[i]
+            left += 1
+    return left
+
+
+@bare_kernel
 def append_blocks(tables: Ints, blocks: Ints, rows: Ints, new: Ints) -> None:
     """Append one block to each row, in order; a row may occur several times."""
     for i in range(rows.shape[0]):

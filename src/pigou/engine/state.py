@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pigou.config import EngineConfig
+from pigou.engine import kernels
 from pigou.engine.plan import Effects, Finished, Started
 from pigou.engine.preemption import Rates
 from pigou.engine.queue import WaitingQueue
@@ -106,9 +107,7 @@ class EngineState:
 
     def stop(self, seq: Sequence) -> None:
         """Take a running sequence out of the order, and from its row; its blocks are gone."""
-        others = self.running[self.running != seq.row]
-        self.computing = len(others)
-        self._order[: len(others)] = others
+        self.computing = kernels.strike(self._order, self.computing, seq.row)
         if seq in self.prefilling:
             self.prefilling.remove(seq)
         self.vacate(seq)

@@ -338,7 +338,8 @@ def _bootstrap(count: int, draws: int, seed: int) -> Floats:
     rng = np.random.default_rng(seed)
     block = max(1, round(count ** (1.0 / 3.0)))
     starts = rng.integers(0, count, size=(draws, math.ceil(count / block)))
-    taken = (starts[:, :, None] + np.arange(block)).reshape(draws, -1)[:, :count] % count
+    taken = (starts[:, :, None] + np.arange(block)).reshape(draws, -1)[:, :count]
+    taken[taken >= count] -= count
     places = taken + count * np.arange(draws)[:, None]
     drawn: Floats = np.bincount(places.ravel(), minlength=draws * count).astype(np.float64)
     return drawn.reshape(draws, count)

@@ -19,7 +19,6 @@ from pigou.control.messages import (
     Queue,
     Route,
     Shed,
-    Tokens,
 )
 from pigou.control.plane import ControlPlane
 from pigou.engine.errors import QueueFull
@@ -72,6 +71,7 @@ class Dispatcher:
         self._trips: dict[str, Trip] = {}
         self._under: dict[Call, Trip] = {}
         self._seats, self._counts = (np.zeros(0, dtype=np.int64) for _ in range(2))
+        self._last = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 
     @property
     def inflight(self) -> int:
@@ -262,18 +262,22 @@ class Dispatcher:
             if member.sim is not None:
                 member.sim.settle(leg)
             if leg is trip.decode:
-                self._keep(leg, now)
+                self._keep(leg)
             if member.sim is not None:
                 member.sim.abort(leg, now)
             if leg.source:
                 self._release(leg.source, leg.held, now)
         trip.prefill = trip.decode = None
 
-    def _keep(self, leg: Leg, now: int) -> None:
+    def _keep(self, leg: Leg) -> None:
         """Count a stream's tokens, and tell of those that nobody was told of."""
         leg.trip.call.tokens += leg.produced
-        if leg.produced > leg.told:
-            self.observe(Tokens(leg.trip.id, leg.produced - leg.told), now)
+        if leg.produced > leg.told:  # as `Tokens`, and quicker
+            if self._behind and len(self._plane.queue):
+                self._catch_up()
+            seat, count = self._last
+            seat[0], count[0] = leg.trip.seat, leg.produced - leg.told
+            self._plane.came(seat, count)
 
     def _release(self, worker: str, held: str, now: int) -> None:
         member = self._members[worker]
@@ -334,7 +338,7 @@ class Dispatcher:
             trip.decode = None
             if not call.prefill and not call.moves:
                 call.cached = finished.cached
-            self._keep(leg, now)
+            self._keep(leg)
             call.last = now
             self._end(trip, Outcome.DONE, FinishReason.STOP, "", now)
         elif len(finished.held):

@@ -115,9 +115,13 @@ def untold(
     Returns:
         `size`, and how many there are.
     """
-    passed = 0
-    while passed < ends.shape[0] and (ends[passed] < now or (mine and ends[passed] == now)):
-        passed += 1
+    passed, over = 0, ends.shape[0]
+    while passed < over:
+        middle = (passed + over) // 2
+        if ends[middle] < now or (mine and ends[middle] == now):
+            passed = middle + 1
+        else:
+            over = middle
     for row in rows:
         produced[row] += passed
     for row in range(streams.shape[0]):
