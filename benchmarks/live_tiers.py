@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--host-cache", default="128MiB")
     parser.add_argument("--disk-cache", default="0")
     parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--tier-policy", default="price")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     console = Console(width=120)
@@ -209,7 +210,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         device = ["--blocks", str(args.blocks), "--dtype", args.dtype]
-        tiers = ["--host-cache", args.host_cache]
+        tiers = ["--host-cache", args.host_cache, "--tier-policy", args.tier_policy]
         if args.disk_cache != "0":
             tiers += ["--disk-cache", args.disk_cache, "--disk-path", str(folder / "kv")]
         plain = Way("plain", start("plain", device, folder))

@@ -56,6 +56,7 @@ class Seam(RuleBasedStateMachine):
             hashed=data.draw(st.booleans()),
         )
         self.plan: Plan | None = None
+        self.now = 0
         self.number = 0
         self.flying: set[str] = set()
 
@@ -89,7 +90,7 @@ class Seam(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.plan is None and self.flying)
     def schedule(self) -> None:
-        plan = self.core.schedule(0)
+        plan = self.core.schedule(self.now)
         result = self.oracle.execute(plan)
         self.plan = plan if plan else None
         self.result = result

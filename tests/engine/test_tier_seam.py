@@ -41,6 +41,7 @@ class TierSeam(Seam):
             config, tiers=make_tiers(caps, staging, data.draw(st.integers(1, 9)))
         )
         self.core.rates = rates
+        self.core._state.tiering._returns.least = 1.0
         self.oracle: TierOracle = TierOracle(
             self.core,
             ends=data.draw(st.booleans()),
@@ -51,6 +52,7 @@ class TierSeam(Seam):
             most=[cap + staging for cap in caps],
         )
         self.plan = None
+        self.now = 0
         self.number = 0
         self.flying = set()
 
@@ -73,11 +75,17 @@ class TierSeam(Seam):
         ready = [tier for tier, link in enumerate(self.oracle.links) if link]
         self.observe(self.oracle.make(data.draw(st.sampled_from(ready)), fails))
 
+    @rule(millis=st.sampled_from([0, 1, 20, 300]))
+    def recall(self, millis: int) -> None:
+        """Time passes; what sessions need that are expected back is brought up."""
+        self.now += millis * 1_000_000
+        self.observe(self.core.recall(self.now))
+
     @rule()
     @precondition(lambda self: self.plan is None and not self.flying)
     def idle(self) -> None:
         """Nobody is there: what is left to be moved is planned all the same."""
-        plan = self.core.schedule(0)
+        plan = self.core.schedule(self.now)
         assert not plan
         self.oracle.execute(plan)
 
@@ -138,3 +146,47 @@ def test_a_read_that_takes_longer_than_computing_is_not_made() -> None:
     assert tiers._worth([1], 0) == 0  # 1.0 saved, 3.0 spent
     assert tiers._worth([1, 1, 1], 0) == 3  # 4.5 saved, 4.0 spent
     assert tiers._worth([0, 1], 0) == 1
+
+
+def test_a_session_that_is_expected_back_finds_its_blocks_on_the_device() -> None:
+    tiers = make_tiers([99], 0, copies=8)
+    core = EngineCore(EngineConfig(blocks=16, block_size=2, max_model_len=64), tiers=tiers)
+    core._state.tiering._returns.least = 2.0
+    oracle = TierOracle(core, ends=False, stores=[{}], links=[deque()], most=[99])
+    now = 0
+
+    def moves() -> None:
+        oracle.execute(core.schedule(now))
+        while oracle.links[0] or oracle.loads:
+            for load in list(oracle.loads):
+                oracle.observe(oracle.restore(load, 99))
+            while oracle.links[0]:
+                oracle.make(0, False)
+            oracle.execute(core.schedule(now))
+        oracle.check()
+
+    def turn(name: str, tokens: list[int]) -> int:
+        oracle.add(oracle.request(name, tokens, 1, arrival=now), tokens)
+        hits = core.prefix_hits
+        while name in core:
+            plan = core.schedule(now)
+            result = oracle.execute(plan)
+            if plan:
+                oracle.observe(core.apply(plan, result))
+            for load in list(oracle.loads):
+                oracle.observe(oracle.restore(load, 99))
+        moves()
+        return core.prefix_hits - hits
+
+    tokens = [1, 2, 3, 1, 2, 3, 1, 2]
+    for number in range(4):  # the session pauses for a second each time
+        turn(f"turn-{number}", tokens)
+        tokens = [*tokens, 3, 1]
+        turn(f"other-{number}", [5 + number] * 24)  # takes most of the device
+        now += 900_000_000
+        due = core.next_return
+        if due is not None and due <= now:
+            oracle.observe(core.recall(now))
+            moves()
+        now += 100_000_000
+    assert turn("last", tokens) == 14  # nothing was restored: it lay on the device

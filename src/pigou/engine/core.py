@@ -86,6 +86,8 @@ class EngineCore:
         state.ranked |= request.priority != 0 and self.config.order == "priority"
         seq = state.sequences[request.id] = Sequence(request, key, hashes)
         state.queue.push(seq)
+        if state.tiering is not None:
+            state.tiering.back(seq.hashes, request.arrival + self._epoch)
 
     def would_wait(self, request: Request) -> bool:
         """Whether `add` would take a request in, and place it behind somebody who waits.
@@ -143,6 +145,7 @@ class EngineCore:
             tiering.begin(self._state.unix)
         plan, self._ahead = self._scheduler.schedule(now, horizon)
         if tiering is not None:
+            plan.loads += tiering.fetches()
             plan.moves = tiering.tiers.drain()
         self._plan = plan if len(plan.rows) else None
         return plan
@@ -180,6 +183,8 @@ class EngineCore:
         state = self._state
         if state.tiering is not None:
             state.tiering.restored(request, tokens // self.config.block_size)
+            if state.fetched(request, tokens // self.config.block_size):
+                return state.flush(Effects())
         if request in state.draining:
             state.free_kept(state.draining.pop(request))
             return state.flush(Effects())
@@ -219,6 +224,22 @@ class EngineCore:
         if len(kept):
             state.free_blocks(kept)
         return state.flush(Effects())
+
+    @property
+    def next_return(self) -> int | None:
+        """When to call `recall`, in nanoseconds of the caller's clock; None for never."""
+        tiering = self._state.tiering
+        due = tiering.next_return() if tiering is not None else None
+        return None if due is None else due - self._epoch
+
+    def recall(self, now: int) -> Effects:
+        """Bring back from tiers what sessions left that are expected to go on soon.
+
+        The next plan has the loads. Only blocks are taken that nobody needs now.
+        """
+        self._state.unix = now + self._epoch
+        self._state.recall()
+        return self._state.flush(Effects())
 
     def release(self, request: str) -> Effects:
         """Free the blocks that were held for a request; nothing, if none are."""

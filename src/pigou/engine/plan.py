@@ -38,7 +38,8 @@ class Load(msgspec.Struct, frozen=True):
 
     Attributes:
         request: its id.
-        row: the row of the batch that it holds.
+        row: the row of the batch that it holds; -1 where nobody asks for the blocks yet: a session
+            that is away is expected back (`pigou.kv.returns`), and never `Started`.
         first: index of the first block to fill, within the request; those before were hit.
         blocks: device blocks to fill, in order, shape (n,); n = 0 when everything was hit, and
             the offer need only be declined.

@@ -156,6 +156,8 @@ class Settlement:
         if keep:
             kept = state.held[request.id] = state.keep_row(seq, keep)
             held = kept.blocks
+        if state.tiering is not None and reason is not FinishReason.ABORT:
+            state.tiering.away(seq, int(state.rows.sealed[seq.row]))
         state.free_row(seq, keep)
         state.stop(seq)
         del state.sequences[request.id]

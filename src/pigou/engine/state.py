@@ -153,6 +153,29 @@ class EngineState:
             self.rows.tables[row], keep, int(self.rows.blocks[row]), seq.hashes, seq.twins
         )
 
+    def recall(self) -> None:
+        """Bring back from tiers what will soon be asked for, while nobody waits for blocks."""
+        if self.tiering is None:
+            return
+        spare = self.pool.free - (self.config.headroom + 1) * self.rows.used
+        for hashes in self.tiering.recall(0 if len(self.queue) else max(0, spare), self.unix):
+            self.removed(hashes)
+
+    def fetched(self, request: str, good: int) -> bool:
+        """Cache the first `good` blocks that were fetched under this name; whether any were."""
+        fetch = self.tiering.fetched(request) if self.tiering is not None else None
+        if fetch is None:
+            return False
+        last = fetch.first + good
+        first, count, _ = self.prefix.seal(fetch.table, fetch.hashes, fetch.first, last)
+        if count:
+            parent = fetch.hashes[max(first - 1, 0) : first]
+            self._events.append(
+                BlockStored(request, first, fetch.hashes[first : first + count], parent)
+            )
+        self.free_blocks(fetch.table)
+        return True
+
     def free_kept(self, kept: Kept) -> None:
         """Drop blocks that were kept without a row."""
         self._release(kept.blocks, 0, len(kept.blocks), kept.hashes, kept.twins)

@@ -8,14 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pigou.engine.plan import Load
 from pigou.engine.sequence import Sequence
 from pigou.kv.pool import BlockPool
 from pigou.kv.prefix import PrefixCache
+from pigou.kv.returns import Pause, Returns
 from pigou.kv.tiers import DEVICE, Move, Tiers
 from pigou.request import BlockHashes, Ints
 
 #: Sequences whose blocks wait to be offered; of more, the oldest are forgotten.
 _MOST_PENDING = 4096
+#: Begins the names of loads that no request has asked for.
+RETURN = "return:"
 
 
 class Pending(NamedTuple):
@@ -23,6 +27,20 @@ class Pending(NamedTuple):
 
     hashes: BlockHashes
     expiry: int
+
+
+class Fetch(NamedTuple):
+    """Blocks that are brought back before anybody asks for them.
+
+    Attributes:
+        table: device blocks of a session from its beginning on, shape (n,).
+        hashes: of these, shape (n, 2).
+        first: index of the first that is brought back.
+    """
+
+    table: Ints
+    hashes: BlockHashes
+    first: int
 
 
 class Tiering:
@@ -39,12 +57,16 @@ class Tiering:
         self._pool, self._prefix, self._size = pool, prefix, block_size
         self._pending: deque[Pending] = deque(maxlen=_MOST_PENDING)
         self._kept: dict[int, Ints] = {}
+        self._returns = Returns()
+        self._fetched: dict[str, Fetch] = {}
+        self._fetches: list[Load] = []
+        self._number = 0
         self._room = tiers.copies
 
     @property
     def kept(self) -> Items[Ints]:
         """Blocks that are referred to until their copies have landed."""
-        return list(self._kept.values())
+        return [*self._kept.values(), *(fetch.table for fetch in self._fetched.values())]
 
     def leave(self, seq: Sequence, sealed: int) -> None:
         """Note that a sequence leaves its row; so many of its blocks can be hit."""
@@ -86,6 +108,60 @@ class Tiering:
         self._room += len(move.keys)
         return self._kept.pop(number)
 
+    # --- sessions that are away -----------------------------------------------------------------
+
+    def away(self, seq: Sequence, sealed: int) -> None:
+        """Note that a sequence has ended; its session may come back."""
+        if sealed:
+            self._returns.left(seq.hashes[:sealed], seq.request.expiry, self.now)
+
+    def back(self, hashes: BlockHashes, now: int) -> None:
+        """Note that a request with these blocks has come."""
+        self._returns.came(hashes, now)
+
+    def next_return(self) -> int | None:
+        """Return when the next session is due, nanoseconds since 1970; None when nobody is."""
+        return self._returns.next()
+
+    def recall(self, spare: int, now: int) -> list[BlockHashes]:
+        """Begin to bring back what sessions need that are due, and what lies in tiers alone.
+
+        At most half of the `spare` blocks are taken. Returns the hashes that had to go for it.
+        """
+        room = spare // 2
+        removed = []
+        for pause in self._returns.due(now):
+            shared = self._prefix.match(pause.hashes, len(pause.hashes)).blocks
+            tiers = self.tiers.restorable(pause.hashes, len(shared), now)
+            taken = len(tiers) + int((self._pool.refs(shared) == 0).sum())
+            if len(tiers) and taken <= room:
+                room -= taken
+                removed.append(self._fetch(pause, shared, tiers, now))
+        return removed
+
+    def _fetch(self, pause: Pause, shared: Ints, tiers: Ints, now: int) -> BlockHashes:
+        first, last = len(shared), len(shared) + len(tiers)
+        table = np.empty(last, dtype=np.int32)
+        self._pool.take(shared, table[:first])
+        removed = self._pool.allocate(table[first:])
+        request, hashes = f"{RETURN}{self._number}", pause.hashes[first:last]
+        self._number += 1
+        self._fetched[request] = Fetch(table, pause.hashes[:last], first)
+        self.tiers.begin(request, hashes, tiers, now)
+        self._fetches.append(Load(request, -1, first, table[first:].copy(), tiers, hashes))
+        return removed
+
+    def fetches(self) -> list[Load]:
+        """Return the loads that have been begun since the last call."""
+        found, self._fetches = self._fetches, []
+        return found
+
+    def fetched(self, request: str) -> Fetch | None:
+        """Take a fetch that has ended; None if the request is not one."""
+        return self._fetched.pop(request, None)
+
+    # --- requests -------------------------------------------------------------------------------
+
     def restored(self, request: str, good: int) -> None:
         """Note that a request's load is over, and that its first `good` blocks came."""
         self.tiers.end(request, good, self.now)
@@ -93,6 +169,7 @@ class Tiering:
     def clear(self) -> None:
         """Forget what lies anywhere, and what was to be offered."""
         self._pending.clear()
+        self._returns.clear()
         self.tiers.clear(self.now)
 
     def restorable(self, seq: Sequence, first: int) -> Ints:

@@ -43,7 +43,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     gib: float
     gbps: float = 200.0
     latency_us: float = 20.0
-    policy: str = "lru"
+    policy: str = "price"
     params: dict[str, float] = {}
 
     def __post_init__(self) -> None:

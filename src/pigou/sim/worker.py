@@ -92,6 +92,7 @@ class SimWorker:
         self._chunks = False  # whether the plan under way computes several chunks
         self._version = 0
         self._awake = False
+        self._expected: int | None = None  # when a session is expected back
         self._events: list[KVEvent] = []
         self._inbox: deque[tuple[int, Event]] = deque()  # after how many steps, what
         self._dead = False
@@ -276,6 +277,7 @@ class SimWorker:
         plan = self.core.schedule(now)
         if self._links is not None:
             self._links.make(plan.moves, now, self._landed)
+            self._expect(now)
         self._admit(plan, now)
         if not plan:
             return
@@ -370,6 +372,20 @@ class SimWorker:
         if steps:
             self._streams.count_passed(rows, self._ends, steps)
 
+    def _expect(self, now: int) -> None:
+        """See to it that what sessions need is brought back when they are due."""
+        due = self.core.next_return
+        if due is None or (self._expected is not None and self._expected <= due):
+            return
+        self._expected = due = max(due, now + 1)
+
+        def recall(at: int) -> None:
+            if self._expected == due:
+                self._expected = None
+            self._note(self.core.recall(at))
+
+        self._clock.at(due, Phase.LINK, self.number, lambda at: self._do(recall, at))
+
     def _notice(self) -> int:
         """Return the nanoseconds until what happens is taken note of, mostly: the steps' ends."""
         if self._idle or not len(self._ends):
@@ -398,11 +414,13 @@ class SimWorker:
             leg.trip.call.preemptions += 1
             self._streams.leave(leg)
         for load in plan.loads:
-            leg = self._legs[load.request]
-            self._streams.occupy(leg, load.row)
             if len(load.tiers):
                 self._restore(load, now)
-            else:
+            if load.row < 0:  # for a session that is away
+                continue
+            leg = self._legs[load.request]
+            self._streams.occupy(leg, load.row)
+            if not len(load.tiers):
                 self._listener.wanted(leg, load, now)
         for started in plan.started:
             leg = self._legs[started.request]

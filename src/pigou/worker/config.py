@@ -85,7 +85,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     bucket_url: str = ""
     bucket_endpoint: str = ""
     bucket_region: str = ""
-    tier_policy: str = "lru"
+    tier_policy: str = "price"
     tier_params: dict[str, Any] = {}
     max_seqs: int = 256
     max_batched_tokens: int = 2048
@@ -153,7 +153,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in ("bucket_endpoint", "bucket_region"):
             if getattr(self, name) and not self.bucket_url:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, and bucket_url is missing")
-        if (self.tier_params or self.tier_policy != "lru") and not self.tiered:
+        if (self.tier_params or self.tier_policy != "price") and not self.tiered:
             raise ConfigError(
                 f"tier_policy is {self.tier_policy!r}, and there is no cache beyond the device; "
                 "give host_cache, disk_cache or bucket_cache"

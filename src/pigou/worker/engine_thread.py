@@ -116,9 +116,23 @@ class EngineThread:
             if self.rest is not None:
                 self.rest()
             self._flush()
-            self._do(self._inbox.get())
+            self._await()
         while not self._inbox.empty():
             self._do(self._inbox.get())
+
+    def _await(self) -> None:
+        """Wait for a command, or until a session is expected back."""
+        due = self._core.next_return
+        wait = None if due is None else max(0.0, (due - time.monotonic_ns()) / SECOND)
+        try:
+            self._do(self._inbox.get(timeout=wait))
+        except queue.Empty:
+            self._recall(time.monotonic_ns())
+
+    def _recall(self, now: int) -> None:
+        due = self._core.next_return
+        if due is not None and due <= now:
+            self._take(self._core.recall(now))
 
     def _do(self, command: Command) -> None:
         match command:
@@ -207,6 +221,8 @@ class EngineThread:
     def _step(self) -> bool:
         """Plan and compute; whether there was anything to do."""
         now = time.monotonic_ns()
+        if self.tiers is not None:
+            self._recall(now)
         if self.tiers is not None and self._core.waiting:
             self.tiers.measure(self._notice())
         plan = self._core.schedule(now)
@@ -250,10 +266,12 @@ class EngineThread:
             loaded = self._loaded.get(started.request, 0)
             self._out.begun.append(Begun(started.request, started.computed, loaded, now))
         for load in plan.loads:
-            self._owner[load.row] = load.request
             if len(load.tiers):
                 assert self.tiers is not None
                 self.tiers.restore(load)
+            if load.row >= 0:  # else it is for a session that is away
+                self._owner[load.row] = load.request
+            if len(load.tiers):
                 continue
             ticket = self._adds[load.request].ticket
             if ticket is None:
