@@ -72,6 +72,9 @@ def simulate(
             "NAME,gib=64[,gbps=200][,latency_us=20][,policy=price]; may be given again."
         ),
     ] = None,
+    tier_recall: Annotated[
+        bool, typer.Option(help="Bring back what a session needs before it is expected.")
+    ] = True,
     max_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 2048,
     max_seqs: Annotated[int, typer.Option(help="Sequences of a step.")] = 256,
     max_model_len: Annotated[
@@ -126,7 +129,7 @@ def simulate(
             "model": model, "gpu": gpu, "tp": tp, "timing": timing, "blocks": blocks,
             "max_batched_tokens": max_batched_tokens, "max_seqs": max_seqs,
             "max_model_len": max_model_len, "engine": engine,
-            "tiers": [_tier(text) for text in tier or ()],
+            "tiers": [_tier(text) for text in tier or ()], "tier_recall": tier_recall,
         }  # fmt: skip
         setup = msgspec.convert(values, Setup)
         what, members = offered(workload, seed), read_fleet(fleet)

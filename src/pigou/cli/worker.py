@@ -72,6 +72,9 @@ def worker(
     tier_policy: Annotated[
         str, typer.Option(help="What these caches give up first: price, lru, arc, ...")
     ] = _DEFAULT.tier_policy,
+    tier_recall: Annotated[
+        bool, typer.Option(help="Bring back what a session needs before it is expected.")
+    ] = _DEFAULT.tier_recall,
     max_seqs: Annotated[
         int, typer.Option(help="Most sequences that run at once.")
     ] = _DEFAULT.max_seqs,

@@ -112,7 +112,7 @@ class Tiering:
 
     def away(self, seq: Sequence, sealed: int) -> None:
         """Note that a sequence has ended; its session may come back."""
-        if sealed:
+        if sealed and self.tiers.recall:
             self._returns.left(seq.hashes[:sealed], seq.request.expiry, self.now)
 
     def back(self, hashes: BlockHashes, now: int) -> None:

@@ -88,7 +88,10 @@ class Tiers:
         worth: what computing a block takes, as measured; while None, every restore pays.
         counts: of each tier.
         copies: device blocks that may be under copy at once.
+        recall: whether blocks of sessions that are expected back are brought up before.
     """
+
+    recall = True
 
     def __init__(
         self,

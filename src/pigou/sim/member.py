@@ -26,6 +26,7 @@ class Plant:
         kv_bytes: of one token's KV.
         tiers: beyond the device.
         worth: what computing a block takes.
+        recall: whether blocks are brought back before a session is expected.
         ahead: whether steps are decided when the one before begins.
     """
 
@@ -36,6 +37,7 @@ class Plant:
     ahead: bool = False
     tiers: tuple[TierConfig, ...] = ()
     worth: Worth = field(default_factory=Worth)
+    recall: bool = True
 
     def make_tiers(self) -> Tiers | None:
         """Return new, empty tiers of one worker; None where it has none."""
@@ -43,7 +45,9 @@ class Plant:
             return None
         engine = self.engine
         size = self.kv_bytes * engine.block_size
-        return build_tiers(self.tiers, size, engine.blocks, self.worth)
+        made = build_tiers(self.tiers, size, engine.blocks, self.worth)
+        made.recall = self.recall
+        return made
 
 
 @dataclass(slots=True, eq=False)

@@ -49,6 +49,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             free. `pigou`: a step is decided when the one before it ended, and a block is left for
             each running sequence.
         tiers: of a worker beyond its device, from the nearest on.
+        tier_recall: bring back what a session needs before it is expected to go on.
     """
 
     model: str = ""
@@ -61,6 +62,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_model_len: int = 0
     engine: Literal["vllm", "pigou"] = "vllm"
     tiers: tuple[TierConfig, ...] = ()
+    tier_recall: bool = True
 
 
 class Simulation:
@@ -171,7 +173,7 @@ def _plant(kind: Members, setup: Setup, engine: EngineConfig, timing: Timing) ->
     if not size:
         raise ConfigError("tiers are given, and no model; its KV's size is needed: give --model")
     worth = worth_of(timing, engine.block_size, engine.max_batched_tokens)
-    plant = Plant(kind, engine, timing, size, vllm, tiers, worth)
+    plant = Plant(kind, engine, timing, size, vllm, tiers, worth, setup.tier_recall)
     plant.make_tiers()  # what cannot be had is said now
     return plant
 

@@ -38,6 +38,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bucket_region: of an S3 bucket; empty for what the environment says.
         tier_policy: eviction policy of these tiers, as registered under `pigou.eviction`.
         tier_params: parameters of that policy, by name.
+        tier_recall: bring back what a session needs before it is expected to go on.
         max_seqs: most sequences that run at once.
         max_batched_tokens: most tokens computed in one step.
         max_background_tokens: of those, most tokens of prompts whose priority is above 0; 0 for no
@@ -87,6 +88,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     bucket_region: str = ""
     tier_policy: str = "price"
     tier_params: dict[str, Any] = {}
+    tier_recall: bool = True
     max_seqs: int = 256
     max_batched_tokens: int = 2048
     max_background_tokens: int = 0

@@ -95,6 +95,7 @@ def build_tiers(config: WorkerConfig, layout: KVLayout, blocks: int) -> TierPart
         for name, spare in zip(names, staging, strict=True)
     ]
     made = Tiers(tiers, layout.block_bytes, staging, copies=plan.copies)
+    made.recall = config.tier_recall
     return TierParts(made, names, lambda device: _mover(device, plan, stores))
 
 
