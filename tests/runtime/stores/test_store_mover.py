@@ -248,9 +248,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(
     far = Broken()
     mover = movers({"far": far}, staging=4, capacity=4, settings=MoverSettings(queue_blocks=3))
     assert not mover.copy_out(ids(*range(9)), Answer())  # nine rows there are not
-    assert not mover.copy_out(ids(0, 1, 2, 3), Answer())  # four blocks the queue does not hold
     assert mover._host.free_rows == 8
-    assert mover.status()["host"].writes.refused == 4
     copy = copied(mover, [0, 1, 2])
     other = copied(mover, [3])
     far.gate.clear()
@@ -259,11 +257,27 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(
     assert mover.send(copy, ids(2), entries_of([2]), "far", second)
     assert not mover.send(other, ids(0), entries_of([3]), "far", None)
     assert mover.status()["far"].writes.blocks == 3
+    assert mover.status()["far"].writes.refused == 1
     assert other.publish(ids(0), entries_of([3])).all()  # a refused block is still the copy's
+    assert not mover.move(entries_of([3]), "host", "far", None)
     far.gate.set()
     assert first.wait().good.all()
     assert second.wait().good.all()
     assert mover._host.free_rows == 7
+    inside, go_on, third = threading.Event(), threading.Event(), Answer()
+
+    def hold(_: Moved) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    assert mover.restore(keys_of([3, 3, 3, 3]), "host", ids(4, 5, 6, 7), hold)
+    assert inside.wait(60)
+    assert mover.restore(keys_of([3, 3, 3, 3]), "host", ids(4, 5, 6, 7), third)  # it was idle
+    assert not mover.restore(keys_of([3]), "host", ids(4), Answer())
+    go_on.set()
+    assert third.wait().good.all()
+    mover.delete("host", keys_of([3]))
+    assert mover._host.free_rows == 8  # what was refused is not held
 
 
 def test_a_failing_store_goes_down_and_recovers_by_itself(
@@ -299,6 +313,30 @@ def test_a_failing_store_goes_down_and_recovers_by_itself(
         "far->host is down: the server is dead",
         "far->host is up again",
     ]
+
+
+def test_what_was_stored_before_a_failure_is_known_to_be_there(
+    movers: Callable[..., Mover], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = Broken()
+    mover = movers({"far": far}, settings=MoverSettings(batch=2))
+    copied(mover, [1, 2, 3, 4, 5]).publish(ids(0, 1, 2, 3, 4), entries_of([1, 2, 3, 4, 5]))
+    put = far.put
+
+    def fails_late(
+        entries: Entries, data: Bytes, rows: Ints, sums: Checksums | None = None
+    ) -> Bools:
+        if far.counts.written:
+            put(entries.take(slice(0, 1)), data, rows[:1])
+            raise StoreError("the disk is full")
+        return put(entries, data, rows, sums)
+
+    monkeypatch.setattr(far, "put", fails_late)
+    moved = Answer()
+    assert mover.move(entries_of([1, 2, 3, 4, 5]), "host", "far", moved)
+    result = moved.wait()
+    assert result.reason == "the disk is full"
+    assert result.good.tolist() == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), SystemExit(3), MemoryError()])

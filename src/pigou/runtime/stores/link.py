@@ -144,7 +144,7 @@ class Link:
             rate: of this link.
             probe: finds out whether the store is there; raises StoreError.
             block_bytes: bytes of a block.
-            limit: blocks in the queue and under way.
+            limit: blocks in the queue and under way; an idle link takes any job.
             clock: monotonic nanoseconds.
         """
         self.name = name
@@ -166,7 +166,7 @@ class Link:
         """Take a job, or refuse it: then nothing of it is called, and it is the caller's again."""
         with self._wake:
             state = self._state
-            full = state.blocks + len(job.good) > self._limit
+            full = state.blocks > 0 and state.blocks + len(job.good) > self._limit
             busy = not job.patient and (full or not self._breaker.allows)
             if state.closed or self._dead or busy:
                 self._counts.refused += len(job.good)

@@ -13,7 +13,8 @@ class MoverSettings:
     """Bounds of a mover.
 
     Attributes:
-        queue_blocks: blocks that wait on one link at most, those under way included.
+        queue_blocks: blocks that wait on a link at most, those under way included; but an idle link
+            takes a job of any size.
         batch: blocks that a store is given at once.
         failures: in a row, that take a link down.
         pause: nanoseconds until a link that is down is probed; doubled each time,
