@@ -135,7 +135,6 @@ MODES = {
     "victims": ("evicted", "lru"),
     "kvbm": ("computed", "kvbm"),
     "price": ("computed", "price"),
-    "price of victims": ("evicted", "price"),
 }
 
 
