@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from pigou.kv.block import Block, Entry
 from pigou.kv.policies.policy import NoParams, Setting
+from pigou.kv.worth import Worth
 
 
 class Base:
@@ -19,6 +21,10 @@ class Base:
 
     def __init__(self, setting: Setting, params: msgspec.Struct | None = None) -> None:
         self.setting = setting
+
+    def learn(self, worth: Worth) -> None:
+        """Take another worth of a block from now on."""
+        self.setting = replace(self.setting, worth=worth)
 
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
         """Return True for each."""

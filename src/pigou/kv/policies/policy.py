@@ -52,6 +52,10 @@ class EvictionPolicy(Protocol):
     #: What a byte of the tier costs: seconds of prefill for each second that it is held.
     price: float
 
+    def learn(self, worth: Worth) -> None:
+        """Take another worth of a block from now on: it was measured anew."""
+        ...
+
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
         """Return which blocks may come in: those of one chain that are offered and not held."""
         ...
