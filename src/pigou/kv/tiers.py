@@ -26,6 +26,8 @@ from pigou.request import BlockHashes, Ints
 
 #: In a move: the device; and nowhere, for blocks that are only deleted.
 DEVICE, NOWHERE = -1, -2
+#: Share of a block's worth that a change must exceed for policies to be told.
+_CHANGED = 0.25
 _NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
 
 
@@ -85,7 +87,7 @@ class Tiers:
     Attributes:
         tiers: what lies where.
         speeds: of reading from each, as measured; set by the driver.
-        worth: what computing a block takes, as measured; while None, every restore pays.
+        worth: what computing a block takes, as measured (`learn`); while None, every restore pays.
         counts: of each tier.
         copies: device blocks that may be under copy at once.
         recall: whether blocks of sessions that are expected back are brought up before.
@@ -116,6 +118,7 @@ class Tiers:
         self.copies = copies
         self.worth: Worth | None = None
         self.counts = [Counts() for _ in tiers]
+        self._told = 0.0
         self._bytes = block_bytes
         self._staging = list(staging) if staging is not None else [0 for _ in tiers]
         self._coming: list[set[bytes]] = [set() for _ in tiers]
@@ -125,6 +128,19 @@ class Tiers:
         self._reading: dict[str, list[tuple[int, bytes]]] = {}
         self._out: list[Move] = []
         self._number = 0
+
+    def learn(self, worth: Worth) -> None:
+        """Take in what computing a block takes, as measured.
+
+        Policies are told where it has changed by more than a quarter: they value blocks anew then.
+        """
+        self.worth = worth
+        if abs(worth.base - self._told) <= _CHANGED * self._told:
+            return
+        self._told = worth.base
+        for tier, speed in zip(self.tiers, self.speeds, strict=True):
+            back = speed.block / self._bytes if math.isfinite(speed.block) else 0.0
+            tier.policy.learn(Worth(worth.base, worth.slope, back))
 
     # --- from and to the device -----------------------------------------------------------------
 

@@ -255,7 +255,7 @@ class EngineThread:
         if rates is not None:
             self._core.rates = rates
             if self._core.tiers is not None:
-                self._core.tiers.worth = Worth(self._core.config.block_size / rates.prefill)
+                self._core.tiers.learn(Worth(self._core.config.block_size / rates.prefill))
 
     def _begin(self, plan: Plan, now: int) -> None:
         """Note who took a row, and begin loads and moves."""

@@ -14,6 +14,7 @@ from pigou.kv.block import Block, Entry
 from pigou.kv.policies.base import Base
 from pigou.kv.policies.policy import Setting
 from pigou.kv.reuse import AT_ONCE, Reuse, age_bin, use_class
+from pigou.kv.worth import Worth
 from pigou.request import SECOND
 
 
@@ -81,6 +82,11 @@ class Price(Base):
         self._heap: list[tuple[float, int, Entry]] = []
         self._number = count()
         self._held = self._used = self._evicted = 0
+        self._built = (-1, -_REBUILD)
+
+    def learn(self, worth: Worth) -> None:
+        """Take another worth of a block from now on; what is held is valued anew."""
+        super().learn(worth)
         self._built = (-1, -_REBUILD)
 
     # --- worth --------------------------------------------------------------------------------
