@@ -324,13 +324,13 @@ def test_each_step_costs_the_same_however_many_wait(order: str) -> None:
             decision = plane.submit(request, 0)
             if isinstance(decision, Route):
                 running.append(request.id)
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(400):
             name = running.pop(0)
             plane.observe(FirstToken(name), 1)
             running += ids(plane.observe(Ended(name, FinishReason.STOP), 1))
             plane.tick(1)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     few, many = (min(seconds(waiting) for _ in range(3)) for waiting in (500, 10_000))
     assert many < 4 * few, f"{many:.3f} s with 10,000 waiting, {few:.3f} s with 500"
