@@ -14,7 +14,7 @@ import numpy as np
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Finish, Load, Plan, Result
 from pigou.kv.hashing import chain
-from pigou.request import BlockHashes, FinishReason, Request, no_hashes
+from pigou.request import NEVER, BlockHashes, FinishReason, Request, no_hashes
 
 SEED = b"oracle"
 #: Sampled, it ends the sequence.
@@ -71,12 +71,14 @@ class Oracle:
     # --- requests ---------------------------------------------------------------------------
 
     def request(self, name: str, tokens: list[int], max_tokens: int, **fields: object) -> Request:
-        hashes = self.hashes(tokens)
+        hashes = self.hashes(tokens, fields.get("expiry", NEVER))  # type: ignore[arg-type]
         return Request(name, len(tokens), max_tokens, hashes, **fields)  # type: ignore[arg-type]
 
-    def hashes(self, tokens: list[int]) -> BlockHashes:
+    def hashes(self, tokens: list[int], expiry: int = NEVER) -> BlockHashes:
+        """Hash blocks under a tenure, of which there is one for each expiry."""
         size = self.core.config.block_size
-        found = chain(tokens, size, SEED) if len(tokens) >= size else no_hashes()
+        seed = SEED if expiry == NEVER else b"%d" % expiry
+        found = chain(tokens, size, seed) if len(tokens) >= size else no_hashes()
         for i, (high, low) in enumerate(found.tolist()):
             self.content[high, low] = tuple(tokens[: (i + 1) * size])
         return found
@@ -169,7 +171,7 @@ class Oracle:
             stream = self.streams[self.rows[row]]
             full = (int(plan.starts[entry]) + int(plan.counts[entry]) * result.steps) // size
             if full > stream.known and stream.known >= stream.request.prompt // size:
-                hashes = self.hashes(stream.tokens)[stream.known : full]
+                hashes = self.hashes(stream.tokens, stream.request.expiry)[stream.known : full]
                 result.sealed[row] = hashes
                 stream.known = full
 

@@ -45,6 +45,8 @@ def configs(draw: st.DrawFn) -> EngineConfig:
 class Seam(RuleBasedStateMachine):
     """Calls in any order that the contract allows, against the oracle."""
 
+    now = 0
+
     @initialize(config=configs(), rates=st.sampled_from(RATES), data=st.data())
     def begin(self, config: EngineConfig, rates: Rates | None, data: Any) -> None:
         self.core = EngineCore(config)

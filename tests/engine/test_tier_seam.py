@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
@@ -14,11 +15,13 @@ from tier_oracle import TierOracle
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.preemption import Rates
+from pigou.kv.block import ROOT, Block
 from pigou.kv.policies.policy import Setting
 from pigou.kv.policies.ranked import Lru
 from pigou.kv.tier import Tier
 from pigou.kv.tiers import Speed, Tiers
 from pigou.kv.worth import Worth
+from pigou.request import NEVER
 
 BYTES = 10
 
@@ -26,6 +29,29 @@ BYTES = 10
 def make_tiers(caps: list[int], staging: int, copies: int = 2) -> Tiers:
     tiers = [Tier(cap * BYTES, Lru(Setting(cap * BYTES), Lru.Params())) for cap in caps]
     return Tiers(tiers, BYTES, [staging] * len(caps), copies=copies)
+
+
+def leftovers(data: Any, oracle: TierOracle, tier: int) -> list[Block]:
+    """Put chains in a store, with holes; returns what is found there, true or not."""
+    found: list[Block] = []
+    for _ in range(data.draw(st.integers(0, 2))):
+        tokens = [data.draw(st.integers(0, 1))] * data.draw(st.integers(1, 9))
+        found += oracle.leave(tier, tokens, data.draw(st.sampled_from([NEVER, NEVER, 3])))
+    for gone in data.draw(st.lists(st.integers(0, 20), max_size=2)):
+        if gone < len(found):
+            oracle.stores[tier].pop(found.pop(gone).key, None)
+    told = [block for block in found if block.key in oracle.stores[tier]]
+    for at, fault in data.draw(st.lists(st.tuples(st.integers(0, 9), FAULTS), max_size=3)):
+        if at < len(told):
+            told.append(told[at])  # twice
+            told[at] = told[at]._replace(**fault)
+    return told
+
+
+#: What the record of a block may say that is not so.
+FAULTS = st.sampled_from(
+    [{}, {"parent": ROOT}, {"parent": bytes(range(16))}, {"depth": 0}, {"depth": 7}]
+)
 
 
 class TierSeam(Seam):
@@ -51,10 +77,42 @@ class TierSeam(Seam):
             links=[deque() for _ in caps],
             most=[cap + staging for cap in caps],
         )
+        for tier in range(len(caps)):
+            self.oracle.found[tier] = leftovers(data, self.oracle, tier)
         self.plan = None
         self.now = 0
         self.number = 0
         self.flying = set()
+
+    @rule(length=st.integers(1, 9), start=st.integers(0, 1), lives=st.integers(0, 6))
+    def add_for_a_while(self, start: int, length: int, lives: int) -> None:
+        """Add a request of a tenure that ends soon."""
+        self.add(start=start, length=length, tail=[], most=3, remote=0, expiry=self.now + lives)
+
+    @rule(by=st.integers(1, 4))
+    @precondition(lambda self: self.plan is None)
+    def tick(self, by: int) -> None:
+        self.now += by
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.oracle.found)
+    def recover(self, data: Any) -> None:
+        self.oracle.recover(data.draw(st.sampled_from(sorted(self.oracle.found))))
+
+    @rule(data=st.data(), known=st.booleans())
+    def fall_or_rise(self, data: Any, known: bool) -> None:
+        """Let a store fail, or work again; whether the engine has heard of it."""
+        tier = data.draw(st.integers(0, len(self.oracle.stores) - 1))
+        self.oracle.down ^= {tier}
+        if known:
+            down = tier in self.oracle.down
+            self.oracle.tiers.speeds[tier] = Speed(math.inf, math.inf) if down else Speed()
+
+    @rule()
+    @precondition(lambda self: any(self.oracle.links))
+    def clear_while_blocks_move(self) -> None:
+        self.core.clear_cache()
+        assert not any(len(tier) for tier in self.oracle.tiers.tiers)
 
     @rule(data=st.data())
     @precondition(lambda self: self.oracle.loads)
@@ -103,8 +161,25 @@ class TierSeam(Seam):
             if self.plan is None and not self.flying:
                 self.idle()
 
+    def teardown(self) -> None:
+        """Then nothing void is left in any store; and once all is cleared, nothing at all."""
+        super().teardown()
+        if not hasattr(self, "oracle"):
+            return
+        for tier in list(self.oracle.found):
+            self.oracle.recover(tier)
+        self.now += 1000
+        for end in (None, self.core.clear_cache):
+            if end is not None:
+                end()
+            self.idle()
+            self.settle()
+            self.oracle.check()
+            self.oracle.check_over()
+        assert not any(self.oracle.stores)
 
-TierSeam.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+TierSeam.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestTierSeam = TierSeam.TestCase
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from core_oracle import POISON, Oracle, Slot
 
 from pigou.engine.plan import Effects, Plan, Result
-from pigou.kv.block import keys_of
+from pigou.kv.block import Block, chain_of, keys_of
 from pigou.kv.tiers import DEVICE, NOWHERE, Move, Tiers
 
 
@@ -20,11 +20,18 @@ class TierOracle(Oracle):
         stores: of each tier, blocks by key.
         links: of each tier, moves to it and deletions in it that are not done, in order.
         most: of each tier, blocks that its store has room for.
+        down: tiers whose store fails at whatever it is asked.
+        found: of each tier whose store was not empty at the start, what is said to be there.
+        doubtful: blocks that were said to be there, and were gone when that was heard.
     """
 
     stores: list[dict[bytes, list[Slot]]] = field(default_factory=list)
     links: list[deque[Move]] = field(default_factory=list)
     most: list[int] = field(default_factory=list)
+    down: set[int] = field(default_factory=set)
+    found: dict[int, list[Block]] = field(default_factory=dict)
+    doubtful: set[tuple[int, bytes]] = field(default_factory=set)
+    _heard: set[int] = field(default_factory=set)
 
     @property
     def tiers(self) -> Tiers:
@@ -32,28 +39,70 @@ class TierOracle(Oracle):
         return self.core.tiers
 
     def execute(self, plan: Plan, most: int = 1_000_000) -> Result:
+        """Queue the plan's moves too; nothing void is counted on, or read."""
+        now = self.core._state.unix
+        for tier in self.tiers.tiers:
+            assert all(block.expiry > now for block in tier.blocks()), (
+                "a tier counts on what is void"
+            )
+        for load in plan.loads:
+            void = self.streams[load.request].request.expiry <= now
+            assert not (void and len(load.tiers)), "what is void is restored"
         for move in plan.moves:
             at = move.source if move.target == NOWHERE else move.target
             self.links[at].append(move)
+        self._heard = {tier for tier in self._heard if self.links[tier]}
         return super().execute(plan, most)
+
+    # --- before the start -----------------------------------------------------------------------
+
+    def leave(self, tier: int, tokens: list[int], expiry: int) -> list[Block]:
+        """Put a chain's blocks in a store, as if before the start; returns what they are."""
+        hashes = self.hashes(tokens, expiry)
+        size = self.core.config.block_size
+        chain = chain_of(hashes, self.tiers._bytes, expiry) if len(hashes) else []
+        for block in chain:
+            start = block.depth * size
+            content = [tuple(tokens[: i + 1]) for i in range(start, start + size)]
+            self.stores[tier][block.key] = content
+        return chain
+
+    def recover(self, tier: int) -> Effects:
+        """Tell the engine what a store was found to have, some time ago."""
+        blocks = self.found.pop(tier)
+        gone = {(tier, block.key) for block in blocks if block.key not in self.stores[tier]}
+        self.doubtful |= gone
+        self._heard.add(tier)
+        self.tiers.recover(tier, blocks, self.core._state.unix)
+        return Effects()
+
+    def unsure(self, tier: int) -> bool:
+        """Whether a store may still hold what its tier has not heard of, or told it to delete."""
+        return tier in self.found or tier in self._heard
+
+    # --- moves ----------------------------------------------------------------------------------
 
     def make(self, tier: int, fails: bool) -> Effects:
         """Make the next move to a tier, or delete there."""
         move = self.links[tier].popleft()
+        store = self.stores[tier]
         if move.target == NOWHERE:
             for key in move.keys:
-                self.stores[tier].pop(key, None)
+                store.pop(key, None)
             return Effects()
+        fails |= bool(self.down & {tier, move.source})
         good = []
         for i, key in enumerate(move.keys):
             if move.source == DEVICE:
                 content = list(self.device[move.device[i]])
             else:
-                content = list(self.stores[move.source][key])
-            good.append(not (fails and i % 2 == len(move.keys) % 2))
+                content = self.stores[move.source].get(key)
+            full = key not in store and len(store) >= self.most[tier]
+            assert not full or self.unsure(tier), "a store would hold more than it may"
+            skipped = fails and (i % 2 == len(move.keys) % 2 or tier in self.down)
+            good.append(not (skipped or full or content is None))
             if good[-1]:
-                self.stores[tier][key] = content
-        assert len(self.stores[tier]) <= self.most[tier], "a store holds more than it may"
+                store[key] = content
         return self.core.landed(move.number, good)
 
     def restore(self, name: str, missing: int) -> Effects:
@@ -63,9 +112,23 @@ class TierOracle(Oracle):
         self.write(load.blocks, 0, [POISON] * (len(load.blocks) * size))
         good = min(missing, len(load.blocks))
         keys = keys_of(load.hashes)
-        for i in range(good):
-            self.write(load.blocks, i * size, self.stores[load.tiers[i]][keys[i]])
-        return self.core.loaded(name, good * size)
+        failed = False
+        for i, (tier, key) in enumerate(zip(load.tiers.tolist(), keys, strict=True)):
+            there = key in self.stores[tier]
+            assert there or (tier, key) in self.doubtful, "what is read is not there"
+            if i >= good or not there or tier in self.down:
+                good = min(good, i)
+                failed = tier in self.down
+                break
+            self.write(load.blocks, i * size, self.stores[tier][key])
+        held = [
+            self.tiers.tiers[tier].entry(key) for tier, key in zip(load.tiers, keys, strict=True)
+        ]
+        effects = self.core.loaded(name, good * size, failed)
+        for tier, key, entry in zip(load.tiers, keys, held, strict=True):
+            if failed and entry is not None:
+                assert key in self.tiers.tiers[tier], "what could not be read was forgotten"
+        return effects
 
     def check(self) -> None:
         """Check also that stores have what tiers think, and nothing under a wrong key."""
@@ -78,5 +141,13 @@ class TierOracle(Oracle):
                 expected = [history[: i + 1] for i in range(len(history) - size, len(history))]
                 assert content == expected, "a store has something else under this key"
             for block in self.tiers.tiers[tier].blocks():
-                if self.tiers.readable(tier, block.key, 0):
-                    assert block.key in store, "a tier counts on what its store has not"
+                coming = block.key in self.tiers._coming[tier]
+                there = block.key in store or (tier, block.key) in self.doubtful
+                assert coming or there, "a tier counts on what its store has not"
+
+    def check_over(self) -> None:
+        """Check that what stores have is what tiers have, once nothing is under way."""
+        for tier, store in enumerate(self.stores):
+            held = {block.key for block in self.tiers.tiers[tier].blocks()}
+            assert store.keys() <= held, "a store has what no tier knows of"
+            assert self.tiers.tiers[tier].used_bytes == len(held) * self.tiers._bytes

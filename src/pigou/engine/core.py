@@ -166,7 +166,7 @@ class EngineCore:
         ahead, self._ahead = self._ahead, NO_FORESIGHT
         return self._settlement.settle(plan, ahead, result)
 
-    def loaded(self, request: str, tokens: int) -> Effects:
+    def loaded(self, request: str, tokens: int, failed: bool = False) -> Effects:
         """Say that a load has ended: nothing writes to its blocks any more.
 
         Every `Load` with blocks is answered once, also after its request was aborted.
@@ -175,6 +175,8 @@ class EngineCore:
             request: its id.
             tokens: whose KV arrived, counted from the load's first block on; 0 when it failed.
                 The rest is computed here.
+            failed: whether the rest may still be where it was to be read from; else the first
+                block of it is not in its tier.
 
         Raises:
             UnknownLoad: the request has no load under way.
@@ -182,7 +184,7 @@ class EngineCore:
         """
         state = self._state
         if state.tiering is not None:
-            state.tiering.restored(request, tokens // self.config.block_size)
+            state.tiering.restored(request, tokens // self.config.block_size, failed)
             if state.fetched(request, tokens // self.config.block_size):
                 return state.flush(Effects())
         if request in state.draining:

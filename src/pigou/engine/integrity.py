@@ -20,7 +20,7 @@ def check_state(state: EngineState) -> None:
     _check_queue(state)
     state.pool.check(_references(state))
     if state.tiering is not None:
-        state.tiering.tiers.check()
+        state.tiering.check()
     state.host.check(np.concatenate([seq.host for seq in state.queue] or [_none()]))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from pigou.engine.plan import Load
 from pigou.engine.sequence import Sequence
+from pigou.kv.integrity import ensure
 from pigou.kv.pool import BlockPool
 from pigou.kv.prefix import PrefixCache
 from pigou.kv.returns import Pause, Returns
@@ -57,6 +58,7 @@ class Tiering:
         self._pool, self._prefix, self._size = pool, prefix, block_size
         self._pending: deque[Pending] = deque(maxlen=_MOST_PENDING)
         self._kept: dict[int, Ints] = {}
+        self._rest: dict[int, Pending] = {}  # by move, what is still to be offered
         self._returns = Returns()
         self._fetched: dict[str, Fetch] = {}
         self._fetches: list[Load] = []
@@ -91,6 +93,7 @@ class Tiering:
                 self._keep(move, blocks)
                 if not self._room:  # the rest of them follows
                     self._pending.appendleft(pending)
+                    self._rest[move.number] = pending
 
     def _keep(self, move: Move, blocks: Ints) -> None:
         """Refer to what is copied, and to what that stands on: they are released together."""
@@ -106,6 +109,10 @@ class Tiering:
         if move.source != DEVICE:
             return np.empty(0, dtype=np.int32)
         self._room += len(move.keys)
+        rest = self._rest.pop(number, None)
+        if rest is not None and not all(good):  # or it were tried for ever
+            left = [pending for pending in self._pending if pending is not rest]
+            self._pending = deque(left, maxlen=_MOST_PENDING)
         return self._kept.pop(number)
 
     # --- sessions that are away -----------------------------------------------------------------
@@ -162,15 +169,30 @@ class Tiering:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def restored(self, request: str, good: int) -> None:
-        """Note that a request's load is over, and that its first `good` blocks came."""
-        self.tiers.end(request, good, self.now)
+    def restored(self, request: str, good: int, failed: bool) -> None:
+        """Note that a request's load is over; its first `good` blocks came (`Tiers.end`)."""
+        self.tiers.end(request, good, self.now, failed)
 
     def clear(self) -> None:
         """Forget what lies anywhere, and what was to be offered."""
         self._pending.clear()
         self._returns.clear()
         self.tiers.clear(self.now)
+
+    def check(self) -> None:
+        """Check the tiers, and that no more is kept for them than may be.
+
+        Raises:
+            IntegrityError: names the first law that does not hold.
+        """
+        self.tiers.check()
+        copies = self.tiers.copies_under()
+        under = sum(copies.values())
+        ensure(copies.keys() == self._kept.keys(), "what is copied is kept, and nothing else")
+        ensure(
+            under + self._room == self.tiers.copies and self._room >= 0,
+            f"{under} blocks are under copy, {self._room} more may be, of {self.tiers.copies}",
+        )
 
     def restorable(self, seq: Sequence, first: int) -> Ints:
         """Return from which tiers a sequence's blocks from `first` on are restored, shape (n,).

@@ -13,6 +13,12 @@ class IntegrityError(AssertionError):
     """A law of the cache does not hold: a defect of the engine. Names the law and the blocks."""
 
 
+def ensure(law: bool, otherwise: str) -> None:
+    """Raise an IntegrityError that says what is so `otherwise`, where a law does not hold."""
+    if not law:
+        raise IntegrityError(otherwise)
+
+
 def _require(law: str, wrong: Ints) -> None:
     if len(wrong):
         shown = ", ".join(map(str, wrong[:8].tolist()))

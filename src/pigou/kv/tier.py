@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pigou.kv.block import ROOT, Block, Entry
-from pigou.kv.integrity import IntegrityError
+from pigou.kv.integrity import ensure
 from pigou.kv.policies.policy import EvictionPolicy
 from pigou.request import NEVER
 
@@ -331,31 +331,29 @@ class Tier:
         """
         every = [*self._held.values(), *self._doomed.values()]
         used = sum(entry.block.size for entry in every)
-        _require(used == self.used_bytes, f"{used} bytes are held, {self.used_bytes} counted")
-        _require(used <= self.cap_bytes, f"{used} bytes are held, the cap is {self.cap_bytes}")
+        ensure(used == self.used_bytes, f"{used} bytes are held, {self.used_bytes} counted")
+        ensure(used <= self.cap_bytes, f"{used} bytes are held, the cap is {self.cap_bytes}")
         for key, entry in self._doomed.items():
-            _require(
-                entry.pins > 0, f"{key.hex()} was dropped and is not pinned, but not given back"
-            )
+            ensure(entry.pins > 0, f"{key.hex()} was dropped and is not pinned, but not given back")
         for key, entry in self._held.items():
             self._check_place(key, entry)
         due = {(block.expiry, block.key) for block in self.blocks() if block.expiry != NEVER}
-        _require(due <= set(self._expiries), "a block would never expire")
+        ensure(due <= set(self._expiries), "a block would never expire")
         children = sum(len(_row(entry.down)) for entry in self._held.values())
         waiting = sum(len(_row(first)) for first in self._waiting.values())
         roots = sum(entry.block.parent == ROOT for entry in self._held.values())
-        _require(children + waiting + roots == len(self._held), "the forest has lost a block")
+        ensure(children + waiting + roots == len(self._held), "the forest has lost a block")
 
     def _check_place(self, key: bytes, entry: Entry) -> None:
         name = key.hex()
         block = entry.block
-        _require(block.key == key, f"{name} leads to another block")
-        _require(entry.pins >= 0, f"{name} has {entry.pins} pins")
-        _require(entry.up is self._held.get(block.parent), f"{name} hangs from a wrong parent")
+        ensure(block.key == key, f"{name} leads to another block")
+        ensure(entry.pins >= 0, f"{name} has {entry.pins} pins")
+        ensure(entry.up is self._held.get(block.parent), f"{name} hangs from a wrong parent")
         orphan = self.rooted and block.parent != ROOT and entry.up is None
-        _require(not orphan, f"{name} is held without its parent")
+        ensure(not orphan, f"{name} is held without its parent")
         for child in _row(entry.down):
-            _require(
+            ensure(
                 child.up is entry, f"{child.block.key.hex()} is a child of {name}, and denies it"
             )
 
@@ -366,8 +364,3 @@ def _row(first: Entry | None) -> list[Entry]:
         found.append(first)
         first = first.right
     return found
-
-
-def _require(law: bool, otherwise: str) -> None:
-    if not law:
-        raise IntegrityError(otherwise)

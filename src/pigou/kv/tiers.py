@@ -21,6 +21,7 @@ import numpy as np
 
 from pigou.kv.block import ROOT, Block, chain_of, keys_of
 from pigou.kv.tier import Tier
+from pigou.kv.tier_integrity import check_tier
 from pigou.kv.worth import Worth
 from pigou.request import BlockHashes, Ints
 
@@ -205,17 +206,18 @@ class Tiers:
             tier.hit(keys, now)
         self._reading[request] = reading
 
-    def end(self, request: str, good: int, now: int) -> None:
+    def end(self, request: str, good: int, now: int, failed: bool = False) -> None:
         """Note that a request's read is over: `good` blocks came, and the next one is not there.
 
-        A request that reads nothing changes nothing.
+        Unless the read failed: then the others may be there still. A request that reads nothing
+        changes nothing.
         """
         reading = self._reading.pop(request, [])
         for number, key in reading:
             self._unpin(number, [key], now)
         for number, _ in reading[:good]:
             self.counts[number].restored += 1
-        if good < len(reading):
+        if good < len(reading) and not failed:
             number, key = reading[good]
             self.lose(number, [key], now)
 
@@ -266,22 +268,30 @@ class Tiers:
     def recover(self, tier: int, blocks: Iterable[Block], now: int) -> int:
         """Take in what a tier's store still has at the start; what does not fit is deleted there.
 
+        What the tier knows of already, as it was put there since, or was found twice, stays.
+
         Returns:
             How many blocks can be hit again.
         """
-        for block in sorted(blocks, key=lambda block: block.depth):
-            if not self._admit(tier, [block], now):
+        each = {block.key: block for block in blocks}
+        for block in sorted(each.values(), key=lambda block: block.depth):
+            if block.key not in self.tiers[tier] and not self._admit(tier, [block], now):
                 self._delete(tier, [block.key])
         return len(self.tiers[tier])
 
+    def copies_under(self) -> dict[int, int]:
+        """Return how many device blocks are read by each move that has not landed, by number."""
+        return {n: len(move.keys) for n, move in self._under.items() if move.source == DEVICE}
+
     def check(self) -> None:
-        """Check the laws of every tier.
+        """Check the laws of every tier, and of what is on its way.
 
         Raises:
             IntegrityError: names the first that does not hold.
         """
-        for tier in self.tiers:
-            tier.check()
+        parts = zip(self.tiers, self._coming, self._leaving, self._staging, strict=True)
+        for number, (tier, coming, leaving, staging) in enumerate(parts):
+            check_tier(number, tier, coming, leaving, staging, list(self._under.values()))
 
     # --- decisions ------------------------------------------------------------------------------
 

@@ -61,10 +61,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A load from tiers has ended; its first `blocks` blocks came."""
+    """A load from tiers has ended; its first `blocks` blocks came.
+
+    Where the read `failed`, the next one may still be in its store.
+    """
 
     request: str
     blocks: int
+    failed: bool
 
 
 @dataclass(frozen=True, slots=True)

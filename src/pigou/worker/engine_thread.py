@@ -144,8 +144,9 @@ class EngineThread:
                 self._take(self._core.release(request))
             case Loaded():
                 self._load_ended(command)
-            case Restored(request, blocks):
-                self._take(self._core.loaded(request, blocks * self._core.config.block_size))
+            case Restored(request, blocks, failed):
+                tokens = blocks * self._core.config.block_size
+                self._take(self._core.loaded(request, tokens, failed))
             case Landed(move, good):
                 self._take(self._core.landed(move, good))
             case Recovered():

@@ -132,6 +132,7 @@ class _Restore:
     def __init__(self, load: Load, parts: int, put: Callable[[Command], None]) -> None:
         self._request, self._put = load.request, put
         self._good = np.zeros(len(load.tiers), dtype=np.bool_)
+        self._failed = np.zeros(len(load.tiers), dtype=np.bool_)
         self._left = parts
         self._lock = threading.Lock()
 
@@ -141,10 +142,12 @@ class _Restore:
         def done(moved: Moved) -> None:
             with self._lock:
                 self._good[index] = moved.good
+                self._failed[index] = bool(moved.reason)
                 self._left -= 1
                 if self._left:
                     return
-            good = len(self._good) if self._good.all() else int(self._good.argmin())
-            self._put(Restored(self._request, good))
+            whole = bool(self._good.all())
+            good = len(self._good) if whole else int(self._good.argmin())
+            self._put(Restored(self._request, good, not whole and bool(self._failed[good])))
 
         return done
