@@ -8,9 +8,10 @@ import numpy as np
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.plan import Finished, Load
+from pigou.engine.plan import Finished, Load, Plan
 from pigou.engine.preemption import Rates
 from pigou.kv.hashing import chain
+from pigou.kv.tiers import Tiers
 from pigou.request import FinishReason, Ints, Request
 from pigou.runtime.engine import LocalEngine
 from pigou.runtime.load import LoadedModel
@@ -48,13 +49,24 @@ class Side:
 
     def __init__(self, model: LoadedModel, config: EngineConfig, rates: Rates | None) -> None:
         self.config = config
-        self.core = EngineCore(config)
+        self.core = EngineCore(config, tiers=self.tiers(model))
         self.core.rates = rates
         self.cache = model.cache(config.blocks, config.block_size, config.host_blocks)
         self.executor = model.executor(self.cache, self.core.tables, config.max_model_len)
         self.owners: dict[int, str] = {}
         self.computed: dict[str, int] = {}
         self.clock = 0
+
+    def tiers(self, model: LoadedModel) -> Tiers | None:
+        """Make what is beyond the device: nothing."""
+        return None
+
+    def begin(self, plan: Plan) -> list[Load]:
+        """Begin what a plan asks for besides its steps; returns the loads from elsewhere."""
+        return plan.loads
+
+    def settle(self) -> None:
+        """Finish what goes on when nobody is served."""
 
     def add(self, request: str, tokens: tuple[int, ...], params: SamplingParams, resume: int = 0,
             *, remote: int = 0, hold: bool = False) -> None:  # fmt: skip
@@ -69,6 +81,7 @@ class Side:
         self.clock += 1
         plan = self.core.schedule(self.clock)
         self.core.check_integrity()
+        loads = self.begin(plan)
         for started in plan.started:
             self.owners[started.row] = started.request
         owners = [self.owners[row] for row in plan.rows.tolist()]
@@ -87,7 +100,7 @@ class Side:
         self.core.check_integrity()
         for finished in effects.finished:
             self.executor.drop(finished.request)
-        return new, effects.finished, plan.loads
+        return new, effects.finished, loads
 
     def abort(self, request: str) -> None:
         self.core.abort(request)
@@ -98,10 +111,9 @@ class Side:
 class Pair:
     """Prefill side and decode side, blocks moved between them by copying their bytes."""
 
-    def __init__(self, model: LoadedModel, prefill: EngineConfig, decode: EngineConfig,
-                 rates: Rates | None) -> None:  # fmt: skip
-        self.p = Side(model, prefill, rates)
-        self.d = Side(model, decode, rates)
+    def __init__(self, p: Side, d: Side) -> None:
+        self.p = p
+        self.d = d
         self.streams: list[Stream] = []
         self.held: dict[str, Ints] = {}
         self.loads: list[Load] = []
@@ -172,6 +184,8 @@ class Pair:
             if all(stream.done for stream in self.streams):
                 while self.loads:
                     self.deliver(0.0)
+                for side in (self.p, self.d):
+                    side.settle()
                 return
             self.step_prefill()
             self.deliver()

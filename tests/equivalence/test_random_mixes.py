@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pair import RECOMPUTE, SWAP, Pair, Reference
+from pair import RECOMPUTE, SWAP, Pair, Reference, Side
 
 from pigou.config import EngineConfig
 from pigou.runtime.load import LoadedModel
@@ -86,7 +86,9 @@ def act(pair: Pair, action: tuple[object, ...]) -> None:
 def test_any_mix_gives_the_tokens_of_one_engine_alone(
     model: LoadedModel, reference: Reference, prefill, decode, rates, crowd, script
 ) -> None:
-    pair = Pair(model, config(*prefill, size=4), config(*decode, size=4), rates)
+    pair = Pair(
+        Side(model, config(*prefill, size=4), rates), Side(model, config(*decode, size=4), rates)
+    )
     for action in [*crowd, *script]:
         act(pair, action)
     pair.run()
@@ -100,7 +102,8 @@ def test_any_mix_gives_the_tokens_of_one_engine_alone(
 def test_the_decode_side_computes_at_most_one_block_of_a_prompt(
     model: LoadedModel, reference: Reference, length: int
 ) -> None:
-    pair = Pair(model, config(30, 64, 1, 0, 4), config(30, 64, 1, 0, 4), None)
+    alike = config(30, 64, 1, 0, 4)
+    pair = Pair(Side(model, alike, None), Side(model, alike, None))
     stream = pair.submit(
         tuple(DOCUMENTS[0][:length]), SamplingParams(max_tokens=1, temperature=0.0), remote=True
     )
