@@ -197,8 +197,27 @@ class DiskStore:
         with self._trouble("reached"):
             stat = os.statvfs(self.path)
             free = stat.f_bavail * stat.f_frsize
+            self._begin_again()
         if free < self.block_bytes and not self._holes:
             raise StoreError(f"{self.path}: the disk has {free} bytes left")
+
+    def _begin_again(self) -> None:
+        """Forget the blocks of files that somebody has removed, once nobody reads them."""
+        with self._writing, self._lock:
+            gone = [n for n, segment in self._folder.segments.items() if segment.removed]
+            if not gone:
+                return
+            if self._reading:
+                raise StoreError(f"{self.path}: files were removed that are still read")
+            self._folder.lock_again()
+            names = self._shelf.keys()
+            keys = [name for name in names if (self._shelf.find(name) or 0) >> _SHIFT in gone]
+            self._shelf.remove(keys)
+            self._holes = [hole for hole in self._holes if hole >> _SHIFT not in gone]
+            heapq.heapify(self._holes)
+            for number in gone:
+                self._folder.segments.pop(number).close()
+        log.error("%s: %d files were removed, and %d blocks", self.path, len(gone), len(keys))
 
     def close(self) -> None:
         """Close all files and unlock the directory, once nobody reads or writes."""
@@ -242,6 +261,8 @@ class DiskStore:
         slots = _slots(places)
         holes = slots < segment.used
         try:
+            if segment.removed:
+                raise FileNotFoundError(f"{segment.path.name} was removed")
             segment.write(slots, data, rows, headers)
         except OSError:
             for place in places[holes].tolist():

@@ -102,6 +102,13 @@ class Folder:
         """Delete a segment; raises OSError."""
         self.segments.pop(number).remove()
 
+    def lock_again(self) -> None:
+        """Lock the directory where its lock was removed; raises OSError and StoreError."""
+        if os.fstat(self._lock).st_nlink == 0:
+            lock = _lock(self.path)
+            os.close(self._lock)
+            self._lock = lock
+
     def close(self) -> None:
         """Close all files, and unlock the directory."""
         for segment in self.segments.values():
@@ -166,6 +173,7 @@ class Folder:
                 self.segments[number] = segment
                 return
             segment.close()
+            log.warning("%s is of another layout: it takes room until that is needed", path)
             self._foreign.append(_Foreign(path, segment.size, path.stat().st_mtime))
 
 

@@ -148,6 +148,11 @@ class Segment:
             offset = (1 + int(slots[begin])) * HEADER_BYTES
             _transfer(os.pwritev, self._fd, [self.table[slots[begin:end]].reshape(-1)], offset)
 
+    @property
+    def removed(self) -> bool:
+        """Whether somebody has deleted the file; what is written to it ends with the process."""
+        return os.fstat(self._fd).st_nlink == 0
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
