@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import typer
 
@@ -21,6 +23,9 @@ def test_what_is_no_size_is_refused() -> None:
         parse_size("1X")
 
 
+SLEEP = ("--executor", "sleep", "--model", "bundled", "--blocks", "64")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -28,14 +33,32 @@ def test_what_is_no_size_is_refused() -> None:
         (["--kv-transfer", "nixl"], "give one of: auto, shm, tcp, none"),
         (["--port", "99999"], "port is 99999; give 0 (any free port) to 65535"),
         (["--dtype", "fp8"], "give auto, bf16 or fp32"),
+        (["--disk-cache", "1G"], "disk_cache is 1073741824 and disk_path ''; give both or neither"),
+        (["--disk-path", "/d"], "disk_cache is 0 and disk_path '/d'; give both or neither"),
+        (["--bucket-cache", "1G"], "and bucket_url ''; give both or neither"),
+        (["--bucket-region", "x"], "bucket_region is 'x', and bucket_url is missing"),
+        (["--tier-policy", "arc"], "give host_cache, disk_cache or bucket_cache"),
+        (
+            [*SLEEP, "--host-cache", "1M", "--tier-policy", "nonsense"],
+            "eviction policy is 'nonsense'; it must be one of: arc, ",
+        ),
+        ([*SLEEP, "--host-cache", "1K"], "host_cache is 1024 bytes; blocks of 4096 bytes need"),
+        (
+            [*SLEEP, "--disk-cache", "1K", "--disk-path", "PLACE"],
+            "disk_cache is 1024 bytes; blocks",
+        ),
+        ([*SLEEP, "--disk-cache", "1M", "--disk-path", "/proc/nowhere"], "/proc/nowhere cannot"),
+        (["--no-prefix-caching", "--host-cache", "1M"], "prefix_caching is off"),
+        (["--host-cache", "much"], "'much' is no size; write for example 512MiB"),
         (["--model", "./nowhere", "--executor", "sleep"], "has no config.json"),
     ],
     ids=lambda value: str(value)[:30],
 )
 def test_a_bad_option_is_named_with_its_remedy(
-    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["worker", *options])
+        main(["worker", *(str(tmp_path) if option == "PLACE" else option for option in options)])
     assert caught.value.code == 2
-    assert words in capsys.readouterr().err
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert words in shown

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tiered_worker import PROMPTS, TieredWorker
 from worker_process import Worker, start, stop
 
 
@@ -30,3 +31,26 @@ def start_worker(model_folder: Path) -> Iterator[Callable[..., Worker]]:
     yield begin
     for worker in started:
         stop(worker)
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return what a worker without tiers says."""
+    plain = TieredWorker(tmp_path_factory.mktemp("plain") / "log")
+    said = plain.texts(PROMPTS)
+    plain.kill()
+    return said
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., TieredWorker]]:
+    """Return a function that starts a worker with tiers, ended with the test."""
+    started: list[TieredWorker] = []
+
+    def make(*options: str) -> TieredWorker:
+        started.append(TieredWorker(tmp_path / "log", *options))
+        return started[-1]
+
+    yield make
+    for worker in started:
+        worker.kill()

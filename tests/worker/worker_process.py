@@ -96,15 +96,19 @@ class Worker:
         raise AssertionError(f"still busy: {busy}")
 
 
-def start(folder: Path, *options: str) -> Worker:
+def start(folder: Path | str, *options: str, log: Path | None = None) -> Worker:
+    """Start a worker; what it logs goes to a file, or where the tests' own does."""
     command = [sys.executable, "-m", "pigou", "worker", "--model", str(folder), "--port", "0"]
     command += ["--served-model-name", "tiny", "--exit-with-parent"]
     if "--executor" not in options:
         command += ["--executor", "sleep"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    errors = log.open("ab") if log is not None else None
     process = subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, text=True, env=environment
+        [*command, *options], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
     )
+    if errors is not None:
+        errors.close()
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, f"the worker ended with {process.wait(START)}"

@@ -60,7 +60,8 @@ def plan_host(config: WorkerConfig, layout: KVLayout, blocks: int) -> Plan:
     Raises:
         ConfigError: `host_cache` has no room for a block besides those under way.
     """
-    reads = _READS if config.disk_cache and config.bucket_cache else 0
+    far = bool(config.disk_cache) + bool(config.bucket_cache)
+    reads = _READS if far > 1 or (far and config.device != "cpu") else 0
     copies = max(1, min(blocks // _COPIES, _MOST_COPIES))
     if not config.host_cache:
         return Plan(copies + reads, copies, 0)
@@ -124,7 +125,10 @@ def _bucket(config: WorkerConfig, layout: KVLayout, space: bytes) -> Store:
 
 def _tier(config: WorkerConfig, layout: KVLayout, name: str, room: int) -> Tier:
     if room < 1:
-        raise ConfigError(f"{name}_cache has no room for a block of {layout.block_bytes} bytes")
+        raise ConfigError(
+            f"{name}_cache is {getattr(config, f'{name}_cache')} bytes; blocks of "
+            f"{layout.block_bytes} bytes need at least {2 * layout.block_bytes + 512}"
+        )
     cap = room * layout.block_bytes
     worth = Worth(base=layout.block_size * _TOKEN, restore=1 / _BACK)
     return Tier(cap, load(config.tier_policy, Setting(cap, worth), config.tier_params))
