@@ -25,8 +25,10 @@ class Medium(StrEnum):
 class BlockStored(msgspec.Struct, frozen=True):
     """Consecutive blocks of one request became full, and can be hit from now on.
 
+    Those of a tier beyond the device arrived there: they are nobody's request's.
+
     Attributes:
-        request: id of the request that computed (or loaded) them.
+        request: id of the request that computed (or loaded) them; empty for a tier.
         first: index of the first of these blocks within the request.
         hashes: shape (blocks, 2).
         parent: hash of the block before `first`, shape (1, 2); shape (0, 2) at the beginning.

@@ -139,12 +139,14 @@ class Seam(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.oracle.held)))
         del self.oracle.held[name]
         call = self.core.abort if by_abort else self.core.release
-        assert not call(name).finished
+        effects = call(name)
+        assert not effects.finished
+        self.observe(effects)
 
     @rule()
     @precondition(lambda self: self.number % 8 == 7)
     def clear(self) -> None:
-        self.core.clear_cache()
+        self.observe(self.core.clear_cache())
         assert self.core.cached_blocks == 0
 
     @invariant()
@@ -178,12 +180,12 @@ class Seam(RuleBasedStateMachine):
             self.settle()
             for name in list(self.oracle.held):
                 del self.oracle.held[name]
-                self.core.release(name)
+                self.observe(self.core.release(name))
         assert not self.flying, "somebody never finishes"
         self.settle()
         for name in list(self.oracle.held):
             del self.oracle.held[name]
-            self.core.release(name)
+            self.observe(self.core.release(name))
         self.oracle.check()
         assert self.core.free_blocks == self.core.config.blocks
         assert self.core.running == self.core.waiting == self.core.held == 0

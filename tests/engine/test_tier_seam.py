@@ -16,10 +16,11 @@ from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.preemption import Rates
 from pigou.kv.block import ROOT, Block
+from pigou.kv.move import Speed
 from pigou.kv.policies.policy import Setting
 from pigou.kv.policies.ranked import Lru
 from pigou.kv.tier import Tier
-from pigou.kv.tiers import Speed, Tiers
+from pigou.kv.tiers import Tiers
 from pigou.kv.worth import Worth
 from pigou.request import NEVER
 
@@ -111,7 +112,7 @@ class TierSeam(Seam):
     @rule()
     @precondition(lambda self: any(self.oracle.links))
     def clear_while_blocks_move(self) -> None:
-        self.core.clear_cache()
+        self.observe(self.core.clear_cache())
         assert not any(len(tier) for tier in self.oracle.tiers.tiers)
 
     @rule(data=st.data())
@@ -171,7 +172,7 @@ class TierSeam(Seam):
         self.now += 1000
         for end in (None, self.core.clear_cache):
             if end is not None:
-                end()
+                self.observe(end())
             self.idle()
             self.settle()
             self.oracle.check()
@@ -203,7 +204,7 @@ def test_what_a_tier_holds_is_restored_in_place_of_computed() -> None:
                 oracle.observe(oracle.restore(load, 99))
         oracle.execute(core.schedule(0))
         while oracle.links[0]:
-            oracle.make(0, False)
+            oracle.observe(oracle.make(0, False))
             oracle.execute(core.schedule(0))
         oracle.check()
         return cached
@@ -236,7 +237,7 @@ def test_a_session_that_is_expected_back_finds_its_blocks_on_the_device() -> Non
             for load in list(oracle.loads):
                 oracle.observe(oracle.restore(load, 99))
             while oracle.links[0]:
-                oracle.make(0, False)
+                oracle.observe(oracle.make(0, False))
             oracle.execute(core.schedule(now))
         oracle.check()
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from core_oracle import POISON, Oracle, Slot
 
 from pigou.engine.plan import Effects, Plan, Result
+from pigou.events import AllBlocksCleared, BlockRemoved, Medium
 from pigou.kv.block import Block, chain_of, keys_of
-from pigou.kv.tiers import DEVICE, NOWHERE, Move, Tiers
+from pigou.kv.move import DEVICE, NOWHERE, Move
+from pigou.kv.tiers import Tiers
 
 
 @dataclass
@@ -23,11 +25,15 @@ class TierOracle(Oracle):
         down: tiers whose store fails at whatever it is asked.
         found: of each tier whose store was not empty at the start, what is said to be there.
         doubtful: blocks that were said to be there, and were gone when that was heard.
+        silent: blocks of before the start, of which nobody is told before they are restored.
+        told: by KV events, media and keys of what is there.
     """
 
     stores: list[dict[bytes, list[Slot]]] = field(default_factory=list)
     links: list[deque[Move]] = field(default_factory=list)
     most: list[int] = field(default_factory=list)
+    silent: set[bytes] = field(default_factory=set)
+    told: set[tuple[Medium, bytes]] = field(default_factory=set)
     down: set[int] = field(default_factory=set)
     found: dict[int, list[Block]] = field(default_factory=dict)
     doubtful: set[tuple[int, bytes]] = field(default_factory=set)
@@ -71,6 +77,7 @@ class TierOracle(Oracle):
     def recover(self, tier: int) -> Effects:
         """Tell the engine what a store was found to have, some time ago."""
         blocks = self.found.pop(tier)
+        self.silent |= {block.key for block in blocks}
         gone = {(tier, block.key) for block in blocks if block.key not in self.stores[tier]}
         self.doubtful |= gone
         self._heard.add(tier)
@@ -131,9 +138,42 @@ class TierOracle(Oracle):
                 assert key in self.tiers.tiers[tier], "what could not be read was forgotten"
         return effects
 
+    def observe(self, effects: Effects) -> None:
+        super().observe(effects)
+        for event in effects.events:
+            if isinstance(event, AllBlocksCleared):
+                self.told.clear()
+                continue
+            keys = keys_of(event.hashes)
+            if isinstance(event, BlockRemoved):
+                self.told -= {(event.medium, key) for key in keys}
+                continue
+            if event.medium is not Medium.DEVICE:
+                assert event.request == ""
+                known = {key for _, key in self.told}
+                assert known.issuperset(set(keys) - self.silent), "of what?"
+            self.told |= {(event.medium, key) for key in keys}
+
+    def _check_told(self) -> None:
+        """Check that the world knows what can be read, and of nothing that is gone."""
+        told = set(self.told)
+        for stored, medium, keys, _ in self.tiers.events._told:  # not yet taken
+            named = {(medium, key) for key in keys}
+            told = told | named if stored else told - named
+        media, there = self.tiers._media, set()
+        for tier, medium in enumerate(media):
+            keys = {block.key for block in self.tiers.tiers[tier].blocks()}
+            now = {(medium, key) for key in keys if self.tiers.readable(tier, key, 0)}
+            unsaid = {(medium, key) for key in self.silent}
+            assert now - unsaid <= told, "what can be read was not told"
+            going = self.tiers._leaving[tier] | set(self.tiers.tiers[tier]._doomed)
+            there |= {(medium, key) for key in keys | going}
+        assert {each for each in told if each[0] is not Medium.DEVICE} <= there, "it is gone"
+
     def check(self) -> None:
         """Check also that stores have what tiers think, and nothing under a wrong key."""
         super().check()
+        self._check_told()
         size = self.core.config.block_size
         for tier, store in enumerate(self.stores):
             for key, content in store.items():

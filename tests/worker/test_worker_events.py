@@ -120,3 +120,17 @@ def test_a_worker_without_events_names_no_source(start_worker: Callable[..., Wor
     worker = start_worker("--no-kv-events")
     assert worker.get("/kv_event_sources").json == {}
     assert worker.complete([5] * 40, max_tokens=1)
+
+
+def test_what_reaches_the_host_is_told_by_hashes_that_are_known(
+    start_worker: Callable[..., Worker],
+) -> None:
+    worker = start_worker("--blocks", "64", "--host-cache", "64MB")
+    subscriber = Subscriber(worker)
+    worker.complete([4 + i % 50 for i in range(40)], max_tokens=1)
+    events: list[Any] = []
+    while not any(isinstance(each, Stored) and each.medium == "CPU" for each in events):
+        events += subscriber.take()[1].events
+    device, host = (each for each in events if isinstance(each, Stored))
+    assert (host.hashes, list(host.token_ids), host.salt) == (device.hashes, [], None)
+    subscriber.close()

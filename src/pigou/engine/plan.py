@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.events import KVEvent
-from pigou.kv.tiers import Move
+from pigou.kv.move import Move
 from pigou.request import NEVER, BlockHashes, FinishReason, Ints, Nanos, no_hashes
 
 _NONE: Ints = np.empty(0, dtype=np.int32)

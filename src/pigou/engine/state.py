@@ -219,6 +219,9 @@ class EngineState:
     def flush(self, effects: Effects) -> Effects:
         """Hand over what has happened since the last effects."""
         effects.events, self._events = self._events, []
+        if self.tiering is not None:
+            # After those of the device: a block that was restored is known by then.
+            effects.events += self.tiering.tiers.events.take()
         effects.freed, self._freed = self._freed, 0
         return effects
 

@@ -11,10 +11,11 @@ import numpy as np
 from pigou.engine.plan import Load
 from pigou.engine.sequence import Sequence
 from pigou.kv.integrity import ensure
+from pigou.kv.move import DEVICE, Move
 from pigou.kv.pool import BlockPool
 from pigou.kv.prefix import PrefixCache
 from pigou.kv.returns import Pause, Returns
-from pigou.kv.tiers import DEVICE, Move, Tiers
+from pigou.kv.tiers import Tiers
 from pigou.request import BlockHashes, Ints
 
 #: Sequences whose blocks wait to be offered; of more, the oldest are forgotten.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from pigou.request import NEVER, BlockHashes
 
@@ -74,6 +77,12 @@ def keys_of(hashes: BlockHashes) -> list[bytes]:
     """Return the keys of consecutive blocks, whose hashes have shape (n, 2)."""
     keys: list[bytes] = hashes.astype(">u8").view("V16").ravel().tolist()
     return keys
+
+
+def hashes_of(keys: Sequence[bytes]) -> BlockHashes:
+    """Return the hashes of blocks by their keys, shape (n, 2)."""
+    words = np.frombuffer(b"".join(keys), dtype=">u8").reshape(len(keys), 2)
+    return words.astype(np.uint64)
 
 
 def chain_of(

@@ -14,72 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
+from pigou.events import Medium
 from pigou.kv.block import ROOT, Block, chain_of, keys_of
+from pigou.kv.move import DEVICE, NO_BLOCKS, NOWHERE, Counts, Move, Speed
 from pigou.kv.tier import Tier
+from pigou.kv.tier_events import TierEvents
 from pigou.kv.tier_integrity import check_tier
 from pigou.kv.worth import Worth
 from pigou.request import BlockHashes, Ints
 
-#: In a move: the device; and nowhere, for blocks that are only deleted.
-DEVICE, NOWHERE = -1, -2
 #: Share of a block's worth that a change must exceed for policies to be told.
 _CHANGED = 0.25
-_NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
-
-
-class Speed(NamedTuple):
-    """How fast blocks come back from a tier.
-
-    Attributes:
-        latency: seconds before the first byte.
-        block: seconds for each block.
-    """
-
-    latency: float = 0.0
-    block: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Blocks to be copied from one place to another, or to be deleted.
-
-    Attributes:
-        number: under which it is answered; -1 for deletions, which are not.
-        source: tier to read from, or `DEVICE`.
-        target: tier to write to, or `NOWHERE`: the blocks are deleted from `source`.
-        keys: of the blocks, each after those that it stands on.
-        blocks: what they are, in the same order; empty for deletions.
-        device: device blocks to read, shape (n,); empty for another source.
-    """
-
-    number: int
-    source: int
-    target: int
-    keys: Sequence[bytes]
-    blocks: Sequence[Block] = ()
-    device: Ints = field(default_factory=lambda: _NO_BLOCKS)
-
-
-@dataclass(slots=True)
-class Counts:
-    """Blocks of one tier, since the start.
-
-    Attributes:
-        stored: that were written to it.
-        restored: that were read from it into the device.
-        evicted: that it gave up for others.
-        lost: that could not be written or read.
-    """
-
-    stored: int = 0
-    restored: int = 0
-    evicted: int = 0
-    lost: int = 0
 
 
 class Tiers:
@@ -92,6 +40,7 @@ class Tiers:
         counts: of each tier.
         copies: device blocks that may be under copy at once.
         recall: whether blocks of sessions that are expected back are brought up before.
+        events: what the tiers tell the world, for whoever publishes it.
     """
 
     recall = True
@@ -103,6 +52,7 @@ class Tiers:
         staging: Sequence[int] | None = None,
         speeds: Sequence[Speed] | None = None,
         copies: int = 512,
+        media: Sequence[Medium] | None = None,
     ) -> None:
         """Begin with these tiers, empty.
 
@@ -113,6 +63,8 @@ class Tiers:
                 to the next; the farthest needs none. Without any, what it gives up is dropped.
             speeds: of each tier.
             copies: device blocks that may be under copy at once.
+            media: what events call each tier; the first is the host, the rest storage, unless
+                said otherwise.
         """
         self.tiers = list(tiers)
         self.speeds = list(speeds) if speeds is not None else [Speed() for _ in tiers]
@@ -120,6 +72,8 @@ class Tiers:
         self.worth: Worth | None = None
         self.counts = [Counts() for _ in tiers]
         self._told = 0.0
+        self.events = TierEvents()
+        self._media = list(media) if media is not None else _usual_media(len(tiers))
         self._bytes = block_bytes
         self._staging = list(staging) if staging is not None else [0 for _ in tiers]
         self._coming: list[set[bytes]] = [set() for _ in tiers]
@@ -215,8 +169,9 @@ class Tiers:
         reading = self._reading.pop(request, [])
         for number, key in reading:
             self._unpin(number, [key], now)
-        for number, _ in reading[:good]:
+        for number, key in reading[:good]:
             self.counts[number].restored += 1
+            self._tell(number, [key])
         if good < len(reading) and not failed:
             number, key = reading[good]
             self.lose(number, [key], now)
@@ -243,6 +198,7 @@ class Tiers:
         lost = [key for key, came in zip(move.keys, good, strict=True) if not came]
         self.counts[target].stored += len(move.keys) - len(lost)
         self.lose(target, lost, now)
+        self._tell(target, move.keys)
         if move.source != DEVICE:
             self._left(move, now)
         if target + 1 < len(self.tiers):
@@ -261,14 +217,18 @@ class Tiers:
             self._delete(number, tier.expire(now))
 
     def clear(self, now: int) -> None:
-        """Delete everything, everywhere."""
+        """Delete everything, everywhere; who does it tells the world."""
         for number, tier in enumerate(self.tiers):
             self._delete(number, tier.drop([block.key for block in tier.blocks()], now))
+        self.events.forget()
 
     def recover(self, tier: int, blocks: Iterable[Block], now: int) -> int:
         """Take in what a tier's store still has at the start; what does not fit is deleted there.
 
         What the tier knows of already, as it was put there since, or was found twice, stays.
+
+        Nobody is told of these blocks before they are restored: their tokens are not stored, and
+        by its hash alone nobody can tell what a block is of.
 
         Returns:
             How many blocks can be hit again.
@@ -276,7 +236,7 @@ class Tiers:
         each = {block.key: block for block in blocks}
         for block in sorted(each.values(), key=lambda block: block.depth):
             if block.key not in self.tiers[tier] and not self._admit(tier, [block], now):
-                self._delete(tier, [block.key])
+                self._out.append(Move(-1, tier, NOWHERE, [block.key]))
         return len(self.tiers[tier])
 
     def copies_under(self) -> dict[int, int]:
@@ -411,7 +371,7 @@ class Tiers:
     # --- what was decided -----------------------------------------------------------------------
 
     def _move(
-        self, source: int, target: int, blocks: Sequence[Block], device: Ints = _NO_BLOCKS
+        self, source: int, target: int, blocks: Sequence[Block], device: Ints = NO_BLOCKS
     ) -> Move:
         move = Move(self._number, source, target, [b.key for b in blocks], blocks, device)
         self._number += 1
@@ -434,3 +394,27 @@ class Tiers:
     def _delete(self, tier: int, keys: Sequence[bytes]) -> None:
         if keys:
             self._out.append(Move(-1, tier, NOWHERE, list(keys)))
+            self._tell_gone(tier, keys)
+
+    # --- what others are told -------------------------------------------------------------------
+
+    def _tell(self, tier: int, keys: Iterable[bytes]) -> None:
+        """Tell that blocks can be read from a tier, those of them that can."""
+        there = (self.tiers[tier].entry(key) for key in keys if key not in self._coming[tier])
+        self.events.stored(self._media[tier], [entry.block for entry in there if entry is not None])
+
+    def _tell_gone(self, tier: int, keys: Sequence[bytes]) -> None:
+        """Tell that blocks are gone from a tier, but for those that another has by that name."""
+        medium = self._media[tier]
+        others = [
+            number for number, each in enumerate(self._media) if each is medium and number != tier
+        ]
+        gone = [key for key in keys if not any(self._has(number, key) for number in others)]
+        self.events.removed(medium, gone)
+
+    def _has(self, tier: int, key: bytes) -> bool:
+        return key in self.tiers[tier] and key not in self._coming[tier]
+
+
+def _usual_media(tiers: int) -> list[Medium]:
+    return [Medium.HOST if number == 0 else Medium.STORAGE for number in range(tiers)]

@@ -11,9 +11,10 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.engine.plan import Load
+from pigou.kv.move import NOWHERE, Move, Speed
 from pigou.kv.policies.policy import Setting, load
 from pigou.kv.tier import Tier
-from pigou.kv.tiers import NOWHERE, Move, Speed, Tiers
+from pigou.kv.tiers import Tiers
 from pigou.kv.worth import Worth
 from pigou.request import SECOND
 from pigou.sim.clock import Clock, Event, Phase

@@ -13,7 +13,8 @@ from pigou.engine.core import EngineCore
 from pigou.engine.errors import QueueFull, RequestTooLarge
 from pigou.engine.plan import Effects, Load, Plan, Result
 from pigou.events import KVEvent
-from pigou.kv.tiers import Move, Tiers
+from pigou.kv.move import Move
+from pigou.kv.tiers import Tiers
 from pigou.request import Ints, Nanos
 from pigou.sim.clock import Clock, Event, Phase
 from pigou.sim.gaps import Gaps

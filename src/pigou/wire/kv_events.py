@@ -106,7 +106,8 @@ def stored_map(
 
     Args:
         event: from the EngineCore.
-        token_ids: of all blocks of the event, `blocks * block_size` of them.
+        token_ids: of all blocks of the event, `blocks * block_size` of them; none for a tier,
+            whose blocks are known by their hashes from the device.
         block_size: tokens in a block.
         salt: cache salt of the request; travels with its first block only.
     """

@@ -13,7 +13,7 @@ from typing import Any
 from pigou.engine.core import EngineCore
 from pigou.engine.errors import QueueFull, UnknownLoad
 from pigou.engine.plan import Effects, Finished, Plan, Result
-from pigou.events import BlockRemoved, BlockStored, KVEvent
+from pigou.events import BlockRemoved, BlockStored, KVEvent, Medium
 from pigou.kv.worth import Worth
 from pigou.request import SECOND, FinishReason
 from pigou.runtime.outputs import StepOutput
@@ -329,8 +329,11 @@ class EngineThread:
     def _map(self, event: KVEvent) -> dict[str, Any]:
         if isinstance(event, BlockStored):
             size = self._core.config.block_size
+            tokens = self._tokens.get(event.request)
+            if tokens is None or event.medium is not Medium.DEVICE:
+                return stored_map(event, (), size, None)  # a tier's, or brought back for nobody yet
             start = event.first * size
-            tokens = self._tokens[event.request][start : start + len(event.hashes) * size]
+            tokens = tokens[start : start + len(event.hashes) * size]
             return stored_map(event, tokens, size, self._adds[event.request].salt)
         return removed_map(event) if isinstance(event, BlockRemoved) else cleared_map(event)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pigou.config import ConfigError
+from pigou.events import Medium
 from pigou.kv.layout import KVLayout
 from pigou.kv.policies.policy import Setting, load
 from pigou.kv.tier import Tier
@@ -95,7 +96,8 @@ def build_tiers(config: WorkerConfig, layout: KVLayout, blocks: int) -> TierPart
         _tier(config, layout, name, rooms[name] - spare)
         for name, spare in zip(names, staging, strict=True)
     ]
-    made = Tiers(tiers, layout.block_bytes, staging, copies=plan.copies)
+    media = [Medium.HOST if name == HOST else Medium.STORAGE for name in names]
+    made = Tiers(tiers, layout.block_bytes, staging, copies=plan.copies, media=media)
     made.recall = config.tier_recall
     return TierParts(made, names, lambda device: _mover(device, plan, stores))
 

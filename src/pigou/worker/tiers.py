@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pigou.engine.plan import Load
-from pigou.kv.tiers import DEVICE, NOWHERE, Move, Speed, Tiers
+from pigou.kv.block import hashes_of
+from pigou.kv.move import DEVICE, NOWHERE, Move, Speed
+from pigou.kv.tiers import Tiers
 from pigou.request import Ints
-from pigou.runtime.stores.entries import Entries, hashes_of
+from pigou.runtime.stores.entries import Entries
 from pigou.runtime.stores.link import Moved
 from pigou.runtime.stores.mover import DEVICE as DEVICE_NAME
 from pigou.runtime.stores.mover import HOST, Mover

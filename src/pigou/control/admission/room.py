@@ -68,7 +68,7 @@ class Room:
         """A request was routed; `fleet` is as it saw it."""
         row = fleet.ids.index(choice.decode)
         output = int(fleet.output)
-        need = request.prompt - int(fleet.cached(request.prompt)[row]) + output
+        need = request.prompt - int(fleet.resident(request.prompt)[row]) + output
         self._held[request.id] = _Held(choice.decode, need - output, output)
         self._tokens[choice.decode] = self._tokens.get(choice.decode, 0) + need
         self._total += need
@@ -198,6 +198,9 @@ def least_seconds(request: Request, fleet: FleetView) -> float:
 
 
 def _need(request: Request, fleet: FleetView) -> Counts:
-    """Return the tokens that a request needs on each worker, (workers,)."""
-    found: Counts = request.prompt - fleet.cached(request.prompt) + int(fleet.output)
+    """Return the tokens that a request needs on each worker, (workers,).
+
+    What comes back from a tier takes room on the device as what is computed does.
+    """
+    found: Counts = request.prompt - fleet.resident(request.prompt) + int(fleet.output)
     return found

@@ -81,6 +81,11 @@ class FleetView(msgspec.Struct, eq=False):
             self._count(prompt)
         return self._cached
 
+    def resident(self, prompt: int) -> Counts:
+        """Return the tokens of a prompt that each worker has on its device, (workers,)."""
+        found: Counts = np.minimum(self.device * self.block_size, max(0, prompt - 1))
+        return found
+
     def longest(self, prompt: int) -> int:
         """Return the most tokens of a prompt that one worker holds."""
         if self._counted is not self.overlap or prompt != self._prompt:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.block import ROOT, Block, keys_of
+from pigou.kv.block import ROOT, Block, hashes_of, keys_of
 from pigou.request import NEVER, BlockHashes, Ints, Nanos
 
 #: One per block, shape (n,).
@@ -152,8 +152,3 @@ def no_entries(count: int = 0) -> Entries:
         np.zeros(count, dtype=np.int64),
         np.zeros((count, TENURE_BYTES), dtype=np.uint8),
     )
-
-
-def hashes_of(keys: Sequence[bytes]) -> BlockHashes:
-    """Return keys of 16 bytes as hashes, shape (n, 2); `pigou.kv.block.keys_of` is the inverse."""
-    return np.frombuffer(b"".join(keys), dtype=">u8").reshape(-1, 2).astype(np.uint64)

@@ -1,0 +1,67 @@
+"""Moves between tiers, and how fast blocks come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from pigou.kv.block import Block
+from pigou.request import Ints
+
+#: In a move: the device; and nowhere, for blocks that are only deleted.
+DEVICE, NOWHERE = -1, -2
+#: Of moves that are not of the device.
+NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
+
+
+class Speed(NamedTuple):
+    """How fast blocks come back from a tier.
+
+    Attributes:
+        latency: seconds before the first byte.
+        block: seconds for each block.
+    """
+
+    latency: float = 0.0
+    block: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Blocks to be copied from one place to another, or to be deleted.
+
+    Attributes:
+        number: under which it is answered; -1 for deletions, which are not.
+        source: tier to read from, or `DEVICE`.
+        target: tier to write to, or `NOWHERE`: the blocks are deleted from `source`.
+        keys: of the blocks, each after those that it stands on.
+        blocks: what they are, in the same order; empty for deletions.
+        device: device blocks to read, shape (n,); empty for another source.
+    """
+
+    number: int
+    source: int
+    target: int
+    keys: Sequence[bytes]
+    blocks: Sequence[Block] = ()
+    device: Ints = field(default_factory=lambda: NO_BLOCKS)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Blocks of one tier, since the start.
+
+    Attributes:
+        stored: that were written to it.
+        restored: that were read from it into the device.
+        evicted: that it gave up for others.
+        lost: that could not be written or read.
+    """
+
+    stored: int = 0
+    restored: int = 0
+    evicted: int = 0
+    lost: int = 0
