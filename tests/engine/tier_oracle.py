@@ -79,7 +79,13 @@ class TierOracle(Oracle):
         blocks = self.found.pop(tier)
         self.silent |= {block.key for block in blocks}
         gone = {(tier, block.key) for block in blocks if block.key not in self.stores[tier]}
-        self.doubtful |= gone
+        going = [*self.links[tier], *self.tiers._out]  # deletions that were decided meanwhile
+        self.doubtful |= gone | {
+            (tier, key)
+            for move in going
+            if (move.source, move.target) == (tier, NOWHERE)
+            for key in move.keys
+        }
         self._heard.add(tier)
         self.tiers.recover(tier, blocks, self.core._state.unix)
         return Effects()
