@@ -157,7 +157,7 @@ def test_without_tolls_it_is_the_selfish_choice() -> None:
     selfish = override(Toll(), {"toll": 0.0})
     parts = selfish.parts(Request("r", 50, 9), fleet, pairs((-1, 0)))  # type: ignore[attr-defined]
     assert all(parts[name] == 0 for name in parts if name.startswith("toll_"))
-    with pytest.raises(ConfigError, match=r"tol is no parameter .* it has: overlap_weight, toll"):
+    with pytest.raises(ConfigError, match=r"tol is no parameter .* overlap_weight, .* toll"):
         override(Toll(), {"tol": 1.0})
     with pytest.raises(ConfigError, match="toll"):
         override(Toll(), {"toll": "much"})
@@ -228,3 +228,24 @@ def test_prices_beat_unconditional_disaggregation_when_prefill_is_scarce() -> No
 def test_parameters_out_of_the_struct_are_refused() -> None:
     with pytest.raises(TypeError):
         TollParams(tol=1)  # type: ignore[call-arg]
+
+
+def test_a_prefix_below_the_device_is_worth_less_and_never_nothing() -> None:
+    fleet = FleetView.of(
+        4,
+        estimates=known(4),
+        overlap=[10, 10, 10, 0],
+        device=[10, 2, 2, 0],
+        host=[0, 8, 0, 0],
+        storage=[0, 0, 8, 0],
+    )
+    request = Request("r", 1000, 100)
+    here = pairs((-1, 0), (-1, 1), (-1, 2), (-1, 3))
+    found = Toll().parts(request, fleet, here)["prefill"]
+    assert np.all(np.diff(found) > 0.0)
+    assert found[1] - found[0] == pytest.approx(0.1 * 128e-4)
+    assert found[2] - found[0] == pytest.approx(0.5 * 128e-4)
+    table = Toll().table(request, fleet, here)
+    assert table.total == pytest.approx(sum(table.parts.values()))
+    with pytest.raises(ValueError, match=r"host_restore is 1\.5; it must be from 0 to 1"):
+        TollParams(host_restore=1.5)

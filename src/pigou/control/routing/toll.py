@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from pigou.control.routing.limits import share
 from pigou.control.routing.policy import Costs, RequestView, Table
 from pigou.control.routing.toll_kernel import PARTS, price
 from pigou.control.routing.view import Candidates, Counts, FleetView
@@ -14,15 +15,23 @@ from pigou.control.speeds.estimates import Estimates
 
 
 class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `Toll`, neither of which needs tuning.
+    """Parameters of `Toll`, none of which needs tuning.
 
     Attributes:
         toll: share of the tolls that is charged; 0 is the selfish choice.
         overlap_weight: share of its cached prefix that a request counts on.
+        host_restore: seconds that a token from host memory takes, as a share of those to compute
+            it; workers tell no rates. Above 1 makes no sense: they compute what is quicker so.
+        storage_restore: the same for disk and object storage.
     """
 
     toll: float = 1.0
     overlap_weight: float = 1.0
+    host_restore: float = 0.1
+    storage_restore: float = 0.5
+
+    def __post_init__(self) -> None:
+        share(self, "host_restore", "storage_restore")
 
 
 class Toll:
@@ -33,7 +42,8 @@ class Toll:
 
         wait      Q_p = S_p - m_p max(0, 1 - c_p) / 2, S_p = prefill_base q_p + prefill_token U_p
                   + prefill_pair V_p  (q_p > 0 prompts there; 0 where there are none)
-        prefill   s = prefill_base_p + prefill_token_p u + prefill_pair_p u (t - u / 2)
+        prefill   s + l, s = prefill_base_p + prefill_token_p u + prefill_pair_p u (t - u / 2)
+                  l = prefill_token_p (host_restore h_p + storage_restore g_p)
         transfer  x = transfer_base_d + transfer_token_d (tokens that d lacks), 0 where p = d
         decode    N f_d(n + 1) + b,  b = Z_d max(0, S_d - Q_p - s - x) / S_d where p is not d
         toll of the stream    N n (f_d(n+1) - f_d(n))
@@ -41,16 +51,18 @@ class Toll:
         toll of the stall     z n, where p = d
         toll of memory        (r_p e_p u + r_d e_d y) (s + the two tolls before) / s
 
-    with U_p uncached tokens of the prompts there, and V_p pairs of them with a token before (the
-    attention of long prompts); z = stall_base_d + stall_token_d u, pairs counted as the tokens
-    that they take as long as, and Z_d the same of all prompts that wait at d; w = z where p = d
-    and n > 0, s elsewhere; m_p the mean of s and c_p its variance by m_p^2; rho_p = Lambda_p m_p;
-    v half the sum of c_p and of the same for gaps between arrivals; k = 1 + Q_p / (v m_p). The
-    one under way is as far as the mean residual life says. b is for prompts that d itself is to
-    compute, and will not have done when the stream begins. r is of `FleetView.again`:
-    blocks that had to go for want of memory and were computed again, for each block that is
-    stored on the worker; e the seconds that an uncached token takes in the mean; y the tokens
-    that d stores besides, N and, where p is not d, those of the prompt that it lacks.
+    with h_p and g_p tokens of the prefix that p has only in host memory, and only in storage:
+    they come back beside the steps, and delay nobody else. U_p are uncached tokens of the prompts
+    there, and V_p pairs of them with a token before (the attention of long prompts); z =
+    stall_base_d + stall_token_d u, pairs counted as the tokens that they take as long as, and Z_d
+    the same of all prompts that wait at d; w = z where p = d and n > 0, s elsewhere; m_p the mean
+    of s and c_p its variance by m_p^2; rho_p = Lambda_p m_p; v half the sum of c_p and of the
+    same for gaps between arrivals; k = 1 + Q_p / (v m_p). The one under way is as far as the mean
+    residual life says. b is for prompts that d itself is to compute, and will not have done when
+    the stream begins. r is of `FleetView.again`: blocks that had to go for want of memory and
+    were computed again, for each block that is stored on the worker; e the seconds that an
+    uncached token takes in the mean; y the tokens that d stores besides, N and, where p is not d,
+    those of the prompt that it lacks.
 
     The stream's toll is the marginal-cost toll of the routing game (design, "Three games, three
     prices"; Georgiou 2026, Eq. 7 gives the game). The queue's is Naor's ("The Regulation of Queue
@@ -95,6 +107,9 @@ class Toll:
             fleet.prefill_pairs,
             fleet.decode_requests,
             fleet.cached(request.prompt),
+            fleet.host,
+            fleet.storage,
+            fleet.block_size,
             fleet.again,
             candidates.prefill,
             candidates.decode,
@@ -102,6 +117,7 @@ class Toll:
             fleet.output,
             self.params.toll,
             self.params.overlap_weight,
+            (self.params.host_restore, self.params.storage_restore),
             found,
         )
         return Table(PARTS, found)

@@ -120,6 +120,9 @@ def price(
     prefill_pairs: NDArray[np.int64],
     decode_requests: NDArray[np.int64],
     cached: NDArray[np.int64],
+    host: NDArray[np.int64],
+    storage: NDArray[np.int64],
+    block_size: NDArray[np.int64],
     again: NDArray[np.float64],
     prefill: NDArray[np.int32],
     decode: NDArray[np.int32],
@@ -127,6 +130,7 @@ def price(
     output: float,
     toll: float,
     overlap_weight: float,
+    restore: tuple[float, float],
     found: NDArray[np.float64],
 ) -> None:
     """Write the parts of each candidate's cost, and in the last row their sum.
@@ -139,11 +143,14 @@ def price(
         prefill_requests, prefill_tokens, prefill_pairs, decode_requests: of the workers,
             (workers,).
         cached: tokens of the prompt that each worker holds, (workers,).
+        host, storage: blocks of them that are not on the device, (workers,).
+        block_size: tokens in a block, (workers,).
         again: blocks computed again for each that is stored, (workers,).
         prefill, decode: of the candidates, (candidates,); prefill is -1 for local.
         prompt: tokens.
         output: tokens expected.
         toll, overlap_weight: parameters of the policy.
+        restore: shares of a token's seconds that one from host and one from storage takes.
         found: takes the parts in the order of `PARTS`, and the sum, shape (9, candidates).
     """
     base, token, move_base, move_token = table[0], table[1], table[2], table[3]
@@ -169,6 +176,8 @@ def price(
         uncached = float(prompt - overlap_weight * cached[where])
         pairs = uncached * (prompt - 0.5 * uncached)
         service = alone(prompts, 1, uncached, pairs)
+        below = restore[0] * host[where] + restore[1] * storage[where]
+        back = overlap_weight * token[where] * block_size[where] * below
         n = float(decode_requests[there])
         law = a[there], b[there], d[there], n_sat[there], beta[there], floor[there]
         pace, slower = itl(law, n), itl(law, n + 1.0)
@@ -187,7 +196,7 @@ def price(
             others = beside(
                 (base[there], token[there], pair[there]), stalls, prefill_requests[there],
                 float(prefill_tokens[there]), float(prefill_pairs[there]),
-                wait + service + transfer,
+                wait + service + back + transfer,
             )  # fmt: skip
         streams = output * slower + others
         stream = toll * output * n * (slower - pace)
@@ -198,7 +207,7 @@ def price(
             wait, max(mean[where], 1e-9), rate, everybody, bursts[where], uneven[where]
         )  # fmt: skip
         memory = toll * pushed * (service + queue + stall) / max(service, 1e-12)
-        parts = wait, service, transfer, streams, stream, queue, stall, memory
+        parts = wait, service + back, transfer, streams, stream, queue, stall, memory
         # In the order of the rows, as whoever adds them up again does: sums must be the same.
         total = 0.0
         for row in range(8):
