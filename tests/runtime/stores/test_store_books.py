@@ -104,7 +104,7 @@ def test_the_tiers_books_and_the_stores_agree(stand: Stand) -> None:
             restored += len(tiers)
     assert restored > ROUNDS
     assert stand.tiers.counts[1].stored > 0
-    stand.worker.measure()
+    stand.worker.measure(0.0)
     assert all(0 < speed.block < 1 for speed in stand.tiers.speeds)
 
 
