@@ -16,7 +16,7 @@ from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.preemption import Rates
 from pigou.kv.block import ROOT, Block
-from pigou.kv.move import Speed
+from pigou.kv.move import Speed, worth_reading
 from pigou.kv.policies.policy import Setting
 from pigou.kv.policies.ranked import Lru
 from pigou.kv.tier import Tier
@@ -215,13 +215,13 @@ def test_what_a_tier_holds_is_restored_in_place_of_computed() -> None:
 
 
 def test_a_read_that_takes_longer_than_computing_is_not_made() -> None:
-    tiers = make_tiers([9, 9], 0)
-    tiers.worth = Worth(base=1.0, slope=0.5)
-    tiers.speeds = [Speed(0.0, 0.9), Speed(2.5, 0.5)]
-    assert tiers._worth([0, 0], 0) == 2
-    assert tiers._worth([1], 0) == 0  # 1.0 saved, 3.0 spent
-    assert tiers._worth([1, 1, 1], 0) == 3  # 4.5 saved, 4.0 spent
-    assert tiers._worth([0, 1], 0) == 1
+    worth = Worth(base=1.0, slope=0.5)
+    speeds = [Speed(0.0, 0.9), Speed(2.5, 0.5)]
+    assert worth_reading([0, 0], 0, speeds, worth) == 2
+    assert worth_reading([1], 0, speeds, worth) == 0  # 1.0 saved, 3.0 spent
+    assert worth_reading([1, 1, 1], 0, speeds, worth) == 3  # 4.5 saved, 4.0 spent
+    assert worth_reading([0, 1], 0, speeds, worth) == 1
+    assert worth_reading([1, 0], 0, speeds, None) == 2
 
 
 def test_a_session_that_is_expected_back_finds_its_blocks_on_the_device() -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pigou.kv.block import Block
+from pigou.kv.worth import Worth
 from pigou.request import Ints
 
 #: In a move: the device; and nowhere, for blocks that are only deleted.
@@ -65,3 +66,28 @@ class Counts:
     restored: int = 0
     evicted: int = 0
     lost: int = 0
+
+
+def worth_reading(
+    found: Sequence[int], first: int, speeds: Sequence[Speed], worth: Worth | None
+) -> int:
+    """Return how many blocks of a sequence save most time if they are read, not computed.
+
+    Args:
+        found: the tier that each lies in, from index `first` of the sequence on.
+        first: index of the first.
+        speeds: of reading from each tier; its latency is paid once.
+        worth: what computing a block takes; None where nobody knows: all are read.
+    """
+    if worth is None:
+        return len(found)
+    saved = best = 0.0
+    count = 0
+    seen: set[int] = set()
+    for i, tier in enumerate(found):
+        saved += worth.recompute(first + i) - speeds[tier].block
+        saved -= 0.0 if tier in seen else speeds[tier].latency
+        seen.add(tier)
+        if saved > best:
+            best, count = saved, i + 1
+    return count

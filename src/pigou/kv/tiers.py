@@ -19,7 +19,7 @@ import numpy as np
 
 from pigou.events import Medium
 from pigou.kv.block import ROOT, Block, chain_of, keys_of
-from pigou.kv.move import DEVICE, NO_BLOCKS, NOWHERE, Counts, Move, Speed
+from pigou.kv.move import DEVICE, NO_BLOCKS, NOWHERE, Counts, Move, Speed, worth_reading
 from pigou.kv.tier import Tier
 from pigou.kv.tier_events import TierEvents
 from pigou.kv.tier_integrity import check_tier
@@ -142,7 +142,8 @@ class Tiers:
             if tier is None:
                 break
             found.append(tier)
-        return np.array(found[: self._worth(found, first)], dtype=np.int32)
+        count = worth_reading(found, first, self.speeds, self.worth)
+        return np.array(found[:count], dtype=np.int32)
 
     def readable(self, tier: int, key: bytes, now: int) -> bool:
         """Whether a block lies in a tier, has arrived there, and is valid."""
@@ -261,22 +262,6 @@ class Tiers:
             if self.readable(number, key, now):
                 return number
         return None
-
-    def _worth(self, found: Sequence[int], first: int) -> int:
-        """Return how many of the blocks found, from index `first` on, save most time."""
-        if self.worth is None:
-            return len(found)
-        saved = best = 0.0
-        count = 0
-        seen: set[int] = set()
-        for i, tier in enumerate(found):
-            speed = self.speeds[tier]
-            saved += self.worth.recompute(first + i) - speed.block
-            saved -= 0.0 if tier in seen else speed.latency
-            seen.add(tier)
-            if saved > best:
-                best, count = saved, i + 1
-        return count
 
     def _admit(self, tier: int, blocks: Sequence[Block], now: int) -> int:
         """Offer blocks, each standing on the one before, to a tier; return how many it took.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
 from pigou.config import ConfigError
-from pigou.engine.plan import Load
+from pigou.engine.core import EngineCore
+from pigou.engine.plan import Effects, Load
 from pigou.kv.move import NOWHERE, Move, Speed
 from pigou.kv.policies.policy import Setting, load
 from pigou.kv.tier import Tier
@@ -26,6 +28,10 @@ _STAGING = 16
 _COPIES = 2
 #: How much longer the prompt is at which the second cost of a token is read off a timing model.
 _DEEPER = 8
+
+
+#: Calls a worker's core between two steps, at the time that the call is given.
+Tell: TypeAlias = Callable[[Callable[[int], Effects], int], None]
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -111,13 +117,25 @@ def worth_of(timing: Timing, block_size: int, tokens: int) -> Worth:
 class TierLinks:
     """The links of one worker's tiers: one queue each way, first come, first served."""
 
-    def __init__(self, tiers: Tiers, number: int, clock: Clock) -> None:
-        """Begin idle; `number` is the worker's place in the fleet."""
+    def __init__(
+        self, core: EngineCore, tiers: Tiers, number: int, clock: Clock, tell: Tell
+    ) -> None:
+        """Begin idle.
+
+        Args:
+            core: of the worker.
+            tiers: of the core.
+            number: the worker's place in the fleet.
+            clock: virtual.
+            tell: calls the core between two steps.
+        """
         self.tiers = tiers
+        self._core, self._tell = core, tell
         self._speeds = list(tiers.speeds)
         self._number, self._clock = number, clock
         self._down = [0 for _ in tiers.tiers]
         self._up = [0 for _ in tiers.tiers]
+        self._expected: int | None = None  # when a session is expected back
 
     def measure(self, now: int, wait: int) -> None:
         """Tell the tiers how long a read takes from now on, those in line before it included.
@@ -128,21 +146,42 @@ class TierLinks:
             more = (max(0, self._up[tier] - now) + wait) / SECOND
             self.tiers.speeds[tier] = Speed(speed.latency + more, speed.block)
 
-    def make(self, moves: Sequence[Move], now: int, landed: Callable[[Move, int], None]) -> None:
-        """Make moves; `landed(move, now)` is called when one has arrived."""
+    def make(self, moves: Sequence[Move], now: int) -> None:
+        """Make moves; the core is told when one has arrived."""
         for move in moves:
-            if move.target != NOWHERE:
-                at = self._take(self._down, move.target, len(move.keys), now)
-                self._at(at, partial(landed, move))
+            if move.target == NOWHERE:
+                continue
+            good = [True] * len(move.keys)
+            call = partial(self._core.landed, move.number, good)
+            at = self._take(self._down, move.target, len(good), now)
+            self._at(at, partial(self._tell, lambda _, call=call: call()))
 
-    def restore(self, wanted: Load, now: int, done: Event) -> None:
-        """Fill a load's blocks; `done` is called when the last has arrived."""
+    def restore(self, wanted: Load, now: int) -> None:
+        """Fill a load's blocks; the core is told when the last has arrived."""
         tiers, counts = np.unique(wanted.tiers, return_counts=True)
         ends = [
             self._take(self._up, tier, count, now)
             for tier, count in zip(tiers.tolist(), counts.tolist(), strict=True)
         ]
-        self._at(max(ends), done)
+        tokens = len(wanted.blocks) * self._core.config.block_size
+        self._at(
+            max(ends),
+            partial(self._tell, lambda _: self._core.loaded(wanted.request, tokens)),
+        )
+
+    def expect(self, now: int) -> None:
+        """See to it that what sessions need is brought back when they are due."""
+        due = self._core.next_return
+        if due is None or (self._expected is not None and self._expected <= due):
+            return
+        self._expected = due = max(due, now + 1)
+
+        def recall(at: int) -> Effects:
+            if self._expected == due:
+                self._expected = None
+            return self._core.recall(at)
+
+        self._at(due, partial(self._tell, recall))
 
     def _take(self, free: list[int], tier: int, blocks: int, now: int) -> int:
         """Take the link's next turn; return when the last byte arrives."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -11,9 +12,8 @@ import numpy as np
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.errors import QueueFull, RequestTooLarge
-from pigou.engine.plan import Effects, Load, Plan, Result
+from pigou.engine.plan import Effects, Plan, Result
 from pigou.events import KVEvent
-from pigou.kv.move import Move
 from pigou.kv.tiers import Tiers
 from pigou.request import Ints, Nanos
 from pigou.sim.clock import Clock, Event, Phase
@@ -76,7 +76,9 @@ class SimWorker:
         """
         self.number, self.name = number, name
         self.core = EngineCore(config, tiers=tiers)
-        self._links = None if tiers is None else TierLinks(tiers, number, clock)
+        self._links = (
+            None if tiers is None else TierLinks(self.core, tiers, number, clock, self._tell)
+        )
         self.timing = timing
         self.steps, self.busy = 0, 0
         self._clock, self._listener = clock, listener
@@ -93,7 +95,6 @@ class SimWorker:
         self._chunks = False  # whether the plan under way computes several chunks
         self._version = 0
         self._awake = False
-        self._expected: int | None = None  # when a session is expected back
         self._events: list[KVEvent] = []
         self._inbox: deque[tuple[int, Event]] = deque()  # after how many steps, what
         self._dead = False
@@ -277,8 +278,8 @@ class SimWorker:
             self._links.measure(now, self._notice())
         plan = self.core.schedule(now)
         if self._links is not None:
-            self._links.make(plan.moves, now, self._landed)
-            self._expect(now)
+            self._links.make(plan.moves, now)
+            self._links.expect(now)
         self._admit(plan, now)
         if not plan:
             return
@@ -373,20 +374,6 @@ class SimWorker:
         if steps:
             self._streams.count_passed(rows, self._ends, steps)
 
-    def _expect(self, now: int) -> None:
-        """See to it that what sessions need is brought back when they are due."""
-        due = self.core.next_return
-        if due is None or (self._expected is not None and self._expected <= due):
-            return
-        self._expected = due = max(due, now + 1)
-
-        def recall(at: int) -> None:
-            if self._expected == due:
-                self._expected = None
-            self._note(self.core.recall(at))
-
-        self._clock.at(due, Phase.LINK, self.number, lambda at: self._do(recall, at))
-
     def _notice(self) -> int:
         """Return the nanoseconds until what happens is taken note of, mostly: the steps' ends."""
         if self._idle or not len(self._ends):
@@ -394,16 +381,9 @@ class SimWorker:
         step = int(self._ends[0]) - self._begin
         return step // 2 + self._ahead * step
 
-    def _landed(self, move: Move, now: int) -> None:
-        """A move to a tier has arrived."""
-        good = [True] * len(move.keys)
-        self._do(lambda _: self._note(self.core.landed(move.number, good)), now)
-
-    def _restore(self, load: Load, now: int) -> None:
-        """Fill a load's blocks from tiers."""
-        assert self._links is not None
-        tokens = len(load.blocks) * self.core.config.block_size
-        self._links.restore(load, now, lambda at: self.loaded(load.request, tokens, at))
+    def _tell(self, call: Callable[[int], Effects], now: int) -> None:
+        """Call the core between two steps."""
+        self._do(lambda at: self._note(call(at)), now)
 
     def _note(self, effects: Effects) -> None:
         self._events += effects.events
@@ -416,7 +396,8 @@ class SimWorker:
             self._streams.leave(leg)
         for load in plan.loads:
             if len(load.tiers):
-                self._restore(load, now)
+                assert self._links is not None
+                self._links.restore(load, now)
             if load.row < 0:  # for a session that is away
                 continue
             leg = self._legs[load.request]
