@@ -85,23 +85,21 @@ class TieredSide(Side):
         return [load for load in plan.loads if not len(load.tiers)]
 
     def settle(self) -> None:
-        while self._reads or any(self._links):
+        while self._idle() or self._reads or any(self._links):
             self._turn(1.0, 0.0)
-            self._idle()
-        self._idle()
-        if self._reads or any(self._links):
-            self.settle()
 
     def close(self) -> None:
         for store in self.stores:
             store.close()
 
-    def _idle(self) -> None:
+    def _idle(self) -> bool:
+        """Plan while nobody computes; whether there was something to be moved."""
         self.clock += 1
         plan = self.core.schedule(self.clock)
         assert not plan
         assert not self.begin(plan)
         self.core.check_integrity()
+        return bool(plan.moves or plan.loads)
 
     def _turn(self, ready: float, fails: float) -> None:
         """Make some of what is under way, each link's moves in order."""

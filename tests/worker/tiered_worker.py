@@ -12,7 +12,8 @@ from worker_process import Worker, start, stop
 
 #: Tokens of a prompt; of 40 device blocks, it takes a bit over a third.
 LENGTH = 240
-DEVICE = ("--executor", "torch", "--blocks", "40", "--dtype", "fp32", "--max-model-len", "512")
+DEVICE = ("--executor", "torch", "--blocks", "40", "--dtype", "fp32", "--max-model-len", "512",
+          "--no-tier-recall")  # fmt: skip
 #: Prompts that tests ask for: more than the device has room for.
 PROMPTS = 6
 Answer = tuple[str, int]

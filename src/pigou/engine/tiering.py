@@ -172,7 +172,7 @@ class Tiering:
 
     def restored(self, request: str, good: int, failed: bool) -> None:
         """Note that a request's load is over; its first `good` blocks came (`Tiers.end`)."""
-        self.tiers.end(request, good, self.now, failed)
+        self.tiers.end(request, good, self.now, failed, request not in self._fetched)
 
     def clear(self) -> None:
         """Forget what lies anywhere, and what was to be offered."""

@@ -57,13 +57,15 @@ class Counts:
 
     Attributes:
         stored: that were written to it.
-        restored: that were read from it into the device.
+        restored: that were read from it for a request.
+        recalled: that were read from it for a session that was expected back.
         evicted: that it gave up for others.
         lost: that could not be written or read.
     """
 
     stored: int = 0
     restored: int = 0
+    recalled: int = 0
     evicted: int = 0
     lost: int = 0
 

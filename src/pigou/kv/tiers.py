@@ -161,17 +161,20 @@ class Tiers:
             tier.hit(keys, now)
         self._reading[request] = reading
 
-    def end(self, request: str, good: int, now: int, failed: bool = False) -> None:
+    def end(
+        self, request: str, good: int, now: int, failed: bool = False, asked: bool = True
+    ) -> None:
         """Note that a request's read is over: `good` blocks came, and the next one is not there.
 
         Unless the read failed: then the others may be there still. A request that reads nothing
-        changes nothing.
+        changes nothing. Blocks that nobody has `asked` for yet are counted as recalled.
         """
         reading = self._reading.pop(request, [])
         for number, key in reading:
             self._unpin(number, [key], now)
         for number, key in reading[:good]:
-            self.counts[number].restored += 1
+            self.counts[number].restored += asked
+            self.counts[number].recalled += not asked
             self._tell(number, [key])
         if good < len(reading) and not failed:
             number, key = reading[good]

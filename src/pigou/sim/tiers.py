@@ -154,7 +154,7 @@ class TierLinks:
             good = [True] * len(move.keys)
             call = partial(self._core.landed, move.number, good)
             at = self._take(self._down, move.target, len(good), now)
-            self._at(at, partial(self._tell, lambda _, call=call: call()))
+            self._at(at, partial(self._tell, partial(_ignoring, call)))
 
     def restore(self, wanted: Load, now: int) -> None:
         """Fill a load's blocks; the core is told when the last has arrived."""
@@ -192,3 +192,8 @@ class TierLinks:
 
     def _at(self, when: int, event: Event) -> None:
         self._clock.at(max(when, self._clock.now + 1), Phase.LINK, self._number, event)
+
+
+def _ignoring(call: Callable[[], Effects], _: int) -> Effects:
+    """Call without the time."""
+    return call()

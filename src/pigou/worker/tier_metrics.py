@@ -46,7 +46,8 @@ _GAUGES = {
 }
 _COUNTERS = {
     "stored_blocks": "Blocks written to it.",
-    "restored_blocks": "Blocks read from it into the device.",
+    "restored_blocks": "Blocks read from it into the device for a request.",
+    "recalled_blocks": "Blocks read from it for a session that was expected back.",
     "evicted_blocks": "Blocks that it gave up for others.",
     "lost_blocks": "Blocks that could not be written or read.",
     "corrupt_blocks": "Blocks that were torn or altered: misses.",
@@ -66,6 +67,7 @@ def _figures(tiers: WorkerTiers, number: int) -> dict[str, float]:
         "queued_blocks": status.reads.blocks + status.writes.blocks,
         "stored_blocks": counts.stored,
         "restored_blocks": counts.restored,
+        "recalled_blocks": counts.recalled,
         "evicted_blocks": counts.evicted,
         "lost_blocks": counts.lost,
         "corrupt_blocks": status.counts.corrupt,
