@@ -61,6 +61,7 @@ def test_a_removed_folder_is_missed_until_it_is_back(
     assert "files were removed" in worker.log.read_text()
 
 
+@pytest.mark.slow  # a minute and more
 def test_a_dead_object_storage_is_a_miss_until_it_is_back(
     texts: list[str], begin: Callable[..., TieredWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

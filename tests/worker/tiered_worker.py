@@ -32,7 +32,9 @@ class TieredWorker:
         self.worker: Worker = self.start()
 
     def start(self) -> Worker:
-        self.worker = start("bundled", *DEVICE, *self.options, log=self.log)
+        # By age alone: what is stored when does not depend on how quick the machine is.
+        policy = ("--tier-policy", "lru") if self.options else ()
+        self.worker = start("bundled", *DEVICE, *self.options, *policy, log=self.log)
         return self.worker
 
     def kill(self) -> None:
