@@ -14,6 +14,8 @@ from pigou.request import Ints
 
 #: In a move: the device; and nowhere, for blocks that are only deleted.
 DEVICE, NOWHERE = -1, -2
+#: One of so many of a tier's blocks may lie there still while it is copied to the next.
+_STAGING = 16
 #: Of moves that are not of the device.
 NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
 
@@ -68,6 +70,15 @@ class Counts:
     recalled: int = 0
     evicted: int = 0
     lost: int = 0
+
+
+def staging_of(rooms: Sequence[int]) -> list[int]:
+    """Return how many blocks of each tier are for what is on its way to the next.
+
+    Args:
+        rooms: blocks that each tier's store holds, from the nearest on; the farthest needs none.
+    """
+    return [*(max(1, room // _STAGING) for room in rooms[:-1]), 0]
 
 
 def worth_reading(

@@ -13,7 +13,7 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Load
-from pigou.kv.move import NOWHERE, Move, Speed
+from pigou.kv.move import NOWHERE, Move, Speed, staging_of
 from pigou.kv.policies.policy import Setting, load
 from pigou.kv.tier import Tier
 from pigou.kv.tiers import Tiers
@@ -22,8 +22,6 @@ from pigou.request import SECOND
 from pigou.sim.clock import Clock, Event, Phase
 from pigou.sim.timing import Batch, Timing
 
-#: Of a tier's blocks, the share that may lie there while they are copied to the next.
-_STAGING = 16
 #: Of the device's blocks, the share that may be under copy at once.
 _COPIES = 2
 #: How much longer the prompt is at which the second cost of a token is read off a timing model.
@@ -81,10 +79,10 @@ def build_tiers(
     Raises:
         ConfigError: an unknown policy, or a tier without room for a block.
     """
-    tiers, staging, speeds = [], [], []
-    for number, config in enumerate(configs):
-        room = int(config.gib * 2**30) // block_bytes
-        spare = max(1, room // _STAGING) if number + 1 < len(configs) else 0
+    rooms = [int(config.gib * 2**30) // block_bytes for config in configs]
+    staging = staging_of(rooms)
+    tiers, speeds = [], []
+    for config, room, spare in zip(configs, rooms, staging, strict=True):
         if room <= spare:
             raise ConfigError(
                 f"tier {config.name}: gib is {config.gib}; a block has {block_bytes} bytes, and "
@@ -93,7 +91,6 @@ def build_tiers(
         cap = (room - spare) * block_bytes
         own = Worth(worth.base, worth.slope, config.seconds(1))
         tiers.append(Tier(cap, load(config.policy, Setting(cap, own), config.params)))
-        staging.append(spare)
         speeds.append(Speed(config.latency_us * 1e-6, config.seconds(block_bytes)))
     made = Tiers(tiers, block_bytes, staging, speeds, copies=max(1, blocks // _COPIES))
     made.worth = worth

@@ -9,6 +9,7 @@ from pathlib import Path
 from pigou.config import ConfigError
 from pigou.events import Medium
 from pigou.kv.layout import KVLayout
+from pigou.kv.move import staging_of
 from pigou.kv.policies.policy import Setting, load
 from pigou.kv.tier import Tier
 from pigou.kv.tiers import Tiers
@@ -22,8 +23,6 @@ from pigou.worker.config import WorkerConfig
 
 #: Of the device's blocks, the share that may be under copy at once, and the most there may be.
 _COPIES, _MOST_COPIES = 2, 512
-#: Of a tier's blocks, the share that may lie there while they are copied to the next.
-_STAGING = 16
 #: Rows for reading what does not go straight into the device.
 _READS = 64
 #: Seconds that a token of a prompt takes, and bytes that come back in a second, before they were
@@ -90,8 +89,7 @@ def build_tiers(config: WorkerConfig, layout: KVLayout, blocks: int) -> TierPart
     rooms = {HOST: plan.host} if plan.host else {}
     rooms |= {name: store.capacity for name, store in stores.items()}
     names = list(rooms)
-    staging = [max(1, room // _STAGING) for room in rooms.values()]
-    staging[-1] = 0
+    staging = staging_of(list(rooms.values()))
     tiers = [
         _tier(config, layout, name, rooms[name] - spare)
         for name, spare in zip(names, staging, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -22,10 +21,6 @@ from pigou.runtime.stores.mover import HOST, Mover
 from pigou.runtime.stores.status import StoreStatus
 from pigou.worker.commands import Command, Landed, Recovered, Restored
 
-log = logging.getLogger(__name__)
-
-#: Blocks of the read by which a link's speed is judged.
-_SAMPLE = 64
 #: Nanoseconds for which a speed is not asked again.
 _FRESH = 20_000_000
 
@@ -71,14 +66,12 @@ class WorkerTiers:
         if now - self._measured < _FRESH:
             return
         self._measured = now
-        for tier, status in enumerate(self._mover.status()[name] for name in self.names):
+        for tier, (name, status) in enumerate(self.status().items()):
             if not status.reads.up:
                 self.tiers.speeds[tier] = Speed(math.inf, math.inf)
                 continue
-            name = self.names[tier]
-            latency = self._mover.seconds(name, DEVICE_NAME, 0)
-            whole = self._mover.seconds(name, DEVICE_NAME, _SAMPLE)
-            self.tiers.speeds[tier] = Speed(latency + wait, (whole - latency) / _SAMPLE)
+            latency = self._mover.seconds(name, DEVICE_NAME, 0)  # with what is queued
+            self.tiers.speeds[tier] = Speed(latency + wait, self._mover.law(name)[1])
 
     # --- moves ----------------------------------------------------------------------------------
 
