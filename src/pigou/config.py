@@ -13,6 +13,46 @@ class ConfigError(ValueError):
     """A configuration value that cannot be honoured; names the field, the value, the remedy."""
 
 
+class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which cache entries running requests give up when device blocks run short.
+
+    Attributes:
+        policy: name of what tells an entry's return, as registered under `pigou.token_eviction`.
+        params: parameters of the policy, by name; those left out keep their defaults.
+        sinks: first tokens of a request that are never given up.
+        recent: last tokens of a request that are never given up, at least 1.
+        least: fewest entries that a request keeps.
+        interval: tokens after which a request's entries are appraised again, at least the block
+            size.
+        ceiling: highest loss of return per block, in the policy's unit, that is accepted; beyond
+            it requests wait, or are preempted, as they would be without eviction.
+        rate: learning rate of the price (Token-PD, Eq. 5), above 0.
+        floors: blocks that a tenant's requests keep together, by tenant.
+    """
+
+    policy: str = "pigou"
+    params: dict[str, float] = {}
+    sinks: int = 4
+    recent: int = 32
+    least: int = 64
+    interval: int = 64
+    ceiling: float = float("inf")
+    rate: float = 0.1
+    floors: dict[str, int] = {}
+
+    def __post_init__(self) -> None:
+        """Refuse values under which nothing could be given up, or too much."""
+        _at_least("eviction.sinks", self.sinks, 0)
+        _at_least("eviction.recent", self.recent, 1)
+        _at_least("eviction.least", self.least, self.sinks + self.recent)
+        _at_least("eviction.interval", self.interval, 1)
+        for name in ("ceiling", "rate"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"eviction.{name} is {getattr(self, name)}; it must be above 0")
+        for tenant, blocks in self.floors.items():
+            _at_least(f"eviction.floors of {tenant!r}", blocks, 0)
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits and policies of one EngineCore.
 
@@ -35,6 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         max_waiting: most requests that may wait; 0 for no limit.
         headroom: blocks left free for each running sequence when another one is admitted, so
             that it does not make them preempt one another; 0 is what vLLM does.
+        eviction: of cache entries of running requests; None for none.
     """
 
     blocks: int
@@ -50,6 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     repeat_chunks: bool = False
     max_waiting: int = 0
     headroom: int = 1
+    eviction: EvictionConfig | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no engine could work with."""

@@ -57,11 +57,55 @@ class Load(msgspec.Struct, frozen=True):
     hashes: BlockHashes = msgspec.field(default_factory=no_hashes)
 
 
+class Compaction(msgspec.Struct, frozen=True):
+    """Cache entries that a row gives up for good, so that its last blocks come free.
+
+    Which entries go is the executor's choice, in each layer and KV head for itself, and as many in
+    each; those that are left close up. It knows them from the row's last appraisal
+    (`Plan.appraised`), if there was none it chooses now.
+
+    Attributes:
+        row: the row of the batch.
+        entries: that it has before.
+        first: index of the first entry that may go, a multiple of the block size: the blocks before
+            it are shared, and stay as they are.
+        drop: how many go, a multiple of the block size.
+        copies: shared blocks of the row to their copies, made before anything else, shape (m, 2).
+        blocks: ids of the row's blocks, with the copies in their places, in order, those that come
+            free among them, shape (blocks that hold `entries`,).
+    """
+
+    row: int
+    entries: int
+    first: int
+    drop: int
+    copies: Ints
+    blocks: Ints
+
+
+class Revival(msgspec.Struct, frozen=True):
+    """Entries that a row gave up, and that are computed again, behind those it has.
+
+    Which tokens come back is the executor's choice: those of the highest return.
+
+    Attributes:
+        row: the row of the batch.
+        entries: that it has before (after a compaction of the same plan).
+        count: tokens to compute again, in all layers and heads.
+        blocks: ids of the row's blocks after it, in order, shape (blocks that hold them all,).
+    """
+
+    row: int
+    entries: int
+    count: int
+    blocks: Ints
+
+
 class Plan(msgspec.Struct):
     """The same batch, computed for up to `repeat` steps.
 
-    A plan that has entries is applied before the next is scheduled. Copies are made before the
-    first step: first `swap_out`, then `copies`, then `swap_in`.
+    A plan that has entries is applied before the next is scheduled. Before the first step come
+    `compactions`, then `swap_out`, `copies` and `swap_in`, then `revivals`.
 
     Entry i computes `counts[i]` tokens of the sequence in row `rows[i]`, from position
     `starts[i]` on, against `kv_lens[i]` tokens already in the cache; its block ids are
@@ -87,6 +131,9 @@ class Plan(msgspec.Struct):
         loads: blocks to be filled from outside.
         moves: blocks to be copied to or between tiers, and to be deleted there, in order and off
             the step's path; those with a number are answered with `EngineCore.landed`.
+        compactions: entries to be given up, in order.
+        revivals: entries to be computed again.
+        appraised: rows of whose entries `Result.losses` is to tell the worth, shape (k,).
     """
 
     rows: Ints
@@ -103,6 +150,9 @@ class Plan(msgspec.Struct):
     swap_in: Ints = _NO_PAIRS
     loads: list[Load] = msgspec.field(default_factory=list)
     moves: list[Move] = msgspec.field(default_factory=list)
+    compactions: list[Compaction] = msgspec.field(default_factory=list)
+    revivals: list[Revival] = msgspec.field(default_factory=list)
+    appraised: Ints = _NONE
 
     @property
     def tokens(self) -> int:
@@ -139,12 +189,20 @@ class Result(msgspec.Struct):
             shape (blocks, 2). The core knows `Request.hashes` and what was sealed before, also
             after a preemption. A row left out, or fewer hashes, leaves those blocks unshared.
         durations: of each step, in nanoseconds, shape (steps,); empty where nobody timed them.
+        losses: for the rows that were to be appraised, the return that is lost with each further
+            block of entries that the row gives up (those of least return first), shape (blocks that
+            it can give up,), ascending.
+        gains: for the same rows, the return that comes back with each further block of tokens
+            computed again, shape (blocks that it gave up,), descending; a row left out can revive
+            nothing.
     """
 
     steps: int = 1
     finished: list[Finish] = msgspec.field(default_factory=list)
     sealed: dict[int, BlockHashes] = msgspec.field(default_factory=dict)
     durations: Nanos = _NO_TIMES
+    losses: dict[int, NDArray[np.float64]] = msgspec.field(default_factory=dict)
+    gains: dict[int, NDArray[np.float64]] = msgspec.field(default_factory=dict)
 
 
 class Finished(msgspec.Struct, frozen=True):
