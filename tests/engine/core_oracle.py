@@ -87,6 +87,11 @@ class Oracle:
         self.core.add(request)
         self.streams[request.id] = Stream(request, list(tokens), len(request.hashes))
 
+    def keep(self, request: Request, tokens: list[int], held: np.ndarray) -> None:
+        """Note blocks that are held without having been computed for anybody."""
+        self.streams[request.id] = Stream(request, list(tokens), len(request.hashes))
+        self.held[request.id] = held
+
     # --- memory -----------------------------------------------------------------------------
 
     def history(self, stream: Stream, stop: int) -> list[Slot]:

@@ -1,4 +1,4 @@
-"""Preemption x prefix hit x chunking x transfer x swap x abort x repeat: any order is right."""
+"""Preemption x prefix hit x chunking x transfer x hold x swap x abort x repeat: any order."""
 
 from __future__ import annotations
 
@@ -142,6 +142,18 @@ class Seam(RuleBasedStateMachine):
         effects = call(name)
         assert not effects.finished
         self.observe(effects)
+
+    @rule(start=st.integers(0, 1), length=st.integers(1, 12), tail=st.integers(0, 3))
+    def hold_cached(self, start: int, length: int, tail: int) -> None:
+        """Hold what is cached of a prompt that nobody need have asked for, for another worker."""
+        tokens = [start] * length + [1] * tail
+        name = f"h{self.number}"
+        self.number += 1
+        request = self.oracle.request(name, tokens, 1)
+        held = self.core.hold_cached(request, self.now)
+        assert len(held) <= len(tokens) // self.core.config.block_size
+        if len(held):
+            self.oracle.keep(request, tokens, held)
 
     @rule()
     @precondition(lambda self: self.number % 8 == 7)

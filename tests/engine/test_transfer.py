@@ -9,6 +9,7 @@ import pytest
 
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
+from pigou.engine.errors import DuplicateRequest
 from pigou.engine.plan import Plan, Result
 from pigou.events import BlockStored
 from pigou.kv.hashing import chain
@@ -202,3 +203,98 @@ def test_a_request_aborted_after_its_load_never_starts() -> None:
     core.check_integrity()
     assert not core.schedule(0).started
     assert core.free_blocks == 12
+
+
+def cached(core: EngineCore, blocks: int = 3) -> None:
+    """Leave a prompt of so many blocks in the cache."""
+    core.add(Request("first", 4 * blocks, 1, HASHES[:blocks]))
+    core.apply(core.schedule(0), Result())
+    assert core.cached_blocks == blocks
+
+
+def asked(name: str = "peer", blocks: int = 4, **fields: Any) -> Request:
+    return Request(name, 4 * blocks, 1, HASHES[:blocks], **fields)
+
+
+def test_a_cached_prefix_is_held_without_being_computed() -> None:
+    core = engine()
+    cached(core)
+    held = core.hold_cached(asked(), 0)
+    assert len(held) == 3
+    assert (core.held, core.free_blocks, core.running, core.waiting) == (1, 9, 0, 0)
+    core.check_integrity()
+    assert core.release("peer").freed == 3
+    assert (core.held, core.free_blocks, core.cached_blocks) == (0, 12, 3)
+
+
+def test_what_is_held_is_not_handed_out_and_can_still_be_hit() -> None:
+    core = engine(max_seqs=2)
+    cached(core)
+    held = core.hold_cached(asked(), 0)
+    core.add(Request("big", 36, 1))  # all the other blocks
+    core.add(Request("same", 12, 1, HASHES[:3]))
+    plan = core.schedule(0)
+    (started,) = plan.started
+    assert not set(core.tables[started.row, :9].tolist()) & set(held.tolist())
+    core.apply(plan, Result())
+    (started,) = core.schedule(0).started
+    assert started.computed == 11
+
+
+def test_nothing_is_held_where_nothing_is_cached() -> None:
+    core = engine()
+    assert len(core.hold_cached(asked(), 0)) == 0
+    assert core.held == 0
+    core.hold_cached(asked(), 0)  # the id is still free
+
+
+def test_of_blocks_that_nobody_uses_half_of_the_spare_ones_are_held() -> None:
+    core = engine(blocks=4)
+    cached(core)
+    assert len(core.hold_cached(asked(), 0)) == 2
+    assert len(core.hold_cached(asked("again"), 0)) == 3  # two of them are in use by now
+
+
+def test_nothing_is_kept_from_who_waits_for_blocks() -> None:
+    core = engine(blocks=8, max_seqs=2)
+    cached(core)
+    core.add(Request("runs", 16, 4))
+    core.schedule(0)
+    core.add(Request("waits", 28, 4))
+    core.apply(core._plan, Result())
+    core.schedule(0)
+    assert core.waiting == 1
+    assert len(core.hold_cached(asked(), 0)) == 0
+
+
+def test_what_is_void_is_not_held() -> None:
+    core = engine()
+    cached(core)
+    assert len(core.hold_cached(asked(expiry=5), 5)) == 0
+    assert len(core.hold_cached(asked(expiry=6), 5)) == 3
+
+
+def test_an_id_in_use_cannot_be_held_under() -> None:
+    core = engine()
+    cached(core)
+    core.hold_cached(asked(), 0)
+    with pytest.raises(DuplicateRequest):
+        core.hold_cached(asked(), 0)
+    with pytest.raises(DuplicateRequest):
+        core.add(asked())
+
+
+def test_blocks_that_the_plan_under_way_will_write_to_are_not_held() -> None:
+    core = engine(max_repeat=32, headroom=0)
+    cached(core)
+    core.add(Request("later", 16, 1, chain(list(range(16)), 4, b"t")))
+    core.apply(core.schedule(0), Result())
+    core.add(Request("runs", 8, 20))
+    core.apply(core.schedule(0), Result())
+    plan = core.schedule(0)
+    blocks = core._state.prefix.match(HASHES[:3], 3).blocks.tolist()
+    foreseen = set(core._ahead.blocks.tolist())
+    assert [block in foreseen for block in blocks] == [False, True, True]
+    assert core.hold_cached(asked(), 0).tolist() == blocks[:1]
+    core.apply(plan, Result(steps=plan.repeat))
+    core.check_integrity()

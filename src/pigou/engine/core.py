@@ -15,6 +15,7 @@ from pigou.engine.errors import (
     RequestTooLarge,
     UnknownLoad,
 )
+from pigou.engine.holding import hold
 from pigou.engine.integrity import check_state
 from pigou.engine.plan import Effects, Plan, Result, Started
 from pigou.engine.preemption import Rates
@@ -243,6 +244,27 @@ class EngineCore:
         self._state.recall()
         return self._state.flush(Effects())
 
+    def hold_cached(self, request: Request, now: int) -> Ints:
+        """Hold what is cached of a prompt for another worker, until it is released.
+
+        The request is not computed here. At most half of the spare blocks are held for it.
+
+        Args:
+            request: whose prompt it is; its id must not be in use.
+            now: the time, in nanoseconds.
+
+        Returns:
+            Device blocks of the prompt's beginning, in order, shape (n,); none are held if empty.
+
+        Raises:
+            ValueError: the hashes have a wrong shape or type.
+            DuplicateRequest: its id is in use.
+        """
+        _check_hashes(request)
+        self._check_id(request)
+        self._state.unix = now + self._epoch
+        return hold(self._state, request, self._ahead.blocks)
+
     def release(self, request: str) -> Effects:
         """Free the blocks that were held for a request; nothing, if none are."""
         state = self._state
@@ -300,7 +322,7 @@ class EngineCore:
 
     @property
     def held(self) -> int:
-        """Finished requests whose blocks are held."""
+        """Prompts whose blocks are held, finished ones and cached ones."""
         return len(self._state.held)
 
     @property
@@ -354,10 +376,7 @@ class EngineCore:
         for name in ("prompt", "max_tokens"):
             if getattr(request, name) < 1:
                 raise ValueError(f"{name} is {getattr(request, name)}; it must be at least 1")
-        if request.hashes.ndim != 2 or request.hashes.shape[1] != 2:
-            raise ValueError(f"hashes have shape {request.hashes.shape}; it must be (blocks, 2)")
-        if request.hashes.dtype != np.uint64:
-            raise ValueError(f"hashes are {request.hashes.dtype}; they must be uint64")
+        _check_hashes(request)
         tokens = request.prompt + request.max_tokens
         if tokens > config.max_model_len:
             raise RequestTooLarge(
@@ -370,10 +389,21 @@ class EngineCore:
                 f"prompt {request.prompt} + max_tokens {request.max_tokens} need {blocks} blocks "
                 f"of {config.block_size} tokens; there are {config.blocks}"
             )
-        if any(request.id in ids for ids in (state.sequences, state.held, state.draining)):
-            raise DuplicateRequest(f"request id {request.id!r} is in use")
+        self._check_id(request)
         if config.max_waiting and len(state.queue) >= config.max_waiting:
             raise QueueFull(f"{len(state.queue)} requests wait; max_waiting is the limit")
+
+    def _check_id(self, request: Request) -> None:
+        state = self._state
+        if any(request.id in ids for ids in (state.sequences, state.held, state.draining)):
+            raise DuplicateRequest(f"request id {request.id!r} is in use")
+
+
+def _check_hashes(request: Request) -> None:
+    if request.hashes.ndim != 2 or request.hashes.shape[1] != 2:
+        raise ValueError(f"hashes have shape {request.hashes.shape}; it must be (blocks, 2)")
+    if request.hashes.dtype != np.uint64:
+        raise ValueError(f"hashes are {request.hashes.dtype}; they must be uint64")
 
 
 def _check_result(plan: Plan, result: Result) -> None:
