@@ -90,13 +90,16 @@ class LocalEngine:
             self.step()
         return outputs
 
-    def add(self, prompt: Prompt, params: SamplingParams, resume: int = 0) -> Output:
+    def add(
+        self, prompt: Prompt, params: SamplingParams, resume: int = 0, tenant: str = ""
+    ) -> Output:
         """Let a prompt wait; the object returned fills as `step` is called.
 
         Args:
             prompt: token ids.
             params: how tokens are chosen; `max_tokens` counts those still to come.
             resume: how many of the last tokens of `prompt` were generated before.
+            tenant: whose it is.
         """
         request = f"local-{self._number}"
         self._number += 1
@@ -113,6 +116,7 @@ class LocalEngine:
                 max_tokens=params.max_tokens,
                 hashes=hashes,
                 arrival=time.monotonic_ns(),
+                tenant=tenant,
             )
         )
         return output

@@ -19,6 +19,7 @@ from pigou.runtime.cache import KVCache
 from pigou.runtime.grammar import Grammars
 from pigou.runtime.logprobs import report
 from pigou.runtime.models.decoder import Decoder
+from pigou.runtime.ops import Ops
 from pigou.runtime.outputs import StepOutput, TokenLogprobs
 from pigou.runtime.sampling import Sampler
 from pigou.runtime.sequence import Sequence, make_sequence
@@ -34,6 +35,10 @@ class TorchExecutor:
     """Keeps the token ids of requests, computes plans on them, and samples.
 
     Not thread-safe: one thread calls everything here.
+
+    Attributes:
+        sampler: makes what chooses the tokens of a plan's sequences; for those who choose
+            otherwise (teacher forcing).
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class TorchExecutor:
         self._ends = ends
         self._clock = clock
         self._device = cache.data.device
+        self.sampler: Callable[[list[Sequence], Ops, torch.device], Sampler] = Sampler
         self._sequences: dict[str, Sequence] = {}
         self._rows: dict[int, Sequence] = {}
 
@@ -164,7 +170,7 @@ class TorchExecutor:
     ) -> tuple[int, list[int], list[int]]:
         batch = self._lay_out(plan, sequences)
         sampling = [sequences[entry] for entry in batch.entries.tolist()]
-        sampler = Sampler(sampling, self.model.ops, self._device)
+        sampler = self.sampler(sampling, self.model.ops, self._device)
         asked = [s for s in sequences if s.prompt_logprobs]
         wanted = torch.from_numpy(batch.last[batch.entries]).to(self._device)
         durations: list[int] = []
