@@ -272,7 +272,6 @@ class Tiers:
         Those that it gives up for them go further down.
         """
         admitted, evicted = self.tiers[tier].admit(blocks, now)
-        self._leaving[tier].difference_update(admitted)
         self.counts[tier].evicted += len(evicted)
         if evicted:
             self._give_up(tier, evicted, now)
@@ -283,9 +282,12 @@ class Tiers:
         gone = {block.key: block for block in evicted}
         going: dict[bytes, Block] = {}
         if tier + 1 < len(self.tiers):
-            room = self._staging[tier] - len(self._leaving[tier])
+            leaving = self._leaving[tier]
+            room = self._staging[tier] - len(leaving)
+            fresh = gone.keys() - leaving
+            leaving |= fresh  # they lie there yet, also if the same ones go from below meanwhile
             going = self._send_down(tier, evicted, gone, max(0, room), now)
-        self._leaving[tier].update(key for key in going if key in gone)
+            leaving -= fresh - going.keys()
         self._delete(tier, [key for key in gone if key not in going])
 
     def _copy_down(self, tier: int, blocks: Sequence[Block], now: int) -> None:
@@ -373,13 +375,17 @@ class Tiers:
         self._unpin(source, self._lent.pop(move.number), now)
         left = [key for key in move.keys if key in self._leaving[source]]
         self._leaving[source].difference_update(left)
-        self._delete(source, left)
+        self._delete(source, [key for key in left if key not in self.tiers[source]])
 
     def _unpin(self, tier: int, keys: Iterable[bytes], now: int) -> None:
         """Unpin blocks, and delete those that were dropped meanwhile."""
         self._delete(tier, self.tiers[tier].unpin(keys, now))
 
     def _delete(self, tier: int, keys: Sequence[bytes]) -> None:
+        """Delete what is not leaving: that is deleted once it has."""
+        leaving = self._leaving[tier]
+        if leaving:
+            keys = [key for key in keys if key not in leaving]
         if keys:
             self._out.append(Move(-1, tier, NOWHERE, list(keys)))
             self._tell_gone(tier, keys)
@@ -401,7 +407,8 @@ class Tiers:
         self.events.removed(medium, gone)
 
     def _has(self, tier: int, key: bytes) -> bool:
-        return key in self.tiers[tier] and key not in self._coming[tier]
+        there = key in self.tiers[tier] or key in self._leaving[tier]
+        return there and key not in self._coming[tier]
 
 
 def _usual_media(tiers: int) -> list[Medium]:
