@@ -150,3 +150,82 @@ def test_a_client_that_leaves_during_the_pull_leaks_nothing(
     blocker.close()
     first.settle()
     second.settle()
+
+
+def offer(worker: Worker, body: dict[str, Any]) -> dict[str, Any] | None:
+    reply = worker.post("/v1/kv/offer", body)
+    assert reply.status == 200, reply.body
+    ticket: dict[str, Any] | None = reply.json["kv_transfer_params"]
+    return ticket
+
+
+def test_what_one_worker_has_cached_another_reads(pair: tuple[Worker, Worker]) -> None:
+    first, second = pair
+    body = salted("lent")
+    alone = first.complete(**body)["choices"][0]
+    steps = first.metric("pigou:engine_steps_total")
+    longer = body | {"prompt": PROMPT + [7] * 100}
+    ticket = offer(first, longer)
+    assert ticket is not None
+    assert first.metric("pigou:kv_requests_held") == 1
+    before = second.metric("pigou:kv_blocks_received_total")
+    reply = second.post("/v1/completions", leg_two(longer, ticket)).json
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    assert second.metric("pigou:kv_blocks_received_total") - before == 12
+    assert second.complete(**body)["choices"][0]["token_ids"] == alone["token_ids"]
+    first.settle()
+    second.settle()
+    assert first.metric("pigou:engine_steps_total") == steps, "the source computed something"
+    assert first.metric("pigou:kv_blocks_lent_total") >= 12
+
+
+def test_nothing_is_offered_of_what_is_not_cached_or_of_another_tenure(
+    pair: tuple[Worker, Worker],
+) -> None:
+    first, _ = pair
+    body = salted("mine")
+    assert offer(first, body) is None
+    first.complete(**body)
+    assert offer(first, body | {"cache_salt": "theirs"}) is None
+    assert offer(first, BODY | {"cache_salt": Tenure(expiry=1).salt()}) is None
+    assert offer(first, body | {"prompt": [5, 6, 7]}) is None
+    assert first.metric("pigou:kv_requests_held") == 0
+
+
+def test_an_offer_of_a_chat_is_found_by_its_messages(pair: tuple[Worker, Worker]) -> None:
+    first, second = pair
+    chat = {"messages": [{"role": "user", "content": "what news " * 40}], "max_tokens": 4}
+    reply = first.post("/v1/chat/completions", chat)
+    if reply.status == 400:  # the test's model has no template
+        chat["prompt_token_ids"] = PROMPT
+        first.post("/v1/chat/completions", chat)
+    ticket = offer(first, chat)
+    assert ticket is not None
+    reply = second.post("/v1/chat/completions", leg_two(chat, ticket))
+    assert reply.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    first.settle()
+    second.settle()
+
+
+def test_an_offer_that_cannot_be_understood_is_refused(pair: tuple[Worker, Worker]) -> None:
+    first, _ = pair
+    assert first.post("/v1/kv/offer", {"max_tokens": 3}).status == 400
+    assert first.post("/v1/kv/offer", {"prompt": [[4], [5]]}).status == 400
+    assert first.post("/v1/kv/offer", {"prompt": [4], "model": "other"}).status == 404
+    assert first.post("/v1/kv/offer", b"[]").status == 400
+
+
+def test_a_worker_says_with_whom_it_shares_its_cache(
+    pair: tuple[Worker, Worker], model_folder: Path
+) -> None:
+    layouts = [each.get("/server_info").json["kv_layout"] for each in pair]
+    assert layouts[0] == layouts[1]
+    assert layouts[0].startswith("auto:")
+    alone = start(model_folder, "--blocks", "64", "--kv-transfer", "none")
+    try:
+        assert alone.get("/server_info").json["kv_layout"] == ""
+        alone.complete(**BODY)
+        assert offer(alone, BODY) is None
+        alone.settle()
+    finally:
+        stop(alone)

@@ -169,6 +169,7 @@ WITHOUT_MEANING = (
 
 _completion = msgspec.json.Decoder(CompletionRequest)
 _chat = msgspec.json.Decoder(ChatRequest)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
@@ -181,6 +182,12 @@ def decode_completion(body: bytes) -> CompletionRequest:
 def decode_chat(body: bytes) -> ChatRequest:
     """Decode a chat body; raise `APIError` 400 that names the field at fault."""
     return _decode(_chat, body)
+
+
+def decode_cached(body: bytes) -> CompletionRequest | ChatRequest:
+    """Decode a body of either route, whichever it is; raise as these."""
+    chat = "messages" in _decode(_fields, body)
+    return decode_chat(body) if chat else decode_completion(body)
 
 
 def decode_tokenize(body: bytes) -> TokenizeRequest:

@@ -50,6 +50,20 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Lend:
+    """Offer what is cached of a prompt to another worker; the request is not computed."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Take back an offer of cached blocks that nobody was told of."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """A load has ended; `tokens` arrived, in `bytes` bytes of `blocks` blocks."""
 
@@ -98,7 +112,17 @@ class Stop:
 
 
 Command: TypeAlias = (
-    Add | Abort | Release | Loaded | Restored | Landed | Recovered | ClearCache | Stop
+    Add
+    | Abort
+    | Release
+    | Lend
+    | Withdraw
+    | Loaded
+    | Restored
+    | Landed
+    | Recovered
+    | ClearCache
+    | Stop
 )
 
 
@@ -121,6 +145,7 @@ class Gauges:
     tokens_total: int = 0
     blocks_received_total: int = 0
     bytes_received_total: int = 0
+    blocks_lent_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +191,7 @@ class Report:
         prompts: (request, log-probabilities of its prompt), in order.
         finished: requests that left the engine.
         tickets: by request, `kv_transfer_params` of the blocks held.
+        lent: the same of cached blocks that were asked for; None where there are none.
         failed: requests that were refused.
         events: KV events, as maps of the wire.
         computed: tokens computed in each step of the plan; 0 in reports between its steps.
@@ -179,6 +205,7 @@ class Report:
     prompts: list[tuple[str, list[TokenLogprobs | None]]] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     tickets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lent: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     failed: list[Failed] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     computed: int = 0
@@ -188,5 +215,11 @@ class Report:
     def __bool__(self) -> bool:
         """Whether there is anything to tell besides figures."""
         return bool(
-            self.begun or self.tokens or self.prompts or self.finished or self.failed or self.events
+            self.begun
+            or self.tokens
+            or self.prompts
+            or self.finished
+            or self.failed
+            or self.events
+            or self.lent
         )

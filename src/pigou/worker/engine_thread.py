@@ -15,7 +15,7 @@ from pigou.engine.errors import QueueFull, UnknownLoad
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.events import BlockRemoved, BlockStored, KVEvent, Medium
 from pigou.kv.worth import Worth
-from pigou.request import SECOND, FinishReason
+from pigou.request import SECOND, FinishReason, Request
 from pigou.runtime.outputs import StepOutput
 from pigou.wire.kv_events import cleared_map, removed_map, stored_map
 from pigou.worker.backend import Backend
@@ -28,12 +28,14 @@ from pigou.worker.commands import (
     Failed,
     Gauges,
     Landed,
+    Lend,
     Loaded,
     Recovered,
     Release,
     Report,
     Restored,
     Stop,
+    Withdraw,
 )
 from pigou.worker.loads import Transfers
 from pigou.worker.rates import RateMeter
@@ -142,6 +144,10 @@ class EngineThread:
                 self._abort(request)
             case Release(request):
                 self._take(self._core.release(request))
+            case Lend(request=asked):
+                self._lend(asked)
+            case Withdraw(request):
+                self.transfers.withdraw(request)
             case Loaded():
                 self._load_ended(command)
             case Restored(request, blocks, failed):
@@ -195,6 +201,18 @@ class EngineThread:
             self.transfers.decline(add.ticket or {})
         self.transfers.cancel(request)
         self._take(self._core.abort(request))
+
+    def _lend(self, request: Request) -> None:
+        """Offer what is cached of a prompt; the answer does not wait for the next step."""
+        core, ticket = self._core, None
+        held = core.hold_cached(request, time.monotonic_ns())
+        if len(held):
+            ticket = self.transfers.offer(request.id, held, core.config.block_size)
+            self._gauges.blocks_lent_total += len(held)
+            if ticket is None:
+                self._take(core.release(request.id))
+        self._out.lent[request.id] = ticket
+        self._flush()
 
     def _load_ended(self, loaded: Loaded) -> None:
         request = loaded.request

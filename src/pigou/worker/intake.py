@@ -102,10 +102,31 @@ class Intake:
             raise bad_request(
                 "tool_choice demands a tool call; this worker calls no tools yet.", "tool_choice"
             )
-        source = request.prompt_token_ids or self.render(request)
-        special = bool(request.add_special_tokens)
-        prompt = await self._prompt(request, source, special)
+        prompt = await self._prompt(request, *self._source(request))
         return self._begin(request, f"chatcmpl-{request_id}", [prompt], None)
+
+    async def cached(self, request: CompletionRequest | ChatRequest) -> Request:
+        """Return what identifies a prompt's blocks in the cache; nothing of it is computed."""
+        self._service.check_open()
+        self.check_model(request.model)
+        prompt = await self._prompt(request, *self._source(request))
+        return Request(
+            id=f"lend-{next(self._numbers):x}",
+            prompt=len(prompt.tokens),
+            max_tokens=1,
+            hashes=prompt.hashes,
+            expiry=salt_expiry(request.cache_salt or ""),
+        )
+
+    def _source(self, request: CompletionRequest | ChatRequest) -> tuple[str | list[int], bool]:
+        """Return the one prompt of a request, and whether special tokens are added to its text."""
+        if isinstance(request, ChatRequest):
+            source = request.prompt_token_ids or self.render(request)
+            return source, bool(request.add_special_tokens)
+        prompts = checks.prompts(request)
+        if len(prompts) != 1:
+            raise bad_request(f"prompt has {len(prompts)} prompts; ask for one.", "prompt")
+        return prompts[0], request.add_special_tokens is not False
 
     def render(self, request: Any) -> str:
         """Return the text of a chat's prompt, by the model's template."""

@@ -38,6 +38,10 @@ class Transfers(Protocol):
         """Keep blocks for another worker; return the ticket, or None where that fails."""
         ...
 
+    def withdraw(self, request: str) -> None:
+        """End an offer; a `Release` command follows if it still stood."""
+        ...
+
 
 class NoTransfers:
     """A worker that exchanges no blocks: every load fails at once, nothing is offered."""
@@ -61,6 +65,9 @@ class NoTransfers:
 
     def offer(self, *_: object) -> None:
         """Offer nothing."""
+
+    def withdraw(self, request: str) -> None:
+        """Do nothing: nothing is offered."""
 
 
 class WorkerTransfers:
@@ -121,6 +128,10 @@ class WorkerTransfers:
             return self._sender.offer(request, np.asarray(blocks), len(blocks) * block_size)
         except TransferError:
             return None  # the sender is closing: the caller frees the blocks
+
+    def withdraw(self, request: str) -> None:
+        """End an offer."""
+        self._sender.release(request)
 
     def close(self) -> None:
         """End all transfers."""

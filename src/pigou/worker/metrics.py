@@ -57,12 +57,13 @@ _OWN_GAUGES = {
     "kv_blocks_total": "KV blocks on the device.",
     "kv_blocks_free": "Of those, blocks that can be handed out, cached ones included.",
     "kv_blocks_cached": "Blocks that can be hit, in use or not.",
-    "kv_requests_held": "Finished prompts that are held for other workers.",
+    "kv_requests_held": "Prompts that are held for other workers, computed or cached ones.",
     "kv_requests_loading": "Requests whose blocks are on their way.",
 }
 _OWN_COUNTERS = {
     "kv_blocks_received": "KV blocks that came from other workers.",
     "kv_bytes_received": "Bytes in them.",
+    "kv_blocks_lent": "Cached KV blocks that were offered to other workers.",
     "swaps": "Preemptions that moved KV to host memory.",
     "engine_steps": "Steps computed.",
     "computed_tokens": "Tokens computed in them, of prompts and outputs.",
@@ -130,6 +131,7 @@ class Metrics:
             ("num_preemptions", "preemptions_total"),
             ("kv_blocks_received", "blocks_received_total"),
             ("kv_bytes_received", "bytes_received_total"),
+            ("kv_blocks_lent", "blocks_lent_total"),
             ("swaps", "swaps_total"),
             ("engine_steps", "steps_total"),
             ("computed_tokens", "tokens_total"),

@@ -172,8 +172,16 @@ class WorkerProcess:
             "max_waiting": core.max_waiting,
             "order": core.order,
             "kv_transfer": self._config.kv_transfer,
+            "kv_layout": self._layout(),
             "pid": os.getpid(),
         }
+
+    def _layout(self) -> str:
+        """Return what workers must have in common to read each other's caches; "" for none may."""
+        transfer = self._config.kv_transfer
+        if transfer == "none" or not self._config.prefix_caching:
+            return ""
+        return f"{transfer}:{self._parts.store.layout.fingerprint()}"
 
     def _announce(self) -> None:
         """Print one line of JSON that says where this worker is."""

@@ -10,7 +10,7 @@ from aiohttp import web
 from pigou import __version__
 from pigou.wire import checks, replies
 from pigou.wire.errors import bad_request
-from pigou.wire.openai import decode_detokenize, decode_tokenize
+from pigou.wire.openai import decode_cached, decode_detokenize, decode_tokenize
 from pigou.worker.events import EventPublisher
 from pigou.worker.handlers import Generation, errors, json_body
 from pigou.worker.intake import Intake
@@ -52,6 +52,7 @@ class Routes:
             [
                 web.post("/v1/completions", generation.completions),
                 web.post("/v1/chat/completions", generation.chat),
+                web.post("/v1/kv/offer", self.offer),
                 web.get("/v1/models", self.models, allow_head=False),
                 web.get("/v1/models/{model:.+}", self.model_card, allow_head=False),
                 web.get("/health", self.health),
@@ -115,6 +116,16 @@ class Routes:
     async def event_sources(self, _: web.Request) -> web.Response:
         """Say where KV events are published."""
         return _json({} if self._events is None else {"0": self._events.describe()})
+
+    async def offer(self, request: web.Request) -> web.Response:
+        """Offer what is cached of a prompt to another worker; for the gateway alone.
+
+        The body is one of a completion or of a chat (it has `messages`), as it would be sent to
+        be computed here. The ticket is null where nothing of it is cached.
+        """
+        body = decode_cached(await json_body(request))
+        ticket = await self._service.lend(await self._intake.cached(body))
+        return _json({"kv_transfer_params": ticket})
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
         """Forget all cached prefixes."""

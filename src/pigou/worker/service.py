@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from pigou.engine.plan import Finished
-from pigou.request import FinishReason
+from pigou.request import FinishReason, Request
 from pigou.runtime.outputs import TokenLogprobs as Report
 from pigou.wire.errors import APIError
-from pigou.worker.commands import Abort, Add, Begun, ClearCache, Command, Gauges
+from pigou.worker.commands import Abort, Add, Begun, ClearCache, Command, Gauges, Lend, Withdraw
 from pigou.worker.commands import Report as EngineReport
 from pigou.worker.metrics import Metrics
 from pigou.worker.reply import Reply, Sequence
@@ -42,6 +43,7 @@ class Service:
         self._publish = publish
         self._flights: dict[str, tuple[Sequence, Reply, Add]] = {}
         self._followers: dict[str, list[Add]] = {}
+        self._lending: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
         self.gauges = Gauges()
         self.dead = False
         self.draining = False
@@ -91,6 +93,26 @@ class Service:
         for add in self._followers.pop(leader, ()):
             self._put(add)
 
+    async def lend(self, request: Request) -> dict[str, Any] | None:
+        """Offer what is cached of a prompt to another worker; return the ticket, None without.
+
+        Raises:
+            APIError: 500, the engine died meanwhile.
+        """
+        asked = self._lending[request.id] = asyncio.get_running_loop().create_future()
+        self._put(Lend(request))
+        try:
+            return await asked
+        finally:
+            self._lending.pop(request.id, None)
+
+    def _lent(self, request: str, ticket: dict[str, Any] | None) -> None:
+        asked = self._lending.pop(request, None)
+        if asked is not None and not asked.done():
+            asked.set_result(ticket)
+        elif ticket is not None:
+            self._put(Withdraw(request))
+
     def clear_cache(self) -> None:
         """Forget all cached prefixes."""
         self._put(ClearCache())
@@ -101,6 +123,9 @@ class Service:
         for _, reply, _ in self._flights.values():
             reply.fail(APIError(500, f"The engine died: {type(error).__name__}."))
         self._flights.clear()
+        for asked in self._lending.values():
+            if not asked.done():
+                asked.set_exception(APIError(500, f"The engine died: {type(error).__name__}."))
 
     # --- reports ----------------------------------------------------------------------------
 
@@ -117,6 +142,8 @@ class Service:
             self._explain_prompt(request, prompt)
         if report.tokens:
             self._take_tokens(report)
+        for request, ticket in report.lent.items():
+            self._lent(request, ticket)
         for failed in report.failed:
             retry = RETRY_AFTER if failed.status == 503 else None
             self._fail(failed.request, APIError(failed.status, failed.message, retry_after=retry))
