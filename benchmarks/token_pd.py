@@ -1,0 +1,243 @@
+"""The paper's tables in our own form: streams of many tenants over one budget of KV blocks.
+
+``python -m benchmarks.token_pd table`` serves the same Poisson arrivals under each policy, at a
+load that keeps the processor about 90% busy under FIFO while its cache is over budget, and
+prints peak bytes, speed, latency, perplexity and exact match; the paper's ratios beside ours.
+``iso`` finds each policy's least memory at the full cache's perplexity; ``held`` compares speed
+and latency at one budget with as many streams as keep that quality; ``ablate`` varies the risk
+weight and the predictor. ``--json FILE`` appends every run's figures as a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.common import machine
+from pigou.runtime.threads import prepare_environment, set_threads
+
+if TYPE_CHECKING:
+    from benchmarks.token_pd_load import Arrival, Item
+    from benchmarks.token_pd_run import Figures, Setting
+    from pigou.runtime.load import LoadedModel
+
+POLICIES = ("fifo", "lru", "h2o", "paper", "paper-lossy", "pigou")
+#: Blocks of the budget for each of 256 streams; about half of what they would fill.
+SHARE = 6
+#: Least and most blocks a stream between which the least memory is sought.
+LEAST, MOST = 4.0, 18.0
+
+
+class Bench:
+    """A loaded model, its requests, and the runs made with them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from benchmarks.token_pd_load import Texts
+        from pigou.models import bundled_path
+        from pigou.runtime.load import load
+
+        self.args = args
+        self.model: LoadedModel = load(bundled_path(), args.dtype, args.device)
+        self.texts = Texts.unseen(bundled_path())
+        self._warm_up()
+
+    def items(self, streams: int, fan: int) -> list[Item]:
+        """Return the requests of a run."""
+        from benchmarks.token_pd_load import make_items
+
+        count = max(round(self.args.requests * streams), 4)
+        return make_items(self.texts, count, fan, self.args.seed)
+
+    def run(self, setting: Setting, coming: list[Arrival]) -> Figures:
+        """Run one setting, print its line, and keep its figures."""
+        from benchmarks.token_pd_run import serve
+
+        figures = serve(self.model, setting, coming)
+        print(json.dumps({"params": setting.params, **figures.row()}), flush=True)
+        if self.args.json:
+            with Path(self.args.json).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"params": setting.params, **figures.row()}) + "\n")
+        return figures
+
+    def unbounded(self, streams: int, items: list[Item], coming: list[Arrival]) -> Figures:
+        """Run with a cache that holds everything."""
+        from benchmarks.token_pd_run import Setting, plenty
+
+        blocks = max(plenty(items, streams), round(MOST * streams))
+        return self.run(Setting("none", streams, blocks), coming)
+
+    def _warm_up(self) -> None:
+        """Compile everything that runs, where it counts for nobody."""
+        from benchmarks.token_pd_load import arrivals, make_items
+        from benchmarks.token_pd_run import Setting, serve
+
+        items = make_items(self.texts, 6, 2, 1)
+        for policy in ("none", *self.args.policies):
+            serve(self.model, Setting(policy, 6, 40), arrivals(items, float("inf"), 1, 0))
+
+
+def main() -> None:
+    """Run what was asked for."""
+    args = _arguments()
+    prepare_environment(1)
+    set_threads(1)
+    print("machine:", machine(), flush=True)
+    bench = Bench(args)
+    {"table": table, "iso": iso, "held": held, "ablate": ablate}[args.what](bench)
+
+
+def table(bench: Bench) -> None:
+    """Print the paper's tables: every number of streams, every policy, one budget."""
+    from benchmarks.token_pd_load import arrivals
+    from benchmarks.token_pd_run import Setting
+    from benchmarks.token_pd_table import table as lay_out
+
+    args = bench.args
+    done: list[Figures] = []
+    for streams in args.streams:
+        fan = max(1, round(args.fan * streams))
+        items = bench.items(streams, fan)
+        rate = args.rate or _load(bench, streams, items, fan)
+        coming = arrivals(items, rate, fan, args.seed)
+        print(f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s")
+        done.append(bench.unbounded(streams, items, coming))
+        done += [bench.run(Setting(p, streams, args.blocks), coming) for p in args.policies]
+    print(f"\nbudget {args.blocks} blocks of 16 tokens\n{lay_out(done)}")
+
+
+def _load(bench: Bench, streams: int, items: list[Item], fan: int) -> float:
+    """Return the rate at which FIFO is busy 90% of the time, told by its speed with no pauses."""
+    from benchmarks.token_pd_load import arrivals, rate_for
+    from benchmarks.token_pd_run import Setting
+
+    args = bench.args
+    flood = arrivals(items, float("inf"), fan, args.seed)
+    figures = bench.run(Setting("fifo", streams, args.blocks), flood)
+    return rate_for(items, args.busy, 1.0 / figures.capacity, fan, args.seed)
+
+
+def iso(bench: Bench) -> None:
+    """Print each policy's least memory at the full cache's perplexity."""
+    from benchmarks.token_pd_iso import HEAD
+    from benchmarks.token_pd_table import markdown
+
+    rows = [row for streams in bench.args.streams for row in _iso_rows(bench, streams)]
+    print("\n" + markdown(HEAD, rows))
+
+
+def _iso_rows(bench: Bench, streams: int) -> list[list[str]]:
+    from benchmarks.token_pd_iso import compared, least_budget
+    from benchmarks.token_pd_load import arrivals
+    from benchmarks.token_pd_run import Setting
+
+    args = bench.args
+    items = bench.items(streams, 1)
+    coming = arrivals(items, float("inf"), 1, args.seed)
+    full = bench.unbounded(streams, items, coming)
+    low, high = round(LEAST * streams), round(MOST * streams)
+
+    def run(policy: str, blocks: int) -> Figures:
+        return bench.run(Setting(policy, streams, blocks), coming)
+
+    found = [
+        least_budget(policy, partial(run, policy), full.perplexity, low, high, rounds=args.rounds)
+        for policy in args.policies
+    ]
+    return compared(full, found)
+
+
+def held(bench: Bench) -> None:
+    """Print speed at one budget, with as many streams as each policy can hold at that quality.
+
+    `--hold policy=blocks` says how many blocks a stream a policy needs (from `iso`).
+    """
+    from benchmarks.token_pd_load import arrivals
+    from benchmarks.token_pd_run import Setting
+    from benchmarks.token_pd_table import table as lay_out
+
+    args, done = bench.args, []
+    needs = dict(each.split("=") for each in args.hold)
+    for streams in args.streams:
+        fan = max(1, round(args.fan * streams))
+        items = bench.items(streams, fan)
+        rate = args.rate or _load(bench, streams, items, fan)
+        coming = arrivals(items, rate, fan, args.seed)
+        print(f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s")
+        for policy, need in needs.items():
+            most = min(streams, int(args.blocks / float(need)))
+            figures = bench.run(Setting(policy, most, args.blocks), coming)
+            done.append(replace(figures, streams=streams))
+    print(f"\nbudget {args.blocks} blocks of 16 tokens\n{lay_out(done)}")
+
+
+def ablate(bench: Bench) -> None:
+    """Print what the risk weight and the predictor do at the tables' budget."""
+    from benchmarks.token_pd_load import arrivals
+    from benchmarks.token_pd_run import Setting
+    from benchmarks.token_pd_table import MIB, markdown
+
+    args, rows = bench.args, []
+    for streams in args.streams:
+        items = bench.items(streams, 1)
+        coming = arrivals(items, float("inf"), 1, args.seed)
+        full = bench.unbounded(streams, items, coming)
+        rows.append(["full", "-", f"{full.perplexity:.3f}", "-", f"{full.exact:.1%}",
+                     f"{full.peak_bytes / MIB:.1f}", f"{full.mean_bytes / MIB:.1f}"])  # fmt: skip
+        for policy, params in variants(args.policies):
+            setting = Setting(policy, streams, args.blocks, params)
+            figures = bench.run(setting, coming)
+            worse = figures.perplexity / full.perplexity - 1
+            rows.append([policy, _told(params), f"{figures.perplexity:.3f}", f"{worse:+.2%}",
+                         f"{figures.exact:.1%}", f"{figures.peak_bytes / MIB:.1f}",
+                         f"{figures.mean_bytes / MIB:.1f}"])  # fmt: skip
+    head = ["policy", "parameters", "perplexity", "against full", "exact", "peak MiB", "mean MiB"]
+    print("\n" + markdown(head, rows))
+
+
+#: Weights of the risk: how much of the deviation is taken off the return; below 0 it is added.
+RISKS = (-1.0, -0.5, 0.0, 0.1, 0.25, 0.5)
+
+
+def variants(policies: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
+    """Return each policy with each weight of the risk, and with a constant for its predictor."""
+    found: list[tuple[str, dict[str, float]]] = []
+    for policy in policies:
+        if policy in ("paper", "paper-lossy", "pigou"):
+            found += [(policy, {"risk": risk}) for risk in RISKS] + [(policy, {"constant": 1.0})]
+        else:
+            found.append((policy, {}))
+    return found
+
+
+def _told(params: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in params.items()) or "-"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=["table", "iso", "held", "ablate"])
+    parser.add_argument("--streams", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
+    parser.add_argument("--blocks", type=int, default=SHARE * 256, help="of the budget")
+    parser.add_argument("--requests", type=float, default=2.0, help="for each stream")
+    parser.add_argument("--busy", type=float, default=0.9, help="share of the time, under FIFO")
+    parser.add_argument("--rate", type=float, default=0.0, help="req/s instead of seeking it")
+    parser.add_argument("--fan", type=float, default=0.25, help="requests a job, of the streams")
+    parser.add_argument("--rounds", type=int, default=6, help="most runs of a bisection")
+    parser.add_argument("--hold", nargs="+", default=[], help="policy=blocks, for `held`")
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", default="", help="file that every run's figures are added to")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
