@@ -12,6 +12,7 @@ from pigou.request import NEVER, BlockHashes, FinishReason, Ints, Nanos, no_hash
 
 _NONE: Ints = np.empty(0, dtype=np.int32)
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
+_NO_TRIPLES: Ints = np.empty((0, 3), dtype=np.int32)
 _NO_TIMES: Nanos = np.empty(0, dtype=np.int64)
 
 
@@ -133,7 +134,9 @@ class Plan(msgspec.Struct):
             the step's path; those with a number are answered with `EngineCore.landed`.
         compactions: entries to be given up, in order.
         revivals: entries to be computed again.
-        appraised: rows of whose entries `Result.losses` is to tell the worth, shape (k,).
+        appraised: rows of whose entries `Result.losses` is to tell the worth: the row, the first
+            entry that may go (a multiple of the block size: the blocks before it are shared), and
+            the most blocks of entries that are of interest, shape (k, 3).
     """
 
     rows: Ints
@@ -152,7 +155,7 @@ class Plan(msgspec.Struct):
     moves: list[Move] = msgspec.field(default_factory=list)
     compactions: list[Compaction] = msgspec.field(default_factory=list)
     revivals: list[Revival] = msgspec.field(default_factory=list)
-    appraised: Ints = _NONE
+    appraised: Ints = _NO_TRIPLES
 
     @property
     def tokens(self) -> int:
@@ -190,8 +193,8 @@ class Result(msgspec.Struct):
             after a preemption. A row left out, or fewer hashes, leaves those blocks unshared.
         durations: of each step, in nanoseconds, shape (steps,); empty where nobody timed them.
         losses: for the rows that were to be appraised, the return that is lost with each further
-            block of entries that the row gives up (those of least return first), shape (blocks that
-            it can give up,), ascending.
+            block of entries that the row gives up (those of least return first), after the plan's
+            last step, shape (blocks that it can give up,), ascending.
         gains: for the same rows, the return that comes back with each further block of tokens
             computed again, shape (blocks that it gave up,), descending; a row left out can revive
             nothing.

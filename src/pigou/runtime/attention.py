@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from pigou.request import Ints
 from pigou.runtime.batch import Batch, Chunk
 from pigou.runtime.cache import KVCache
 from pigou.runtime.config import ModelConfig
+from pigou.runtime.eviction.watch import Watch
 from pigou.runtime.rotary import rotary_table, rotate
 
 
@@ -26,7 +28,7 @@ class HeadNorm:
 
 
 @dataclass(slots=True)
-class _Past:
+class Past:
     """Where the cache entries of some sequences are, the same for every layer.
 
     Attributes:
@@ -44,7 +46,12 @@ class PagedAttention:
     """Rotates, stores and attends, layer by layer.
 
     Validity goes by slot, not by position, so that entries may be missing from a sequence.
+
+    Attributes:
+        watch: is told of the probabilities, when it is not None.
     """
+
+    watch: Watch | None = None
 
     def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:
         """Bind a cache.
@@ -70,6 +77,7 @@ class PagedAttention:
         first = batch.singles
         self._decodes = self._decode_past(batch) if first else None
         self._pasts = [self._chunk_past(chunk) for chunk in batch.chunks]
+        self._cuts = self.watch.cuts(batch) if self.watch is not None else None
 
     def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
         """Attend in one layer.
@@ -90,6 +98,9 @@ class PagedAttention:
             self._decode(layer, query[: batch.singles], out[: batch.singles])
         for chunk, past in zip(batch.chunks, self._pasts, strict=True):
             here = slice(chunk.first, chunk.first + chunk.count)
+            if self.watch is not None:
+                self._watched_chunk(layer, query[here], chunk, out[here])
+                continue
             self._chunk(layer, (query[here], key[here], value[here]), past, out[here])
         return out.view(batch.size, -1)
 
@@ -117,36 +128,44 @@ class PagedAttention:
         self.cache.values(layer)[self._blocks, :, self._offsets] = value
         return query, key, value
 
-    def _decode_past(self, batch: Batch) -> _Past:
+    def _decode_past(self, batch: Batch) -> Past:
         rows, slots = batch.rows[: batch.singles], batch.slots[: batch.singles]
         width = int(slots.max()) // self.block_size + 1
         used = np.arange(width) <= (slots // self.block_size)[:, None]
         blocks = np.where(used, self.tables[rows, :width], 0)
         mask = np.arange(width * self.block_size) <= slots[:, None]
         seen = torch.from_numpy(mask).to(self.device)[:, None, None]
-        return _Past(self._index(blocks.reshape(-1)), len(rows), seen)
+        return Past(self._index(blocks.reshape(-1)), len(rows), seen)
 
-    def _chunk_past(self, chunk: Chunk) -> _Past | None:
-        """Return None where a chunk sees nothing but itself."""
-        if chunk.past == 0:
+    def _chunk_past(self, chunk: Chunk) -> Past | None:
+        """Return None where a chunk sees nothing but itself, and is not watched."""
+        if chunk.past == 0 and self.watch is None:
             return None
         last = chunk.past + chunk.count - 1
         width = last // self.block_size + 1
         queries = np.arange(chunk.past, last + 1)[:, None]
         mask = torch.from_numpy(np.arange(width * self.block_size) <= queries).to(self.device)
-        return _Past(self._index(self.tables[chunk.row, :width]), 1, mask[None, None])
+        return Past(self._index(self.tables[chunk.row, :width]), 1, mask[None, None])
 
     def _decode(self, layer: int, query: Tensor, out: Tensor) -> None:
         """Attend with one query a sequence; `query` and `out` are (sequences, heads, head_dim)."""
         assert self._decodes is not None
         keys, values = self._gather(layer, self._decodes)
+        if self.watch is not None:
+            chances = self._chances(query.unsqueeze(2), keys, self._decodes.mask)
+            own = self._index(self.watch.owns[self.batch.rows[: self.batch.singles]])
+            slots = torch.arange(chances.shape[-1], device=self.device)
+            sums = chances.sum((2, 3)).where((slots >= own[:, None])[:, None], 0.0)
+            self.watch.stats.add_all(layer, self._decodes.blocks, sums)
+            out.copy_((chances @ values.float().unsqueeze(2)).view_as(out))
+            return
         result = F.scaled_dot_product_attention(
             query.unsqueeze(2), keys, values, attn_mask=self._decodes.mask, enable_gqa=True
         )
         out.copy_(result.squeeze(2))
 
     def _chunk(
-        self, layer: int, own: tuple[Tensor, Tensor, Tensor], past: _Past | None, out: Tensor
+        self, layer: int, own: tuple[Tensor, Tensor, Tensor], past: Past | None, out: Tensor
     ) -> None:
         """Attend with the tokens of one chunk.
 
@@ -170,7 +189,38 @@ class PagedAttention:
             )
         out.copy_(result.squeeze(0).transpose(0, 1))
 
-    def _gather(self, layer: int, past: _Past) -> tuple[Tensor, Tensor]:
+    def _watched_chunk(self, layer: int, query: Tensor, chunk: Chunk, out: Tensor) -> None:
+        """Attend with the tokens of one chunk, as `_chunk` does, and tell the watch."""
+        assert self.watch is not None
+        assert self._cuts is not None
+        past = self._pasts[self.batch.chunks.index(chunk)]
+        assert past is not None
+        keys, values = self._gather(layer, past)
+        chances = self._chances(query.transpose(0, 1).unsqueeze(0), keys, past.mask)
+        result = (chances @ values.float().unsqueeze(2)).flatten(1, 2)
+        out.copy_(result[0].transpose(0, 1))
+        stop, table = chunk.first + chunk.count, self.tables[chunk.row]
+        cuts = self._cuts[(self._cuts >= chunk.first) & (self._cuts < stop)].tolist()
+        for start, end in pairwise(sorted({chunk.first, *cuts, stop})):
+            if start in cuts:
+                self.watch.fold(layer, chunk.row, table, chunk.past + start - chunk.first)
+            queries = slice(start - chunk.first, end - chunk.first)
+            sums = chances[0, :, :, queries].sum((1, 2))
+            self.watch.add(layer, chunk.row, table, chunk.past + end - chunk.first, sums)
+
+    def _chances(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+        """Return probabilities, float32, shape (sequences, kv_heads, group, queries, entries).
+
+        Args:
+            query: shape (sequences, heads, queries, head_dim).
+            keys: shape (sequences, kv_heads, entries, head_dim).
+            mask: entries that a query may see, shape (sequences, 1, queries, entries).
+        """
+        grouped = query.unflatten(1, (self.config.kv_heads, -1)).float()
+        scores = grouped @ keys.float().unsqueeze(2).mT / self.config.head_dim**0.5
+        return scores.masked_fill_(~mask.unsqueeze(2), float("-inf")).softmax(-1)
+
+    def _gather(self, layer: int, past: Past) -> tuple[Tensor, Tensor]:
         """Copy keys and values together, each (sequences, kv_heads, entries, head_dim)."""
         config, size = self.config, self.block_size
         blocks = len(past.blocks)

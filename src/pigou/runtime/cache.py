@@ -120,16 +120,20 @@ class KVCache:
         Device to host, device to device, host to device. A list's sources are all read before
         its targets are written.
         """
-        raw, host = self._raw, self.host
-        cpu = host.device
-        if len(swap_out):
-            rows = raw[_index(swap_out[:, 0], raw.device)]
-            host[_index(swap_out[:, 1], cpu)] = rows.to(cpu)
-        if len(copies):
-            raw[_index(copies[:, 1], raw.device)] = raw[_index(copies[:, 0], raw.device)]
-        if len(swap_in):
-            rows = host[_index(swap_in[:, 0], cpu)]
-            raw[_index(swap_in[:, 1], raw.device)] = rows.to(raw.device)
+        move_blocks(self._raw, self.host, swap_out, copies, swap_in)
+
+
+def move_blocks(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
+    """Do a plan's moves on rows of `raw`, on the device, and of `host`, alike in shape."""
+    cpu = host.device
+    if len(swap_out):
+        rows = raw[_index(swap_out[:, 0], raw.device)]
+        host[_index(swap_out[:, 1], cpu)] = rows.to(cpu)
+    if len(copies):
+        raw[_index(copies[:, 1], raw.device)] = raw[_index(copies[:, 0], raw.device)]
+    if len(swap_in):
+        rows = host[_index(swap_in[:, 0], cpu)]
+        raw[_index(swap_in[:, 1], raw.device)] = rows.to(raw.device)
 
 
 def _bytes(size: int, device: torch.device, memory: memoryview | None) -> Tensor:

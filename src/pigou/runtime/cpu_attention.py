@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +17,9 @@ from pigou.runtime.config import ModelConfig
 from pigou.runtime.simd import LANES
 from pigou.runtime.spread import spread
 from pigou.runtime.stored import stored
+
+#: Sums of probabilities, by tile, head and entry, that are held at once.
+_SUMS = 2**20
 
 
 class CPUAttention(PagedAttention):
@@ -40,7 +45,7 @@ class CPUAttention(PagedAttention):
         self.batch = batch
         numbers = self.config.heads * self.config.head_dim
         self._decoding = 0.08 * numbers * (int(batch.slots[: batch.singles].sum()) + batch.singles)
-        self._tiles = _tiles(batch.chunks)
+        self._tiles = self._cut(batch)
         seen = sum(chunk.count * (2 * chunk.past + chunk.count) // 2 for chunk in batch.chunks)
         self._prefilling = 0.04 * numbers * seen
 
@@ -56,13 +61,43 @@ class CPUAttention(PagedAttention):
         where = (norms, eps, self._table, batch.places, self.tables, kv, size)
         if batch.singles:
             tasks = (0, batch.singles * config.kv_heads)
-            spread(kernels.decode, self._decoding, tasks, array, *where, self._queries, result)
+            watch = None if self.watch is None else (*self.watch.target(layer), self.watch.owns)
+            arguments = (array, *where, self._queries, result, watch)
+            spread(kernels.decode, self._decoding, tasks, *arguments)
         if batch.chunks:
             tokens = (batch.singles, batch.size)
             spread(kernels.place, 1.0 * heads.numel(), tokens, array, *where)
-            tasks, among = (0, len(self._tiles) * config.heads), (self._tiles, self.tables, kv)
-            spread(kernels.prefill, self._prefilling, tasks, array, *among, size, result)
+            self._prefill(layer, array, kv, result)
         return out.view(batch.size, -1)
+
+    def _prefill(
+        self, layer: int, qkv: kernels.Stored, kv: kernels.Stored, out: kernels.Stored
+    ) -> None:
+        """Attend with the chunks, whose queries, keys and values are placed."""
+        heads, size, tables = self.config.heads, self.block_size, self.tables
+        if self.watch is None:
+            tasks = (0, len(self._tiles) * heads)
+            arguments = (qkv, self._tiles, tables, kv, size, out, None)
+            spread(kernels.prefill, self._prefilling, tasks, *arguments)
+            return
+        width = int((self._tiles[:, 1] + self._tiles[:, 2]).max())
+        most = max(1, _SUMS // (heads * width))
+        for at in range(0, len(self._tiles), most):
+            tiles = self._tiles[at : at + most]
+            sums = np.empty((len(tiles), heads, width), dtype=np.float32)
+            work = self._prefilling * len(tiles) / len(self._tiles)
+            tasks = (0, len(tiles) * heads)
+            spread(kernels.prefill, work, tasks, qkv, tiles, tables, kv, size, out, sums)
+            self.watch.absorb(layer, sums, tiles, self._folds[at : at + most], tables)
+
+    def _cut(self, batch: Batch) -> Ints:
+        """Cut the chunks into tiles; where they are watched, no fold falls within one."""
+        if self.watch is None or not batch.chunks:
+            return _tiles(batch.chunks)
+        ends = self.watch.cuts(batch)
+        tiles = _tiles(batch.chunks, ends)
+        self._folds = np.isin(tiles[:, 0], ends)
+        return tiles
 
     def _norm(self, layer: int, norm: HeadNorm) -> kernels.Stored:
         if layer not in self._norms:
@@ -75,11 +110,14 @@ def _padded(group: int) -> int:
     return next((rows for rows in (1, 2, 4) if group <= rows), -(-group // 8) * 8)
 
 
-def _tiles(chunks: list[Chunk]) -> Ints:
-    """Cut chunks into the tiles of `kernels.prefill`."""
-    tiles = [
-        (chunk.first + at, min(kernels.TILE, chunk.count - at), chunk.past + at, chunk.row)
-        for chunk in chunks
-        for at in range(0, chunk.count, kernels.TILE)
-    ]
+def _tiles(chunks: list[Chunk], cuts: Ints | None = None) -> Ints:
+    """Cut chunks into the tiles of `kernels.prefill`, and before the tokens `cuts` of the step."""
+    tiles = []
+    for chunk in chunks:
+        stop = chunk.first + chunk.count
+        within = [] if cuts is None else cuts[(cuts > chunk.first) & (cuts < stop)].tolist()
+        for start, end in pairwise((chunk.first, *within, stop)):
+            for at in range(start, end, kernels.TILE):
+                slot = chunk.past + at - chunk.first
+                tiles.append((at, min(kernels.TILE, end - at), slot, chunk.row))
     return np.array(tiles, dtype=np.int32).reshape(-1, 4)

@@ -62,10 +62,13 @@ class LocalEngine:
 
         Raises:
             ModelError: the model's context is shorter than `config.max_model_len`.
+            ConfigError: the policy of eviction cannot be had.
         """
         self.core = EngineCore(config)
         self.cache = model.cache(config.blocks, config.block_size, config.host_blocks)
-        self.executor = model.executor(self.cache, self.core.tables, config.max_model_len)
+        self.executor = model.executor(
+            self.cache, self.core.tables, config.max_model_len, config.eviction
+        )
         self.on_plan: Callable[[Plan], None] = lambda _plan: None
         self._config = config
         self._outputs: dict[str, Output] = {}

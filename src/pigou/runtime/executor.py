@@ -16,6 +16,8 @@ from pigou.request import BlockHashes, FinishReason, Ints
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.batch import Batch, make_batch
 from pigou.runtime.cache import KVCache
+from pigou.runtime.eviction.evictor import Evictor
+from pigou.runtime.eviction.revival import Revival
 from pigou.runtime.grammar import Grammars
 from pigou.runtime.logprobs import report
 from pigou.runtime.models.decoder import Decoder
@@ -50,6 +52,7 @@ class TorchExecutor:
         attention: PagedAttention,
         grammars: Callable[[], Grammars],
         ends: frozenset[int],
+        evictor: Evictor | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Bind a model to a cache and a core.
@@ -61,6 +64,7 @@ class TorchExecutor:
             attention: over this cache and these tables.
             grammars: makes the grammars of the model's tokenizer; called at the first need.
             ends: the model's end tokens.
+            evictor: of cache entries, over this cache and these tables; None where none go.
             clock: of the plans' horizons, and of the durations, in nanoseconds.
         """
         self.model = model
@@ -71,6 +75,12 @@ class TorchExecutor:
         self._grammars: Grammars | None = None
         self._ends = ends
         self._clock = clock
+        self.evictor = evictor
+        self._revival: Revival | None = None
+        if evictor is not None:
+            attention.watch = evictor.watch if evictor.watches else None
+            if evictor.policy.revives:
+                self._revival = Revival(model, cache, evictor, attention.turns)
         self._device = cache.data.device
         self.sampler: Callable[[list[Sequence], Ops, torch.device], Sampler] = Sampler
         self._sequences: dict[str, Sequence] = {}
@@ -124,6 +134,28 @@ class TorchExecutor:
     def drop(self, request: str) -> None:
         """Forget a request; nothing happens when it is unknown."""
         self._sequences.pop(request, None)
+        if self.evictor is not None:
+            self.evictor.forget(request)
+
+    def truncate(self, request: str, tokens: int) -> None:
+        """Take back the last tokens of a request that has a row, and their cache entries.
+
+        Whoever calls this tells the core too (`EngineCore.truncate`), between two plans.
+
+        Raises:
+            ValueError: it generated fewer, has a grammar or no row, or their entries were moved.
+        """
+        sequence = self._sequences[request]
+        row = next((row for row, other in self._rows.items() if other is sequence), None)
+        if row is None:
+            raise ValueError(f"request {request!r} has no row")
+        if sequence.grammar is not None:
+            raise ValueError(f"request {request!r} has a grammar, which cannot be taken back")
+        if not 0 <= tokens <= sequence.generated:
+            raise ValueError(f"request {request!r} generated {sequence.generated} tokens")
+        if self.evictor is not None:
+            self.evictor.truncate(row, tokens)
+        sequence.truncate(tokens, self.cache.layout.block_size)
 
     def tokens(self, request: str) -> Ints:
         """Return a copy of the ids known of a request, prompt and output."""
@@ -148,22 +180,34 @@ class TorchExecutor:
             on_step: called after each step; the plan is broken off when it returns False.
 
         Returns:
-            Steps done, who ended, hashes of the blocks that became full, and durations.
+            Steps done, who ended, hashes of the blocks that became full, durations, and what the
+            appraised rows' entries are worth.
+
+        Raises:
+            ValueError: a compaction or revival does not fit the row.
         """
         for started in plan.started:
             self._rows[started.row] = self._sequences[started.request]
+        if self.evictor is not None:
+            self.evictor.begin_plan(plan, self._rows)
         self.cache.move(plan.swap_out, plan.copies, plan.swap_in)
+        if self._revival is not None and plan.revivals:
+            self._revival(plan.revivals, {r.row: self._rows[r.row].buffer for r in plan.revivals})
         if not plan:
             return Result()
         sequences = [self._rows[row] for row in plan.rows.tolist()]
         with torch.inference_mode():
             steps, finished, durations = self._steps(plan, sequences, on_step)
-        return Result(
+        result = Result(
             steps=steps,
             finished=[Finish(entry, FinishReason.STOP, steps) for entry in finished],
             sealed=self._seal(plan, sequences, steps),
             durations=np.array(durations, dtype=np.int64),
         )
+        if self.evictor is not None:
+            with torch.inference_mode():
+                result.losses, result.gains = self.evictor.end_plan(plan, steps)
+        return result
 
     def _steps(
         self, plan: Plan, sequences: list[Sequence], on_step: OnStep | None
@@ -173,20 +217,27 @@ class TorchExecutor:
         sampler = self.sampler(sampling, self.model.ops, self._device)
         asked = [s for s in sequences if s.prompt_logprobs]
         wanted = torch.from_numpy(batch.last[batch.entries]).to(self._device)
+        speaks = self.evictor is not None and bool(self.evictor.policy.spoken)
         durations: list[int] = []
         began = self._clock()
         while True:
+            if self.evictor is not None:
+                self.evictor.begin_step(batch)
             self._attention.begin(batch)
             output = StepOutput(
                 tokens=np.full(len(plan.rows), -1, dtype=np.int32),
                 finished=np.zeros(len(plan.rows), dtype=np.bool_),
             )
             # Where every token samples, they are the plan's single tokens, in its order.
-            some = None if asked or len(wanted) == batch.size else wanted
+            some = None if asked or speaks or len(wanted) == batch.size else wanted
             hidden = self.model.hidden(batch.tokens, self._attention, some)
             if asked:
                 self._report_prompts(plan, sequences, batch, hidden, output)
-                hidden, asked = hidden[wanted], []
+                asked = []
+            if speaks:
+                self._speak(batch, hidden)
+            if len(hidden) != len(wanted):
+                hidden = hidden[wanted]
             if sampling:
                 chosen, reports = sampler(self.model.logits(hidden))
                 output.logprobs = {int(batch.entries[i]): r for i, r in reports.items()}
@@ -199,6 +250,13 @@ class TorchExecutor:
             if ended or last or not goes_on:
                 return len(durations), ended, durations
             batch.advance(chosen.to(batch.tokens.dtype))
+
+    def _speak(self, batch: Batch, hidden: Tensor) -> None:
+        """Let the policy of eviction hear all tokens' logits, some at a time to spare memory."""
+        assert self.evictor is not None
+        for at in range(0, batch.size, _AT_ONCE):
+            logits = self.model.logits(hidden[at : at + _AT_ONCE])
+            self.evictor.end_step(batch.places[:, at : at + _AT_ONCE], logits)
 
     def _lay_out(self, plan: Plan, sequences: list[Sequence]) -> Batch:
         spans = zip(sequences, plan.starts.tolist(), plan.counts.tolist(), strict=True)

@@ -176,7 +176,7 @@ def multiply(
 @fast
 def attend(
     query: Floats, kv: Stored, table: Ints, head: int, entries: int, last: int, size: int,
-    out: Floats,
+    out: Floats, sums: Any, counted: int,
 ) -> None:  # fmt: skip
     """Attend with some queries of one KV head to the first entries of a sequence.
 
@@ -189,6 +189,9 @@ def attend(
         last: most entries that a query sees: each sees one more than the one before, up to this.
         size: tokens in a block.
         out: shape of `query`.
+        sums: is set to each entry's probabilities, summed over the first `counted` queries, shape
+            (at least last,); None (which is another specialisation) where nobody asks.
+        counted: see `sums`.
     """
     rows, width = query.shape
     blocks = (last + size - 1) // size
@@ -212,6 +215,11 @@ def attend(
         seen = min(entries + row, last)
         softmax(scores[row], seen, lanes)
         scores[row, seen:last] = np.float32(0.0)
+    if sums is not None:
+        sums[:last] = scores[0, :last]
+        for row in range(1, counted):
+            for t in range(last):
+                sums[t] += scores[row, t]
     for block in range(blocks):
         values = base + table[block] * kv.strides[0] + kv.strides[1]
         depth = min(size, last - block * size)
@@ -237,9 +245,33 @@ def store(
 
 
 @fast
+def note(
+    sums: Floats, numbers: Floats, layer: int, head: int, table: Ints, own: int, entries: int,
+    size: int,
+) -> None:  # fmt: skip
+    """Add to the mass of a sequence's entries from `own` on what one head's queries gave them.
+
+    Args:
+        sums: by entry, shape (at least entries,).
+        numbers: `Stats.numbers`.
+        layer: of the head.
+        head: the KV head.
+        table: block ids of the sequence.
+        own: its first entry that it need not share.
+        entries: that it has.
+        size: tokens in a block.
+    """
+    for block in range(own // size, (entries + size - 1) // size):
+        mass = numbers[table[block], layer, head, 1]
+        first = block * size
+        for t in range(max(own - first, 0), min(size, entries - first)):
+            mass[t] += sums[first + t]
+
+
+@fast
 def decode(
     tasks: Range, qkv: Stored, norms: Stored, eps: float, turns: Floats, places: Ints,
-    tables: Ints, kv: Stored, size: int, queries: int, out: Stored,
+    tables: Ints, kv: Stored, size: int, queries: int, out: Stored, watch: Any,
 ) -> None:  # fmt: skip
     """Norm, rotate, store and attend for tokens of which each has a sequence of its own.
 
@@ -256,6 +288,8 @@ def decode(
         size: tokens in a block.
         queries: of a KV head, rounded up to 1, 2, 4 or a multiple of 8.
         out: shape (at least tokens, heads, head_dim).
+        watch: where each entry's probabilities are added up: `numbers` and `layer` of `note`, and
+            each row's `own`, shape (rows,); None (which is another specialisation) for nowhere.
     """
     _, heads, width = out.shape
     kv_heads = kv.shape[2]
@@ -264,6 +298,10 @@ def decode(
     query = np.zeros((queries, width), np.float32)
     result = np.empty((queries, width), np.float32)
     key = np.empty(width, np.float32)
+    if watch is not None:
+        sums = np.empty(tables.shape[1] * size, np.float32)
+    else:
+        sums = None
     for task in range(tasks[0], tasks[1]):
         token, head = task // kv_heads, task % kv_heads
         turn, slot, table = turns[places[0, token]], places[1, token], tables[places[2, token]]
@@ -271,7 +309,10 @@ def decode(
         store(key, qkv[token, heads + kv_heads + head], kv, table, head, slot, size)
         for j in range(group):
             rotate(qkv[token, head * group + j], norms[0], eps, turn, scale, query[j])
-        attend(query, kv, table, head, slot + 1, slot + 1, size, result)
+        attend(query, kv, table, head, slot + 1, slot + 1, size, result, sums, group)
+        if watch is not None:
+            numbers, layer, owns = watch
+            note(sums, numbers, layer, head, table, owns[places[2, token]], slot + 1, size)
         for j in range(group):
             for d in range(width):
                 out[token, head * group + j, d] = narrow(result[j, d], out)
@@ -302,8 +343,9 @@ def place(
 
 @fast
 def prefill(
-    tasks: Range, qkv: Stored, tiles: Ints, tables: Ints, kv: Stored, size: int, out: Stored
-) -> None:
+    tasks: Range, qkv: Stored, tiles: Ints, tables: Ints, kv: Stored, size: int, out: Stored,
+    sums: Any,
+) -> None:  # fmt: skip
     """Attend for successive tokens of chunks, after `place`.
 
     Args:
@@ -315,6 +357,8 @@ def prefill(
         kv: a layer of the cache.
         size: tokens in a block.
         out: shape (at least tokens, heads, head_dim).
+        sums: is set to each entry's probabilities, summed over the tile's queries, shape
+            (tiles, heads, at least entries); None (another specialisation) where nobody asks.
     """
     _, heads, width = out.shape
     group = heads // kv.shape[2]
@@ -331,7 +375,14 @@ def prefill(
         while rows < count:
             rows *= 2
         last = slot + count
-        attend(query[:rows], kv, tables[row], head // group, slot + 1, last, size, result[:rows])
+        if sums is not None:
+            part = sums[tile, head]
+        else:
+            part = None
+        attend(
+            query[:rows], kv, tables[row], head // group, slot + 1, last, size, result[:rows],
+            part, count,
+        )  # fmt: skip
         for j in range(count):
             for d in range(width):
                 out[first + j, head, d] = narrow(result[j, d], out)
@@ -368,9 +419,10 @@ def spread_argmax(
 def spread_decode(
     start: int, threads: int, parts: int, tasks: Range, qkv: Stored, norms: Stored, eps: float,
     turns: Floats, places: Ints, tables: Ints, kv: Stored, size: int, queries: int, out: Stored,
+    watch: Any,
 ) -> None:  # fmt: skip
     """Call `decode` on several threads."""
-    arguments = (tasks, qkv, norms, eps, turns, places, tables, kv, size, queries, out)
+    arguments = (tasks, qkv, norms, eps, turns, places, tables, kv, size, queries, out, watch)
     team(start, threads, parts, decode, arguments)
 
 
@@ -386,7 +438,7 @@ def spread_place(
 @fast
 def spread_prefill(
     start: int, threads: int, parts: int, tasks: Range, qkv: Stored, tiles: Ints, tables: Ints,
-    kv: Stored, size: int, out: Stored,
+    kv: Stored, size: int, out: Stored, sums: Any,
 ) -> None:  # fmt: skip
     """Call `prefill` on several threads."""
-    team(start, threads, parts, prefill, (tasks, qkv, tiles, tables, kv, size, out))
+    team(start, threads, parts, prefill, (tasks, qkv, tiles, tables, kv, size, out, sums))

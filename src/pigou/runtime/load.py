@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from pigou.config import EvictionConfig
 from pigou.kv.layout import KVLayout
 from pigou.request import Ints
 from pigou.runtime.attention import PagedAttention
@@ -15,6 +16,9 @@ from pigou.runtime.cache import DTYPES, KVCache, make_layout
 from pigou.runtime.config import ModelConfig, read_config
 from pigou.runtime.cpu_attention import CPUAttention
 from pigou.runtime.errors import ModelError
+from pigou.runtime.eviction.evictor import Evictor
+from pigou.runtime.eviction.policy import Setting
+from pigou.runtime.eviction.policy import load as load_policy
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.grammar import read_grammars
 from pigou.runtime.memory import keep_memory
@@ -66,16 +70,24 @@ class LoadedModel:
         """Make an empty KV cache, over `memory` when it is given (see `KVCache`)."""
         return KVCache(self.layout(block_size), blocks, self.device, host_blocks, memory)
 
-    def executor(self, cache: KVCache, tables: Ints, max_model_len: int) -> TorchExecutor:
+    def executor(
+        self,
+        cache: KVCache,
+        tables: Ints,
+        max_model_len: int,
+        eviction: EvictionConfig | None = None,
+    ) -> TorchExecutor:
         """Make an executor over an empty cache.
 
         Args:
             cache: from `cache`.
             tables: `EngineCore.tables`.
             max_model_len: most tokens of a sequence.
+            eviction: of cache entries; None for none.
 
         Raises:
             ModelError: the model's context is shorter than that.
+            ConfigError: there is no such policy of eviction, or its parameters do not fit.
         """
         if max_model_len > self.config.context:
             raise ModelError(
@@ -83,13 +95,20 @@ class LoadedModel:
                 f"{self.config.context} tokens; lower max_model_len"
             )
         kind = CPUAttention if CPUAttention.supports(self.config, cache) else PagedAttention
+        attention = kind(self.config, cache, tables, max_model_len)
+        evictor = None
+        if eviction is not None:
+            setting = Setting(eviction, self.config, self.folder, attention.turns)
+            policy = load_policy(eviction.policy, setting)
+            evictor = Evictor(policy, eviction, cache, tables, self.config.group)
         executor = TorchExecutor(
             model=self.decoder,
             cache=cache,
             tables=tables,
-            attention=kind(self.config, cache, tables, max_model_len),
+            attention=attention,
             grammars=partial(read_grammars, self.folder, self.config.vocab, self.config.eos),
             ends=self.config.eos,
+            evictor=evictor,
         )
         if kind is CPUAttention and max_model_len >= WARM_UP_TOKENS:
             warm_up(executor)

@@ -67,6 +67,13 @@ class Sequence:
             done = self.grammar.advance(token)
         return done
 
+    def truncate(self, tokens: int, block_size: int) -> None:
+        """Take back the last tokens; at most those that were generated."""
+        self.length -= tokens
+        full = (self.length - 1) // block_size
+        if full < self.sealed:
+            self.sealed, self.last = full, None
+
     def seal(self, computed: int, block_size: int) -> BlockHashes:
         """Hash the blocks that became full; returned once.
 

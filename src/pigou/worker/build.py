@@ -141,7 +141,9 @@ def _build_torch(config: WorkerConfig) -> Parts:
         config.host_blocks,
         memory.buffer.data if memory is not None else None,
     )
-    executor = loaded.executor(cache, core.tables, core.config.max_model_len)
+    executor = loaded.executor(
+        cache, core.tables, core.config.max_model_len, core.config.eviction
+    )
     model = _served(
         config,
         loaded.folder,

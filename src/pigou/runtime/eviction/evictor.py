@@ -1,0 +1,296 @@
+"""Keeps side data of rows, appraises their entries, and closes up what they give up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pigou.config import EvictionConfig
+from pigou.engine.plan import Compaction, Load, Plan, Started
+from pigou.request import Ints
+from pigou.runtime.batch import Batch
+from pigou.runtime.cache import KVCache
+from pigou.runtime.eviction import kernels
+from pigou.runtime.eviction.memory import Dropped
+from pigou.runtime.eviction.policy import Entries, TokenPolicy
+from pigou.runtime.eviction.ranking import Ranking, rank
+from pigou.runtime.eviction.stats import CPUStats, Stats
+from pigou.runtime.eviction.watch import Watch
+
+_NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
+
+
+class Owner(Protocol):
+    """A request that has a row."""
+
+    request: str
+    prompt: int
+
+
+class Evictor:
+    """Carries out what plans ask of cache entries.
+
+    Attributes:
+        policy: that tells what entries return.
+        stats: side data.
+        watch: of attention, and of rows.
+        entries: cache entries of each row after the last plan, shape (max_seqs,).
+        next: position of each row's next token, shape (max_seqs,).
+        moved: entries that were moved into holes so far, over all layers and heads.
+    """
+
+    def __init__(
+        self,
+        policy: TokenPolicy,
+        config: EvictionConfig,
+        cache: KVCache,
+        tables: Ints,
+        group: int,
+    ) -> None:
+        """Bind a cache; nothing is in it.
+
+        Args:
+            policy: that tells what entries return.
+            config: of eviction.
+            cache: whose entries they are.
+            tables: block ids by row of the batch; read at each step.
+            group: query heads of a KV head.
+        """
+        self.policy = policy
+        self.config = config
+        self.cache = cache
+        self.tables = tables
+        self.size = cache.layout.block_size
+        device = cache.data.device
+        kind = CPUStats if device.type == "cpu" else Stats
+        many = (cache.blocks, device, len(cache.host))
+        self.stats = kind(cache.layout, len(policy.fields), *many)
+        self.watch = Watch(self.stats, policy.folding, len(tables), group)
+        self.entries: Ints = np.zeros(len(tables), dtype=np.int32)
+        self.next: Ints = np.zeros(len(tables), dtype=np.int32)
+        self.moved = 0
+        self._rankings: dict[int, Ranking] = {}
+        self._owners: dict[int, str] = {}
+        self._loading: dict[str, int] = {}
+        self._dropped: dict[str, Dropped] = {}
+        unknown = {*policy.born, *policy.spoken}
+        self._blank = np.array([np.nan if f in unknown else 0.0 for f in policy.fields], np.float32)
+        self._stamped = [policy.fields.index(name) for name in policy.stamped]
+        self._dead = np.zeros(tables.shape[1] * self.size, dtype=np.uint8)
+
+    @property
+    def watches(self) -> bool:
+        """Whether attention is to be watched."""
+        return "mass" in self.policy.fields
+
+    # --- a plan -----------------------------------------------------------------------------
+
+    def begin_plan(self, plan: Plan, owners: Mapping[int, Owner]) -> None:
+        """Take up a plan's rows, and do its compactions; `owners` has the rows that start."""
+        for started in plan.started:
+            self._start(started, owners[started.row], plan)
+        for load in plan.loads:
+            self._load(load)
+        for compaction in plan.compactions:
+            self._compact(compaction)
+        self.stats.move(plan.swap_out, plan.copies, plan.swap_in)
+
+    def begin_step(self, batch: Batch) -> None:
+        """Prepare the entries of a step's tokens, before attention begins with them."""
+        self.watch.begin(batch, self.tables)
+        self._blank[self._stamped] = self.watch.clock
+        self.stats.enter(batch.places, self.tables, self._blank)
+
+    def end_step(self, places: Ints, logits: Tensor) -> None:
+        """Keep what logits say of some of a step's tokens; `places` as in `Batch`."""
+        line = 1 + self.policy.fields.index(self.policy.spoken[0])
+        self.stats.put(places, self.tables, line, self.policy.speak(logits))
+
+    def end_plan(
+        self, plan: Plan, steps: int
+    ) -> tuple[dict[int, NDArray[np.float64]], dict[int, NDArray[np.float64]]]:
+        """Count entries after a plan's steps, and appraise; returns losses and gains by row."""
+        done = plan.counts + (steps - 1)
+        self.entries[plan.rows] = plan.kv_lens + done
+        self.next[plan.rows] = plan.starts + done
+        losses, gains = {}, {}
+        for row, first, most in plan.appraised.tolist():
+            ranking = self._rank(row, self.tables[row], first, most * self.size)
+            self._rankings[row] = ranking
+            losses[row] = ranking.losses
+            dropped = self._dropped.get(self._owners[row])
+            if dropped is not None and len(dropped.positions) >= self.size:
+                gains[row] = dropped.gains(self.size)
+        return losses, gains
+
+    def forget(self, request: str) -> None:
+        """Forget a request that has left."""
+        self._loading.pop(request, None)
+        self._dropped.pop(request, None)
+
+    def truncate(self, row: int, tokens: int) -> None:
+        """Take back a row's last tokens, whose entries are its last.
+
+        Raises:
+            ValueError: they were moved by a compaction since.
+        """
+        left = int(self.entries[row]) - tokens
+        tail = self.stats.collect(self.tables[row], left + tokens)[..., 0, left:].view(np.int32)
+        expected = np.arange(self.next[row] - tokens, self.next[row], dtype=np.int32)
+        if (tail != expected).any():
+            raise ValueError(f"row {row}: its last {tokens} tokens are not its last entries")
+        self.entries[row] = left
+        self.next[row] -= tokens
+        self._rankings.pop(row, None)
+        dropped = self._dropped.get(self._owners[row])
+        if dropped is not None:
+            dropped.cut(int(self.next[row]))
+
+    def revive(self, row: int, entries: int, count: int, table: Ints) -> Ints:
+        """Make entries for tokens that come back, behind those of a row; returns their positions.
+
+        Raises:
+            ValueError: fewer were given up.
+        """
+        positions, data = self._dropped_of(row).take(count)
+        slots = np.arange(entries, entries + count, dtype=np.int32)
+        places = np.stack((positions, slots, np.zeros_like(slots)))
+        self.stats.enter(places, table[None], self._blank)
+        if self.policy.spoken:
+            line = 1 + self.policy.fields.index(self.policy.spoken[0])
+            values = data[line : line + len(self.policy.spoken)].T
+            spoken = torch.from_numpy(np.ascontiguousarray(values)).to(self.stats.numbers.device)
+            self.stats.put(places, table[None], line, spoken)
+        self.entries[row] = entries + count
+        self._rankings.pop(row, None)
+        return positions
+
+    def positions(self, table: Ints, entries: int) -> Ints:
+        """Return the original positions of a row's entries, shape (layers, kv_heads, entries)."""
+        return self.stats.collect(table, entries)[:, :, 0].view(np.int32)
+
+    # --- rows -------------------------------------------------------------------------------
+
+    def _start(self, started: Started, owner: Owner, plan: Plan) -> None:
+        """Take up a row; its own entries begin where blocks stop that others may have."""
+        row, swapped = started.row, plan.swap_in[:, 1]
+        own = self._loading.pop(started.request, started.computed)
+        back = np.isin(self.tables[row, : -(-started.computed // self.size)], swapped)
+        if back.any():
+            own = min(own, int(np.argmax(back)) * self.size)
+        else:
+            self._dropped.pop(started.request, None)
+        self.watch.owns[row] = own
+        self.watch.prompts[row] = owner.prompt
+        self._owners[row] = started.request
+        self._rankings.pop(row, None)
+
+    def _load(self, load: Load) -> None:
+        """Give entries that come from outside their positions."""
+        if load.row >= 0:
+            self._loading[load.request] = load.first * self.size
+        count = len(load.blocks) * self.size
+        slots = np.arange(count, dtype=np.int32)
+        places = np.stack((slots + load.first * self.size, slots, np.zeros_like(slots)))
+        self._blank[self._stamped] = self.watch.clock
+        self.stats.enter(places, load.blocks[None], self._blank)
+
+    # --- appraisal and compaction -----------------------------------------------------------
+
+    def _rank(self, row: int, table: Ints, first: int, most: int) -> Ranking:
+        data = self.stats.collect(table, int(self.entries[row]))
+        if self.policy.born:
+            self._bear(table, data)
+        after = int(self.next[row])
+        entries = Entries(
+            data=data,
+            names=self.policy.fields,
+            next=after,
+            since=self.watch.since(row, after),
+            clock=self.watch.clock,
+            request=self._owners[row],
+        )
+        return rank(self.policy, self.config, entries, first, most, self.size)
+
+    def _bear(self, table: Ints, data: np.ndarray) -> None:
+        """Compute what is kept of entries' keys and values where that was not done yet."""
+        line = 1 + self.policy.fields.index(self.policy.born[0])
+        slots = np.flatnonzero(np.isnan(data[0, 0, line])).astype(np.int32)
+        if not len(slots):
+            return
+        device = self.cache.data.device
+        blocks = torch.from_numpy(table[slots // self.size].astype(np.int64)).to(device)
+        offsets = torch.from_numpy((slots % self.size).astype(np.int64)).to(device)
+        layers, heads = data.shape[:2]
+        kv = self.cache.data
+        shape = (len(kv), layers, heads)
+        keys = kv[:, :, 0].view(*shape, -1, self.size)[blocks, :, :, :, offsets]
+        values = kv[:, :, 1].view(*shape, self.size, -1)[blocks, :, :, offsets]
+        positions = data[0, 0, 0].view(np.int32)[slots]
+        pair = (part.permute(1, 2, 0, 3).float() for part in (keys, values))
+        found = self.policy.birth(*pair, positions)
+        self.stats.put_heads(table, slots, line, found)
+        lines = slice(line, line + len(self.policy.born))
+        data[:, :, lines, slots] = found.cpu().numpy().swapaxes(2, 3)
+
+    def _compact(self, task: Compaction) -> None:
+        """Close up what a row gives up.
+
+        Raises:
+            ValueError: the row has another number of entries, or too few that may go.
+        """
+        row, table = task.row, task.blocks
+        if task.entries != self.entries[row]:
+            raise ValueError(
+                f"row {row} is said to have {task.entries} entries; it has {self.entries[row]}"
+            )
+        self.cache.move(_NO_PAIRS, task.copies, _NO_PAIRS)
+        self.stats.move(_NO_PAIRS, task.copies, _NO_PAIRS)
+        ranking = self._rankings.pop(row, None)
+        if self.policy.born and ranking is not None:
+            self._bear(table, self.stats.collect(table, task.entries))
+        victims = None if ranking is None else _allowed(ranking, task.first, task.drop)
+        if ranking is None or victims is None:
+            ranking = self._rank(row, table, task.first, task.drop)
+            victims = ranking.slots
+        if victims.shape[1] < task.drop:
+            raise ValueError(
+                f"row {row} is to give up {task.drop} entries; only {victims.shape[1]} may go"
+            )
+        self._remember(row, table, ranking, victims)
+        heads = self.stats.numbers.shape[1] * self.stats.numbers.shape[2]
+        spread = np.broadcast_to(victims, (heads, task.drop))
+        moves = np.empty((heads, task.drop, 2), dtype=np.int32)
+        counts = np.empty(heads, dtype=np.int32)
+        kernels.pair(np.ascontiguousarray(spread), task.entries, moves, counts, self._dead)
+        self.stats.fill(self.cache.data, table, moves, counts)
+        self.moved += int(counts.sum())
+        self.entries[row] -= task.drop
+        self.watch.owns[row] = min(self.watch.owns[row], task.first)
+
+    def _remember(self, row: int, table: Ints, ranking: Ranking, victims: Ints) -> None:
+        """Remember whole tokens that go, where they may come back."""
+        if not self.policy.revives:
+            return
+        assert ranking.returns is not None, "only whole tokens can be computed again"
+        slots = victims[0]
+        data = self.stats.collect(table, int(self.entries[row]))[0, 0][:, slots]
+        dropped = self._dropped_of(row)
+        dropped.add(data[0].view(np.int32), ranking.returns[slots], data)
+
+    def _dropped_of(self, row: int) -> Dropped:
+        return self._dropped.setdefault(self._owners[row], Dropped())
+
+
+def _allowed(ranking: Ranking, first: int, drop: int) -> Ints | None:
+    """Return the first `drop` victims of each head from slot `first` on; None if they are too few."""
+    if first <= ranking.first:
+        slots = ranking.slots
+        return np.ascontiguousarray(slots[:, :drop]) if slots.shape[1] >= drop else None
+    heads = [head[head >= first][:drop] for head in ranking.slots]
+    return np.stack(heads) if all(len(head) == drop for head in heads) else None

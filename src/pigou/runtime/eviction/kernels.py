@@ -1,0 +1,271 @@
+"""Compiled kernels on the side data of cache entries, for the CPU.
+
+`numbers` is `Stats.numbers`, shape (blocks, layers, kv_heads, 1 + fields, size); `ids` is the same
+memory as int32, whose first line of a head holds positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.compiled import kernel
+from pigou.request import Ints
+
+Floats = NDArray[np.float32]
+Slots = NDArray[np.int64]
+
+
+@kernel
+def enter(places: Ints, tables: Ints, ids: Ints, numbers: Floats, blank: Floats) -> None:
+    """Give the entries of a step's tokens their positions, and blank fields.
+
+    Args:
+        places: position, slot and row of the batch of each token, shape (3, tokens).
+        tables: block ids by row of the batch.
+        ids: see above.
+        numbers: see above.
+        blank: what a field is at first, shape (fields,).
+    """
+    _, layers, heads, lines, size = numbers.shape
+    for token in range(places.shape[1]):
+        slot = places[1, token]
+        block, offset = tables[places[2, token], slot // size], slot % size
+        for layer in range(layers):
+            for head in range(heads):
+                ids[block, layer, head, 0, offset] = places[0, token]
+                for line in range(1, lines):
+                    numbers[block, layer, head, line, offset] = blank[line - 1]
+
+
+@kernel
+def put(places: Ints, tables: Ints, numbers: Floats, line: int, values: Floats) -> None:
+    """Put the same values, shape (tokens, n), in lines `line` on of all heads of tokens' entries.
+
+    The other arguments are those of `enter`.
+    """
+    _, layers, heads, _, size = numbers.shape
+    for token in range(places.shape[1]):
+        slot = places[1, token]
+        block, offset = tables[places[2, token], slot // size], slot % size
+        for layer in range(layers):
+            for head in range(heads):
+                for n in range(values.shape[1]):
+                    numbers[block, layer, head, line + n, offset] = values[token, n]
+
+
+@kernel
+def fold_head(
+    numbers: Floats, layer: int, head: int, table: Ints, own: int, entries: int, decays: Floats,
+    notable: float, clock: float,
+) -> None:  # fmt: skip
+    """Take the mass of a head's entries from `own` on into the fields behind it, and clear it.
+
+    Args:
+        numbers: see above.
+        layer: of the head.
+        head: the KV head.
+        table: block ids of the sequence.
+        own: its first entry that it need not share.
+        entries: that it has.
+        decays: field k becomes `decays[k]` times itself, plus the mass, shape (k,).
+        notable: where above 0, the first field becomes `clock` if the mass is at least this.
+        clock: see `notable`.
+    """
+    size = numbers.shape[4]
+    for block in range(own // size, (entries + size - 1) // size):
+        lines = numbers[table[block], layer, head]
+        mass = lines[1]
+        start, stop = max(own - block * size, 0), min(size, entries - block * size)
+        for k in range(len(decays)):
+            field, decay = lines[2 + k], decays[k]
+            for t in range(start, stop):
+                field[t] = field[t] * decay + mass[t]
+        if notable > 0:
+            field = lines[2]
+            for t in range(start, stop):
+                if mass[t] >= notable:
+                    field[t] = clock
+        for t in range(start, stop):
+            mass[t] = np.float32(0.0)
+
+
+@kernel
+def fold(
+    rows: Ints, numbers: Floats, tables: Ints, owns: Ints, entries: Ints, decays: Floats,
+    notable: Floats, clock: float,
+) -> None:  # fmt: skip
+    """Fold all heads of some rows of the batch.
+
+    Args:
+        rows: of the batch, shape (n,).
+        numbers: see above.
+        tables: block ids by row of the batch.
+        owns: by row of the batch, see `fold_head`.
+        entries: of each of `rows`, shape (n,).
+        decays: see `fold_head`.
+        notable: of each of `rows`, shape (n,).
+        clock: see `fold_head`.
+    """
+    _, layers, heads, _, _ = numbers.shape
+    for i in range(len(rows)):
+        table, own = tables[rows[i]], owns[rows[i]]
+        for layer in range(layers):
+            for head in range(heads):
+                fold_head(
+                    numbers, layer, head, table, own, entries[i], decays, notable[i], clock
+                )  # fmt: skip
+
+
+@kernel
+def absorb(
+    sums: Floats, tiles: Ints, folds: NDArray[np.bool_], layer: int, numbers: Floats,
+    tables: Ints, owns: Ints, decays: Floats, notable: float, clock: float,
+) -> None:  # fmt: skip
+    """Add what tiles' queries gave to entries to their mass, tile after tile.
+
+    Args:
+        sums: as `prefill` set them, shape (tiles, heads, entries).
+        tiles: of `prefill`, shape (tiles, 4).
+        folds: whether a tile's row is folded before it, shape (tiles,).
+        layer: of the model.
+        numbers: see above.
+        tables: block ids by row of the batch.
+        owns: by row of the batch, see `fold_head`.
+        decays: see `fold_head`.
+        notable: share of the even share of an entry (see `Folding`).
+        clock: see `fold_head`.
+    """
+    heads, size = numbers.shape[2], numbers.shape[4]
+    group = sums.shape[1] // heads
+    for tile in range(len(tiles)):
+        _, count, slot, row = tiles[tile]
+        table, own, entries = tables[row], owns[row], slot + count
+        for head in range(heads):
+            if folds[tile] and slot > 0:
+                fold_head(
+                    numbers, layer, head, table, own, slot, decays, notable / slot, clock
+                )  # fmt: skip
+            for block in range(own // size, (entries + size - 1) // size):
+                mass = numbers[table[block], layer, head, 1]
+                first = block * size
+                for j in range(head * group, (head + 1) * group):
+                    for t in range(max(own - first, 0), min(size, entries - first)):
+                        mass[t] += sums[tile, j, first + t]
+
+
+@kernel
+def collect(table: Ints, entries: int, numbers: Floats, out: Floats) -> None:
+    """Copy a sequence's side data together, shape (layers, kv_heads, 1 + fields, entries)."""
+    _, layers, heads, lines, size = numbers.shape
+    for block in range((entries + size - 1) // size):
+        first = block * size
+        count = min(size, entries - first)
+        for layer in range(layers):
+            for head in range(heads):
+                for line in range(lines):
+                    source = numbers[table[block], layer, head, line]
+                    target = out[layer, head, line]
+                    for t in range(count):
+                        target[first + t] = source[t]
+
+
+@kernel
+def pair(
+    victims: Ints, entries: int, moves: Ints, counts: Ints, dead: NDArray[np.uint8]
+) -> None:
+    """Find, for each head, which live entries of the tail move into which holes.
+
+    Args:
+        victims: slots of the entries that go, shape (heads, drop).
+        entries: of the sequence; the last `drop` slots are the tail.
+        moves: from and to, written to, shape (heads, drop, 2).
+        counts: how many moves each head has, written to, shape (heads,).
+        dead: scratch, all zero, shape (at least entries,); left all zero.
+    """
+    heads, drop = victims.shape
+    tail = entries - drop
+    for head in range(heads):
+        for i in range(drop):
+            dead[victims[head, i]] = 1
+        source, count = tail, 0
+        for i in range(drop):
+            hole = victims[head, i]
+            if hole < tail:
+                while dead[source]:
+                    source += 1
+                moves[head, count, 0] = source
+                moves[head, count, 1] = hole
+                source += 1
+                count += 1
+        counts[head] = count
+        for i in range(drop):
+            dead[victims[head, i]] = 0
+
+
+@kernel
+def fill(
+    kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, counts: Ints
+) -> None:
+    """Do the moves of `pair` on keys, values and side data.
+
+    Args:
+        kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * size).
+        numbers: see above.
+        table: block ids of the sequence.
+        moves: of layer * kv_heads + KV head, shape (layers * kv_heads, n, 2).
+        counts: shape (layers * kv_heads,).
+    """
+    _, layers, heads, lines, size = numbers.shape
+    width = kv.shape[4] // size
+    for layer in range(layers):
+        for head in range(heads):
+            task = layer * heads + head
+            for i in range(counts[task]):
+                source, target = moves[task, i, 0], moves[task, i, 1]
+                old, new = table[source // size], table[target // size]
+                a, b = source % size, target % size
+                for d in range(width):
+                    kv[new, layer, 0, head, d * size + b] = kv[old, layer, 0, head, d * size + a]
+                for d in range(width):
+                    kv[new, layer, 1, head, b * width + d] = kv[old, layer, 1, head, a * width + d]
+                for line in range(lines):
+                    numbers[new, layer, head, line, b] = numbers[old, layer, head, line, a]
+
+
+@kernel
+def rank(
+    scores: NDArray[np.floating], positions: Ints, first: int, sinks: int, stop: int,
+    victims: Ints, losses: NDArray[np.float64], size: int,
+) -> None:  # fmt: skip
+    """Find the entries of least score in each head, in ascending order, and what blocks of them cost.
+
+    Args:
+        scores: shape (heads, n).
+        positions: of the entries, shape (heads, n).
+        first: slot from which on entries may go.
+        sinks: position from which on they may.
+        stop: position before which they may.
+        victims: slots, written to, shape (heads, depth); each head has at least so many entries
+            that may go.
+        losses: sums of scores over all heads by `size` victims each, added to, shape
+            (depth // size,).
+        size: tokens in a block.
+    """
+    heads, count = scores.shape
+    depth = victims.shape[1]
+    slots = np.empty(count, np.int32)
+    values = np.empty(count, scores.dtype)
+    for head in range(heads):
+        found = 0
+        for slot in range(first, count):
+            position = positions[head, slot]
+            if sinks <= position < stop:
+                slots[found] = slot
+                values[found] = scores[head, slot]
+                found += 1
+        order = np.argsort(values[:found], kind="mergesort")
+        for i in range(depth):
+            victims[head, i] = slots[order[i]]
+            if i < len(losses) * size:
+                losses[i // size] += values[order[i]]

@@ -1,0 +1,198 @@
+"""What a policy of token eviction is told and answers, and how it is found by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pigou.config import ConfigError, EvictionConfig
+from pigou.request import Ints
+from pigou.runtime.config import ModelConfig
+
+GROUP = "pigou.token_eviction"
+
+#: Returns by entry, shape (layers, kv_heads, entries), or (entries,) for whole tokens.
+Returns = NDArray[np.floating]
+Floats = NDArray[np.float32]
+
+
+class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A policy without parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a policy knows of where it works.
+
+    Attributes:
+        config: of eviction.
+        model: whose entries they are.
+        folder: of the model's files.
+        turns: rotary table by position (`pigou.runtime.rotary.rotary_table`).
+    """
+
+    config: EvictionConfig
+    model: ModelConfig
+    folder: Path
+    turns: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Folding:
+    """How the mass that entries gathered is taken into their other fields, and cleared.
+
+    It happens before the query at each position that differs from the prompt's length by a
+    multiple of `interval`, in prompts as in what follows.
+
+    Attributes:
+        interval: queries from one time to the next, at least 1.
+        decays: field k behind the mass becomes `decays[k]` times itself, plus the mass.
+        notable: where above 0, the field behind the mass becomes the clock instead, if the mass
+            is at least this multiple of an even share.
+    """
+
+    interval: int
+    decays: tuple[float, ...] = ()
+    notable: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The cache entries of one row, as a policy sees them.
+
+    Attributes:
+        data: positions (as int32 bits), then fields, shape (layers, kv_heads, 1 + fields, n).
+        names: of the fields.
+        next: position of the row's next token.
+        since: queries since the last fold.
+        clock: steps that the executor has done.
+        request: id of the row's request.
+    """
+
+    data: Floats
+    names: tuple[str, ...]
+    next: int
+    since: int
+    clock: int
+    request: str
+
+    @property
+    def positions(self) -> Ints:
+        """Original position of each entry, shape (layers, kv_heads, n)."""
+        return self.data.view(np.int32)[:, :, 0]
+
+    @property
+    def age(self) -> Ints:
+        """Tokens since each entry's own, at least 1, shape (layers, kv_heads, n)."""
+        ages: Ints = self.next - self.positions
+        return ages
+
+    def field(self, name: str) -> Floats:
+        """Return a field, a view, shape (layers, kv_heads, n)."""
+        return self.data[:, :, 1 + self.names.index(name)]
+
+
+class TokenPolicy:
+    """Tells what a cache entry will still return; entries of the lowest return go first.
+
+    It is made as `Policy(setting, params)`, where `params` is of the type `Params`. Returns are
+    compared among all requests, and added up over the entries of a block: one unit for all.
+    """
+
+    #: The type of its parameters, a frozen `msgspec.Struct` with defaults.
+    Params: type[msgspec.Struct] = NoParams
+    #: Numbers kept for each entry. The first is "mass" where attention is to be watched: the
+    #: probabilities that the queries of its KV head gave it since the last fold.
+    fields: tuple[str, ...] = ()
+    #: How the mass is taken into the fields behind it; None: it adds up.
+    folding: Folding | None = None
+    #: Fields that are set to the clock when an entry is made.
+    stamped: tuple[str, ...] = ()
+    #: Successive fields that `birth` yields; NaN before.
+    born: tuple[str, ...] = ()
+    #: Successive fields that `speak` yields; NaN where a token was not computed here.
+    spoken: tuple[str, ...] = ()
+    #: Whether tokens that are worth their price again are computed again; whole tokens only.
+    revives: bool = False
+
+    def __init__(self, setting: Setting, params: msgspec.Struct) -> None:
+        self.setting = setting
+        self.params = params
+
+    def score(self, entries: Entries) -> Returns:
+        """Return what each entry will return, finite.
+
+        Args:
+            entries: of one row.
+
+        Returns:
+            Shape (layers, kv_heads, n); or (n,), if tokens go whole, in all layers and heads.
+        """
+        raise NotImplementedError
+
+    def birth(self, keys: Tensor, values: Tensor, positions: Ints) -> Tensor:
+        """Return what is kept of new entries themselves; called once for each.
+
+        Args:
+            keys: rotated, float32, shape (layers, kv_heads, n, head_dim).
+            values: shape of the keys.
+            positions: shape (n,).
+
+        Returns:
+            The fields `born`, shape (layers, kv_heads, n, fields).
+        """
+        raise NotImplementedError
+
+    def speak(self, logits: Tensor) -> Tensor:
+        """Return what is kept of tokens, in the step that stores their entries.
+
+        Args:
+            logits: of the tokens after them, shape (n, vocab).
+
+        Returns:
+            The fields `spoken`, shape (n, fields).
+        """
+        raise NotImplementedError
+
+
+def load(name: str, setting: Setting) -> TokenPolicy:
+    """Return a new policy by its name in the entry point group `pigou.token_eviction`.
+
+    Raises:
+        ConfigError: there is none of that name (the message lists those that there are), or it
+            has no such parameter, or the value does not fit.
+    """
+    found = entry_points(group=GROUP)
+    for entry in found:
+        if entry.name == name:
+            return make(_type(entry), setting, name)
+    names = ", ".join(sorted(found.names))
+    raise ConfigError(f"eviction.policy is {name!r}; it must be one of: {names}")
+
+
+def make(kind: Any, setting: Setting, name: str = "") -> TokenPolicy:
+    """Return a new policy of this class, with the parameters of the setting's configuration.
+
+    Raises:
+        ConfigError: a parameter is not there, or its value does not fit.
+    """
+    try:
+        params = msgspec.convert(dict(setting.config.params), kind.Params, strict=False)
+        policy: TokenPolicy = kind(setting, params)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"token eviction {name or kind.__name__}: {error}") from None
+    return policy
+
+
+def _type(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"eviction.policy {entry.name!r} cannot be loaded: {error}") from error

@@ -1,0 +1,66 @@
+"""Which entries go first, and what is lost with each block of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.config import EvictionConfig
+from pigou.request import Ints
+from pigou.runtime.eviction import kernels
+from pigou.runtime.eviction.policy import Entries, Returns, TokenPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The entries of a row that would go first.
+
+    Attributes:
+        first: slot from which on they were sought.
+        slots: of each head, those of the least return first, shape (layers * kv_heads, depth); or
+            (1, depth) for whole tokens.
+        losses: return lost with each further block of them, shape (depth // block size,).
+        returns: of whole tokens, by slot, shape (n,); None where heads choose for themselves.
+    """
+
+    first: int
+    slots: Ints
+    losses: NDArray[np.float64]
+    returns: Returns | None
+
+
+def rank(
+    policy: TokenPolicy, config: EvictionConfig, entries: Entries, first: int, most: int, size: int
+) -> Ranking:
+    """Rank a row's entries.
+
+    Sinks and recent tokens are none of them, nor what comes before `first`.
+
+    Args:
+        policy: that tells returns.
+        config: of eviction.
+        entries: of the row.
+        first: slot from which on entries may go.
+        most: entries that may go.
+        size: tokens in a block.
+
+    Raises:
+        ValueError: a return is not finite.
+    """
+    scores = policy.score(entries)
+    if not np.isfinite(scores).all():
+        raise ValueError(f"{type(policy).__name__} yields returns that are not finite")
+    whole = scores.ndim == 1
+    positions = entries.positions[:1, 0] if whole else entries.positions
+    stop = entries.next - config.recent
+    free = (positions >= config.sinks) & (positions < stop)
+    depth = min(most, int(free[..., first:].sum(-1).min()))
+    heads = 1 if whole else positions.shape[0] * positions.shape[1]
+    victims = np.empty((heads, depth), dtype=np.int32)
+    losses = np.zeros(depth // size)
+    flat = np.ascontiguousarray(scores.reshape(heads, -1))
+    where = np.ascontiguousarray(positions.reshape(heads, -1))
+    kernels.rank(flat, where, first, config.sinks, stop, victims, losses, size)
+    return Ranking(first, victims, losses, scores if whole else None)
