@@ -141,9 +141,7 @@ def _build_torch(config: WorkerConfig) -> Parts:
         config.host_blocks,
         memory.buffer.data if memory is not None else None,
     )
-    executor = loaded.executor(
-        cache, core.tables, core.config.max_model_len, core.config.eviction
-    )
+    executor = loaded.executor(cache, core.tables, core.config.max_model_len, core.config.eviction)
     model = _served(
         config,
         loaded.folder,

@@ -197,5 +197,3 @@ def _pool(values: Returns, width: int) -> Returns:
 def _above(name: str, value: float) -> None:
     if not value > 0:
         raise ValueError(f"{name} is {value}; it must be above 0")
-
-

@@ -125,7 +125,7 @@ class Evictor:
             losses[row] = ranking.losses
             dropped = self._dropped.get(self._owners[row])
             if dropped is not None and len(dropped.positions) >= self.size:
-                gains[row] = dropped.gains(self.size)
+                gains[row] = dropped.gains(self.size, self.policy.penalty)
         return losses, gains
 
     def forget(self, request: str) -> None:
@@ -288,7 +288,7 @@ class Evictor:
 
 
 def _allowed(ranking: Ranking, first: int, drop: int) -> Ints | None:
-    """Return the first `drop` victims of each head from slot `first` on; None if they are too few."""
+    """Return each head's first `drop` victims from slot `first` on; None if they are too few."""
     if first <= ranking.first:
         slots = ranking.slots
         return np.ascontiguousarray(slots[:, :drop]) if slots.shape[1] >= drop else None

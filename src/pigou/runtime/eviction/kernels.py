@@ -171,9 +171,7 @@ def collect(table: Ints, entries: int, numbers: Floats, out: Floats) -> None:
 
 
 @kernel
-def pair(
-    victims: Ints, entries: int, moves: Ints, counts: Ints, dead: NDArray[np.uint8]
-) -> None:
+def pair(victims: Ints, entries: int, moves: Ints, counts: Ints, dead: NDArray[np.uint8]) -> None:
     """Find, for each head, which live entries of the tail move into which holes.
 
     Args:
@@ -204,9 +202,7 @@ def pair(
 
 
 @kernel
-def fill(
-    kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, counts: Ints
-) -> None:
+def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, counts: Ints) -> None:
     """Do the moves of `pair` on keys, values and side data.
 
     Args:
@@ -238,7 +234,7 @@ def rank(
     scores: NDArray[np.floating], positions: Ints, first: int, sinks: int, stop: int,
     victims: Ints, losses: NDArray[np.float64], size: int,
 ) -> None:  # fmt: skip
-    """Find the entries of least score in each head, in ascending order, and what blocks of them cost.
+    """Find each head's entries of least score, in ascending order, and what blocks of them cost.
 
     Args:
         scores: shape (heads, n).

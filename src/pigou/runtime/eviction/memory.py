@@ -47,18 +47,22 @@ class Dropped:
             ValueError: there are fewer.
         """
         if count > len(self.positions):
-            raise ValueError(f"{count} tokens are to come back; {len(self.positions)} were given up")
+            known = len(self.positions)
+            raise ValueError(f"{count} tokens are to come back; {known} were given up")
         order = np.argsort(self.positions[:count])
         taken = self.positions[:count][order], self.data[:, :count][:, order]
         self.positions, self.returns = self.positions[count:], self.returns[count:]
         self.data = self.data[:, count:]
         return taken
 
-    def gains(self, size: int) -> NDArray[np.float64]:
-        """Return what comes back with each further whole block of tokens, shape (blocks,)."""
+    def gains(self, size: int, penalty: float) -> NDArray[np.float64]:
+        """Return what comes back with each further whole block of tokens, shape (blocks,).
+
+        Each token's penalty is taken off.
+        """
         blocks = len(self.returns) // size
         gains: NDArray[np.float64] = self.returns[: blocks * size].reshape(blocks, size).sum(1)
-        return gains
+        return gains - penalty * size
 
     def cut(self, length: int) -> None:
         """Forget tokens from position `length` on."""

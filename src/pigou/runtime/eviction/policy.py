@@ -121,6 +121,8 @@ class TokenPolicy:
     spoken: tuple[str, ...] = ()
     #: Whether tokens that are worth their price again are computed again; whole tokens only.
     revives: bool = False
+    #: What computing a token again costs, in the unit of returns (delta of Token-PD, Eq. 2).
+    penalty: float = 0.0
 
     def __init__(self, setting: Setting, params: msgspec.Struct) -> None:
         self.setting = setting

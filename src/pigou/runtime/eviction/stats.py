@@ -89,7 +89,7 @@ class Stats:
         notable: Floats, clock: int,
     ) -> None:  # fmt: skip
         """Fold all heads of some rows of the batch (`kernels.fold`)."""
-        for row, count, least in zip(rows.tolist(), entries.tolist(), notable.tolist(), strict=True):
+        for row, count, least in zip(rows, entries.tolist(), notable.tolist(), strict=True):
             for layer in range(self.numbers.shape[1]):
                 where = (layer, tables[row], int(owns[row]), count)
                 self.fold_layer(*where, folding, least, clock)
