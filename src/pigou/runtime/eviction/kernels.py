@@ -230,38 +230,66 @@ def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, cou
 
 
 @kernel
+def narrow(values: NDArray[np.floating], slots: Ints, depth: int) -> None:
+    """Bring the `depth` least values, and their slots, to the front, in the order they are in."""
+    bound = np.partition(values, depth - 1)[depth - 1]
+    equal, kept = depth, 0
+    for i in range(len(values)):
+        equal -= values[i] < bound
+    for i in range(len(values)):
+        if values[i] < bound or (values[i] == bound and equal > 0):
+            equal -= values[i] == bound
+            values[kept], slots[kept] = values[i], slots[i]
+            kept += 1
+
+
+@kernel
 def rank(
-    scores: NDArray[np.floating], positions: Ints, first: int, sinks: int, stop: int,
-    victims: Ints, losses: NDArray[np.float64], size: int,
-) -> None:  # fmt: skip
+    scores: NDArray[np.floating], ids: Ints, first: int, sinks: int, stop: int, victims: Ints,
+    losses: NDArray[np.float64], size: int,
+) -> int:  # fmt: skip
     """Find each head's entries of least score, in ascending order, and what blocks of them cost.
+
+    Equal scores are in the order of slots.
 
     Args:
         scores: shape (heads, n).
-        positions: of the entries, shape (heads, n).
+        ids: side data of the entries, whose first line is positions, shape (heads, lines, n).
         first: slot from which on entries may go.
         sinks: position from which on they may.
         stop: position before which they may.
-        victims: slots, written to, shape (heads, depth); each head has at least so many entries
-            that may go.
+        victims: slots, written to, shape (heads, most).
         losses: sums of scores over all heads by `size` victims each, added to, shape
-            (depth // size,).
+            (most // size,).
         size: tokens in a block.
+
+    Returns:
+        How many were found in each head, at most `most`.
     """
     heads, count = scores.shape
-    depth = victims.shape[1]
     slots = np.empty(count, np.int32)
     values = np.empty(count, scores.dtype)
+    depth = victims.shape[1]
     for head in range(heads):
         found = 0
         for slot in range(first, count):
-            position = positions[head, slot]
-            if sinks <= position < stop:
+            if sinks <= ids[head, 0, slot] < stop:
+                found += 1
+        depth = min(depth, found)
+    if depth == 0:
+        return 0
+    for head in range(heads):
+        found = 0
+        for slot in range(first, count):
+            if sinks <= ids[head, 0, slot] < stop:
                 slots[found] = slot
                 values[found] = scores[head, slot]
                 found += 1
-        order = np.argsort(values[:found], kind="mergesort")
+        if depth < found:
+            narrow(values[:found], slots, depth)
+        order = np.argsort(values[:depth], kind="mergesort")
         for i in range(depth):
             victims[head, i] = slots[order[i]]
-            if i < len(losses) * size:
+            if i < depth // size * size:
                 losses[i // size] += values[order[i]]
+    return depth

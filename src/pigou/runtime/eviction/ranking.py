@@ -53,14 +53,11 @@ def rank(
     if not np.isfinite(scores).all():
         raise ValueError(f"{type(policy).__name__} yields returns that are not finite")
     whole = scores.ndim == 1
-    positions = entries.positions[:1, 0] if whole else entries.positions
-    stop = entries.next - config.recent
-    free = (positions >= config.sinks) & (positions < stop)
-    depth = min(most, int(free[..., first:].sum(-1).min()))
-    heads = 1 if whole else positions.shape[0] * positions.shape[1]
-    victims = np.empty((heads, depth), dtype=np.int32)
-    losses = np.zeros(depth // size)
+    heads = 1 if whole else entries.data.shape[0] * entries.data.shape[1]
     flat = np.ascontiguousarray(scores.reshape(heads, -1))
-    where = np.ascontiguousarray(positions.reshape(heads, -1))
-    kernels.rank(flat, where, first, config.sinks, stop, victims, losses, size)
-    return Ranking(first, victims, losses, scores if whole else None)
+    ids = entries.data.view(np.int32).reshape(-1, *entries.data.shape[2:])
+    victims = np.empty((heads, most), dtype=np.int32)
+    losses = np.zeros(most // size)
+    stop = entries.next - config.recent
+    depth = kernels.rank(flat, ids, first, config.sinks, stop, victims, losses, size)
+    return Ranking(first, victims[:, :depth], losses[: depth // size], scores if whole else None)
