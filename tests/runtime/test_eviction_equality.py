@@ -10,13 +10,12 @@ import torch
 from checkpoints import BUNDLED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from masked import SIZE, Bench, Kept, attend_in_full, bench, pairs, random_tokens
+from masked import SIZE, Bench, Kept, attend_in_full, bench, near, pairs, random_tokens
 
 from pigou.engine.plan import Started
 from pigou.runtime.load import LoadedModel
 
 Find = Callable[[str], LoadedModel]
-TOLERANCE = 1e-5
 #: Compiled kernels, and torch.
 PATHS = pytest.mark.parametrize("plain", [False, True], ids=["kernels", "torch"])
 
@@ -24,7 +23,7 @@ PATHS = pytest.mark.parametrize("plain", [False, True], ids=["kernels", "torch"]
 def check(bench: Bench, model: LoadedModel, row: int, seen: dict[int, Kept]) -> None:
     tokens = bench.tokens[row][: bench.computed[row]]
     logits, _ = attend_in_full(model, tokens, seen)
-    assert torch.allclose(bench.logits[row], logits[-1], atol=TOLERANCE, rtol=0)
+    assert near(bench.logits[row], logits[-1])
 
 
 @PATHS

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from masked import SIZE, Bench, attend_in_full, bench, random_tokens
+from masked import SIZE, Bench, attend_in_full, bench, near, random_tokens
 from torch import Tensor
 
 from pigou.engine.plan import Revival
@@ -56,7 +56,7 @@ def test_all_that_was_given_up_comes_back(plain: bool, loaded: Find) -> None:
     b.run([(0, 1)], compactions=[b.compaction(0, 48), b.compaction(1, 32)])
     b.run([(1, 1)], revivals=[revival(b, 1, 32), revival(b, 0, 47)])
     full, _ = attend_in_full(model, b.tokens[1][:81])
-    assert torch.allclose(b.logits[1], full[-1], atol=1e-5, rtol=0)
+    assert near(b.logits[1], full[-1])
     b.run([(0, 1)], revivals=[revival(b, 0, 1)])
     assert b.kept(0)[0][0] == set(range(102))
     full, _ = attend_in_full(model, b.tokens[0][:100])
@@ -119,7 +119,7 @@ def test_tokens_are_undone_with_their_entries(policy: str, loaded: Find) -> None
     b.executor._sequences["r0"].buffer[:84] = b.tokens[0]
     b.run([(0, 6)])
     logits, _ = attend_in_full(model, b.tokens[0][:70], {60: kept})
-    assert torch.allclose(b.logits[0], logits[-1], atol=1e-5, rtol=0)
+    assert near(b.logits[0], logits[-1])
 
 
 def test_what_was_moved_since_cannot_be_undone(loaded: Find) -> None:

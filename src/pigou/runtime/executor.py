@@ -189,7 +189,8 @@ class TorchExecutor:
         for started in plan.started:
             self._rows[started.row] = self._sequences[started.request]
         if self.evictor is not None:
-            self.evictor.begin_plan(plan, self._rows)
+            with torch.inference_mode():
+                self.evictor.begin_plan(plan, self._rows)
         self.cache.move(plan.swap_out, plan.copies, plan.swap_in)
         if self._revival is not None and plan.revivals:
             self._revival(plan.revivals, {r.row: self._rows[r.row].buffer for r in plan.revivals})
@@ -256,7 +257,8 @@ class TorchExecutor:
         assert self.evictor is not None
         for at in range(0, batch.size, _AT_ONCE):
             logits = self.model.logits(hidden[at : at + _AT_ONCE])
-            self.evictor.end_step(batch.places[:, at : at + _AT_ONCE], logits)
+            places = np.ascontiguousarray(batch.places[:, at : at + _AT_ONCE])
+            self.evictor.end_step(places, logits)
 
     def _lay_out(self, plan: Plan, sequences: list[Sequence]) -> Batch:
         spans = zip(sequences, plan.starts.tolist(), plan.counts.tolist(), strict=True)
