@@ -80,7 +80,7 @@ class CPUAttention(PagedAttention):
             arguments = (qkv, self._tiles, tables, kv, size, out, None)
             spread(kernels.prefill, self._prefilling, tasks, *arguments)
             return
-        width = int((self._tiles[:, 1] + self._tiles[:, 2]).max())
+        width = -(-int((self._tiles[:, 1] + self._tiles[:, 2]).max()) // size) * size
         most = max(1, _SUMS // (heads * width))
         for at in range(0, len(self._tiles), most):
             tiles = self._tiles[at : at + most]

@@ -190,7 +190,7 @@ def attend(
         size: tokens in a block.
         out: shape of `query`.
         sums: is set to each entry's probabilities, summed over the first `counted` queries, shape
-            (at least last,); None (which is another specialisation) where nobody asks.
+            (at least the slots of the blocks,); None (another specialisation) where nobody asks.
         counted: see `sums`.
     """
     rows, width = query.shape
@@ -216,10 +216,14 @@ def attend(
         softmax(scores[row], seen, lanes)
         scores[row, seen:last] = np.float32(0.0)
     if sums is not None:
-        sums[:last] = scores[0, :last]
-        for row in range(1, counted):
-            for t in range(last):
-                sums[t] += scores[row, t]
+        ones = np.ones(counted, np.float32)
+        sums[:stride] = np.float32(0.0)
+        scores[:counted, last:] = np.float32(0.0)
+        for t in range(0, stride, LANES):
+            product(
+                ones.ctypes.data, counted, scores.ctypes.data + t * 4, stride,
+                sums.ctypes.data + t * 4, stride, counted, scores, 1,
+            )  # fmt: skip
     for block in range(blocks):
         values = base + table[block] * kv.strides[0] + kv.strides[1]
         depth = min(size, last - block * size)
@@ -252,7 +256,7 @@ def note(
     """Add to the mass of a sequence's entries from `own` on what one head's queries gave them.
 
     Args:
-        sums: by entry, shape (at least entries,).
+        sums: by slot, zero from `entries` on, shape (at least the slots of the blocks,).
         numbers: `Stats.numbers`.
         layer: of the head.
         head: the KV head.
@@ -261,11 +265,17 @@ def note(
         entries: that it has.
         size: tokens in a block.
     """
-    for block in range(own // size, (entries + size - 1) // size):
-        mass = numbers[table[block], layer, head, 1]
-        first = block * size
-        for t in range(max(own - first, 0), min(size, entries - first)):
-            mass[t] += sums[first + t]
+    start = (own + size - 1) // size
+    for slot in range(own, min(start * size, entries)):
+        numbers[table[slot // size], layer, head, 1, slot % size] += sums[slot]
+    one = np.ones(1, np.float32)
+    lines = numbers.ctypes.data + layer * numbers.strides[1] + head * numbers.strides[2]
+    lines += numbers.strides[3]
+    for block in range(start, (entries + size - 1) // size):
+        mass = lines + table[block] * numbers.strides[0]
+        for t in range(0, size, LANES):
+            source = sums.ctypes.data + (block * size + t) * 4
+            product(one.ctypes.data, 1, source, 1, mass + t * 4, 1, 1, sums, 1)
 
 
 @fast
@@ -300,8 +310,6 @@ def decode(
     key = np.empty(width, np.float32)
     if watch is not None:
         sums = np.empty(tables.shape[1] * size, np.float32)
-    else:
-        sums = None
     for task in range(tasks[0], tasks[1]):
         token, head = task // kv_heads, task % kv_heads
         turn, slot, table = turns[places[0, token]], places[1, token], tables[places[2, token]]
@@ -309,9 +317,11 @@ def decode(
         store(key, qkv[token, heads + kv_heads + head], kv, table, head, slot, size)
         for j in range(group):
             rotate(qkv[token, head * group + j], norms[0], eps, turn, scale, query[j])
-        attend(query, kv, table, head, slot + 1, slot + 1, size, result, sums, group)
-        if watch is not None:
+        if watch is None:
+            attend(query, kv, table, head, slot + 1, slot + 1, size, result, None, 0)
+        else:
             numbers, layer, owns = watch
+            attend(query, kv, table, head, slot + 1, slot + 1, size, result, sums, group)
             note(sums, numbers, layer, head, table, owns[places[2, token]], slot + 1, size)
         for j in range(group):
             for d in range(width):
@@ -358,7 +368,8 @@ def prefill(
         size: tokens in a block.
         out: shape (at least tokens, heads, head_dim).
         sums: is set to each entry's probabilities, summed over the tile's queries, shape
-            (tiles, heads, at least entries); None (another specialisation) where nobody asks.
+            (tiles, heads, at least the slots of its blocks); None (another specialisation) where
+            nobody asks.
     """
     _, heads, width = out.shape
     group = heads // kv.shape[2]
@@ -375,14 +386,12 @@ def prefill(
         while rows < count:
             rows *= 2
         last = slot + count
-        if sums is not None:
-            part = sums[tile, head]
+        some, within = query[:rows], result[:rows]
+        if sums is None:
+            attend(some, kv, tables[row], head // group, slot + 1, last, size, within, None, 0)
         else:
-            part = None
-        attend(
-            query[:rows], kv, tables[row], head // group, slot + 1, last, size, result[:rows],
-            part, count,
-        )  # fmt: skip
+            part = sums[tile, head]
+            attend(some, kv, tables[row], head // group, slot + 1, last, size, within, part, count)
         for j in range(count):
             for d in range(width):
                 out[first + j, head, d] = narrow(result[j, d], out)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pigou.compiled import kernel
 from pigou.request import Ints
+from pigou.runtime.simd import LANES, product
 
 Floats = NDArray[np.float32]
 Slots = NDArray[np.int64]
@@ -125,7 +126,7 @@ def absorb(
     """Add what tiles' queries gave to entries to their mass, tile after tile.
 
     Args:
-        sums: as `prefill` set them, shape (tiles, heads, entries).
+        sums: as `prefill` set them, shape (tiles, heads, slots).
         tiles: of `prefill`, shape (tiles, 4).
         folds: whether a tile's row is folded before it, shape (tiles,).
         layer: of the model.
@@ -137,7 +138,8 @@ def absorb(
         clock: see `fold_head`.
     """
     heads, size = numbers.shape[2], numbers.shape[4]
-    group = sums.shape[1] // heads
+    group, width = sums.shape[1] // heads, sums.shape[2]
+    ones = np.ones(group, np.float32)
     for tile in range(len(tiles)):
         _, count, slot, row = tiles[tile]
         table, own, entries = tables[row], owns[row], slot + count
@@ -146,12 +148,21 @@ def absorb(
                 fold_head(
                     numbers, layer, head, table, own, slot, decays, notable / slot, clock
                 )  # fmt: skip
-            for block in range(own // size, (entries + size - 1) // size):
-                mass = numbers[table[block], layer, head, 1]
-                first = block * size
+            start = (own + size - 1) // size
+            for own_slot in range(own, min(start * size, entries)):
+                target = numbers[table[own_slot // size], layer, head, 1]
                 for j in range(head * group, (head + 1) * group):
-                    for t in range(max(own - first, 0), min(size, entries - first)):
-                        mass[t] += sums[tile, j, first + t]
+                    target[own_slot % size] += sums[tile, j, own_slot]
+            source = sums.ctypes.data + tile * sums.strides[0] + head * group * sums.strides[1]
+            lines = numbers.ctypes.data + layer * numbers.strides[1] + head * numbers.strides[2]
+            lines += numbers.strides[3]
+            for block in range(start, (entries + size - 1) // size):
+                mass = lines + table[block] * numbers.strides[0]
+                for t in range(0, size, LANES):
+                    product(
+                        ones.ctypes.data, group, source + (block * size + t) * 4, width,
+                        mass + t * 4, 1, group, sums, 1,
+                    )  # fmt: skip
 
 
 @kernel
