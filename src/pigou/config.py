@@ -145,6 +145,8 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             alone.
         max_decisions: decisions that are kept for whoever asks why.
         index: limits of the prefix index.
+        peer_reads: let workers read the beginning of a prompt from another one's cache, where
+            both can and it is cheaper than what they would do otherwise.
         admission: who of the waiting goes next: `order` is its name, as registered under
             `pigou.admission`, the rest its parameters.
         tenant_weights: shares of the tenants in service and queue, by name; 1 where not given.
@@ -171,6 +173,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     controller: dict[str, Any] = msgspec.field(default_factory=lambda: {"controller": "static"})
     max_decisions: int = 1000
     index: IndexConfig = msgspec.field(default_factory=IndexConfig)
+    peer_reads: bool = True
     admission: dict[str, Any] = msgspec.field(default_factory=lambda: {"order": "fcfs"})
     tenant_weights: dict[str, float] = {}
     max_queued: int = 1024

@@ -124,6 +124,8 @@ class Worker:
         events: whether it publishes KV events; if not, what it holds is predicted.
         overtakes: whether its requests of a lower priority overtake others between any two steps,
             prompts that were begun among them.
+        layout: of its cache, for others that may read it: workers of one layout read from each
+            other; "" for one that does not.
     """
 
     id: str
@@ -134,3 +136,4 @@ class Worker:
     max_seqs: int = 0
     events: bool = True
     overtakes: bool = False
+    layout: str = ""

@@ -33,6 +33,7 @@ from pigou.control.messages import (
     LoadReport,
     Observation,
     PrefillDone,
+    ReadFailed,
     Route,
     Tokens,
     WorkerDown,
@@ -49,9 +50,10 @@ FOUND = Assessment(Anarchy(*[Estimate(1.5, 1.25, 2.0)] * 4, (0, 2)), 3.25, 40)
 SAMPLES: dict[type, Observation] = {
     type(each): each
     for each in (
-        WorkerUp(Worker("w", "", Role.DECODE, 32, 100, 8, False)),
+        WorkerUp(Worker("w", "", Role.DECODE, 32, 100, 8, False, layout="tcp:1")),
         WorkerDown("w"),
         PrefillDone("r", False),
+        ReadFailed("r"),
         FirstToken("r"),
         Tokens("r", 3),
         Ended("r", FinishReason.ERROR),

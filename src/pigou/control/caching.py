@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pigou.control.index import PrefixIndex
 from pigou.control.placement import Fleet, Placement, Prompt, place
-from pigou.control.speeds.estimates import PRIOR_TRANSFER_TOKEN, Estimates
+from pigou.control.speeds.estimates import PRIOR_READ, PRIOR_TRANSFER_TOKEN, Estimates
 from pigou.control.state import Columns, State
 from pigou.request import SECOND, Request
 
@@ -139,8 +139,9 @@ class CachingWatch:
         rows = [row for row in told if state.workers[row].block_size == size]
         ids = tuple(state.ids[row] for row in rows)
         table = Estimates(known.table[:, rows])
-        links = np.where(
-            table.transfer_token == PRIOR_TRANSFER_TOKEN, math.inf, table.transfer_token
+        links = np.minimum(
+            _seen(table.transfer_token, PRIOR_TRANSFER_TOKEN),
+            _seen(table.read_token, PRIOR_READ[1]),
         )
         capacity = state.columns.blocks[rows].astype(np.float64)
         fleet = Fleet(ids, size, capacity, table, links)
@@ -180,6 +181,12 @@ def occupancy(columns: Columns) -> Floats:
         each = wanted / np.maximum(requests, 1)
         told = columns.running + columns.waiting > 0
         found: Floats = np.where(told, columns.kv_usage + columns.waiting * each, wanted)
+    return found
+
+
+def _seen(seconds: Floats, prior: float) -> Floats:
+    """Return what was seen of a link, infinity where nothing was."""
+    found: Floats = np.where(seconds == prior, math.inf, seconds)
     return found
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pigou.control.messages import Choice
 from pigou.control.routing.policy import Table
+from pigou.control.routing.reads import Reads
 from pigou.control.routing.view import Candidates
 
 Costs = NDArray[np.float64]
@@ -37,6 +38,7 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
         priced: parts of what each candidate costs its request and all others, in seconds
             (`pigou.control.routing.toll`).
         choice: what was chosen.
+        reads: what each worker would have read from another's cache; None where nobody.
     """
 
     request: str
@@ -53,11 +55,21 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
     split: Table | dict[str, Costs] | None
     priced: Table
     choice: Choice
+    reads: Reads | None = None
 
     @property
     def cached(self) -> NDArray[np.int64]:
         """Tokens of the prompt that whoever computes it holds, (candidates,)."""
         found: NDArray[np.int64] = self.held[self.candidates.computes]
+        return found
+
+    @property
+    def read(self) -> NDArray[np.int64]:
+        """Tokens that whoever computes the prompt would be spared by reading, (candidates,)."""
+        if self.reads is None:
+            return np.zeros(len(self.candidates), dtype=np.int64)
+        read = np.where(self.reads.source < 0, 0, self.reads.ready)
+        found: NDArray[np.int64] = read[self.candidates.computes]
         return found
 
     @property

@@ -31,6 +31,7 @@ from pigou.control.messages import (
     LoadReport,
     Observation,
     PrefillDone,
+    ReadFailed,
     Tokens,
     WorkerDown,
     WorkerUp,
@@ -112,6 +113,12 @@ class Prefilled(_Entry, tag="prefilled"):
     well: bool = True
 
 
+class Unread(_Entry, tag="unread"):
+    """`ReadFailed`."""
+
+    id: str
+
+
 class First(_Entry, tag="first"):
     """`FirstToken`."""
 
@@ -181,8 +188,9 @@ class Tick(_Entry, tag="tick"):
 
 
 Entry: TypeAlias = (
-    Submit | Up | Down | Prefilled | First | More | End | Cache | Lost | Load | Judged | Tick
-)
+    Submit | Up | Down | Prefilled | Unread | First | More | End | Cache | Lost | Load | Judged
+    | Tick
+)  # fmt: skip
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Head | Entry] = msgspec.json.Decoder(
@@ -265,6 +273,8 @@ def observed(observation: Observation, now: int) -> Entry:  # noqa: PLR0911 (one
             return Down(now=now, worker=name)
         case PrefillDone(request, well):
             return Prefilled(now=now, id=request, well=well)
+        case ReadFailed(request):
+            return Unread(now=now, id=request)
         case FirstToken(request):
             return First(now=now, id=request)
         case Tokens(request, count):
@@ -297,6 +307,8 @@ def observation_of(entry: Entry) -> Observation:  # noqa: PLR0911 (one for each)
             return WorkerDown(name)
         case Prefilled(id=request, well=well):
             return PrefillDone(request, well)
+        case Unread(id=request):
+            return ReadFailed(request)
         case First(id=request):
             return FirstToken(request)
         case More(id=request, count=count):

@@ -13,6 +13,24 @@ from pigou.request import FinishReason, Worker
 from pigou.wire.kv_events import WireEvent
 
 
+class Read(msgspec.Struct, frozen=True):
+    """The beginning of a prompt is read from another worker's cache, not computed.
+
+    Attributes:
+        worker: id of the one that has it.
+        depth: leading tokens of the prompt that are not computed then.
+        tokens: those of them that come over the link.
+        seconds: that reading is expected to take.
+        saves: seconds that it saves, its own taken off, over the best without it.
+    """
+
+    worker: str
+    depth: int
+    tokens: int
+    seconds: float
+    saves: float
+
+
 class Choice(msgspec.Struct, frozen=True):  # as `Route`, made for each request
     """Who serves a request.
 
@@ -21,12 +39,25 @@ class Choice(msgspec.Struct, frozen=True):  # as `Route`, made for each request
         prefill: id of the worker that computes the prompt; None when `decode` does.
         cost: of this choice, in the policy's own unit.
         cached: tokens of the prompt that whoever computes it holds, as far as is known.
+        source: where it reads the beginning of the prompt first; unset where it does not, so that
+            journals of before are told the same.
     """
 
     decode: str
     prefill: str | None = None
     cost: float = 0.0
     cached: int = 0
+    source: Read | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def read(self) -> Read | None:
+        """Where the beginning of the prompt is read; None where it is not."""
+        return None if self.source is msgspec.UNSET else self.source
+
+    @property
+    def computed(self) -> int:
+        """Leading tokens of the prompt that are not to be computed."""
+        return self.cached if self.source is msgspec.UNSET else self.source.depth
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -82,6 +113,12 @@ class PrefillDone(msgspec.Struct, frozen=True):
 
     request: str
     well: bool = True
+
+
+class ReadFailed(msgspec.Struct, frozen=True):
+    """Nothing came of reading a request's prompt from another worker: all of it is computed."""
+
+    request: str
 
 
 class FirstToken(msgspec.Struct, frozen=True):
@@ -144,6 +181,7 @@ Observation: TypeAlias = (
     WorkerUp
     | WorkerDown
     | PrefillDone
+    | ReadFailed
     | FirstToken
     | Tokens
     | Ended

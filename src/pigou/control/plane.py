@@ -29,6 +29,7 @@ from pigou.control.messages import (
     LoadReport,
     Observation,
     PrefillDone,
+    ReadFailed,
     Route,
     Tokens,
     WorkerDown,
@@ -128,6 +129,8 @@ class ControlPlane:
                 return self._prefilled(
                     request, now, lambda: self.watch.prefill_done(request, well, now)
                 )
+            case ReadFailed(request):
+                self.watch.read_failed(request, now)
             case Ended(request):
                 return self._ended(request, now)
             case WorkerUp(worker):
@@ -284,7 +287,8 @@ class ControlPlane:
         room = both(streams, both(fed, admits.fits(request, fleet, self.state, above)))
         if room is not streams and not np.count_nonzero(room):
             return None
-        choice = self.router.choose(request, fleet, both(open_, prompts), room, now)
+        sources = open_ if self.config.peer_reads and self.state.lends else None
+        choice = self.router.choose(request, fleet, both(open_, prompts), room, now, sources)
         if choice is None:
             return None
         self.desk.began(request, choice, fleet, now)

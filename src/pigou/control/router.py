@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.candidates import Offers
 from pigou.control.decisions import Explanation, Ledger
 from pigou.control.messages import Choice
+from pigou.control.peers import price_reads, read_of
 from pigou.control.routing.dynamo import Dynamo
 from pigou.control.routing.policy import (
     Costs,
@@ -78,7 +79,7 @@ class Router:
 
     def choose(
         self, request: Request, fleet: FleetView, open_: NDArray[np.bool_],
-        room: NDArray[np.bool_], now: int,
+        room: NDArray[np.bool_], now: int, sources: NDArray[np.bool_] | None = None,
     ) -> Choice | None:  # fmt: skip
         """Choose workers for a request; None when none can take it.
 
@@ -88,11 +89,16 @@ class Router:
             open_: workers that may be used, (workers,).
             room: workers that can take one more stream, (workers,).
             now: nanoseconds.
+            sources: workers whose caches others may read, (workers,); None for nobody's.
         """
         found = self._offers.of(request, fleet, open_, room)
         if len(found) == 0:
             return None
         policy, temperature = self._with(request.overrides)
+        if sources is not None:
+            params = policy.params if isinstance(policy, Toll) else self._price.params
+            restore = params.host_restore, params.storage_restore
+            fleet.reads = price_reads(fleet, request.prompt, sources, restore)
         costs, split = _costs(policy, request, fleet, found)
         pick = select(costs, self._generator, temperature, self._softmax)
         if pick is None:
@@ -101,7 +107,7 @@ class Router:
         if isinstance(split, Table) and self._price.params == getattr(policy, "params", None):
             prices = split
         held = fleet.cached(request.prompt)
-        choice = _chosen(found, pick, fleet.ids, held)
+        choice = _chosen(found, pick, fleet, held)
         explanation = Explanation(
             request.id,
             now,
@@ -117,6 +123,7 @@ class Router:
             split,
             prices or self._price.table(request, fleet, found),
             choice,
+            fleet.reads,
         )
         self.ledger.add(explanation)
         return choice
@@ -131,11 +138,14 @@ class Router:
         return override(self.policy, rest), temperature
 
 
-def _chosen(found: Candidates, pick: Pick, ids: Sequence[str], held: Counts) -> Choice:
+def _chosen(found: Candidates, pick: Pick, fleet: FleetView, held: Counts) -> Choice:
     prefill, decode = found.prefill.item(pick.index), found.decode.item(pick.index)
-    if prefill < 0:
-        return Choice(ids[decode], None, pick.cost, held.item(decode))
-    return Choice(ids[decode], ids[prefill], pick.cost, held.item(prefill))
+    computes = decode if prefill < 0 else prefill
+    remote = None if prefill < 0 else fleet.ids[prefill]
+    read = None if fleet.reads is None else read_of(fleet, computes)
+    if read is None:
+        return Choice(fleet.ids[decode], remote, pick.cost, held.item(computes))
+    return Choice(fleet.ids[decode], remote, pick.cost, held.item(computes), read)
 
 
 def _costs(

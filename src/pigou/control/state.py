@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.messages import Choice, LoadReport
+from pigou.control.messages import Choice, LoadReport, Read
 from pigou.control.seats import Seats
 from pigou.control.speeds.estimates import pairs
 from pigou.request import Request, Worker
@@ -44,7 +44,7 @@ class Columns:
     `beyond` are those of `decode_tokens` that were not expected when their requests were routed;
     `decoding` counts the streams whose prompt is computed; `background_...` are those of
     `prefill_...` that requests of a priority up to 0 overtake; `max_seqs` is the worker's own
-    limit, 0 when it did not say.
+    limit, 0 when it did not say; `layout` numbers those of the caches, 0 where nobody reads.
     """
 
     prefills: Flags
@@ -66,6 +66,7 @@ class Columns:
     running: Shares
     waiting: Shares
     kv_usage: Shares
+    layout: Counts
 
 
 _KINDS: dict[str, type] = {"Flags": np.bool_, "Counts": np.int64, "Shares": np.float64}
@@ -100,6 +101,8 @@ class Load(msgspec.Struct, eq=False):
         ahead: prompts that its prompt was sent to join.
         setting: of the controller, that it was routed under.
         background: whether its prompt is overtaken where it is computed.
+        read: where the beginning of its prompt is read; None where nowhere.
+        cached: tokens of the prompt that its worker had itself.
         seats: where its tokens are counted, under the number `seat`; -1 once it is over.
         last: its tokens then.
     """
@@ -121,6 +124,8 @@ class Load(msgspec.Struct, eq=False):
     setting: int = 0
     background: bool = False
     pairs: int = 0
+    read: Read | None = None
+    cached: int = 0
 
     @property
     def remote(self) -> bool:
@@ -151,6 +156,7 @@ class State:
         block_sizes: the different ones among them.
         limited: whether any of them says how many streams it runs at once.
         sized: whether any of them says how many blocks it has.
+        lends: whether any two of them can read from each other.
         background: prompts to be computed that others overtake.
         beyond: output tokens that were not expected, on all workers.
         row: of a worker by its id; rows change when a worker goes.
@@ -162,8 +168,9 @@ class State:
     def __init__(self) -> None:
         self.workers: list[Worker] = []
         self.ids: tuple[str, ...] = ()
+        self._layouts: dict[str, int] = {}
         self.block_sizes: frozenset[int] = frozenset()
-        self.limited = self.sized = False
+        self.limited = self.sized = self.lends = False
         self.background = self.beyond = 0
         self.row: dict[str, int] = {}
         self.loads: dict[str, Load] = {}
@@ -191,7 +198,12 @@ class State:
         self.columns.block_size[row] = worker.block_size
         self.columns.blocks[row] = worker.blocks
         self.columns.max_seqs[row] = worker.max_seqs
+        self.columns.layout[row] = self._number(worker.layout)
         self._name()
+
+    def _number(self, layout: str) -> int:
+        """Return a number of its own for each layout; 0 for none."""
+        return self._layouts.setdefault(layout, len(self._layouts) + 1) if layout else 0
 
     def down(self, worker: str) -> int | None:
         """Forget a worker and all that weighs on it; return the row that it had.
@@ -221,6 +233,8 @@ class State:
         self.block_sizes = frozenset(each.block_size for each in self.workers)
         self.limited = any(each.max_seqs for each in self.workers)
         self.sized = any(each.blocks for each in self.workers)
+        layouts = [each.layout for each in self.workers if each.layout]
+        self.lends = len(set(layouts)) < len(layouts)
 
     def start(
         self, request: Request, choice: Choice, uncached: int, now: int, priority: int = 0,
@@ -249,6 +263,8 @@ class State:
             ahead=int(self.columns.prefill_requests[computes]),
             background=priority > 0 and self.workers[computes].overtakes,
             pairs=int(pairs(uncached, request.prompt)),
+            read=choice.read,
+            cached=choice.cached,
         )
         row = self.row[choice.decode]
         load.seat = self.seats.take(load, row, request.prompt, request.prompt + output)
@@ -257,6 +273,14 @@ class State:
         self._charge_prefill(load, 1)
         self._charge_decode(load, 1)
         return load
+
+    def unread(self, load: Load, uncached: int) -> None:
+        """Charge the whole of a prompt whose beginning could not be read."""
+        load.read = None
+        self._charge_prefill(load, -1)
+        load.uncached = uncached
+        load.pairs = int(pairs(uncached, load.request.prompt))
+        self._charge_prefill(load, 1)
 
     def prefilled(self, load: Load) -> None:
         """Discharge whoever computed the prompt; does nothing the second time."""

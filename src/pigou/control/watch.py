@@ -66,7 +66,7 @@ class Watch:
         self, request: Request, choice: Choice, now: int, priority: int = 0, output: int = 0
     ) -> None:
         """A request was sent to its workers, with this priority; so many tokens are expected."""
-        uncached = max(1, request.prompt - choice.cached)
+        uncached = max(1, request.prompt - choice.computed)
         row = self.state.row[choice.prefill or choice.decode]
         self._advance(row, now)
         load = self.state.start(request, choice, uncached, now, priority, output)
@@ -86,8 +86,17 @@ class Watch:
             load.handed = now
             row = self.state.row[load.prefill]
             self._advance(row, now)
-            self.estimator.prefilled(row, load.uncached, load.routed, now, load.request.prompt)
+            self._learn(row, load, now)
         self._computed(load, now)
+
+    def read_failed(self, request: str, now: int) -> None:
+        """Nothing could be read of a prompt: all that its worker lacks is computed."""
+        load = self.state.loads.get(request)
+        if load is None or load.read is None:
+            return
+        if load.prefill is not None:
+            self._advance(self.state.row[load.prefill], now)
+        self.state.unread(load, max(1, load.request.prompt - load.cached))
 
     def first_token(self, request: str, now: int) -> None:
         """The first token of a request came."""
@@ -98,7 +107,7 @@ class Watch:
         if row is not None:
             self._advance(row, now)
         if not load.remote and row is not None and load.prefill is not None:
-            self.estimator.prefilled(row, load.uncached, load.routed, now, load.request.prompt)
+            self._learn(row, load, now)
         elif load.handed and row is not None:
             self.estimator.transferred(row, load.request.prompt, now - load.handed, now)
         self._computed(load, now)
@@ -190,6 +199,7 @@ class Watch:
             columns.blocks,
             self.estimates(now),
             self.estimator.output(request.max_tokens),
+            columns.layout,
         )
 
     def _held(self, request: Request, index: PrefixIndex) -> Overlaps:
@@ -212,6 +222,16 @@ class Watch:
         alone = self._usual.prompt(load.uncached, load.pairs) + load.generated * self._usual.itl
         arrived = min(load.request.arrival or load.routed, load.routed)
         return Finish((now - arrived) / SECOND, max(alone, 1e-6), load.setting)
+
+    def _learn(self, row: int, load: Load, now: int) -> None:
+        """A prompt is computed: learn what that took, and reading its beginning."""
+        prompt = load.request.prompt
+        if load.read is None:
+            self.estimator.prefilled(row, load.uncached, load.routed, now, prompt)
+        else:
+            self.estimator.read(
+                row, load.uncached, load.read.tokens, load.routed, now, prompt, not load.ahead
+            )
 
     def _computed(self, load: Load, now: int) -> None:
         """The prompt of a request is computed, well or not."""

@@ -99,6 +99,7 @@ class Service:
         Raises:
             APIError: 500, the engine died meanwhile.
         """
+        asked: asyncio.Future[dict[str, Any] | None]
         asked = self._lending[request.id] = asyncio.get_running_loop().create_future()
         self._put(Lend(request))
         try:

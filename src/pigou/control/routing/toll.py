@@ -13,6 +13,8 @@ from pigou.control.routing.toll_kernel import PARTS, price
 from pigou.control.routing.view import Candidates, Counts, FleetView
 from pigou.control.speeds.estimates import Estimates
 
+_NO_READS: Costs = np.zeros(0)
+
 
 class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `Toll`, none of which needs tuning.
@@ -78,6 +80,9 @@ class Toll:
     alone. Memory's is what a block there is worth to those who come back (`Ghosts`), each second
     of computing it again at what a second costs everybody here and now; it is 0 while nothing
     that is evicted returns.
+
+    Where p would read the beginning of the prompt from another worker's cache
+    (`pigou.control.peers`), u is what is left then, l is 0, and x has the seconds of reading too.
     """
 
     name: ClassVar[str] = "toll"
@@ -98,6 +103,8 @@ class Toll:
     def table(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Table:
         """Return the parts and their sum, in one array."""
         found = np.empty((len(PARTS) + 1, len(candidates)))
+        reads = fleet.reads
+        ready = reads.ready if reads else fleet.cached(request.prompt)
         price(
             fleet.estimates.table,
             fleet.prefills,
@@ -107,8 +114,10 @@ class Toll:
             fleet.prefill_pairs,
             fleet.decode_requests,
             fleet.cached(request.prompt),
-            fleet.host,
-            fleet.storage,
+            ready,
+            reads.host if reads else fleet.host,
+            reads.storage if reads else fleet.storage,
+            reads.seconds if reads else _NO_READS,
             fleet.block_size,
             fleet.again,
             candidates.prefill,

@@ -120,8 +120,10 @@ def price(
     prefill_pairs: NDArray[np.int64],
     decode_requests: NDArray[np.int64],
     cached: NDArray[np.int64],
+    ready: NDArray[np.int64],
     host: NDArray[np.int64],
     storage: NDArray[np.int64],
+    reading: NDArray[np.float64],
     block_size: NDArray[np.int64],
     again: NDArray[np.float64],
     prefill: NDArray[np.int32],
@@ -143,7 +145,9 @@ def price(
         prefill_requests, prefill_tokens, prefill_pairs, decode_requests: of the workers,
             (workers,).
         cached: tokens of the prompt that each worker holds, (workers,).
-        host, storage: blocks of them that are not on the device, (workers,).
+        ready: tokens of the prompt that each would not compute, (workers,).
+        host, storage: blocks of them that it would bring back to its device, (workers,).
+        reading: seconds until it has read the others from another worker, (workers,); or empty.
         block_size: tokens in a block, (workers,).
         again: blocks computed again for each that is stored, (workers,).
         prefill, decode: of the candidates, (candidates,); prefill is -1 for local.
@@ -173,7 +177,7 @@ def price(
         )  # fmt: skip
         if prefill_requests[where] > 0:  # one is under way, and not at its beginning
             wait = max(0.0, wait - 0.5 * mean[where] * max(0.0, 1.0 - uneven[where]))
-        uncached = float(prompt - overlap_weight * cached[where])
+        uncached = float(prompt - overlap_weight * ready[where])
         pairs = uncached * (prompt - 0.5 * uncached)
         service = alone(prompts, 1, uncached, pairs)
         below = restore[0] * host[where] + restore[1] * storage[where]
@@ -182,8 +186,10 @@ def price(
         law = a[there], b[there], d[there], n_sat[there], beta[there], floor[there]
         pace, slower = itl(law, n), itl(law, n + 1.0)
         stalls = stall_base[there], stall_token[there]
-        transfer, stall, delay, others = 0.0, 0.0, service, 0.0
-        pushed = again[where] * each[where] * uncached + again[there] * each[there] * output
+        stall, delay, others = 0.0, service, 0.0
+        transfer = reading[where] if reading.shape[0] else 0.0
+        stored = prompt - overlap_weight * cached[where]
+        pushed = again[where] * each[where] * stored + again[there] * each[there] * output
         if local:
             taken = among(prompts, stalls, 1, uncached, pairs)
             stall = toll * taken * n
@@ -192,7 +198,7 @@ def price(
         else:
             missing = prompt - overlap_weight * cached[there]
             pushed += again[there] * each[there] * missing
-            transfer = move_base[there] + move_token[there] * missing
+            transfer += move_base[there] + move_token[there] * missing
             others = beside(
                 (base[there], token[there], pair[there]), stalls, prefill_requests[there],
                 float(prefill_tokens[there]), float(prefill_pairs[there]),
@@ -200,9 +206,7 @@ def price(
             )  # fmt: skip
         streams = output * slower + others
         stream = toll * output * n * (slower - pace)
-        rate = arrivals[where]
-        if prefills[where] and not decodes[where]:
-            rate = everybody / apart
+        rate = everybody / apart if prefills[where] and not decodes[where] else arrivals[where]
         queue = toll * delay * behind(
             wait, max(mean[where], 1e-9), rate, everybody, bursts[where], uneven[where]
         )  # fmt: skip

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.control.routing.reads import Reads
 from pigou.control.routing.view_kernel import cached_tokens
 from pigou.control.speeds.estimates import Estimates
 from pigou.request import Ints
@@ -47,6 +48,8 @@ class FleetView(msgspec.Struct, eq=False):
         blocks: KV blocks that it has, 0 when unknown.
         estimates: what was learned of each worker's speed.
         output: tokens that this request is expected to generate.
+        layout: number of its cache's layout; workers of one may read from each other, 0 from none.
+        reads: what each worker would read from another's cache; None where nobody does.
     """
 
     ids: tuple[str, ...]
@@ -70,6 +73,8 @@ class FleetView(msgspec.Struct, eq=False):
     blocks: Counts
     estimates: Estimates
     output: float
+    layout: Counts = _NOTHING
+    reads: Reads | None = None
     _counted: Counts | None = None
     _prompt: int = 0
     _cached: Counts = _NOTHING
@@ -118,7 +123,7 @@ class FleetView(msgspec.Struct, eq=False):
             if name in columns:
                 value = columns.pop(name)
                 whole[name] = np.asarray(value, dtype=kind) if isinstance(value, list) else value
-            elif name not in whole and not name.startswith("_"):
+            elif name not in whole and not name.startswith("_") and name != "reads":
                 whole[name] = np.zeros(workers, dtype=kind)
         if columns:
             raise TypeError(f"FleetView has no column {', '.join(sorted(columns))}")

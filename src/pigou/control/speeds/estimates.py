@@ -32,16 +32,18 @@ PRIOR_PREFILL = (_PRIOR["prefill_base"], _PRIOR["prefill_token"])
 PRIOR_TRANSFER_TOKEN = _PRIOR["transfer_token"]
 _LAW = ("a", "b", "d", "n_sat", "beta", "floor")
 _STALL = ("stall_base", "stall_token", "prompt", "bursts", "uneven", "prefill_pair", "prefill_each")
+#: Seconds of reading from another worker's cache, and of each token, before any was seen.
+PRIOR_READ = (0.005, 1e-6)
+_READ = ("read_base", "read_token")
 #: Names of the rows of a table of estimates, in order.
-ROWS = (*_PRIOR, *_LAW, *_STALL)
+ROWS = (*_PRIOR, *_LAW, *_STALL, *_READ)
 
 
 def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
-    """Return what is assumed of one worker, in the order of `ROWS`, shape (19,)."""
+    """Return what is assumed of one worker, in the order of `ROWS`, shape (21,)."""
     pace = (min(getattr(law, name), _FAR) for name in _LAW)
-    return np.array(
-        [*_PRIOR.values(), *pace, *PRIOR_PREFILL, PRIOR_PREFILL[0], 1.0, 1.0, 0.0, PRIOR_PREFILL[1]]
-    )
+    stall = (*PRIOR_PREFILL, PRIOR_PREFILL[0], 1.0, 1.0, 0.0, PRIOR_PREFILL[1])
+    return np.array([*_PRIOR.values(), *pace, *stall, *PRIOR_READ])
 
 
 def pairs(tokens: Any, prompt: Any) -> Any:
@@ -69,7 +71,7 @@ class Estimates:
     """Speeds of the workers; each name below is a view of shape (workers,).
 
     Attributes:
-        table: all of them, by the names in `ROWS`, shape (19, workers).
+        table: all of them, by the names in `ROWS`, shape (21, workers).
         prefill_base: seconds that a prompt takes apart from its tokens.
         prefill_token: seconds that each uncached token of a prompt takes.
         transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
@@ -85,6 +87,9 @@ class Estimates:
         uneven: variance of the seconds of its prompts, by their squared mean.
         prefill_pair: seconds of each pair of a prompt's token and one before it (`pairs`).
         prefill_each: seconds that each uncached token takes in the mean, its pairs counted.
+        read_base: seconds that reading from another worker's cache takes, apart from tokens; as
+            the next a law of the fleet, which no worker has a scale of its own to.
+        read_token: seconds that each token takes that is read so.
     """
 
     table: Numbers
@@ -108,6 +113,8 @@ class Estimates:
     uneven = _row("uneven")
     prefill_pair = _row("prefill_pair")
     prefill_each = _row("prefill_each")
+    read_base = _row("read_base")
+    read_token = _row("read_token")
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:

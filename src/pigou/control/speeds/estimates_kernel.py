@@ -23,11 +23,11 @@ def fill(
     mean_size: float,
     least_slope: float,
 ) -> None:
-    """Write all rows of `Estimates.table`, shape (19, workers).
+    """Write all rows of `Estimates.table`, shape (21, workers).
 
     Args:
         table: to write; its rows are named in `pigou.control.speeds.estimates.ROWS`.
-        column: what a worker with a scale of 1 has, (19,).
+        column: what a worker with a scale of 1 has, (21,).
         prefill, transfer, itl: scales of each worker's own, (workers,).
         commons: scales of all of them together, in this order.
         mean_size: uncached tokens of a prompt in the mean, its pairs counted as tokens.

@@ -40,6 +40,8 @@ _FIRST_OUTPUT = 128.0
 _HALF_LIFE = 128.0
 #: At least so much of a step is for the streams.
 _LEAST_BARE = 0.1
+#: Seconds that reading takes at least.
+_LEAST_READ = 1e-5
 #: What a sample tells at least, beside one without prompts.
 _LEAST_SURE = 1e-6
 
@@ -56,6 +58,7 @@ class Estimator:
     prompts are long enough for that to show, over pairs of tokens (attention). Transfer:
     from a remote prefill's end to the first token, by a line over tokens. ITL: `Flow`'s samples,
     by a `LatencyLaw`, less what prompts took that were computed beside the streams (`Stall`).
+    Reading: what a prompt took beyond computing, by a line over the tokens that were read.
 
     Rows are those of `State`; `up` and `down` keep them in step.
     """
@@ -63,6 +66,7 @@ class Estimator:
     def __init__(self) -> None:
         self._prefill = AffineFit()
         self._transfer = AffineFit()
+        self._reading = AffineFit()
         self._itl = OnlineFit(_MOST_STREAMS)
         self._stall = Stall()
         self._gaps = Spread()
@@ -118,14 +122,36 @@ class Estimator:
         began = max(sent, int(self._last_done[row]))
         self._last_done[row] = now
         both = float(pairs(tokens, tokens if prompt is None else prompt))
+        self._computed(row, tokens, both, max(0, now - began) / SECOND)
+        if now > began:
+            self._learn("prefill", self._prefill, row, tokens, now - began, now, both)
+
+    def read(
+        self, row: int, tokens: int, came: int, sent: int, now: int, prompt: int, alone: bool
+    ) -> None:
+        """A prompt was computed of which `came` tokens were read from another worker's cache.
+
+        What it took beyond computing is what reading took, where the worker had no other prompt
+        meanwhile (`alone`); else it may have been waiting. The rest is as for `prefilled`.
+        """
+        began = max(sent, int(self._last_done[row]))
+        clean = alone and began == sent
+        self._last_done[row] = now
+        rows, work = np.array([row]), np.array([float(tokens)])
+        service = self.now(now).service(rows, work, float(prompt)).item()
+        took = max(0, now - began) / SECOND
+        self._computed(row, tokens, float(pairs(tokens, prompt)), min(took, service))
+        if clean:
+            self._reading.observe(float(came), max(took - service, _LEAST_READ), 0.0)
+
+    def _computed(self, row: int, tokens: int, both: float, seconds: float) -> None:
+        """Count a prompt that was computed, and that its worker was busy with it so long."""
         size = tokens + self._prefill.ratio * both
         keep = 0.5 ** (1.0 / _HALF_LIFE)
         self._tokens = keep * self._tokens + tokens
         self._both = keep * self._both + both
-        self.flow.prompt(row, size, max(0, now - began) / SECOND)
+        self.flow.prompt(row, size, seconds)
         self._sizes.observe(size)
-        if now > began:
-            self._learn("prefill", self._prefill, row, tokens, now - began, now, both)
 
     def transferred(self, row: int, tokens: int, nanos: int, now: int) -> None:
         """A remote prefill's tokens reached worker `row`, and its first token followed."""
@@ -235,6 +261,8 @@ class Estimator:
         for name, fit in (("prefill", self._prefill), ("transfer", self._transfer)):
             if fit.seen:
                 column[_AT[f"{name}_base"]], column[_AT[f"{name}_token"]] = fit.law
+        if self._reading.seen:
+            column[_AT["read_base"]], column[_AT["read_token"]] = self._reading.law
         column[_AT["prefill_pair"]] = self._prefill.pair
         column[_AT["prefill_each"]] = column[_AT["prefill_token"]]
         column[_AT["prefill_each"]] += self._prefill.pair * self._before
