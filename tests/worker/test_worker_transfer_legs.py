@@ -229,3 +229,26 @@ def test_a_worker_says_with_whom_it_shares_its_cache(
         alone.settle()
     finally:
         stop(alone)
+
+
+def test_a_first_leg_reads_from_a_third_worker_what_is_cached_there(
+    pair: tuple[Worker, Worker], model_folder: Path
+) -> None:
+    first, second = pair
+    third = start(model_folder, "--blocks", "64", "--kv-lease", "2")
+    try:
+        body = salted("three")
+        third.complete(**body)
+        longer = body | {"prompt": PROMPT + [7] * 100}
+        alone = third.complete(**longer | {"cache_salt": "other"})["choices"][0]
+        received = first.metric("pigou:kv_blocks_received_total")
+        leg = leg_one(longer, chat=False, read=offer(third, longer))
+        reply = first.post("/v1/completions", leg).json
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+        assert first.metric("pigou:kv_blocks_received_total") - received == 12
+        reply = second.post("/v1/completions", leg_two(longer, reply["kv_transfer_params"])).json
+        assert reply["choices"][0]["token_ids"] == alone["token_ids"]
+        for each in (first, second, third):
+            each.settle()
+    finally:
+        stop(third)

@@ -133,6 +133,13 @@ def serve(
     queue_timeout: Annotated[
         float, typer.Option(help="Seconds that a request waits before it is answered 503.")
     ] = 60.0,
+    peer_reads: Annotated[
+        bool,
+        typer.Option(
+            help="Let workers read a prompt's beginning from another one's cache, where both can "
+            "and it is cheaper than computing it or a lower tier."
+        ),
+    ] = True,
     index_max_blocks: Annotated[
         int, typer.Option(help="Blocks of one worker that the prefix index keeps.")
     ] = 2**20,
@@ -207,7 +214,7 @@ def serve(
             admission=admission, weights=tenant_weights, max_queued=max_queued,
             max_queued_tokens=max_queued_tokens, max_inflight=max_inflight,
             max_inflight_tokens=max_inflight_tokens, prefill_ahead_ms=prefill_ahead,
-            queue_timeout=int(queue_timeout * SECOND),
+            queue_timeout=int(queue_timeout * SECOND), peer_reads=peer_reads,
             index={
                 "max_blocks": index_max_blocks,
                 "max_total": index_max_total,

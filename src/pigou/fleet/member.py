@@ -66,6 +66,7 @@ class Member(ABC):
             found.max_seqs,
             bool(sources),
             found.engine.ranks,
+            found.layout,
         )
         await self._pilot.up(worker, found.engine, key)
         self._say("up", "")

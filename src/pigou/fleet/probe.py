@@ -42,6 +42,7 @@ class Found:
         blocks: KV blocks, 0 when it did not say.
         max_seqs: most sequences at once, 0 when it did not say.
         sources: of KV events, one a data parallel rank.
+        layout: of its cache, for others that may read it; empty where it lends nothing.
     """
 
     engine: Engine
@@ -49,6 +50,7 @@ class Found:
     blocks: int
     max_seqs: int
     sources: tuple[Source, ...]
+    layout: str = ""
 
 
 class _Card(msgspec.Struct):
@@ -102,6 +104,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
         cache.get("num_gpu_blocks", 0),
         _number(about.get("max_seqs")),
         tuple(_source(value, host) for value in sources.values() if _publishes(value)),
+        "" if engine.stock else str(about.get("kv_layout") or ""),
     )
 
 

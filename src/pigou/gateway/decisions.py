@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from pigou.control.decisions import Explanation
+from pigou.control.messages import Read
 from pigou.control.plane import ControlPlane
 from pigou.gateway.game import plain
 from pigou.request import SECOND
@@ -73,10 +74,24 @@ def _summary(why: Explanation) -> dict[str, Any]:
         "prefill": choice.prefill,
         "decode": choice.decode,
         "cached_tokens": choice.cached,
+        "read": _read(choice.read),
         "cost": plain(why.costs[index]),
         "toll_seconds": plain(why.toll[index]),
         "regret_seconds": plain(why.regret),
         "choices": len(why.candidates),
+    }
+
+
+def _read(read: Read | None) -> dict[str, Any] | None:
+    """Return what is read from another worker's cache, and its price."""
+    if read is None:
+        return None
+    return {
+        "worker": read.worker,
+        "depth_tokens": read.depth,
+        "tokens": read.tokens,
+        "seconds": plain(read.seconds),
+        "saves_seconds": plain(read.saves),
     }
 
 
@@ -88,6 +103,7 @@ def _candidates(why: Explanation) -> list[dict[str, Any]]:
             "decode": decode,
             "chosen": index == why.chosen,
             "cached_tokens": int(why.cached[index]),
+            "read_tokens": int(why.read[index]),
             "cost": plain(why.costs[index]),
             "parts": {name: plain(part[index]) for name, part in why.parts.items()},
             "price_seconds": plain(price[index]),

@@ -6,14 +6,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.messages import FirstToken, PrefillDone, Route, Tokens
+from pigou.control.messages import FirstToken, PrefillDone, ReadFailed, Route, Tokens
 from pigou.gateway import chunks
 from pigou.gateway.call import COMPLETIONS, Body, Call
 from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.lender import lent
 from pigou.gateway.line import Line, LineError
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.outlet import Outlet
@@ -161,11 +163,12 @@ class Generator:
 
     async def _prefilled(self, call: Call, route: Route, path: str, body: Body) -> Body:
         """Run leg 1 where the route has one; return the body for the decode worker."""
+        read = await self._read(call, route, body)
         if route.choice.prefill is None:
-            return body
+            return body if read is None else leg_two(body, read)
         start = time.monotonic_ns()
         prefill = self._upstream(route.choice.prefill)
-        leg = leg_one(body, chat=path != COMPLETIONS) | {"return_token_ids": False}
+        leg = leg_one(body, chat=path != COMPLETIONS, read=read) | {"return_token_ids": False}
         leg = prefill.engine.ranked(leg, route.priority)
         well = False
         try:
@@ -180,6 +183,23 @@ class Generator:
             self._pilot.observe(PrefillDone(call.id, well))
         self._metrics.prefill.observe((time.monotonic_ns() - start) / SECOND)
         return body if params is None else leg_two(body, params)
+
+    async def _read(self, call: Call, route: Route, body: Body) -> dict[str, Any] | None:
+        """Ask another worker for what it has cached, where the route says so; return its ticket.
+
+        Whatever goes wrong costs time alone: the prompt is computed.
+        """
+        read = route.choice.read
+        if read is None:
+            return None
+        source = self._pilot.upstreams.get(read.worker)
+        params, outcome = None, "gone"
+        if source is not None:
+            params, outcome = await lent(source, body, call.wire_id, read)
+        if params is None:
+            self._pilot.observe(ReadFailed(call.id))
+        self._metrics.read(outcome, read)
+        return params
 
     async def _relay(self, relay: Relay, tried: frozenset[str], outlet: Outlet) -> None:
         """One attempt at a stream, its first or a further one."""

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pigou.control.decisions import Explanation
+from pigou.control.messages import Read
 from pigou.gateway.histogram import FastHistogram
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -70,6 +71,18 @@ class Metrics:
             "pigou:request_duration_seconds", "From arrival to the end of the reply.",
             buckets=_SECONDS, registry=self.registry,
         )  # fmt: skip
+        self.reads = Counter(
+            "pigou:peer_reads", "Prompts that were to be read from another worker's cache.",
+            ["outcome"], registry=self.registry,
+        )  # fmt: skip
+        self.read_tokens = Counter(
+            "pigou:peer_read_tokens", "Tokens that are expected to come so.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.read_saves = Counter(
+            "game_peer_read_saved_seconds", "Seconds that this is expected to save.",
+            registry=self.registry,
+        )  # fmt: skip
         self.inflight = Gauge(
             "pigou:requests_inflight", "Requests being served.", registry=self.registry
         )
@@ -105,6 +118,13 @@ class Metrics:
         self.regret.observe(why.regret)
         self.overlap.observe(-(-cached // block_size))
         self.overlap_ratio.observe(cached / why.prompt)
+
+    def read(self, outcome: str, read: Read) -> None:
+        """Count what came of asking for what another worker has cached (`gateway.lender`)."""
+        self.reads.labels(outcome).inc()
+        if outcome == "offered":
+            self.read_tokens.inc(read.tokens)
+            self.read_saves.inc(read.saves)
 
     def _fast(self, name: str, help: str, bounds: Sequence[float]) -> FastHistogram:
         made = FastHistogram(name, help, bounds)

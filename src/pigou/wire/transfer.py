@@ -34,15 +34,20 @@ class _Ticketed(msgspec.Struct):
 _reply = msgspec.json.Decoder(_Ticketed)
 
 
-def leg_one(body: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+def leg_one(
+    body: Mapping[str, Any], *, chat: bool, read: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the body for the prefill worker: one token, no stream, blocks held.
 
     Args:
         body: the client's request, decoded.
         chat: whether it is a chat request, whose limit has a second name.
+        read: ticket for what another worker has cached of the prompt, which it pulls first.
     """
     leg = {name: value for name, value in body.items() if name not in _DROPPED}
     leg |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK)}
+    if read is not None:
+        leg["kv_transfer_params"] = {**read, "do_remote_decode": True}
     if chat:
         leg["max_completion_tokens"] = 1
     return leg
