@@ -80,6 +80,14 @@ def simulate(
     max_model_len: Annotated[
         int, typer.Option(help="Tokens of a sequence; 0 takes the workload's longest.")
     ] = 0,
+    peer_reads: Annotated[
+        bool | None,
+        typer.Option(
+            "--peer-reads/--no-peer-reads",
+            help="Let workers read a prompt's beginning from another one's cache.  [default: with "
+            "--engine pigou; a vLLM lends nothing]",
+        ),
+    ] = None,
     engine: Annotated[
         str,
         typer.Option(
@@ -130,6 +138,7 @@ def simulate(
             "max_batched_tokens": max_batched_tokens, "max_seqs": max_seqs,
             "max_model_len": max_model_len, "engine": engine,
             "tiers": [_tier(text) for text in tier or ()], "tier_recall": tier_recall,
+            "peer_reads": peer_reads,
         }  # fmt: skip
         setup = msgspec.convert(values, Setup)
         what, members = offered(workload, seed), read_fleet(fleet)

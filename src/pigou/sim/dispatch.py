@@ -17,6 +17,7 @@ from pigou.control.messages import (
     Observation,
     PrefillDone,
     Queue,
+    ReadFailed,
     Route,
     Shed,
 )
@@ -28,6 +29,7 @@ from pigou.sim.call import Call, Outcome
 from pigou.sim.clock import Clock, Phase
 from pigou.sim.hashes import block_hashes
 from pigou.sim.leg import Leg, Trip
+from pigou.sim.lending import Lending
 from pigou.sim.member import Member
 from pigou.sim.network import Network
 from pigou.sim.worker import Behind
@@ -42,6 +44,7 @@ class Dispatcher:
     Attributes:
         shed: calls that were refused for want of room, counted each time.
         inflight: trips under way, queued ones included.
+        lending: asks workers for what they have cached.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Dispatcher:
         self._behind = {} if behind is None else behind
         self._trips: dict[str, Trip] = {}
         self._under: dict[Call, Trip] = {}
+        self.lending = Lending(clock, members, way, self._lent, self._unread)
         self._seats, self._counts = (np.zeros(0, dtype=np.int64) for _ in range(2))
         self._last = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 
@@ -205,12 +209,38 @@ class Dispatcher:
         call.decode, call.prefill = choice.decode, choice.prefill or ""
         trip.decoder = choice.decode
         trip.seat = self._plane.seat(trip.id)
-        if choice.prefill is None:
-            self._stream(trip, now)
+        if choice.read is None:
+            self._lead(trip, now)
+        else:
+            self.lending.ask(trip, choice.read, now)
+
+    def _lead(self, trip: Trip, now: int, source: str = "", held: str = "", kv: int = 0) -> None:
+        """Begin the first leg; `source` holds `kv` tokens of the prompt as `held`."""
+        prefill = trip.call.prefill
+        if not prefill:
+            self._stream(trip, now, source, held, kv)
             return
-        request = self._request(trip, 1, hold=True)
-        trip.prefill = Leg(trip, choice.prefill, request, streams=False)
+        request = self._request(trip, 1, hold=True, remote=kv)
+        trip.prefill = Leg(trip, prefill, request, source, held, streams=False)
         self._add(trip.prefill, now)
+
+    def _lent(self, trip: Trip, worker: str, held: str, blocks: int, now: int) -> None:
+        """A worker holds blocks of a prompt for whoever computes it."""
+        self._hold(trip, worker, held, now)
+        self._lead(trip, now, worker, held, blocks * trip.block_size)
+
+    def _unread(self, trip: Trip, now: int) -> None:
+        """Nothing is read: all of the prompt is computed."""
+        self.observe(ReadFailed(trip.id), now)
+        self._lead(trip, now)
+
+    def _hold(self, trip: Trip, worker: str, held: str, now: int) -> None:
+        """Keep in mind what a worker holds for a trip, until its lease is over."""
+        self._members[worker].holding.add(held)
+        self._clock.at(
+            now + self._lease, Phase.TICK, trip.call.number,
+            lambda at: self._release(worker, held, at),
+        )  # fmt: skip
 
     def _stream(self, trip: Trip, now: int, source: str = "", held: str = "", kv: int = 0) -> None:
         """Begin the leg that streams; `source` holds `kv` tokens of the prompt as `held`."""
@@ -255,6 +285,7 @@ class Dispatcher:
 
     def _leave(self, trip: Trip, now: int) -> None:
         """Take a trip from its workers; what its stream brought is kept."""
+        trip.asked = ""
         for leg in (trip.prefill, trip.decode):
             if leg is None:
                 continue
@@ -352,12 +383,7 @@ class Dispatcher:
         kv = len(finished.held) * trip.block_size
         held = finished.request if kv else ""
         if kv:
-            member = self._members[leg.worker]
-            member.holding.add(held)
-            self._clock.at(
-                now + self._lease, Phase.TICK, trip.call.number,
-                lambda at: self._release(leg.worker, held, at),
-            )  # fmt: skip
+            self._hold(trip, leg.worker, held, now)
         self.observe(PrefillDone(trip.id), now)
         self._stream(trip, now, leg.worker if kv else "", held, kv)
 

@@ -130,6 +130,7 @@ class Fleet:
             engine.max_seqs,
             kind.events,
             overtakes=engine.order == "priority",
+            layout=plant.layout,
         )
         member = self._named[name] = Member(number, worker, plant)
         self.members.append(member)

@@ -30,6 +30,7 @@ class Trip(msgspec.Struct, eq=False):
         moves: failures altogether.
         request: as it was submitted last.
         seat: under which the control plane is told of its tokens.
+        asked: id under which another worker's cache is asked for the prompt, "" while none is.
     """
 
     call: Call
@@ -46,6 +47,7 @@ class Trip(msgspec.Struct, eq=False):
     moves: int = 0
     request: Request | None = None
     seat: int = -1
+    asked: str = ""
 
 
 class Leg(msgspec.Struct, eq=False):

@@ -28,6 +28,7 @@ class Plant:
         worth: what computing a block takes.
         recall: whether blocks are brought back before a session is expected.
         ahead: whether steps are decided when the one before begins.
+        layout: of its cache, for others that may read it; "" for none.
     """
 
     kind: Members
@@ -38,6 +39,7 @@ class Plant:
     tiers: tuple[TierConfig, ...] = ()
     worth: Worth = field(default_factory=Worth)
     recall: bool = True
+    layout: str = ""
 
     def make_tiers(self) -> Tiers | None:
         """Return new, empty tiers of one worker; None where it has none."""

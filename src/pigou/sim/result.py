@@ -39,6 +39,8 @@ class Result:
         workers: what each did: its name, steps, share of the time that it was busy, requests.
         decisions: calls that were refused for want of room, each time counted.
         transfers: (number, bytes) of KV between workers.
+        reads: prompts that began with a read from another worker's cache: those that did, the
+            tokens that were held for them, and those of which nothing came.
     """
 
     calls: Sequence[Call]
@@ -52,6 +54,7 @@ class Result:
     workers: Sequence[dict[str, Any]]
     shed: int
     transfers: tuple[int, int]
+    reads: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def done(self) -> list[Call]:
@@ -110,6 +113,7 @@ class Result:
             "poa": _anarchy(self.assessments) | {"caching": _placements(self.placements)},
             "caching": self.caching,
             "transfers": {"count": self.transfers[0], "bytes": self.transfers[1]},
+            "peer_reads": dict(zip(("count", "tokens", "failed"), self.reads, strict=True)),
             "workers": list(self.workers),
         }
 

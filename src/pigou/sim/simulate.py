@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -50,6 +51,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             each running sequence.
         tiers: of a worker beyond its device, from the nearest on.
         tier_recall: bring back what a session needs before it is expected to go on.
+        peer_reads: workers of one tp read from each other's caches where that is cheaper; None
+            for the engine's ways: `pigou` does, `vllm` cannot.
     """
 
     model: str = ""
@@ -63,6 +66,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     engine: Literal["vllm", "pigou"] = "vllm"
     tiers: tuple[TierConfig, ...] = ()
     tier_recall: bool = True
+    peer_reads: bool | None = None
 
 
 class Simulation:
@@ -116,6 +120,7 @@ class Simulation:
             gc.set_threshold(*before)
         clock, client, fleet = self.clock, self.client, self.fleet
         fleet.close()
+        lending = fleet.dispatcher.lending
         wall = time.perf_counter() - began
         return Result(
             calls=client.calls,
@@ -129,6 +134,7 @@ class Simulation:
             workers=_figures(fleet.members, clock.now - EPOCH),
             shed=fleet.dispatcher.shed,
             transfers=(fleet.network.transfers, fleet.network.bytes),
+            reads=(lending.count, lending.tokens, lending.failed),
         )
 
     def _run(self, watch: Callable[[Simulation], None] | None) -> None:
@@ -161,7 +167,10 @@ def _plants(fleet: FleetConfig, setup: Setup, longest: int) -> tuple[list[Plant]
             repeat_chunks=True,
             **limits,
         )
-        plants.append(_plant(kind, setup, engine, built.timing))
+        plant = _plant(kind, setup, engine, built.timing)
+        reads = not vllm if setup.peer_reads is None else setup.peer_reads
+        layout = f"tp{tp}" if reads and kind.prefix_caching else ""
+        plants.append(replace(plant, layout=layout))
     return plants, overhead
 
 

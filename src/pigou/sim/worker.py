@@ -15,7 +15,7 @@ from pigou.engine.errors import QueueFull, RequestTooLarge
 from pigou.engine.plan import Effects, Plan, Result
 from pigou.events import KVEvent
 from pigou.kv.tiers import Tiers
-from pigou.request import Ints, Nanos
+from pigou.request import Ints, Nanos, Request
 from pigou.sim.clock import Clock, Event, Phase
 from pigou.sim.gaps import Gaps
 from pigou.sim.kernels import Counts
@@ -119,6 +119,13 @@ class SimWorker:
     def loaded(self, request: str, tokens: int, now: int) -> None:
         """The blocks of a leg's load arrived, or `tokens` of them."""
         self._do(lambda _: self._note(self.core.loaded(request, tokens)), now)
+
+    def lend(self, request: Request, told: Callable[[int, int], None], now: int) -> None:
+        """Hold what is cached of a prompt; `told` hears how many blocks, and when.
+
+        Nobody hears anything of a worker that dies before.
+        """
+        self._do(lambda at: told(len(self.core.hold_cached(request, at)), at), now)
 
     def release(self, request: str, now: int) -> None:
         """Free the blocks that are held for a request."""
