@@ -95,9 +95,9 @@ class _Beside(Router):
 
     def choose(
         self, request: Request, fleet: FleetView, open_: NDArray[np.bool_],
-        room: NDArray[np.bool_], now: int,
+        room: NDArray[np.bool_], now: int, sources: NDArray[np.bool_] | None = None,
     ) -> Choice | None:  # fmt: skip
-        choice = super().choose(request, fleet, open_, room, now)
+        choice = super().choose(request, fleet, open_, room, now, sources)
         why = self.ledger.get(request.id)
         if choice is None or why is None or why.at != now:
             return choice
