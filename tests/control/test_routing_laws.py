@@ -81,7 +81,7 @@ def shuffled(fleet: FleetView, order: np.ndarray) -> FleetView:
         return {name: getattr(one, name)[order] for name in names(kind) if name not in skip}
 
     known = Estimates(fleet.estimates.table[:, order])
-    columns = taken(FleetView, fleet, {"ids", "estimates", "output"})
+    columns = taken(FleetView, fleet, {"ids", "estimates", "output", "reads"})
     ids = tuple(fleet.ids[row] for row in order)
     return FleetView(ids=ids, estimates=known, output=fleet.output, **columns)
 
