@@ -62,9 +62,9 @@ class KvpressPeer:
         return Outcome.read(out)
 
     def names(self, prepared: Prepared) -> list[str]:
-        """Return the presses that may read a task, the full cache and oracles first."""
+        """Return the presses that may read a task, the full cache and the oracle first."""
         found: list[str] = self._ask({"names": bool(prepared.task.whole)})["names"]
-        return ["full", "oracle", "oracle +window", *found]
+        return ["full", "oracle +window", *found]
 
     def close(self) -> None:
         """End the process."""

@@ -133,10 +133,10 @@ class Oracle(ScorerPress):
 def names(whole: bool) -> list[str]:
     """Return the names of all presses, for prompts (`whole`) or for streams."""
     shipped = list(SCORERS) + (list(PREFILL_ONLY) if whole else [])
-    guarded = [name + GUARDED for name in SCORERS if name != "streaming" or not whole]
-    return (
-        shipped + guarded + ([] if whole else ["expected" + SELDOM, "expected" + GUARDED + SELDOM])
-    )
+    # After a prompt, StreamingLLM keeps sinks and the last entries as it is.
+    same = {"random", "streaming"} if whole else {"random"}
+    guarded = [name + GUARDED for name in SCORERS if name not in same]
+    return shipped + guarded + ([] if whole else ["expected" + GUARDED + SELDOM])
 
 
 def scorer(name: str, window: int, sinks: int, recent: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def prepare(task: Task, tokens: NDArray[np.int64], folder: Path) -> Prepared:
         folder: to be made.
     """
     disable_progress_bar()
+    final, folder = folder, folder.with_suffix(".part")
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     task.write(folder)
     np.save(folder / "tokens.npy", tokens)
@@ -54,7 +57,8 @@ def prepare(task: Task, tokens: NDArray[np.int64], folder: Path) -> Prepared:
         stores["mass"][row] = mass(weights, config.num_key_value_heads, task.cuts)
     for store in stores.values():
         store.flush()
-    return Prepared.read(folder)
+    folder.rename(final)
+    return Prepared.read(final)
 
 
 def mass(weights: torch.Tensor, kv_heads: int, cuts: list[int]) -> NDArray[np.float32]:

@@ -1,0 +1,75 @@
+"""Pigou's side of benchmarks/eviction.py: what it shows is what the executor did."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.eviction_budget import budget
+from benchmarks.eviction_metrics import kept_mass, present
+from benchmarks.eviction_pigou import WITHIN, PigouSide
+from benchmarks.eviction_reference import prepare
+from benchmarks.eviction_task import Prepared, Task
+from tools.make_random_checkpoint import Shape, write_checkpoint
+
+LENGTH, SINKS, RECENT = 256, 4, 16
+SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=640)
+ENTRY = 2 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 4
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Prepared]:
+    """A stream, and a prompt that is cut, of a random model."""
+    folder = tmp_path_factory.mktemp("eviction")
+    write_checkpoint(folder / "model", SHAPE, dtype="float32")
+    tokens = np.random.default_rng(0).integers(600, size=(2, LENGTH))
+    model = str(folder / "model")
+    return {
+        "streamed": prepare(
+            Task("streamed", model, LENGTH, 0, 16, 192, 8), tokens, folder / "streamed"
+        ),
+        "cut": prepare(Task("cut", model, LENGTH, 224, 16, 224, 8), tokens, folder / "cut"),
+    }
+
+
+@pytest.fixture(scope="module")
+def side() -> PigouSide:
+    return PigouSide(sinks=SINKS, recent=RECENT, rows=2)
+
+
+@pytest.mark.parametrize("name", ["streamed", "cut"])
+def test_the_full_cache_gives_what_transformers_gives(
+    tasks: dict[str, Prepared], side: PigouSide, name: str
+) -> None:
+    found = side.run(tasks[name], "full", budget(tasks[name].task, 0.5))
+    assert found.kl.max() < 1e-6
+    np.testing.assert_allclose(found.mass, 1.0, atol=1e-5)
+    assert found.peak_bytes == LENGTH * ENTRY
+
+
+def test_a_streamed_row_never_holds_more_than_its_budget_and_always_as_much(
+    tasks: dict[str, Prepared], side: PigouSide
+) -> None:
+    most = budget(tasks["streamed"].task, 0.5)
+    found = side.run(tasks["streamed"], "random", most)
+    assert found.peak_bytes == found.mean_bytes == most.most * ENTRY == LENGTH // 2 * ENTRY
+    within = side.run(tasks["streamed"], "random" + WITHIN, most)
+    assert within.peak_bytes + within.side_bytes <= most.most * ENTRY
+
+
+def test_streaming_keeps_sinks_and_a_window(tasks: dict[str, Prepared], side: PigouSide) -> None:
+    prepared = tasks["cut"]
+    most = budget(prepared.task, 0.25)
+    found = side.run(prepared, "streaming", most)
+    window = range(224 - (most.most - SINKS), 224)
+    for index, at in enumerate(prepared.task.asked):
+        kept = np.array([*range(SINKS), *window, *range(224, at + 1)])
+        flags = present(np.broadcast_to(kept, (2, 2, 2, len(kept))), LENGTH)
+        expected = kept_mass(prepared.attention[:, index], flags)
+        np.testing.assert_allclose(found.mass[:, index], expected, atol=1e-6)
+
+
+def test_who_knows_the_future_keeps_more_of_it(tasks: dict[str, Prepared], side: PigouSide) -> None:
+    most = budget(tasks["cut"].task, 0.25)
+    oracle, chance = (side.run(tasks["cut"], name, most).mass for name in ("oracle", "random"))
+    assert oracle.mean() > chance.mean()
