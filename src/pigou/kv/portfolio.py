@@ -1,0 +1,173 @@
+"""The cut: which requests give up how many blocks, so that memory is never exceeded.
+
+Source: seed token-pd (Token-PD), section 3: a knapsack of tokens of equal size over all requests,
+whose optimum is a threshold on their returns. Its price meets the budget on average only; here
+the cut is exact, for blocks come free as wholes, and the price is what the cut shows
+(`pigou.kv.price`). No torch, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
+from typing import NamedTuple
+
+import numpy as np
+
+from pigou.kv.price import FLOOR, Floats, averaged, exponentiated
+from pigou.request import Ints
+
+#: Share of the distance to a cut's marginal return that the price goes at once: what is left of it
+#: after ten cuts is a thousandth.
+SHARE = 0.5
+#: Relative changes of the marginal return below it leave the price alone.
+DEADBAND = 0.05
+
+
+class Offer(NamedTuple):
+    """What one request can give up.
+
+    Attributes:
+        losses: return that is lost with each further block, ascending, shape (blocks,).
+        tenant: whose it is.
+    """
+
+    losses: Floats
+    tenant: str = ""
+
+
+class Cut(NamedTuple):
+    """Who gives up how much.
+
+    Attributes:
+        counts: blocks of each offer, shape (offers,).
+        marginal: return of the dearest block among them; -inf for none.
+    """
+
+    counts: Ints
+    marginal: float
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in all."""
+        return int(self.counts.sum())
+
+
+def cut(
+    offers: Sequence[Offer],
+    least: int,
+    most: int,
+    ceiling: float = math.inf,
+    allowances: Mapping[str, int] | None = None,
+) -> Cut | None:
+    """Find the blocks that lose the least return, across requests.
+
+    A heap merges the curves. As each is ascending, and the bounds are nested (blocks of a request
+    within those of its tenant within all), the greedy merge is optimal: no other choice of as
+    many blocks loses less.
+
+    Args:
+        offers: one for each request.
+        least: blocks that are needed.
+        most: blocks that are taken where there are so many, at least `least`.
+        ceiling: highest loss of a block that is accepted.
+        allowances: most blocks that may be taken from all requests of a tenant together; no limit
+            for tenants left out.
+
+    Returns:
+        The cut, or None where fewer than `least` blocks can be had.
+    """
+    left = dict(allowances or {})
+    counts: Ints = np.zeros(len(offers), dtype=np.int32)
+    # Of equal losses, the one with more to give goes first; then the first offer.
+    heap = [
+        (float(offer.losses[0]), -len(offer.losses), i)
+        for i, offer in enumerate(offers)
+        if len(offer.losses)
+    ]
+    heapify(heap)
+    done, marginal = 0, -math.inf
+    while heap and done < most:
+        loss, _, i = heap[0]
+        if loss > ceiling:
+            break
+        losses, tenant = offers[i]
+        if left.get(tenant, 1) <= 0:
+            heappop(heap)
+            continue
+        if tenant in left:
+            left[tenant] -= 1
+        counts[i] += 1
+        done += 1
+        marginal = max(marginal, loss)
+        rest = len(losses) - int(counts[i])
+        if rest:
+            heapreplace(heap, (float(losses[counts[i]]), -rest, i))
+        else:
+            heappop(heap)
+    return Cut(counts, marginal) if done >= least else None
+
+
+class Portfolio:
+    """The price of device memory, in return per block of entries.
+
+    Two rules of pricing:
+
+    - as it is cut: the price follows the marginal return of the cuts, averaged between them
+      (`averaged`), and falls while blocks are free (`exponentiated`);
+    - by price (Token-PD's own): `exponentiated` in each step, where what is wanted and not there
+      counts as used.
+
+    The first cut sets the price under both: of its first value the paper says nothing but that it
+    is above 0.
+    """
+
+    def __init__(self, budget: int, rate: float, by_price: bool) -> None:
+        """Start at the lowest price.
+
+        Args:
+            budget: blocks that there are.
+            rate: learning rate of `exponentiated`.
+            by_price: which rule, see above.
+        """
+        self.price = FLOOR
+        self.by_price = by_price
+        self._budget, self._rate = budget, rate
+        self._cut = False
+
+    def note(self, marginal: float) -> None:
+        """Note that blocks were given up, the dearest of which earned so much.
+
+        A return that nobody knows (infinite) says nothing of the price.
+        """
+        if not math.isfinite(marginal):
+            return
+        if self.price <= FLOOR:
+            self.price = max(marginal, FLOOR)
+        elif not self.by_price:
+            self.price = averaged(self.price, marginal, SHARE, DEADBAND)
+        self._cut = True
+
+    def step(self, used: int, steps: int) -> None:
+        """Note that steps were done.
+
+        Args:
+            used: blocks in use, and those that were wanted beyond.
+            steps: how many.
+        """
+        cut, self._cut = self._cut, False
+        if not self.by_price:
+            used = min(used, self._budget)
+        if self.by_price or not cut:
+            self.price = exponentiated(self.price, used, self._budget, self._rate, steps)
+
+
+def allowances(floors: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
+    """Return how many blocks each tenant with a floor can still give up.
+
+    Args:
+        floors: blocks that a tenant's requests keep together.
+        held: blocks that they have.
+    """
+    return {tenant: max(0, held.get(tenant, 0) - floor) for tenant, floor in floors.items()}

@@ -1,0 +1,172 @@
+"""Who gives up how much, and at what price: laws of the cut and of the price."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pigou.kv.portfolio import Offer, Portfolio, allowances, cut
+from pigou.kv.price import FLOOR, above, admits, averaged, below, excess, exponentiated
+
+LOSSES = st.lists(st.floats(0.0, 8.0).map(lambda x: round(x, 1)), max_size=4).map(
+    lambda found: np.array(sorted(found))
+)
+OFFERS = st.lists(st.builds(Offer, LOSSES, st.sampled_from(["a", "b", ""])), max_size=4)
+
+
+def loss(offers: list[Offer], counts: tuple[int, ...]) -> float:
+    return sum(float(o.losses[:n].sum()) for o, n in zip(offers, counts, strict=True))
+
+
+def choices(offers: list[Offer], blocks: int, ceiling: float, spare: dict[str, int]) -> list:
+    found = []
+    for counts in itertools.product(*(range(len(o.losses) + 1) for o in offers)):
+        if sum(counts) != blocks:
+            continue
+        taken = {t: sum(n for o, n in zip(offers, counts, strict=True) if o.tenant == t)
+                 for t in spare}  # fmt: skip
+        dear = any((o.losses[:n] > ceiling).any() for o, n in zip(offers, counts, strict=True))
+        if not dear and all(taken[t] <= spare[t] for t in spare):
+            found.append(counts)
+    return found
+
+
+@given(
+    OFFERS,
+    st.integers(0, 9),
+    st.sampled_from([math.inf, 4.0]),
+    st.dictionaries(st.sampled_from(["a", "b"]), st.integers(0, 4)),
+)
+def test_no_choice_of_as_many_blocks_loses_less(
+    offers: list[Offer], blocks: int, ceiling: float, spare: dict[str, int]
+) -> None:
+    chosen = cut(offers, blocks, blocks, ceiling, spare)
+    others = choices(offers, blocks, ceiling, spare)
+    if chosen is None:
+        assert not others, "it could be had"
+        return
+    counts = tuple(chosen.counts.tolist())
+    assert counts in others
+    assert loss(offers, counts) == pytest.approx(min(loss(offers, c) for c in others))
+
+
+@given(OFFERS, st.integers(0, 6), st.integers(0, 6))
+def test_a_cut_is_exact_or_is_not_made(offers: list[Offer], least: int, more: int) -> None:
+    total = sum(len(offer.losses) for offer in offers)
+    chosen = cut(offers, least, least + more)
+    if total < least:
+        assert chosen is None
+    else:
+        assert chosen is not None
+        assert chosen.blocks == min(total, least + more)
+
+
+@given(OFFERS, st.integers(0, 8))
+def test_the_marginal_return_rises_with_what_is_wanted(offers: list[Offer], blocks: int) -> None:
+    one, more = cut(offers, blocks, blocks), cut(offers, blocks + 1, blocks + 1)
+    if one is not None and more is not None:
+        assert one.marginal <= more.marginal
+        assert (one.counts <= more.counts).all(), "who gave up a block keeps it as more is wanted"
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=30), st.integers(0, 30), st.integers(1, 4)
+)
+def test_with_true_returns_what_stays_is_the_top_k(
+    returns: list[float], gone: int, requests: int
+) -> None:
+    """With lambda = 0 and blocks of a token: the highest returns of all requests are kept."""
+    shares = [np.sort(np.array(returns[i::requests])) for i in range(requests)]
+    chosen = cut([Offer(share) for share in shares], 0, gone)
+    assert chosen is not None
+    kept = np.concatenate(
+        [share[n:] for share, n in zip(shares, chosen.counts.tolist(), strict=True)]
+    )
+    best = np.sort(returns)[min(gone, len(returns)) :]
+    assert np.sort(kept).tolist() == best.tolist()
+
+
+@given(st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)), st.integers(0, 30))
+def test_a_tenant_keeps_its_floor(held: dict[str, int], blocks: int) -> None:
+    floors = {"a": 4, "b": 9}
+    offers = [Offer(np.full(count, 0.1), tenant) for tenant, count in held.items()]
+    chosen = cut(offers, 0, blocks, allowances=allowances(floors, held))
+    assert chosen is not None
+    for offer, count in zip(offers, chosen.counts.tolist(), strict=True):
+        floor = min(floors.get(offer.tenant, 0), held[offer.tenant])
+        assert held[offer.tenant] - count >= floor
+
+
+# --- the price --------------------------------------------------------------------------------
+
+
+def test_the_price_falls_to_its_floor_while_memory_is_left() -> None:
+    price = 3.0
+    for _ in range(1000):
+        following = exponentiated(price, 60.0, 100.0, 0.1)
+        assert following < price or following == FLOOR
+        price = following
+    assert price == FLOOR
+
+
+@given(st.floats(1e-9, 1e9), st.floats(0, 500), st.floats(0, 500), st.floats(0.01, 5.0))
+def test_the_price_rises_with_demand(price: float, one: float, other: float, rate: float) -> None:
+    low, high = sorted((one, other))
+    assert exponentiated(price, low, 100.0, rate) <= exponentiated(price, high, 100.0, rate)
+    assert exponentiated(price, 100.0, 100.0, rate) == pytest.approx(price)
+
+
+@given(st.floats(1e-9, 1e9), st.floats(0, 300), st.integers(1, 9))
+def test_steps_at_once_are_as_good_as_one_by_one(price: float, used: float, steps: int) -> None:
+    once = exponentiated(price, used, 100.0, 0.1, steps)
+    for _ in range(steps):
+        price = exponentiated(price, used, 100.0, 0.1)
+    assert once == pytest.approx(price, rel=1e-9)
+
+
+def test_the_price_of_cuts_settles_within_ten_of_them_after_a_change_of_load() -> None:
+    portfolio = Portfolio(100, 0.1, by_price=False)
+    for marginal in (0.02, 1.7, 0.3):
+        for _ in range(10):
+            portfolio.note(marginal)
+            portfolio.step(100, 1)
+        assert portfolio.price == pytest.approx(marginal, rel=0.06)
+
+
+def test_small_changes_of_the_marginal_return_leave_the_price_alone() -> None:
+    assert averaged(1.0, 1.04, 0.5, 0.05) == 1.0
+    assert averaged(1.0, 1.2, 0.5, 0.05) == pytest.approx(math.sqrt(1.2))
+    assert averaged(1.0, -3.0, 1.0, 0.05) == pytest.approx(FLOOR)
+
+
+def test_a_loss_that_nobody_knows_says_nothing_of_the_price() -> None:
+    portfolio = Portfolio(100, 0.1, by_price=False)
+    portfolio.note(0.5)
+    portfolio.note(math.inf)
+    assert portfolio.price == 0.5
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1),
+    st.floats(-1, 1),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_a_higher_price_admits_nobody_more(
+    found: list[tuple[float, float]], risk: float, one: float, other: float
+) -> None:
+    returns, variances = np.array(found).T
+    low, high = sorted((one, other))
+    few, many = (admits(returns, variances, risk, price) for price in (high, low))
+    assert (few <= many).all()
+    assert (few == (excess(returns, variances, risk, high) >= 0)).all()
+
+
+def test_what_earns_its_price_exactly_stays_and_is_not_brought_back() -> None:
+    assert below(np.array([0.1, 0.2, 0.2, 0.3]), 0.2) == 1
+    assert above(np.array([0.3, 0.2, 0.2, 0.1]), 0.2) == 1
