@@ -7,6 +7,8 @@ from typing import Any, Literal
 import msgspec
 
 QueueOrder = Literal["fcfs", "priority", "edf"]
+#: Policies under which requests give up entries whose return is below the price, also unasked.
+BY_PRICE = ("paper", "paper-lossy")
 
 
 class ConfigError(ValueError):
@@ -26,6 +28,8 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             size.
         ceiling: highest loss of return per block, in the policy's unit, that is accepted; beyond
             it requests wait, or are preempted, as they would be without eviction.
+        slack: blocks that are given up beyond what is needed, for each running request, so that
+            it is not done at every step.
         rate: learning rate of the price (Token-PD, Eq. 5), above 0.
         floors: blocks that a tenant's requests keep together, by tenant.
     """
@@ -37,6 +41,7 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     least: int = 64
     interval: int = 64
     ceiling: float = float("inf")
+    slack: float = 0.25
     rate: float = 0.1
     floors: dict[str, int] = {}
 
@@ -49,8 +54,15 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         for name in ("ceiling", "rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"eviction.{name} is {getattr(self, name)}; it must be above 0")
+        if not 0 <= self.slack < float("inf"):
+            raise ConfigError(f"eviction.slack is {self.slack}; it must be finite, at least 0")
         for tenant, blocks in self.floors.items():
             _at_least(f"eviction.floors of {tenant!r}", blocks, 0)
+
+    @property
+    def by_price(self) -> bool:
+        """Whether entries are given up, and computed again, as the price says (Token-PD)."""
+        return self.policy in BY_PRICE
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -102,6 +114,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _at_least("max_waiting", self.max_waiting, 0)
         _at_least("headroom", self.headroom, 0)
         _at_least("max_background_tokens", self.max_background_tokens, 0)
+        if self.eviction is not None and self.eviction.interval < self.block_size:
+            raise ConfigError(
+                f"eviction.interval is {self.eviction.interval}; it must be at least the block "
+                f"size, {self.block_size}"
+            )
         if self.max_background_tokens and self.order != "priority":
             raise ConfigError(
                 f"max_background_tokens is {self.max_background_tokens}, and order {self.order}; "

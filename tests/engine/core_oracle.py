@@ -120,7 +120,7 @@ class Oracle:
             self.rows[started.row] = started.request
             stream = self.streams[started.request]
             blocks = self.core.tables[started.row]
-            assert self.read(blocks, started.computed) == self.history(stream, started.computed)
+            self.begin(stream, blocks, started.computed)
         for load in plan.loads:
             if len(load.blocks):
                 self.loads[load.request] = load
@@ -150,14 +150,23 @@ class Oracle:
             start, count = int(plan.starts[entry]), int(plan.counts[entry])
             start += result.steps * count  # 1, or the length of a chunk
             blocks = self.core.tables[row]
-            assert plan.kv_lens[entry] == plan.starts[entry]
-            assert self.read(blocks, start) == self.history(stream, start), "foreign KV"
+            kv = int(plan.kv_lens[entry]) + result.steps * count
+            self.attend(stream, blocks, start, kv)
             assert start + count <= len(stream.tokens)
-            self.write(blocks, start, self.history(stream, start + count)[start:])
+            self.write(blocks, kv, self.history(stream, start + count)[start:])
             assert bool(plan.samples[entry]) == (start + count == len(stream.tokens))
             if plan.samples[entry]:
                 self._append(entry, stream, result)
         result.steps += 1
+
+    def begin(self, stream: Stream, blocks: np.ndarray, computed: int) -> None:
+        """Check what a row begins with."""
+        assert self.read(blocks, computed) == self.history(stream, computed)
+
+    def attend(self, stream: Stream, blocks: np.ndarray, start: int, kv: int) -> None:
+        """Check what a row attends to: its own history."""
+        assert kv == start
+        assert self.read(blocks, start) == self.history(stream, start), "foreign KV"
 
     def _append(self, entry: int, stream: Stream, result: Result) -> None:
         token = sample(tuple(stream.tokens))

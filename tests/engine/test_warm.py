@@ -27,9 +27,10 @@ PROGRAM = f"""
 from pigou.engine import kernels as one
 from pigou.engine import step_kernels as two
 from pigou.kv import kernels as other
+from pigou.engine import eviction_kernels as third
 from pigou.engine.warm import warm_up
 warm_up()
-print([name for module in (one, two, other) for name, each in vars(module).items()
+print([name for module in (one, two, other, third) for name, each in vars(module).items()
        if hasattr(each, "signatures") and not each.signatures and name not in {INNER}])
 """
 

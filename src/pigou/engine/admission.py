@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pigou.engine.draft import Draft, pairs
+from pigou.engine.eviction import make_room
 from pigou.engine.plan import Load, Started
 from pigou.engine.sequence import NO_BLOCKS, Sequence, State
 from pigou.engine.state import EngineState
@@ -34,13 +35,17 @@ def admit(state: EngineState, seq: Sequence, draft: Draft) -> bool:
 
     All blocks are taken at once, and `headroom` are left for each row in use, so that admitting
     does not make those preempt one another. When no row is in use and nothing is held, every
-    request that `EngineCore.add` let in fits.
+    request that `EngineCore.add` let in fits. Where too few blocks are free, running rows may give
+    up entries.
 
     Returns:
-        False when too few blocks are free; nothing has changed then.
+        False when too few blocks are to be had; nothing has changed then, but what rows gave up.
     """
     fit = _fit(state, seq, state.pool.free - state.config.headroom * state.rows.used)
-    if fit is None:
+    if fit is None and state.appraisals is not None:
+        fit = _squeeze(state, seq, draft)
+    new = _new_blocks(state, seq, draft, fit) if fit is not None else None
+    if fit is None or new is None:
         return False
     state.queue.pop()
     shared = len(fit.shared)
@@ -50,7 +55,11 @@ def admit(state: EngineState, seq: Sequence, draft: Draft) -> bool:
         state.pool.take(fit.shared, table[:shared])
     if fit.source >= 0:
         _refer(state, seq, fit.source)
-    state.removed(state.pool.allocate(table[shared : fit.total]))
+    if len(new):
+        table[shared : fit.total] = new
+        state.removed(state.pool.claim(new))
+    else:
+        state.removed(state.pool.allocate(table[shared : fit.total]))
     if fit.source >= 0:
         draft.copies.append(np.array([[fit.source, table[shared]]], dtype=np.int32))
     if len(seq.host):
@@ -84,12 +93,12 @@ def _fit(state: EngineState, seq: Sequence, spare: int) -> Fit | None:
     The last token is computed in any case, for its logits. If all blocks are cached, the last
     one is copied and that one token computed in the copy, instead of the block's every token;
     where the copy does not fit, the block is computed as if it were not cached. After the
-    expiry of its tenure nothing is found.
+    expiry of its tenure nothing is found, nor by who gave up entries, and has the others on the
+    host.
     """
     size = state.config.block_size
-    total = -(-seq.length // size)
-    limit = 0 if seq.request.expiry <= state.unix else min(len(seq.hashes), seq.length // size)
-    blocks, idle = state.prefix.match(seq.hashes, limit)
+    total = -(-(seq.length - seq.dropped) // size)
+    blocks, idle = state.prefix.match(seq.hashes, _findable(state, seq))
     hits = len(blocks)
     if hits * size < seq.length:
         fits = total - hits + idle <= spare
@@ -98,6 +107,54 @@ def _fit(state: EngineState, seq: Sequence, spare: int) -> Fit | None:
         return Fit(blocks[:-1], int(blocks[-1]), total, seq.length - 1)
     idle -= int(state.pool.refs(blocks[-1:])[0] == 0)
     return Fit(blocks[:-1], -1, total, (hits - 1) * size) if 1 + idle <= spare else None
+
+
+def _findable(state: EngineState, seq: Sequence) -> int:
+    """Return how many of a waiting sequence's blocks may be looked up."""
+    if seq.dropped or seq.request.expiry <= state.unix:
+        return 0
+    return min(len(seq.hashes), seq.length // state.config.block_size)
+
+
+def _squeeze(state: EngineState, seq: Sequence, draft: Draft) -> Fit | None:
+    """Have running rows give up what a waiting sequence lacks; None where that is too little.
+
+    What it will hit is referred to meanwhile, so that nobody gives that up.
+    """
+    pool, size = state.pool, state.config.block_size
+    hits = state.prefix.match(seq.hashes, _findable(state, seq)).blocks.copy()
+    pool.take(hits, hits)
+    new = max(1, -(-(seq.length - seq.dropped) // size) - len(hits))
+    reserve = state.config.headroom * state.rows.used
+    done = make_room(state, draft, new - (pool.free - reserve))
+    pool.release(hits, 0, len(hits), seq.hashes[:0])
+    return _fit(state, seq, pool.free - reserve) if done else None
+
+
+def _new_blocks(state: EngineState, seq: Sequence, draft: Draft, fit: Fit) -> Ints | None:
+    """Return the blocks to be taken; none for those next in the queue; None for too few.
+
+    Blocks that rows gave up in this plan are read until it is done, and loads begin to write at
+    once: they go to nobody whose blocks are loaded.
+    """
+    if not draft.given or not _loads(state, seq, fit):
+        return NO_BLOCKS
+    count = fit.total - len(fit.shared)
+    others = [given.blocks[len(given.blocks) - given.freed :] for given in draft.given.values()]
+    others += [fit.shared, np.array([fit.source], dtype=np.int32)]
+    taken = np.concatenate(others)
+    free = state.pool.peek(min(state.pool.free, count + len(taken)))
+    found = free[~np.isin(free, taken)][:count]
+    return found if len(found) == count else None
+
+
+def _loads(state: EngineState, seq: Sequence, fit: Fit) -> bool:
+    """Whether some of a sequence's blocks will be loaded."""
+    if seq.offer:
+        return True
+    if state.tiering is None or fit.source >= 0 or seq.dropped:
+        return False
+    return len(state.tiering.restorable(seq, len(fit.shared))) > 0
 
 
 def _refer(state: EngineState, seq: Sequence, source: int) -> None:
@@ -112,7 +169,7 @@ def _swap_in(state: EngineState, seq: Sequence, shared: int, draft: Draft) -> No
     """Bring back from the host what the cache does not have."""
     row = seq.row
     if seq.computed > state.rows.computed[row]:
-        used = -(-seq.computed // state.config.block_size)
+        used = -(-(seq.computed - seq.dropped) // state.config.block_size)
         target = state.rows.tables[row, shared:used]
         draft.swap_in.append(pairs(seq.host[shared:used], target))
         state.rows.computed[row] = seq.computed

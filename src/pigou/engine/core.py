@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from pigou.config import EngineConfig
+from pigou.engine import eviction
 from pigou.engine.draft import NO_FORESIGHT
 from pigou.engine.errors import (
     DuplicateRequest,
@@ -163,6 +164,7 @@ class EngineCore:
                 return self._state.flush(Effects())
             raise OutOfTurn("this is not the plan that was scheduled last")
         _check_result(plan, result)
+        eviction.refuse(plan, result)
         self._plan = None
         ahead, self._ahead = self._ahead, NO_FORESIGHT
         return self._settlement.settle(plan, ahead, result)
@@ -364,6 +366,27 @@ class EngineCore:
     def swaps(self) -> int:
         """Of those, how often its KV was swapped to the host."""
         return self._state.counters.swaps
+
+    @property
+    def price(self) -> float:
+        """Return that a block of cache entries has to earn to stay; 0 where none are given up."""
+        found = self._state.appraisals
+        return found.portfolio.price if found is not None else 0.0
+
+    @property
+    def missing_entries(self) -> int:
+        """Cache entries that running requests gave up, and do without."""
+        return int(self._state.rows.dropped.sum())
+
+    @property
+    def entries_given(self) -> int:
+        """Cache entries that requests gave up since the start."""
+        return self._state.counters.given
+
+    @property
+    def entries_revived(self) -> int:
+        """Of those, entries that were computed again on their own."""
+        return self._state.counters.revived
 
     def __contains__(self, request: str) -> bool:
         """Whether a request waits, loads or runs here."""

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.engine.plan import Load, Plan, Started
+from pigou.engine.plan import Load, Plan, Revival, Started
 from pigou.engine.sequence import NO_BLOCKS, Sequence
 from pigou.request import Ints
 
@@ -54,6 +54,22 @@ class Batch:
         self.size += 1
 
 
+class Given(msgspec.Struct):
+    """What a row gives up in a plan.
+
+    Attributes:
+        entries: that it has before.
+        first: index of the first entry that may go.
+        blocks: those that hold the entries, shape (n,).
+        freed: of these, how many come free.
+    """
+
+    entries: int
+    first: int
+    blocks: Ints
+    freed: int = 0
+
+
 class Draft(msgspec.Struct):
     """What one call of the scheduler has decided so far.
 
@@ -66,6 +82,8 @@ class Draft(msgspec.Struct):
         leading: priority of the first prompt, which those of a higher one yield to; None before.
         steady: whether the next step would be the same, if nobody ended.
         started, preempted, loads: as in `Plan`.
+        given: what rows give up.
+        revivals: as in `Plan`.
         swap_out, copies, swap_in: pairs of blocks as in `Plan`, in pieces of shape (m, 2).
     """
 
@@ -77,6 +95,8 @@ class Draft(msgspec.Struct):
     decodes: int = 0
     preempted: list[str] = msgspec.field(default_factory=list)
     loads: list[Load] = msgspec.field(default_factory=list)
+    given: dict[int, Given] = msgspec.field(default_factory=dict)
+    revivals: list[Revival] = msgspec.field(default_factory=list)
     swap_out: list[Ints] = msgspec.field(default_factory=list)
     copies: list[Ints] = msgspec.field(default_factory=list)
     swap_in: list[Ints] = msgspec.field(default_factory=list)

@@ -54,8 +54,30 @@ def _check_rows(state: EngineState) -> None:
         _require(seq.state is not State.WAITING, "who waits has no row", row)
         _require(0 <= rows.computed[row] < rows.length[row], "one token is left to compute", row)
         _require(rows.length[row] < rows.limit[row], "who is at its limit has left", row)
-        _require(rows.blocks[row] * size >= rows.computed[row], "blocks hold what there is", row)
-        _require(rows.known[row] == len(seq.hashes), "known hashes are counted", row)
+        entries = rows.computed[row] - rows.dropped[row]
+        _require(rows.blocks[row] * size >= entries, "blocks hold what there is", row)
+        if rows.compacted[row]:
+            _check_compacted(state, row, int(entries))
+        else:
+            _require(rows.known[row] == len(seq.hashes), "known hashes are counted", row)
+            _require(rows.dropped[row] == 0, "who gave up entries is compacted", row)
+
+
+def _check_compacted(state: EngineState, row: int, entries: int) -> None:
+    """Check that a row that gave up entries cannot be found by what it holds, nor share it."""
+    rows, size, pool = state.rows, state.config.block_size, state.pool
+    config = state.config.eviction
+    _require(config is not None, "entries are given up by a policy", row)
+    assert config is not None
+    blocks, sealed = int(rows.blocks[row]), int(rows.sealed[row])
+    _require(rows.compacted[row] <= rows.computed[row], "who was compacted had computed", row)
+    _require(rows.dropped[row] % size == 0, "whole blocks of entries are given up", row)
+    _require(entries >= config.least, "who gives up entries keeps the least", row)
+    _require(blocks <= -(-(entries + 1) // size), "who gave up entries holds no more", row)
+    _require(rows.known[row] == 0, "who gave up entries offers none", row)
+    own = rows.tables[row, sealed:blocks]
+    _require(not pool.keys[own].any(), "what was compacted has no hash", row)
+    _require((pool.refs(own) == 1).all(), "what was compacted is nobody else's", row)
 
 
 def _check_queue(state: EngineState) -> None:
@@ -64,6 +86,9 @@ def _check_queue(state: EngineState) -> None:
         _require(waits == (seq in state.queue), "who waits is in the queue", seq)
         _require(waits == (seq.row < 0), "who waits has no row", seq)
         _require(waits or not len(seq.host), "who runs has nothing on the host", seq)
+        if waits and seq.dropped:
+            held = -(-(seq.computed - seq.dropped) // state.config.block_size)
+            _require(len(seq.host) == held, "what is left of who waits is on the host", seq)
     if len(state.queue) + state.rows.used != len(state.sequences):
         raise IntegrityError(
             f"{len(state.queue)} wait and {state.rows.used} have rows, "

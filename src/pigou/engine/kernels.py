@@ -14,6 +14,7 @@ def decodes(
     order: Ints,
     computed: Ints,
     length: Ints,
+    dropped: Ints,
     blocks: Ints,
     block_size: int,
     budget: int,
@@ -35,7 +36,7 @@ def decodes(
         if length[row] - computed[row] == 1:
             rows[count] = row
             count += 1
-            if computed[row] == blocks[row] * block_size:
+            if computed[row] - dropped[row] == blocks[row] * block_size:
                 growing[grow] = row
                 grow += 1
     return count, grow
@@ -111,6 +112,7 @@ def foresee(
     computed: Ints,
     length: Ints,
     limit: Ints,
+    dropped: Ints,
     blocks: Ints,
     block_size: int,
     most: int,
@@ -137,13 +139,13 @@ def foresee(
     # Rows by the step at which they first need a block, 1 to block_size, in stable order.
     starts[:] = 0
     for row in rows:
-        starts[blocks[row] * block_size - computed[row]] += 1
+        starts[blocks[row] * block_size - computed[row] + dropped[row]] += 1
     for i in range(1, block_size + 1):
         starts[i] += starts[i - 1]
     for i in range(block_size + 1):
         fill[i] = starts[i]
     for row in rows:
-        phase = blocks[row] * block_size - computed[row] - 1
+        phase = blocks[row] * block_size - computed[row] + dropped[row] - 1
         by_phase[fill[phase]] = row
         fill[phase] += 1
     needs = 0

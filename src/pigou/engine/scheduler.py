@@ -13,6 +13,7 @@ import numpy as np
 from pigou.engine import step_kernels as kernels
 from pigou.engine.admission import admit, fits_beside
 from pigou.engine.draft import NO_FORESIGHT, Batch, Draft, Foresight, pairs
+from pigou.engine.eviction import begin, conclude, grow, revive
 from pigou.engine.plan import Plan
 from pigou.engine.preemption import cheaper
 from pigou.engine.sequence import Sequence
@@ -41,12 +42,16 @@ class Scheduler:
         background = state.config.max_background_tokens or budget
         draft = Draft(self._batch, budget, background, state.ranked, state.starting)
         state.starting = []
+        if state.appraisals is not None:
+            begin(state, draft)
         leading = self._leading() if state.ranked else None
         draft.steady = leading is None
         self._continue_decodes(draft, self._awake(leading))
         self._continue_prefills(draft)
         if not draft.preempted:
             self._admit_waiting(draft)
+        if state.appraisals is not None:
+            revive(state, draft)
         changes = draft.preempted or not draft.steady or horizon <= now
         return self._finish(draft, horizon, 1 if changes else state.config.max_repeat)
 
@@ -88,14 +93,15 @@ class Scheduler:
             if below is not None:
                 awake = awake[rows.priority[awake] < below]
             count, dead = kernels.begin(
-                awake, rows.computed, rows.length, rows.blocks, rows.tables,
+                awake, rows.computed, rows.length, rows.dropped, rows.blocks, rows.tables,
                 state.config.block_size, draft.budget,
                 pool.meta, pool.keys, pool.slots, pool.counts,
                 draft.batch.rows, self._growing, self._new, pool.removed,
             )  # fmt: skip
             if count != kernels.TOO_FEW:
                 break
-            self._preempt(self._last(), draft)
+            if state.appraisals is None or not grow(state, draft, dead):
+                self._preempt(self._last(), draft)
         if dead:
             state.removed(pool.removed[:dead].copy())
         draft.batch.decode(count)
@@ -147,13 +153,16 @@ class Scheduler:
         """Take a sequence's row; keep its KV on the host if that is cheaper."""
         state = self._state
         row = seq.row
-        computed = int(state.rows.computed[row])
-        used = -(-computed // state.config.block_size)
+        computed, dropped = int(state.rows.computed[row]), int(state.rows.dropped[row])
+        used = -(-(computed - dropped) // state.config.block_size)
+        seq.dropped = 0
         if self._swaps(seq, computed, used):
             seq.host = state.host.allocate(used)
-            seq.computed = computed
+            seq.computed, seq.dropped = computed, dropped
             draft.swap_out.append(pairs(state.rows.tables[row, :used], seq.host))
             state.counters.swaps += 1
+        else:
+            draft.given.pop(row, None)
         state.free_row(seq)
         state.stop(seq)
         seq.wait()
@@ -162,8 +171,14 @@ class Scheduler:
         draft.preempted.append(seq.request.id)
 
     def _swaps(self, seq: Sequence, computed: int, used: int) -> bool:
-        """Whether a sequence is better swapped; what others keep in the cache will be hit."""
+        """Whether a sequence is better swapped; what others keep in the cache will be hit.
+
+        One that gave up entries is, wherever it can be: computed again, it would have them all, and
+        need the memory that was not there.
+        """
         state = self._state
+        if state.rows.dropped[seq.row]:
+            return 0 < used <= state.host.free
         if state.rates is None or not 0 < used <= state.host.free:
             return False
         size = state.config.block_size
@@ -189,10 +204,12 @@ class Scheduler:
         wanting, steps, new = self._needs
         repeat, needs = kernels.finish(
             batch.rows[:size], batch.counts[:size], draft.decodes,
-            rows.computed, rows.length, rows.limit, rows.blocks, rows.tables,
+            rows.computed, rows.length, rows.limit, rows.dropped, rows.blocks, rows.tables,
             state.config.block_size, most, chunks, pool.meta, pool.counts, entries, samples,
             wanting, steps, new, *self._phases,
         )  # fmt: skip
         plan = draft.plan(entries, samples, repeat, horizon)
+        if state.appraisals is not None:
+            conclude(state, draft, plan, needs)
         ahead = Foresight(wanting[:needs], steps[:needs], new[:needs]) if needs else NO_FORESIGHT
         return plan, ahead

@@ -32,6 +32,7 @@ class Sequence:
         row: its row of the batch, -1 while it waits.
         length: tokens known, prompt and generated; valid while it waits.
         computed: tokens whose KV was swapped to the host; valid while it waits.
+        dropped: of those, tokens whose entries were given up; valid while it waits.
         host: host blocks with that KV, in order; empty when there is none.
         hashes: known hashes of its full blocks, shape (known, 2), without gaps.
         offer: tokens that another worker still offers.
@@ -45,6 +46,7 @@ class Sequence:
     __slots__ = (
         "cached",
         "computed",
+        "dropped",
         "hashes",
         "host",
         "key",
@@ -66,6 +68,7 @@ class Sequence:
         self.row = -1
         self.length = request.prompt
         self.computed = 0
+        self.dropped = 0
         self.host: Ints = NO_BLOCKS
         self.hashes = hashes
         self.offer = request.remote
@@ -124,11 +127,15 @@ class Rows:
 
     Attributes:
         tables: device block ids, shape (max_seqs, blocks of the longest sequence).
-        computed: tokens whose KV is there.
+        computed: tokens whose KV is there, or was; the position of the next one.
+        dropped: of those, tokens whose cache entries were given up (of each layer and head others);
+            a multiple of the block size.
+        compacted: tokens computed when entries were given up last; 0 where none ever were. Entries
+            before lie in no order; the row has no hashes that it could be found by beyond `sealed`.
         length: tokens known; 0 for a row that nobody has. One more than `computed` in decode.
         limit: length at which the sequence ends.
         blocks: blocks that the row holds.
-        known: blocks whose hash is known.
+        known: blocks whose hash is known; 0 once compacted.
         sealed: blocks that were offered to the prefix cache.
         priority: of the request.
         owner: the sequence of each row, or None.
@@ -140,6 +147,8 @@ class Rows:
         longest = -(-config.max_model_len // config.block_size)
         self.tables: Ints = np.zeros((count, longest), dtype=np.int32)
         self.computed: Ints = np.zeros(count, dtype=np.int32)
+        self.dropped: Ints = np.zeros(count, dtype=np.int32)
+        self.compacted: Ints = np.zeros(count, dtype=np.int32)
         self.length: Ints = np.zeros(count, dtype=np.int32)
         self.limit: Ints = np.zeros(count, dtype=np.int32)
         self.blocks: Ints = np.zeros(count, dtype=np.int32)
@@ -164,7 +173,9 @@ class Rows:
         self.length[row] = seq.length
         self.limit[row] = seq.request.prompt + seq.request.max_tokens
         self.blocks[row] = blocks
-        self.known[row] = len(seq.hashes)
+        self.dropped[row] = seq.dropped
+        self.compacted[row] = seq.computed if seq.dropped else 0
+        self.known[row] = 0 if seq.dropped else len(seq.hashes)
         self.sealed[row] = sealed
         self.priority[row] = seq.request.priority
         seq.row = row
@@ -177,6 +188,8 @@ class Rows:
         self.owner[row] = None
         self.length[row] = 0
         self.computed[row] = 0
+        self.dropped[row] = 0
+        self.compacted[row] = 0
         self.blocks[row] = 0
         self._free.append(row)
         self.used -= 1

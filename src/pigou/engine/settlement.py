@@ -8,6 +8,7 @@ import numpy as np
 
 from pigou.engine import kernels, step_kernels
 from pigou.engine.draft import Foresight
+from pigou.engine.eviction import settle as settle_appraisals
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.engine.sequence import NO_BLOCKS, Sequence
 from pigou.engine.state import EngineState
@@ -57,6 +58,8 @@ class Settlement:
             reasons = dict.fromkeys(self._ended[:ends].tolist(), FinishReason.LENGTH)
             reasons.update({finish.entry: finish.reason for finish in result.finished})
             finished = [self._leave(seq, reason) for seq, reason in self._owners(plan, reasons)]
+        if state.appraisals is not None:
+            settle_appraisals(state, result)
         return state.flush(Effects(tokens=tokens, finished=finished))
 
     def _owners(
@@ -78,6 +81,8 @@ class Settlement:
                 continue
             full = int(rows.computed[row]) // self._state.config.block_size
             seq.learn(result.sealed[row], full)
+            if rows.compacted[row]:
+                continue  # for when it is computed again, whole
             rows.known[row] = len(seq.hashes)
             if min(len(seq.hashes), full) > rows.sealed[row]:
                 entries.add(entry)

@@ -8,6 +8,7 @@ import numpy as np
 
 from pigou.config import EngineConfig
 from pigou.engine import kernels
+from pigou.engine.appraisals import Appraisals
 from pigou.engine.plan import Effects, Finished, Started
 from pigou.engine.preemption import Rates
 from pigou.engine.queue import WaitingQueue
@@ -45,12 +46,16 @@ class Counters:
         hits: of those, tokens found.
         preemptions: how often a sequence lost its row, `swaps` of them by swapping.
         swaps: see `preemptions`.
+        given: entries that rows gave up.
+        revived: entries that were computed again.
     """
 
     queries: int = 0
     hits: int = 0
     preemptions: int = 0
     swaps: int = 0
+    given: int = 0
+    revived: int = 0
 
 
 class EngineState:
@@ -63,6 +68,10 @@ class EngineState:
         self.tiering: Tiering | None = None
         if tiers is not None:
             self.tiering = Tiering(tiers, self.pool, self.prefix, config.block_size)
+        #: What entries are worth, where rows give some up; None where they do not.
+        self.appraisals: Appraisals | None = None
+        if config.eviction is not None:
+            self.appraisals = Appraisals(config.eviction, config.blocks, config.max_seqs)
         self.host = HostPool(config.host_blocks)
         self.rows = Rows(config)
         self.queue = WaitingQueue()
@@ -114,6 +123,8 @@ class EngineState:
 
     def vacate(self, seq: Sequence) -> None:
         """Take a sequence's row; the head of the queue no longer leaves a block for it."""
+        if self.appraisals is not None:
+            self.appraisals.clear(seq.row)
         self.rows.vacate(seq)
         self.blocked = None
 

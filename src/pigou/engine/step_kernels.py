@@ -30,6 +30,7 @@ def begin(
     order: Ints,
     computed: Ints,
     length: Ints,
+    dropped: Ints,
     blocks: Ints,
     tables: Ints,
     block_size: int,
@@ -46,18 +47,21 @@ def begin(
     """Find the rows of `order` that decode, at most `budget`, and give each the block it needs.
 
     Args:
-        order, computed, length, blocks, tables, block_size, budget: the rows.
+        order, computed, length, dropped, blocks, tables, block_size, budget: the rows.
         meta, keys, slots, pool: the blocks.
         rows: takes who decodes, (max_seqs,).
         growing, new: for use here, (max_seqs,) each.
         removed: takes the hashes that died.
 
     Returns:
-        How many rows, `TOO_FEW` where they need more blocks than are free; and how many hashes.
+        How many rows, and how many hashes; or `TOO_FEW` where they need more blocks than are free,
+        and how many they need.
     """
-    count, grow = decodes(order, computed, length, blocks, block_size, budget, rows, growing)
+    count, grow = decodes(
+        order, computed, length, dropped, blocks, block_size, budget, rows, growing
+    )
     if grow > pool[FREE]:
-        return TOO_FEW, 0
+        return TOO_FEW, grow
     if grow == 0:
         return count, 0
     dead: int = allocate(meta, keys, slots, pool, new[:grow], removed)
@@ -86,6 +90,7 @@ def finish(
     computed: Ints,
     length: Ints,
     limit: Ints,
+    dropped: Ints,
     blocks: Ints,
     tables: Ints,
     block_size: int,
@@ -107,7 +112,7 @@ def finish(
     Args:
         rows, counts: of the entries, (entries,).
         decoding: entries, the first ones, that decode.
-        computed, length, limit, blocks, tables, block_size: the rows.
+        computed, length, limit, dropped, blocks, tables, block_size: the rows.
         most: steps of one plan; 1 where the next step may differ.
         chunks: whether a last entry may compute equal chunks of its prompt.
         meta, pool: the blocks.
@@ -124,7 +129,7 @@ def finish(
     for i in range(size):
         plan[0, i] = rows[i]
         plan[2, i] = counts[i]
-        plan[3, i] = plan[1, i]
+        plan[3, i] = plan[1, i] - dropped[rows[i]]
     if most == 1 or size == 0:
         return 1, 0
     alike = size
@@ -135,7 +140,7 @@ def finish(
         left = length[rows[size - 1]] - computed[rows[size - 1]]
         most = min(most, (left - 1) // counts[size - 1])
     repeat, needs = foresee(
-        rows[:alike], computed, length, limit, blocks, block_size, most, pool[FREE],
+        rows[:alike], computed, length, limit, dropped, blocks, block_size, most, pool[FREE],
         wanting, steps, starts, fill, by_phase,
     )  # fmt: skip
     if needs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.config import EngineConfig
+from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Result
 from pigou.request import Request
@@ -32,3 +32,17 @@ def warm_up() -> None:
             plan = core.schedule(0)
             core.apply(plan, Result(steps=plan.repeat))
     core.clear_cache()
+    _give_up()
+
+
+def _give_up() -> None:
+    """Run a request beside another that has to give up entries for it."""
+    eviction = EvictionConfig(sinks=0, recent=1, least=1, interval=1)
+    core = EngineCore(
+        EngineConfig(blocks=6, block_size=1, max_seqs=2, max_model_len=8, eviction=eviction)
+    )
+    for name in ("one", "other"):
+        core.add(Request(name, prompt=2, max_tokens=4))
+    while core.running or core.waiting:
+        plan = core.schedule(0)
+        core.apply(plan, Result(steps=plan.repeat))

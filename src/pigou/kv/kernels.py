@@ -383,6 +383,26 @@ def release(
 
 
 @bare_kernel
+def forget(
+    meta: Ints,
+    keys: BlockHashes,
+    slots: Ints,
+    counts: Counts,
+    table: Ints,
+    start: int,
+    stop: int,
+    removed: BlockHashes,
+) -> int:
+    """Forget the hashes of `table[start:stop]` and what stands on them; return how many died."""
+    done = 0
+    for i in range(start, stop):
+        block = table[i]
+        if keys[block, 0] != 0 or keys[block, 1] != 0:
+            done = uncache(meta, keys, slots, counts, block, removed, done)
+    return done
+
+
+@bare_kernel
 def clear(meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts) -> None:
     """Forget all hashes. The free queue keeps its order."""
     slots[:] = -1

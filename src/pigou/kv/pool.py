@@ -76,6 +76,17 @@ class BlockPool:
         count = kernels.claim(self.meta, self.keys, self.slots, self.counts, blocks, self.removed)
         return self.removed[:count].copy() if count else self.removed[:0]
 
+    def forget(self, table: Ints, start: int, stop: int) -> BlockHashes:
+        """Forget the hashes of `table[start:stop]`, which will hold something else.
+
+        Returns:
+            Hashes that can no longer be hit, those of what stands on them first, shape (m, 2).
+        """
+        count = kernels.forget(
+            self.meta, self.keys, self.slots, self.counts, table, start, stop, self.removed
+        )
+        return self.removed[:count].copy() if count else self.removed[:0]
+
     def take(self, blocks: Ints, out: Ints) -> None:
         """Refer to cached `blocks` once more, and write their ids to `out`, both shape (n,)."""
         kernels.take(self.meta, self.counts, blocks, out)
