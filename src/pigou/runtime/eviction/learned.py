@@ -1,0 +1,148 @@
+"""Policies that go by a trained predictor: `pigou`, `paper` and `paper-lossy`."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from pigou.config import ConfigError
+from pigou.request import Ints
+from pigou.runtime.eviction.generic import GenericReturns
+from pigou.runtime.eviction.policy import Entries, Folding, Returns, Setting, TokenPolicy
+from pigou.runtime.eviction.returns import (
+    FOLD,
+    PAPER,
+    RETURNS,
+    SCALES,
+    PaperModel,
+    ReturnModel,
+    unrotate,
+)
+
+
+class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `pigou`.
+
+    Attributes:
+        kappa: sigmas of the logarithm that are added to its mean: above 0 doubt speaks for
+            keeping an entry, which can be given up later but never had back.
+    """
+
+    kappa: float = 1.0
+
+
+class Pigou(TokenPolicy):
+    """Keeps what would change the attention's output most, were it dropped.
+
+    Inputs: an entry's own key and value, summed up in two numbers once; attention that it
+    received, at three time scales; its age. Return: exp(mean + kappa sigma) of the discounted
+    change of the output to come (`ReturnModel`), the same unit for all layers, heads and
+    requests. Where nobody trained a predictor for the model, a generic one is taken.
+    """
+
+    Params = PigouParams
+    fields = ("mass", "mass_all", "mass_slow", "mass_fast", "content_0", "content_1")
+    folding = Folding(FOLD, tuple(math.exp(-FOLD / scale) for scale in SCALES))
+    born = ("content_0", "content_1")
+
+    def __init__(self, setting: Setting, params: msgspec.Struct) -> None:
+        super().__init__(setting, params)
+        self.kappa = cast(PigouParams, params).kappa
+        path = setting.folder / RETURNS
+        self.model = ReturnModel.load(path) if path.exists() else GenericReturns.load()
+        self.scales = torch.tensor(SCALES)
+
+    def birth(self, keys: Tensor, values: Tensor, positions: Ints) -> Tensor:
+        """Sum up entries by their own key and value."""
+        turns = self.setting.turns[torch.from_numpy(positions.astype(np.int64))]
+        return self.model.birth(unrotate(keys, turns), values)
+
+    def score(self, entries: Entries) -> Returns:
+        """Return the discounted change of the output to come, at its mean + kappa sigma."""
+        data = torch.from_numpy(entries.data)
+        first = 1 + entries.names.index("mass")
+        mass, older = data[:, :, first], data[:, :, first + 1 : first + 4].movedim(2, -1)
+        masses = older * torch.exp(-entries.since / self.scales) + mass.unsqueeze(-1)
+        place = 1 + entries.names.index("content_0")
+        content = data[:, :, place : place + 2].movedim(2, -1).nan_to_num()
+        age = torch.from_numpy(entries.age.astype(np.float32))
+        mean, sigma = self.model.value(content, masses, age)
+        return cast(Returns, torch.exp(mean + self.kappa * sigma).numpy())
+
+
+class LossyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `paper-lossy`.
+
+    Attributes:
+        risk: `lambda`, of Token-PD's Eq. 4, which the variance of the return is weighted with.
+    """
+
+    risk: float = msgspec.field(default=0.1, name="lambda")
+
+
+class PaperParams(LossyParams, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `paper`.
+
+    Attributes:
+        delta: of Token-PD's Eq. 2, return that it costs to compute a token again, 0 or above.
+    """
+
+    delta: float = 0.001
+
+    def __post_init__(self) -> None:
+        """Refuse a reward for computing again."""
+        if self.delta < 0:
+            raise ValueError(f"delta is {self.delta}; it must be 0 or above")
+
+
+class PaperLossy(TokenPolicy):
+    """Token-PD's predictor, whole tokens; what is given up is never computed again.
+
+    Inputs: the next-token logits of the step that stores a token. Return: R - lambda sigma^2
+    (seed token-pd, Eq. 4) of the attention to come.
+    """
+
+    Params = LossyParams
+    fields = ("return", "variance")
+    spoken = ("return", "variance")
+
+    def __init__(self, setting: Setting, params: msgspec.Struct) -> None:
+        super().__init__(setting, params)
+        self.risk = cast(LossyParams, params).risk
+        path = setting.folder / PAPER
+        if not path.exists():
+            raise ConfigError(
+                f"token eviction paper: {path} is missing; "
+                f"python tools/train_returns.py train --model {setting.folder} writes it"
+            )
+        self.model = PaperModel.load(path)
+        if self.model.into.shape[0] != setting.model.vocab:
+            raise ConfigError(
+                f"token eviction paper: {path} is for {self.model.into.shape[0]} tokens, "
+                f"but the model has {setting.model.vocab}; train it again"
+            )
+
+    def speak(self, logits: Tensor) -> Tensor:
+        """Predict R and sigma^2 of tokens."""
+        return torch.stack(self.model.birth(logits), dim=-1)
+
+    def score(self, entries: Entries) -> Returns:
+        """Return R - lambda sigma^2."""
+        excess = entries.field("return") - self.risk * entries.field("variance")
+        return cast(Returns, excess[0, 0])
+
+
+class Paper(PaperLossy):
+    """Token-PD's predictor; a token whose excess return is positive again is computed again."""
+
+    Params = PaperParams
+    revives = True
+
+    def __init__(self, setting: Setting, params: msgspec.Struct) -> None:
+        super().__init__(setting, params)
+        self.penalty = cast(PaperParams, params).delta

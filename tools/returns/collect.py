@@ -1,0 +1,50 @@
+"""What both predictors learn from, of the same sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pigou.runtime.models.decoder import Decoder
+from returns.examples import Collector, Examples
+from returns.paper import LATEST, Births
+from returns.probe import Probe
+from returns.sequences import Sequences
+
+BIRTHS = 320  # taken of a sequence
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Examples for the one, births for the other."""
+
+    examples: Examples
+    births: Births
+
+
+def collect(
+    decoder: Decoder, sequences: Sequences, count: int, length: int, *, horizon: float, seed: int
+) -> Collected:
+    """Run a model over `count` sequences of `length` tokens, with its full cache.
+
+    Args:
+        decoder: of the model.
+        sequences: to draw from.
+        count: sequences.
+        length: tokens of each, at least 512.
+        horizon: that the change to come is discounted with, in tokens.
+        seed: of sequences and of what is looked at in them.
+    """
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    collector = Collector(decoder, horizon)
+    examples, births = [], []
+    for _ in range(count):
+        probe = Probe(decoder, 1, length)
+        ids = torch.tensor([sequences.draw(rng, length)])
+        seen, logits = collector.look(probe, ids, generator)
+        examples.append(seen)
+        chosen = torch.randperm(length - LATEST, generator=generator)[:BIRTHS]
+        births.append(Births.of(probe, logits, chosen))
+    return Collected(Examples.join(examples), Births.join(births))

@@ -1,0 +1,142 @@
+"""Trains and judges what predicts the worth of cache entries (docs/token-eviction.md).
+
+    python tools/train_returns.py train --model DIR [--out DIR]   minutes on one thread
+    python tools/train_returns.py judge --model DIR               recall and perplexity by policy
+    python tools/train_returns.py calibrate --model DIR           coverage on unseen text
+    python tools/train_returns.py generic --model DIR DIR...      what is taken for other models
+
+A model is a Hugging Face folder, the bundled one by default. Its weights are written beside it,
+where the policies look for them. The corpus is read from $PIGOU_SHARED/corpus (default: ../shared
+beside the checkout).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "src")]
+
+import torch  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+from pigou.models import bundled_path  # noqa: E402
+from pigou.runtime.eviction.generic import GENERIC  # noqa: E402
+from pigou.runtime.eviction.returns import PAPER, RETURNS, PaperModel, ReturnModel  # noqa: E402
+from returns.bench import Bench  # noqa: E402
+from returns.collect import Collected, collect  # noqa: E402
+from returns.coverage import coverage  # noqa: E402
+from returns.examples import EACH  # noqa: E402
+from returns.fit import Fit  # noqa: E402
+from returns.generic import fit_generic  # noqa: E402
+from returns.paper import fit_paper  # noqa: E402
+from returns.probe import open_model  # noqa: E402
+from returns.sequences import Sequences  # noqa: E402
+from tiny import corpus  # noqa: E402
+
+HORIZON, STEPS = 1024.0, 1500
+
+
+def read_corpus() -> corpus.Split:
+    """The corpus of $PIGOU_SHARED. `SystemExit` with the remedy if it is not there."""
+    folder = Path(os.environ.get("PIGOU_SHARED", ROOT.parent / "shared")) / "corpus"
+    if not folder.is_dir():
+        raise SystemExit(
+            f"no corpus in {folder}; set PIGOU_SHARED to the folder that holds corpus/"
+        )
+    return corpus.load(folder)
+
+
+def gather(args: argparse.Namespace, model: Path, part: corpus.Corpus, seed: int) -> Collected:
+    """Runs a model over sequences of one part of the corpus."""
+    sequences = Sequences(Tokenizer.from_file(str(model / "tokenizer.json")), part)
+    return collect(
+        open_model(model), sequences, args.sequences, args.length, horizon=args.horizon, seed=seed
+    )
+
+
+def train(args: argparse.Namespace) -> None:
+    """Trains both predictors, of the training part alone."""
+    data = gather(args, args.model, read_corpus().train, args.seed)
+    fit = Fit(data.examples, args.seed)
+    loss = fit.run(args.steps)
+    fit.calibrate()
+    args.out.mkdir(parents=True, exist_ok=True)
+    fit.model().save(args.out / RETURNS)
+    print(f"{data.examples.target.numel():,} examples, loss {loss:.3f}: {args.out / RETURNS}")
+    fit_paper(data.births, args.steps // 4, seed=args.seed).save(args.out / PAPER)
+    print(f"{len(data.births.target):,} births: {args.out / PAPER}")
+
+
+def calibrate(args: argparse.Namespace) -> None:
+    """Prints how often the truth is within so many sigma, on held-out sequences."""
+    data = gather(args, args.model, read_corpus().held_out, args.seed + 1)
+    model, paper = ReturnModel.load(args.out / RETURNS), PaperModel.load(args.out / PAPER)
+    for line in coverage(data, model, paper):
+        print(line, flush=True)
+
+
+def generic(args: argparse.Namespace) -> None:
+    """Trains the predictor for models that have none, of several models."""
+    part = read_corpus().train
+    data = [gather(args, model, part, args.seed).examples for model in args.models]
+    fit_generic(data, EACH, args.steps, seed=args.seed).save(args.out)
+
+
+def judge(args: argparse.Namespace) -> None:
+    """Prints recall and perplexity by policy and share of the entries kept."""
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    bench = Bench(open_model(args.model), tokenizer, read_corpus(), args.out, args.kappas)
+    bench.shares = args.shares
+    bench.restrict(args.only)
+    print(f"{'':24s}" + "".join(f"{share:>14.1%}" for share in args.shares))
+    for pairs in args.pairs:
+        for line in bench.recall(pairs, args.distance, args.count):
+            print(line, flush=True)
+    for line in bench.perplexity(args.windows):
+        print(line, flush=True)
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    for run, count in ((train, 36), (calibrate, 8), (generic, 8), (judge, 0)):
+        command = commands.add_parser(run.__name__)
+        command.add_argument("--seed", type=int, default=0)
+        if count:
+            command.add_argument("--sequences", type=int, default=count)
+            command.add_argument("--length", type=int, default=1280, help="tokens of a sequence")
+            command.add_argument("--horizon", type=float, default=HORIZON, help="tokens")
+        if run is generic:
+            command.add_argument("--models", type=Path, nargs="+", required=True)
+            command.add_argument("--out", type=Path, default=GENERIC, help="file")
+        else:
+            command.add_argument("--model", type=Path, default=bundled_path())
+            command.add_argument("--out", type=Path, help="folder of the weights; the model's own")
+        if run in (train, generic):
+            command.add_argument("--steps", type=int, default=STEPS)
+        command.set_defaults(run=run)
+    judged = commands.choices["judge"]
+    judged.add_argument("--shares", type=float, nargs="+", default=[0.75, 0.5, 0.25, 0.125])
+    judged.add_argument("--pairs", type=int, nargs="*", default=[1, 8, 32])
+    judged.add_argument("--distance", type=int, default=1000, help="tokens before the question")
+    judged.add_argument("--count", type=int, default=50, help="questions a row")
+    judged.add_argument("--windows", type=int, default=16, help="of 1,024 tokens; 0 for none")
+    judged.add_argument("--kappas", type=float, nargs="*", default=[1.0])
+    judged.add_argument(
+        "--only", nargs="*", default=[], help="policies, by the start of their name"
+    )
+    args = parser.parse_args()
+    args.out = args.out or args.model
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
