@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +151,8 @@ def verdict(cell: Cell) -> list[str]:
         text = f"{figure.name}: better than the best baseline ({top}) by {by:+{form}}"
         text += f" [{low:+{form}}, {high:+{form}}]"
         if ORACLE in cell.outcomes:
-            text += f", gap to the oracle closed {closed(cell, figure):.0%}"
+            part = closed(cell, figure)
+            text += ", no gap to the oracle" if math.isnan(part) else f", gap closed {part:.0%}"
         found.append(text + (f"; BEHIND {', '.join(behind)}" if behind else ""))
     return ["", *[f"- {line}" for line in found]]
 
