@@ -39,6 +39,7 @@ from benchmarks.eviction_pigou import PigouSide
 from benchmarks.eviction_reference import prepare
 from benchmarks.eviction_table import KVPRESS, PIGOU, Cell, document, lines, verdict
 from benchmarks.eviction_task import Outcome, Prepared, Task
+from pigou.config import ConfigError
 from pigou.models import bundled_path
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
@@ -107,7 +108,7 @@ def cell(
             if not path.exists():
                 run().write(path)
             outcomes[name] = Outcome.read(path)
-        except PressFailed as error:
+        except (PressFailed, ConfigError) as error:
             print(f"{name} cannot: {error}", file=sys.stderr)
     after = prepared.task.length - prepared.task.whole if prepared.task.whole else 0
     after = -(-after // CHUNK) * CHUNK  # the allocator's granularity
