@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from benchmarks.eviction_budget import budget
 from benchmarks.eviction_metrics import kept_mass, present
+from benchmarks.eviction_peer import KvpressPeer
 from benchmarks.eviction_pigou import WITHIN, PigouSide
 from benchmarks.eviction_reference import prepare
 from benchmarks.eviction_task import Prepared, Task
+from benchmarks.peers import PeerMissing
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
 LENGTH, SINKS, RECENT = 256, 4, 16
@@ -73,3 +77,33 @@ def test_who_knows_the_future_keeps_more_of_it(tasks: dict[str, Prepared], side:
     most = budget(tasks["cut"].task, 0.25)
     oracle, chance = (side.run(tasks["cut"], name, most).mass for name in ("oracle", "random"))
     assert oracle.mean() > chance.mean()
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KvpressPeer]:
+    """The real kvpress; skips with the reason when there is none."""
+    folder = tmp_path_factory.mktemp("kvpress")
+    try:
+        started = KvpressPeer(folder, sinks=SINKS, recent=RECENT, rows=2)
+    except PeerMissing as missing:
+        pytest.skip(str(missing))
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("task", ["streamed", "cut"])
+@pytest.mark.parametrize(
+    ("press", "policy"),
+    [("full", "full"), ("oracle +window", "oracle"), ("streaming", "streaming")],
+)
+def test_both_sides_find_the_same_where_both_keep_the_same(
+    tasks: dict[str, Prepared], side: PigouSide, peer: KvpressPeer,
+    task: str, press: str, policy: str,
+) -> None:  # fmt: skip
+    if (task, press) == ("streamed", "streaming"):
+        press = "streaming +window"  # as shipped it forgets the order of entries
+    most = budget(tasks[task].task, 0.5)
+    theirs, ours = peer.run(tasks[task], press, most.most), side.run(tasks[task], policy, most)
+    np.testing.assert_allclose(ours.nll, theirs.nll, atol=1e-4)
+    np.testing.assert_allclose(ours.mass, theirs.mass, atol=1e-5)
+    assert ours.peak_bytes == theirs.peak_bytes
