@@ -44,6 +44,7 @@ class Bench:
         self.args = args
         self.model: LoadedModel = load(bundled_path(), args.dtype, args.device)
         self.texts = Texts.unseen(bundled_path())
+        self._shares: dict[str, float] = {}
         self._warm_up()
 
     def items(self, streams: int, fan: int) -> list[Item]:
@@ -63,6 +64,16 @@ class Bench:
             with Path(self.args.json).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"params": setting.params, **figures.row()}) + "\n")
         return figures
+
+    def setting(
+        self, policy: str, streams: int, blocks: int, params: dict[str, float] | None = None
+    ) -> Setting:
+        """Return a setting whose budget has the bytes of so many blocks, side data included."""
+        from benchmarks.token_pd_run import Setting, blocks_for
+
+        if policy not in self._shares:
+            self._shares[policy] = blocks_for(self.model, policy, 1 << 20) / (1 << 20)
+        return Setting(policy, streams, int(blocks * self._shares[policy]), params or {})
 
     def unbounded(self, streams: int, items: list[Item], coming: list[Arrival]) -> Figures:
         """Run with a cache that holds everything."""
@@ -94,7 +105,6 @@ def main() -> None:
 def table(bench: Bench) -> None:
     """Print the paper's tables: every number of streams, every policy, one budget."""
     from benchmarks.token_pd_load import arrivals
-    from benchmarks.token_pd_run import Setting
     from benchmarks.token_pd_table import table as lay_out
 
     args = bench.args
@@ -106,18 +116,17 @@ def table(bench: Bench) -> None:
         coming = arrivals(items, rate, fan, args.seed)
         print(f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s")
         done.append(bench.unbounded(streams, items, coming))
-        done += [bench.run(Setting(p, streams, args.blocks), coming) for p in args.policies]
-    print(f"\nbudget {args.blocks} blocks of 16 tokens\n{lay_out(done)}")
+        done += [bench.run(bench.setting(p, streams, args.blocks), coming) for p in args.policies]
+    print(f"\nbudget: bytes of {args.blocks} blocks of 16 tokens\n{lay_out(done)}")
 
 
 def _load(bench: Bench, streams: int, items: list[Item], fan: int) -> float:
     """Return the rate at which FIFO is busy 90% of the time, told by its speed with no pauses."""
     from benchmarks.token_pd_load import arrivals, rate_for
-    from benchmarks.token_pd_run import Setting
 
     args = bench.args
     flood = arrivals(items, float("inf"), fan, args.seed)
-    figures = bench.run(Setting("fifo", streams, args.blocks), flood)
+    figures = bench.run(bench.setting("fifo", streams, args.blocks), flood)
     return rate_for(items, args.busy, 1.0 / figures.capacity, fan, args.seed)
 
 
@@ -133,7 +142,6 @@ def iso(bench: Bench) -> None:
 def _iso_rows(bench: Bench, streams: int) -> list[list[str]]:
     from benchmarks.token_pd_iso import compared, least_budget
     from benchmarks.token_pd_load import arrivals
-    from benchmarks.token_pd_run import Setting
 
     args = bench.args
     items = bench.items(streams, 1)
@@ -142,7 +150,7 @@ def _iso_rows(bench: Bench, streams: int) -> list[list[str]]:
     low, high = round(LEAST * streams), round(MOST * streams)
 
     def run(policy: str, blocks: int) -> Figures:
-        return bench.run(Setting(policy, streams, blocks), coming)
+        return bench.run(bench.setting(policy, streams, blocks), coming)
 
     found = [
         least_budget(policy, partial(run, policy), full.perplexity, low, high, rounds=args.rounds)
@@ -157,7 +165,6 @@ def held(bench: Bench) -> None:
     `--hold policy=blocks` says how many blocks a stream a policy needs (from `iso`).
     """
     from benchmarks.token_pd_load import arrivals
-    from benchmarks.token_pd_run import Setting
     from benchmarks.token_pd_table import table as lay_out
 
     args, done = bench.args, []
@@ -170,15 +177,14 @@ def held(bench: Bench) -> None:
         print(f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s")
         for policy, need in needs.items():
             most = min(streams, int(args.blocks / float(need)))
-            figures = bench.run(Setting(policy, most, args.blocks), coming)
+            figures = bench.run(bench.setting(policy, most, args.blocks), coming)
             done.append(replace(figures, streams=streams))
-    print(f"\nbudget {args.blocks} blocks of 16 tokens\n{lay_out(done)}")
+    print(f"\nbudget: bytes of {args.blocks} blocks of 16 tokens\n{lay_out(done)}")
 
 
 def ablate(bench: Bench) -> None:
     """Print what the risk weight and the predictor do at the tables' budget."""
     from benchmarks.token_pd_load import arrivals
-    from benchmarks.token_pd_run import Setting
     from benchmarks.token_pd_table import MIB, markdown
 
     args, rows = bench.args, []
@@ -189,8 +195,7 @@ def ablate(bench: Bench) -> None:
         rows.append(["full", "-", f"{full.perplexity:.3f}", "-", f"{full.exact:.1%}",
                      f"{full.peak_bytes / MIB:.1f}", f"{full.mean_bytes / MIB:.1f}"])  # fmt: skip
         for policy, params in variants(args.policies):
-            setting = Setting(policy, streams, args.blocks, params)
-            figures = bench.run(setting, coming)
+            figures = bench.run(bench.setting(policy, streams, args.blocks, params), coming)
             worse = figures.perplexity / full.perplexity - 1
             rows.append([policy, _told(params), f"{figures.perplexity:.3f}", f"{worse:+.2%}",
                          f"{figures.exact:.1%}", f"{figures.peak_bytes / MIB:.1f}",
@@ -199,16 +204,23 @@ def ablate(bench: Bench) -> None:
     print("\n" + markdown(head, rows))
 
 
-#: Weights of the risk: how much of the deviation is taken off the return; below 0 it is added.
-RISKS = (-1.0, -0.5, 0.0, 0.1, 0.25, 0.5)
+#: Weights of the risk: how much of it is taken off the return; below 0 it is added.
+RISKS = (-1.0, -0.5, -0.25, 0.0, 0.1, 0.25, 0.5)
 
 
 def variants(policies: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
-    """Return each policy with each weight of the risk, and with a constant for its predictor."""
+    """Return each policy with each weight of the risk, and with a constant for its predictor.
+
+    `pigou` counts the risk in standard deviations of the logarithm, and adds it (`kappa`).
+    """
     found: list[tuple[str, dict[str, float]]] = []
     for policy in policies:
-        if policy in ("paper", "paper-lossy", "pigou"):
-            found += [(policy, {"risk": risk}) for risk in RISKS] + [(policy, {"constant": 1.0})]
+        if policy == "pigou":
+            found += [(policy, {"kappa": -risk}) for risk in RISKS]
+        elif policy in ("paper", "paper-lossy"):
+            found += [(policy, {"lambda": risk}) for risk in RISKS]
+        if found and found[-1][0] == policy:
+            found.append((policy, {"constant": 1.0}))
         else:
             found.append((policy, {}))
     return found
@@ -225,16 +237,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("what", choices=["table", "iso", "held", "ablate"])
     parser.add_argument("--streams", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
-    parser.add_argument("--blocks", type=int, default=SHARE * 256, help="of the budget")
+    parser.add_argument(
+        "--blocks", type=int, default=SHARE * 256,
+        help="the budget: bytes of so many blocks; side data is paid for out of it",
+    )  # fmt: skip
     parser.add_argument("--requests", type=float, default=2.0, help="for each stream")
     parser.add_argument("--busy", type=float, default=0.9, help="share of the time, under FIFO")
     parser.add_argument("--rate", type=float, default=0.0, help="req/s instead of seeking it")
-    parser.add_argument("--fan", type=float, default=0.25, help="requests a job, of the streams")
+    parser.add_argument("--fan", type=float, default=0.125, help="requests a job, of the streams")
     parser.add_argument("--rounds", type=int, default=6, help="most runs of a bisection")
     parser.add_argument("--hold", nargs="+", default=[], help="policy=blocks, for `held`")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", default="", help="file that every run's figures are added to")
     return parser.parse_args()
 

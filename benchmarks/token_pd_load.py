@@ -24,9 +24,9 @@ Ids = NDArray[np.int32]
 
 _ROOT = Path(__file__).parents[1]
 #: Lengths in tokens, least and most, both drawn evenly.
-PROMPT, OUTPUT = (64, 256), (96, 288)
+PROMPT, OUTPUT = (48, 144), (96, 256)
 #: Pairs told in a recall item, and tokens between the last of them and the question.
-PAIRS, DISTANCE = 8, 192
+PAIRS, DISTANCE = 8, 160
 #: How often a job is a tenant's.
 TENANTS = {"play": 3, "agents": 3, "recall": 2}
 

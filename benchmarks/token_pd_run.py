@@ -25,6 +25,8 @@ from pigou.runtime.load import LoadedModel
 from pigou.sampling import SamplingParams
 
 BLOCK = 16
+#: Entries that every request keeps, under every policy: three blocks.
+LEAST = 48
 #: Called after each step with the engine and the plan: the regret's recorder, integrity checks.
 Watch = Callable[[LocalEngine, Plan], None]
 
@@ -38,22 +40,20 @@ class Setting:
         streams: most requests that run at once.
         blocks: of the device.
         params: parameters of the policy.
-        options: other fields of `EvictionConfig`.
     """
 
     policy: str
     streams: int
     blocks: int
     params: dict[str, float] = field(default_factory=dict)
-    options: dict[str, float] = field(default_factory=dict)
 
     def engine(self) -> EngineConfig:
         """Return the engine's configuration."""
         eviction = None
         if self.policy != "none":
-            eviction = EvictionConfig(policy=self.policy, params=self.params, **self.options)  # type: ignore[arg-type]
+            eviction = EvictionConfig(policy=self.policy, params=self.params, least=LEAST)
         return EngineConfig(
-            blocks=self.blocks, block_size=BLOCK, max_seqs=self.streams, max_model_len=1024,
+            blocks=self.blocks, block_size=BLOCK, max_seqs=self.streams, max_model_len=512,
             max_batched_tokens=512 + self.streams, prefix_caching=False, eviction=eviction,
         )  # fmt: skip
 
@@ -90,7 +90,7 @@ class Figures:
         p95: 95th percentile of the same.
         at_once: mean requests in the batch, over time.
         most: of the batch at any time.
-        short: share of the time in which somebody waited, or entries had been given up.
+        short: share of the busy time in which somebody waited, or did without entries it gave up.
         preemptions: requests that lost their row.
         dropped: cache entries given up, counted in one layer and head.
     """
@@ -146,13 +146,13 @@ class Run:
         last, busy_then = arrivals[-1].time, 0
         while coming or running:
             while coming and coming[-1].time <= self.now:
-                running.append(self._add(coming.pop()))
+                running.append(self.offer(coming.pop()))
             if not coming and not busy_then:
                 busy_then, last = self.busy, max(self.now, 1)
             if not running:
                 self.now = coming[-1].time
                 continue
-            self._step()
+            self.step()
             running, ended = _split(running)
             for served in ended:
                 served.done = self.now
@@ -160,13 +160,15 @@ class Run:
             done += ended
         return self._figures(done, busy_then / last), done
 
-    def _add(self, arrival: Arrival) -> Served:
+    def offer(self, arrival: Arrival) -> Served:
+        """Let a request wait."""
         item = arrival.item
         params = SamplingParams(max_tokens=item.generated, temperature=0.0, ignore_eos=True)
         output = self.engine.add(item.prompt, params, tenant=item.tenant)
         return Served(arrival, output, self.forcing.expect(output.request, item.forced))
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Do one step of the engine, and let the clock go on by what it took."""
         forced, began = self.forcing.spent, self.clock()
         self.engine.step()
         spent = self.clock() - began - (self.forcing.spent - forced)
@@ -177,7 +179,7 @@ class Run:
         self._weighted += spent * self._used
         self._crowd += spent * core.computing
         self._most = max(self._most, core.computing)
-        self._short += spent * (core.waiting > 0 or self._dropped > 0)
+        self._short += spent * (core.waiting > 0 or core.missing_entries > 0)
         if self.watch is not None and self.plan is not None:
             self.watch(self.engine, self.plan)
 
@@ -206,8 +208,15 @@ class Run:
 
 def block_bytes(engine: LocalEngine) -> int:
     """Return the bytes of a device block, the policy's side data included."""
-    cache = engine.cache
-    return int(cache.layout.block_bytes) + int(getattr(cache, "side_bytes", 0))
+    evictor = engine.executor.evictor
+    side = 0 if evictor is None else evictor.stats.block_bytes
+    return int(engine.cache.layout.block_bytes) + int(side)
+
+
+def blocks_for(model: LoadedModel, policy: str, blocks: int) -> int:
+    """Return the blocks that a policy has for the bytes of so many blocks of keys and values."""
+    engine = LocalEngine(model, Setting(policy, 1, 64).engine())
+    return blocks * int(engine.cache.layout.block_bytes) // block_bytes(engine)
 
 
 def perplexity(done: list[Served]) -> float:

@@ -48,7 +48,7 @@ def table(figures: Sequence[Figures]) -> str:
     """Return one table of runs; changes are against FIFO, the paper's beside ours."""
     base = {f.streams: f for f in figures if f.policy == "fifo"}
     head = ["streams", "policy", "peak MiB", "mean MiB", "perplexity", "exact", "req/s",
-            "per busy s", "P95 s", "at once", "busy", "per busy s / FIFO (paper)",
+            "per busy s", "P95 s", "at once", "busy", "short", "per busy s / FIFO (paper)",
             "P95 / FIFO (paper)"]  # fmt: skip
     return markdown(head, [_row(f, base.get(f.streams)) for f in figures])
 
@@ -65,7 +65,8 @@ def _row(f: Figures, fifo: Figures | None) -> list[str]:
     return [
         str(f.streams), name, f"{f.peak_bytes / MIB:.1f}", f"{f.mean_bytes / MIB:.1f}",
         f"{f.perplexity:.3f}", f"{f.exact:.1%}", f"{f.rate:.2f}", f"{f.capacity:.2f}",
-        f"{f.p95:.2f}", f"{f.at_once:.0f} (most {f.most})", f"{f.busy:.0%}", speed, late,
+        f"{f.p95:.2f}", f"{f.at_once:.0f} (most {f.most})", f"{f.busy:.0%}", f"{f.short:.0%}",
+        speed, late,
     ]  # fmt: skip
 
 

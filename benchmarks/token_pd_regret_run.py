@@ -1,0 +1,157 @@
+"""The runs and the report of `benchmarks.token_pd_regret`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.token_pd_load import Arrival, Item, Texts, arrivals, make_items
+from benchmarks.token_pd_optimum import BEGIN, Floats, earned, fixed_optimum, settling
+from benchmarks.token_pd_record import Recorder, future_shares, lay_out
+from benchmarks.token_pd_run import BLOCK, Run, Setting
+from benchmarks.token_pd_table import markdown
+from pigou.kv.regret import growth, optimum, regret, utility
+from pigou.models import bundled_path
+from pigou.report.drawing import png
+from pigou.report.figure import Axis, Chart, Line
+from pigou.runtime.load import LoadedModel, load
+
+#: Steps before the load doubles, and steps looked at after that.
+CHANGE, WINDOW = 100, 120
+#: Lengths of the requests of that run: all run until its end.
+PROMPT, OUTPUT = 100, CHANGE + WINDOW + 8
+
+
+@dataclass
+class Course:
+    """What a policy's regret did; means over layers and heads.
+
+    Attributes:
+        policy: name.
+        each: regret against the best set of each step, after every step, shape (T,).
+        ends: steps after which the fixed optimum is told, shape (k,).
+        fixed: regret against it, shape (k,).
+        possible: what the best sets earned in all.
+        got: what the policy earned in all.
+    """
+
+    policy: str
+    each: Floats
+    ends: list[int]
+    fixed: Floats
+    possible: float
+    got: float
+
+
+def report(args: argparse.Namespace) -> None:
+    """Run everything and print it."""
+    model = load(bundled_path(), args.dtype)
+    texts = Texts.unseen(bundled_path())
+    items = make_items(texts, args.requests, 1, args.seed)
+    returns = future_shares(bundled_path(), items)
+    courses = [course(model, policy, items, returns, args) for policy in args.policies]
+    rows = [
+        [c.policy, str(len(c.each)), f"{c.got / c.possible:.1%}", f"{c.each[-1]:.2f}",
+         f"{growth(c.each, BEGIN):.2f}", f"{c.fixed[-1]:.2f}", _grows(c)]
+        for c in courses
+    ]  # fmt: skip
+    head = ["policy", "steps", "earned of the best sets", "regret, best sets", "exponent",
+            "regret, best fixed choice", "exponent"]  # fmt: skip
+    print(f"\n{args.streams} streams, {args.requests} requests, budget "
+          f"{args.blocks * args.streams} blocks\n{markdown(head, rows)}\n")  # fmt: skip
+    print(markdown(["policy", "price settles after (steps)", "before", "after"],
+                   [settle(model, policy, texts, args) for policy in args.policies]))  # fmt: skip
+    if args.picture is not None:
+        png(picture(courses), args.picture)
+
+
+def course(
+    model: LoadedModel,
+    policy: str,
+    items: list[Item],
+    returns: list[np.ndarray],
+    args: argparse.Namespace,
+) -> Course:
+    """Record one policy's run and set it beside the optima."""
+    recorder = Recorder()
+    budget = args.blocks * args.streams
+    run = Run(model, Setting(policy, args.streams, budget), recorder)
+    figures, done = run(arrivals(items, float("inf"), 1, args.seed))
+    print(f"{policy}: {figures.steps} steps, perplexity {figures.perplexity:.3f}, "
+          f"given up {figures.dropped}", flush=True)  # fmt: skip
+    by_item = {id(served.arrival.item): served.output.request for served in done}
+    requests = [by_item[id(item)] for item in items]
+    ends = np.unique(np.geomspace(BEGIN, len(recorder.steps), args.points).astype(int)).tolist()
+    layers, heads = returns[0].shape[:2]
+    parts = []
+    for layer in range(layers):
+        for head in range(heads):
+            found = lay_out(recorder.steps, requests, returns, layer, head)
+            none = np.zeros_like(found.returns)
+            limit = budget * BLOCK
+            best = optimum(found.returns, none, found.there, limit, 0.0, 0.0)
+            real = utility(found.returns, none, found.kept, found.there, 0.0, 0.0)
+            got = earned(found)
+            fixed = fixed_optimum(found, limit, ends) - got[np.array(ends) - 1]
+            parts.append((regret(best, real), fixed, float(best.sum()), float(real.sum())))
+    each, fixed, possible, got = (np.mean([p[i] for p in parts], axis=0) for i in range(4))
+    return Course(policy, each, ends, fixed, float(possible), float(got))
+
+
+def _grows(course: Course) -> str:
+    """Return the exponent of the regret against the fixed optimum, where there is any."""
+    good = course.fixed > 0
+    if good.sum() < 3:
+        return "none: at or below 0"
+    slope, _ = np.polyfit(np.log(np.array(course.ends)[good]), np.log(course.fixed[good]), 1)
+    return f"{slope:.2f}"
+
+
+def settle(model: LoadedModel, policy: str, texts: Texts, args: argparse.Namespace) -> list[str]:
+    """Double the load at once, in the midst of a run that is over its budget; time the price."""
+    half = args.streams // 2
+    rng = np.random.default_rng((args.seed, 7))
+    ids = texts.ids["play"]
+    starts = rng.integers(0, len(ids) - PROMPT - OUTPUT, size=args.streams).tolist()
+    texts_read = [ids[start : start + PROMPT + OUTPUT] for start in starts]
+    items = [Item("play", read[:PROMPT], read[PROMPT:]) for read in texts_read]
+    recorder = Recorder(positions=False)
+    run = Run(model, Setting(policy, args.streams, args.blocks * half), recorder)
+    for item in items[:half]:
+        run.offer(Arrival(0, item))
+    for _ in range(CHANGE):
+        run.step()
+    for item in items[half:]:
+        run.offer(Arrival(run.now, item))
+    for _ in range(WINDOW):
+        run.step()
+    prices = [step.price for step in recorder.steps]
+    found = settling(prices, CHANGE, WINDOW)
+    told = "not within the window" if found is None else str(found)
+    before, after = np.median(prices[CHANGE - 20 : CHANGE]), np.median(prices[-WINDOW // 2 :])
+    return [policy, told, f"{before:.3g}", f"{after:.3g}"]
+
+
+def picture(courses: list[Course]) -> Chart:
+    """Return the regrets over steps, beside a square root."""
+    top = max(float(c.each[-1]) for c in courses)
+    longest = max(len(c.each) for c in courses)
+    steps = np.arange(1, longest + 1)
+    root = top * np.sqrt(steps / longest)
+    lines = [
+        Line(c.policy, range(BEGIN, len(c.each) + 1), c.each[BEGIN - 1 :].tolist(), i)
+        for i, c in enumerate(courses)
+    ]
+    lines += [
+        Line(f"{c.policy}, fixed choice", c.ends, [max(v, 0.0) for v in c.fixed.tolist()], i,
+             stroke="dash", marks=True)
+        for i, c in enumerate(courses)
+    ]  # fmt: skip
+    lines.append(Line("square root", steps[BEGIN - 1 :].tolist(), root[BEGIN - 1 :].tolist(), -1,
+                      stroke="dot"))  # fmt: skip
+    return Chart(
+        "token-pd-regret", "Regret against those who know the future", "",
+        Axis("step", log=True), Axis("attention lost", log=True), tuple(lines),
+    )  # fmt: skip
