@@ -237,11 +237,13 @@ class Tiers:
         Returns:
             How many blocks can be hit again.
         """
-        each = {block.key: block for block in blocks}
-        for block in sorted(each.values(), key=lambda block: block.depth):
-            if block.key not in self.tiers[tier] and not self._admit(tier, [block], now):
+        here = self.tiers[tier]
+        # What goes for one of these is deleted, so that it is none of them itself.
+        new = {block.key: block for block in blocks if block.key not in here}
+        for block in sorted(new.values(), key=lambda block: block.depth):
+            if not self._admit(tier, [block], now):
                 self._out.append(Move(-1, tier, NOWHERE, [block.key]))
-        return len(self.tiers[tier])
+        return len(here)
 
     def copies_under(self) -> dict[int, int]:
         """Return how many device blocks are read by each move that has not landed, by number."""
