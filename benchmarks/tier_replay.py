@@ -134,7 +134,8 @@ MODES = {
     "write-through": ("computed", "lru"),
     "victims": ("evicted", "lru"),
     "kvbm": ("computed", "kvbm"),
-    "price": ("computed", "price"),
+    "price at once": ("computed", "price"),
+    "price": ("last call", "price"),
 }
 
 
@@ -143,12 +144,15 @@ def two_tiers(replay: Replay, caps: tuple[int, int], mode: str, gains: Worth) ->
 
     `computed`: the lower one is offered what of a prompt or an answer it lacks, and told of the
     hits in what it holds. `evicted`: it gets what the upper one evicts, and gives up what comes up
-    (but not a block that others in it stand on).
+    (but not a block that others in it stand on). `last call`: while it has room it is offered what
+    is computed; then what the upper one is about to give up, with all before it that it lacks.
     """
     offered, name = MODES[mode]
     device = Tier(caps[0], make(Lru, Setting(caps[0])))
-    lower = Tier(caps[1], load(name, Setting(caps[1], gains)), rooted=offered == "computed")
-    run = _computed if offered == "computed" else _evicted
+    lower = Tier(caps[1], load(name, Setting(caps[1], gains)), rooted=offered != "evicted")
+    if offered == "last call":
+        lower.policy.above = device.__contains__
+    run = {"computed": _computed, "evicted": _evicted, "last call": LastCall(replay)}[offered]
     found = Outcome()
     begin = time.process_time()
     for event in replay.events:
@@ -189,3 +193,45 @@ def _evicted(device: Tier, lower: Tier, event: Event, own: int, total: int) -> i
         if block.key in up and entry is not None and entry.down is None:
             lower.drop([block.key], event.at)
     return sum(len(lower.admit([block], event.at).admitted) for block in victims)
+
+
+class LastCall:
+    """Fills the lower tier with what the upper one gives up, in whole prefixes."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._known = {block.key: block for event in replay.events for block in event.blocks}
+
+    def __call__(self, device: Tier, lower: Tier, event: Event, own: int, _total: int) -> int:
+        """Return how many blocks were written to the lower tier."""
+        if event.asks:
+            device.hit(event.keys[:own], event.at)
+        victims = (
+            device.admit(event.blocks[own:], event.at).evicted if own < len(event.keys) else []
+        )
+        if event.asks:
+            below = lower.use(event.blocks, event.at)
+        else:  # of an answer, the prompt was used when it came
+            below = lower.find(event.keys, event.at)
+            lower.policy.asked(event.blocks[below:], event.at)
+        room = lower.cap_bytes - lower.used_bytes
+        written = 0
+        if room and below < len(event.keys):
+            first = event.blocks[below : below + room]
+            written = len(lower.admit(first, event.at, used=False).admitted)
+        return written + self._give_up(device, lower, victims, event.at)
+
+    def _give_up(self, device: Tier, lower: Tier, victims: list[Block], now: int) -> int:
+        """Offer each chain once, by its deepest block."""
+        written, offered = 0, set[bytes]()
+        for block in sorted(victims, key=lambda block: -block.depth):
+            if block.key in offered or block.key in device:
+                continue
+            path: list[Block] = []
+            at: Block | None = block
+            while at is not None and at.key not in lower:
+                path.append(at)
+                at = self._known.get(at.parent)
+            offered.update(step.key for step in path)
+            if path:
+                written += len(lower.admit(path[::-1], now, used=False).admitted)
+        return written

@@ -12,7 +12,7 @@ on an H200, less the time to read the blocks over a link of 50 GB/s), blocks wri
 asked for. `belady` looks ahead: the bound of hits. A name in `--policies` may be followed by
 parameters, as in "price margin=1,gdsf cost=seconds".
 
-`--two-tier` puts a device tier, LRU, above a lower one, which is filled in four ways; `written` is
+`--two-tier` puts a device tier, LRU, above a lower one, which is filled in five ways; `written` is
 what goes to the lower one. `--rounding` tells what whole blocks cost (`benchmarks.tier_rounding`).
 """
 
@@ -34,7 +34,7 @@ from pigou.kv.worth import Worth
 SIZES = (0.005, 0.02, 0.05, 0.15)
 #: Parts of the footprint: of the device, and of the tier below.
 PAIRS = ((0.005, 0.02), (0.005, 0.05), (0.02, 0.05), (0.02, 0.15))
-REFERENCES = ("price", "belady")
+REFERENCES = ("price", "price at once", "belady")
 
 
 def shown(outcome: Outcome, replay: Replay) -> str:

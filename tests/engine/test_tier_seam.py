@@ -18,17 +18,19 @@ from pigou.engine.preemption import Rates
 from pigou.kv.block import ROOT, Block
 from pigou.kv.move import Speed, worth_reading
 from pigou.kv.policies.policy import Setting
-from pigou.kv.policies.ranked import Lru
+from pigou.kv.policies.policy import load as load_policy
 from pigou.kv.tier import Tier
 from pigou.kv.tiers import Tiers
 from pigou.kv.worth import Worth
 from pigou.request import NEVER
 
 BYTES = 10
+#: One that takes everything at once, and one that would rather wait.
+POLICIES = ["lru", "price"]
 
 
-def make_tiers(caps: list[int], staging: int, copies: int = 2) -> Tiers:
-    tiers = [Tier(cap * BYTES, Lru(Setting(cap * BYTES), Lru.Params())) for cap in caps]
+def make_tiers(caps: list[int], staging: int, copies: int = 2, policy: str = "lru") -> Tiers:
+    tiers = [Tier(cap * BYTES, load_policy(policy, Setting(cap * BYTES))) for cap in caps]
     return Tiers(tiers, BYTES, [staging] * len(caps), copies=copies)
 
 
@@ -65,7 +67,10 @@ class TierSeam(Seam):
         config = EngineConfig(**{f: getattr(config, f) for f in config.__struct_fields__
                                  if f != "prefix_caching"})  # fmt: skip
         self.core = EngineCore(
-            config, tiers=make_tiers(caps, staging, data.draw(st.integers(1, 9)))
+            config,
+            tiers=make_tiers(
+                caps, staging, data.draw(st.integers(1, 9)), data.draw(st.sampled_from(POLICIES))
+            ),
         )
         self.core.rates = rates
         self.core._state.tiering._returns.least = 1.0

@@ -158,3 +158,29 @@ def _lru(cap: int) -> Tier:
     from eviction_names import policy
 
     return Tier(cap, policy("lru", cap))
+
+
+def test_what_the_tier_above_holds_goes_first_and_counts_again_when_that_gives_it_up() -> None:
+    tier, policy = priced(3)
+    above = {block(1).key}
+    policy.above = above.__contains__
+    for number in (1, 2, 3):
+        tier.admit([block(number)], number * SECOND)
+    tier.use([block(4)], 4 * SECOND)
+    assert tier.admit([block(4)], 4 * SECOND, used=False).evicted == [block(1)]
+    above.clear()
+    assert policy.value(1, 0, 0, 1) > 0
+    assert tier.admit([block(1)], 4 * SECOND, used=False).admitted == []  # no use: it earns no more
+
+
+def test_an_offer_that_is_no_use_teaches_nothing() -> None:
+    tier, policy = priced(2)
+    tier.use([block(1)], SECOND)
+    for step in range(2, 9):
+        tier.admit([block(1)], step * SECOND, used=False)
+        tier.drop([block(1).key], step * SECOND)
+    tier.admit([block(1)], 10 * SECOND, used=False)
+    entry = tier.entry(block(1).key)
+    assert entry is not None
+    assert (entry.uses + entry.mark, entry.last) == (1, SECOND)
+    assert policy.reuse._reused.sum() == 0

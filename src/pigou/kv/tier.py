@@ -127,17 +127,34 @@ class Tier:
             self.policy.hit(entry, now)
             entry = entry.up
 
+    def use(self, blocks: Sequence[Block], now: int) -> int:
+        """Note that a chain is used, whoever holds it; return how many leading blocks are held."""
+        keys = [block.key for block in blocks]
+        found = self.find(keys, now)
+        self.hit(keys[:found], now)
+        missed = [block for block in blocks[found:] if block.key not in self._held]
+        if missed:
+            self.policy.asked(missed, now)
+        return found
+
     # --- coming in ----------------------------------------------------------------------------
 
-    def admit(self, blocks: Sequence[Block], now: int) -> Admission:
+    def admit(self, blocks: Sequence[Block], now: int, used: bool = True) -> Admission:
         """Take in blocks of one chain, parent before child, as far as the policy wants them.
 
         Those that are held already stay as they are. What the policy does not want, what is
         expired, larger than the tier, without its parent (where `rooted`), or dropped and still
         pinned, stays out; so does, where `rooted`, what comes after it. Blocks are evicted until
         the new ones fit, but never one of those that were given.
+
+        Args:
+            blocks: which.
+            now: nanoseconds.
+            used: whether this is a use of them; if not, `use` has told of the last one.
         """
         offered = [block for block in blocks if block.key not in self._held]
+        if used and offered:
+            self.policy.asked(offered, now)
         answers = self.policy.admits(offered, now) if offered else []
         wanted = {block.key for block, answer in zip(offered, answers, strict=True) if answer}
         if not wanted:

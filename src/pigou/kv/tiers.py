@@ -13,7 +13,7 @@ the one above; later it gets what that one gives up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -99,8 +99,36 @@ class Tiers:
 
     # --- from and to the device -----------------------------------------------------------------
 
+    def attend(self, device: Callable[[bytes], bool]) -> None:
+        """Take in how to ask whether the device holds a block.
+
+        The host's policy may heed it (`EvictionPolicy.above`). What a store keeps for after a
+        restart is worth that also while the device has it.
+        """
+        if self._media[0] is Medium.HOST and self.tiers[0].policy.exclusive:
+            self.tiers[0].policy.above = device
+
+    def waits(self, blocks: int) -> bool:
+        """Whether so many blocks had better be offered when the device is about to hand them out.
+
+        So it is where the first tier is full, and counts nothing that the device holds as well.
+        """
+        first = self.tiers[0]
+        room = first.cap_bytes - first.used_bytes
+        return first.policy.above is not None and blocks * self._bytes > room
+
+    def use(self, hashes: BlockHashes, expiry: int, now: int) -> None:
+        """Note that the first blocks of a sequence were used, without an offer; as `offer`."""
+        self.tiers[0].use(chain_of(hashes, self._bytes, expiry), now)
+
     def offer(
-        self, hashes: BlockHashes, device: Ints, expiry: int, now: int, most: int
+        self,
+        hashes: BlockHashes,
+        device: Ints,
+        expiry: int,
+        now: int,
+        most: int,
+        used: bool = True,
     ) -> Move | None:
         """Offer the first blocks of a sequence, which the device may soon hand out.
 
@@ -110,6 +138,7 @@ class Tiers:
             expiry: until when they are valid, nanoseconds.
             now: nanoseconds.
             most: blocks to be copied at most.
+            used: whether they were just used; if not, `use` has told of it.
 
         Returns:
             The move of those that the first tier takes, also returned by `drain`; the device must
@@ -118,8 +147,10 @@ class Tiers:
         chain = chain_of(hashes, self._bytes, expiry)
         keys = [block.key for block in chain]
         first = self.tiers[0].find(keys, now)
-        self.tiers[0].hit(keys[:first], now)
-        taken = self._admit(0, chain[first : first + most], now) if first < len(chain) else 0
+        if used:
+            self.tiers[0].hit(keys[:first], now)
+        rest = chain[first : first + most]
+        taken = self._admit(0, rest, now, used) if rest else 0
         if not taken:
             return None
         last = first + taken
@@ -268,12 +299,12 @@ class Tiers:
                 return number
         return None
 
-    def _admit(self, tier: int, blocks: Sequence[Block], now: int) -> int:
+    def _admit(self, tier: int, blocks: Sequence[Block], now: int, used: bool = True) -> int:
         """Offer blocks, each standing on the one before, to a tier; return how many it took.
 
         Those that it gives up for them go further down.
         """
-        admitted, evicted = self.tiers[tier].admit(blocks, now)
+        admitted, evicted = self.tiers[tier].admit(blocks, now, used)
         self.counts[tier].evicted += len(evicted)
         if evicted:
             self._give_up(tier, evicted, now)

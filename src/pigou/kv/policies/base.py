@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -18,6 +18,8 @@ class Base:
     Params: type[msgspec.Struct] = NoParams
     paths = False
     price = 0.0
+    exclusive = False
+    above: Callable[[bytes], bool] | None = None
 
     def __init__(self, setting: Setting, params: msgspec.Struct | None = None) -> None:
         self.setting = setting
@@ -25,6 +27,9 @@ class Base:
     def learn(self, worth: Worth) -> None:
         """Take another worth of a block from now on."""
         self.setting = replace(self.setting, worth=worth)
+
+    def asked(self, blocks: Sequence[Block], now: int) -> None:
+        """Do nothing."""
 
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
         """Return True for each."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
@@ -39,9 +39,10 @@ class EvictionPolicy(Protocol):
     """The order in which the blocks of one tier go.
 
     It is made as `Policy(setting, params)`, where `params` is of the type in its class attribute
-    `Params`. A tier calls it so: `admits` with the blocks that it is offered and does not hold;
-    then, for each one that it takes, `victim` until there is room; at last `insert` for all that
-    were taken, the last of the chain first. Only a block that is `Entry.free` may be a victim.
+    `Params`. A tier calls it so: `asked` with blocks that are used and that it does not hold;
+    `admits` with those that it is offered and does not hold; then, for each one that it takes,
+    `victim` until there is room; at last `insert` for all that were taken, the last of the chain
+    first. Only a block that is `Entry.free` may be a victim.
     """
 
     #: The type of its parameters, a frozen `msgspec.Struct` with defaults.
@@ -51,9 +52,18 @@ class EvictionPolicy(Protocol):
 
     #: What a byte of the tier costs: seconds of prefill for each second that it is held.
     price: float
+    #: Whether it heeds `above`.
+    exclusive: bool
+    #: Whether the tier above holds a block, and will offer it again before it gives it up; None
+    #: where nothing above does that.
+    above: Callable[[bytes], bool] | None
 
     def learn(self, worth: Worth) -> None:
         """Take another worth of a block from now on: it was measured anew."""
+        ...
+
+    def asked(self, blocks: Sequence[Block], now: int) -> None:
+        """Take note of a use of blocks that are not held, a run of one chain."""
         ...
 
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:

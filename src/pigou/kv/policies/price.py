@@ -58,11 +58,15 @@ class Price(Base):
     tier), minus these bytes if the cheapest held does not, and minus the free bytes while there
     are any. While there is room nothing is refused. The cap itself is the tier's, and hard.
 
+    A block that the tier above holds as well, and will offer again before it gives it up (`above`),
+    earns nothing here until then: it is served from there, and can come back.
+
     Attributes:
         price: mu.
     """
 
     Params = PriceParams
+    exclusive = True
 
     def __init__(self, setting: Setting, params: PriceParams) -> None:
         super().__init__(setting, params)
@@ -76,9 +80,8 @@ class Price(Base):
         self.reuse = Reuse(params.sample, params.prior, params.decay, params.followed)
         #: Of blocks that are not held: uses, and when the last one was.
         self._uses: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        #: Of the blocks offered last: uses and value.
-        self._offered: dict[bytes, tuple[int, float]] = {}
-        self._last = 0
+        #: Of the blocks offered last: uses, when the last one was, and value.
+        self._offered: dict[bytes, tuple[int, int, float]] = {}
         self._heap: list[tuple[float, int, Entry]] = []
         self._number = count()
         self._held = self._used = self._evicted = 0
@@ -106,38 +109,39 @@ class Price(Base):
 
     def _now_worth(self, entry: Entry, now: int) -> float:
         block = entry.block
+        if self.above is not None and self.above(block.key):
+            return 0.0
         return self.value(entry.uses + entry.mark, now - entry.last, block.depth, block.size)
 
     # --- coming in ----------------------------------------------------------------------------
 
-    def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
-        """Return which of the offered blocks pay the price, and more than what would go."""
-        self._settle()
-        self._last = now
-        deepest = blocks[-1].depth
+    def asked(self, blocks: Sequence[Block], now: int) -> None:
+        """Learn from a use, and remember it."""
         for block in blocks:
             self.reuse.use(block.key, now)
             uses, last = self._uses.pop(block.key, _UNKNOWN)
-            uses += now - last >= AT_ONCE
-            self._offered[block.key] = uses, self.value(uses, 0, deepest, block.size)
+            self._remember(block.key, uses + (now - last >= AT_ONCE), now)
+
+    def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
+        """Return which of the offered blocks pay the price, and more than what would go."""
+        deepest = blocks[-1].depth
+        self._offered.clear()
+        for block in blocks:
+            uses, last = self._uses.get(block.key, (1, now))
+            value = self.value(uses, now - last, deepest, block.size)
+            self._offered[block.key] = uses, last, value
         size = sum(block.size for block in blocks)
         room = self.setting.cap_bytes - self._used
         if size <= room:
             self._move(-room)
             return [True] * len(blocks)
         cheapest = self._cheapest(now)
-        values = [self._offered[block.key][1] for block in blocks]
+        values = [value for _, _, value in self._offered.values()]
         if cheapest is None:
             return [room > 0] * len(blocks)
         self._bid(max(values), cheapest.rank, size)
         least = max(self.price, cheapest.rank * self.params.margin)
         return [room > 0 or value > least for value in values]
-
-    def _settle(self) -> None:
-        """Remember the uses of what was offered last and did not come in."""
-        for key, (uses, _) in self._offered.items():
-            self._remember(key, uses, self._last)
-        self._offered.clear()
 
     def _remember(self, key: bytes, uses: int, last: int) -> None:
         self._uses[key] = uses, last
@@ -164,7 +168,7 @@ class Price(Base):
         entry = self._cheapest(now)
         if entry is None:
             return None
-        _, value = self._offered[newcomer.key]
+        value = self._offered[newcomer.key][2]
         return entry if value > entry.rank * self.params.margin else None
 
     def _cheapest(self, now: int) -> Entry | None:
@@ -207,7 +211,8 @@ class Price(Base):
 
     def insert(self, entry: Entry, now: int) -> None:
         """Rank it, with the uses that are remembered of it."""
-        entry.mark, _ = self._offered.pop(entry.block.key)
+        entry.mark, entry.last, _ = self._offered[entry.block.key]
+        self._uses.pop(entry.block.key, None)
         self._held += 1
         self._used += entry.block.size
         if entry.free:
