@@ -117,19 +117,18 @@ class Price(Base):
 
     def asked(self, blocks: Sequence[Block], now: int) -> None:
         """Learn from a use, and remember it."""
+        uses_of, learn = self._uses, self.reuse.use
         for block in blocks:
-            self.reuse.use(block.key, now)
-            uses, last = self._uses.pop(block.key, _UNKNOWN)
-            self._remember(block.key, uses + (now - last >= AT_ONCE), now)
+            key = block[0]
+            learn(key, now)
+            uses, last = uses_of.pop(key, _UNKNOWN)
+            uses_of[key] = uses + (now - last >= AT_ONCE), now
+        while len(uses_of) > self.params.remembered:
+            uses_of.popitem(last=False)
 
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
         """Return which of the offered blocks pay the price, and more than what would go."""
-        deepest = blocks[-1].depth
-        self._offered.clear()
-        for block in blocks:
-            uses, last = self._uses.get(block.key, (1, now))
-            value = self.value(uses, now - last, deepest, block.size)
-            self._offered[block.key] = uses, last, value
+        self._value_offered(blocks, now)
         size = sum(block.size for block in blocks)
         room = self.setting.cap_bytes - self._used
         if size <= room:
@@ -142,6 +141,18 @@ class Price(Base):
         self._bid(max(values), cheapest.rank, size)
         least = max(self.price, cheapest.rank * self.params.margin)
         return [room > 0 or value > least for value in values]
+
+    def _value_offered(self, blocks: Sequence[Block], now: int) -> None:
+        """Value blocks of one chain; most of them have the same uses."""
+        deepest = blocks[-1].depth
+        offered = self._offered = {}
+        before, worth = (0, 0, 0), 0.0
+        for block in blocks:
+            uses, last = self._uses.get(block[0], (1, now))
+            if before != (uses, last, block.size):
+                before = uses, last, block.size
+                worth = self.value(uses, now - last, deepest, block.size)
+            offered[block[0]] = uses, last, worth
 
     def _remember(self, key: bytes, uses: int, last: int) -> None:
         self._uses[key] = uses, last
