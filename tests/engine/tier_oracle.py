@@ -166,7 +166,7 @@ class TierOracle(Oracle):
         for stored, medium, keys, _ in self.tiers.events._told:  # not yet taken
             named = {(medium, key) for key in keys}
             told = told | named if stored else told - named
-        media, there = self.tiers._media, set()
+        media, there = self.tiers.events.media, set()
         for tier, medium in enumerate(media):
             keys = {block.key for block in self.tiers.tiers[tier].blocks()}
             now = {(medium, key) for key in keys if self.tiers.readable(tier, key, 0)}

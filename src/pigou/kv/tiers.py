@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from pigou.events import Medium
-from pigou.kv.block import ROOT, Block, chain_of, keys_of
+from pigou.kv.block import Block, chain_of, keys_of
 from pigou.kv.move import DEVICE, NO_BLOCKS, NOWHERE, Counts, Move, Speed, worth_reading
 from pigou.kv.tier import Tier
 from pigou.kv.tier_events import TierEvents
 from pigou.kv.tier_integrity import check_tier
+from pigou.kv.tier_path import path_down
 from pigou.kv.worth import Worth
 from pigou.request import BlockHashes, Ints
 
@@ -72,12 +73,11 @@ class Tiers:
         self.worth: Worth | None = None
         self.counts = [Counts() for _ in tiers]
         self._told = 0.0
-        self.events = TierEvents()
-        self._media = list(media) if media is not None else _usual_media(len(tiers))
         self._bytes = block_bytes
         self._staging = list(staging) if staging is not None else [0 for _ in tiers]
         self._coming: list[set[bytes]] = [set() for _ in tiers]
         self._leaving: list[set[bytes]] = [set() for _ in tiers]
+        self.events = TierEvents(self.tiers, self._coming, self._leaving, media)
         self._under: dict[int, Move] = {}
         self._lent: dict[int, list[bytes]] = {}  # by move, blocks of its source that stay there
         self._reading: dict[str, list[tuple[int, bytes]]] = {}
@@ -105,7 +105,7 @@ class Tiers:
         The host's policy may heed it (`EvictionPolicy.above`). What a store keeps for after a
         restart is worth that also while the device has it.
         """
-        if self._media[0] is Medium.HOST and self.tiers[0].policy.exclusive:
+        if self.events.media[0] is Medium.HOST and self.tiers[0].policy.exclusive:
             self.tiers[0].policy.above = device
 
     def waits(self, blocks: int) -> bool:
@@ -206,7 +206,7 @@ class Tiers:
         for number, key in reading[:good]:
             self.counts[number].restored += asked
             self.counts[number].recalled += not asked
-            self._tell(number, [key])
+            self.events.arrived(number, [key])
         if good < len(reading) and not failed:
             number, key = reading[good]
             self.lose(number, [key], now)
@@ -233,7 +233,7 @@ class Tiers:
         lost = [key for key, came in zip(move.keys, good, strict=True) if not came]
         self.counts[target].stored += len(move.keys) - len(lost)
         self.lose(target, lost, now)
-        self._tell(target, move.keys)
+        self.events.arrived(target, move.keys)
         if move.source != DEVICE:
             self._left(move, now)
         if target + 1 < len(self.tiers):
@@ -345,13 +345,14 @@ class Tiers:
         Returns:
             What goes down, by key; on a move that was decided by this.
         """
+        here, below = self.tiers[tier], self.tiers[tier + 1]
         going: dict[bytes, Block] = {}
         for block in sorted(blocks, key=lambda block: -block.depth):
             if room < 1:
                 break
             if block.key in going:
                 continue
-            path = self._path(tier, block, gone)
+            path = path_down(here, below, self._coming[tier], block, gone)
             if gone:
                 count = sum(step.key in gone for step in path)
                 path = path[: len(path) - max(0, count - room)]
@@ -366,24 +367,6 @@ class Tiers:
             self.tiers[tier].pin(stay)
             self._lent[self._move(tier, tier + 1, list(going.values())).number] = stay
         return going
-
-    def _path(self, tier: int, block: Block, gone: dict[bytes, Block]) -> list[Block]:
-        """Return what must go down for a block to be of use there; nothing if it cannot be had.
-
-        What has not arrived itself cannot be sent on.
-        """
-        here, below = self.tiers[tier], self.tiers[tier + 1]
-        path: list[Block] = []
-        at: Block | None = block
-        while at is not None and at.key not in below:
-            if at.key in self._coming[tier]:
-                return []
-            path.append(at)
-            if at.parent == ROOT or at.parent in below:
-                return path[::-1]
-            entry = here.entry(at.parent)
-            at = gone.get(at.parent) or (entry.block if entry is not None else None)
-        return []
 
     def _expect(self, tier: int, blocks: Sequence[Block]) -> None:
         """Note that blocks are on their way to a tier: neither to be read nor given up."""
@@ -421,28 +404,4 @@ class Tiers:
             keys = [key for key in keys if key not in leaving]
         if keys:
             self._out.append(Move(-1, tier, NOWHERE, list(keys)))
-            self._tell_gone(tier, keys)
-
-    # --- what others are told -------------------------------------------------------------------
-
-    def _tell(self, tier: int, keys: Iterable[bytes]) -> None:
-        """Tell that blocks can be read from a tier, those of them that can."""
-        there = (self.tiers[tier].entry(key) for key in keys if key not in self._coming[tier])
-        self.events.stored(self._media[tier], [entry.block for entry in there if entry is not None])
-
-    def _tell_gone(self, tier: int, keys: Sequence[bytes]) -> None:
-        """Tell that blocks are gone from a tier, but for those that another has by that name."""
-        medium = self._media[tier]
-        others = [
-            number for number, each in enumerate(self._media) if each is medium and number != tier
-        ]
-        gone = [key for key in keys if not any(self._has(number, key) for number in others)]
-        self.events.removed(medium, gone)
-
-    def _has(self, tier: int, key: bytes) -> bool:
-        there = key in self.tiers[tier] or key in self._leaving[tier]
-        return there and key not in self._coming[tier]
-
-
-def _usual_media(tiers: int) -> list[Medium]:
-    return [Medium.HOST if number == 0 else Medium.STORAGE for number in range(tiers)]
+            self.events.gone(tier, keys)
