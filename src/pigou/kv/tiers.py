@@ -335,6 +335,8 @@ class Tiers:
     ) -> dict[bytes, Block]:
         """Offer blocks to the next tier; the deepest first, since what they stand on goes along.
 
+        What was refused as a part of a chain is not offered again without its end.
+
         Args:
             tier: that has them.
             blocks: which.
@@ -347,10 +349,11 @@ class Tiers:
         """
         here, below = self.tiers[tier], self.tiers[tier + 1]
         going: dict[bytes, Block] = {}
+        offered: set[bytes] = set()
         for block in sorted(blocks, key=lambda block: -block.depth):
             if room < 1:
                 break
-            if block.key in going:
+            if block.key in offered:
                 continue
             path = path_down(here, below, self._coming[tier], block, gone)
             if gone:
@@ -358,6 +361,7 @@ class Tiers:
                 path = path[: len(path) - max(0, count - room)]
             else:
                 path = path[:room]
+            offered.update(step.key for step in path)
             taken = path[: self._admit(tier + 1, path, now)] if path else path
             self._expect(tier + 1, taken)
             going.update((step.key, step) for step in taken)
