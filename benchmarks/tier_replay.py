@@ -184,9 +184,7 @@ def _evicted(device: Tier, lower: Tier, event: Event, own: int, total: int) -> i
     if event.asks:
         device.hit(event.keys[:own], event.at)
         lower.hit(event.keys[own:total], event.at)
-    came_up, victims = (
-        device.admit(event.blocks[own:], event.at) if own < len(event.keys) else ([], [])
-    )
+    came_up, victims = _bring_up(device, event, own)
     up = set(came_up)
     for block in reversed(event.blocks[own:total]):
         entry = lower.entry(block.key)
@@ -195,19 +193,35 @@ def _evicted(device: Tier, lower: Tier, event: Event, own: int, total: int) -> i
     return sum(len(lower.admit([block], event.at).admitted) for block in victims)
 
 
+def _bring_up(device: Tier, event: Event, own: int) -> tuple[list[bytes], list[Block]]:
+    """Let the device have a chain; return what came, and what it has no room for.
+
+    Chains may be longer than the device; of these, too, the rest goes down.
+    """
+    new = event.blocks[own:]
+    if not new:
+        return [], []
+    came, evicted = device.admit(new, event.at)
+    return came, [*evicted, *(block for block in new if block.key not in device)]
+
+
 class LastCall:
-    """Fills the lower tier with what the upper one gives up, in whole prefixes."""
+    """Fills the lower tier with what the upper one gives up, in whole prefixes.
+
+    A chain is offered when its end is given up, and what is refused then, not before it was used
+    again.
+    """
 
     def __init__(self, replay: Replay) -> None:
         self._known = {block.key: block for event in replay.events for block in event.blocks}
+        self._offered: set[bytes] = set()
 
     def __call__(self, device: Tier, lower: Tier, event: Event, own: int, _total: int) -> int:
         """Return how many blocks were written to the lower tier."""
+        self._offered.difference_update(event.keys)
         if event.asks:
             device.hit(event.keys[:own], event.at)
-        victims = (
-            device.admit(event.blocks[own:], event.at).evicted if own < len(event.keys) else []
-        )
+        _, victims = _bring_up(device, event, own)
         if event.asks:
             below = lower.use(event.blocks, event.at)
         else:  # of an answer, the prompt was used when it came
@@ -221,17 +235,16 @@ class LastCall:
         return written + self._give_up(device, lower, victims, event.at)
 
     def _give_up(self, device: Tier, lower: Tier, victims: list[Block], now: int) -> int:
-        """Offer each chain once, by its deepest block."""
-        written, offered = 0, set[bytes]()
+        written = 0
         for block in sorted(victims, key=lambda block: -block.depth):
-            if block.key in offered or block.key in device:
+            if block.key in self._offered or block.key in device:
                 continue
             path: list[Block] = []
             at: Block | None = block
             while at is not None and at.key not in lower:
                 path.append(at)
                 at = self._known.get(at.parent)
-            offered.update(step.key for step in path)
+            self._offered.update(step.key for step in path)
             if path:
                 written += len(lower.admit(path[::-1], now, used=False).admitted)
         return written

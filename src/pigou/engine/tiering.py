@@ -101,13 +101,13 @@ class Tiering:
             if not len(blocks) or pending.expiry <= now:
                 continue
             hashes = pending.hashes[: len(blocks)]
-            if not pending.last and self.tiers.waits(len(blocks)):
+            if not pending.used:
                 self.tiers.use(hashes, pending.expiry, now)
+                pending = pending._replace(used=True)
+            if not pending.last and self.tiers.waits(len(blocks)):
                 self._waiting.add(pending, blocks)
                 continue
-            move = self.tiers.offer(
-                hashes, blocks, pending.expiry, now, self._room, used=not pending.last
-            )
+            move = self.tiers.offer(hashes, blocks, pending.expiry, now, self._room)
             if move is not None:
                 self._keep(move, blocks, pending.last and self._room > len(move.keys))
                 if not self._room:  # the rest of them follows

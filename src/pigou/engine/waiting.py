@@ -20,11 +20,13 @@ class Pending(NamedTuple):
     Attributes:
         hashes: shape (n, 2).
         expiry: until when they hold.
+        used: whether the tiers were told of their use.
         last: whether the device is about to hand the blocks out.
     """
 
     hashes: BlockHashes
     expiry: int
+    used: bool = False
     last: bool = False
 
 

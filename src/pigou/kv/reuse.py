@@ -59,6 +59,7 @@ class Reuse:
 
     Attributes:
         rates: that index by class and bin, 1/s.
+        mask: a block is followed where its key's last byte has none of these bits.
         version: number of the refresh that they are of.
     """
 
@@ -78,7 +79,7 @@ class Reuse:
                 f"prior {prior}, decay {decay}, followed {followed}: they must be above 0, and "
                 "decay at most 1"
             )
-        self._mask = sample - 1
+        self.mask = sample - 1
         self._prior, self._decay, self._limit = prior, decay, followed
         #: Key to (time of the last use, uses), the one used last at the end.
         self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
@@ -91,7 +92,7 @@ class Reuse:
 
     def use(self, key: bytes, now: int) -> None:
         """Note that a block is asked for, held or not; what comes `AT_ONCE` is one use."""
-        if key[-1] & self._mask:
+        if key[-1] & self.mask:
             return
         before = self._seen.pop(key, None)
         uses = 1

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from pigou.events import Medium
-from pigou.kv.block import Block, chain_of, keys_of
+from pigou.kv.block import ROOT, Block, chain_of, keys_of
 from pigou.kv.move import DEVICE, NO_BLOCKS, NOWHERE, Counts, Move, Speed, worth_reading
 from pigou.kv.tier import Tier
 from pigou.kv.tier_events import TierEvents
@@ -118,44 +118,43 @@ class Tiers:
         return first.policy.above is not None and blocks * self._bytes > room
 
     def use(self, hashes: BlockHashes, expiry: int, now: int) -> None:
-        """Note that the first blocks of a sequence were used, without an offer; as `offer`."""
-        self.tiers[0].use(chain_of(hashes, self._bytes, expiry), now)
+        """Note that the first blocks of a sequence were used, shape (n, 2); they may be offered."""
+        first = self.tiers[0]
+        keys = keys_of(hashes)
+        held = first.find(keys, now)
+        first.hit(keys[:held], now)
+        first.use(self._chain(hashes, keys, held, len(keys), expiry), now)
 
     def offer(
-        self,
-        hashes: BlockHashes,
-        device: Ints,
-        expiry: int,
-        now: int,
-        most: int,
-        used: bool = True,
+        self, hashes: BlockHashes, device: Ints, expiry: int, now: int, most: int
     ) -> Move | None:
         """Offer the first blocks of a sequence, which the device may soon hand out.
 
         Args:
-            hashes: from the sequence's beginning on, shape (n, 2).
+            hashes: from the sequence's beginning on, shape (n, 2); `use` has told of their use.
             device: device blocks that hold them, shape (n,).
             expiry: until when they are valid, nanoseconds.
             now: nanoseconds.
             most: blocks to be copied at most.
-            used: whether they were just used; if not, `use` has told of it.
 
         Returns:
             The move of those that the first tier takes, also returned by `drain`; the device must
             keep these blocks until it has `landed`. None where it takes none.
         """
-        chain = chain_of(hashes, self._bytes, expiry)
-        keys = [block.key for block in chain]
+        keys = keys_of(hashes)
         first = self.tiers[0].find(keys, now)
-        if used:
-            self.tiers[0].hit(keys[:first], now)
-        rest = chain[first : first + most]
-        taken = self._admit(0, rest, now, used) if rest else 0
+        rest = self._chain(hashes, keys, first, first + most, expiry)
+        taken = self._admit(0, rest, now) if rest else 0
         if not taken:
             return None
-        last = first + taken
-        self._expect(0, chain[first:last])
-        return self._move(DEVICE, 0, chain[first:last], device[first:last].copy())
+        self._expect(0, rest[:taken])
+        return self._move(DEVICE, 0, rest[:taken], device[first : first + taken].copy())
+
+    def _chain(
+        self, hashes: BlockHashes, keys: Sequence[bytes], start: int, stop: int, expiry: int
+    ) -> list[Block]:
+        parent = keys[start - 1] if start else ROOT
+        return chain_of(hashes[start:stop], self._bytes, expiry, start, parent)
 
     def restorable(self, hashes: BlockHashes, first: int, now: int) -> Ints:
         """Return from which tiers the blocks from `first` on are best restored, shape (n,).
@@ -299,12 +298,12 @@ class Tiers:
                 return number
         return None
 
-    def _admit(self, tier: int, blocks: Sequence[Block], now: int, used: bool = True) -> int:
+    def _admit(self, tier: int, blocks: Sequence[Block], now: int) -> int:
         """Offer blocks, each standing on the one before, to a tier; return how many it took.
 
-        Those that it gives up for them go further down.
+        Those that it gives up for them go further down, where to come down counts as a use.
         """
-        admitted, evicted = self.tiers[tier].admit(blocks, now, used)
+        admitted, evicted = self.tiers[tier].admit(blocks, now, used=tier > 0)
         self.counts[tier].evicted += len(evicted)
         if evicted:
             self._give_up(tier, evicted, now)

@@ -117,10 +117,11 @@ class Price(Base):
 
     def asked(self, blocks: Sequence[Block], now: int) -> None:
         """Learn from a use, and remember it."""
-        uses_of, learn = self._uses, self.reuse.use
+        uses_of, mask = self._uses, self.reuse.mask
         for block in blocks:
             key = block[0]
-            learn(key, now)
+            if not key[-1] & mask:
+                self.reuse.use(key, now)
             uses, last = uses_of.pop(key, _UNKNOWN)
             uses_of[key] = uses + (now - last >= AT_ONCE), now
         while len(uses_of) > self.params.remembered:
@@ -233,9 +234,11 @@ class Price(Base):
         """Rank it anew, and learn from all blocks of its path."""
         if entry.free:
             self._push(entry, now)
+        mask = self.reuse.mask
         above: Entry | None = entry
         while above is not None:
-            self.reuse.use(above.block.key, now)
+            if not above.block[0][-1] & mask:
+                self.reuse.use(above.block[0], now)
             above = above.up
 
     def freed(self, entry: Entry, now: int) -> None:
