@@ -225,11 +225,9 @@ class EngineCore:
         """
         state = self._state
         assert state.tiering is not None, "without tiers nothing moves"
-        copy = state.tiering.landed(move, good)
-        if copy is not None and copy.yields:
-            state.yield_blocks(copy.table)
-        elif copy is not None:
-            state.free_blocks(copy.table)
+        kept = state.tiering.landed(move, good)
+        if len(kept):
+            state.free_blocks(kept)
         return state.flush(Effects())
 
     @property

@@ -13,7 +13,7 @@ the one above; later it gets what that one gives up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -98,24 +98,6 @@ class Tiers:
             tier.policy.learn(Worth(worth.base, worth.slope, back))
 
     # --- from and to the device -----------------------------------------------------------------
-
-    def attend(self, device: Callable[[bytes], bool]) -> None:
-        """Take in how to ask whether the device holds a block.
-
-        The host's policy may heed it (`EvictionPolicy.above`). What a store keeps for after a
-        restart is worth that also while the device has it.
-        """
-        if self.events.media[0] is Medium.HOST and self.tiers[0].policy.exclusive:
-            self.tiers[0].policy.above = device
-
-    def waits(self, blocks: int) -> bool:
-        """Whether so many blocks had better be offered when the device is about to hand them out.
-
-        So it is where the first tier is full, and counts nothing that the device holds as well.
-        """
-        first = self.tiers[0]
-        room = first.cap_bytes - first.used_bytes
-        return first.policy.above is not None and blocks * self._bytes > room
 
     def use(self, hashes: BlockHashes, expiry: int, now: int) -> None:
         """Note that the first blocks of a sequence were used, shape (n, 2); they may be offered."""
