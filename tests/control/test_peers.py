@@ -25,7 +25,8 @@ from pigou.control.peers import price_reads, read_of
 from pigou.control.plane import ControlPlane
 from pigou.control.recorder import Recorder
 from pigou.control.routing.view import FleetView
-from pigou.control.speeds.estimates import Estimates
+from pigou.control.speeds.estimates import PRIOR_READ, Estimates
+from pigou.control.speeds.reading import Reading
 from pigou.events import BlockStored
 from pigou.request import SECOND, FinishReason, Request, Worker
 
@@ -247,3 +248,29 @@ def test_a_recorded_plane_reads_again_as_it_did() -> None:
         again = decode(encode(entry))
         assert not isinstance(again, Head)
         assert feed(fresh, again) == (again.out, again.error)
+
+
+def test_a_slow_first_read_does_not_end_reading_and_a_slow_link_is_tried_again_later() -> None:
+    reading = Reading()
+    assert reading.law == PRIOR_READ
+    reading.observe(128.0, 0.5, 0)  # the first of a process
+    base, token = reading.law
+    assert base + 2000 * token < 0.03
+    for number in range(20):
+        reading.observe(128.0 + 90 * number, 0.004 + 2e-6 * (128 + 90 * number), number)
+    base, token = reading.law
+    assert base + 2000 * token == pytest.approx(0.008, rel=0.5)
+    for number in range(12):
+        reading.observe(2000.0, 1.5, 20 + number)
+    slow = reading.law[0] + 2000 * reading.law[1]
+    assert slow > 0.5
+    for minute in range(1, 30):
+        reading.tick(minute * 61 * SECOND)
+    assert reading.law[0] + 2000 * reading.law[1] < slow / 4
+
+
+def test_one_short_read_says_little_of_long_ones() -> None:
+    reading = Reading()
+    reading.observe(128.0, 0.02, 0)
+    base, token = reading.law
+    assert base + 4096 * token < 0.04

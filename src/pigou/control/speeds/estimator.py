@@ -21,6 +21,7 @@ from pigou.control.speeds.estimates import (
 )
 from pigou.control.speeds.estimates_kernel import fill
 from pigou.control.speeds.flow import Flow, Sample
+from pigou.control.speeds.reading import Reading
 from pigou.control.speeds.scales import Scales
 from pigou.control.speeds.spread import Spread
 from pigou.control.speeds.stall import NOISE, Stall
@@ -40,8 +41,6 @@ _FIRST_OUTPUT = 128.0
 _HALF_LIFE = 128.0
 #: At least so much of a step is for the streams.
 _LEAST_BARE = 0.1
-#: Seconds that reading takes at least.
-_LEAST_READ = 1e-5
 #: What a sample tells at least, beside one without prompts.
 _LEAST_SURE = 1e-6
 
@@ -58,7 +57,7 @@ class Estimator:
     prompts are long enough for that to show, over pairs of tokens (attention). Transfer:
     from a remote prefill's end to the first token, by a line over tokens. ITL: `Flow`'s samples,
     by a `LatencyLaw`, less what prompts took that were computed beside the streams (`Stall`).
-    Reading: what a prompt took beyond computing, by a line over the tokens that were read.
+    Reading: what a prompt took beyond computing (`Reading`).
 
     Rows are those of `State`; `up` and `down` keep them in step.
     """
@@ -66,7 +65,7 @@ class Estimator:
     def __init__(self) -> None:
         self._prefill = AffineFit()
         self._transfer = AffineFit()
-        self._reading = AffineFit()
+        self._reading = Reading()
         self._itl = OnlineFit(_MOST_STREAMS)
         self._stall = Stall()
         self._gaps = Spread()
@@ -142,7 +141,7 @@ class Estimator:
         took = max(0, now - began) / SECOND
         self._computed(row, tokens, float(pairs(tokens, prompt)), min(took, service))
         if clean:
-            self._reading.observe(float(came), max(took - service, _LEAST_READ), 0.0)
+            self._reading.observe(float(came), took - service, now)
 
     def _computed(self, row: int, tokens: int, both: float, seconds: float) -> None:
         """Count a prompt that was computed, and that its worker was busy with it so long."""
@@ -170,6 +169,7 @@ class Estimator:
 
     def harvest(self, now: int) -> None:
         """Take in what flowed since the last harvest; call it a few times a second."""
+        self._reading.tick(now)
         samples = list(self.flow.harvest())
         if samples:
             scales = self._scales["itl"]
@@ -261,8 +261,7 @@ class Estimator:
         for name, fit in (("prefill", self._prefill), ("transfer", self._transfer)):
             if fit.seen:
                 column[_AT[f"{name}_base"]], column[_AT[f"{name}_token"]] = fit.law
-        if self._reading.seen:
-            column[_AT["read_base"]], column[_AT["read_token"]] = self._reading.law
+        column[_AT["read_base"]], column[_AT["read_token"]] = self._reading.law
         column[_AT["prefill_pair"]] = self._prefill.pair
         column[_AT["prefill_each"]] = column[_AT["prefill_token"]]
         column[_AT["prefill_each"]] += self._prefill.pair * self._before
