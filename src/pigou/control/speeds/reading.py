@@ -59,7 +59,7 @@ class Reading:
     def _take(self, x: float, y: float) -> None:
         keep = 0.5 ** (1.0 / _HALF_LIFE)
         one = (1.0, x, x * x, y, x * y)
-        self._sums = sums = tuple(keep * a + b for a, b in zip(self._sums, one, strict=True))  # type: ignore[assignment]
+        self._sums = sums = tuple(keep * a + b for a, b in zip(self._sums, one, strict=True))
         n, sx, sxx, sy, sxy = sums
         spread = n * sxx - sx * sx
         slope = (n * sxy - sx * sy) / spread if spread > 0.0 else 0.0
