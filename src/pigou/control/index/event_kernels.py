@@ -132,12 +132,17 @@ def remove(
     worker: int,
     media: int,
     hashes: Words,
-) -> int:
-    """Remove blocks from one tier; return by how many entries the holdings grew: 0 or less.
+    gone: Words,
+) -> tuple[int, int]:
+    """Remove blocks from one tier. Blocks that are not there are no error.
 
-    Arguments are those of `store`; blocks that are not there are no error.
+    Arguments are those of `store`; `gone` takes the keys, where known, of what is in no tier any
+    more, (blocks,).
+
+    Returns:
+        By how many entries the holdings grew, 0 or less; and how many keys there are in `gone`.
     """
-    before, name_at = counts[USED], hashes.shape[1] - 1
+    before, name_at, many = counts[USED], hashes.shape[1] - 1, 0
     # Names are keys where engines' hashes are ours; elsewhere the second loads find nothing.
     totals[SEEN] = np.int64(touch(slots, hashes) | touch(row_slots, hashes))
     entry, row = NONE, NONE
@@ -149,7 +154,9 @@ def remove(
         links[entry * WIDTH + MEDIA] &= ~media
         if links[entry * WIDTH + MEDIA] == 0:
             forget(links, names, values, slots, counts, entry)
+            if key != 0:
+                gone[many] = key
+                many += 1
         if key != 0:
             row = let_go(rows, row_slots, twins, totals, worker, key, media, row)
-    grown: int = counts[USED] - before
-    return grown
+    return counts[USED] - before, many

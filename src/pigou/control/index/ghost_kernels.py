@@ -1,8 +1,8 @@
 """Compiled kernels of ghosts: blocks that workers gave up of late.
 
-graves: keys, each at the upper bits of its spread: one drives out another, and so the oldest are
-    forgotten, by chance. Shape (a power of two,).
-owners: numbers of those who gave them up, in the same order.
+graves: uint64, shape (a power of two, 2): a key, at the upper bits of its spread, and the number of
+    who gave it up; 0 where empty. One drives out another, and so the oldest are forgotten, by
+    chance.
 """
 
 from __future__ import annotations
@@ -13,21 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.control.index.entry_kernels import MEDIA, WIDTH, Links
-from pigou.control.index.slots import Counts, Words, find
+from pigou.control.index.slots import Counts, Words
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio (Knuth, 6.4)
-
-
-@bare_kernel
-def known(
-    links: Links, names: Words, values: Words, slots: Words, hashes: Words, keys: Words
-) -> None:
-    """Write the keys of blocks to `keys`, (blocks,), 0 where they are not held or not known."""
-    name_at = hashes.shape[1] - 1
-    for i in range(hashes.shape[0]):
-        entry = find(names, slots, hashes[i, name_at])
-        keys[i] = values[entry] if links[entry * WIDTH + MEDIA] != 0 else np.uint64(0)
 
 
 @inlined
@@ -37,45 +25,47 @@ def _shift(graves: Words) -> np.uint64:
 
 
 @bare_kernel
-def bury(
-    names: Words, slots: Words, hashes: Words, keys: Words,
-    graves: Words, owners: Counts, worker: int,
-) -> None:  # fmt: skip
-    """Remember the blocks that a worker does not hold any more, in no tier.
+def bury(graves: Words, keys: Words, worker: int) -> None:
+    """Remember blocks that a worker does not hold any more, in no tier.
 
     Args:
-        names, slots: of its holdings.
-        hashes: of the engine, in the last column, shape (blocks, any).
-        keys: of these blocks, (blocks,); a key of 0 is not remembered.
-        graves, owners: to write.
+        graves: to write.
+        keys: of the blocks, none of them 0, (blocks,).
         worker: its number.
     """
-    name_at = hashes.shape[1] - 1
     shift = _shift(graves)
-    for i in range(hashes.shape[0]):
-        if keys[i] != 0 and find(names, slots, hashes[i, name_at]) == 0:
-            place = (keys[i] * _SPREAD) >> shift
-            graves[place] = keys[i]
-            owners[place] = worker
+    for key in keys:
+        place = (key * _SPREAD) >> shift
+        graves[place, 0] = key
+        graves[place, 1] = worker
 
 
 @bare_kernel
-def unbury(graves: Words, owners: Counts, keys: Words, again: NDArray[np.float64]) -> None:
-    """Count blocks that were stored, for those who gave them up; these are forgotten.
+def unbury(
+    graves: Words, keys: Words, worker: int, keep: float, new: int,
+    again: NDArray[np.float64], stored: NDArray[np.float64],
+) -> None:  # fmt: skip
+    """Count blocks that were stored, also for those who gave them up; these are forgotten.
 
     Args:
-        graves, owners: to look into.
+        graves: to look into.
         keys: of the blocks, in the last column, shape (blocks, any).
-        again: counts by worker.
+        worker: who stored them.
+        keep: by how much its counts are forgotten before.
+        new: how many of them it had not held.
+        again: blocks computed again, by who gave them up.
+        stored: blocks that were stored, by worker.
     """
+    again[worker] *= keep
+    stored[worker] = keep * stored[worker] + new
     key_at = keys.shape[1] - 1
     shift = _shift(graves)
     for i in range(keys.shape[0]):
         key = keys[i, key_at]
         place = (key * _SPREAD) >> shift
-        if key != 0 and graves[place] == key:
-            again[owners[place]] += 1.0
-            graves[place] = 0
+        if key != 0 and graves[place, 0] == key:
+            again[graves[place, 1]] += 1.0
+            graves[place, 0] = 0
 
 
 @bare_kernel

@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.index import ghost_kernels as kernels
-from pigou.control.index.holdings import Holdings
-from pigou.control.index.slots import Counts, Words
+from pigou.control.index.slots import Words
 
 #: Blocks that are remembered, and a cacheful, at least.
 _LEAST = 1024
@@ -30,8 +29,7 @@ class Ghosts:
     """
 
     def __init__(self) -> None:
-        self._graves: Words = np.zeros(_LEAST, dtype=np.uint64)
-        self._owners: Counts = np.zeros(_LEAST, dtype=np.int64)
+        self._graves: Words = np.zeros((_LEAST, 2), dtype=np.uint64)
         self._again: NDArray[np.float64] = np.zeros(_WORKERS)
         self._stored: NDArray[np.float64] = np.zeros(_WORKERS)
         self._some = False
@@ -39,7 +37,7 @@ class Ghosts:
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
-        return self._graves.nbytes + self._owners.nbytes
+        return self._graves.nbytes
 
     def admit(self, worker: int) -> None:
         """Begin to count for a worker, by its number."""
@@ -47,53 +45,35 @@ class Ghosts:
             self._again = np.concatenate([self._again, np.zeros_like(self._again)])
             self._stored = np.concatenate([self._stored, np.zeros_like(self._stored)])
         self._again[worker] = self._stored[worker] = 0.0
-        self._graves[self._owners == worker] = 0
+        self._graves[self._graves[:, 1] == worker] = 0
 
-    def keys(self, holdings: Holdings, hashes: Words) -> Words:
-        """Return the keys of blocks of a worker, for `removed`, (blocks,); 0 where unknown."""
-        found: Words = np.empty(len(hashes), dtype=np.uint64)
-        kernels.known(
-            holdings.links, holdings.names, holdings.values, holdings.slots, hashes, found
-        )
-        return found
-
-    def removed(
-        self, worker: int, holdings: Holdings, hashes: Words, keys: Words, blocks: int
-    ) -> None:
-        """Blocks were removed from a tier of a worker.
+    def removed(self, worker: int, keys: Words, blocks: int) -> None:
+        """Blocks are in no tier of a worker any more.
 
         Args:
             worker: its number.
-            holdings: its own, without them.
-            hashes: of the engine, in the last column, shape (blocks, any).
-            keys: what `keys` said of them before.
+            keys: of the blocks, none of them 0, (blocks,).
             blocks: that all workers hold.
         """
         self._some = True
         if blocks > len(self._graves):
             size = 1 << (blocks - 1).bit_length()
-            self._graves = np.zeros(size, dtype=np.uint64)
-            self._owners = np.zeros(size, dtype=np.int64)
-        kernels.bury(
-            holdings.names, holdings.slots, hashes, keys,
-            self._graves, self._owners, worker,
-        )  # fmt: skip
+            self._graves = np.zeros((size, 2), dtype=np.uint64)
+        kernels.bury(self._graves, keys, worker)
 
-    def stored(self, worker: int, holdings: Holdings, keys: Words, new: int) -> None:
+    def stored(self, worker: int, held: int, keys: Words, new: int) -> None:
         """Blocks were stored on a worker.
 
         Args:
             worker: its number.
-            holdings: its own.
+            held: blocks that it has.
             keys: in the last column, 0 where unknown, shape (blocks, any).
             new: how many of them had not been there.
         """
         if not self._some:
             return
-        keep = 0.5 ** (new / max(_LEAST, len(holdings)))
-        self._again[worker] *= keep
-        self._stored[worker] = keep * self._stored[worker] + new
-        kernels.unbury(self._graves, self._owners, keys, self._again)
+        keep = 0.5 ** (new / max(_LEAST, held))
+        kernels.unbury(self._graves, keys, worker, keep, new, self._again, self._stored)
 
     def share(self, workers: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return blocks computed again for each that was stored, 0 to 1, (workers,).

@@ -70,18 +70,25 @@ class Holdings(Entries):
             table.reserve(len(hashes))
             sure = True
 
-    def remove(self, table: Table, worker: int, hashes: Words, medium: str | None) -> int:
-        """Forget blocks in one tier, here and in the table; return how many entries are new: -n.
+    def remove(
+        self, table: Table, worker: int, hashes: Words, medium: str | None
+    ) -> tuple[int, Words]:
+        """Forget blocks in one tier, here and in the table.
 
         Blocks that are not there are no error.
+
+        Returns:
+            How many entries are new: 0 or less; and the keys, where known, of blocks that are in
+            no tier any more, (blocks,).
         """
-        grown = kernels.remove(
+        gone: Words = np.empty(len(hashes), dtype=np.uint64)
+        grown, many = kernels.remove(
             self.links, self.names, self.values, self.slots, self.counts,
             table.rows, table.slots, table.twins, table.totals,
-            worker, 1 << tier_of(medium), hashes,
+            worker, 1 << tier_of(medium), hashes, gone,
         )  # fmt: skip
         self._before += grown
-        return grown
+        return grown, gone[:many]
 
     def evict(self, count: int) -> Change:
         """Forget `count` blocks, or all, the leaves that were stored longest ago first."""

@@ -304,17 +304,16 @@ class PrefixIndex:
             self._make_room(member.holdings.absent(hashes))
         new = member.holdings.store(self._table, member.number, hashes, keys, parent, medium)
         self._blocks += new
-        self._ghosts.stored(member.number, member.holdings, keys, max(0, new))
+        self._ghosts.stored(member.number, len(member.holdings), keys, max(0, new))
         if self._blocks > self._max_total:  # what made room may have been among what was stored
             self._make_room(0)
 
     def _remove(self, member: _Member, hashes: Words, medium: str | None) -> None:
         """Remove blocks from a tier; hashes are in the last column."""
-        holdings, ghosts = member.holdings, self._ghosts
         self._removed += len(hashes) if tier_of(medium) == DEVICE else 0
-        keys = ghosts.keys(holdings, hashes)
-        self._blocks += holdings.remove(self._table, member.number, hashes, medium)
-        ghosts.removed(member.number, holdings, hashes, keys, self._blocks)
+        grown, gone = member.holdings.remove(self._table, member.number, hashes, medium)
+        self._blocks += grown
+        self._ghosts.removed(member.number, gone, self._blocks)
 
     def _clear(self, member: _Member, entries: Entries) -> None:
         self._change(member, entries, entries.clear())
