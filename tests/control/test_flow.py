@@ -9,6 +9,7 @@ from pigou.control.speeds.estimator import Estimator
 from pigou.control.speeds.flow import Flow
 from pigou.control.speeds.scales import Scales
 from pigou.control.speeds.stall import Stall
+from pigou.control.speeds.stall_kernel import variance
 from pigou.request import SECOND
 
 #: Seconds of a step of 8 streams, alone and with a chunk of a prompt, and tokens of a chunk.
@@ -143,13 +144,13 @@ def test_a_prompt_under_way_slows_nobody_that_comes_after_it() -> None:
 def test_what_a_prompt_is_taken_for_is_surer_the_more_were_seen() -> None:
     stall = Stall()
     doubt = stall.doubt(0.01, 1e-4)
-    assert doubt(0.0, 0.0) == 0.0
-    assert doubt(1.0, 0.0) == pytest.approx(0.01**2)
-    assert doubt(0.0, 500.0) == pytest.approx(0.05**2)
-    before = doubt(2.0, 900.0)
+    assert variance(doubt, 0.0, 0.0) == 0.0
+    assert variance(doubt, 1.0, 0.0) == pytest.approx(0.01**2)
+    assert variance(doubt, 0.0, 500.0) == pytest.approx(0.05**2)
+    before = variance(doubt, 2.0, 900.0)
     for tokens in (100.0, 400.0, 900.0) * 20:
         stall.observe(1.0 + 2e-5 * tokens / 0.5, 1.0 / 0.5, tokens / 0.5)
-    assert 0.0 < stall.doubt(0.01, 1e-4)(2.0, 900.0) < 0.1 * before
+    assert 0.0 < variance(stall.doubt(0.01, 1e-4), 2.0, 900.0) < 0.1 * before
 
 
 def test_an_unsure_observation_says_less_of_a_worker() -> None:

@@ -22,7 +22,7 @@ from pigou.games.regression_kernels import (
     SUMS,
     TUKEY,
     WEIGHT,
-    follow,
+    follow_all,
     pick,
     worth,
 )
@@ -181,16 +181,18 @@ class OnlineFit:
         ``weight``, above 0 and at most 1, is how much it tells beside a sure observation: the
         variance of that by its own. It makes others forgotten by as much less.
         """
-        if not (n >= 0 and seconds > 0 and math.isfinite(n + seconds)):
-            raise ValueError(f"n={n}, seconds={seconds}: give n >= 0 and seconds > 0, both finite")
-        if not 0.0 < weight <= 1.0:
-            raise ValueError(f"weight={weight}: give a number above 0, and at most 1")
+        self.observe_all(*(np.array([each], dtype=np.float64) for each in (n, seconds, weight)))
+
+    def observe_all(self, n: Floats, seconds: Floats, weights: Floats) -> None:
+        """Take in several observations, one after the other, as `observe` does; (n,) each."""
         bank = self._bank
-        follow(
-            bank.n_sat, bank.beta, bank.floor, float(n), float(seconds), float(weight), self._keep,
+        wrong = follow_all(
+            bank.n_sat, bank.beta, bank.floor, n, seconds, weights, self._keep,
             self._gram, self._moment, self._sums, self._scratch,
         )  # fmt: skip
         self._law = None
+        if wrong >= 0:
+            raise ValueError(_complaint(n[wrong], seconds[wrong], weights[wrong]))
 
     def law(self) -> LatencyLaw:
         """Return the law as it stands; raises ValueError before the first observation."""
@@ -200,6 +202,13 @@ class OnlineFit:
             best = pick(self._gram, self._moment, self._sums, self._scratch)
             self._law = _law(self._bank, best, self._scratch[5 + best])
         return self._law
+
+
+def _complaint(n: float, seconds: float, weight: float) -> str:
+    """Say what is wrong with an observation."""
+    if not (n >= 0 and seconds > 0 and math.isfinite(n + seconds)):
+        return f"n={n}, seconds={seconds}: give n >= 0 and seconds > 0, both finite"
+    return f"weight={weight}: give a number above 0, and at most 1"
 
 
 def _plain(value: Floats | np.float64) -> float | Floats:

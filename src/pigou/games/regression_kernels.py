@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,8 @@ SMALLEST_SCALE = 1e-6
 #: a law that residuals are taken from, and its a, b, d, n_sat, beta.
 ENERGY, SPREAD, WEIGHT, SEEN, FOLLOWS, A, B, D, N_SAT, BETA = range(10)
 SUMS = 10
+#: A law: a, b, d, n_sat and beta.
+Curve: TypeAlias = tuple[float, float, float, float, float]
 #: Of sets of parameters that are equally good the smallest is taken: so much is no gain.
 _GAIN = 1e-12
 
@@ -170,14 +173,15 @@ def pick(gram: Floats, moment: Floats, sums: Floats, scratch: Floats) -> int:
 
 
 @inlined
-def _curve(sums: Floats, n: float, floor: float) -> float:
-    """What the law that residuals are taken from says of `n` (`LatencyLaw`)."""
-    value: float = sums[A] * n + sums[B]
-    if sums[D] != 0.0:
-        gap, beta = sums[N_SAT] - n, sums[BETA]
+def curve(law: Curve, n: float, floor: float) -> float:
+    """What a law (`LatencyLaw`) says of `n`."""
+    a, b, d, n_sat, beta = law
+    value = a * n + b
+    if d != 0.0:
+        gap = n_sat - n
         near = max(gap, floor)
-        slope = beta * sums[D] * near ** (-beta - 1.0)
-        value = value + sums[D] * near**-beta + (near - gap) * slope
+        slope = beta * d * near ** (-beta - 1.0)
+        value = value + d * near**-beta + (near - gap) * slope
     return value
 
 
@@ -204,7 +208,7 @@ def follow(
             for i in range(3):
                 sums[A + i] = scratch[5 + best, i]
             sums[N_SAT], sums[BETA] = n_sat[best], beta[best]
-        expected = _curve(sums, n, floor)
+        expected = curve((sums[A], sums[B], sums[D], sums[N_SAT], sums[BETA]), n, floor)
     expected = max(expected, SMALLEST_SCALE * seconds)
     residual = (seconds / expected - 1.0) * math.sqrt(sure)
     share = residual / (TUKEY * max(1.4826 * sums[SPREAD], SMALLEST_SCALE))
@@ -218,3 +222,23 @@ def follow(
     sums[ENERGY] = kept * sums[ENERGY] + weight * (seconds * seconds)
     sums[WEIGHT] = kept * sums[WEIGHT] + trust
     sums[SEEN] = seen + 1
+
+
+@bare_kernel
+def follow_all(
+    n_sat: Floats, beta: Floats, floor: float, n: Floats, seconds: Floats, sure: Floats,
+    keep: float, gram: Floats, moment: Floats, sums: Floats, scratch: Floats,
+) -> int:  # fmt: skip
+    """Take several observations into an online fit, as `follow` takes one; (n,) each.
+
+    Returns:
+        Index of the first that is none; nothing was taken in from there on. -1 where all are.
+    """
+    for i in range(n.shape[0]):
+        good = n[i] >= 0.0 and seconds[i] > 0.0 and math.isfinite(n[i] + seconds[i])
+        if not (good and sure[i] > 0.0 and sure[i] <= 1.0):
+            return i
+        follow(
+            n_sat, beta, floor, n[i], seconds[i], sure[i], keep, gram, moment, sums, scratch,
+        )  # fmt: skip
+    return -1

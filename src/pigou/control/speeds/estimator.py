@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pigou.control.speeds import harvest_kernel as kernels
 from pigou.control.speeds.affine import AffineFit
 from pigou.control.speeds.arrivals import RATE_S, decayed
 from pigou.control.speeds.estimates import (
@@ -24,7 +25,7 @@ from pigou.control.speeds.flow import Flow, Sample
 from pigou.control.speeds.reading import Reading
 from pigou.control.speeds.scales import Scales
 from pigou.control.speeds.spread import Spread
-from pigou.control.speeds.stall import NOISE, Stall
+from pigou.control.speeds.stall import Stall
 from pigou.games.latency import LatencyLaw, OnlineFit
 from pigou.request import SECOND
 
@@ -39,10 +40,6 @@ _OUTPUTS = 64.0
 _FIRST_OUTPUT = 128.0
 #: Prompts whose tokens and pairs are forgotten by half after so many more.
 _HALF_LIFE = 128.0
-#: At least so much of a step is for the streams.
-_LEAST_BARE = 0.1
-#: What a sample tells at least, beside one without prompts.
-_LEAST_SURE = 1e-6
 
 
 class Estimator:
@@ -172,20 +169,7 @@ class Estimator:
         self._reading.tick(now)
         samples = list(self.flow.harvest())
         if samples:
-            scales = self._scales["itl"]
-            own = scales.now(now)[1].tolist()
-            bare = self._bare(samples, now)
-            for sample, (itl, sure) in zip(samples, bare, strict=True):
-                self._itl.observe(sample.streams, itl / own[sample.row], sure)
-            common = self._itl.law()
-            for sample, (itl, sure) in zip(samples, bare, strict=True):
-                expected = max(common(sample.streams), 1e-9)
-                scales.observe(sample.row, itl / expected, now, sure)
-                expected *= own[sample.row]
-                work = sample.steps * expected
-                self._stall.observe(
-                    sample.itl / expected, sample.prompts / work, sample.work / work
-                )
+            self._take_in(samples, now)
         self._known = None
 
     def now(self, now: int) -> Estimates:
@@ -205,22 +189,21 @@ class Estimator:
         self._arrive(found, now)
         return found
 
-    def _bare(self, samples: Sequence[Sample], now: int) -> list[tuple[float, float]]:
-        """Return what each sample's ITL would be without prompts, and how much that tells.
-
-        What is left once prompts are taken off has the error of the whole, and that of what they
-        are taken for: it tells as much less than a sample without prompts.
-        """
-        alone, law = self._alone(now), self._law()
-        base, token = self._taken(alone, law)
-        doubt = self._stall.doubt(*alone)
-        found = []
-        for sample in samples:
-            prompts, tokens = sample.prompts / sample.steps, sample.work / sample.steps
-            left = max(1.0 - (base * prompts + token * tokens) / sample.itl, _LEAST_BARE)
-            error = NOISE + doubt(prompts, tokens) / sample.itl**2
-            found.append((left * sample.itl, max(NOISE * left * left / error, _LEAST_SURE)))
-        return found
+    def _take_in(self, samples: Sequence[Sample], now: int) -> None:
+        """Learn from samples: the law of ITL, the factors of workers, and what prompts take."""
+        scales, stall, alone = self._scales["itl"], self._stall, self._alone(now)
+        own = scales.now(now)[1]
+        rows = np.array([_row(each) for each in samples]).T.copy()
+        bare = np.empty((3, len(samples)))
+        taken = self._taken(alone, self._law())
+        kernels.strip(rows, own, taken, stall.doubt(*alone), bare)
+        self._itl.observe_all(rows[kernels.STREAMS], bare[kernels.ALIKE], bare[kernels.SURE])
+        law = self._itl.law()
+        kernels.compare(
+            rows, bare, own, (law.a, law.b, law.d, law.n_sat, law.beta), law.floor, now,
+            scales.weight, scales.mean, scales.variance, scales.at,
+            stall.gram, stall.moment, stall.keep,
+        )  # fmt: skip
 
     def _arrive(self, known: Estimates, now: int) -> None:
         """Write the rates of arrival as of `now`."""
@@ -277,3 +260,10 @@ class Estimator:
         )  # fmt: skip
         self._mean_service = found.prompt
         return found
+
+
+def _row(sample: Sample) -> tuple[float, ...]:
+    """Return a column of `harvest_kernel.samples`."""
+    return (
+        sample.streams, sample.itl, sample.steps, sample.prompts, sample.work, float(sample.row)
+    )  # fmt: skip

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-from numpy.typing import NDArray
 
-from pigou.compiled import bare_kernel
-from pigou.request import SECOND
-
-Numbers = NDArray[np.float64]
-Nanos = NDArray[np.int64]
-
-#: What a worker showed counts half after so many seconds: one that is avoided is tried again.
-_HALF_LIFE_S = 60.0
-#: An observation moves a scale as if it were at most this much beyond it (in logarithms).
-_MOST_STEP = 0.5
-#: Observations that a scale remembers.
-_MEMORY = 64.0
-#: Variance of the logarithm of one observation: at least, and before it is known.
-_LEAST_VARIANCE = 0.01
-#: Samples that tell as much as one that had nothing to do with the others.
-_ALIKE = 4.0
+from pigou.control.speeds import scales_kernel as kernels
+from pigou.control.speeds.scales_kernel import Numbers
 
 
 class Scales:
@@ -34,26 +17,29 @@ class Scales:
     being its standard error, doubled because samples of the same streams are alike. So chance
     differences between like workers do not send everybody to one of them, real ones count, and a
     worker that looked slow once and gets no requests is forgiven as its evidence ages.
+
+    Attributes:
+        weight, mean, variance, at: arrays of `pigou.control.speeds.scales_kernel`.
     """
 
     def __init__(self) -> None:
-        self._weight = np.zeros(0)
-        self._mean = np.zeros(0)
-        self._variance = np.zeros(0)
-        self._at = np.zeros(0, dtype=np.int64)
+        self.weight = np.zeros(0)
+        self.mean = np.zeros(0)
+        self.variance = np.zeros(0)
+        self.at = np.zeros(0, dtype=np.int64)
         self._own = np.zeros(0)
 
     def up(self) -> None:
         """A worker joined; its row is the last."""
-        self._weight = np.append(self._weight, 0.0)
-        self._mean = np.append(self._mean, 0.0)
-        self._variance = np.append(self._variance, 4 * _LEAST_VARIANCE)
-        self._at = np.append(self._at, 0)
+        self.weight = np.append(self.weight, 0.0)
+        self.mean = np.append(self.mean, 0.0)
+        self.variance = np.append(self.variance, 4 * kernels.LEAST_VARIANCE)
+        self.at = np.append(self.at, 0)
         self._own = np.append(self._own, 0.0)
 
     def down(self, row: int) -> None:
         """A worker left."""
-        for name in ("_weight", "_mean", "_variance", "_at", "_own"):
+        for name in ("weight", "mean", "variance", "at", "_own"):
             setattr(self, name, np.delete(getattr(self, name), row))
 
     def observe(self, row: int, ratio: float, now: int, trust: float = 1.0) -> None:
@@ -61,48 +47,13 @@ class Scales:
 
         `trust`, above 0 and at most 1, is how much that tells beside a sure observation.
         """
-        weight = min(_MEMORY, self._aged(row, now))
-        step = math.log(ratio) - float(self._mean[row])
-        clipped = min(max(step, -_MOST_STEP), _MOST_STEP)
-        share = trust / (weight + trust)
-        self._mean[row] += share * clipped
-        variance = max(share, trust / _MEMORY)
-        self._variance[row] += variance * (trust * clipped * clipped - self._variance[row])
-        self._weight[row] = weight + trust
-        self._at[row] = now
+        kernels.observe(self.weight, self.mean, self.variance, self.at, row, ratio, now, trust)
 
     def now(self, now: int) -> tuple[float, Numbers]:
         """Return the factor of all together, and that of each worker besides, (workers,)."""
-        own = np.empty(len(self._mean))
-        return self._factors(now, own), own
+        own = np.empty(len(self.mean))
+        return kernels.factors(self.weight, self.mean, self.variance, self.at, now, own), own
 
     def of(self, row: int, now: int) -> float:
         """Return the factor of worker `row`, besides that of all together."""
-        self._factors(now, self._own)
-        return float(self._own[row])
-
-    def _factors(self, now: int, own: Numbers) -> float:
-        return factors(self._weight, self._mean, self._variance, self._at, now, own)
-
-    def _aged(self, row: int, now: int) -> float:
-        age = max(0, now - int(self._at[row])) / SECOND / _HALF_LIFE_S
-        return float(self._weight[row] * 0.5**age)
-
-
-@bare_kernel
-def factors(
-    weight: Numbers, mean: Numbers, variance: Numbers, at: Nanos, now: int, own: Numbers
-) -> float:
-    """Write the factor of each worker to `own`, (workers,) each; return that of all together."""
-    total, together = 0.0, 0.0
-    for i in range(mean.shape[0]):
-        age = max(0, now - at[i]) / SECOND / _HALF_LIFE_S
-        own[i] = max(weight[i] * 0.5**age, 1e-6)  # at first what its evidence weighs
-        total += own[i]
-        together += own[i] * mean[i]
-    common = together / total if mean.shape[0] > 0 else 0.0
-    for i in range(mean.shape[0]):
-        off = mean[i] - common
-        error = _ALIKE * max(variance[i], _LEAST_VARIANCE) / own[i]
-        own[i] = math.exp(off * max(0.0, 1.0 - error / max(off * off, 1e-12)))
-    return math.exp(common)
+        return kernels.factor(self.weight, self.mean, self.variance, self.at, row, now, self._own)
