@@ -56,39 +56,31 @@ def put(places: Ints, tables: Ints, numbers: Floats, line: int, values: Floats) 
 
 
 @kernel
-def fold_head(
-    numbers: Floats, layer: int, head: int, table: Ints, own: int, entries: int, decays: Floats,
-    notable: float, clock: float,
-) -> None:  # fmt: skip
-    """Take the mass of a head's entries from `own` on into the fields behind it, and clear it.
+def fold_lines(
+    lines: Floats, start: int, stop: int, decays: Floats, notable: float, clock: float
+) -> None:
+    """Take the mass of some entries of a head's block into the fields behind it, and clear it.
 
     Args:
-        numbers: see above.
-        layer: of the head.
-        head: the KV head.
-        table: block ids of the sequence.
-        own: its first entry that it need not share.
-        entries: that it has.
+        lines: of the block, shape (1 + fields, size).
+        start: first offset.
+        stop: last offset, not included.
         decays: field k becomes `decays[k]` times itself, plus the mass, shape (k,).
         notable: where above 0, the first field becomes `clock` if the mass is at least this.
         clock: see `notable`.
     """
-    size = numbers.shape[4]
-    for block in range(own // size, (entries + size - 1) // size):
-        lines = numbers[table[block], layer, head]
-        mass = lines[1]
-        start, stop = max(own - block * size, 0), min(size, entries - block * size)
-        for k in range(len(decays)):
-            field, decay = lines[2 + k], decays[k]
-            for t in range(start, stop):
-                field[t] = field[t] * decay + mass[t]
-        if notable > 0:
-            field = lines[2]
-            for t in range(start, stop):
-                if mass[t] >= notable:
-                    field[t] = clock
+    mass = lines[1]
+    for k in range(len(decays)):
+        field, decay = lines[2 + k], decays[k]
         for t in range(start, stop):
-            mass[t] = np.float32(0.0)
+            field[t] = field[t] * decay + mass[t]
+    if notable > 0:
+        field = lines[2]
+        for t in range(start, stop):
+            if mass[t] >= notable:
+                field[t] = clock
+    for t in range(start, stop):
+        mass[t] = np.float32(0.0)
 
 
 @kernel
@@ -96,26 +88,27 @@ def fold(
     rows: Ints, numbers: Floats, tables: Ints, owns: Ints, entries: Ints, decays: Floats,
     notable: Floats, clock: float,
 ) -> None:  # fmt: skip
-    """Fold all heads of some rows of the batch.
+    """Fold all heads of some rows of the batch, each from its own first entry on.
 
     Args:
         rows: of the batch, shape (n,).
         numbers: see above.
         tables: block ids by row of the batch.
-        owns: by row of the batch, see `fold_head`.
+        owns: first entry that is not shared, by row of the batch.
         entries: of each of `rows`, shape (n,).
-        decays: see `fold_head`.
+        decays: see `fold_lines`.
         notable: of each of `rows`, shape (n,).
-        clock: see `fold_head`.
+        clock: see `fold_lines`.
     """
-    _, layers, heads, _, _ = numbers.shape
+    _, layers, heads, _, size = numbers.shape
     for i in range(len(rows)):
         table, own = tables[rows[i]], owns[rows[i]]
-        for layer in range(layers):
-            for head in range(heads):
-                fold_head(
-                    numbers, layer, head, table, own, entries[i], decays, notable[i], clock
-                )  # fmt: skip
+        for block in range(own // size, (entries[i] + size - 1) // size):
+            start, stop = max(own - block * size, 0), min(size, entries[i] - block * size)
+            for layer in range(layers):
+                for head in range(heads):
+                    lines = numbers[table[block], layer, head]
+                    fold_lines(lines, start, stop, decays, notable[i], clock)
 
 
 @kernel
@@ -132,10 +125,10 @@ def absorb(
         layer: of the model.
         numbers: see above.
         tables: block ids by row of the batch.
-        owns: by row of the batch, see `fold_head`.
-        decays: see `fold_head`.
+        owns: by row of the batch, see `fold`.
+        decays: see `fold_lines`.
         notable: share of the even share of an entry (see `Folding`).
-        clock: see `fold_head`.
+        clock: see `fold_lines`.
     """
     heads, size = numbers.shape[2], numbers.shape[4]
     group, width = sums.shape[1] // heads, sums.shape[2]
@@ -145,19 +138,20 @@ def absorb(
         table, own, entries = tables[row], owns[row], slot + count
         for head in range(heads):
             if folds[tile] and slot > 0:
-                fold_head(
-                    numbers, layer, head, table, own, slot, decays, notable / slot, clock
-                )  # fmt: skip
+                for block in range(own // size, (slot + size - 1) // size):
+                    first, stop = max(own - block * size, 0), min(size, slot - block * size)
+                    lines = numbers[table[block], layer, head]
+                    fold_lines(lines, first, stop, decays, notable / slot, clock)
             start = (own + size - 1) // size
             for own_slot in range(own, min(start * size, entries)):
                 target = numbers[table[own_slot // size], layer, head, 1]
                 for j in range(head * group, (head + 1) * group):
                     target[own_slot % size] += sums[tile, j, own_slot]
             source = sums.ctypes.data + tile * sums.strides[0] + head * group * sums.strides[1]
-            lines = numbers.ctypes.data + layer * numbers.strides[1] + head * numbers.strides[2]
-            lines += numbers.strides[3]
+            place = numbers.ctypes.data + layer * numbers.strides[1] + head * numbers.strides[2]
+            place += numbers.strides[3]
             for block in range(start, (entries + size - 1) // size):
-                mass = lines + table[block] * numbers.strides[0]
+                mass = place + table[block] * numbers.strides[0]
                 for t in range(0, size, LANES):
                     product(
                         ones.ctypes.data, group, source + (block * size + t) * 4, width,
@@ -228,12 +222,16 @@ def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, cou
     for layer in range(layers):
         for head in range(heads):
             task = layer * heads + head
+            for d in range(width):  # a dimension of keys is side by side for a block's entries
+                for i in range(counts[task]):
+                    source, target = moves[task, i, 0], moves[task, i, 1]
+                    old, new = table[source // size], table[target // size]
+                    a, b = d * size + source % size, d * size + target % size
+                    kv[new, layer, 0, head, b] = kv[old, layer, 0, head, a]
             for i in range(counts[task]):
                 source, target = moves[task, i, 0], moves[task, i, 1]
                 old, new = table[source // size], table[target // size]
                 a, b = source % size, target % size
-                for d in range(width):
-                    kv[new, layer, 0, head, d * size + b] = kv[old, layer, 0, head, d * size + a]
                 for d in range(width):
                     kv[new, layer, 1, head, b * width + d] = kv[old, layer, 1, head, a * width + d]
                 for line in range(lines):
@@ -303,4 +301,4 @@ def rank(
             victims[head, i] = slots[order[i]]
             if i < depth // size * size:
                 losses[i // size] += values[order[i]]
-    return depth
+    return int(depth)

@@ -98,7 +98,7 @@ class Stats:
         self, layer: int, table: Ints, own: int, entries: int, folding: Folding,
         notable: float, clock: int,
     ) -> None:  # fmt: skip
-        """Fold one layer's heads of a row (`kernels.fold_head`)."""
+        """Fold one layer's heads of a row (`kernels.fold_lines`)."""
         blocks, seen = self._span(table, own, entries)
         lines = self.numbers[blocks, layer]
         mass = lines[:, :, 1].clone()
