@@ -14,6 +14,7 @@ from pigou.engine.plan import Compaction, Plan, Started
 from pigou.request import Ints
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.eviction.evictor import Evictor
+from pigou.runtime.eviction.stats import Stats
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.load import LoadedModel
 from pigou.runtime.rotary import rotary_table, rotate
@@ -150,7 +151,7 @@ def bench(
     params: dict[str, float] | None = None,
     **limits: int,
 ) -> Bench:
-    """Make one; `plain` for torch's attention instead of compiled kernels."""
+    """Make one; `plain` for torch's operations instead of compiled kernels."""
     config = EvictionConfig(
         policy=policy, params=params or {}, **{"sinks": 2, "recent": 8, "least": 10, **limits}
     )
@@ -161,6 +162,11 @@ def bench(
         attention = PagedAttention(model.config, cache, tables, 256)
         attention.watch = executor._attention.watch
         executor._attention = attention
+        evictor = executor.evictor
+        assert evictor is not None
+        fields = len(evictor.policy.fields)
+        stats = Stats(cache.layout, fields, cache.blocks, cache.data.device, host)
+        evictor.stats = evictor.watch.stats = stats
     return Bench(executor, tables)
 
 

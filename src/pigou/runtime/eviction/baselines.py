@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from pigou.config import ConfigError
+from pigou.runtime.eviction import kernels
 from pigou.runtime.eviction.policy import Entries, Folding, Returns, Setting, TokenPolicy
 
 #: Orders tokens of one step behind the step itself; contexts are shorter.
@@ -135,10 +136,8 @@ class SnapKV(TokenPolicy):
         """Return the attention of the last `window` queries, averaged over neighbours."""
         rest = np.float32(1.0 - min(entries.since, self.window) / self.window)
         mass = entries.field("mass") + rest * entries.field("before")
-        order = np.argsort(entries.positions, axis=-1)
-        pooled = _pool(np.take_along_axis(mass, order, axis=-1), self.pool)
-        scores = np.empty_like(pooled)
-        np.put_along_axis(scores, order, pooled, axis=-1)
+        scores = np.empty_like(mass)
+        kernels.pool(mass, entries.positions, entries.next, self.pool, scores)
         return scores
 
 
@@ -182,16 +181,6 @@ class Oracle(TokenPolicy):
         if self.scorer is None:
             raise ConfigError("eviction.policy is 'oracle', which knows nothing until it is told")
         return self.scorer(entries)
-
-
-def _pool(values: Returns, width: int) -> Returns:
-    """Average over `width` neighbours along the last axis; zeros lie beyond the ends."""
-    half = width // 2
-    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(half, half)])
-    count = values.shape[-1]
-    total = sum(padded[..., at : at + count] for at in range(width))
-    pooled: Returns = np.asarray(total) / np.float32(width)
-    return pooled
 
 
 def _above(name: str, value: float) -> None:

@@ -239,6 +239,37 @@ def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, cou
 
 
 @kernel
+def pool(mass: Floats, positions: Ints, length: int, width: int, out: Floats) -> None:
+    """Average over `width` neighbouring entries, by position; zeros lie beyond the ends.
+
+    Args:
+        mass: shape (layers, heads, n).
+        positions: shape (layers, heads, n).
+        length: above all positions.
+        width: odd.
+        out: shape of `mass`.
+    """
+    layers, heads, count = mass.shape
+    places = np.empty(length, np.int32)
+    order = np.empty(count, np.int32)
+    for layer in range(layers):
+        for head in range(heads):
+            places[:] = -1
+            for slot in range(count):
+                places[positions[layer, head, slot]] = slot
+            found = 0
+            for position in range(length):
+                if places[position] >= 0:
+                    order[found] = places[position]
+                    found += 1
+            for i in range(count):
+                total = np.float32(0.0)
+                for j in range(max(i - width // 2, 0), min(i + width // 2 + 1, count)):
+                    total += mass[layer, head, order[j]]
+                out[layer, head, order[i]] = total / np.float32(width)
+
+
+@kernel
 def narrow(values: NDArray[np.floating], slots: Ints, depth: int) -> None:
     """Bring the `depth` least values, and their slots, to the front, in the order they are in."""
     bound = np.partition(values, depth - 1)[depth - 1]
