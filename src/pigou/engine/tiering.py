@@ -30,7 +30,7 @@ class Pending(NamedTuple):
     Attributes:
         hashes: shape (n, 2).
         expiry: until when they hold.
-        used: whether the tiers were told of their use.
+        used: whether the tiers were told of the use of what they hold.
     """
 
     hashes: BlockHashes
@@ -97,7 +97,7 @@ class Tiering:
                 continue
             hashes = pending.hashes[: len(blocks)]
             if not pending.used:
-                self.tiers.use(hashes, pending.expiry, now)
+                self.tiers.use(hashes, now)
                 pending = pending._replace(used=True)
             move = self.tiers.offer(hashes, blocks, pending.expiry, now, self._room)
             if move is not None:

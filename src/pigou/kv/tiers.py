@@ -99,13 +99,13 @@ class Tiers:
 
     # --- from and to the device -----------------------------------------------------------------
 
-    def use(self, hashes: BlockHashes, expiry: int, now: int) -> None:
-        """Note that the first blocks of a sequence were used, shape (n, 2); they may be offered."""
-        first = self.tiers[0]
+    def use(self, hashes: BlockHashes, now: int) -> None:
+        """Note a use of the first blocks of a sequence, shape (n, 2), as far as they are held.
+
+        Of the others, `offer` tells.
+        """
         keys = keys_of(hashes)
-        held = first.find(keys, now)
-        first.hit(keys[:held], now)
-        first.use(self._chain(hashes, keys, held, len(keys), expiry), now)
+        self.tiers[0].hit(keys[: self.tiers[0].find(keys, now)], now)
 
     def offer(
         self, hashes: BlockHashes, device: Ints, expiry: int, now: int, most: int
@@ -113,7 +113,7 @@ class Tiers:
         """Offer the first blocks of a sequence, which the device may soon hand out.
 
         Args:
-            hashes: from the sequence's beginning on, shape (n, 2); `use` has told of their use.
+            hashes: from the sequence's beginning on, shape (n, 2).
             device: device blocks that hold them, shape (n,).
             expiry: until when they are valid, nanoseconds.
             now: nanoseconds.
@@ -283,9 +283,9 @@ class Tiers:
     def _admit(self, tier: int, blocks: Sequence[Block], now: int) -> int:
         """Offer blocks, each standing on the one before, to a tier; return how many it took.
 
-        Those that it gives up for them go further down, where to come down counts as a use.
+        Those that it gives up for them go further down.
         """
-        admitted, evicted = self.tiers[tier].admit(blocks, now, used=tier > 0)
+        admitted, evicted = self.tiers[tier].admit(blocks, now)
         self.counts[tier].evicted += len(evicted)
         if evicted:
             self._give_up(tier, evicted, now)
