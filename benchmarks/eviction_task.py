@@ -136,8 +136,11 @@ class Outcome:
     seconds: float
 
     def write(self, path: Path) -> None:
-        """Store it."""
-        np.savez(path, **asdict(self))
+        """Store it, wholly or not at all."""
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            np.savez(file, **asdict(self))
+        part.rename(path)
 
     @classmethod
     def read(cls, path: Path) -> Outcome:
