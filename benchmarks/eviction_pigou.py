@@ -34,7 +34,7 @@ HORIZON = 256
 WITHIN = " (all bytes within)"
 #: Behind the oracle's name: it knows the whole rest of the row.
 REST = " (whole future)"
-NAMES = ("full", "fifo", "lru", "h2o", "streaming", "snapkv", "random", "paper-lossy", "pigou",
+NAMES = ("full", "h2o", "streaming", "snapkv", "random", "paper-lossy", "pigou",
          "pigou" + WITHIN, "oracle")  # fmt: skip
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 
@@ -82,8 +82,9 @@ class PigouSide:
     def names(self, prepared: Prepared) -> list[str]:
         """Return the names of all methods on a task, of policies those that are installed."""
         known = {"full", *entry_points(group=GROUP).names}
-        rest = [] if prepared.task.whole else ["oracle" + REST]
-        return [name for name in (*NAMES, *rest) if _policy(name) in known]
+        # Of a prompt computed in one step, FIFO and LRU keep what a window keeps.
+        streams = [] if prepared.task.whole else ["fifo", "lru", "oracle" + REST]
+        return [name for name in (*NAMES, *streams) if _policy(name) in known]
 
     def run(self, prepared: Prepared, name: str, most: Budget) -> Outcome:
         """Let a policy read a task.
