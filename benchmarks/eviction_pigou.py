@@ -44,20 +44,20 @@ class Tap:
 
     Attributes:
         open: whether logits are wanted.
-        logits: of the last step, shape (tokens, vocab).
+        shown: logits of the last step, shape (tokens, vocab).
     """
 
     def __init__(self, inner: Decoder) -> None:
         self._inner = inner
         self.open = False
-        self.logits = torch.empty(0)
+        self.shown = torch.empty(0)
 
     def hidden(self, tokens: Tensor, attention: PagedAttention, wanted: Tensor | None) -> Tensor:
         """Compute as `Decoder.hidden`, and keep the logits when they are wanted."""
         if not self.open:
             return self._inner.hidden(tokens, attention, wanted)
         hidden = self._inner.hidden(tokens, attention, None)
-        self.logits = self._inner.logits(hidden).float()
+        self.shown = self._inner.logits(hidden).float()
         return hidden if wanted is None else hidden[wanted]
 
     def __getattr__(self, name: str) -> Any:
@@ -227,7 +227,7 @@ class Reading:
         if not self.tap.open:
             return
         count = len(self.tokens)
-        meter.logits(first, self.tap.logits.view(count, end - first, -1).numpy())
+        meter.logits(first, self.tap.shown.view(count, end - first, -1).numpy())
         evictor = self.executor.evictor
         if evictor is None:
             config = self.executor.model.config

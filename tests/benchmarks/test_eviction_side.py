@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from benchmarks.eviction_pigou import WITHIN, PigouSide
 from benchmarks.eviction_reference import prepare
 from benchmarks.eviction_task import Prepared, Task
 from benchmarks.peers import PeerMissing
+from pigou.models import bundled_path
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
 LENGTH, SINKS, RECENT = 256, 4, 16
@@ -107,3 +109,14 @@ def test_both_sides_find_the_same_where_both_keep_the_same(
     np.testing.assert_allclose(ours.nll, theirs.nll, atol=1e-4)
     np.testing.assert_allclose(ours.mass, theirs.mass, atol=1e-5)
     assert ours.peak_bytes == theirs.peak_bytes
+
+
+def test_a_policy_that_hears_logits_reads_on_the_bundled_model(
+    tmp_path: Path, side: PigouSide
+) -> None:
+    task = Task("streamed", str(bundled_path()), 128, 0, 16, 96, 8)
+    tokens = np.random.default_rng(0).integers(2, 2000, size=(1, 128))
+    prepared = prepare(task, tokens, tmp_path / "task")
+    found = side.run(prepared, "paper-lossy", budget(task, 0.5))
+    assert np.isfinite(found.kl).all()
+    assert 0 < found.mass.mean() < 1
