@@ -74,6 +74,16 @@ class EvictionOracle(Oracle):
             held = Counter(split(slot)[head] for slot in slots)
             assert held == Counter(history[p] for p in kept[head]), "foreign KV"
 
+    def truncate(self, name: str, tokens: int) -> None:
+        """Forget a request's last tokens."""
+        stream, size = self.streams[name], self.core.config.block_size
+        del stream.tokens[-tokens:]
+        stream.generated -= tokens
+        computed = len(stream.tokens) - 1
+        stream.known = min(stream.known, max(stream.request.prompt, computed) // size)
+        for positions in self.kept.get(name, ()):
+            positions.difference_update(range(computed, computed + tokens))
+
     # --- compaction -----------------------------------------------------------------------------
 
     def _move(self, plan: Plan) -> None:

@@ -6,16 +6,18 @@ import random
 from collections import deque
 from typing import Any
 
+import pytest
 from eviction_oracle import EvictionOracle, EvictionTierOracle
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import initialize, precondition, rule
 from test_seam import RATES, Seam, configs
 from test_tier_seam import TierSeam, make_tiers
 
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.preemption import Rates
+from pigou.engine.sequence import State
 
 
 @st.composite
@@ -62,6 +64,40 @@ class EvictionSeam(Seam):
     @rule(length=st.integers(1, 6), start=st.integers(0, 1), most=st.integers(5, 30))
     def add_of_a_tenant(self, start: int, length: int, most: int) -> None:
         self.add(start=start, length=length, tail=[], most=most, remote=0, tenant="a")
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.plan is None and self.decoding())
+    def truncate(self, data: Any) -> None:
+        """Take back tokens: all that may be are, at once; what is left is as before."""
+        name, most = data.draw(st.sampled_from(self.decoding()))
+        tokens = data.draw(st.integers(1, most))
+        rows, size = self.core._state.rows, self.core.config.block_size
+        row = self.core._state.sequences[name].row
+        free, held = self.core.free_blocks, int(rows.blocks[row])
+        left = int(rows.computed[row] - rows.dropped[row]) - tokens
+        part = rows.tables[row, left // size : -(-left // size)]
+        if left // size < rows.sealed[row] and (self.core._state.pool.refs(part) > 1).any():
+            with pytest.raises(ValueError, match="shared"):
+                self.core.truncate(name, tokens)
+            return
+        effects = self.core.truncate(name, tokens)
+        assert held - int(rows.blocks[row]) == held - -(-left // size)
+        assert self.core.free_blocks >= free
+        self.oracle.truncate(name, tokens)
+        self.observe(effects)
+
+    def decoding(self) -> list[tuple[str, int]]:
+        """Requests that tokens can be taken back of, and how many at most."""
+        rows, found = self.core._state.rows, []
+        for row, name in self.oracle.rows.items():
+            seq = rows.owner[row]
+            if seq is None or seq.request.id != name or seq.state is not State.RUNNING:
+                continue
+            computed = int(rows.computed[row])
+            most = min(int(rows.length[row]) - seq.request.prompt, computed - rows.compacted[row])
+            if rows.length[row] - computed == 1 and most > 0:
+                found.append((name, int(most)))
+        return sorted(found)
 
     def lawful(self) -> None:
         super().lawful()

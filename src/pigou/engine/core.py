@@ -20,6 +20,7 @@ from pigou.engine.holding import hold
 from pigou.engine.integrity import check_state
 from pigou.engine.plan import Effects, Plan, Result, Started
 from pigou.engine.preemption import Rates
+from pigou.engine.rollback import truncate
 from pigou.engine.scheduler import Scheduler
 from pigou.engine.sequence import Sequence, State, order_key, usable
 from pigou.engine.settlement import Settlement
@@ -274,6 +275,26 @@ class EngineCore:
         if kept is not None:
             state.free_kept(kept)
         return state.flush(Effects())
+
+    def truncate(self, request: str, tokens: int) -> Effects:
+        """Take back the last tokens of a request that decodes; their blocks return at once.
+
+        Args:
+            request: its id.
+            tokens: how many, at most those that it generated.
+
+        Raises:
+            OutOfTurn: a plan is under way.
+            ValueError: it generated fewer, does not decode, gave up entries since, or shares a
+                block of which some tokens are taken back. Nothing has changed then.
+        """
+        if self._plan is not None:
+            raise OutOfTurn("apply the plan under way before tokens are taken back")
+        seq = self._state.sequences.get(request)
+        if seq is None:
+            raise ValueError(f"no request {request!r} is in flight")
+        truncate(self._state, seq, tokens)
+        return self._state.flush(Effects())
 
     def clear_cache(self) -> Effects:
         """Forget all cached prefixes, in all tiers; running requests go on."""

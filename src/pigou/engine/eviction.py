@@ -208,6 +208,7 @@ def _restore(state: EngineState, draft: Draft, row: int, count: int) -> None:
     state.removed(state.pool.allocate(table[blocks : blocks + count]))
     rows.blocks[row] = blocks + count
     rows.dropped[row] -= count * size
+    rows.compacted[row] = rows.computed[row]
     held = -(-(entries + count * size) // size)
     draft.revivals.append(Revival(row, entries, count * size, table[:held].copy()))
     draft.budget -= count * size

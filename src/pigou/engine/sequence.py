@@ -130,8 +130,8 @@ class Rows:
         computed: tokens whose KV is there, or was; the position of the next one.
         dropped: of those, tokens whose cache entries were given up (of each layer and head others);
             a multiple of the block size.
-        compacted: tokens computed when entries were given up last; 0 where none ever were. Entries
-            before lie in no order; the row has no hashes that it could be found by beyond `sealed`.
+        compacted: tokens computed when entries were given up or computed again last; 0 where none
+            ever were. Entries before lie in no order; nothing beyond `sealed` can be hit.
         length: tokens known; 0 for a row that nobody has. One more than `computed` in decode.
         limit: length at which the sequence ends.
         blocks: blocks that the row holds.

@@ -164,6 +164,14 @@ class EngineState:
             self.rows.tables[row], keep, int(self.rows.blocks[row]), seq.hashes, seq.twins
         )
 
+    def cut_row(self, seq: Sequence, keep: int) -> None:
+        """Drop the blocks of a sequence's row from index `keep` on; the sequence goes on."""
+        row = seq.row
+        self._release(
+            self.rows.tables[row], keep, int(self.rows.blocks[row]), seq.hashes[:0], False
+        )
+        self.rows.blocks[row] = keep
+
     def recall(self) -> None:
         """Bring back from tiers what will soon be asked for, while nobody waits for blocks."""
         if self.tiering is None:
