@@ -75,6 +75,46 @@ def worker(
     tier_recall: Annotated[
         bool, typer.Option(help="Bring back what a session needs before it is expected.")
     ] = _DEFAULT.tier_recall,
+    eviction: Annotated[
+        str,
+        typer.Option(
+            help="Policy by which running requests give up cache entries when blocks run short: "
+            "pigou, h2o, snapkv, ...; by default none does, and requests are preempted."
+        ),
+    ] = _DEFAULT.eviction,
+    eviction_param: Annotated[
+        list[str] | None, typer.Option(help="Parameter of that policy, as NAME=VALUE; repeatable.")
+    ] = None,
+    eviction_sinks: Annotated[
+        int, typer.Option(help="First tokens of a request that are never given up.")
+    ] = _DEFAULT.eviction_sinks,
+    eviction_recent: Annotated[
+        int, typer.Option(help="Last tokens of a request that are never given up.")
+    ] = _DEFAULT.eviction_recent,
+    eviction_least: Annotated[
+        int, typer.Option(help="Fewest cache entries that a request keeps.")
+    ] = _DEFAULT.eviction_least,
+    eviction_interval: Annotated[
+        int, typer.Option(help="Tokens after which a request's entries are appraised again.")
+    ] = _DEFAULT.eviction_interval,
+    eviction_ceiling: Annotated[
+        float,
+        typer.Option(
+            help="Highest loss of return per block, in the policy's unit; beyond it requests wait "
+            "or are preempted."
+        ),
+    ] = _DEFAULT.eviction_ceiling,
+    eviction_slack: Annotated[
+        float,
+        typer.Option(help="Blocks given up beyond what is needed, for each running request."),
+    ] = _DEFAULT.eviction_slack,
+    eviction_rate: Annotated[
+        float, typer.Option(help="Learning rate of the price of a block.")
+    ] = _DEFAULT.eviction_rate,
+    eviction_floor: Annotated[
+        list[str] | None,
+        typer.Option(help="Blocks a tenant's requests keep, as TENANT=BLOCKS; repeatable."),
+    ] = None,
     max_seqs: Annotated[
         int, typer.Option(help="Most sequences that run at once.")
     ] = _DEFAULT.max_seqs,
@@ -166,6 +206,9 @@ def worker(
     values = dict(locals())
     for name in ("memory", "max_body", "host_cache", "disk_cache", "bucket_cache"):
         values[name] = parse_size(values[name])
+    for option, name in (("eviction_param", "eviction_params"),
+                         ("eviction_floor", "eviction_floors")):  # fmt: skip
+        values[name] = _numbers(option, values.pop(option) or [])
     try:
         config = msgspec.convert(values, WorkerConfig)
         from pigou.worker.process import run
@@ -181,6 +224,21 @@ def worker(
         typer.echo(f"pigou worker: {error}", err=True)
         raise typer.Exit(1) from None
     raise typer.Exit(status)
+
+
+def _numbers(option: str, given: list[str]) -> dict[str, float]:
+    """Return what `NAME=NUMBER`, given repeatedly, says."""
+    found: dict[str, float] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        try:
+            found[name] = int(value) if value.lstrip("-").isdigit() else float(value)
+        except ValueError:
+            equals = ""
+        if not name or not equals:
+            flag = "--" + option.replace("_", "-")
+            raise typer.BadParameter(f"{flag} {each!r} is not NAME=NUMBER")
+    return found
 
 
 def _explain(error: msgspec.ValidationError, values: dict[str, Any]) -> str:

@@ -165,7 +165,8 @@ class EngineCore:
                 return self._state.flush(Effects())
             raise OutOfTurn("this is not the plan that was scheduled last")
         _check_result(plan, result)
-        eviction.refuse(plan, result)
+        if result.losses or result.gains:
+            eviction.refuse(plan, result)
         self._plan = None
         ahead, self._ahead = self._ahead, NO_FORESIGHT
         return self._settlement.settle(plan, ahead, result)

@@ -282,6 +282,7 @@ def _engine_config(config: WorkerConfig, blocks: int, longest: int) -> EngineCon
         prefix_caching=config.prefix_caching,
         max_repeat=config.repeat,
         max_waiting=config.max_waiting,
+        eviction=config.token_eviction,
     )
 
 

@@ -141,6 +141,10 @@ class Gauges:
     hits_total: int = 0
     preemptions_total: int = 0
     swaps_total: int = 0
+    price: float = 0.0
+    missing: int = 0
+    given_total: int = 0
+    revived_total: int = 0
     steps_total: int = 0
     tokens_total: int = 0
     blocks_received_total: int = 0

@@ -6,11 +6,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from pigou.config import ConfigError, QueueOrder
+from pigou.config import ConfigError, EvictionConfig, QueueOrder
 from pigou.request import Role
 
 ExecutorKind = Literal["torch", "sleep"]
 TransferKind = Literal["auto", "shm", "tcp", "none"]
+#: Values of eviction where nobody says.
+_EVICTION = EvictionConfig()
+_EVICTION_FIELDS = tuple(name for name in EvictionConfig.__struct_fields__ if name != "policy")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,6 +42,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         tier_policy: eviction policy of these tiers, as registered under `pigou.eviction`.
         tier_params: parameters of that policy, by name.
         tier_recall: bring back what a session needs before it is expected to go on.
+        eviction: policy by which running requests give up cache entries when blocks run short, as
+            registered under `pigou.token_eviction`; empty for none.
+        eviction_params: parameters of that policy, by name.
+        eviction_sinks: first tokens of a request that are never given up.
+        eviction_recent: last tokens of a request that are never given up.
+        eviction_least: fewest entries that a request keeps.
+        eviction_interval: tokens after which a request's entries are appraised again.
+        eviction_ceiling: highest loss of return per block that is accepted.
+        eviction_slack: blocks given up beyond what is needed, for each running request.
+        eviction_rate: learning rate of the price.
+        eviction_floors: blocks that a tenant's requests keep together, by tenant.
         max_seqs: most sequences that run at once.
         max_batched_tokens: most tokens computed in one step.
         max_background_tokens: of those, most tokens of prompts whose priority is above 0; 0 for no
@@ -89,6 +103,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tier_policy: str = "price"
     tier_params: dict[str, Any] = {}
     tier_recall: bool = True
+    eviction: str = ""
+    eviction_params: dict[str, float] = {}
+    eviction_sinks: int = _EVICTION.sinks
+    eviction_recent: int = _EVICTION.recent
+    eviction_least: int = _EVICTION.least
+    eviction_interval: int = _EVICTION.interval
+    eviction_ceiling: float = _EVICTION.ceiling
+    eviction_slack: float = _EVICTION.slack
+    eviction_rate: float = _EVICTION.rate
+    eviction_floors: dict[str, int] = {}
     max_seqs: int = 256
     max_batched_tokens: int = 2048
     max_background_tokens: int = 0
@@ -133,6 +157,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if self.dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"dtype is {self.dtype!r}; give auto, bf16 or fp32")
         self._check_tiers()
+        self._check_eviction()
         self._check_timing()
 
     @property
@@ -164,6 +189,34 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(
                 "prefix_caching is off, and a cache beyond the device is given; there is nothing "
                 "that it could keep: leave one of them out"
+            )
+
+    @property
+    def token_eviction(self) -> EvictionConfig | None:
+        """What the core is told of eviction; None where no entries are given up."""
+        if not self.eviction:
+            return None
+        fields = {name: getattr(self, f"eviction_{name}") for name in _EVICTION_FIELDS}
+        return EvictionConfig(policy=self.eviction, **fields)
+
+    def _check_eviction(self) -> None:
+        given = self.token_eviction  # refuses values out of range
+        if given is None:
+            for name in _EVICTION_FIELDS:
+                value = getattr(self, f"eviction_{name}")
+                if value != getattr(_EVICTION, name):
+                    raise ConfigError(
+                        f"eviction_{name} is {value}, and eviction is not given; give a policy"
+                    )
+        elif self.sleeps:
+            raise ConfigError(
+                f"eviction is {self.eviction!r}, and the worker only takes time: it has no cache "
+                "entries; leave one out"
+            )
+        elif given.interval < self.block_size:
+            raise ConfigError(
+                f"eviction_interval is {given.interval}; it must be at least the block size, "
+                f"{self.block_size}"
             )
 
     def _check_timing(self) -> None:

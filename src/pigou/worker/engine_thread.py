@@ -373,6 +373,9 @@ class EngineThread:
         gauges.queries_total = core.prefix_queries - self._warm_queries
         gauges.hits_total = core.prefix_hits
         gauges.preemptions_total, gauges.swaps_total = core.preemptions, core.swaps
+        if core.config.eviction is not None:
+            gauges.price, gauges.missing = core.price, core.missing_entries
+            gauges.given_total, gauges.revived_total = core.entries_given, core.entries_revived
         return gauges
 
 

@@ -59,12 +59,16 @@ _OWN_GAUGES = {
     "kv_blocks_cached": "Blocks that can be hit, in use or not.",
     "kv_requests_held": "Prompts that are held for other workers, computed or cached ones.",
     "kv_requests_loading": "Requests whose blocks are on their way.",
+    "kv_price": "Return that a block of cache entries has to earn to stay, in the policy's unit.",
+    "kv_entries_missing": "Cache entries that running requests gave up, and do without.",
 }
 _OWN_COUNTERS = {
     "kv_blocks_received": "KV blocks that came from other workers.",
     "kv_bytes_received": "Bytes in them.",
     "kv_blocks_lent": "Cached KV blocks that were offered to other workers.",
     "swaps": "Preemptions that moved KV to host memory.",
+    "kv_entries_given": "Cache entries that requests gave up.",
+    "kv_entries_revived": "Of those, entries that were computed again on their own.",
     "engine_steps": "Steps computed.",
     "computed_tokens": "Tokens computed in them, of prompts and outputs.",
 }
@@ -125,6 +129,8 @@ class Metrics:
         gauge["kv_blocks_cached"].set(gauges.cached)
         gauge["kv_requests_held"].set(gauges.held)
         gauge["kv_requests_loading"].set(gauges.loading)
+        gauge["kv_price"].set(gauges.price)
+        gauge["kv_entries_missing"].set(gauges.missing)
         for name, total in (
             ("prefix_cache_queries", "queries_total"),
             ("prefix_cache_hits", "hits_total"),
@@ -133,6 +139,8 @@ class Metrics:
             ("kv_bytes_received", "bytes_received_total"),
             ("kv_blocks_lent", "blocks_lent_total"),
             ("swaps", "swaps_total"),
+            ("kv_entries_given", "given_total"),
+            ("kv_entries_revived", "revived_total"),
             ("engine_steps", "steps_total"),
             ("computed_tokens", "tokens_total"),
         ):
