@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import pigou.compiled  # noqa: F401  (chooses where numba keeps what it compiled)
 from pigou.request import Ints
-from pigou.runtime.simd import LANES, float_of, narrow, product, widen
+from pigou.runtime.simd import LANES, accumulate, float_of, narrow, product, widen
 from pigou.runtime.team import team
 
 Stored = NDArray[Any]
@@ -216,14 +216,10 @@ def attend(
         softmax(scores[row], seen, lanes)
         scores[row, seen:last] = np.float32(0.0)
     if sums is not None:
-        ones = np.ones(counted, np.float32)
         sums[:stride] = np.float32(0.0)
         scores[:counted, last:] = np.float32(0.0)
         for t in range(0, stride, LANES):
-            product(
-                ones.ctypes.data, counted, scores.ctypes.data + t * 4, stride,
-                sums.ctypes.data + t * 4, stride, counted, scores, 1,
-            )  # fmt: skip
+            accumulate(sums.ctypes.data + t * 4, scores.ctypes.data + t * 4, stride, counted)
     for block in range(blocks):
         values = base + table[block] * kv.strides[0] + kv.strides[1]
         depth = min(size, last - block * size)
@@ -268,14 +264,12 @@ def note(
     start = (own + size - 1) // size
     for slot in range(own, min(start * size, entries)):
         numbers[table[slot // size], layer, head, 1, slot % size] += sums[slot]
-    one = np.ones(1, np.float32)
     lines = numbers.ctypes.data + layer * numbers.strides[1] + head * numbers.strides[2]
     lines += numbers.strides[3]
     for block in range(start, (entries + size - 1) // size):
         mass = lines + table[block] * numbers.strides[0]
         for t in range(0, size, LANES):
-            source = sums.ctypes.data + (block * size + t) * 4
-            product(one.ctypes.data, 1, source, 1, mass + t * 4, 1, 1, sums, 1)
+            accumulate(mass + t * 4, sums.ctypes.data + (block * size + t) * 4, 0, 1)
 
 
 @fast

@@ -95,6 +95,41 @@ def product(
     return signature, generate
 
 
+@instruction
+def accumulate(_context: Any, target: Any, source: Any, stride: Any, rows: Any) -> Any:
+    """Add rows of 16 numbers to 16 others, all float32.
+
+    `target` and `source` are addresses, and `stride`, between rows, counts numbers.
+    """
+    whole = types.intp
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        target, source, stride, rows = arguments
+        place = builder.inttoptr(target, _VECTOR.as_pointer())
+        first, before = builder.load(place, align=4), builder.block
+        loop = builder.append_basic_block("accumulate.loop")
+        after = builder.append_basic_block("accumulate.after")
+        builder.cbranch(builder.icmp_signed("<", _index(0), rows), loop, after)
+        builder.position_at_end(loop)
+        row, held = builder.phi(_INDEX), builder.phi(_VECTOR)
+        offset = builder.mul(builder.mul(row, stride), _index(4))
+        line = builder.inttoptr(builder.add(source, offset), _VECTOR.as_pointer())
+        total = builder.fadd(held, builder.load(line, align=4))
+        following = builder.add(row, _index(1))
+        for phi, start, value in ((row, _index(0), following), (held, first, total)):
+            phi.add_incoming(start, before)
+            phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", following, rows), loop, after)
+        builder.position_at_end(after)
+        result = builder.phi(_VECTOR)
+        result.add_incoming(first, before)
+        result.add_incoming(total, loop)
+        builder.store(result, place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(whole, whole, whole, whole), generate
+
+
 class _Product:
     """Writes the instructions of `product`."""
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pigou.compiled import kernel
 from pigou.request import Ints
-from pigou.runtime.simd import LANES, product
+from pigou.runtime.simd import LANES, accumulate
 
 Floats = NDArray[np.float32]
 Slots = NDArray[np.int64]
@@ -132,7 +132,6 @@ def absorb(
     """
     heads, size = numbers.shape[2], numbers.shape[4]
     group, width = sums.shape[1] // heads, sums.shape[2]
-    ones = np.ones(group, np.float32)
     for tile in range(len(tiles)):
         _, count, slot, row = tiles[tile]
         table, own, entries = tables[row], owns[row], slot + count
@@ -153,10 +152,7 @@ def absorb(
             for block in range(start, (entries + size - 1) // size):
                 mass = place + table[block] * numbers.strides[0]
                 for t in range(0, size, LANES):
-                    product(
-                        ones.ctypes.data, group, source + (block * size + t) * 4, width,
-                        mass + t * 4, 1, group, sums, 1,
-                    )  # fmt: skip
+                    accumulate(mass + t * 4, source + (block * size + t) * 4, width, group)
 
 
 @kernel
