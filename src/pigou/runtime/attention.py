@@ -216,8 +216,9 @@ class PagedAttention:
             keys: shape (sequences, kv_heads, entries, head_dim).
             mask: entries that a query may see, shape (sequences, 1, queries, entries).
         """
-        grouped = query.unflatten(1, (self.config.kv_heads, -1)).float()
-        scores = grouped @ keys.float().unsqueeze(2).mT / self.config.head_dim**0.5
+        shape = (len(query), self.config.kv_heads, -1, *query.shape[2:])
+        grouped = query.reshape(shape).float()
+        scores: Tensor = grouped @ keys.float().unsqueeze(2).mT / self.config.head_dim**0.5
         return scores.masked_fill_(~mask.unsqueeze(2), float("-inf")).softmax(-1)
 
     def _gather(self, layer: int, past: Past) -> tuple[Tensor, Tensor]:

@@ -232,8 +232,8 @@ class Evictor:
         keys = kv[:, :, 0].view(*shape, -1, self.size)[blocks, :, :, :, offsets]
         values = kv[:, :, 1].view(*shape, self.size, -1)[blocks, :, :, offsets]
         positions = data[0, 0, 0].view(np.int32)[slots]
-        pair = (part.permute(1, 2, 0, 3).float() for part in (keys, values))
-        found = self.policy.birth(*pair, positions)
+        keys, values = (part.permute(1, 2, 0, 3).float() for part in (keys, values))
+        found = self.policy.birth(keys, values, positions)
         self.stats.put_heads(table, slots, line, found)
         lines = slice(line, line + len(self.policy.born))
         data[:, :, lines, slots] = found.cpu().numpy().swapaxes(2, 3)
