@@ -20,7 +20,7 @@ from pigou.sampling import SamplingParams
 
 Find = Callable[[str], LoadedModel]
 VOCAB = 320
-POLICIES = ["fifo", "h2o", "lru", "random", "snapkv", "streaming"]
+POLICIES = ["fifo", "h2o", "lru", "pigou", "random", "snapkv", "streaming"]
 
 
 def greedy(tokens: int) -> SamplingParams:
