@@ -168,7 +168,7 @@ class EngineState:
         """Drop the blocks of a sequence's row from index `keep` on; the sequence goes on."""
         row = seq.row
         self._release(
-            self.rows.tables[row], keep, int(self.rows.blocks[row]), seq.hashes[:0], False
+            self.rows.tables[row], keep, int(self.rows.blocks[row]), seq.hashes, seq.twins
         )
         self.rows.blocks[row] = keep
 
