@@ -5,7 +5,8 @@ load that keeps the processor about 90% busy under FIFO while its cache is over 
 prints peak bytes, speed, latency, perplexity and exact match; the paper's ratios beside ours.
 ``iso`` finds each policy's least memory at the full cache's perplexity; ``held`` compares speed
 and latency at one budget with as many streams as keep that quality; ``ablate`` varies the risk
-weight and the predictor. ``--json FILE`` appends every run's figures as a line.
+weight and the predictor. ``--json FILE`` keeps every run's figures: what is in it already is not
+run again, and ``show`` prints its table. The policy ``full`` is no eviction, and room for all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import machine
 from pigou.runtime.threads import prepare_environment, set_threads
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from benchmarks.token_pd_run import Figures, Setting
     from pigou.runtime.load import LoadedModel
 
-POLICIES = ("fifo", "lru", "h2o", "paper", "paper-lossy", "pigou")
+POLICIES = ("full", "fifo", "lru", "h2o", "paper", "paper-lossy", "pigou")
 #: Blocks of the budget for each of 256 streams; about half of what they would fill.
 SHARE = 6
 #: Least and most blocks a stream between which the least memory is sought.
@@ -43,7 +44,7 @@ class Bench:
 
         self.args = args
         self.model: LoadedModel = load(bundled_path(), args.dtype, args.device)
-        self.texts = Texts.unseen(bundled_path())
+        self.texts = Texts.unseen(bundled_path(), args.scale)
         self._shares: dict[str, float] = {}
         self._warm_up()
 
@@ -55,14 +56,24 @@ class Bench:
         return make_items(self.texts, count, fan, self.args.seed)
 
     def run(self, setting: Setting, coming: list[Arrival]) -> Figures:
-        """Run one setting, print its line, and keep its figures."""
-        from benchmarks.token_pd_run import serve
+        """Run one setting, print its line, and keep its figures; look them up where they are."""
+        from benchmarks.token_pd_run import Figures, serve
 
+        told = {
+            "policy": setting.policy, "streams": setting.streams, "blocks": setting.blocks,
+            "params": setting.params, "seed": self.args.seed, "requests": len(coming),
+            "scale": self.args.scale, "last": coming[-1].time,
+            "dtype": self.args.dtype, "device": self.args.device,
+        }  # fmt: skip
+        for line in _lines(self.args.json):
+            if line["setting"] == told:
+                return Figures(**line["figures"])
         figures = serve(self.model, setting, coming)
-        print(json.dumps({"params": setting.params, **figures.row()}), flush=True)
+        line = json.dumps({"setting": told, "figures": figures.row()})
+        print(line, flush=True)
         if self.args.json:
             with Path(self.args.json).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"params": setting.params, **figures.row()}) + "\n")
+                file.write(line + "\n")
         return figures
 
     def setting(
@@ -79,7 +90,7 @@ class Bench:
         """Run with a cache that holds everything."""
         from benchmarks.token_pd_run import Setting, plenty
 
-        blocks = max(plenty(items, streams), round(MOST * streams))
+        blocks = max(plenty(items, streams), round(MOST * self.args.scale * streams))
         return self.run(Setting("none", streams, blocks), coming)
 
     def _warm_up(self) -> None:
@@ -88,7 +99,7 @@ class Bench:
         from benchmarks.token_pd_run import Setting, serve
 
         items = make_items(self.texts, 6, 2, 1)
-        for policy in ("none", *self.args.policies):
+        for policy in {"none", *self.args.policies} - {"full"}:
             serve(self.model, Setting(policy, 6, 40), arrivals(items, float("inf"), 1, 0))
 
 
@@ -98,8 +109,29 @@ def main() -> None:
     prepare_environment(1)
     set_threads(1)
     print("machine:", machine(), flush=True)
+    if args.what == "show":
+        show(args)
+        return
     bench = Bench(args)
     {"table": table, "iso": iso, "held": held, "ablate": ablate}[args.what](bench)
+
+
+def _lines(path: str) -> list[dict[str, Any]]:
+    """Return the runs that a file holds; none where there is no file."""
+    if not path or not Path(path).exists():
+        return []
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def show(args: argparse.Namespace) -> None:
+    """Print the table of the runs that a file holds, by streams, in the order of `--policies`."""
+    from benchmarks.token_pd_run import Figures
+    from benchmarks.token_pd_table import table as lay_out
+
+    done = [Figures(**line["figures"]) for line in _lines(args.json)]
+    order = {"none" if name == "full" else name: i for i, name in enumerate(args.policies)}
+    done.sort(key=lambda f: (f.streams, order.get(f.policy, len(order))))
+    print(lay_out(done))
 
 
 def table(bench: Bench) -> None:
@@ -114,9 +146,14 @@ def table(bench: Bench) -> None:
         items = bench.items(streams, fan)
         rate = args.rate or _load(bench, streams, items, fan)
         coming = arrivals(items, rate, fan, args.seed)
-        print(f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s")
-        done.append(bench.unbounded(streams, items, coming))
-        done += [bench.run(bench.setting(p, streams, args.blocks), coming) for p in args.policies]
+        print(
+            f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s", flush=True
+        )
+        for policy in args.policies:
+            if policy == "full":
+                done.append(bench.unbounded(streams, items, coming))
+            else:
+                done.append(bench.run(bench.setting(policy, streams, args.blocks), coming))
     print(f"\nbudget: bytes of {args.blocks} blocks of 16 tokens\n{lay_out(done)}")
 
 
@@ -125,9 +162,11 @@ def _load(bench: Bench, streams: int, items: list[Item], fan: int) -> float:
     from benchmarks.token_pd_load import arrivals, rate_for
 
     args = bench.args
-    flood = arrivals(items, float("inf"), fan, args.seed)
-    figures = bench.run(bench.setting("fifo", streams, args.blocks), flood)
-    return rate_for(items, args.busy, 1.0 / figures.capacity, fan, args.seed)
+    capacity = args.capacity
+    if not capacity:
+        flood = arrivals(items, float("inf"), fan, args.seed)
+        capacity = bench.run(bench.setting("fifo", streams, args.blocks), flood).capacity
+    return rate_for(items, args.busy, 1.0 / capacity, fan, args.seed)
 
 
 def iso(bench: Bench) -> None:
@@ -147,7 +186,7 @@ def _iso_rows(bench: Bench, streams: int) -> list[list[str]]:
     items = bench.items(streams, 1)
     coming = arrivals(items, float("inf"), 1, args.seed)
     full = bench.unbounded(streams, items, coming)
-    low, high = round(LEAST * streams), round(MOST * streams)
+    low, high = round(LEAST * streams), round(MOST * args.scale * streams)
 
     def run(policy: str, blocks: int) -> Figures:
         return bench.run(bench.setting(policy, streams, blocks), coming)
@@ -155,6 +194,7 @@ def _iso_rows(bench: Bench, streams: int) -> list[list[str]]:
     found = [
         least_budget(policy, partial(run, policy), full.perplexity, low, high, rounds=args.rounds)
         for policy in args.policies
+        if policy != "full"
     ]
     return compared(full, found)
 
@@ -174,7 +214,9 @@ def held(bench: Bench) -> None:
         items = bench.items(streams, fan)
         rate = args.rate or _load(bench, streams, items, fan)
         coming = arrivals(items, rate, fan, args.seed)
-        print(f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s")
+        print(
+            f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s", flush=True
+        )
         for policy, need in needs.items():
             most = min(streams, int(args.blocks / float(need)))
             figures = bench.run(bench.setting(policy, most, args.blocks), coming)
@@ -215,6 +257,8 @@ def variants(policies: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
     """
     found: list[tuple[str, dict[str, float]]] = []
     for policy in policies:
+        if policy == "full":
+            continue
         if policy == "pigou":
             found += [(policy, {"kappa": -risk}) for risk in RISKS]
         elif policy in ("paper", "paper-lossy"):
@@ -234,7 +278,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["table", "iso", "held", "ablate"])
+    parser.add_argument("what", choices=["table", "show", "iso", "held", "ablate"])
     parser.add_argument("--streams", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument(
@@ -243,10 +287,14 @@ def _arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--requests", type=float, default=2.0, help="for each stream")
     parser.add_argument("--busy", type=float, default=0.9, help="share of the time, under FIFO")
+    parser.add_argument(
+        "--capacity", type=float, default=0.0, help="FIFO's req/s without pauses, if known"
+    )
     parser.add_argument("--rate", type=float, default=0.0, help="req/s instead of seeking it")
     parser.add_argument("--fan", type=float, default=0.125, help="requests a job, of the streams")
     parser.add_argument("--rounds", type=int, default=6, help="most runs of a bisection")
     parser.add_argument("--hold", nargs="+", default=[], help="policy=blocks, for `held`")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=1)

@@ -64,14 +64,22 @@ class Arrival:
 class Texts:
     """What tenants read, as text and as token ids."""
 
-    def __init__(self, model: Path, play: str, agents: str) -> None:
-        """Encode two texts with a model's tokenizer; questions are asked over the first."""
+    def __init__(self, model: Path, play: str, agents: str, scale: float = 1.0) -> None:
+        """Encode two texts with a model's tokenizer; questions are asked over the first.
+
+        Args:
+            model: folder of the tokenizer.
+            play: text.
+            agents: another.
+            scale: of all lengths.
+        """
+        self.scale = scale
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.play = play
         self.ids = {"play": self.encode(play), "agents": self.encode(agents)}
 
     @classmethod
-    def unseen(cls, model: Path) -> Texts:
+    def unseen(cls, model: Path, scale: float = 1.0) -> Texts:
         """Read the bundled model's validation split, from `$PIGOU_SHARED/corpus`.
 
         Raises:
@@ -82,7 +90,7 @@ class Texts:
 
         shared = Path(os.environ.get("PIGOU_SHARED", _ROOT.parent / "shared"))
         split = load(shared / "corpus")
-        return cls(model, split.play, "\n".join(split.held_out.documents[1:]))
+        return cls(model, split.play, "\n".join(split.held_out.documents[1:]), scale)
 
     def encode(self, text: str) -> Ids:
         """Return a text's token ids."""
@@ -91,18 +99,19 @@ class Texts:
     def read(self, tenant: str, rng: np.random.Generator) -> Item:
         """Draw a stretch of a tenant's text, cut into a prompt and what is forced after it."""
         ids = self.ids[tenant]
-        prompt, output = int(rng.integers(*PROMPT)), int(rng.integers(*OUTPUT))
+        prompt, output = (int(self.scale * rng.integers(*bounds)) for bounds in (PROMPT, OUTPUT))
         start = int(rng.integers(0, len(ids) - prompt - output))
         begin = np.array([self.tokenizer.token_to_id("<|begin|>") or 0], dtype=np.int32)
         whole = np.concatenate((begin, ids[start : start + prompt + output]))
         return Item(tenant, whole[:prompt], whole[prompt : prompt + output])
 
-    def questions(self, count: int, seed: int, distance: int = DISTANCE) -> Iterator[Item]:
+    def questions(self, count: int, seed: int) -> Iterator[Item]:
         """Yield recall items whose filler and question come as generated tokens."""
 
         def tokens(line: str) -> int:
             return len(self.tokenizer.encode(line).ids)
 
+        distance = round(self.scale * DISTANCE)
         items = recall_items(
             self.play, tokens, pairs=PAIRS, distance=distance, count=count, seed=seed
         )

@@ -21,12 +21,16 @@ from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan
 from pigou.request import SECOND
 from pigou.runtime.engine import LocalEngine, Output
+from pigou.runtime.eviction.policy import Entries, Returns
 from pigou.runtime.load import LoadedModel
 from pigou.sampling import SamplingParams
 
 BLOCK = 16
 #: Entries that every request keeps, under every policy: three blocks.
 LEAST = 48
+CONSTANT = "constant"
+#: Most tokens of a request.
+LONGEST = 2048
 #: Called after each step with the engine and the plan: the regret's recorder, integrity checks.
 Watch = Callable[[LocalEngine, Plan], None]
 
@@ -39,7 +43,8 @@ class Setting:
         policy: name of the token eviction; "none" for none (requests wait and are preempted).
         streams: most requests that run at once.
         blocks: of the device.
-        params: parameters of the policy.
+        params: parameters of the policy; `constant`, which none has, puts this number in the
+            place of what its predictor says of any entry.
     """
 
     policy: str
@@ -51,9 +56,10 @@ class Setting:
         """Return the engine's configuration."""
         eviction = None
         if self.policy != "none":
-            eviction = EvictionConfig(policy=self.policy, params=self.params, least=LEAST)
+            params = {name: value for name, value in self.params.items() if name != CONSTANT}
+            eviction = EvictionConfig(policy=self.policy, params=params, least=LEAST)
         return EngineConfig(
-            blocks=self.blocks, block_size=BLOCK, max_seqs=self.streams, max_model_len=512,
+            blocks=self.blocks, block_size=BLOCK, max_seqs=self.streams, max_model_len=LONGEST,
             max_batched_tokens=512 + self.streams, prefix_caching=False, eviction=eviction,
         )  # fmt: skip
 
@@ -127,6 +133,8 @@ class Run:
     def __init__(self, model: LoadedModel, setting: Setting, watch: Watch | None = None) -> None:
         self.setting = setting
         self.engine = LocalEngine(model, setting.engine())
+        if CONSTANT in setting.params:
+            _flatten(self.engine, setting.params[CONSTANT])
         self.clock = _clock(model)
         self.forcing: Forcing = force(self.engine.executor, self.clock)
         self.watch = watch
@@ -249,6 +257,18 @@ def plenty(items: list[Item], streams: int) -> int:
     """Return blocks with which nothing ever runs short."""
     lengths = sorted((len(item.prompt) + item.generated for item in items), reverse=True)
     return sum(-(-length // BLOCK) + 2 for length in lengths[:streams])
+
+
+def _flatten(engine: LocalEngine, value: float) -> None:
+    """Let the policy say the same of every entry."""
+    evictor = engine.executor.evictor
+    assert evictor is not None, "a predictor is replaced where there is a policy"
+    kind = evictor.policy.score
+
+    def score(entries: Entries) -> Returns:
+        return np.full_like(kind(entries), value)
+
+    evictor.policy.score = score  # type: ignore[method-assign]
 
 
 def _number(served: Served) -> int:
