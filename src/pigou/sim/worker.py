@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, TypeAlias
@@ -17,12 +16,14 @@ from pigou.events import KVEvent
 from pigou.kv.tiers import Tiers
 from pigou.request import Ints, Nanos, Request
 from pigou.sim.clock import Clock, Event, Phase
+from pigou.sim.ends import ends
 from pigou.sim.gaps import Gaps
+from pigou.sim.inbox import Inbox
 from pigou.sim.kernels import Counts
 from pigou.sim.leg import Leg, Listener
 from pigou.sim.streams import Streams
 from pigou.sim.tiers import TierLinks
-from pigou.sim.timing import Batch, Timing
+from pigou.sim.timing import Timing
 
 #: Workers by number whose KV events have not all been published.
 Behind: TypeAlias = "dict[int, SimWorker]"
@@ -96,7 +97,7 @@ class SimWorker:
         self._version = 0
         self._awake = False
         self._events: list[KVEvent] = []
-        self._inbox: deque[tuple[int, Event]] = deque()  # after how many steps, what
+        self._inbox = Inbox()
         self._dead = False
 
     # --- what reaches it ----------------------------------------------------------------------
@@ -174,16 +175,9 @@ class SimWorker:
             command(now)
             self._wake(now)
             return
-        self._inbox.append((self.steps + wait, command))
+        self._inbox.put(self.steps + wait, command)
         if cut and self._plan is not None and wait < self._take:
             self._until(wait)
-
-    def _open(self, now: int) -> None:
-        """Do what had to wait until now, or everything if there is nothing to wait for."""
-        idle = self._idle
-        while self._inbox and (idle or self._inbox[0][0] <= self.steps):
-            self._inbox.popleft()[1](now)
-            idle = idle or self._idle
 
     @property
     def _idle(self) -> bool:
@@ -229,7 +223,7 @@ class SimWorker:
         if self._plan is not None and self._take > 1:
             step = self.passed()
             # Of what came, the plan under way was not cut for those who only wait.
-            came = sum(after <= self.steps + step for after, _ in self._inbox)
+            came = self._inbox.until(self.steps + step)
             if step and int(self._ends[step - 1]) == now:
                 step -= 1
         return core.running, core.waiting + came, core.usage_at(step)
@@ -299,28 +293,13 @@ class SimWorker:
             if none or self._streams.begins(yields):
                 repeat = 1  # first tokens are told when they come
             elif self._inbox:
-                repeat = max(1, min(repeat, self._inbox[0][0] - self.steps))
+                repeat = max(1, min(repeat, self._inbox.next - self.steps))
         self._plan, self._begin, self._yield = plan, now, yields
-        self._ends = now + self._durations(plan, repeat, chunks)
+        self._ends = now + ends(self.timing, plan, repeat, chunks)
         self._chunks, self._soon = chunks and repeat > 1, int(self._ends[0])
         if self._chunks and self._behind is not None:
             self._behind[self.number] = self
         self._until(repeat)
-
-    def _durations(self, plan: Plan, repeat: int, chunks: bool) -> Nanos:
-        """Return how long after the plan's begin each of its steps ends, shape (repeat,)."""
-        timing, batch = self.timing, Batch(plan.counts, plan.kv_lens, plan.samples)
-        if repeat == 1:
-            return timing.durations(batch, 1)
-        if not chunks:
-            return timing.durations(batch, repeat).cumsum()
-        ends, kv, end = np.empty(repeat, dtype=np.int64), plan.kv_lens, 0
-        for step in range(repeat):
-            end += int(timing.durations(batch, 1)[0])
-            ends[step] = end
-            kv = kv + plan.counts
-            batch = Batch(plan.counts, kv, plan.samples)
-        return ends
 
     def _forget(self) -> None:
         """No plan is under way any more."""
@@ -373,7 +352,8 @@ class SimWorker:
             leg = self._legs.pop(finished.request)
             self._streams.leave(leg)
             self._listener.finished(leg, finished, now)
-        self._open(now)
+        if self._inbox:
+            self._inbox.open(self.steps, now, lambda: self._idle)
 
     def _count_passed(self, rows: Ints) -> None:
         """Count the gaps of rows whose plan will not be counted for them to its end."""
