@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 POLICIES = ("full", "fifo", "lru", "h2o", "paper", "paper-lossy", "pigou")
 #: Blocks of the budget for each of 256 streams; about half of what they would fill.
 SHARE = 6
+#: Requests that tell a policy's speed.
+ENOUGH = 128
 #: Least and most blocks a stream between which the least memory is sought.
 LEAST, MOST = 4.0, 18.0
 
@@ -57,24 +59,35 @@ class Bench:
 
     def run(self, setting: Setting, coming: list[Arrival]) -> Figures:
         """Run one setting, print its line, and keep its figures; look them up where they are."""
-        from benchmarks.token_pd_run import Figures, serve
+        return self.turns([setting], coming)[0]
 
-        told = {
+    def turns(self, settings: list[Setting], coming: list[Arrival]) -> list[Figures]:
+        """Run settings that are not kept yet in turns; return the figures of all."""
+        from benchmarks.token_pd_run import Figures, serve_in_turns
+
+        kept = {json.dumps(line["setting"]): line["figures"] for line in _lines(self.args.json)}
+        told = [self._told(setting, coming) for setting in settings]
+        new = [i for i, key in enumerate(told) if key not in kept]
+        if new:
+            figures = serve_in_turns(self.model, [settings[i] for i in new], coming)
+            for i, each in zip(new, figures, strict=True):
+                kept[told[i]] = each.row()
+                line = json.dumps({"setting": json.loads(told[i]), "figures": each.row()})
+                print(line, flush=True)
+                if self.args.json:
+                    with Path(self.args.json).open("a", encoding="utf-8") as file:
+                        file.write(line + "\n")
+        return [Figures(**kept[key]) for key in told]
+
+    def _told(self, setting: Setting, coming: list[Arrival]) -> str:
+        """Return all that decides a run, as JSON."""
+        args = self.args
+        return json.dumps({
             "policy": setting.policy, "streams": setting.streams, "blocks": setting.blocks,
-            "params": setting.params, "seed": self.args.seed, "requests": len(coming),
-            "scale": self.args.scale, "last": coming[-1].time,
-            "dtype": self.args.dtype, "device": self.args.device,
-        }  # fmt: skip
-        for line in _lines(self.args.json):
-            if line["setting"] == told:
-                return Figures(**line["figures"])
-        figures = serve(self.model, setting, coming)
-        line = json.dumps({"setting": told, "figures": figures.row()})
-        print(line, flush=True)
-        if self.args.json:
-            with Path(self.args.json).open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        return figures
+            "params": setting.params, "seed": args.seed, "requests": len(coming),
+            "scale": args.scale, "last": coming[-1].time, "dtype": args.dtype,
+            "device": args.device,
+        })  # fmt: skip
 
     def setting(
         self, policy: str, streams: int, blocks: int, params: dict[str, float] | None = None
@@ -86,12 +99,12 @@ class Bench:
             self._shares[policy] = blocks_for(self.model, policy, 1 << 20) / (1 << 20)
         return Setting(policy, streams, int(blocks * self._shares[policy]), params or {})
 
-    def unbounded(self, streams: int, items: list[Item], coming: list[Arrival]) -> Figures:
-        """Run with a cache that holds everything."""
+    def full(self, streams: int, items: list[Item]) -> Setting:
+        """Return a setting whose cache holds everything."""
         from benchmarks.token_pd_run import Setting, plenty
 
         blocks = max(plenty(items, streams), round(MOST * self.args.scale * streams))
-        return self.run(Setting("none", streams, blocks), coming)
+        return Setting("none", streams, blocks)
 
     def _warm_up(self) -> None:
         """Compile everything that runs, where it counts for nobody."""
@@ -100,7 +113,8 @@ class Bench:
 
         items = make_items(self.texts, 6, 2, 1)
         for policy in {"none", *self.args.policies} - {"full"}:
-            serve(self.model, Setting(policy, 6, 40), arrivals(items, float("inf"), 1, 0))
+            setting = Setting(policy, 6, round(40 * self.args.scale))
+            serve(self.model, setting, arrivals(items, float("inf"), 1, 0))
 
 
 def main() -> None:
@@ -149,11 +163,12 @@ def table(bench: Bench) -> None:
         print(
             f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s", flush=True
         )
-        for policy in args.policies:
-            if policy == "full":
-                done.append(bench.unbounded(streams, items, coming))
-            else:
-                done.append(bench.run(bench.setting(policy, streams, args.blocks), coming))
+        settings = [
+            bench.full(streams, items) if policy == "full"
+            else bench.setting(policy, streams, args.blocks)
+            for policy in args.policies
+        ]  # fmt: skip
+        done += bench.turns(settings, coming)
     print(f"\nbudget: bytes of {args.blocks} blocks of 16 tokens\n{lay_out(done)}")
 
 
@@ -164,7 +179,7 @@ def _load(bench: Bench, streams: int, items: list[Item], fan: int) -> float:
     args = bench.args
     capacity = args.capacity
     if not capacity:
-        flood = arrivals(items, float("inf"), fan, args.seed)
+        flood = arrivals(items[:ENOUGH], float("inf"), fan, args.seed)
         capacity = bench.run(bench.setting("fifo", streams, args.blocks), flood).capacity
     return rate_for(items, args.busy, 1.0 / capacity, fan, args.seed)
 
@@ -185,7 +200,7 @@ def _iso_rows(bench: Bench, streams: int) -> list[list[str]]:
     args = bench.args
     items = bench.items(streams, 1)
     coming = arrivals(items, float("inf"), 1, args.seed)
-    full = bench.unbounded(streams, items, coming)
+    full = bench.run(bench.full(streams, items), coming)
     low, high = round(LEAST * streams), round(MOST * args.scale * streams)
 
     def run(policy: str, blocks: int) -> Figures:
@@ -217,10 +232,11 @@ def held(bench: Bench) -> None:
         print(
             f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s", flush=True
         )
-        for policy, need in needs.items():
-            most = min(streams, int(args.blocks / float(need)))
-            figures = bench.run(bench.setting(policy, most, args.blocks), coming)
-            done.append(replace(figures, streams=streams))
+        settings = [
+            bench.setting(policy, min(streams, int(args.blocks / float(need))), args.blocks)
+            for policy, need in needs.items()
+        ]
+        done += [replace(each, streams=streams) for each in bench.turns(settings, coming)]
     print(f"\nbudget: bytes of {args.blocks} blocks of 16 tokens\n{lay_out(done)}")
 
 
@@ -233,7 +249,7 @@ def ablate(bench: Bench) -> None:
     for streams in args.streams:
         items = bench.items(streams, 1)
         coming = arrivals(items, float("inf"), 1, args.seed)
-        full = bench.unbounded(streams, items, coming)
+        full = bench.run(bench.full(streams, items), coming)
         rows.append(["full", "-", f"{full.perplexity:.3f}", "-", f"{full.exact:.1%}",
                      f"{full.peak_bytes / MIB:.1f}", f"{full.mean_bytes / MIB:.1f}"])  # fmt: skip
         for policy, params in variants(args.policies):

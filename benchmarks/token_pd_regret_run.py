@@ -110,15 +110,16 @@ def _grows(course: Course) -> str:
 
 
 def settle(model: LoadedModel, policy: str, texts: Texts, args: argparse.Namespace) -> list[str]:
-    """Double the load at once, in the midst of a run that is over its budget; time the price."""
+    """Double the load at once, and thereby exceed the budget; time the price."""
     half = args.streams // 2
+    budget = half * ((PROMPT + CHANGE) // BLOCK + 2)
     rng = np.random.default_rng((args.seed, 7))
     ids = texts.ids["play"]
     starts = rng.integers(0, len(ids) - PROMPT - OUTPUT, size=args.streams).tolist()
     texts_read = [ids[start : start + PROMPT + OUTPUT] for start in starts]
     items = [Item("play", read[:PROMPT], read[PROMPT:]) for read in texts_read]
     recorder = Recorder(positions=False)
-    run = Run(model, Setting(policy, args.streams, args.blocks * half), recorder)
+    run = Run(model, Setting(policy, args.streams, budget), recorder)
     for item in items[:half]:
         run.offer(Arrival(0, item))
     for _ in range(CHANGE):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -143,6 +143,8 @@ class Run:
         self.busy = 0
         self.steps = 0
         self.plan: Plan | None = None
+        self.done: list[Served] = []
+        self._coming: tuple[int, ...] = ()  # busy time, and time, at the last arrival
         self._block_bytes = block_bytes(self.engine)
         self._peak = self._dropped = self._most = 0
         self._weighted = self._crowd = self._short = 0.0
@@ -150,13 +152,18 @@ class Run:
 
     def __call__(self, arrivals: list[Arrival]) -> tuple[Figures, list[Served]]:
         """Serve all arrivals, which are in order of time."""
-        coming, running, done = arrivals[::-1], list[Served](), list[Served]()
-        last, busy_then = arrivals[-1].time, 0
+        for _ in self.steps_of(arrivals):
+            pass
+        return self.figures(), self.done
+
+    def steps_of(self, arrivals: list[Arrival]) -> Iterator[None]:
+        """Serve all arrivals, a step at a time."""
+        coming, running = arrivals[::-1], list[Served]()
         while coming or running:
             while coming and coming[-1].time <= self.now:
                 running.append(self.offer(coming.pop()))
-            if not coming and not busy_then:
-                busy_then, last = self.busy, max(self.now, 1)
+            if not coming and not self._coming:
+                self._coming = (self.busy, max(self.now, 1))
             if not running:
                 self.now = coming[-1].time
                 continue
@@ -165,8 +172,8 @@ class Run:
             for served in ended:
                 served.done = self.now
                 self.forcing.forget(served.output.request)
-            done += ended
-        return self._figures(done, busy_then / last), done
+            self.done += ended
+            yield
 
     def offer(self, arrival: Arrival) -> Served:
         """Let a request wait."""
@@ -199,14 +206,16 @@ class Run:
         self._peak = max(self._peak, self._used)
         self._dropped += sum(each.drop for each in plan.compactions)
 
-    def _figures(self, done: list[Served], busy: float) -> Figures:
+    def figures(self) -> Figures:
+        """Return what the run showed, once all were served."""
+        done, (busy, last) = self.done, self._coming
         latencies = np.array([served.done - served.arrival.time for served in done]) / SECOND
         p50, p95 = np.quantile(latencies, (0.5, 0.95)).tolist()
         return Figures(
             policy=self.setting.policy, streams=self.setting.streams, blocks=self.setting.blocks,
             requests=len(done), perplexity=perplexity(done), exact=exact(done),
             peak_bytes=self._peak, mean_bytes=self._weighted / self.busy,
-            span=self.now / SECOND, busy=busy, steps=self.steps,
+            span=self.now / SECOND, busy=busy / last, steps=self.steps,
             rate=len(done) * SECOND / self.now, capacity=len(done) * SECOND / self.busy,
             p50=p50, p95=p95, at_once=self._crowd / self.busy, most=self._most,
             short=self._short / self.busy, preemptions=self.engine.core.preemptions,
@@ -251,6 +260,23 @@ def serve(
 ) -> Figures:
     """Run a setting and return its figures."""
     return Run(model, setting, watch)(arrivals)[0]
+
+
+def serve_in_turns(
+    model: LoadedModel, settings: Sequence[Setting], coming: list[Arrival]
+) -> list[Figures]:
+    """Run settings side by side, each on its own clock: who is furthest behind does a step.
+
+    What slows the machine for a while then slows all of them, at the same time of theirs.
+    """
+    runs = [Run(model, setting) for setting in settings]
+    steps = [run.steps_of(coming) for run in runs]
+    left = list(range(len(runs)))
+    while left:
+        behind = min(left, key=lambda i: runs[i].now)
+        if next(steps[behind], Served) is Served:
+            left.remove(behind)
+    return [run.figures() for run in runs]
 
 
 def plenty(items: list[Item], streams: int) -> int:
