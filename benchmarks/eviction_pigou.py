@@ -145,8 +145,9 @@ class Reading:
         self.entries = 0
         self.cut = -1
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        prompt = task.whole or 2 * task.chunk
         for row, ids in enumerate(self.tokens):
-            self.executor.add(str(row), ids, params, b"")
+            self.executor.add(str(row), ids, params, b"", resume=task.length - prompt)
 
     @property
     def side(self) -> int:
