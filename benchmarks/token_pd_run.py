@@ -144,7 +144,7 @@ class Run:
         self.steps = 0
         self.plan: Plan | None = None
         self.done: list[Served] = []
-        self._coming: tuple[int, ...] = ()  # busy time, and time, at the last arrival
+        self._coming = (0, 1)  # busy time, and time, at the last arrival (or the first step's end)
         self._block_bytes = block_bytes(self.engine)
         self._peak = self._dropped = self._most = 0
         self._weighted = self._crowd = self._short = 0.0
@@ -162,7 +162,7 @@ class Run:
         while coming or running:
             while coming and coming[-1].time <= self.now:
                 running.append(self.offer(coming.pop()))
-            if not coming and not self._coming:
+            if not coming and not self._coming[0]:
                 self._coming = (self.busy, max(self.now, 1))
             if not running:
                 self.now = coming[-1].time
