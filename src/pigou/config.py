@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 import msgspec
@@ -13,6 +14,29 @@ BY_PRICE = ("paper", "paper-lossy")
 
 class ConfigError(ValueError):
     """A configuration value that cannot be honoured; names the field, the value, the remedy."""
+
+
+def named(group: str, name: Any, what: str) -> Any:
+    """Return what is registered under this name in an entry point group.
+
+    Args:
+        group: of entry points.
+        name: of one of them.
+        what: it is, for messages.
+
+    Raises:
+        ConfigError: there is none of that name (the message lists those that there are), or it
+            cannot be loaded.
+    """
+    found = entry_points(group=group)
+    for entry in found:
+        if entry.name == name:
+            try:
+                return entry.load()
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(f"{what} {name!r} cannot be loaded: {error}") from error
+    names = ", ".join(sorted(found.names))
+    raise ConfigError(f"{what} is {name!r}; it must be one of: {names}")
 
 
 class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, named
 from pigou.control.admission.waiting import Waiting
 from pigou.request import Request
 
@@ -86,29 +85,17 @@ def load(chosen: Mapping[str, Any]) -> Order:
     """
     values = dict(chosen)
     name = values.pop(NAME, None)
-    found = entry_points(group=GROUP)
-    for entry in found:
-        if entry.name == name:
-            kind = _type(entry)
-            try:
-                params = msgspec.convert(values, kind.Params, strict=False)
-            except msgspec.ValidationError as error:
-                known = ", ".join(kind.Params.__struct_fields__) or "none"
-                raise ConfigError(
-                    f"admission order {name!r}: {_lower(str(error))}; its parameters: {known}"
-                ) from None
-            order: Order = kind(params)
-            return order
-    names = ", ".join(sorted(found.names))
-    raise ConfigError(f"admission order is {name!r}; it must be one of: {names}")
+    kind = named(GROUP, name, "admission order")
+    try:
+        params = msgspec.convert(values, kind.Params, strict=False)
+    except msgspec.ValidationError as error:
+        known = ", ".join(kind.Params.__struct_fields__) or "none"
+        raise ConfigError(
+            f"admission order {name!r}: {_lower(str(error))}; its parameters: {known}"
+        ) from None
+    order: Order = kind(params)
+    return order
 
 
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
-
-
-def _type(entry: EntryPoint) -> Any:
-    try:
-        return entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"admission order {entry.name!r} cannot be loaded: {error}") from error

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, named
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
 
@@ -133,17 +132,5 @@ def load(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
         ConfigError: there is none of that name (the message lists those that there are), or it
             has no such parameter.
     """
-    found = entry_points(group=GROUP)
-    for entry in found:
-        if entry.name == name:
-            policy: RoutingPolicy = _type(entry)()
-            return override(policy, params or {})
-    names = ", ".join(sorted(found.names))
-    raise ConfigError(f"policy is {name!r}; it must be one of: {names}")
-
-
-def _type(entry: EntryPoint) -> Any:
-    try:
-        return entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"policy {entry.name!r} cannot be loaded: {error}") from error
+    policy: RoutingPolicy = named(GROUP, name, "policy")()
+    return override(policy, params or {})

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, named
 from pigou.kv.block import Block, Entry
 from pigou.kv.worth import Worth
 
@@ -101,13 +100,7 @@ def load(name: str, setting: Setting, params: Mapping[str, Any] | None = None) -
         ConfigError: there is none of that name (the message lists those that there are), or it
             has no such parameter, or the value does not fit.
     """
-    found = entry_points(group=GROUP)
-    for entry in found:
-        if entry.name == name:
-            kind = _type(entry)
-            return make(kind, setting, params, name)
-    names = ", ".join(sorted(found.names))
-    raise ConfigError(f"eviction policy is {name!r}; it must be one of: {names}")
+    return make(named(GROUP, name, "eviction policy"), setting, params, name)
 
 
 def make(
@@ -124,10 +117,3 @@ def make(
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"eviction policy {name or kind.__name__}: {error}") from None
     return policy
-
-
-def _type(entry: EntryPoint) -> Any:
-    try:
-        return entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"eviction policy {entry.name!r} cannot be loaded: {error}") from error

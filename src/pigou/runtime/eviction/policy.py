@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pigou.config import ConfigError, EvictionConfig
+from pigou.config import ConfigError, EvictionConfig, named
 from pigou.request import Ints
 from pigou.runtime.config import ModelConfig
 
@@ -171,12 +170,7 @@ def load(name: str, setting: Setting) -> TokenPolicy:
         ConfigError: there is none of that name (the message lists those that there are), or it
             has no such parameter, or the value does not fit.
     """
-    found = entry_points(group=GROUP)
-    for entry in found:
-        if entry.name == name:
-            return make(_type(entry), setting, name)
-    names = ", ".join(sorted(found.names))
-    raise ConfigError(f"eviction.policy is {name!r}; it must be one of: {names}")
+    return make(named(GROUP, name, "eviction.policy"), setting, name)
 
 
 def make(kind: Any, setting: Setting, name: str = "") -> TokenPolicy:
@@ -191,10 +185,3 @@ def make(kind: Any, setting: Setting, name: str = "") -> TokenPolicy:
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"token eviction {name or kind.__name__}: {error}") from None
     return policy
-
-
-def _type(entry: EntryPoint) -> Any:
-    try:
-        return entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"eviction.policy {entry.name!r} cannot be loaded: {error}") from error
