@@ -104,6 +104,9 @@ class Stub:
         self.headers.append({key.lower(): value for key, value in request.headers.items()})
         self.paths.append(request.path)
         fault = "" if is_probe(body) else self.how.fault(number)
+        if fault == "die":
+            self.stop.set()
+            await asyncio.Event().wait()  # ended with the server: nothing is answered before
         if fault.isdigit():
             return web.json_response({"error": {"message": "told to"}}, status=int(fault))
         self.inflight += 1

@@ -193,12 +193,7 @@ def test_a_failure_has_its_reason_and_no_latency(stub: Start, fault: str, reason
 
 
 def test_a_server_that_dies_is_counted_as_connection_refused(stub: Start) -> None:
-    server = stub(fault=lambda n: die() if n == 1 else "")
-
-    def die() -> str:
-        server.stop.set()
-        return "500"
-
+    server = stub(fault=lambda n: "die" if n == 1 else "")
     seen = run(server, concurrency=1, requests=6).summary
     assert (seen.completed, seen.failed) == (1, 5)
     assert "connection refused" in {failure.reason for failure in seen.failures}
