@@ -289,12 +289,12 @@ def _flatten(engine: LocalEngine, value: float) -> None:
     """Let the policy say the same of every entry."""
     evictor = engine.executor.evictor
     assert evictor is not None, "a predictor is replaced where there is a policy"
-    kind = evictor.policy.score
+    kind = evictor.policy.scores
 
-    def score(entries: Entries) -> Returns:
-        return np.full_like(kind(entries), value)
+    def scores(rows: Sequence[Entries]) -> list[Returns]:
+        return [np.full_like(each, value) for each in kind(rows)]
 
-    evictor.policy.score = score  # type: ignore[method-assign]
+    evictor.policy.scores = scores  # type: ignore[method-assign]
 
 
 def _number(served: Served) -> int:

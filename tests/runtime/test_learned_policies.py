@@ -61,6 +61,16 @@ def test_a_score_is_the_exponential_of_mean_and_sigmas_of_the_faded_sums() -> No
     np.testing.assert_allclose(policy.score(seen), torch.exp(mean + 0.5 * sigma), rtol=1e-4)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_rows_are_scored_together_as_each_alone(trained: bool, tmp_path: Path) -> None:
+    policy = make(Pigou, setting(FOLDER if trained else tmp_path))
+    rows = [entries(policy, since) for since in (0, 7, 31)]
+    short = Entries(rows[0].data[..., :5].copy(), policy.fields, 40, 3, 0, "short")
+    rows.insert(1, short)
+    for found, row in zip(policy.scores(rows), rows, strict=True):
+        np.testing.assert_allclose(found, policy.score(row), rtol=1e-5)
+
+
 def test_what_keeps_entries_is_doubt_where_kappa_is_above_0() -> None:
     shy, bold = (make(Pigou, setting(kappa=kappa)) for kappa in (0.0, 1.0))
     assert (bold.score(entries(bold)) > shy.score(entries(shy))).all()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,12 +17,24 @@ from pigou.runtime.batch import Batch
 from pigou.runtime.cache import KVCache
 from pigou.runtime.eviction import kernels
 from pigou.runtime.eviction.memory import Dropped
-from pigou.runtime.eviction.policy import Entries, TokenPolicy
+from pigou.runtime.eviction.policy import Entries, Floats, TokenPolicy
 from pigou.runtime.eviction.ranking import Ranking, rank
 from pigou.runtime.eviction.stats import CPUStats, Stats
 from pigou.runtime.eviction.watch import Watch
 
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
+T = TypeVar("T")
+#: Most entries that are judged at once.
+AT_ONCE = 8192
+
+
+class Asked(NamedTuple):
+    """A row to be ranked: entries from slot `first` on, at most `most` of them."""
+
+    row: int
+    table: Ints
+    first: int
+    most: int
 
 
 class Owner(Protocol):
@@ -96,6 +108,9 @@ class Evictor:
             self._start(started, owners[started.row], plan)
         for load in plan.loads:
             self._load(load)
+        if self.policy.born:
+            own = [task for task in plan.compactions if not len(task.copies)]
+            self._bear([(task.blocks, self._collect(task)) for task in own])
         for compaction in plan.compactions:
             self._compact(compaction)
         self.stats.move(plan.swap_out, plan.copies, plan.swap_in)
@@ -119,8 +134,11 @@ class Evictor:
         self.entries[plan.rows] = plan.kv_lens + done
         self.next[plan.rows] = plan.starts + done
         losses, gains = {}, {}
-        for row, first, most in plan.appraised.tolist():
-            ranking = self._rank(row, self.tables[row], first, most * self.size)
+        asked = [
+            Asked(row, self.tables[row], first, most * self.size)
+            for row, first, most in plan.appraised.tolist()
+        ]
+        for (row, *_), ranking in zip(asked, self._rank(asked), strict=True):
             self._rankings[row] = ranking
             losses[row] = ranking.losses
             dropped = self._dropped.get(self._owners[row])
@@ -202,41 +220,64 @@ class Evictor:
 
     # --- appraisal and compaction -----------------------------------------------------------
 
-    def _rank(self, row: int, table: Ints, first: int, most: int) -> Ranking:
-        data = self.stats.collect(table, int(self.entries[row]))
-        if self.policy.born:
-            self._bear(table, data)
-        after = int(self.next[row])
-        entries = Entries(
-            data=data,
-            names=self.policy.fields,
-            next=after,
-            since=self.watch.since(row, after),
-            clock=self.watch.clock,
-            request=self._owners[row],
-        )
-        return rank(self.policy, self.config, entries, first, most, self.size)
+    def _rank(self, asked: Sequence[Asked]) -> Iterator[Ranking]:
+        """Rank the entries of rows; so many rows are scored together as make sense."""
+        for some in _batches(asked, [int(self.entries[each.row]) for each in asked]):
+            seen = self._seen(some)
+            for each, entries, scores in zip(some, seen, self.policy.scores(seen), strict=True):
+                yield rank(self.config, entries, scores, each.first, each.most, self.size)
 
-    def _bear(self, table: Ints, data: np.ndarray) -> None:
-        """Compute what is kept of entries' keys and values where that was not done yet."""
+    def _seen(self, asked: Sequence[Asked]) -> list[Entries]:
+        """Return the entries of rows as the policy sees them."""
+        found = [self.stats.collect(each.table, int(self.entries[each.row])) for each in asked]
+        if self.policy.born:
+            self._bear([(each.table, data) for each, data in zip(asked, found, strict=True)])
+        return [
+            Entries(
+                data=data,
+                names=self.policy.fields,
+                next=int(self.next[each.row]),
+                since=self.watch.since(each.row, int(self.next[each.row])),
+                clock=self.watch.clock,
+                request=self._owners[each.row],
+            )
+            for each, data in zip(asked, found, strict=True)
+        ]
+
+    def _bear(self, rows: Sequence[tuple[Ints, Floats]]) -> None:
+        """Compute what is kept of rows' keys and values where that was not done yet.
+
+        Args:
+            rows: table and side data of each; what is found is put into both.
+        """
         line = 1 + self.policy.fields.index(self.policy.born[0])
-        slots = np.flatnonzero(np.isnan(data[0, 0, line])).astype(np.int32)
-        if not len(slots):
-            return
+        new = [np.flatnonzero(np.isnan(data[0, 0, line])).astype(np.int32) for _, data in rows]
+        found = [(*row, slots) for row, slots in zip(rows, new, strict=True) if len(slots)]
+        for some in _batches(found, [len(slots) for *_, slots in found]):
+            self._bear_some(line, some)
+
+    def _bear_some(self, line: int, rows: Sequence[tuple[Ints, Floats, Ints]]) -> None:
+        """Compute what is kept of slots of rows, each of a table, its side data and its slots."""
+        table = np.concatenate([table[slots // self.size] for table, _, slots in rows])
+        slots = np.concatenate([slots for *_, slots in rows])
+        positions = np.concatenate([data[0, 0, 0].view(np.int32)[s] for _, data, s in rows])
         device = self.cache.data.device
-        blocks = torch.from_numpy(table[slots // self.size].astype(np.int64)).to(device)
+        blocks = torch.from_numpy(table.astype(np.int64)).to(device)
         offsets = torch.from_numpy((slots % self.size).astype(np.int64)).to(device)
-        layers, heads = data.shape[:2]
         kv = self.cache.data
-        shape = (len(kv), layers, heads)
+        shape = (len(kv), *self.stats.numbers.shape[1:3])
         keys = kv[:, :, 0].view(*shape, -1, self.size)[blocks, :, :, :, offsets]
         values = kv[:, :, 1].view(*shape, self.size, -1)[blocks, :, :, offsets]
-        positions = data[0, 0, 0].view(np.int32)[slots]
         keys, values = (part.permute(1, 2, 0, 3).float() for part in (keys, values))
         found = self.policy.birth(keys, values, positions)
-        self.stats.put_heads(table, slots, line, found)
         lines = slice(line, line + len(self.policy.born))
-        data[:, :, lines, slots] = found.cpu().numpy().swapaxes(2, 3)
+        parts = found.split([len(slots) for *_, slots in rows], dim=2)
+        for (table, data, slots), part in zip(rows, parts, strict=True):
+            self.stats.put_heads(table, slots, line, part)
+            data[:, :, lines, slots] = part.cpu().numpy().swapaxes(2, 3)
+
+    def _collect(self, task: Compaction) -> Floats:
+        return self.stats.collect(task.blocks, task.entries)
 
     def _compact(self, task: Compaction) -> None:
         """Close up what a row gives up.
@@ -252,11 +293,11 @@ class Evictor:
         self.cache.move(_NO_PAIRS, task.copies, _NO_PAIRS)
         self.stats.move(_NO_PAIRS, task.copies, _NO_PAIRS)
         ranking = self._rankings.pop(row, None)
-        if self.policy.born and ranking is not None:
-            self._bear(table, self.stats.collect(table, task.entries))
+        if self.policy.born and len(task.copies):
+            self._bear([(table, self._collect(task))])
         victims = None if ranking is None else _allowed(ranking, task.first, task.drop)
         if ranking is None or victims is None:
-            ranking = self._rank(row, table, task.first, task.drop)
+            (ranking,) = self._rank([Asked(row, table, task.first, task.drop)])
             victims = ranking.slots
         if victims.shape[1] < task.drop:
             raise ValueError(
@@ -285,6 +326,18 @@ class Evictor:
 
     def _dropped_of(self, row: int) -> Dropped:
         return self._dropped.setdefault(self._owners[row], Dropped())
+
+
+def _batches(rows: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]:
+    """Yield successive rows whose sizes add up to at most `AT_ONCE`, or one that is larger."""
+    first = total = 0
+    for end, size in enumerate(sizes):
+        if total + size > AT_ONCE and end > first:
+            yield rows[first:end]
+            first, total = end, 0
+        total += size
+    if first < len(rows):
+        yield rows[first:]
 
 
 def _allowed(ranking: Ranking, first: int, drop: int) -> Ints | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
@@ -64,13 +65,28 @@ class Pigou(TokenPolicy):
 
     def score(self, entries: Entries) -> Returns:
         """Return the discounted change of the output to come, at its mean + kappa sigma."""
+        return self._returns(*self._judged(entries))
+
+    def scores(self, rows: Sequence[Entries]) -> list[Returns]:
+        """Return the scores of several rows, judged at once where each entry is judged alone."""
+        if not isinstance(self.model, ReturnModel) or not rows:
+            return super().scores(rows)
+        parts = [self._judged(entries) for entries in rows]
+        content, masses, age = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+        ends = np.cumsum([entries.data.shape[3] for entries in rows])
+        return np.split(self._returns(content, masses, age), ends[:-1], axis=2)
+
+    def _judged(self, entries: Entries) -> tuple[Tensor, Tensor, Tensor]:
+        """Return content, attention received by now, and age, as `ReturnModel.value` takes them."""
         data = torch.from_numpy(entries.data)
         first = 1 + entries.names.index("mass")
         mass, older = data[:, :, first], data[:, :, first + 1 : first + 4].movedim(2, -1)
         masses = older * torch.exp(-entries.since / self.scales) + mass.unsqueeze(-1)
         place = 1 + entries.names.index("content_0")
         content = data[:, :, place : place + 2].movedim(2, -1).nan_to_num()
-        age = torch.from_numpy(entries.age.astype(np.float32))
+        return content, masses, torch.from_numpy(entries.age.astype(np.float32))
+
+    def _returns(self, content: Tensor, masses: Tensor, age: Tensor) -> Returns:
         mean, sigma = self.model.value(content, masses, age)
         return cast(Returns, torch.exp(mean + self.kappa * sigma).numpy())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,10 @@ class TokenPolicy:
             Shape (layers, kv_heads, n); or (n,), if tokens go whole, in all layers and heads.
         """
         raise NotImplementedError
+
+    def scores(self, rows: Sequence[Entries]) -> list[Returns]:
+        """Return the `score` of each of several rows; a policy may compute them together."""
+        return [self.score(entries) for entries in rows]
 
     def birth(self, keys: Tensor, values: Tensor, positions: Ints) -> Tensor:
         """Return what is kept of new entries themselves; called once for each.

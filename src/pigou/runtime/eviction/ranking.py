@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pigou.config import EvictionConfig
 from pigou.request import Ints
 from pigou.runtime.eviction import kernels
-from pigou.runtime.eviction.policy import Entries, Returns, TokenPolicy
+from pigou.runtime.eviction.policy import Entries, Returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,16 @@ class Ranking:
 
 
 def rank(
-    policy: TokenPolicy, config: EvictionConfig, entries: Entries, first: int, most: int, size: int
+    config: EvictionConfig, entries: Entries, scores: Returns, first: int, most: int, size: int
 ) -> Ranking:
     """Rank a row's entries.
 
     Sinks and recent tokens are none of them, nor what comes before `first`.
 
     Args:
-        policy: that tells returns.
         config: of eviction.
         entries: of the row.
+        scores: of them, from the policy.
         first: slot from which on entries may go.
         most: entries that may go.
         size: tokens in a block.
@@ -49,9 +49,8 @@ def rank(
     Raises:
         ValueError: a return is not finite.
     """
-    scores = policy.score(entries)
     if not np.isfinite(scores).all():
-        raise ValueError(f"{type(policy).__name__} yields returns that are not finite")
+        raise ValueError("the policy yields returns that are not finite")
     whole = scores.ndim == 1
     heads = 1 if whole else entries.data.shape[0] * entries.data.shape[1]
     flat = np.ascontiguousarray(scores.reshape(heads, -1))
