@@ -103,7 +103,7 @@ def cell(
     """Let all methods read a task, but those whose outcome lies there."""
     outcomes: dict[str, Outcome] = {}
     for name, run in methods:
-        path = prepared.folder / f"{most.most} {name}.npz"
+        path = prepared.folder / f"{most.most} {name.replace('/', 'every ')}.npz"
         try:
             if not path.exists():
                 run().write(path)
