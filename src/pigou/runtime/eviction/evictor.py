@@ -271,7 +271,7 @@ class Evictor:
         keys, values = (part.permute(1, 2, 0, 3).float() for part in (keys, values))
         found = self.policy.birth(keys, values, positions)
         lines = slice(line, line + len(self.policy.born))
-        parts = found.split([len(slots) for *_, slots in rows], dim=2)
+        parts = torch.split(found, [len(slots) for *_, slots in rows], dim=2)
         for (table, data, slots), part in zip(rows, parts, strict=True):
             self.stats.put_heads(table, slots, line, part)
             data[:, :, lines, slots] = part.cpu().numpy().swapaxes(2, 3)
