@@ -134,8 +134,8 @@ MODES = {
     "write-through": ("computed", "lru"),
     "victims": ("evicted", "lru"),
     "kvbm": ("computed", "kvbm"),
-    "price": ("computed", "price"),
-    "price, last call": ("last call", "price"),
+    "price at once": ("computed", "price"),
+    "price": ("last call", "price"),
 }
 
 

@@ -34,7 +34,7 @@ from pigou.kv.worth import Worth
 SIZES = (0.005, 0.02, 0.05, 0.15)
 #: Parts of the footprint: of the device, and of the tier below.
 PAIRS = ((0.005, 0.02), (0.005, 0.05), (0.02, 0.05), (0.02, 0.15))
-REFERENCES = ("price", "price, last call", "belady")
+REFERENCES = ("price", "price at once", "belady")
 
 
 def shown(outcome: Outcome, replay: Replay) -> str:

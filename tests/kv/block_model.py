@@ -86,3 +86,17 @@ class BlockModel:
                 self.free.remove(twin)
                 self.free.append(twin)
         return freed
+
+    def yield_up(self, table: list[int]) -> int:
+        first = len(table)
+        while first:
+            found = self.hash_of(table[first - 1])
+            on_it = {self.cached[h] for h, above in self.parent.items() if found and above == found}
+            if self.refs[table[first - 1]] != 1 or not on_it <= set(table[first : first + 1]):
+                break
+            first -= 1
+        for block in table:
+            self.refs[block] -= 1
+        last = [block for block in reversed(table[:first]) if not self.refs[block]]
+        self.free = [*reversed(table[first:]), *self.free, *last]
+        return len(last) + len(table) - first

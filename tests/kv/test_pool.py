@@ -110,6 +110,18 @@ class Blocks(RuleBasedStateMachine):
         if not start:
             self.rows = [other for other in self.rows if other is not row]
 
+    @rule(data=st.data(), forgotten=st.sampled_from([False, False, False, True]))
+    @precondition(lambda self: self.rows)
+    def copy_and_yield(self, data: Any, forgotten: bool) -> None:
+        row = data.draw(st.sampled_from(self.rows))
+        found = self.prefix.match(row.hashes, data.draw(st.integers(0, len(row.hashes)))).blocks
+        table = np.empty_like(found)
+        self.pool.take(found, table)
+        self.model.take(table.tolist())
+        if forgotten:
+            self.clear()
+        assert self.pool.yield_up(table) == self.model.yield_up(table.tolist())
+
     @rule()
     def clear(self) -> None:
         self.prefix.clear()

@@ -227,9 +227,11 @@ class EngineCore:
         """
         state = self._state
         assert state.tiering is not None, "without tiers nothing moves"
-        kept = state.tiering.landed(move, good)
-        if len(kept):
-            state.free_blocks(kept)
+        copy = state.tiering.landed(move, good)
+        if copy is not None and copy.yields:
+            state.yield_blocks(copy.table)
+        elif copy is not None:
+            state.free_blocks(copy.table)
         return state.flush(Effects())
 
     @property

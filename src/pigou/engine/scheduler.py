@@ -194,6 +194,7 @@ class Scheduler:
         It goes on while all entries decode, or while one more computes equal chunks of its prompt,
         which has all its blocks. Nobody can be admitted in between: whoever waits lacks a row, the
         budget is spent, or too few blocks are free, and all that only changes when a sequence ends.
+        Before a chain is due to be offered to the tiers, the plan ends too.
         """
         state, rows, pool, batch = self._state, self._state.rows, self._state.pool, draft.batch
         size = batch.size
@@ -202,10 +203,11 @@ class Scheduler:
             chunks = not draft.moves and not state.copying
         entries, samples = np.empty((4, size), dtype=np.int32), np.empty(size, dtype=np.bool_)
         wanting, steps, new = self._needs
+        spare = pool.blocks if state.tiering is None else state.tiering.spare
         repeat, needs = kernels.finish(
             batch.rows[:size], batch.counts[:size], draft.decodes,
             rows.computed, rows.length, rows.limit, rows.dropped, rows.blocks, rows.tables,
-            state.config.block_size, most, chunks, pool.meta, pool.counts, entries, samples,
+            state.config.block_size, most, chunks, spare, pool.meta, pool.counts, entries, samples,
             wanting, steps, new, *self._phases,
         )  # fmt: skip
         plan = draft.plan(entries, samples, repeat, horizon)

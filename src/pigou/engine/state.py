@@ -211,6 +211,10 @@ class EngineState:
         """Drop blocks that no sequence has."""
         self._release(blocks, 0, len(blocks), np.empty((0, 2), dtype=np.uint64), False)
 
+    def yield_blocks(self, blocks: Ints) -> None:
+        """Drop blocks of a chain, from its beginning on, whose tail is handed out next."""
+        self._count_freed(self.pool.yield_up(blocks))
+
     def keep_row(self, seq: Sequence, count: int) -> Kept:
         """Return the first blocks of a row as a value; their references stay."""
         blocks = self.rows.tables[seq.row, :count].copy()
@@ -247,7 +251,9 @@ class EngineState:
     def _release(
         self, table: Ints, start: int, stop: int, hashes: BlockHashes, twins: bool
     ) -> None:
-        freed = self.pool.release(table, start, stop, hashes, twins)
+        self._count_freed(self.pool.release(table, start, stop, hashes, twins))
+
+    def _count_freed(self, freed: int) -> None:
         if freed:
             self._freed += freed
             self.blocked = None

@@ -96,6 +96,7 @@ def finish(
     block_size: int,
     most: int,
     chunks: bool,
+    spare: int,
     meta: Ints,
     pool: Counts,
     plan: Ints,
@@ -115,6 +116,7 @@ def finish(
         computed, length, limit, dropped, blocks, tables, block_size: the rows.
         most: steps of one plan; 1 where the next step may differ.
         chunks: whether a last entry may compute equal chunks of its prompt.
+        spare: free blocks that later steps may take at most; there are none where it is negative.
         meta, pool: the blocks.
         plan: takes rows, starts, counts and entries in the cache, (4, entries).
         samples: takes whether each entry yields a token, (entries,).
@@ -140,8 +142,8 @@ def finish(
         left = length[rows[size - 1]] - computed[rows[size - 1]]
         most = min(most, (left - 1) // counts[size - 1])
     repeat, needs = foresee(
-        rows[:alike], computed, length, limit, dropped, blocks, block_size, most, pool[FREE],
-        wanting, steps, starts, fill, by_phase,
+        rows[:alike], computed, length, limit, dropped, blocks, block_size, most,
+        min(pool[FREE], spare), wanting, steps, starts, fill, by_phase,
     )  # fmt: skip
     if needs:
         peek(meta, needs, new)

@@ -10,6 +10,7 @@ import numpy as np
 
 from pigou.engine.plan import Load
 from pigou.engine.sequence import Sequence
+from pigou.engine.waiting import Pending, Waiting
 from pigou.kv.integrity import ensure
 from pigou.kv.move import DEVICE, Move
 from pigou.kv.pool import BlockPool
@@ -24,18 +25,16 @@ _MOST_PENDING = 4096
 RETURN = "return:"
 
 
-class Pending(NamedTuple):
-    """What a sequence left on the device.
+class Copy(NamedTuple):
+    """Device blocks that are referred to while they are copied.
 
     Attributes:
-        hashes: shape (n, 2).
-        expiry: until when they hold.
-        used: whether the tiers were told of the use of what they hold.
+        table: of a sequence from its beginning on, shape (n,).
+        yields: whether they are to be handed out once they are copied.
     """
 
-    hashes: BlockHashes
-    expiry: int
-    used: bool = False
+    table: Ints
+    yields: bool
 
 
 class Fetch(NamedTuple):
@@ -65,18 +64,21 @@ class Tiering:
         self.now = 0
         self._pool, self._prefix, self._size = pool, prefix, block_size
         self._pending: deque[Pending] = deque(maxlen=_MOST_PENDING)
-        self._kept: dict[int, Ints] = {}
+        self._waiting = Waiting(pool)
+        self._kept: dict[int, Copy] = {}
         self._rest: dict[int, Pending] = {}  # by move, what is still to be offered
         self._returns = Returns()
         self._fetched: dict[str, Fetch] = {}
         self._fetches: list[Load] = []
         self._number = 0
         self._room = tiers.copies
+        tiers.attend(prefix.holds)
 
     @property
     def kept(self) -> Items[Ints]:
         """Blocks that are referred to until their copies have landed."""
-        return [*self._kept.values(), *(fetch.table for fetch in self._fetched.values())]
+        copies = (copy.table for copy in self._kept.values())
+        return [*copies, *(fetch.table for fetch in self._fetched.values())]
 
     def leave(self, seq: Sequence, sealed: int) -> None:
         """Note that a sequence leaves its row; so many of its blocks can be hit."""
@@ -86,10 +88,25 @@ class Tiering:
     def begin(self, now: int) -> None:
         """Offer what was left, as far as there is room for copies under way.
 
-        The rest stays in line. What is handed out before its turn comes is not offered then.
+        The rest stays in line. What is handed out before its turn comes is not offered then. Where
+        the tiers would rather wait, what was left is offered when it is about to be handed out. To
+        call it again at once changes nothing.
         """
         self.now = now
         self.tiers.expire(now)
+        self._offer_left()
+        due = self._waiting.due()
+        if due:
+            self._pending.extendleft(left._replace(last=True) for left in due)
+            self._offer_left()
+
+    @property
+    def spare(self) -> int:
+        """How many free blocks may be handed out before a chain is due (`Waiting.spare`)."""
+        return self._waiting.spare
+
+    def _offer_left(self) -> None:
+        now = self.now
         while self._pending and self._room > 0:
             pending = self._pending.popleft()
             blocks = self._prefix.match(pending.hashes, len(pending.hashes)).blocks
@@ -97,28 +114,31 @@ class Tiering:
                 continue
             hashes = pending.hashes[: len(blocks)]
             if not pending.used:
-                self.tiers.use(hashes, now)
+                self.tiers.use(hashes, pending.expiry, now)
                 pending = pending._replace(used=True)
+            if not pending.last and self.tiers.waits(len(blocks)):
+                self._waiting.add(pending, blocks)
+                continue
             move = self.tiers.offer(hashes, blocks, pending.expiry, now, self._room)
             if move is not None:
-                self._keep(move, blocks)
+                self._keep(move, blocks, pending.last and self._room > len(move.keys))
                 if not self._room:  # the rest of them follows
                     self._pending.appendleft(pending)
                     self._rest[move.number] = pending
 
-    def _keep(self, move: Move, blocks: Ints) -> None:
+    def _keep(self, move: Move, blocks: Ints, yields: bool) -> None:
         """Refer to what is copied, and to what that stands on: they are released together."""
         prefix = blocks[: move.blocks[-1].depth + 1]
         kept = np.empty_like(prefix)
         self._pool.take(prefix, kept)
-        self._kept[move.number] = kept
+        self._kept[move.number] = Copy(kept, yields)
         self._room -= len(move.keys)
 
-    def landed(self, number: int, good: Items[bool]) -> Ints:
-        """Take a move's answer in; returns the device blocks to be released, shape (n,)."""
+    def landed(self, number: int, good: Items[bool]) -> Copy | None:
+        """Take a move's answer in; returns the device blocks to be released, if there are any."""
         move = self.tiers.landed(number, good, self.now)
         if move.source != DEVICE:
-            return np.empty(0, dtype=np.int32)
+            return None
         self._room += len(move.keys)
         rest = self._rest.pop(number, None)
         if rest is not None and not all(good):  # or it were tried for ever
@@ -187,6 +207,7 @@ class Tiering:
     def clear(self) -> None:
         """Forget what lies anywhere, and what was to be offered."""
         self._pending.clear()
+        self._waiting.clear()
         self._returns.clear()
         self.tiers.clear(self.now)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.kv import kernels
+from pigou.kv import kernels, queue_kernels
 from pigou.kv.integrity import check_forest, check_queue, check_references, check_table
 from pigou.request import BlockHashes, Ints
 
@@ -109,6 +109,20 @@ class BlockPool:
         return kernels.release(
             self.meta, self.keys, self.slots, self.counts, table, start, stop, hashes, twins
         )
+
+    def yield_up(self, table: Ints) -> int:
+        """Drop one reference of each cached block of a chain, whose tail is to be handed out next.
+
+        Of the tail, that is, what nobody else refers to, and on which nothing else stands; the
+        rest joins the end of the queue, as by `release`.
+
+        Args:
+            table: block ids from the chain's beginning on, shape (n,).
+
+        Returns:
+            How many blocks became free.
+        """
+        return queue_kernels.yield_up(self.meta, self.counts, table)
 
     def check(self, references: Ints) -> None:
         """Check every law of the pool.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pigou.kv import kernels
+from pigou.kv.block import hashes_of
 from pigou.kv.pool import BlockPool
 from pigou.request import BlockHashes, Ints
 
@@ -43,6 +44,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._found: Ints = np.empty(pool.blocks, dtype=np.int32)
+        self._one: Ints = np.empty(1, dtype=np.int32)
 
     def match(self, hashes: BlockHashes, limit: int) -> Match:
         """Find the longest cached prefix of `hashes[:limit]`, shape (n, 2)."""
@@ -53,6 +55,14 @@ class PrefixCache:
             pool.meta, pool.keys, pool.slots, hashes, min(limit, pool.blocks), self._found
         )
         return Match(self._found[:count], idle)
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a block is cached, by its key (`pigou.kv.block`)."""
+        pool = self._pool
+        count, _ = kernels.match(
+            pool.meta, pool.keys, pool.slots, hashes_of([key]), min(1, pool.blocks), self._one
+        )
+        return bool(count)
 
     def seal(self, table: Ints, hashes: BlockHashes, start: int, stop: int) -> Sealed:
         """Cache the full blocks `table[start:stop]` of one sequence under its hashes.

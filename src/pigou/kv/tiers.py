@@ -13,7 +13,7 @@ the one above; later it gets what that one gives up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -99,13 +99,31 @@ class Tiers:
 
     # --- from and to the device -----------------------------------------------------------------
 
-    def use(self, hashes: BlockHashes, now: int) -> None:
-        """Note a use of the first blocks of a sequence, shape (n, 2), as far as they are held.
+    def attend(self, device: Callable[[bytes], bool]) -> None:
+        """Take in how to ask whether the device holds a block.
 
-        Of the others, `offer` tells.
+        The host's policy may heed it (`EvictionPolicy.above`). What a store keeps for after a
+        restart is worth that also while the device has it.
         """
+        if self.events.media[0] is Medium.HOST and self.tiers[0].policy.exclusive:
+            self.tiers[0].policy.above = device
+
+    def waits(self, blocks: int) -> bool:
+        """Whether so many blocks had better be offered when the device is about to hand them out.
+
+        So it is where the first tier is full, and counts nothing that the device holds as well.
+        """
+        first = self.tiers[0]
+        room = first.cap_bytes - first.used_bytes
+        return first.policy.above is not None and blocks * self._bytes > room
+
+    def use(self, hashes: BlockHashes, expiry: int, now: int) -> None:
+        """Note that the first blocks of a sequence were used, shape (n, 2); they may be offered."""
+        first = self.tiers[0]
         keys = keys_of(hashes)
-        self.tiers[0].hit(keys[: self.tiers[0].find(keys, now)], now)
+        held = first.find(keys, now)
+        first.hit(keys[:held], now)
+        first.use(self._chain(hashes, keys, held, len(keys), expiry), now)
 
     def offer(
         self, hashes: BlockHashes, device: Ints, expiry: int, now: int, most: int

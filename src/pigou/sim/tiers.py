@@ -13,6 +13,7 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Load
+from pigou.events import Medium
 from pigou.kv.move import NOWHERE, Move, Speed, staging_of
 from pigou.kv.policies.policy import Setting, load
 from pigou.kv.tier import Tier
@@ -36,7 +37,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """A tier of a worker, and its link to the one above.
 
     Attributes:
-        name: that reports give it.
+        name: that reports give it; `host` is memory, what has another name outlives its worker.
         gib: of KV blocks, 2^30 bytes each.
         gbps: gigabits a second, each way; moves take their turns.
         latency_us: microseconds until the first byte.
@@ -92,7 +93,9 @@ def build_tiers(
         own = Worth(worth.base, worth.slope, config.seconds(1))
         tiers.append(Tier(cap, load(config.policy, Setting(cap, own), config.params)))
         speeds.append(Speed(config.latency_us * 1e-6, config.seconds(block_bytes)))
-    made = Tiers(tiers, block_bytes, staging, speeds, copies=max(1, blocks // _COPIES))
+    media = [Medium.HOST if config.name == "host" else Medium.STORAGE for config in configs]
+    copies = max(1, blocks // _COPIES)
+    made = Tiers(tiers, block_bytes, staging, speeds, copies, media)
     made.worth = worth
     return made
 
