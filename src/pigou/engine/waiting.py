@@ -12,6 +12,8 @@ from pigou.request import BlockHashes, Ints
 #: A chain is offered when its tail is so many times its own length from being handed out: the copy
 #: goes from its beginning on, and must be there before the tail is.
 _AHEAD = 2
+#: Free blocks that are looked at for it, at most: links copy faster than prompts take blocks.
+_FARTHEST = 2048
 #: Free blocks that later steps of a plan may take while chains wait, at most.
 _FORESEEN = 512
 
@@ -55,8 +57,9 @@ class Waiting:
         """
         before = self._owner[blocks]
         self._owner[blocks] = self._number
-        self._reach[blocks] = _AHEAD * len(blocks)
-        self._farthest = max(self._farthest, _AHEAD * len(blocks))
+        reach = min(_AHEAD * len(blocks), _FARTHEST)
+        self._reach[blocks] = reach
+        self._farthest = max(self._farthest, reach)
         self._left[self._number] = left
         self._number += 1
         for number in np.unique(before).tolist():
