@@ -62,7 +62,7 @@ def test_what_is_told_is_known_from_somewhere(caps: list[int], staging: int, see
         hashes = chain(random.randrange(1, 5), random.randrange(1, 6))
         device: Ints = hashes[:, 0].astype("int32")
         told |= {(Medium.DEVICE, key) for key in keys_of(hashes)}
-        tiers.use(hashes, step * SECOND)
+        tiers.use(hashes, NEVER, step * SECOND)
         tiers.offer(hashes, device, NEVER, step * SECOND, 99)
         for _ in range(3):
             hear(tiers, told)

@@ -47,7 +47,7 @@ def test_a_chain_that_goes_down_is_offered_once() -> None:
     tiers = Tiers([first, Tier(1000, below)], 10, [50, 0])  # type: ignore[arg-type]
     for start in (1, 2):
         hashes = np.arange(1, 101, dtype=np.uint64).reshape(50, 2) * np.uint64(1000) ** start
-        tiers.use(hashes, start)
+        tiers.use(hashes, NEVER, start)
         tiers.offer(hashes, np.arange(50, dtype=np.int32), NEVER, start, 50)
         for move in tiers.drain():
             if move.number >= 0:

@@ -81,7 +81,7 @@ def stand(tmp_path: Path) -> Iterator[Stand]:
 
 def offer(stand: Stand, numbers: list[int]) -> None:
     stand.device.data[: len(numbers)] = bytes_of(numbers)
-    stand.tiers.use(keys_of(numbers), 0)
+    stand.tiers.use(keys_of(numbers), NEVER, 0)
     stand.tiers.offer(keys_of(numbers), rows_of(len(numbers)), NEVER, 0, 100)
     stand.carry()
 
