@@ -195,7 +195,9 @@ def _figure(cell: Cell, figure: Figure, name: str) -> str:
     values = figure.of(cell.outcomes[name])
     if figure is not NLL:
         return f"{values.mean():{figure.form}} ±{_half(values):{figure.form}}"
-    full = next(n for n in cell.outcomes if n.endswith("full"))
+    full = next((n for n in cell.outcomes if n.endswith("full")), None)
+    if full is None:
+        return f"{np.exp(values.mean()):.2f} | -"
     more = values - figure.of(cell.outcomes[full])
     return f"{np.exp(values.mean()):.2f} | {more.mean():+.4f} ±{_half(more):.4f}"
 
