@@ -85,6 +85,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each load")
     parser.add_argument("--policy", default="toll", help="of the fleet")
     parser.add_argument("--timing", default="", help="of the worker; by default it is profiled")
+    parser.add_argument("--repeats", type=int, default=5, help="of each measurement of the profile")
+    parser.add_argument("--dtype", default="auto", help="of the worker's weights and cache")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", default="", help="folder for journals, timing and figures")
     parser.add_argument("--again", action="store_true", help="compare the fleet's runs kept there")
@@ -235,14 +237,14 @@ def worker_parity(args: argparse.Namespace, folder: Path) -> None:
     (port,) = free_ports(1)
     argv = [sys.executable, "-m", "pigou", "worker", "--port", str(port), "--threads", "1",
             "--max-batched-tokens", str(WORKER_BUDGET), "--max-seqs", str(WORKER_SEQS),
-            "--order", "fcfs"]  # fmt: skip
+            "--order", "fcfs", "--dtype", args.dtype]  # fmt: skip
     url = f"http://{LOOPBACK}:{port}"
     environment = {"OMP_NUM_THREADS": "1"}
     log = folder / "worker.log"
     with Server(argv, url=url, log=log, env=environment, cores=[engine]) as server:
         server.wait_healthy()
         os.sched_setaffinity(0, [client])  # what is started from here on inherits it
-        timing = args.timing or profiled(url, folder / "timing.json")
+        timing = args.timing or profiled(url, folder / "timing.json", args.repeats)
         limits = get_json(f"{url}/server_info")
         for rate in rates_of(args, timing):
             sessions = arrivals(rate, args.seconds, args.seed)
@@ -255,9 +257,10 @@ def worker_parity(args: argparse.Namespace, folder: Path) -> None:
             compare(f"{rate:.1f} requests/s", load, simulate_worker(trace, timing, limits))
 
 
-def profiled(url: str, file: Path) -> str:
+def profiled(url: str, file: Path, repeats: int) -> str:
     """Profile the worker, show what was found, and return the timing's file."""
-    command = [sys.executable, "-m", "pigou", "profile", url, "--out", str(file)]
+    command = [sys.executable, "-m", "pigou", "profile", url, "--out", str(file),
+               "--repeats", str(repeats)]  # fmt: skip
     print(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout, flush=True)
     return str(file)
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker_setups import LAW, Doing, abort, add, journal, release, retime
+from worker_setups import LAW, VARIED, Doing, abort, add, journal, release, retime
 
 from pigou.sim.slowed import Slowed
+
+TIMINGS = st.sampled_from([LAW, VARIED])
 
 
 def both(doings: Sequence[tuple[int, Doing]], **rest: Any) -> list[tuple[Any, ...]]:
@@ -59,6 +61,14 @@ def test_one_that_comes_after_the_last_was_taken_back_is_served(late: int) -> No
     assert "2" not in times(both([*doings, (8_000, abort(2))]), "finished")
 
 
+def test_a_plan_begins_anew_where_the_sequences_change() -> None:
+    doings = [(100, add(1, 16, 40)), (20_000, add(2, 4, 3))]
+    found = both(doings, timing=VARIED, ahead=False, looks=0)
+    alone = both(doings[:1], timing=VARIED, ahead=False, looks=0)
+    assert times(found, "finished")["2"] < times(alone, "finished")["1"]
+    assert times(found, "finished")["1"] > times(alone, "finished")["1"]
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[tuple[int, Doing]], dict[str, Any]]:
     """Requests under pressure, taken back, loaded, held and released; slow times; a death."""
@@ -82,7 +92,7 @@ def histories(draw: st.DrawFn) -> tuple[list[tuple[int, Doing]], dict[str, Any]]
         if hold:
             doings.append((at + draw(moments), release(number)))
     if draw(st.booleans()):
-        doings.append((draw(moments), retime(Slowed(LAW, 2.5))))
+        doings.append((draw(moments), retime(Slowed(draw(TIMINGS), 2.5))))
     engine = {
         "blocks": draw(st.sampled_from([25, 30, 60])),
         "max_seqs": draw(st.sampled_from([2, 4, 8])),
@@ -93,6 +103,7 @@ def histories(draw: st.DrawFn) -> tuple[list[tuple[int, Doing]], dict[str, Any]]
         "ahead": draw(st.booleans()),
         "looks": draw(st.sampled_from([0, 350, 1_000])),
         "die": draw(st.sampled_from([0, 0, 30_000])),
+        "timing": draw(TIMINGS),
     }
     if engine["order"] == "priority":
         engine["max_background_tokens"] = draw(st.sampled_from([0, 1, 5]))

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from pigou.config import ConfigError
+from pigou.engine.plan import Plan
 from pigou.sim.measured import Measured, MeasuredTiming, at
+from pigou.sim.moment import Moment, Moments
 from pigou.sim.timing import Batch
 from pigou.sim.timings import build_timing
 
@@ -69,6 +71,68 @@ def test_many_steps_take_what_single_ones_take() -> None:
         assert together.tolist() == each
 
 
+SPREADS: dict[str, Any] = {
+    "rhythm": [[1, [3e-4, -2e-4, -1e-4]], [4, [5e-4, -4e-4, -1e-4]]],
+    "scatter": [[1, [0.5, 1.0, 1.0, 1.5]], [8, [0.9, 1.0, 1.0, 1.1]]],
+}
+
+
+def decoding(n: int, moment: Moment | None, kv: int = 20) -> Batch:
+    ones = np.ones(n, np.int32)
+    return Batch(ones, kv * ones, ones.astype(bool), moment)
+
+
+def test_many_steps_of_a_worker_take_what_its_single_ones_take() -> None:
+    model = timing(**SPREADS)
+    for n in (1, 3, 9):
+        together = model.durations(decoding(n, Moment(7, 5, 2)), 40)
+        each = [
+            int(model.durations(decoding(n, Moment(7, 5 + i, 2 + i), 20 + i), 1)[0])
+            for i in range(40)
+        ]
+        assert together.tolist() == each
+        assert len(set(together.tolist())) > 6
+
+
+def test_steps_vary_around_what_they_take_in_the_mean() -> None:
+    model = timing(**SPREADS, cache=[[0, 0.0]])
+    for n in (1, 2, 4, 20):
+        mean = int(model.durations(decoding(n, None), 1)[0])
+        many = model.durations(decoding(n, Moment(3, 0, 0)), 30_000)
+        assert many.mean() == pytest.approx(mean, rel=0.01)
+
+
+def test_steps_of_a_plan_differ_by_their_place() -> None:
+    model = timing(rhythm=SPREADS["rhythm"], cache=[[0, 0.0]])
+    found = model.durations(decoding(1, Moment(3, 90, 2)), 6) / 1e9 - 0.004
+    assert found == pytest.approx([-1e-4, 3e-4, -2e-4] * 2)
+    between = model.durations(decoding(2, Moment(3, 90, 0)), 1) / 1e9 - 0.005
+    assert between == pytest.approx([3e-4 + 2e-4 / 3])
+
+
+def test_what_is_drawn_depends_on_seed_worker_and_step() -> None:
+    model = timing(scatter=SPREADS["scatter"])
+    plan = Plan(
+        rows=np.zeros(1, np.int32), starts=np.full(1, 20, np.int32), counts=np.ones(1, np.int32),
+        kv_lens=np.full(1, 20, np.int32), samples=np.ones(1, bool),
+    )  # fmt: skip
+    keys = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0)]
+    found = [
+        model.durations(decoding(1, Moments(*key).of(plan, step)), 64).tolist()
+        for key in keys
+        for step in (0, 64)
+    ]
+    assert found[:2] == found[-2:]
+    assert len({tuple(each) for each in found}) == 8
+
+
+def test_steps_with_prompts_take_what_they_take_in_the_mean() -> None:
+    model, given = timing(**SPREADS), batch((1, 100, True), (100, 20, True))
+    said = model.durations(given, 1)
+    given.moment = Moment(1, 2, 3)
+    assert model.durations(given, 1) == said
+
+
 def test_the_file_is_found_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "timing.json"
     path.write_bytes(msgspec.json.encode(timing().measured))
@@ -88,6 +152,11 @@ def test_the_file_is_found_by_its_name(tmp_path: Path) -> None:
         ({"prompts": [[0, 0.1], [9, 0.0]]}, "not fall"),
         ({"decodes": [[1, 0.0]]}, "above 0"),
         ({"speed": 1}, "unknown field"),
+        ({"rhythm": [[1, [1e-3, -1e-4]]]}, "rhythm for 1 sequences has a mean of"),
+        ({"rhythm": [[1, [0.0]], [2, [1e-3, -1e-3]]]}, "differ in length"),
+        ({"rhythm": [[2, [0.0]], [1, [0.0]]]}, "rise from 1"),
+        ({"scatter": [[1, [0.5, 1.0]]]}, "it must be 1.0"),
+        ({"scatter": [[1, [-1.0, 3.0]]]}, "factor below 0"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -18,12 +18,25 @@ from pigou.sim.clock import EPOCH, Clock, Phase
 from pigou.sim.gaps import Gaps
 from pigou.sim.law import Law, LawTiming
 from pigou.sim.leg import Leg, Trip
+from pigou.sim.measured import Measured, MeasuredTiming
 from pigou.sim.timing import Timing
 from pigou.sim.worker import SimWorker
 from pigou.sim.workload import Job
 
 #: A step takes 1,000 ns, 100 ns for each sequence that decodes, and 10 ns for each prompt token.
 LAW = LawTiming(Law(itl_a=1e-6, itl_b=1e-7, prefill=1e-6, prefill_token=1e-8))
+
+#: About as long, but the third step of a plan takes longer, and steps of two sequences scatter.
+VARIED = MeasuredTiming(
+    Measured(
+        decodes=((1, 1.1e-6), (8, 1.8e-6)),
+        prompts=((0, 0.0), (100, 1e-6)),
+        cache=((0, 0.0), (100, 1e-7)),
+        alone=1e-6,
+        rhythm=((1, (-1e-7, -1e-7, 2e-7)), (4, (-2e-7, -1e-7, 3e-7))),
+        scatter=((1, (1.0, 1.0, 1.0)), (2, (0.8, 0.9, 1.3))),
+    )
+)
 
 Doing = Callable[["Bench", int], None]
 
@@ -144,7 +157,7 @@ def end(bench: Bench, now: int) -> None:
 
 def journal(
     doings: Sequence[tuple[int, Doing]], *, stepwise: bool, ahead: bool = True, looks: int = 500,
-    until: int = 300_000, die: int = 0, **engine: Any,
+    until: int = 300_000, die: int = 0, timing: Timing = LAW, **engine: Any,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
     """Let things happen (nanoseconds from the beginning, what) to a worker; return its journal.
 
@@ -156,7 +169,7 @@ def journal(
     engine = config | {"max_model_len": 100, "headroom": 0} | many | engine
     bench = Bench.__new__(Bench)
     worker = SimWorker(
-        0, "w", EngineConfig(**engine), LAW, clock, bench, gaps, ahead=ahead, stepwise=stepwise,
+        0, "w", EngineConfig(**engine), timing, clock, bench, gaps, ahead=ahead, stepwise=stepwise,
         behind={},
     )  # fmt: skip
     bench.__init__(worker, clock)  # type: ignore[misc]

@@ -94,6 +94,8 @@ def _show(found: Profile) -> None:
     for each in found.errors:
         table.add_row(each.what, str(each.count), f"{each.median:.1%}", f"{each.most:.1%}")
     console.print(table)
+    if found.measured.scatter:
+        console.print(_scatter(found.measured))
 
 
 def _costs(measured: Measured) -> Table:
@@ -101,13 +103,29 @@ def _costs(measured: Measured) -> Table:
     table.add_column(style="bold")
     table.add_column(justify="right")
     for n, seconds in measured.decodes:
-        table.add_row(f"{n} decode{'s' * (n > 1)}", f"{seconds * 1e3:.3f}")
+        table.add_row(_decode(n), f"{seconds * 1e3:.3f}")
     for entries, seconds in measured.cache[1:]:
         table.add_row(f"{entries:,} cache entries that decodes read, more", f"{seconds * 1e3:.3f}")
     for tokens, seconds in measured.prompts[1:]:
         table.add_row(f"{tokens} tokens of prompts, more", f"{seconds * 1e3:.3f}")
     table.add_row("1,000,000 cache entries that prompts read", f"{measured.context * 1e9:.4f}")
     table.add_row("each prompt, more", f"{measured.prompt * 1e3:.3f}")
+    for n, places in measured.rhythm:
+        more = max(places)
+        table.add_row(f"{_decode(n)}: the longest step of a plan, more", f"{more * 1e3:.3f}")
     table.add_row("without decodes", f"{measured.alone * 1e3:.3f}")
     table.add_row("besides steps, until the first token", f"{measured.overhead * 1e3:.3f}")
     return table
+
+
+def _scatter(measured: Measured) -> Table:
+    shares = (10, 50, 90, 98)
+    table = Table("A step by its mean", *(f"p{share}" for share in shares))
+    for n, factors in measured.scatter:
+        values = (factors[len(factors) * share // 100] for share in shares)
+        table.add_row(_decode(n), *(f"{value:.2f}" for value in values))
+    return table
+
+
+def _decode(n: int) -> str:
+    return f"{n} decode{'s' * (n > 1)}"

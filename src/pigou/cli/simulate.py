@@ -106,7 +106,9 @@ def simulate(
     queue_timeout: Annotated[
         float, typer.Option(help="Seconds that a request waits for a worker; 0 for no limit.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of arrivals, lengths, ties and losses.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of arrivals, lengths, ties, losses, scatter of steps.")
+    ] = 0,
     json: Annotated[str, typer.Option(help="File to write the figures to.")] = "",
     report: Annotated[
         str, typer.Option(help="Folder for a page with plots and tables, and pictures.")

@@ -64,7 +64,7 @@ class Fleet:
             control: of the control plane.
             clock: virtual.
             policy: used instead of the one that `control` names.
-            seed: of what is lost on the way.
+            seed: of what is lost on the way, and of how alike steps differ.
             stepwise: plan one step at a time; the results are the same, and take longer.
             assess_every: seconds between two computations of the Price of Anarchy. Those that the
                 control plane asks for in between are answered with nothing new; they do not
@@ -83,7 +83,7 @@ class Fleet:
         self.members: list[Member] = []
         self._named: dict[str, Member] = {}
         self._config, self._clock, self._stepwise = config, clock, stepwise
-        self._rng = Random(seed)
+        self._rng, self._seed = Random(seed), seed
         self._assess_every = round(assess_every * SECOND)
         self._assess_next = 0
         self._behind: Behind = {}
@@ -162,7 +162,7 @@ class Fleet:
         member.sim = SimWorker(
             member.number, member.name, plant.engine, plant.timing, self._clock, self, self.gaps,
             ahead=plant.ahead, stepwise=self._stepwise, behind=None if late else self._behind,
-            tiers=plant.make_tiers(),
+            tiers=plant.make_tiers(), seed=self._seed,
         )  # fmt: skip
         member.missed = []
         if member.known:  # it died and came back before anybody noticed

@@ -15,14 +15,18 @@ from numpy.typing import NDArray
 
 from pigou.config import ConfigError
 from pigou.request import SECOND, Nanos
+from pigou.sim.moment import Moment
 from pigou.sim.timing import Batch
 
 #: Of the file; changes when a key changes its meaning.
 FORMAT = 2
 
 Curve = tuple[tuple[int, float], ...]
+#: For numbers of sequences, as many figures each.
+Spread = tuple[tuple[int, tuple[float, ...]], ...]
 #: Where a curve that is read for many places at once ends.
 _FAR = 2.0**40
+_Array = NDArray[np.float64]
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,6 +38,11 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     causally. Between the points of a curve lie straight lines; beyond its last point its last
     line goes on.
 
+    That is the mean. A step in which nothing but decodes is done takes more or less by its place
+    in the engine's plan, which begins anew where the sequences change and every few steps
+    (`rhythm`), and that times a factor which is drawn for each step (`scatter`). Both lie on
+    straight lines between the numbers of sequences that are given, and stay beyond.
+
     Attributes:
         decodes: points (sequences, seconds), the first at 1.
         cache: points (cache entries, seconds), the first at 0: what decodes take for reading them,
@@ -44,6 +53,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         prompt: of each prompt that ends in the step.
         overhead: from the client's send to its first token, besides steps, with nobody else
             there; nobody waits for anybody in it.
+        rhythm: (sequences, seconds more for each step of a plan); a plan's add up to 0.
+        scatter: (sequences, factors that are equally likely, rising); their mean is 1.
         format: of the file.
         about: what was measured, and how well these figures fit: not read.
     """
@@ -55,6 +66,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     context: float = 0.0
     prompt: float = 0.0
     overhead: float = 0.0
+    rhythm: Spread = ()
+    scatter: Spread = ()
     format: int = FORMAT
     about: dict[str, Any] = {}
 
@@ -77,6 +90,23 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 )
         if self.decodes[0][1] <= 0.0:
             raise ConfigError("decodes begins with 0 seconds; it must be above 0")
+        _check_spread("rhythm", self.rhythm, 0.0, self.decodes[0][1])
+        _check_spread("scatter", self.scatter, 1.0, 1.0)
+        if any(min(factors) < 0.0 for _, factors in self.scatter):
+            raise ConfigError("scatter has a factor below 0; it must be at least 0")
+
+
+def _check_spread(name: str, spread: Spread, mean: float, scale: float) -> None:
+    """Refuse figures that are not as many for each number, or change the mean of steps."""
+    places = [n for n, _ in spread]
+    if places != sorted(set(places)) or (places and places[0] < 1):
+        raise ConfigError(f"{name} is for {places} sequences; they must rise from 1 at least")
+    if len({len(figures) for _, figures in spread}) > 1 or any(not each for _, each in spread):
+        raise ConfigError(f"{name} has rows that differ in length; give as many figures in each")
+    for n, figures in spread:
+        found = sum(figures) / len(figures)
+        if not abs(found - mean) <= 1e-3 * scale:
+            raise ConfigError(f"{name} for {n} sequences has a mean of {found}; it must be {mean}")
 
 
 def read_measured(path: Path) -> Measured:
@@ -118,12 +148,43 @@ class MeasuredTiming:
             fixed += at(of.decodes, n)
             kv = int(batch.kv_lens[~prompts].sum())
         read = (kv + n * np.arange(repeat, dtype=np.int64)).astype(np.float64)
-        nanos = np.rint((fixed + np.interp(read, *self._cache)) * SECOND)
+        seconds = fixed + np.interp(read, *self._cache)
+        if batch.moment is not None and n and not entries:
+            seconds = self._varied(seconds, n, batch.moment)
+        nanos = np.rint(seconds * SECOND)
         found: Nanos = np.maximum(1, nanos).astype(np.int64)
         return found
 
+    @property
+    def varies(self) -> bool:
+        """Whether alike steps differ."""
+        return bool(self.measured.rhythm or self.measured.scatter)
+
+    def _varied(self, seconds: _Array, n: int, moment: Moment) -> _Array:
+        """Return what steps take that take so many seconds in the mean, shape (repeat,)."""
+        rhythm, scatter = self._spread("rhythm", n), self._spread("scatter", n)
+        if len(rhythm):
+            seconds = seconds + rhythm[(moment.age + np.arange(len(seconds))) % len(rhythm)]
+        if len(scatter):
+            drawn = moment.uniforms(len(seconds)) * len(scatter)
+            seconds = seconds * scatter[drawn.astype(np.int64)]
+        return seconds
+
+    def _spread(self, name: str, n: int) -> _Array:
+        """Return a row of `rhythm` or `scatter`; empty where there is none."""
+        known = self._rows.get((name, n))
+        if known is None:
+            spread: Spread = getattr(self.measured, name)
+            known = self._rows[name, n] = between(spread, n)
+        return known
+
     @cached_property
-    def _cache(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _rows(self) -> dict[tuple[str, int], _Array]:
+        """Rows of `rhythm` and `scatter` that were asked for."""
+        return {}
+
+    @cached_property
+    def _cache(self) -> tuple[_Array, _Array]:
         """Places and seconds of the cache's curve, its last line drawn out."""
         curve = self.measured.cache
         places = [float(place) for place, _ in curve] + [_FAR]
@@ -135,6 +196,15 @@ def reads(counts: NDArray[Any], kv_lens: NDArray[Any]) -> float:
     """Return the cache entries that all tokens of chunks read together, themselves included."""
     each = counts * kv_lens.astype(np.float64) + counts * (counts + 1) / 2
     return float(each.sum())
+
+
+def between(spread: Spread, n: int) -> _Array:
+    """Return the figures for n sequences, between those that are given; empty for none."""
+    if not spread:
+        return np.empty(0)
+    places = [float(place) for place, _ in spread]
+    columns = zip(*(figures for _, figures in spread), strict=True)
+    return np.array([np.interp(float(n), places, column) for column in columns])
 
 
 def at(curve: Curve, place: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pigou.request import Nanos
+from pigou.sim.moment import varies
 from pigou.sim.timing import Batch, Timing
 
 
@@ -16,6 +17,11 @@ class Slowed:
 
     timing: Timing
     factor: float
+
+    @property
+    def varies(self) -> bool:
+        """Whether it asks for the moments of steps."""
+        return varies(self.timing)
 
     def durations(self, batch: Batch, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from pigou.request import Ints, Nanos
+from pigou.sim.moment import Moment
 
 
 class Batch(msgspec.Struct):
@@ -17,11 +18,14 @@ class Batch(msgspec.Struct):
         counts: tokens that it computes, shape (n,); 1 for a decode.
         kv_lens: its cache entries before the step, shape (n,).
         samples: whether it yields a token, shape (n,).
+        moment: which step of which worker it is, of several the first; None for any: such steps
+            take what they take in the mean.
     """
 
     counts: Ints
     kv_lens: Ints
     samples: np.ndarray
+    moment: Moment | None = None
 
     @property
     def tokens(self) -> int:
@@ -36,7 +40,7 @@ class Timing(Protocol):
         """Return the time of each of `repeat` steps, shape (repeat,), at least 1 ns each.
 
         Step i is the same batch with i more cache entries a sequence (`repeat` above 1 comes with
-        one token an entry). The vector equals, to the last digit, what `repeat` calls for one
-        step each would return.
+        one token an entry), i steps after its moment. The vector equals, to the last digit, what
+        `repeat` calls for one step each would return.
         """
         ...

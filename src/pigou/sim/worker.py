@@ -21,6 +21,7 @@ from pigou.sim.gaps import Gaps
 from pigou.sim.inbox import Inbox
 from pigou.sim.kernels import Counts
 from pigou.sim.leg import Leg, Listener
+from pigou.sim.moment import Moments, varies
 from pigou.sim.streams import Streams
 from pigou.sim.tiers import TierLinks
 from pigou.sim.timing import Timing
@@ -56,7 +57,7 @@ class SimWorker:
     def __init__(
         self, number: int, name: str, config: EngineConfig, timing: Timing, clock: Clock,
         listener: Listener, gaps: Gaps, *, ahead: bool = False, stepwise: bool = False,
-        behind: Behind | None = None, tiers: Tiers | None = None,
+        behind: Behind | None = None, tiers: Tiers | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         """Start with nothing to do.
 
@@ -74,6 +75,7 @@ class SimWorker:
             behind: where it says that it has events to publish before they are looked at
                 (`catch_up`); with None chunks of prompts are single steps.
             tiers: beyond its device; None for none.
+            seed: of how alike steps differ.
         """
         self.number, self.name = number, name
         self.core = EngineCore(config, tiers=tiers)
@@ -99,6 +101,7 @@ class SimWorker:
         self._events: list[KVEvent] = []
         self._inbox = Inbox()
         self._dead = False
+        self._moments = Moments(seed, number)
 
     # --- what reaches it ----------------------------------------------------------------------
 
@@ -295,7 +298,8 @@ class SimWorker:
             elif self._inbox:
                 repeat = max(1, min(repeat, self._inbox.next - self.steps))
         self._plan, self._begin, self._yield = plan, now, yields
-        self._ends = now + ends(self.timing, plan, repeat, chunks)
+        moment = self._moments.of(plan, self.steps) if varies(self.timing) else None
+        self._ends = now + ends(self.timing, plan, repeat, chunks, moment)
         self._chunks, self._soon = chunks and repeat > 1, int(self._ends[0])
         if self._chunks and self._behind is not None:
             self._behind[self.number] = self

@@ -170,6 +170,7 @@ class WorkerProcess:
             "max_background_tokens": core.max_background_tokens,
             "max_model_len": core.max_model_len,
             "max_waiting": core.max_waiting,
+            "repeat": core.max_repeat,
             "order": core.order,
             "kv_transfer": self._config.kv_transfer,
             "kv_layout": self._layout(),

@@ -13,6 +13,7 @@ from pigou.kv.hashing import chain
 from pigou.request import SECOND, BlockHashes, FinishReason, Nanos, no_hashes
 from pigou.runtime.outputs import StepOutput, TokenLogprobs
 from pigou.sampling import Grammar, SamplingParams
+from pigou.sim.moment import Moments, varies
 from pigou.sim.timing import Batch, Timing
 from pigou.worker.backend import OnStep
 
@@ -84,6 +85,7 @@ class SleepingBackend:
             first: lowest token that is made up.
         """
         self._timing = timing
+        self._moments, self._steps = Moments(0, 0), 0
         self._ended = 0  # when the last step did by the timing model; 0 after a rest
         self._block_size = block_size
         self._choices = [token for token in range(first, vocab) if token not in eos]
@@ -130,7 +132,8 @@ class SleepingBackend:
             return Result()
         begin = self._begin()
         finished: list[Finish] = []
-        batch = Batch(plan.counts, plan.kv_lens, plan.samples)
+        moment = self._moments.of(plan, self._steps) if varies(self._timing) else None
+        batch = Batch(plan.counts, plan.kv_lens, plan.samples, moment)
         durations = self._timing.durations(batch, plan.repeat)
         ends = (begin + np.cumsum(durations)).tolist()
         steps = 0
@@ -143,6 +146,7 @@ class SleepingBackend:
             if not going or late or finished or steps == plan.repeat:
                 break
         self._ended = ends[steps - 1]
+        self._steps += steps
         sealed = self._seal(plan, steps)
         return Result(steps=steps, finished=finished, sealed=sealed, durations=durations[:steps])
 

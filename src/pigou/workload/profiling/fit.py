@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
@@ -49,17 +50,14 @@ def fit(seen: Seen, about: dict[str, Any] | None = None) -> Measured:
     if not seen.decodes or not seen.beside:
         raise ValueError("there are no measurements of decodes, or none of prompts")
     decodes, cache = _decodes(seen.decodes)
-    prompts, context, prompt = _prompts(seen.beside)
+    prompts, context, prompt = _prompts(_beside(seen))
     found = Measured(
         decodes=decodes, cache=cache, prompts=prompts, context=context, prompt=prompt,
-        about=about or {},
+        rhythm=seen.rhythm, scatter=seen.scatter, about=about or {},
     )  # fmt: skip
     alone = _left(seen.alone, lambda each: added(found, each))
     overhead = _left(seen.first, lambda each: alone + added(found, each))
-    return Measured(
-        decodes=decodes, cache=cache, prompts=prompts, context=context, prompt=prompt,
-        alone=alone, overhead=overhead, about=about or {},
-    )  # fmt: skip
+    return msgspec.structs.replace(found, alone=alone, overhead=overhead)
 
 
 def errors(found: Measured, seen: Seen) -> list[Error]:
@@ -69,7 +67,7 @@ def errors(found: Measured, seen: Seen) -> list[Error]:
         "decodes": [
             (at(found.decodes, d.n) + at(found.cache, d.kv), d.seconds) for d in seen.decodes
         ],
-        "prompts beside a stream": [(added(found, p), p.seconds) for p in seen.beside],
+        "prompts beside a stream": [(added(found, p), p.seconds) for p in _beside(seen)],
         "prompts alone": [(fixed + added(found, p), p.seconds) for p in seen.alone],
         "first token": [(fixed + found.overhead + added(found, p), p.seconds) for p in seen.first],
     }
@@ -80,6 +78,15 @@ def added(found: Measured, each: Prompts) -> float:
     """Return the seconds that prompts add to a step."""
     read = found.context * each.reads
     return at(found.prompts, each.tokens) + read + found.prompt * each.prompts
+
+
+def _beside(seen: Seen) -> list[Prompts]:
+    """Return what prompts add to the steps of a stream, but for the plan that begins after them.
+
+    It is the rhythm's, and would be counted twice.
+    """
+    begins = max(0.0, seen.rhythm[0][1][0]) if seen.rhythm else 0.0
+    return [replace(each, seconds=max(0.0, each.seconds - begins)) for each in seen.beside]
 
 
 def _decodes(seen: Sequence[Decodes]) -> tuple[Curve, Curve]:

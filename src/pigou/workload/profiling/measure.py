@@ -13,6 +13,7 @@ from pigou.request import SECOND
 from pigou.workload.endpoint import EndpointError
 from pigou.workload.profiling.config import ProfileConfig
 from pigou.workload.profiling.seen import Decodes, Prompts, Seen
+from pigou.workload.profiling.spread import Gaps, gaps_of, spreads
 from pigou.workload.profiling.stream import (
     LEAST_GAPS,
     LEAST_SECONDS,
@@ -52,6 +53,7 @@ class Measuring:
             for n, length in self._batches
         ]
         self._decodes: list[list[Decodes]] = [[] for _ in self._batches]
+        self._gaps: list[list[Gaps]] = [[] for _ in self._batches]
         self._firsts: list[list[float]] = [[] for _ in self._chunks]
         self._losses: list[list[float]] = [[] for _ in self._chunks]
         self._apart: list[float] = []
@@ -76,11 +78,15 @@ class Measuring:
         return self._seen()
 
     def _seen(self) -> Seen:
+        decodes = [
+            Decodes(n, median(d.kv for d in found), median(d.seconds for d in found))
+            for (n, _), found in zip(self._batches, self._decodes, strict=True)
+        ]
+        rows, factors = spreads(self._gaps, decodes, self._target.limits.repeat)
         return Seen(
-            decodes=[
-                Decodes(n, median(d.kv for d in found), median(d.seconds for d in found))
-                for (n, _), found in zip(self._batches, self._decodes, strict=True)
-            ],
+            decodes=decodes,
+            rhythm=rows,
+            scatter=factors,
             beside=self._prompts(self._losses),
             alone=[self._whole()],
             first=self._prompts(self._firsts),
@@ -102,12 +108,13 @@ class Measuring:
         """Let `n` sequences decode together after prompts of this length."""
         n, length = self._batches[at]
         pace = self._paces[at]
-        found = await self._decode_once(n, length, pace)
+        found, gaps = await self._decode_once(n, length, pace)
         pace.steps = max(pace.steps, math.ceil(_LEAST / found.seconds))
+        self._gaps[at].append(gaps)
         self._decodes[at].append(found)
         self._tell(f"{n} decodes after {length} tokens")
 
-    async def _decode_once(self, n: int, length: int, pace: _Pace) -> Decodes:
+    async def _decode_once(self, n: int, length: int, pace: _Pace) -> tuple[Decodes, Gaps]:
         target, least = self._target, self._config.steps // 2
         room = min(target.limits.longest, target.limits.room // n - target.limits.block) - length
         for _ in range(_TRIES):
@@ -116,7 +123,8 @@ class Measuring:
             streams = [stream for _, stream in await target.ask_all(prompts, output)]
             found = window(streams)
             if found is not None and found.steps >= least:
-                return Decodes(n, n * length + found.generated, found.seconds)
+                seen = Decodes(n, n * length + found.generated, found.seconds)
+                return seen, gaps_of(streams)
             if output == room:
                 break
             pace.lead = 2 * pace.lead + pace.steps

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pigou.sim.measured import Spread
+
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
@@ -40,9 +42,13 @@ class Seen:
         beside: what prompts add to the steps of a running stream.
         alone: steps of prompts in which nobody decodes.
         first: from the send of a request to its first token, where there is no other.
+        rhythm: by how many decode, seconds that each step of a plan takes more than their mean.
+        scatter: by how many decode, equally likely factors of a step's time.
     """
 
     decodes: list[Decodes] = field(default_factory=list)
     beside: list[Prompts] = field(default_factory=list)
     alone: list[Prompts] = field(default_factory=list)
     first: list[Prompts] = field(default_factory=list)
+    rhythm: Spread = ()
+    scatter: Spread = ()

@@ -30,6 +30,7 @@ class Limits:
         longest: prompt and output of a request.
         room: tokens that its KV cache holds.
         block: tokens in a block of it.
+        repeat: steps that it plans at once, as long as its sequences do not change.
     """
 
     tokens: int
@@ -37,6 +38,7 @@ class Limits:
     longest: int
     room: int
     block: int
+    repeat: int = 1
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def _limits(
         longest=most,
         room=blocks * block or most,
         block=block,
+        repeat=max(1, int(about.get("repeat") or 1)),
     )
 
 
