@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_setups import LAW, VARIED, Doing, abort, add, journal, release, retime
 
+from pigou.sim.measured import Measured, MeasuredTiming
 from pigou.sim.slowed import Slowed
 
 TIMINGS = st.sampled_from([LAW, VARIED])
@@ -62,11 +64,20 @@ def test_one_that_comes_after_the_last_was_taken_back_is_served(late: int) -> No
 
 
 def test_a_plan_begins_anew_where_the_sequences_change() -> None:
-    doings = [(100, add(1, 16, 40)), (20_000, add(2, 4, 3))]
-    found = both(doings, timing=VARIED, ahead=False, looks=0)
-    alone = both(doings[:1], timing=VARIED, ahead=False, looks=0)
-    assert times(found, "finished")["2"] < times(alone, "finished")["1"]
-    assert times(found, "finished")["1"] > times(alone, "finished")["1"]
+    """Five steps of one sequence, which begin one plan of eight, or another one after a prompt."""
+    law = Measured(decodes=((1, 1e-6),), prompts=((0, 0.0), (9, 0.0)))
+    rhythm = ((1, (7e-7, *7 * (-1e-7,))),)
+    plans = MeasuredTiming(msgspec.structs.replace(law, rhythm=rhythm))
+    said = {}
+    for name, timing in (("mean", MeasuredTiming(law)), ("plans", plans)):
+        for others in (0, 1):
+            doings = [(0, add(1, 4, 33))] + others * [(10_500, add(2, 4, 1))]
+            found = both(doings, timing=timing, ahead=False, looks=0)
+            said[name, others] = times(found, "finished")["1"]
+    assert said["plans", 0] == said["mean", 0]  # 32 steps are four whole plans
+    # A plan of eight, two steps, and a prompt; then 21 steps of three plans.
+    cut = 2 * 700 - 8 * 100 + 3 * 700 - 18 * 100
+    assert said["plans", 1] == said["mean", 1] + cut
 
 
 @st.composite

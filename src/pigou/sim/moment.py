@@ -39,8 +39,7 @@ class Moment(NamedTuple):
         state = (state ^ (state >> np.uint64(30))) * np.uint64(_FIRST)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(_SECOND)
         state ^= state >> np.uint64(31)
-        found: NDArray[np.float64] = (state >> np.uint64(12)) * 2.0**-52
-        return found
+        return (state >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 class Moments:
