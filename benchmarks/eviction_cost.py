@@ -104,7 +104,7 @@ def make(
 
     length = options.entries + 2 * options.interval
     wide = -(-length // SIZE)
-    longest = options.entries + options.steps + options.interval + 1
+    longest = options.entries + options.steps + 2 * options.interval + 1
     if longest > model.config.context:
         raise SystemExit(f"entries and steps need a context of {longest} tokens")
     tables = np.arange(options.streams * wide, dtype=np.int32).reshape(options.streams, wide)
@@ -113,7 +113,9 @@ def make(
     executor = model.executor(cache, tables, longest, eviction)
     held = options.entries + np.arange(options.streams, dtype=np.int32) % options.interval
     streams = Streams(executor, tables, held, held.copy())
-    params = SamplingParams(max_tokens=options.steps + 1, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=options.steps + options.interval + 1, temperature=0.0, ignore_eos=True
+    )
     started, loads = [], []
     for row, count in enumerate(held.tolist()):
         executor.add(str(row), [5] * (count + 1), params, b"")
@@ -170,13 +172,17 @@ def step(streams: Streams, options: argparse.Namespace) -> float:
 def measure(
     off: Streams, on: Streams, options: argparse.Namespace
 ) -> tuple[list[float], list[float]]:
-    """Return seconds of steps without and with eviction, taken in turns."""
+    """Return seconds of steps without and with eviction, taken in turns.
+
+    Steps of the first interval do not count: each stream is appraised for the first time in them,
+    and all its entries are new to the policy.
+    """
     without, within = [], []
-    for number in range(options.steps):
-        if number == options.steps // 4:
+    for number in range(options.interval + options.steps):
+        if number == options.interval:
             on.seconds.clear()
         times = step(off, options), step(on, options)
-        if number >= options.steps // 4:
+        if number >= options.interval:
             without.append(times[0])
             within.append(times[1])
     return without, within
