@@ -7,6 +7,7 @@ import numpy as np
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Result
+from pigou.kv.pool import BlockPool
 from pigou.request import Request
 
 
@@ -33,6 +34,7 @@ def warm_up() -> None:
             core.apply(plan, Result(steps=plan.repeat))
     core.clear_cache()
     _give_up()
+    _hand_out()
 
 
 def _give_up() -> None:
@@ -46,3 +48,11 @@ def _give_up() -> None:
     while core.running or core.waiting:
         plan = core.schedule(0)
         core.apply(plan, Result(steps=plan.repeat))
+
+
+def _hand_out() -> None:
+    """Do with blocks what only tiers ask for."""
+    pool = BlockPool(1)
+    next_ = pool.peek(1)
+    pool.claim(next_)
+    pool.yield_up(next_)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pigou.config import ControlConfig
+from pigou.control import index
 from pigou.engine import warm
 from pigou.sim.client import ClientConfig
 from pigou.sim.config import FleetConfig
@@ -16,18 +17,21 @@ _REQUESTS, _RATE = 40, 6.0
 _LENGTHS = Lengths(input=(600, 600), output=(40, 40), templates=8)
 #: Prompts that the small caches hold, so that something is evicted.
 _PROMPTS = 4
+#: Workers of a kind, at most: two cost the same at first, and one is drawn.
+_WORKERS = 2
 
 
 def warm_up(fleet: FleetConfig, setup: Setup, control: ControlConfig) -> None:
-    """Run a small simulation, one worker of each kind, so that kernels are compiled or loaded.
+    """Run a small simulation, so that kernels are compiled or loaded.
 
     Takes some seconds the first time on a machine, and a fraction of one after that.
     """
     warm.warm_up()
+    index.warm_up()  # small caches never outgrow its tables
     kinds = tuple(
         msgspec.structs.replace(
             each,
-            count=1,
+            count=min(each.count, _WORKERS),
             starts=0.0,
             slow=(),
             fails=(),
