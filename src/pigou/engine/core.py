@@ -442,7 +442,8 @@ class EngineCore:
 
     def _check_id(self, request: Request) -> None:
         state = self._state
-        if any(request.id in ids for ids in (state.sequences, state.held, state.draining)):
+        name = request.id
+        if name in state.sequences or name in state.held or name in state.draining:
             raise DuplicateRequest(f"request id {request.id!r} is in use")
 
 

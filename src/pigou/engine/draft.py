@@ -35,22 +35,27 @@ NO_FORESIGHT = Foresight(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 
 class Batch:
-    """Reused arrays, shape (max_seqs,), in which the entries of a plan are gathered."""
+    """A reused array in which the entries of a plan are gathered.
+
+    Attributes:
+        entries: rows and counts, shape (2, max_seqs); counts are 1 but for those that were added.
+        size: how many entries there are.
+    """
 
     def __init__(self, max_seqs: int) -> None:
-        self.rows: Ints = np.zeros(max_seqs, dtype=np.int32)
-        self.counts: Ints = np.zeros(max_seqs, dtype=np.int32)
-        self.size = 0
+        self.entries: Ints = np.ones((2, max_seqs), dtype=np.int32)
+        self.size = self._alike = 0
 
     def decode(self, count: int) -> None:
-        """Begin with `count` rows, written to `rows`, that compute one token each."""
-        self.counts[:count] = 1
-        self.size = count
+        """Begin with `count` rows, written to `entries`, that compute one token each."""
+        if self._alike < self.size:
+            self.entries[1, self._alike : self.size] = 1
+        self.size = self._alike = count
 
     def add(self, row: int, count: int) -> None:
         """Add a row that computes `count` tokens."""
-        self.rows[self.size] = row
-        self.counts[self.size] = count
+        self.entries[0, self.size] = row
+        self.entries[1, self.size] = count
         self.size += 1
 
 
@@ -148,9 +153,9 @@ class Draft(msgspec.Struct):
             horizon,
             self.started,
             self.preempted,
-            _joined(self.swap_out),
-            _joined(self.copies),
-            _joined(self.swap_in),
+            _joined(self.swap_out) if self.swap_out else _NO_PAIRS,
+            _joined(self.copies) if self.copies else _NO_PAIRS,
+            _joined(self.swap_in) if self.swap_in else _NO_PAIRS,
             self.loads,
         )
 
@@ -161,4 +166,4 @@ def pairs(source: Ints, target: Ints) -> Ints:
 
 
 def _joined(pieces: list[Ints]) -> Ints:
-    return np.concatenate(pieces) if pieces else _NO_PAIRS
+    return np.concatenate(pieces)

@@ -8,6 +8,10 @@ from numpy.typing import NDArray
 from pigou.compiled import bare_kernel
 from pigou.request import Ints
 
+#: Places of `Rows.columns`: handing one array to a kernel takes as long as a short kernel does.
+COMPUTED, LENGTH, LIMIT, DROPPED, BLOCKS, KNOWN, SEALED, COMPACTED, PRIORITY = range(9)
+COLUMNS = 9
+
 
 @bare_kernel
 def decodes(
@@ -178,7 +182,7 @@ def advance(
     ended: Ints,
     fuller: Ints,
 ) -> tuple[int, int]:
-    """Move the rows of a plan on by `steps`, shape (n,), each its own number.
+    """Move the rows of a plan on by `steps`, shape (n,) or more, each its own number.
 
     Writes sampled tokens to `tokens`, each row's steps to `taken`, entries at their limit to
     `ended`, entries with full blocks to seal to `fuller`. Rows that lost their sequence since

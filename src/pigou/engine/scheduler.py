@@ -29,15 +29,20 @@ class Scheduler:
         seqs, blocks = state.config.max_seqs, state.config.blocks
         self._batch = Batch(seqs)
         self._rested = False  # decodes of the leading prompt's own priority, in the last step
-        self._growing: Ints = np.zeros(seqs, dtype=np.int32)
-        self._new: Ints = np.zeros(seqs, dtype=np.int32)
-        self._needs = tuple(np.zeros(blocks, dtype=np.int32) for _ in range(3))
-        size = state.config.block_size + 1
-        self._phases = tuple(np.zeros(n, dtype=np.int32) for n in (size, size, seqs))
+        self._growing: Ints = np.zeros((2, seqs), dtype=np.int32)
+        self._needs: Ints = np.zeros((3, blocks), dtype=np.int32)
+        self._phases: Ints = np.zeros((2, state.config.block_size + 1), dtype=np.int32)
+        self._by_phase: Ints = np.zeros(seqs, dtype=np.int32)
 
     def schedule(self, now: int, horizon: int) -> tuple[Plan, Foresight]:
         """Plan the next step, and as many after it as cannot differ from it."""
         state = self._state
+        if state.prefilling:
+            state.prefilling = [seq for seq in state.prefilling if self._left(seq.row) > 1]
+        if self._plain:
+            found = self._decode(horizon, 1 if horizon <= now else state.config.max_repeat)
+            if found is not None:
+                return found
         budget = state.config.max_batched_tokens
         background = state.config.max_background_tokens or budget
         draft = Draft(self._batch, budget, background, state.ranked, state.starting)
@@ -54,6 +59,39 @@ class Scheduler:
             revive(state, draft)
         changes = draft.preempted or not draft.steady or horizon <= now
         return self._finish(draft, horizon, 1 if changes else state.config.max_repeat)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether all there is to do is to go on with the rows that decode."""
+        state = self._state
+        if state.prefilling or state.queue or state.ranked:
+            return False
+        return state.appraisals is None and state.tiering is None
+
+    def _decode(self, horizon: int, most: int) -> tuple[Plan, Foresight] | None:
+        """Plan for rows that all decode, in one pass; None where they lack blocks."""
+        state, rows, pool = self._state, self._state.rows, self._state.pool
+        order = state.running
+        size = len(order)
+        entries, samples = np.empty((4, size), dtype=np.int32), np.empty(size, dtype=np.bool_)
+        self._batch.decode(0)
+        count, dead, repeat, needs = kernels.decode(
+            order, rows.columns, rows.tables, state.config.block_size,
+            state.config.max_batched_tokens, most,
+            pool.meta, pool.keys, pool.slots, pool.counts,
+            self._batch.entries, self._growing, pool.removed, entries, samples,
+            self._needs, self._phases, self._by_phase,
+        )  # fmt: skip
+        if count == kernels.TOO_FEW:
+            return None
+        if dead:
+            state.removed(pool.removed[:dead].copy())
+        if count < size:
+            entries, samples = entries[:, :count], samples[:count]
+        found, computed, counts, kv_lens = entries
+        plan = Plan(found, computed, counts, kv_lens, samples, repeat, horizon, state.starting)
+        state.starting = []
+        return plan, Foresight(*self._needs[:, :needs]) if needs else NO_FORESIGHT
 
     def _leading(self) -> int | None:
         """Return the priority of a prompt that others yield to; None where nobody has to.
@@ -93,10 +131,9 @@ class Scheduler:
             if below is not None:
                 awake = awake[rows.priority[awake] < below]
             count, dead = kernels.begin(
-                awake, rows.computed, rows.length, rows.dropped, rows.blocks, rows.tables,
-                state.config.block_size, draft.budget,
+                awake, rows.columns, rows.tables, state.config.block_size, draft.budget,
                 pool.meta, pool.keys, pool.slots, pool.counts,
-                draft.batch.rows, self._growing, self._new, pool.removed,
+                draft.batch.entries, self._growing, pool.removed,
             )  # fmt: skip
             if count != kernels.TOO_FEW:
                 break
@@ -131,9 +168,9 @@ class Scheduler:
         Only those of a priority below `before`, where that is given.
         """
         state = self._state
-        while draft.budget > 0 and state.rows.free:
+        while draft.budget > 0:
             head = state.queue.head()
-            if head is None or head is state.blocked:
+            if head is None or head is state.blocked or not state.rows.free:
                 break
             if before is not None and head.request.priority >= before:
                 break
@@ -202,16 +239,13 @@ class Scheduler:
         if chunks and size > draft.decodes:
             chunks = not draft.moves and not state.copying
         entries, samples = np.empty((4, size), dtype=np.int32), np.empty(size, dtype=np.bool_)
-        wanting, steps, new = self._needs
         spare = pool.blocks if state.tiering is None else state.tiering.spare
         repeat, needs = kernels.finish(
-            batch.rows[:size], batch.counts[:size], draft.decodes,
-            rows.computed, rows.length, rows.limit, rows.dropped, rows.blocks, rows.tables,
-            state.config.block_size, most, chunks, spare, pool.meta, pool.counts, entries, samples,
-            wanting, steps, new, *self._phases,
+            batch.entries, draft.decodes, rows.columns, rows.tables, state.config.block_size,
+            most, chunks, spare, pool.meta, pool.counts, entries, samples,
+            self._needs, self._phases, self._by_phase,
         )  # fmt: skip
         plan = draft.plan(entries, samples, repeat, horizon)
         if state.appraisals is not None:
             conclude(state, draft, plan, needs)
-        ahead = Foresight(wanting[:needs], steps[:needs], new[:needs]) if needs else NO_FORESIGHT
-        return plan, ahead
+        return plan, Foresight(*self._needs[:, :needs]) if needs else NO_FORESIGHT

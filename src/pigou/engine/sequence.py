@@ -7,6 +7,18 @@ from enum import Enum, auto
 import numpy as np
 
 from pigou.config import EngineConfig, QueueOrder
+from pigou.engine.kernels import (
+    BLOCKS,
+    COLUMNS,
+    COMPACTED,
+    COMPUTED,
+    DROPPED,
+    KNOWN,
+    LENGTH,
+    LIMIT,
+    PRIORITY,
+    SEALED,
+)
 from pigou.kv import kernels
 from pigou.request import BlockHashes, Ints, Request
 
@@ -127,6 +139,7 @@ class Rows:
 
     Attributes:
         tables: device block ids, shape (max_seqs, blocks of the longest sequence).
+        columns: all that follow as one array, as kernels take them, shape (COLUMNS, max_seqs).
         computed: tokens whose KV is there, or was; the position of the next one.
         dropped: of those, tokens whose cache entries were given up (of each layer and head others);
             a multiple of the block size.
@@ -146,15 +159,16 @@ class Rows:
         count = config.max_seqs
         longest = -(-config.max_model_len // config.block_size)
         self.tables: Ints = np.zeros((count, longest), dtype=np.int32)
-        self.computed: Ints = np.zeros(count, dtype=np.int32)
-        self.dropped: Ints = np.zeros(count, dtype=np.int32)
-        self.compacted: Ints = np.zeros(count, dtype=np.int32)
-        self.length: Ints = np.zeros(count, dtype=np.int32)
-        self.limit: Ints = np.zeros(count, dtype=np.int32)
-        self.blocks: Ints = np.zeros(count, dtype=np.int32)
-        self.known: Ints = np.zeros(count, dtype=np.int32)
-        self.sealed: Ints = np.zeros(count, dtype=np.int32)
-        self.priority: Ints = np.zeros(count, dtype=np.int32)
+        self.columns: Ints = np.zeros((COLUMNS, count), dtype=np.int32)
+        self.computed: Ints = self.columns[COMPUTED]
+        self.length: Ints = self.columns[LENGTH]
+        self.limit: Ints = self.columns[LIMIT]
+        self.dropped: Ints = self.columns[DROPPED]
+        self.blocks: Ints = self.columns[BLOCKS]
+        self.known: Ints = self.columns[KNOWN]
+        self.sealed: Ints = self.columns[SEALED]
+        self.compacted: Ints = self.columns[COMPACTED]
+        self.priority: Ints = self.columns[PRIORITY]
         self.owner: list[Sequence | None] = [None] * count
         self._free = list(range(count - 1, -1, -1))
         self.used = 0

@@ -22,17 +22,17 @@ class Settlement:
         self._state = state
         seqs, blocks = state.config.max_seqs, state.config.blocks
         self._steps: Ints = np.zeros(seqs, dtype=np.int32)
-        self._taken: Ints = np.zeros(seqs, dtype=np.int32)
-        self._ended: Ints = np.zeros(seqs, dtype=np.int32)
-        self._fuller: Ints = np.zeros(seqs, dtype=np.int32)
+        self._found: Ints = np.zeros((3, seqs), dtype=np.int32)
+        self._taken, self._ended, self._fuller = self._found
         self._orphans: Ints = np.zeros(blocks, dtype=np.int32)
 
     def settle(self, plan: Plan, ahead: Foresight, result: Result) -> Effects:
         """Take a plan's steps as done, in the order in which single steps would have been."""
         state, rows, pool = self._state, self._state.rows, self._state.pool
-        for seq in state.copying[:]:
-            state.free_source(seq)
-        steps = self._steps[: len(plan.rows)]
+        if state.copying:
+            for seq in state.copying[:]:
+                state.free_source(seq)
+        steps = self._steps
         steps.fill(result.steps)
         for finish in result.finished:
             steps[finish.entry] = finish.steps
@@ -40,23 +40,23 @@ class Settlement:
         later = bool(result.sealed)
         ends, full, dead, orphans = step_kernels.settle(
             plan.rows, plan.counts, plan.samples, steps, result.steps,
-            rows.computed, rows.length, rows.limit, rows.known, rows.sealed,
-            rows.blocks, rows.tables, state.config.block_size,
+            rows.columns, rows.tables, state.config.block_size,
             pool.meta, pool.keys, pool.slots, pool.counts,
             ahead.rows, ahead.steps, ahead.blocks, later,
-            tokens, self._taken, self._ended, self._fuller, pool.removed, self._orphans,
+            tokens, self._found, pool.removed, self._orphans,
         )  # fmt: skip
         if full or later:
             fuller = self._fuller[:full].tolist()
             if later and state.config.prefix_caching:
                 fuller = sorted({*fuller, *self._learn(plan, result)})
             self._claim_and_seal(plan, ahead, result.steps, fuller)
-        else:
+        elif dead or orphans:
             self._claimed(dead, orphans)
         finished: list[Finished] = []
         if ends or result.finished:
             reasons = dict.fromkeys(self._ended[:ends].tolist(), FinishReason.LENGTH)
-            reasons.update({finish.entry: finish.reason for finish in result.finished})
+            if result.finished:
+                reasons.update({finish.entry: finish.reason for finish in result.finished})
             finished = [self._leave(seq, reason) for seq, reason in self._owners(plan, reasons)]
         if state.appraisals is not None:
             settle_appraisals(state, result)

@@ -1,7 +1,8 @@
 """Compiled kernels of a whole plan: rows of the batch and blocks of the pool in one pass each.
 
 Arrays are those of `pigou.engine.sequence.Rows` and, where they are named `meta`, `keys`, `slots`
-and `pool`, those of `pigou.kv.kernels` (`pool` is its `counts`).
+and `pool`, those of `pigou.kv.kernels` (`pool` is its `counts`). Each array that is handed over
+takes time, so those of one shape are rows of one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,13 @@ from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel_over, inlined
 from pigou.engine.kernels import (
+    BLOCKS,
+    COMPUTED,
+    DROPPED,
+    KNOWN,
+    LENGTH,
+    LIMIT,
+    SEALED,
     advance,
     append_blocks,
     append_wanted,
@@ -28,10 +36,7 @@ TOO_FEW = -1
 @bare_kernel_over("engine", "kv")
 def begin(
     order: Ints,
-    computed: Ints,
-    length: Ints,
-    dropped: Ints,
-    blocks: Ints,
+    columns: Ints,
     tables: Ints,
     block_size: int,
     budget: int,
@@ -39,33 +44,34 @@ def begin(
     keys: BlockHashes,
     slots: Ints,
     pool: Counts,
-    rows: Ints,
+    batch: Ints,
     growing: Ints,
-    new: Ints,
     removed: BlockHashes,
 ) -> tuple[int, int]:
     """Find the rows of `order` that decode, at most `budget`, and give each the block it needs.
 
     Args:
-        order, computed, length, dropped, blocks, tables, block_size, budget: the rows.
+        order, columns, tables, block_size, budget: the rows.
         meta, keys, slots, pool: the blocks.
-        rows: takes who decodes, (max_seqs,).
-        growing, new: for use here, (max_seqs,) each.
+        batch: takes who decodes in its first row, (2, max_seqs).
+        growing: for use here, (2, max_seqs).
         removed: takes the hashes that died.
 
     Returns:
         How many rows, and how many hashes; or `TOO_FEW` where they need more blocks than are free,
         and how many they need.
     """
+    blocks = columns[BLOCKS]
     count, grow = decodes(
-        order, computed, length, dropped, blocks, block_size, budget, rows, growing
-    )
+        order, columns[COMPUTED], columns[LENGTH], columns[DROPPED], blocks, block_size, budget,
+        batch[0], growing[0],
+    )  # fmt: skip
     if grow > pool[FREE]:
         return TOO_FEW, grow
     if grow == 0:
         return count, 0
-    dead: int = allocate(meta, keys, slots, pool, new[:grow], removed)
-    append_blocks(tables, blocks, growing[:grow], new)
+    dead: int = allocate(meta, keys, slots, pool, growing[1, :grow], removed)
+    append_blocks(tables, blocks, growing[0, :grow], growing[1])
     return count, dead
 
 
@@ -84,14 +90,9 @@ def lay(
 
 @bare_kernel_over("engine", "kv")
 def finish(
-    rows: Ints,
-    counts: Ints,
+    batch: Ints,
     decoding: int,
-    computed: Ints,
-    length: Ints,
-    limit: Ints,
-    dropped: Ints,
-    blocks: Ints,
+    columns: Ints,
     tables: Ints,
     block_size: int,
     most: int,
@@ -101,32 +102,31 @@ def finish(
     pool: Counts,
     plan: Ints,
     samples: NDArray[np.bool_],
-    wanting: Ints,
-    steps: Ints,
-    new: Ints,
-    starts: Ints,
-    fill: Ints,
+    needs: Ints,
+    phases: Ints,
     by_phase: Ints,
 ) -> tuple[int, int]:
     """Write a plan's entries, and lay out blocks for as many steps as it can go on unchanged.
 
     Args:
-        rows, counts: of the entries, (entries,).
+        batch: rows and counts of the entries, (2, entries and more).
         decoding: entries, the first ones, that decode.
-        computed, length, limit, dropped, blocks, tables, block_size: the rows.
+        columns, tables, block_size: the rows.
         most: steps of one plan; 1 where the next step may differ.
         chunks: whether a last entry may compute equal chunks of its prompt.
         spare: free blocks that later steps may take at most; there are none where it is negative.
         meta, pool: the blocks.
         plan: takes rows, starts, counts and entries in the cache, (4, entries).
         samples: takes whether each entry yields a token, (entries,).
-        wanting, steps, new: take who needs a block, at which step, and which, (blocks,) each.
-        starts, fill, by_phase: for use here, as of `foresee`.
+        needs: takes who needs a block, at which step, and which, (3, blocks).
+        phases, by_phase: for use here, as `starts`, `fill` and `by_phase` of `foresee`.
 
     Returns:
         How many steps, and for how many blocks needs were written.
     """
-    size = rows.shape[0]
+    size = samples.shape[0]
+    rows, counts = batch[0, :size], batch[1, :size]
+    computed, length, dropped = columns[COMPUTED], columns[LENGTH], columns[DROPPED]
     decode: bool = entries(rows, counts, computed, length, plan[1], samples)
     for i in range(size):
         plan[0, i] = rows[i]
@@ -141,14 +141,56 @@ def finish(
         alike = decoding
         left = length[rows[size - 1]] - computed[rows[size - 1]]
         most = min(most, (left - 1) // counts[size - 1])
-    repeat, needs = foresee(
-        rows[:alike], computed, length, limit, dropped, blocks, block_size, most,
-        min(pool[FREE], spare), wanting, steps, starts, fill, by_phase,
+    blocks = columns[BLOCKS]
+    repeat, count = foresee(
+        rows[:alike], computed, length, columns[LIMIT], dropped, blocks, block_size, most,
+        min(pool[FREE], spare), needs[0], needs[1], phases[0], phases[1], by_phase,
     )  # fmt: skip
-    if needs:
-        peek(meta, needs, new)
-        lay(tables, blocks, rows[:alike], wanting, new, needs, by_phase)
-    return repeat, needs
+    if count:
+        peek(meta, count, needs[2])
+        lay(tables, blocks, rows[:alike], needs[0], needs[2], count, by_phase)
+    return repeat, count
+
+
+@bare_kernel_over("engine", "kv")
+def decode(
+    order: Ints,
+    columns: Ints,
+    tables: Ints,
+    block_size: int,
+    budget: int,
+    most: int,
+    meta: Ints,
+    keys: BlockHashes,
+    slots: Ints,
+    pool: Counts,
+    batch: Ints,
+    growing: Ints,
+    removed: BlockHashes,
+    plan: Ints,
+    samples: NDArray[np.bool_],
+    needs: Ints,
+    phases: Ints,
+    by_phase: Ints,
+) -> tuple[int, int, int, int]:
+    """Do what `begin` and `finish` do where nobody has a prompt to compute, nor tiers a say.
+
+    Arguments are theirs; `plan` and `samples` have an entry for each row of `order`. The counts in
+    `batch` are 1.
+
+    Returns:
+        What `begin` returns, and what `finish` does; zeros where too few blocks are free.
+    """
+    count, dead = begin(
+        order, columns, tables, block_size, budget, meta, keys, slots, pool, batch, growing, removed
+    )
+    if count == TOO_FEW:
+        return count, dead, 0, 0
+    repeat, wanted = finish(
+        batch, count, columns, tables, block_size, most, False, pool[FREE], meta, pool, plan,
+        samples[:count], needs, phases, by_phase,
+    )  # fmt: skip
+    return count, dead, repeat, wanted
 
 
 @bare_kernel_over("engine", "kv")
@@ -158,12 +200,7 @@ def settle(
     samples: NDArray[np.bool_],
     steps: Ints,
     done: int,
-    computed: Ints,
-    length: Ints,
-    limit: Ints,
-    known: Ints,
-    sealed: Ints,
-    blocks: Ints,
+    columns: Ints,
     tables: Ints,
     block_size: int,
     meta: Ints,
@@ -175,9 +212,7 @@ def settle(
     new: Ints,
     later: bool,
     tokens: Ints,
-    taken: Ints,
-    ended: Ints,
-    fuller: Ints,
+    found: Ints,
     removed: BlockHashes,
     orphans: Ints,
 ) -> tuple[int, int, int, int]:
@@ -187,13 +222,14 @@ def settle(
 
     Args:
         rows, counts, samples: of the plan's entries.
-        steps: that count for each entry, (entries,).
+        steps: that count for each entry, (entries and more,).
         done: steps of the plan.
-        computed, length, limit, known, sealed, blocks, tables, block_size: the rows.
+        columns, tables, block_size: the rows.
         meta, keys, slots, pool: the blocks.
         wanting, when, new: foreseen blocks: who needs them, at which step, and which they are.
         later: see above.
-        tokens, taken, ended, fuller: as of `advance`.
+        tokens: as of `advance`.
+        found: takes its `taken`, `ended` and `fuller`, (3, max_seqs).
         removed: takes the hashes that died.
         orphans: takes blocks that nobody needs any more.
 
@@ -201,8 +237,8 @@ def settle(
         How many entries ended, how many have blocks to seal; hashes that died; orphans.
     """
     ends, full = advance(
-        rows, counts, samples, steps, computed, length, limit, known, sealed, block_size,
-        tokens, taken, ended, fuller,
+        rows, counts, samples, steps, columns[COMPUTED], columns[LENGTH], columns[LIMIT],
+        columns[KNOWN], columns[SEALED], block_size, tokens, found[0], found[1], found[2],
     )  # fmt: skip
     if later or full > 0 or when.shape[0] == 0:
         return ends, full, 0, 0
@@ -210,5 +246,7 @@ def settle(
     while stop < when.shape[0] and when[stop] < done:
         stop += 1
     dead = claim(meta, keys, slots, pool, new[:stop], removed)
-    others = append_wanted(tables, blocks, wanting[:stop], when[:stop], new[:stop], taken, orphans)
+    others = append_wanted(
+        tables, columns[BLOCKS], wanting[:stop], when[:stop], new[:stop], found[0], orphans
+    )
     return ends, full, dead, others
