@@ -1,9 +1,9 @@
 """Slots: open addressing from a 64-bit name to a row; compiled, for the kernels of the index.
 
-slots: uint64, a power of two, at least four times as many as there are rows, so that most searches
-    end where they begin, as the processor expects (twice as many cost more in memory that must be
-    fetched than they save); linear probing. A slot has a tag (32
-    bits of the spread name, where probing begins) and a row, and is 0 where it is empty.
+slots: uint64, a power of two, at least twice as many as there are rows; linear probing. A slot has
+    a tag (32 bits of the spread name, where probing begins) and a row, and is 0 where it is empty.
+    More of them would end more searches where they begin, and cost more in memory that must be
+    fetched, and be there at all, than they save: what is probed next is in the same cache line.
 names: uint64, shape (rows + 1,), the name of each row. Row 0 stands for "none".
 """
 
@@ -28,7 +28,7 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio (Knuth, 6.
 _HALF = np.uint64(32)
 _LOW = np.uint64(2**32 - 1)
 #: Slots for each row, at least.
-_ROOM = 4
+_ROOM = 2
 
 
 def slots_for(rows: int) -> Words:

@@ -10,6 +10,8 @@ from pigou.request import BlockKeys
 
 _LEAST_ROWS = 1024
 _LEAST_TWINS = 64
+#: Rows become so many times as many: those before are copied, and both are there meanwhile.
+_GROWTH = 4
 
 
 class Overlaps:
@@ -110,7 +112,7 @@ class Table:
         size = len(self.rows) - 1
         if rows + keys > size:
             while rows + keys > size:
-                size *= 2
+                size *= _GROWTH
             self._rebuild(size, self.words)
         # Each key may come with all its tiers, and each of these be a twin.
         size = len(self.twins)
