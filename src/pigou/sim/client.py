@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -16,7 +16,7 @@ from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.call import Call, Outcome
 from pigou.sim.clock import EPOCH, Clock, Phase
-from pigou.sim.workload import ClosedLoop, Job, OpenLoop
+from pigou.sim.workload import ClosedLoop, Job, OpenLoop, Session
 
 #: Keys of client events, apart from those of calls.
 _USERS = 2**40
@@ -111,8 +111,9 @@ class Client:
             for _ in range(workload.concurrency):
                 self._join(chain.from_iterable(each.jobs for each in sessions), EPOCH)
         else:
-            for session in workload.sessions:
-                self._join(iter(session.jobs), EPOCH + session.start)
+            self._busy = len(workload.sessions)
+            starts = ((EPOCH + each.start, number) for number, each in enumerate(workload.sessions))
+            self._announce(iter(sorted(starts)), workload.sessions)
 
     # --- users --------------------------------------------------------------------------------
 
@@ -122,6 +123,20 @@ class Client:
         self._users.append(user)
         self._busy += 1
         self._clock.at(at, Phase.SEND, _USERS + user.number, lambda now: self._next(user, now))
+
+    def _announce(self, starts: Iterator[tuple[int, int]], sessions: Sequence[Session]) -> None:
+        """Tell the clock of the session that starts next; a heap of all would be slow."""
+        found = next(starts, None)
+        if found is None:
+            return
+        at, number = found
+        user = _User(number, iter(sessions[number].jobs), busy=True)
+
+        def start(now: int) -> None:
+            self._announce(starts, sessions)
+            self._next(user, now)
+
+        self._clock.at(at, Phase.SEND, _USERS + number, start)
 
     def _start_closed(self, loop: ClosedLoop) -> None:
         self._limit = loop.requests or self._limit
