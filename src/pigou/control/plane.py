@@ -40,6 +40,7 @@ from pigou.control.router import Router
 from pigou.control.routing.policy import RoutingPolicy, load, params_of
 from pigou.control.routing.toll import memory_prices, stream_tolls
 from pigou.control.routing.view import FleetView
+from pigou.control.saturation.detector import Regime
 from pigou.control.saturation.paper import detector, detector_config
 from pigou.control.state import both, everybody
 from pigou.control.status import Status
@@ -86,6 +87,7 @@ class ControlPlane:
         self._assessment: Assessment | None = None
         self._assessing = False
         self._assessed = 0
+        self._regime: Regime | None = None
 
     @property
     def queue(self) -> WaitQueue:
@@ -98,13 +100,14 @@ class ControlPlane:
         Raises:
             ConfigError: its overrides name no parameter of the policy, or cannot be honoured.
         """
-        self.router.check(request.overrides)
+        if request.overrides:
+            self.router.check(request.overrides)
         load = self.state.loads.get(request.id)
         if load is not None:
             self.desk.failed(load.request)
             self.watch.failed(request.id, now)
         returned = load is not None or bool(exclude)
-        self.queue.remove(request.id)
+        self.desk.queue.remove(request.id)
         fleet = self.view(request, now)
         uncached = request.prompt - fleet.longest(request.prompt)
         waiting = Waiting(
@@ -183,12 +186,17 @@ class ControlPlane:
         """Let time pass: estimates are renewed, queued requests time out, failed workers are
         tried again. Call it several times a second.
         """
-        self.watch.tick(now, len(self.queue))
+        waiting = len(self.desk.queue)
+        self.watch.tick(now, waiting)
         self.index.expire(now)
         self.caching.tick(self.state, self.index, lambda: self.watch.estimates(now), now)
-        self.router.regime = self.watch.detector.regime.value
+        if self.watch.detector.regime is not self._regime:  # an enum's value is slow to read
+            self._regime = self.watch.detector.regime
+            self.router.regime = self._regime.value
         if self._tunes:
             self._tune(now)
+        if not waiting:
+            return self._assess(now)
         shed = self.desk.overdue(now)
         return [*shed, *self._drain(now), *self._assess(now)]
 
@@ -250,7 +258,7 @@ class ControlPlane:
 
     def _ended(self, request: str, now: int) -> Sequence[Route]:
         load = self.state.loads.get(request)
-        if self.queue.remove(request) or load is None:
+        if self.desk.queue.remove(request) or load is None:
             return ()
         self.watch.ended(request, now)
         self.desk.ended(load.request, now)
@@ -291,7 +299,7 @@ class ControlPlane:
         choice = self.router.choose(request, fleet, both(open_, prompts), room, now, sources)
         if choice is None:
             return None
-        self.desk.began(request, choice, fleet, now)
+        self.desk.began(request, choice, self.state.row[choice.decode], fleet, now)
         self.watch.routed(request, choice, now, priority, int(fleet.output))
         computes, known = choice.prefill or choice.decode, fleet.longest(request.prompt)
         self.caching.routed(computes, request, choice.cached, known, now)
@@ -307,10 +315,13 @@ class ControlPlane:
 
     def _predict(self, request: Request, choice: Choice, now: int) -> None:
         """Expect the prompt in the caches of those that do not tell of theirs."""
-        for name in dict.fromkeys((choice.decode, choice.prefill or choice.decode)):
+        other = choice.prefill or choice.decode
+        for name in (choice.decode,) if other == choice.decode else (choice.decode, other):
             worker = self.state.workers[self.state.row[name]]
+            if worker.events:
+                continue
             keys = request.keys_of(worker.block_size)
-            if not worker.events and len(keys):
+            if len(keys):
                 self.index.predict(name, keys, now)
 
     def _open(self, exclude: frozenset[str]) -> NDArray[np.bool_]:

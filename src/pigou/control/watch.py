@@ -110,7 +110,7 @@ class Watch:
             self._learn(row, load, now)
         elif load.handed and row is not None:
             self.estimator.transferred(row, load.request.prompt, now - load.handed, now)
-        self._computed(load, now)
+        self._computed(load, now, row)
         load.first = now
         self.state.seats.flowing[load.seat] = True
         arrived = min(load.request.arrival or load.routed, load.routed)
@@ -147,20 +147,27 @@ class Watch:
 
     def tick(self, now: int, queued: int) -> None:
         """Let time pass; `queued` requests wait for a worker."""
+        if self._silent:
+            self._listen(now)
+        if now - self._harvested >= _HARVEST:
+            self._harvested = now
+            columns = self.state.columns
+            streams, prompts = columns.decoding.tolist(), columns.prefill_requests.tolist()
+            self.estimator.flow.advance_all(streams, prompts, now)
+            self.estimator.harvest(now)
+            for load in self.state.loads.values():
+                if not load.first and load.request.streamed:
+                    queued += 1
+            self.detector.tick(now, queued)
+
+    def _listen(self, now: int) -> None:
+        """Take prompts for computed whose end nobody tells, once that is due."""
         for request, due in list(self._silent.items()):
             if now >= due:
                 del self._silent[request]
                 load = self.state.loads.get(request)
                 if load is not None:
                     self._computed(load, now)
-        if now - self._harvested >= _HARVEST:
-            self._harvested = now
-            for row in range(len(self.state.workers)):
-                self._advance(row, now)
-            self.estimator.harvest(now)
-            loads = self.state.loads.values()
-            waiting = queued + sum(not load.first and load.request.streamed for load in loads)
-            self.detector.tick(now, waiting)
 
     def snapshot(self, now: int) -> Snapshot | None:
         """Return what the Price of Anarchy is computed from; None when too little happened."""
@@ -233,16 +240,19 @@ class Watch:
                 row, load.uncached, load.read.tokens, load.routed, now, prompt, not load.ahead
             )
 
-    def _computed(self, load: Load, now: int) -> None:
-        """The prompt of a request is computed, well or not."""
-        self._silent.pop(load.request.id, None)
-        for worker in dict.fromkeys((load.prefill, load.decode)):
-            if worker is not None:
-                self._advance(self.state.row[worker], now)
+    def _computed(self, load: Load, now: int, done: int | None = None) -> None:
+        """The prompt of a request is computed, well or not; row `done` is at `now` already."""
+        if self._silent:
+            self._silent.pop(load.request.id, None)
+        rows = self.state.row
+        for worker in (load.prefill, None if load.decode == load.prefill else load.decode):
+            if worker is not None and rows[worker] != done:
+                self._advance(rows[worker], now)
         self.state.prefilled(load)
 
     def _release(self, request: str, now: int) -> Load | None:
-        self._silent.pop(request, None)
+        if self._silent:
+            self._silent.pop(request, None)
         load = self.state.loads.get(request)
         if load is None:
             return None

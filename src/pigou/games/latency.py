@@ -111,6 +111,8 @@ class LatencyLaw:
     def toll(self, n: Floats) -> Floats: ...
     def toll(self, n: float | Floats) -> float | Floats:
         """Return n (f(n+1) - f(n)): the seconds that one more request costs the ``n`` there."""
+        if isinstance(n, float):
+            return n * (self(n + 1.0) - self(n))
         return _plain(n * (np.asarray(self(n + 1.0)) - self(n)))
 
     def _pole_slope(self, gap: Floats) -> Floats:

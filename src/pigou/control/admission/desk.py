@@ -118,6 +118,8 @@ class Desk:
             choose: chooses workers, and charges them.
         """
         routes: list[Route] = []
+        if not self.queue:
+            return routes
         skip: list[frozenset[str]] = []
         while (waiting := self.queue.next(now, skip)) is not None:
             found = choose(waiting)
@@ -159,9 +161,9 @@ class Desk:
             above = not order.behind(waiting) and self.activity.part(tenant, weight) < 1.0
         return order.priority(waiting, above)
 
-    def began(self, request: Request, choice: Choice, fleet: FleetView, now: int) -> None:
-        """A request was routed; `fleet` is as it saw it."""
-        self.room.take(request, choice, fleet, now)
+    def began(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:
+        """A request was routed to decode on worker `row`; `fleet` is as it saw it."""
+        self.room.take(request, choice, row, fleet, now)
         self.activity.began(request.tenant)
 
     def failed(self, request: Request) -> None:

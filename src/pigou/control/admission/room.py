@@ -64,11 +64,10 @@ class Room:
         """Whether the end of a prompt makes room."""
         return self._ahead > 0.0
 
-    def take(self, request: Request, choice: Choice, fleet: FleetView, now: int) -> None:
-        """A request was routed; `fleet` is as it saw it."""
-        row = fleet.ids.index(choice.decode)
+    def take(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:
+        """A request was routed to decode on worker `row`; `fleet` is as it saw it."""
         output = int(fleet.output)
-        need = request.prompt - int(fleet.resident(request.prompt)[row]) + output
+        need = request.prompt - fleet.resident_on(row, request.prompt) + output
         self._held[request.id] = _Held(choice.decode, need - output, output)
         self._tokens[choice.decode] = self._tokens.get(choice.decode, 0) + need
         self._total += need

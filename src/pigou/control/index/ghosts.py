@@ -26,13 +26,16 @@ class Ghosts:
 
     Counts are forgotten by half with every cacheful that is stored on the worker. Keys that are
     not known, and predictions, are no ghosts.
+
+    Attributes:
+        some: whether any block was given up; nothing is counted before.
     """
 
     def __init__(self) -> None:
         self._graves: Words = np.zeros((_LEAST, 2), dtype=np.uint64)
         self._again: NDArray[np.float64] = np.zeros(_WORKERS)
         self._stored: NDArray[np.float64] = np.zeros(_WORKERS)
-        self._some = False
+        self.some = False
 
     @property
     def nbytes(self) -> int:
@@ -55,14 +58,14 @@ class Ghosts:
             keys: of the blocks, none of them 0, (blocks,).
             blocks: that all workers hold.
         """
-        self._some = True
+        self.some = True
         if blocks > len(self._graves):
             size = 1 << (blocks - 1).bit_length()
             self._graves = np.zeros((size, 2), dtype=np.uint64)
         kernels.bury(self._graves, keys, worker)
 
     def stored(self, worker: int, held: int, keys: Words, new: int) -> None:
-        """Blocks were stored on a worker.
+        """Blocks were stored on a worker; need not be called before there are `some`.
 
         Args:
             worker: its number.
@@ -70,8 +73,6 @@ class Ghosts:
             keys: in the last column, 0 where unknown, shape (blocks, any).
             new: how many of them had not been there.
         """
-        if not self._some:
-            return
         keep = 0.5 ** (new / max(_LEAST, held))
         kernels.unbury(self._graves, keys, worker, keep, new, self._again, self._stored)
 
@@ -81,6 +82,6 @@ class Ghosts:
         A number of -1 stands for a worker that never spoke: 0.
         """
         found: NDArray[np.float64] = np.zeros(len(workers))
-        if self._some:
+        if self.some:
             kernels.share(self._again, self._stored, workers, found)
         return found

@@ -93,6 +93,7 @@ class PrefixIndex:
         self._blocks = 0
         self._evicted = 0
         self._removed = 0
+        self._foretold = False  # whether anything was predicted
         self._spare: list[int] = []
         self._next = 0
 
@@ -138,7 +139,7 @@ class PrefixIndex:
             member.events += 1
             if isinstance(event, BlockStored):
                 both = np.ascontiguousarray(event.hashes, dtype=WORD)  # the names are the keys
-                parent = int(event.parent[-1, 1]) if len(event.parent) else None
+                parent = event.parent.item(-1) if event.parent.size else None
                 self._store(member, both, both, parent, event.medium)
             elif isinstance(event, BlockRemoved):
                 gone = np.ascontiguousarray(event.hashes, dtype=WORD)
@@ -184,6 +185,7 @@ class PrefixIndex:
         For workers that publish no events. It is expected for `ttl` from `now` on, in device
         memory. Calls come in the order of `now` (nanoseconds).
         """
+        self._foretold = True
         member = self._member(worker)
         self._make_room(len(keys))
         self._change(
@@ -194,6 +196,8 @@ class PrefixIndex:
 
     def expire(self, now: int) -> None:
         """Give up predictions whose time is over; call it several times a second."""
+        if not self._foretold:
+            return
         for member in self._members.values():
             if len(member.predictions):
                 self._change(member, member.predictions, member.predictions.expire(now))
@@ -304,7 +308,8 @@ class PrefixIndex:
             self._make_room(member.holdings.absent(hashes))
         new = member.holdings.store(self._table, member.number, hashes, keys, parent, medium)
         self._blocks += new
-        self._ghosts.stored(member.number, len(member.holdings), keys, max(0, new))
+        if self._ghosts.some:
+            self._ghosts.stored(member.number, len(member.holdings), keys, max(0, new))
         if self._blocks > self._max_total:  # what made room may have been among what was stored
             self._make_room(0)
 

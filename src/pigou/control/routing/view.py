@@ -91,6 +91,10 @@ class FleetView(msgspec.Struct, eq=False):
         found: Counts = np.minimum(self.device * self.block_size, max(0, prompt - 1))
         return found
 
+    def resident_on(self, row: int, prompt: int) -> int:
+        """Return the tokens of a prompt that worker `row` has on its device."""
+        return min(self.device.item(row) * self.block_size.item(row), max(0, prompt - 1))
+
     def longest(self, prompt: int) -> int:
         """Return the most tokens of a prompt that one worker holds."""
         if self._counted is not self.overlap or prompt != self._prompt:

@@ -64,8 +64,14 @@ class UnloadedLaw:
             self._sure = self._sure * self._keep + 1.0
         weight = trust / (expected * expected)
         keep = self._keep**trust
-        row = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
-        self._sums = [keep * s + weight * x for s, x in zip(self._sums, row, strict=True)]
+        count, size, square, time, product = self._sums
+        self._sums = [
+            keep * count + weight,
+            keep * size + weight * tokens,
+            keep * square + weight * (tokens * tokens),
+            keep * time + weight * seconds,
+            keep * product + weight * (tokens * seconds),
+        ]
         self._solve()
 
     def _solve(self) -> None:

@@ -111,6 +111,15 @@ class Flow:
         self._computes[row] = prompts > 0
         self._since[row] = now
 
+    def advance_all(self, streams: list[int], prompts: list[int], now: int) -> None:
+        """As `advance` on each worker."""
+        for row, flowing in enumerate(self._flowing):
+            if flowing:
+                self.advance(row, streams[row], prompts[row], now)
+            else:
+                self._computes[row] = prompts[row] > 0
+                self._since[row] = now
+
     def change(self, row: int, by: int) -> None:
         """Streams began (by > 0) or ended to flow; `advance` comes first."""
         self._flowing[row] += by
