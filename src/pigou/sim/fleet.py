@@ -223,7 +223,9 @@ class Fleet:
         if signals.event_loss and self._rng.random() < signals.event_loss:
             member.missed += events
             return
-        missed, member.missed = tuple(member.missed), []
+        missed: tuple[KVEvent, ...] = ()
+        if member.missed:
+            missed, member.missed = tuple(member.missed), []
         if signals.event_delay_ms:
             sim = member.sim
             self._clock.at(

@@ -96,6 +96,7 @@ def count(
 def untold(
     rows: Ints,
     ends: Nanos,
+    steps: int,
     now: int,
     mine: bool,
     produced: Counts,
@@ -108,14 +109,14 @@ def untold(
 ) -> int:
     """Find streams with tokens that nobody was told of; mark them as told.
 
-    `rows` have yielded a token at each of `ends` that is past, besides what `produced` says; one
-    that is `now` is past if it is `mine`. Writes `seats` to `found`, and how many tokens to
-    `counts`, from index `size` on, in the order of the rows.
+    `rows` have yielded a token at each of the first `steps` of `ends` that is past, besides what
+    `produced` says; one that is `now` is past if it is `mine`. Writes `seats` to `found`, and how
+    many tokens to `counts`, from index `size` on, in the order of the rows.
 
     Returns:
         `size`, and how many there are.
     """
-    passed, over = 0, ends.shape[0]
+    passed, over = 0, steps
     while passed < over:
         middle = (passed + over) // 2
         if ends[middle] < now or (mine and ends[middle] == now):

@@ -15,6 +15,7 @@ class Streams:
 
     Attributes:
         owner: the leg of each row, or None.
+        untold: whether a step ended, or somebody came, since tokens were told.
     """
 
     def __init__(self, rows: int, gaps: Gaps) -> None:
@@ -34,14 +35,14 @@ class Streams:
         self._rows: Ints = np.zeros(rows, dtype=np.int32)
         self._seats: Counts = np.full(rows, -1, dtype=np.int64)  # of the trips in the rows
         self._anew = 0  # rows whose first token is still to come
-        self._untold = False  # whether a step ended since tokens were told
+        self.untold = False
 
     def occupy(self, leg: Leg, row: int) -> None:
         """Give a leg a row: its first, or another one after a preemption."""
         leg.row = row
         self.owner[row] = leg
         self._seats[row] = leg.trip.seat
-        self._untold = True
+        self.untold = True
         self._produced[row], self._told[row], self._last[row] = leg.produced, leg.told, leg.last
         self._streams[row] = leg.streams
         self._renew(row, leg.streams and leg.first)
@@ -69,20 +70,16 @@ class Streams:
         """Whether the first token of one of these rows is still to come."""
         return self._anew > 0 and bool(self._fresh[rows].any())
 
-    @property
-    def untold(self) -> bool:
-        """Whether a step ended, or somebody came, since tokens were told."""
-        return self._untold
-
     def told(
-        self, rows: Ints, ends: Nanos, now: int, mine: bool, seats: Counts, counts: Counts,
-        size: int,
+        self, rows: Ints, ends: Nanos, steps: int, now: int, mine: bool, seats: Counts,
+        counts: Counts, size: int,
     ) -> int:  # fmt: skip
         """Tell the tokens that nobody was told of, by the seats of their streams.
 
         Args:
             rows: have yielded one token besides at each of `ends` that is past.
-            ends: ascending, (steps,).
+            ends: ascending, (steps,) or more.
+            steps: of those that count.
             now: nanoseconds; an end at this time is past if it is `mine`.
             mine: see `now`.
             seats, counts: take who, and how many, from index `size` on.
@@ -91,15 +88,15 @@ class Streams:
         Returns:
             `size`, and how many streams there are.
         """
-        self._untold = False
+        self.untold = False
         return untold(
-            rows, ends, now, mine, self._produced, self._told, self._streams, self._seats,
+            rows, ends, steps, now, mine, self._produced, self._told, self._streams, self._seats,
             seats, counts, size,
         )  # fmt: skip
 
     def count(self, rows: Ints, tokens: Ints, ends: Nanos, steps: int) -> list[Leg]:
         """Count the tokens of a plan that ended, and their gaps; return whose first ones came."""
-        self._untold = True
+        self.untold = True
         gaps, first = self._gaps, self._rows
         begun = count(
             rows, tokens, ends, steps, self._produced, self._last,

@@ -39,6 +39,8 @@ class Timing(Protocol):
     def durations(self, batch: Batch, repeat: int) -> Nanos:
         """Return the time of each of `repeat` steps, shape (repeat,), at least 1 ns each.
 
+        The array is new, and the caller's to write to.
+
         Step i is the same batch with i more cache entries a sequence (`repeat` above 1 comes with
         one token an entry), i steps after its moment. The vector equals, to the last digit, what
         `repeat` calls for one step each would return.

@@ -211,13 +211,13 @@ class SimWorker:
         """Write streams (their seats) that have tokens which nobody was told of, and how many, from
         index `size` on; return `size` and how many streams there are. They are told then.
         """
-        streams = self._streams
-        under = self._plan is not None and self._take > 1
-        if not under and not streams.untold:
+        told, take = self._streams.told, self._take
+        if self._plan is not None and take > 1:
+            mine = (_STEP, self.number) < self._clock.place
+            return told(self._yield, self._ends, take, now, mine, seats, counts, size)
+        if not self._streams.untold:
             return size
-        rows, ends = (self._yield, self._ends[: self._take]) if under else (_NOBODY, _NO_TIMES)
-        mine = (_STEP, self.number) < self._clock.place
-        return streams.told(rows, ends, now, mine, seats, counts, size)
+        return told(_NOBODY, _NO_TIMES, 0, now, False, seats, counts, size)
 
     def load(self, now: int) -> tuple[int, int, float]:
         """Return running and waiting requests, and the share of blocks in use."""
@@ -288,7 +288,7 @@ class SimWorker:
         if not plan:
             return
         repeat = 1 if self._stepwise else min(plan.repeat, MOST_STEPS)
-        chunks, yields = repeat > 1 and bool(plan.counts[-1] > 1), plan.rows
+        chunks, yields = repeat > 1 and plan.counts.item(-1) > 1, plan.rows
         if chunks:
             yields = yields[:-1]
         if repeat > 1:
@@ -299,8 +299,8 @@ class SimWorker:
                 repeat = max(1, min(repeat, self._inbox.next - self.steps))
         self._plan, self._begin, self._yield = plan, now, yields
         moment = self._moments.of(plan, self.steps) if varies(self.timing) else None
-        self._ends = now + ends(self.timing, plan, repeat, chunks, moment)
-        self._chunks, self._soon = chunks and repeat > 1, int(self._ends[0])
+        self._ends = ends(self.timing, now, plan, repeat, chunks, moment)
+        self._chunks, self._soon = chunks and repeat > 1, self._ends.item(0)
         if self._chunks and self._behind is not None:
             self._behind[self.number] = self
         self._until(repeat)
