@@ -25,7 +25,7 @@ class Fit:
         raw = torch.cat((examples.keys, examples.values), dim=-1)
         self.shift, self.scale = _moments(raw)
         empty = torch.zeros(*examples.target.shape, CONTENT)
-        now = features(empty, examples.masses, examples.age.expand_as(examples.target))
+        now = features(empty, examples.masses, examples.age.expand_as(examples.target)).mT
         self.now_shift, self.now_scale = _moments(now)
         self.now_shift[..., :CONTENT], self.now_scale[..., :CONTENT] = 0, 1
         self.middle = examples.target.mean(1, keepdim=True)

@@ -57,7 +57,7 @@ def fit_generic(
 def _grouped(examples: Examples, each: int) -> tuple[Tensor, Tensor]:
     """Inputs (n, inputs) and targets (n,), relative within groups of `each`."""
     content = GenericReturns.birth(examples.keys, examples.values)
-    now = features(content, examples.masses, examples.age.expand_as(examples.target))
+    now = features(content, examples.masses, examples.age.expand_as(examples.target)).mT
     groups = now.unflatten(1, (-1, each))
     size = groups[..., CONTENT - 1].mean(-1, keepdim=True)
     target = examples.target.unflatten(1, (-1, each)) - size

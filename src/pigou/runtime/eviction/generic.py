@@ -19,7 +19,7 @@ def relative(now: Tensor) -> Tensor:
     """What entries are judged by, compared with those beside them; age stays as it is.
 
     Args:
-        now: from `features`, shape (..., entries, inputs).
+        now: from `features`, turned, shape (..., entries, inputs).
 
     Returns:
         The same shape.
@@ -57,7 +57,7 @@ class GenericReturns:
 
     def value(self, content: Tensor, masses: Tensor, age: Tensor) -> tuple[Tensor, Tensor]:
         """Judge entries, of which those of one layer and head are compared with each other."""
-        now = features(content, masses, age)
+        now = features(content, masses, age).mT
         hidden = F.silu(relative(now) @ self.value_in + self.value_bias)
         out = hidden @ self.value_out + self.value_last
         size = content[..., 1].mean(-1, keepdim=True)

@@ -21,9 +21,19 @@ RETURNS, PAPER = "returns.npz", "returns-paper.npz"
 
 
 def features(content: Tensor, masses: Tensor, age: Tensor) -> Tensor:
-    """Put together what an entry is judged by at one time, shape (..., CONTENT + scales + 1)."""
-    logs = torch.log(masses + FLOOR)
-    return torch.cat((content, logs, torch.log1p(age).unsqueeze(-1)), dim=-1)
+    """Put together what entries are judged by at one time.
+
+    Args:
+        content: shape (..., n, CONTENT).
+        masses: shape (..., n, scales).
+        age: shape (..., n).
+
+    Returns:
+        Shape (..., CONTENT + scales + 1, n): the long axis is last, as products and logarithms of
+        it are several times quicker.
+    """
+    logs = torch.log(masses.mT + FLOOR)
+    return torch.cat((content.mT, logs, torch.log1p(age).unsqueeze(-2)), dim=-2)
 
 
 def unrotate(keys: Tensor, turns: Tensor) -> Tensor:
@@ -98,9 +108,10 @@ class ReturnModel:
             (layers, kv_heads, n).
         """
         x = features(content, masses, age).flatten(0, 1)
-        hidden = F.silu(torch.baddbmm(self.value_bias, x, self.value_in))
-        out = torch.baddbmm(self.value_last, hidden, self.value_out).view(*age.shape, 2)
-        return out[..., 0], out[..., 1].clamp(-4.0, 3.0).exp()
+        hidden = F.silu(torch.baddbmm(self.value_bias.mT, self.value_in.mT, x), inplace=True)
+        out = torch.baddbmm(self.value_last.mT, self.value_out.mT, hidden)
+        mean, log = out.view(*age.shape[:-1], 2, -1).unbind(-2)
+        return mean, log.clamp(-4.0, 3.0).exp()
 
     def save(self, path: Path) -> None:
         """Write the weights as an npz archive."""
