@@ -186,8 +186,9 @@ def decode(
     )
     if count == TOO_FEW:
         return count, dead, 0, 0
+    chunks = count < 0  # never; a literal would be another type, and compile `finish` once more
     repeat, wanted = finish(
-        batch, count, columns, tables, block_size, most, False, pool[FREE], meta, pool, plan,
+        batch, count, columns, tables, block_size, most, chunks, pool[FREE], meta, pool, plan,
         samples[:count], needs, phases, by_phase,
     )  # fmt: skip
     return count, dead, repeat, wanted
