@@ -46,10 +46,6 @@ class Waiting:
         self._farthest = 0
         self._number = 0
 
-    def __len__(self) -> int:
-        """Return how many chains wait."""
-        return len(self._left)
-
     def add(self, left: Pending, blocks: Ints) -> None:
         """Let a chain wait, which lies in these blocks, shape (n,).
 
