@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -62,7 +62,6 @@ WORKER_INPUT, WORKER_OUTPUT = (32, 512), (16, 128)
 WARM_UP = ("--warmup", "150", "--input", "32:512", "--output", "4")
 #: Loads, as shares of the most that it does.
 SHARES = (0.3, 0.5, 0.7)
-FIGURES = ("ttft", "itl")
 #: How near the two sides should be.
 NEAR = 0.15
 STATISTICS = ("mean", "p50", "p90", "p99")
@@ -76,6 +75,16 @@ class Side:
     itl: dict[str, float]
     throughput: float
 
+    def figures(self) -> dict[str, float]:
+        """Return all of them by name."""
+        both = {"ttft": self.ttft, "itl": self.itl}
+        named = {f"{name} {each}": both[name][each] for name in both for each in STATISTICS}
+        return named | {"tokens/s": self.throughput}
+
+
+#: Live, and simulated.
+Pair: TypeAlias = tuple[Side, Side]
+
 
 def main() -> None:
     """Run the benchmark and print its tables."""
@@ -86,6 +95,7 @@ def main() -> None:
     parser.add_argument("--policy", default="toll", help="of the fleet")
     parser.add_argument("--timing", default="", help="of the worker; by default it is profiled")
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement of the profile")
+    parser.add_argument("--rounds", type=int, default=1, help="of profile and loads (worker)")
     parser.add_argument("--dtype", default="auto", help="of the worker's weights and cache")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", default="", help="folder for journals, timing and figures")
@@ -93,6 +103,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.again and not (args.keep and args.what == "fleet"):
         parser.error("--again compares what a run of fleet kept: give its --keep")
+    if args.rounds < 1 or (args.rounds > 1 and args.what == "fleet"):
+        parser.error(f"--rounds {args.rounds}: at least 1, and of a worker that computes")
     unwind_on_terminate()
     print("machine:", machine())
     p50, p99 = lateness()
@@ -241,20 +253,34 @@ def worker_parity(args: argparse.Namespace, folder: Path) -> None:
     url = f"http://{LOOPBACK}:{port}"
     environment = {"OMP_NUM_THREADS": "1"}
     log = folder / "worker.log"
+    rounds: dict[float, list[Pair]] = {}
     with Server(argv, url=url, log=log, env=environment, cores=[engine]) as server:
         server.wait_healthy()
         os.sched_setaffinity(0, [client])  # what is started from here on inherits it
-        timing = args.timing or profiled(url, folder / "timing.json", args.repeats)
         limits = get_json(f"{url}/server_info")
-        for rate in rates_of(args, timing):
-            sessions = arrivals(rate, args.seconds, args.seed)
-            trace, figures = folder / f"rate-{rate:g}.jsonl", folder / f"rate-{rate:g}.json"
-            trace.write_text("".join(json.dumps(row) + "\n" for row in sessions))
-            bench = [sys.executable, "-m", "pigou", "bench", url, "--trace", str(trace), *WARM_UP,
-                     "--json", str(figures)]  # fmt: skip
-            subprocess.run(bench, check=True, stdout=subprocess.DEVNULL)
-            load = of_bench(json.loads(figures.read_text()))
-            compare(f"{rate:.1f} requests/s", load, simulate_worker(trace, timing, limits))
+        for number in range(args.rounds):
+            here = folder / f"round-{number}"
+            here.mkdir(exist_ok=True)
+            timing = args.timing or profiled(url, here / "timing.json", args.repeats)
+            for rate in list(rounds) or rates_of(args, timing):
+                trace = here / f"rate-{rate:g}.jsonl"
+                sessions = arrivals(rate, args.seconds, args.seed + number)
+                trace.write_text("".join(json.dumps(row) + "\n" for row in sessions))
+                pair = bench(url, trace), simulate_worker(trace, timing, limits)
+                compare(f"{rate:.1f} requests/s", *pair)
+                rounds.setdefault(rate, []).append(pair)
+    if args.rounds > 1:
+        for rate, pairs in rounds.items():
+            compare_rounds(f"{rate:.1f} requests/s", pairs)
+
+
+def bench(url: str, trace: Path) -> Side:
+    """Send a trace's requests to the worker, after some that wake it; return what was seen."""
+    figures = trace.with_suffix(".json")
+    command = [sys.executable, "-m", "pigou", "bench", url, "--trace", str(trace), *WARM_UP,
+               "--json", str(figures)]  # fmt: skip
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return of_bench(json.loads(figures.read_text()))
 
 
 def profiled(url: str, file: Path, repeats: int) -> str:
@@ -332,18 +358,25 @@ def of_bench(load: dict[str, Any]) -> Side:
 def compare(name: str, live: Side, simulated: Side) -> None:
     """Print both sides and their ratios."""
     print(f"{name:<16}{'live':>10}{'simulated':>11}{'ratio':>7}")
-    for figure in FIGURES:
-        for each in STATISTICS:
-            ours, theirs = getattr(simulated, figure)[each], getattr(live, figure)[each]
-            show(f"{figure} {each}", theirs, ours)
-    show("tokens/s", live.throughput, simulated.throughput)
+    theirs = live.figures()
+    for each, ours in simulated.figures().items():
+        show(each, theirs[each], ours, ours / theirs[each])
 
 
-def show(name: str, live: float, simulated: float) -> None:
+def compare_rounds(name: str, pairs: Sequence[Pair]) -> None:
+    """Print medians over the rounds: of both sides, and of the ratios, with their range."""
+    print(f"{name:<16}{'live':>10}{'simulated':>11}{'ratio':>7}  medians of {len(pairs)} rounds")
+    for each in pairs[0][0].figures():
+        live, ours = np.array([[side.figures()[each] for side in pair] for pair in pairs]).T
+        ratios = ours / live
+        reach = f"  ({ratios.min():.2f} to {ratios.max():.2f})"
+        show(each, *(float(np.median(one)) for one in (live, ours, ratios)), reach)
+
+
+def show(name: str, live: float, simulated: float, ratio: float, more: str = "") -> None:
     """Print a figure of both sides, with a star where they differ by more than 15%."""
-    ratio = simulated / live
     star = "" if abs(ratio - 1.0) <= NEAR else " *"
-    print(f"{name:<16}{live:>10.2f}{simulated:>11.2f}{ratio:>7.3f}{star}", flush=True)
+    print(f"{name:<16}{live:>10.2f}{simulated:>11.2f}{ratio:>7.3f}{star}{more}", flush=True)
 
 
 if __name__ == "__main__":
