@@ -5,54 +5,28 @@ shape (blocks, 2, kv_heads, head_dim * block_size): a head's keys dimension by d
 that the scores of a block come out side by side, its values token by token.
 
 Kernels that call one another live in this file, since numba's cache watches no other; after a
-change in simd.py the cached ones must be removed.
+change in simd.py or elementary.py the cached ones must be removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-import pigou.compiled  # noqa: F401  (chooses where numba keeps what it compiled)
 from pigou.request import Ints
-from pigou.runtime.simd import LANES, accumulate, float_of, narrow, product, widen
+from pigou.runtime.elementary import exponential, fast
+from pigou.runtime.simd import LANES, accumulate, narrow, product, widen
 from pigou.runtime.team import team
 
 Stored = NDArray[Any]
 Floats = NDArray[np.float32]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: Tokens that `prefill` attends with at once.
 TILE = 8
 #: First and last row, the last not included, that a call works on.
 Range = tuple[int, int]
-
-
-def fast(function: Function) -> Function:
-    """Compile; sums may be reordered and fused, but infinities and NaN keep their meaning."""
-    math = {"reassoc", "contract", "arcp", "nsz"}
-    compiler = njit(cache=True, nogil=True, fastmath=math, error_model="numpy")
-    return cast(Function, compiler(function))
-
-
-@fast
-def exponential(x: Any) -> Any:
-    """Return e^x of a float32 clipped to [-87, 87] (Cephes expf; error about 1e-7 of it)."""
-    x = min(max(x, np.float32(-87.0)), np.float32(87.0))
-    power = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    rest = x - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
-    y = np.float32(1.9875691500e-4)
-    y = y * rest + np.float32(1.3981999507e-3)
-    y = y * rest + np.float32(8.3334519073e-3)
-    y = y * rest + np.float32(4.1665795894e-2)
-    y = y * rest + np.float32(1.6666665459e-1)
-    y = y * rest + np.float32(5.0000001201e-1)
-    y = y * rest * rest + rest + np.float32(1.0)
-    return y * float_of(np.uint32(np.int32(power) + np.int32(127)) << np.uint32(23))
 
 
 @fast
@@ -174,11 +148,11 @@ def multiply(
 
 
 @fast
-def attend(
+def weigh(
     query: Floats, kv: Stored, table: Ints, head: int, entries: int, last: int, size: int,
-    out: Floats, sums: Any, counted: int,
+    scores: Floats,
 ) -> None:  # fmt: skip
-    """Attend with some queries of one KV head to the first entries of a sequence.
+    """Find the probabilities that some queries of one KV head give to a sequence's entries.
 
     Args:
         query: already scaled, shape (rows, head_dim); rows is 1, 2, 4, or a multiple of 8.
@@ -188,20 +162,15 @@ def attend(
         entries: that the first query sees, at least 1.
         last: most entries that a query sees: each sees one more than the one before, up to this.
         size: tokens in a block.
-        out: shape of `query`.
-        sums: is set to each entry's probabilities, summed over the first `counted` queries, shape
-            (at least the slots of the blocks,); None (another specialisation) where nobody asks.
-        counted: see `sums`.
+        scores: is set to them, 0 where there are none, shape (rows, slots of the blocks).
     """
     rows, width = query.shape
-    blocks = (last + size - 1) // size
-    stride = blocks * size
-    scores = np.zeros((rows, stride), np.float32)
-    out[:] = np.float32(0.0)
+    stride = scores.shape[1]
     item = kv.itemsize
     base = kv.ctypes.data + head * kv.strides[2]
     step = min(rows, 8)
-    for block in range(blocks):
+    scores[:] = np.float32(0.0)
+    for block in range(stride // size):
         keys = base + table[block] * kv.strides[0]
         for first in range(0, rows, step):
             for t in range(0, size, LANES):
@@ -214,21 +183,28 @@ def attend(
     for row in range(rows):
         seen = min(entries + row, last)
         softmax(scores[row], seen, lanes)
-        scores[row, seen:last] = np.float32(0.0)
-    if sums is not None:
-        sums[:stride] = np.float32(0.0)
-        scores[:counted, last:] = np.float32(0.0)
-        for t in range(0, stride, LANES):
-            accumulate(sums.ctypes.data + t * 4, scores.ctypes.data + t * 4, stride, counted)
-    for block in range(blocks):
-        values = base + table[block] * kv.strides[0] + kv.strides[1]
+        scores[row, seen:] = np.float32(0.0)
+
+
+@fast
+def mix(
+    scores: Floats, kv: Stored, table: Ints, head: int, last: int, size: int, out: Floats
+) -> None:
+    """Sum up the values of a sequence's first `last` entries by the probabilities of `weigh`."""
+    rows, width = out.shape
+    stride = scores.shape[1]
+    base = kv.ctypes.data + head * kv.strides[2] + kv.strides[1]
+    step = min(rows, 8)
+    out[:] = np.float32(0.0)
+    for block in range(stride // size):
+        values = base + table[block] * kv.strides[0]
         depth = min(size, last - block * size)
         for first in range(0, rows, step):
             for d in range(0, width, LANES):
                 multiply(
                     scores.ctypes.data + (first * stride + block * size) * 4, stride,
-                    values + d * item, width, out.ctypes.data + (first * width + d) * 4, width,
-                    depth, kv, step,
+                    values + d * kv.itemsize, width, out.ctypes.data + (first * width + d) * 4,
+                    width, depth, kv, step,
                 )  # fmt: skip
 
 
@@ -246,13 +222,14 @@ def store(
 
 @fast
 def note(
-    sums: Floats, numbers: Floats, layer: int, head: int, table: Ints, own: int, entries: int,
-    size: int,
+    scores: Floats, counted: int, numbers: Floats, layer: int, head: int, table: Ints, own: int,
+    entries: int, size: int,
 ) -> None:  # fmt: skip
     """Add to the mass of a sequence's entries from `own` on what one head's queries gave them.
 
     Args:
-        sums: by slot, zero from `entries` on, shape (at least the slots of the blocks,).
+        scores: of `weigh`.
+        counted: queries, the first ones, that count.
         numbers: `Stats.numbers`.
         layer: of the head.
         head: the KV head.
@@ -261,15 +238,17 @@ def note(
         entries: that it has.
         size: tokens in a block.
     """
-    start = (own + size - 1) // size
+    start, stride = (own + size - 1) // size, scores.shape[1]
     for slot in range(own, min(start * size, entries)):
-        numbers[table[slot // size], layer, head, 1, slot % size] += sums[slot]
+        for row in range(counted):
+            numbers[table[slot // size], layer, head, 1, slot % size] += scores[row, slot]
     lines = numbers.ctypes.data + layer * numbers.strides[1] + head * numbers.strides[2]
     lines += numbers.strides[3]
     for block in range(start, (entries + size - 1) // size):
         mass = lines + table[block] * numbers.strides[0]
         for t in range(0, size, LANES):
-            accumulate(mass + t * 4, sums.ctypes.data + (block * size + t) * 4, 0, 1)
+            source = scores.ctypes.data + (block * size + t) * 4
+            accumulate(mass + t * 4, source, stride, counted)
 
 
 @fast
@@ -302,8 +281,7 @@ def decode(
     query = np.zeros((queries, width), np.float32)
     result = np.empty((queries, width), np.float32)
     key = np.empty(width, np.float32)
-    if watch is not None:
-        sums = np.empty(tables.shape[1] * size, np.float32)
+    scratch = np.empty(queries * tables.shape[1] * size, np.float32)
     for task in range(tasks[0], tasks[1]):
         token, head = task // kv_heads, task % kv_heads
         turn, slot, table = turns[places[0, token]], places[1, token], tables[places[2, token]]
@@ -311,12 +289,14 @@ def decode(
         store(key, qkv[token, heads + kv_heads + head], kv, table, head, slot, size)
         for j in range(group):
             rotate(qkv[token, head * group + j], norms[0], eps, turn, scale, query[j])
-        if watch is None:
-            attend(query, kv, table, head, slot + 1, slot + 1, size, result, None, 0)
-        else:
+        stride = (slot + size) // size * size
+        scores = scratch[: queries * stride].reshape(queries, stride)
+        weigh(query, kv, table, head, slot + 1, slot + 1, size, scores)
+        if watch is not None:
             numbers, layer, owns = watch
-            attend(query, kv, table, head, slot + 1, slot + 1, size, result, sums, group)
-            note(sums, numbers, layer, head, table, owns[places[2, token]], slot + 1, size)
+            own = owns[places[2, token]]
+            note(scores, group, numbers, layer, head, table, own, slot + 1, size)
+        mix(scores, kv, table, head, slot + 1, size, result)
         for j in range(group):
             for d in range(width):
                 out[token, head * group + j, d] = narrow(result[j, d], out)
@@ -380,12 +360,15 @@ def prefill(
         while rows < count:
             rows *= 2
         last = slot + count
-        some, within = query[:rows], result[:rows]
-        if sums is None:
-            attend(some, kv, tables[row], head // group, slot + 1, last, size, within, None, 0)
-        else:
-            part = sums[tile, head]
-            attend(some, kv, tables[row], head // group, slot + 1, last, size, within, part, count)
+        stride, kv_head = (last + size - 1) // size * size, head // group
+        scores = np.empty((rows, stride), np.float32)
+        weigh(query[:rows], kv, tables[row], kv_head, slot + 1, last, size, scores)
+        if sums is not None:
+            sums[tile, head, :stride] = np.float32(0.0)
+            for t in range(0, stride, LANES):
+                place = sums[tile, head].ctypes.data + t * 4
+                accumulate(place, scores.ctypes.data + t * 4, stride, count)
+        mix(scores, kv, tables[row], kv_head, last, size, result[:rows])
         for j in range(count):
             for d in range(width):
                 out[first + j, head, d] = narrow(result[j, d], out)
