@@ -17,10 +17,12 @@ from pigou.runtime.batch import Batch
 from pigou.runtime.cache import KVCache
 from pigou.runtime.eviction import kernels
 from pigou.runtime.eviction.memory import Dropped
-from pigou.runtime.eviction.policy import Entries, Floats, TokenPolicy
+from pigou.runtime.eviction.policy import Entries, Floats, Judged, Row, TokenPolicy
 from pigou.runtime.eviction.ranking import Ranking, rank
 from pigou.runtime.eviction.stats import CPUStats, Stats
 from pigou.runtime.eviction.watch import Watch
+from pigou.runtime.simd import LANES
+from pigou.runtime.stored import stored
 
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 T = TypeVar("T")
@@ -108,9 +110,7 @@ class Evictor:
             self._start(started, owners[started.row], plan)
         for load in plan.loads:
             self._load(load)
-        if self.policy.born:
-            own = [task for task in plan.compactions if not len(task.copies)]
-            self._bear([(task.blocks, self._collect(task)) for task in own])
+        self._bear_before([task for task in plan.compactions if not len(task.copies)])
         for compaction in plan.compactions:
             self._compact(compaction)
         self.stats.move(plan.swap_out, plan.copies, plan.swap_in)
@@ -221,11 +221,38 @@ class Evictor:
     # --- appraisal and compaction -----------------------------------------------------------
 
     def _rank(self, asked: Sequence[Asked]) -> Iterator[Ranking]:
-        """Rank the entries of rows; so many rows are scored together as make sense."""
+        """Rank the entries of rows."""
+        for each, judged in zip(asked, self._judge(asked), strict=True):
+            following = int(self.next[each.row])
+            yield rank(self.config, judged, following, each.first, each.most, self.size)
+
+    def _judge(self, asked: Sequence[Asked]) -> Iterator[Judged]:
+        """Judge the entries of rows where they lie, or so many together as make sense."""
+        if self._in_place:
+            yield from (self.policy.judge(self._row(each.row, each.table)) for each in asked)
+            return
         for some in _batches(asked, [int(self.entries[each.row]) for each in asked]):
             seen = self._seen(some)
-            for each, entries, scores in zip(some, seen, self.policy.scores(seen), strict=True):
-                yield rank(self.config, entries, scores, each.first, each.most, self.size)
+            for entries, scores in zip(seen, self.policy.scores(seen), strict=True):
+                yield Judged(scores, entries.positions)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether there are kernels that judge entries where they lie."""
+        return self.policy.compiled and isinstance(self.stats, CPUStats) and self.size % LANES == 0
+
+    def _row(self, row: int, table: Ints) -> Row:
+        assert isinstance(self.stats, CPUStats)
+        following = int(self.next[row])
+        return Row(
+            kv=stored(self.cache.data),
+            numbers=self.stats.array,
+            table=table,
+            entries=int(self.entries[row]),
+            following=following,
+            since=self.watch.since(row, following),
+            stop=following - self.config.recent,
+        )
 
     def _seen(self, asked: Sequence[Asked]) -> list[Entries]:
         """Return the entries of rows as the policy sees them."""
@@ -243,6 +270,15 @@ class Evictor:
             )
             for each, data in zip(asked, found, strict=True)
         ]
+
+    def _bear_before(self, tasks: Sequence[Compaction]) -> None:
+        """Compute what was not done yet while new entries still lie side by side."""
+        if self._in_place:
+            for task in tasks:
+                row = self._row(task.row, task.blocks)
+                self.policy.bear(row._replace(stop=row.following))
+        elif self.policy.born:
+            self._bear([(task.blocks, self._collect(task)) for task in tasks])
 
     def _bear(self, rows: Sequence[tuple[Ints, Floats]]) -> None:
         """Compute what is kept of rows' keys and values where that was not done yet.
@@ -293,8 +329,8 @@ class Evictor:
         self.cache.move(_NO_PAIRS, task.copies, _NO_PAIRS)
         self.stats.move(_NO_PAIRS, task.copies, _NO_PAIRS)
         ranking = self._rankings.pop(row, None)
-        if self.policy.born and len(task.copies):
-            self._bear([(table, self._collect(task))])
+        if len(task.copies):
+            self._bear_before([task])
         victims = None if ranking is None else _allowed(ranking, task.first, task.drop)
         if ranking is None or victims is None:
             (ranking,) = self._rank([Asked(row, table, task.first, task.drop)])

@@ -207,31 +207,38 @@ def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, cou
     """Do the moves of `pair` on keys, values and side data.
 
     Args:
-        kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * size).
-        numbers: see above.
+        kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), contiguous.
+        numbers: see above, contiguous.
         table: block ids of the sequence.
         moves: of layer * kv_heads + KV head, shape (layers * kv_heads, n, 2).
         counts: shape (layers * kv_heads,).
     """
     _, layers, heads, lines, size = numbers.shape
-    width = kv.shape[4] // size
-    for layer in range(layers):
-        for head in range(heads):
-            task = layer * heads + head
-            for d in range(width):  # a dimension of keys is side by side for a block's entries
-                for i in range(counts[task]):
-                    source, target = moves[task, i, 0], moves[task, i, 1]
-                    old, new = table[source // size], table[target // size]
-                    a, b = d * size + source % size, d * size + target % size
-                    kv[new, layer, 0, head, b] = kv[old, layer, 0, head, a]
+    part = kv.shape[4]
+    width = part // size
+    flat, sides = kv.reshape(-1), numbers.reshape(-1)
+    #: Of keys, values and side data, from and to.
+    places = np.empty((moves.shape[1], 6), np.uint64)
+    for task in range(layers * heads):
+        layer, head = task // heads, task % heads
+        for i in range(counts[task]):
+            for j in range(2):
+                block, offset = table[moves[task, i, j] // size], moves[task, i, j] % size
+                keys = ((np.int64(block) * layers + layer) * 2 * heads + head) * part
+                places[i, j] = keys + offset
+                places[i, 2 + j] = keys + heads * part + offset * width
+                places[i, 4 + j] = (np.int64(block) * layers * heads + task) * lines * size + offset
+        for d in range(width):  # a dimension of keys is side by side for a block's entries
+            step = np.uint64(d * size)
             for i in range(counts[task]):
-                source, target = moves[task, i, 0], moves[task, i, 1]
-                old, new = table[source // size], table[target // size]
-                a, b = source % size, target % size
-                for d in range(width):
-                    kv[new, layer, 1, head, b * width + d] = kv[old, layer, 1, head, a * width + d]
-                for line in range(lines):
-                    numbers[new, layer, head, line, b] = numbers[old, layer, head, line, a]
+                flat[places[i, 1] + step] = flat[places[i, 0] + step]
+        for i in range(counts[task]):
+            for d in range(width):
+                step = np.uint64(d)
+                flat[places[i, 3] + step] = flat[places[i, 2] + step]
+            for line in range(lines):
+                step = np.uint64(line * size)
+                sides[places[i, 5] + step] = sides[places[i, 4] + step]
 
 
 @kernel
@@ -263,69 +270,3 @@ def pool(mass: Floats, positions: Ints, length: int, width: int, out: Floats) ->
                 for j in range(max(i - width // 2, 0), min(i + width // 2 + 1, count)):
                     total += mass[layer, head, order[j]]
                 out[layer, head, order[i]] = total / np.float32(width)
-
-
-@kernel
-def narrow(values: NDArray[np.floating], slots: Ints, depth: int) -> None:
-    """Bring the `depth` least values, and their slots, to the front, in the order they are in."""
-    bound = np.partition(values, depth - 1)[depth - 1]
-    equal, kept = depth, 0
-    for i in range(len(values)):
-        equal -= values[i] < bound
-    for i in range(len(values)):
-        if values[i] < bound or (values[i] == bound and equal > 0):
-            equal -= values[i] == bound
-            values[kept], slots[kept] = values[i], slots[i]
-            kept += 1
-
-
-@kernel
-def rank(
-    scores: NDArray[np.floating], ids: Ints, first: int, sinks: int, stop: int, victims: Ints,
-    losses: NDArray[np.float64], size: int,
-) -> int:  # fmt: skip
-    """Find each head's entries of least score, in ascending order, and what blocks of them cost.
-
-    Equal scores are in the order of slots.
-
-    Args:
-        scores: shape (heads, n).
-        ids: side data of the entries, whose first line is positions, shape (heads, lines, n).
-        first: slot from which on entries may go.
-        sinks: position from which on they may.
-        stop: position before which they may.
-        victims: slots, written to, shape (heads, most).
-        losses: sums of scores over all heads by `size` victims each, added to, shape
-            (most // size,).
-        size: tokens in a block.
-
-    Returns:
-        How many were found in each head, at most `most`.
-    """
-    heads, count = scores.shape
-    slots = np.empty(count, np.int32)
-    values = np.empty(count, scores.dtype)
-    depth = victims.shape[1]
-    for head in range(heads):
-        found = 0
-        for slot in range(first, count):
-            if sinks <= ids[head, 0, slot] < stop:
-                found += 1
-        depth = min(depth, found)
-    if depth == 0:
-        return 0
-    for head in range(heads):
-        found = 0
-        for slot in range(first, count):
-            if sinks <= ids[head, 0, slot] < stop:
-                slots[found] = slot
-                values[found] = scores[head, slot]
-                found += 1
-        if depth < found:
-            narrow(values[:found], slots, depth)
-        order = np.argsort(values[:depth], kind="mergesort")
-        for i in range(depth):
-            victims[head, i] = slots[order[i]]
-            if i < depth // size * size:
-                losses[i // size] += values[order[i]]
-    return int(depth)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import cast
 
 import msgspec
@@ -13,8 +14,17 @@ from torch import Tensor
 
 from pigou.config import ConfigError
 from pigou.request import Ints
+from pigou.runtime.eviction.compiled import CompiledReturns
 from pigou.runtime.eviction.generic import GenericReturns
-from pigou.runtime.eviction.policy import Entries, Folding, Returns, Setting, TokenPolicy
+from pigou.runtime.eviction.policy import (
+    Entries,
+    Folding,
+    Judged,
+    Returns,
+    Row,
+    Setting,
+    TokenPolicy,
+)
 from pigou.runtime.eviction.returns import (
     FOLD,
     PAPER,
@@ -57,6 +67,21 @@ class Pigou(TokenPolicy):
         path = setting.folder / RETURNS
         self.model = ReturnModel.load(path) if path.exists() else GenericReturns.load()
         self.scales = torch.tensor(SCALES)
+        self.compiled = isinstance(self.model, ReturnModel)
+
+    def judge(self, row: Row) -> Judged:
+        """Return the same as `score` to within rounding; where somebody trained a predictor."""
+        self.bear(row)
+        return self._kernels.judge(row, self.kappa)
+
+    def bear(self, row: Row) -> None:
+        """Sum up a row's new entries."""
+        self._kernels.bear(row, 1 + self.fields.index("content_0"))
+
+    @cached_property
+    def _kernels(self) -> CompiledReturns:
+        assert isinstance(self.model, ReturnModel), "there are kernels for no other"
+        return CompiledReturns(self.model, self.setting.turns)
 
     def birth(self, keys: Tensor, values: Tensor, positions: Ints) -> Tensor:
         """Sum up entries by their own key and value."""

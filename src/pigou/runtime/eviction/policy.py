@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -99,6 +99,40 @@ class Entries:
         return self.data[:, :, 1 + self.names.index(name)]
 
 
+class Row(NamedTuple):
+    """The cache entries of one row, where they lie in a CPU's memory.
+
+    Attributes:
+        kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), bfloat16 as uint16.
+        numbers: side data (`Stats.numbers`).
+        table: block ids of the row.
+        entries: that it has.
+        following: position of its next token.
+        since: queries since the last fold.
+        stop: position from which on entries may not go yet.
+    """
+
+    kv: NDArray[Any]
+    numbers: Floats
+    table: Ints
+    entries: int
+    following: int
+    since: int
+    stop: int
+
+
+class Judged(NamedTuple):
+    """What a row's entries will return.
+
+    Attributes:
+        scores: as `TokenPolicy.score` has them; layers and KV heads may be one axis.
+        positions: of the entries in each layer and KV head, whose axes may be one, too.
+    """
+
+    scores: Returns
+    positions: Ints
+
+
 class TokenPolicy:
     """Tells what a cache entry will still return; entries of the lowest return go first.
 
@@ -115,6 +149,8 @@ class TokenPolicy:
     folding: Folding | None = None
     #: Fields that are set to the clock when an entry is made.
     stamped: tuple[str, ...] = ()
+    #: Whether entries can be judged by `judge`, and summed up by `bear`.
+    compiled: bool = False
     #: Successive fields that `birth` yields; NaN before.
     born: tuple[str, ...] = ()
     #: Successive fields that `speak` yields; NaN where a token was not computed here.
@@ -142,6 +178,23 @@ class TokenPolicy:
     def scores(self, rows: Sequence[Entries]) -> list[Returns]:
         """Return the `score` of each of several rows; a policy may compute them together."""
         return [self.score(entries) for entries in rows]
+
+    def judge(self, row: Row) -> Judged:
+        """Return the `score` of a row's entries by compiled kernels, which read them in place.
+
+        Where `compiled`, in place of `birth` and `score`. Scores of entries that may not go yet
+        mean nothing.
+
+        Args:
+            row: whose blocks have a multiple of `LANES` tokens.
+        """
+        raise NotImplementedError
+
+    def bear(self, row: Row) -> None:
+        """Put what `birth` yields into the side data of a row, as `judge` does.
+
+        Before entries move: new ones lie side by side as long as they have not.
+        """
 
     def birth(self, keys: Tensor, values: Tensor, positions: Ints) -> Tensor:
         """Return what is kept of new entries themselves; called once for each.

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from pigou.config import EvictionConfig
 from pigou.request import Ints
-from pigou.runtime.eviction import kernels
-from pigou.runtime.eviction.policy import Entries, Returns
+from pigou.runtime.eviction.policy import Judged, Returns
+from pigou.runtime.eviction.rank_kernels import rank as least
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Ranking:
 
 
 def rank(
-    config: EvictionConfig, entries: Entries, scores: Returns, first: int, most: int, size: int
+    config: EvictionConfig, judged: Judged, following: int, first: int, most: int, size: int
 ) -> Ranking:
     """Rank a row's entries.
 
@@ -40,8 +40,8 @@ def rank(
 
     Args:
         config: of eviction.
-        entries: of the row.
-        scores: of them, from the policy.
+        judged: its entries' scores, by the policy, and positions.
+        following: position of the row's next token.
         first: slot from which on entries may go.
         most: entries that may go.
         size: tokens in a block.
@@ -49,14 +49,16 @@ def rank(
     Raises:
         ValueError: a return is not finite.
     """
+    scores, positions = judged
     if not np.isfinite(scores).all():
         raise ValueError("the policy yields returns that are not finite")
     whole = scores.ndim == 1
-    heads = 1 if whole else entries.data.shape[0] * entries.data.shape[1]
-    flat = np.ascontiguousarray(scores.reshape(heads, -1))
-    ids = entries.data.view(np.int32).reshape(-1, *entries.data.shape[2:])
-    victims = np.empty((heads, most), dtype=np.int32)
+    flat = np.ascontiguousarray(scores.reshape(1 if whole else -1, scores.shape[-1]))
+    bits = flat.view(f"u{flat.itemsize}")
+    places = positions.reshape(-1, positions.shape[-1])
+    victims = np.empty((len(flat), most), dtype=np.int32)
     losses = np.zeros(most // size)
-    stop = entries.next - config.recent
-    depth = kernels.rank(flat, ids, first, config.sinks, stop, victims, losses, size)
+    stop = following - config.recent
+    some = (first, config.sinks, stop, victims, losses, size)
+    depth = least(flat, bits, places, *some)
     return Ranking(first, victims[:, :depth], losses[: depth // size], scores if whole else None)
