@@ -37,7 +37,7 @@ from returns.probe import open_model  # noqa: E402
 from returns.sequences import Sequences  # noqa: E402
 from tiny import corpus  # noqa: E402
 
-HORIZON, STEPS = 1024.0, 1500
+HORIZON, STEPS = 1024.0, 6000
 
 
 def read_corpus() -> corpus.Split:
@@ -106,12 +106,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    for run, count in ((train, 36), (calibrate, 8), (generic, 8), (judge, 0)):
+    for run, count in ((train, 160), (calibrate, 8), (generic, 8), (judge, 0)):
         command = commands.add_parser(run.__name__)
         command.add_argument("--seed", type=int, default=0)
         if count:
             command.add_argument("--sequences", type=int, default=count)
-            command.add_argument("--length", type=int, default=1280, help="tokens of a sequence")
+            command.add_argument("--length", type=int, default=1536, help="tokens of a sequence")
             command.add_argument("--horizon", type=float, default=HORIZON, help="tokens")
         if run is generic:
             command.add_argument("--models", type=Path, nargs="+", required=True)

@@ -46,7 +46,7 @@ def drop_changes(probs: Tensor, outputs: Tensor, values: Tensor, grams: Tensor) 
 
 
 def discounted(changes: Tensor, times: Tensor, horizon: float) -> Tensor:
-    """Change to come, at several times, discounted by exp(-1/horizon) a query.
+    """Return to come, at several times, discounted by exp(-1/horizon) a query.
 
     The discounted mean over the queries that are known, times `horizon`, so that the sequence's
     end does not look like worthlessness.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from pigou.runtime.eviction.returns import POWER
 from pigou.runtime.models.decoder import Decoder
 from returns.change import discounted, drop_changes, output_grams
 from returns.probe import Probe
@@ -15,7 +16,7 @@ SINKS, RECENT = 4, 32  # protected anyway
 STEP = 64  # tokens between the times at which entries are looked at
 EACH = 64  # entries looked at, at each time
 AHEAD = 256  # least queries to come
-LEAST = 1e-8  # change, so that its logarithm exists
+LEAST = 1e-12  # return, so that its logarithm exists
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Examples:
         values: shape (Z, n, head_dim).
         masses: received until then, shape (Z, n, scales).
         age: tokens since the entry's own, at least 1, shape (n,).
-        target: logarithm of the discounted change to come, shape (Z, n).
+        target: logarithm of the discounted return to come, shape (Z, n).
     """
 
     keys: Tensor
@@ -74,7 +75,7 @@ class Collector:
             for layer, gram in enumerate(grams):
                 values = probe.values[layer, :, :, : probe.length]
                 changed = drop_changes(probe.kept_probs[layer], probe.outputs[layer], values, gram)
-                changes[layer][:, start : probe.length, : probe.length] = changed[0]
+                changes[layer][:, start : probe.length, : probe.length] = changed[0] ** POWER
         probe.keep = False
         targets = [discounted(c, times, self.horizon) for c in changes]
         parts = []

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pigou.runtime.eviction.generic import GenericReturns, relative
-from pigou.runtime.eviction.returns import CONTENT, SCALES, features
+from pigou.runtime.eviction.returns import CONTENT, POWER, SCALES, features
 from returns.examples import Examples
 
 HIDDEN = 16
@@ -60,5 +60,5 @@ def _grouped(examples: Examples, each: int) -> tuple[Tensor, Tensor]:
     now = features(content, examples.masses, examples.age.expand_as(examples.target)).mT
     groups = now.unflatten(1, (-1, each))
     size = groups[..., CONTENT - 1].mean(-1, keepdim=True)
-    target = examples.target.unflatten(1, (-1, each)) - size
+    target = examples.target.unflatten(1, (-1, each)) - POWER * size
     return relative(groups).flatten(0, 2), target.flatten()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pigou.runtime.eviction.returns import features, read_weights, write_weights
+from pigou.runtime.eviction.returns import POWER, features, read_weights, write_weights
 
 #: Trained on the bundled model alone; `tools/train_returns.py generic` trains it on any number.
 GENERIC = Path(__file__).with_name("generic.npz")
@@ -34,8 +34,8 @@ class GenericReturns:
     """One small network for all models, layers and heads.
 
     It knows an entry by the norms of its key and value and by the attention that it received, all
-    in relation to the entries beside it. The return's unit is the norm of a value: the output
-    product is not looked at. Methods are those of `ReturnModel`.
+    in relation to the entries beside it. The return's unit is the norm of a value, to the power
+    of `POWER`: the output product is not looked at. Methods are those of `ReturnModel`.
 
     Attributes:
         value_in: shape (2 + scales + 1, hidden).
@@ -61,7 +61,7 @@ class GenericReturns:
         hidden = F.silu(relative(now) @ self.value_in + self.value_bias)
         out = hidden @ self.value_out + self.value_last
         size = content[..., 1].mean(-1, keepdim=True)
-        return out[..., 0] + size, out[..., 1].clamp(-4.0, 3.0).exp()
+        return out[..., 0] + POWER * size, out[..., 1].clamp(-4.0, 3.0).exp()
 
     def save(self, path: Path) -> None:
         """Write the weights as an npz archive."""

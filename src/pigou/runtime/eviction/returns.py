@@ -14,6 +14,9 @@ from torch import Tensor
 #: Time scales of the sums of attention that an entry received, in tokens.
 SCALES = (float("inf"), 256.0, 32.0)
 FOLD = 32  # queries after which these sums fade, together
+#: Of the change of the output that a return sums up. Divergence is quadratic in the change of a
+#: query's output; what goes in small pieces, many at once, adds up before it is squared.
+POWER = 1.5
 CONTENT = 2  # numbers an entry's own key and value are summed up in
 FLOOR = 1e-4  # of a sum, so that its logarithm exists
 #: Files beside a model's own; no safetensors, which would be taken for a part of the model.
@@ -59,8 +62,8 @@ class ReturnModel:
 
     The first sums up an entry's key and value, once; the second judges it, whenever asked, by
     that and by the attention that it received. An entry's return is the change of the attention's
-    output, behind the output product, were it dropped: summed over the queries to come,
-    discounted. Its logarithm is taken as normal.
+    output, behind the output product, were it dropped: to the power of `POWER`, summed over the
+    queries to come, discounted. Its logarithm is taken as normal.
 
     Attributes:
         birth_in: shape (Z, 2 * head_dim, hidden).
