@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pigou.runtime.eviction.returns import POWER, features, read_weights, write_weights
 
-#: Trained on the bundled model alone; `tools/train_returns.py generic` trains it on any number.
+#: Trained on the bundled model and two of random weights; `tools/train_returns.py generic` trains
+#: it on any number.
 GENERIC = Path(__file__).with_name("generic.npz")
 
 
