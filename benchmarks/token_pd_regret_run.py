@@ -61,7 +61,8 @@ def report(args: argparse.Namespace) -> None:
             "regret, best fixed choice", "exponent"]  # fmt: skip
     print(f"\n{args.streams} streams, {args.requests} requests, budget "
           f"{args.blocks * args.streams} blocks\n{markdown(head, rows)}\n")  # fmt: skip
-    print(markdown(["policy", "price settles after (steps)", "before", "after"],
+    print(markdown(["policy", "load doubled: price settles after (steps)", "before", "after",
+                    "load halved: after (steps)", "before", "after"],
                    [settle(model, policy, texts, args) for policy in args.policies]))  # fmt: skip
     if args.picture is not None:
         png(picture(courses), args.picture)
@@ -110,29 +111,49 @@ def _grows(course: Course) -> str:
 
 
 def settle(model: LoadedModel, policy: str, texts: Texts, args: argparse.Namespace) -> list[str]:
-    """Double the load at once, and thereby exceed the budget; time the price."""
+    """Double the load at once, and thereby exceed the budget; time the price, and back again."""
     half = args.streams // 2
     budget = half * ((PROMPT + CHANGE) // BLOCK + 2)
+    cells = [policy]
+    for early, late in ((OUTPUT, CHANGE), (CHANGE, 0)):
+        prices = _changed(model, Setting(policy, args.streams, budget), texts, args, early, late)
+        found = settling(prices, CHANGE, WINDOW)
+        before, after = np.median(prices[CHANGE - 20 : CHANGE]), np.median(prices[-WINDOW // 2 :])
+        told = "not within the window" if found is None else str(found)
+        cells += [told, f"{before:.3g}", f"{after:.3g}"]
+    return cells
+
+
+def _changed(
+    model: LoadedModel, setting: Setting, texts: Texts, args: argparse.Namespace, early: int,
+    late: int,
+) -> list[float]:  # fmt: skip
+    """Return the price by step where one half has other times than the other.
+
+    Args:
+        model: that serves.
+        setting: of the run.
+        texts: what requests read.
+        args: of the command line.
+        early: tokens that the second half of the streams generates.
+        late: step at which it comes.
+    """
+    half = setting.streams // 2
     rng = np.random.default_rng((args.seed, 7))
     ids = texts.ids["play"]
-    starts = rng.integers(0, len(ids) - PROMPT - OUTPUT, size=args.streams).tolist()
-    texts_read = [ids[start : start + PROMPT + OUTPUT] for start in starts]
-    items = [Item("play", read[:PROMPT], read[PROMPT:]) for read in texts_read]
+    starts = rng.integers(0, len(ids) - PROMPT - OUTPUT, size=setting.streams).tolist()
+    reads = [ids[start : start + PROMPT + OUTPUT] for start in starts]
     recorder = Recorder(positions=False)
-    run = Run(model, Setting(policy, args.streams, budget), recorder)
-    for item in items[:half]:
-        run.offer(Arrival(0, item))
-    for _ in range(CHANGE):
+    run = Run(model, setting, recorder)
+    for read in reads[:half]:
+        run.offer(Arrival(0, Item("play", read[:PROMPT], read[PROMPT:])))
+    for number in range(CHANGE + WINDOW):
+        if number == late:
+            for read in reads[half:]:
+                item = Item("play", read[:PROMPT], read[PROMPT : PROMPT + early])
+                run.offer(Arrival(run.now, item))
         run.step()
-    for item in items[half:]:
-        run.offer(Arrival(run.now, item))
-    for _ in range(WINDOW):
-        run.step()
-    prices = [step.price for step in recorder.steps]
-    found = settling(prices, CHANGE, WINDOW)
-    told = "not within the window" if found is None else str(found)
-    before, after = np.median(prices[CHANGE - 20 : CHANGE]), np.median(prices[-WINDOW // 2 :])
-    return [policy, told, f"{before:.3g}", f"{after:.3g}"]
+    return [step.price for step in recorder.steps]
 
 
 def picture(courses: list[Course]) -> Chart:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.kv.portfolio import Offer, Portfolio, allowances, cut
+from pigou.kv.portfolio import Offer, Portfolio, allowances, cut, outlook
 from pigou.kv.price import FLOOR, above, admits, averaged, below, excess, exponentiated
 
 LOSSES = st.lists(st.floats(0.0, 8.0).map(lambda x: round(x, 1)), max_size=4).map(
@@ -136,6 +136,37 @@ def test_the_price_of_cuts_settles_within_ten_of_them_after_a_change_of_load() -
             portfolio.note(marginal)
             portfolio.step(100, 1)
         assert portfolio.price == pytest.approx(marginal, rel=0.06)
+
+
+def test_the_outlook_is_the_dearest_of_what_goes_before_curves_are_renewed() -> None:
+    offers = [Offer(np.array([0.1, 0.4, 0.9])), Offer(np.array([0.2, 0.3]))]
+    offers += [Offer(np.full(4, math.inf)), Offer(np.empty(0))]
+    taken = np.array([1, 0, 3, 0], dtype=np.int32)
+    assert outlook(offers, taken, 0.4) == 0.2  # one block of 0.2, 0.3, 0.4, 0.9
+    assert outlook(offers, taken, 1.5) == 0.4  # three
+    assert outlook(offers, taken, 16.0) == 0.9
+    assert outlook(offers, np.array([3, 2, 0, 0], dtype=np.int32), 1.0) == -math.inf
+
+
+def test_the_cuts_of_one_plan_are_one_and_the_last_of_them_counts() -> None:
+    apart, alone = (Portfolio(100, 0.1, by_price=False) for _ in range(2))
+    for portfolio, cuts in ((apart, (0.1, 0.2, 0.8)), (alone, (0.8,))):
+        portfolio.note(0.5)
+        portfolio.step(100, 1)
+        for each in cuts:
+            portfolio.note(0.01, each)
+        portfolio.step(100, 1)
+    assert apart.price == alone.price == pytest.approx(math.sqrt(0.5 * 0.8))
+
+
+def test_the_price_stands_while_requests_will_need_what_is_free() -> None:
+    portfolio = Portfolio(100, 0.1, by_price=False)
+    portfolio.note(0.5)
+    portfolio.step(100, 1)
+    portfolio.step(90, 1, ahead=10)
+    assert portfolio.price == 0.5
+    portfolio.step(80, 1, ahead=10)
+    assert portfolio.price < 0.5
 
 
 def test_small_changes_of_the_marginal_return_leave_the_price_alone() -> None:

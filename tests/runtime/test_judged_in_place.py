@@ -70,8 +70,8 @@ def test_what_may_go_is_summed_up_and_of_the_recent_whole_blocks_alone(dtype: st
         keys = cache.keys(layer)[blocks, head].swapaxes(1, 2).flatten(0, 1)[slots]
         values = cache.values(layer)[blocks, head].flatten(0, 1)[slots]
         shape = (*positions.shape[:2], len(slots), -1)
-        parts = (part.float().expand(shape) for part in (keys, values))
-        found = policy.birth(*parts, positions[layer, head])[layer, head].numpy()
+        keys, values = (part.float().expand(shape) for part in (keys, values))
+        found = policy.birth(keys, values, positions[layer, head])[layer, head].numpy()
         some = old[layer, head]
         np.testing.assert_allclose(content[layer, head][some], found[some], rtol=1e-3, atol=1e-3)
 

@@ -16,7 +16,7 @@ from pigou.engine.draft import Draft, Given
 from pigou.engine.eviction_kernels import rooms
 from pigou.engine.plan import Compaction, Plan, Result, Revival
 from pigou.engine.state import EngineState
-from pigou.kv.portfolio import Offer, allowances, cut
+from pigou.kv.portfolio import Offer, allowances, cut, outlook
 from pigou.kv.price import FLOOR, Floats, above, below
 from pigou.request import Ints
 
@@ -130,7 +130,10 @@ def _give(state: EngineState, draft: Draft, curves: list[Curve], least: int, mos
     for i in np.flatnonzero(chosen.counts).tolist():
         row, first, _ = curves[i]
         _shed(state, draft, row, first, int(chosen.counts[i]))
-    found.portfolio.note(chosen.marginal)
+    ahead = -math.inf
+    if not found.portfolio.by_price:
+        ahead = outlook(offers, chosen.counts, _growth(state))
+    found.portfolio.note(chosen.marginal, ahead)
     return True
 
 
@@ -280,7 +283,13 @@ def settle(state: EngineState, result: Result) -> None:
             found.keep(row, int(rows.computed[row]), losses, result.gains.get(row))
             state.blocked = None  # it may fit now
     used = state.config.blocks - state.pool.free + found.wanted
-    found.portfolio.step(used, result.steps)
+    found.portfolio.step(used, result.steps, _growth(state) * len(state.running))
+
+
+def _growth(state: EngineState) -> float:
+    """Return the blocks that a row grows by until its curve is renewed."""
+    assert state.appraisals is not None
+    return state.appraisals.config.interval / state.config.block_size
 
 
 def refuse(plan: Plan, result: Result) -> None:

@@ -109,13 +109,38 @@ def cut(
     return Cut(counts, marginal) if done >= least else None
 
 
+def outlook(offers: Sequence[Offer], counts: Ints, each: float) -> float:
+    """Return what the dearest block earns that will have to go before curves are renewed.
+
+    Requests grow, and their curves are renewed once in a while: until then each will have to give
+    up as much as it grows, wherever that is cheapest. The return at that cut is the exact dual
+    variable of what is foreseen, where that at the cut of the moment is of the cheapest few.
+
+    Args:
+        offers: before a cut; curves that nobody knows (infinite) are left out.
+        counts: blocks of each that the cut takes, shape (offers,).
+        each: blocks that a request grows by until its curve is renewed.
+
+    Returns:
+        -inf where no block is left.
+    """
+    curves = [o.losses[n:] for o, n in zip(offers, counts.tolist(), strict=True) if len(o.losses)]
+    known = [curve for curve in curves if len(curve) and math.isfinite(curve[0])]
+    if not known:
+        return -math.inf
+    rest = np.concatenate(known)
+    last = min(math.ceil(each * len(known)), len(rest)) - 1
+    return float(np.partition(rest, last)[last])
+
+
 class Portfolio:
     """The price of device memory, in return per block of entries.
 
     Two rules of pricing:
 
-    - as it is cut: the price follows the marginal return of the cuts, averaged between them
-      (`averaged`), and falls while blocks are free (`exponentiated`);
+    - as it is cut: the price follows the marginal return of the cuts, as far as they are foreseen
+      (`outlook`), averaged from plan to plan (`averaged`), and falls while more blocks are free
+      than requests are going to need (`exponentiated`);
     - by price (Token-PD's own): `exponentiated` in each step, where what is wanted and not there
       counts as used.
 
@@ -134,33 +159,41 @@ class Portfolio:
         self.price = FLOOR
         self.by_price = by_price
         self._budget, self._rate = budget, rate
-        self._cut = False
+        #: The price before the plan under way: its cuts are one, and the last sees it whole.
+        self._before: float | None = None
 
-    def note(self, marginal: float) -> None:
-        """Note that blocks were given up, the dearest of which earned so much.
+    def note(self, marginal: float, ahead: float = -math.inf) -> None:
+        """Note that blocks were given up.
 
-        A return that nobody knows (infinite) says nothing of the price.
+        Args:
+            marginal: return of the dearest of them; one that nobody knows (infinite) says nothing
+                of the price.
+            ahead: of the dearest that will have to go before long (`outlook`), -inf for none.
         """
         if not math.isfinite(marginal):
             return
-        if self.price <= FLOOR:
-            self.price = max(marginal, FLOOR)
-        elif not self.by_price:
-            self.price = averaged(self.price, marginal, SHARE, DEADBAND)
-        self._cut = True
+        first = self._before is None
+        before = self._before = self.price if self._before is None else self._before
+        if self.by_price:
+            if first and before <= FLOOR:
+                self.price = max(marginal, FLOOR)
+        elif before <= FLOOR:
+            self.price = max(marginal, ahead, FLOOR)
+        else:
+            self.price = averaged(before, max(marginal, ahead), SHARE, DEADBAND)
 
-    def step(self, used: int, steps: int) -> None:
+    def step(self, used: int, steps: int, ahead: float = 0.0) -> None:
         """Note that steps were done.
 
         Args:
             used: blocks in use, and those that were wanted beyond.
             steps: how many.
+            ahead: blocks that requests will grow by until curves are renewed.
         """
-        cut, self._cut = self._cut, False
-        if not self.by_price:
-            used = min(used, self._budget)
+        cut, self._before = self._before is not None, None
+        wanted = used if self.by_price else min(used + ahead, self._budget)
         if self.by_price or not cut:
-            self.price = exponentiated(self.price, used, self._budget, self._rate, steps)
+            self.price = exponentiated(self.price, wanted, self._budget, self._rate, steps)
 
 
 def allowances(floors: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
