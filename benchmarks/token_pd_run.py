@@ -295,6 +295,7 @@ def _flatten(engine: LocalEngine, value: float) -> None:
         return [np.full_like(each, value) for each in kind(rows)]
 
     evictor.policy.scores = scores  # type: ignore[method-assign]
+    evictor.policy.compiled = False  # judged by `scores`
 
 
 def _number(served: Served) -> int:
