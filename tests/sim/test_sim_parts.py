@@ -105,16 +105,21 @@ def test_prompts_share_blocks_as_far_as_their_ids_are_equal() -> None:
 def test_a_law_adds_decodes_and_prompts() -> None:
     timing = LawTiming(Law(itl_a=0.01, itl_b=0.001, prefill=0.05, prefill_token=0.0001, mixed=0.02))
 
-    def nanos(counts: list[int], kv: list[int]) -> int:
+    def steps(counts: list[int], kv: list[int], repeat: int) -> list[int]:
         batch = Batch(
             np.array(counts, np.int32), np.array(kv, np.int32), np.ones(len(counts), np.bool_)
         )
-        return int(timing.durations(batch, 1)[0])
+        return timing.durations(batch, repeat).tolist()
+
+    def nanos(counts: list[int], kv: list[int]) -> int:
+        return steps(counts, kv, 1)[0]
 
     assert nanos([1, 1], [9, 9]) == 12_000_000
     assert nanos([100], [0]) == 60_000_000
     assert nanos([100], [16]) == 10_000_000
     assert nanos([1, 100], [9, 0]) == 11_000_000 + 30_000_000
+    each = [nanos([1, 100], [9 + step, 100 * step]) for step in range(3)]
+    assert steps([1, 100], [9, 0], 3) == each
 
 
 def test_a_small_batch_takes_its_own_time_where_it_has_one() -> None:

@@ -69,6 +69,11 @@ def test_many_steps_take_what_single_ones_take() -> None:
         together = model.durations(Batch(ones, kv, yes), 40)
         each = [int(model.durations(Batch(ones, kv + i, yes), 1)[0]) for i in range(40)]
         assert together.tolist() == each
+        counts, no = ones.copy(), np.zeros(n, bool)
+        counts[-1] = int(rng.integers(2, 600))
+        together = model.durations(Batch(counts, kv, no), 9)
+        each = [int(model.durations(Batch(counts, kv + i * counts, no), 1)[0]) for i in range(9)]
+        assert together.tolist() == each
 
 
 SPREADS: dict[str, Any] = {

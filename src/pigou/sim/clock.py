@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from enum import IntEnum
+from heapq import heappop, heappush
 from typing import Protocol
 
 from pigou.request import SECOND
@@ -67,7 +67,7 @@ class Clock:
         if time < self.now:
             raise ValueError(f"time is {time}; now it is {self.now} already")
         self._count += 1
-        heapq.heappush(self._heap, (time, phase, key, self._count, event))
+        heappush(self._heap, (time, phase, key, self._count, event))
 
     def last(self, now: int) -> bool:
         """Whether nothing else is to happen at this moment."""
@@ -77,7 +77,7 @@ class Clock:
         """Run the next event; False when there is none."""
         if not self._heap:
             return False
-        time, phase, key, _, event = heapq.heappop(self._heap)
+        time, phase, key, _, event = heappop(self._heap)
         self.now = time
         self.place = (phase, key)
         self.events += 1
@@ -86,7 +86,7 @@ class Clock:
 
     def run(self, until: Over, most: int) -> bool:
         """Run events until `until.done`, at most so many; return whether it is done."""
-        heap, pop = self._heap, heapq.heappop
+        heap, pop = self._heap, heappop
         for _ in range(most):
             if until.done or not heap:
                 break

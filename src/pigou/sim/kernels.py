@@ -46,6 +46,15 @@ def add_gaps(gaps: Nanos, histogram: Counts, sums: Counts) -> None:
 
 
 @bare_kernel
+def accumulate(times: Nanos, start: int) -> None:
+    """Turn the times that steps take into those at which they end, the first begun at `start`."""
+    end = start
+    for i in range(times.shape[0]):
+        end += times[i]
+        times[i] = end
+
+
+@bare_kernel
 def count(
     rows: Ints,
     tokens: Ints,

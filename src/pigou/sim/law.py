@@ -77,10 +77,16 @@ class LawTiming:
         law = self.law
         prompts = batch.counts > 1
         decodes = len(prompts) - int(np.count_nonzero(prompts))
-        seconds = law.decode(decodes) if decodes else 0.0
-        if decodes < len(prompts):
-            begun = int(np.count_nonzero(prompts & (batch.kv_lens == 0)))
-            tokens = int(batch.counts.sum()) - decodes
-            each = law.mixed if decodes and law.mixed is not None else law.prefill
-            seconds += each * begun + law.prefill_token * tokens
-        return np.full(repeat, max(1, round(seconds * SECOND)), dtype=np.int64)
+        alone = law.decode(decodes) if decodes else 0.0
+        if decodes == len(prompts):
+            return np.full(repeat, _nanos(alone), dtype=np.int64)
+        begun = int(np.count_nonzero(prompts & (batch.kv_lens == 0)))
+        tokens = int(batch.counts.sum()) - decodes
+        each = law.mixed if decodes and law.mixed is not None else law.prefill
+        found = np.full(repeat, _nanos(alone + law.prefill_token * tokens), dtype=np.int64)
+        found[0] = _nanos(alone + (each * begun + law.prefill_token * tokens))
+        return found
+
+
+def _nanos(seconds: float) -> int:
+    return max(1, round(seconds * SECOND))

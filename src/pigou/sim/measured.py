@@ -137,18 +137,19 @@ class MeasuredTiming:
         prompts = batch.counts > 1
         entries = int(np.count_nonzero(prompts))
         n = len(prompts) - entries
-        fixed = 0.0 if n else of.alone
+        fixed: float | _Array = 0.0 if n else of.alone
         if entries:
-            counts = batch.counts[prompts].astype(np.int64)
+            counts, before = batch.counts[prompts].astype(np.int64), batch.kv_lens[prompts]
             ends = int(np.count_nonzero(batch.samples[prompts]))
             fixed += at(of.prompts, int(counts.sum())) + of.prompt * ends
-            fixed += of.context * reads(counts, batch.kv_lens[prompts])
+            read = [reads(counts, before + step * counts) for step in range(repeat)]
+            fixed = fixed + of.context * np.array(read)
         kv = 0
         if n:
-            fixed += at(of.decodes, n)
+            fixed = fixed + at(of.decodes, n)
             kv = int(batch.kv_lens[~prompts].sum())
-        read = (kv + n * np.arange(repeat, dtype=np.int64)).astype(np.float64)
-        seconds = fixed + np.interp(read, *self._cache)
+        cached = (kv + n * np.arange(repeat, dtype=np.int64)).astype(np.float64)
+        seconds = fixed + np.interp(cached, *self._cache)
         if batch.moment is not None and n and not entries:
             seconds = self._varied(seconds, n, batch.moment)
         nanos = np.rint(seconds * SECOND)

@@ -128,7 +128,7 @@ def profile_durations(
     Args:
         counts: tokens that each entry computes.
         kv_lens: cache entries of each before the first step.
-        repeat: steps; entries have one more cached token a step.
+        repeat: steps; in each, entries have as many more cached tokens as they computed before.
         dense: time of all layers but attention, by tokens of the step.
         heads: time of the output layer and the sampler, by entries of the step.
         layers: attention layers.
@@ -139,7 +139,7 @@ def profile_durations(
         kvs: axis 3.
         grid: time of one layer's attention.
     """
-    count, total, longest, prompt, twice = 0, 0, 0, 0, 0
+    count, total, longest, prompt, squares, twice = 0, 0, 0, 0, 0, 0
     for i in range(counts.shape[0]):
         tokens, kv = int(counts[i]), int(kv_lens[i])
         if tokens == 1:
@@ -148,12 +148,13 @@ def profile_durations(
             longest = max(longest, kv)
         else:
             prompt += tokens
+            squares += tokens * tokens
             twice += tokens * (2 * kv + tokens)
     fixed = _ahead(dense, prompt + count) + _ahead(heads, counts.shape[0])
     durations = np.empty(repeat, dtype=np.int64)
     for step in range(repeat):
         mean = (total + count * step) / count if count else 0.0
-        reach = (twice + 2 * prompt * step) / (2 * prompt) if prompt else 0.0
+        reach = (twice + 2 * squares * step) / (2 * prompt) if prompt else 0.0
         time = _attention(
             grid, chunks, keys, decodes, kvs, float(prompt), reach, float(count), mean
         )

@@ -36,7 +36,7 @@ def roofline_durations(
         counts: tokens that each entry computes.
         kv_lens: cache entries of each before the first step.
         samples: whether each yields a token.
-        repeat: steps; entries have one more cached token a step.
+        repeat: steps; in each, entries have as many more cached tokens as they computed before.
         products: matrix products, one a row: FLOPs of a token, bytes of weights, bytes of a
             token's input and output, and what it is (0 of each layer, 1 of each layer's experts,
             the weights of one of them, 2 of the output, for tokens that are sampled).
@@ -45,7 +45,8 @@ def roofline_durations(
         active: of those, that compute a token.
         durations: takes the result.
     """
-    tokens, sampled, decodes, decode_reads, prompt, twice, prompt_kv = 0, 0, 0, 0, 0, 0, 0
+    tokens, sampled, decodes, decode_reads = 0, 0, 0, 0
+    prompt, squares, twice, prompt_kv = 0, 0, 0, 0
     for i in range(counts.shape[0]):
         count, kv = int(counts[i]), int(kv_lens[i])
         tokens += count
@@ -55,6 +56,7 @@ def roofline_durations(
             decode_reads += kv + 1
         else:
             prompt += count
+            squares += count * count
             twice += count * (2 * kv + count + 1)
             prompt_kv += kv + count
     layer = rates[LAYER] + tokens * rates[TOKEN] * rates[BYTE]
@@ -80,12 +82,10 @@ def roofline_durations(
     fixed = rates[LAYERS] * layer + head + rates[STEP] + tokens * rates[ROW] * rates[BYTE]
     for step in range(repeat):
         decode_kv = float(decode_reads + decodes * step)
-        prompt_reads = (twice + 2 * prompt * step) / 2.0
+        prompt_reads = (twice + 2 * squares * step) / 2.0
         time = max(
             prompt_reads * rates[READ_FLOPS] * rates[ATTENTION_FLOP],
-            (prompt_kv + step * (counts.shape[0] - decodes))
-            * rates[READ_BYTES]
-            * rates[CACHE_BYTE],
+            (prompt_kv + step * prompt) * rates[READ_BYTES] * rates[CACHE_BYTE],
         )
         time += max(
             decode_kv * rates[READ_FLOPS] * rates[ATTENTION_FLOP],

@@ -68,7 +68,7 @@ class Streams:
 
     def begins(self, rows: Ints) -> bool:
         """Whether the first token of one of these rows is still to come."""
-        return self._anew > 0 and bool(self._fresh[rows].any())
+        return self._anew > 0 and any(self._fresh[rows].tolist())
 
     def told(
         self, rows: Ints, ends: Nanos, steps: int, now: int, mine: bool, seats: Counts,

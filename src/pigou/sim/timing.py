@@ -41,8 +41,8 @@ class Timing(Protocol):
 
         The array is new, and the caller's to write to.
 
-        Step i is the same batch with i more cache entries a sequence (`repeat` above 1 comes with
-        one token an entry), i steps after its moment. The vector equals, to the last digit, what
-        `repeat` calls for one step each would return.
+        Step i is the same batch i steps after its moment: with i times its `counts` more cache
+        entries. The vector equals, to the last digit, what `repeat` calls for one step each would
+        return.
         """
         ...

@@ -82,7 +82,7 @@ class SimWorker:
         self._links = (
             None if tiers is None else TierLinks(self.core, tiers, number, clock, self._tell)
         )
-        self.timing = timing
+        self.timing, self._varies = timing, varies(timing)
         self.steps, self.busy = 0, 0
         self._clock, self._listener = clock, listener
         self._stepwise, self._ahead = stepwise, int(ahead)
@@ -92,15 +92,12 @@ class SimWorker:
         self._plan: Plan | None = None
         self._yield: Ints = _NOBODY  # rows that yield a token in each of its steps, if many
         self._ends: Nanos = _NO_TIMES
-        self._begin = 0
-        self._take = 0
+        self._begin = self._take = 0
         self._soon = 0  # when its first step ends
         self._chunks = False  # whether the plan under way computes several chunks
-        self._version = 0
-        self._awake = False
+        self._version, self._awake = 0, False
         self._events: list[KVEvent] = []
-        self._inbox = Inbox()
-        self._dead = False
+        self._inbox, self._dead = Inbox(), False
         self._moments = Moments(seed, number)
 
     # --- what reaches it ----------------------------------------------------------------------
@@ -139,7 +136,7 @@ class SimWorker:
         """Take another time for steps from the next one on."""
 
         def command(_: int) -> None:
-            self.timing = timing
+            self.timing, self._varies = timing, varies(timing)
 
         self._do(command, now)
 
@@ -172,7 +169,7 @@ class SimWorker:
             wait = passed + 1 + self._ahead
         elif self._ahead and not self._idle:
             wait = 1
-        elif self._inbox:  # a step has just ended; first what came before
+        elif self._inbox.waiting:  # a step has just ended; first what came before
             wait = 0
         else:
             command(now)
@@ -295,11 +292,11 @@ class SimWorker:
             none = self._behind is None if chunks else bool(plan.started)
             if none or self._streams.begins(yields):
                 repeat = 1  # first tokens are told when they come
-            elif self._inbox:
+            elif self._inbox.waiting:
                 repeat = max(1, min(repeat, self._inbox.next - self.steps))
         self._plan, self._begin, self._yield = plan, now, yields
-        moment = self._moments.of(plan, self.steps) if varies(self.timing) else None
-        self._ends = ends(self.timing, now, plan, repeat, chunks, moment)
+        moment = self._moments.of(plan, self.steps) if self._varies else None
+        self._ends = ends(self.timing, now, plan, repeat, moment)
         self._chunks, self._soon = chunks and repeat > 1, self._ends.item(0)
         if self._chunks and self._behind is not None:
             self._behind[self.number] = self
@@ -346,7 +343,7 @@ class SimWorker:
         self.busy += now - self._begin
         self._events += effects.events
         if self._events and (
-            effects.finished or plan.preempted or plan.started or int(plan.counts.max()) > 1
+            effects.finished or plan.preempted or plan.started or max(plan.counts.tolist()) > 1
         ):
             events, self._events = tuple(self._events), []
             self._listener.cache_changed(self.name, events, now)
@@ -356,7 +353,7 @@ class SimWorker:
             leg = self._legs.pop(finished.request)
             self._streams.leave(leg)
             self._listener.finished(leg, finished, now)
-        if self._inbox:
+        if self._inbox.waiting:
             self._inbox.open(self.steps, now, lambda: self._idle)
 
     def _count_passed(self, rows: Ints) -> None:
