@@ -21,6 +21,7 @@ from pigou.request import Request
 INNER = [
     "unlink", "link_after", "home", "probe", "find", "touch", "strike", "adopt", "disown",
     "uncache", "peek", "decodes", "entries", "append_blocks", "foresee", "advance", "lay",
+    "give_back",
 ]  # fmt: skip
 
 PROGRAM = f"""

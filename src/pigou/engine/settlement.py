@@ -25,6 +25,7 @@ class Settlement:
         self._found: Ints = np.zeros((3, seqs), dtype=np.int32)
         self._taken, self._ended, self._fuller = self._found
         self._orphans: Ints = np.zeros(blocks, dtype=np.int32)
+        self._marks = np.empty((state.rows.tables.shape[1], 3), dtype=np.int64)
 
     def settle(self, plan: Plan, ahead: Foresight, result: Result) -> Effects:
         """Take a plan's steps as done, in the order in which single steps would have been."""
@@ -49,7 +50,10 @@ class Settlement:
             fuller = self._fuller[:full].tolist()
             if later and state.config.prefix_caching:
                 fuller = sorted({*fuller, *self._learn(plan, result)})
-            self._claim_and_seal(plan, ahead, result.steps, fuller)
+            if len(fuller) == 1:
+                self._seal(plan, ahead, result.steps, fuller[0])
+            else:
+                self._claim_and_seal(plan, ahead, result.steps, fuller)
         elif dead or orphans:
             self._claimed(dead, orphans)
         finished: list[Finished] = []
@@ -87,6 +91,28 @@ class Settlement:
             if min(len(seq.hashes), full) > rows.sealed[row]:
                 entries.add(entry)
         return entries
+
+    def _seal(self, plan: Plan, ahead: Foresight, done: int, entry: int) -> None:
+        """As `_claim_and_seal` where one entry has blocks to cache: mostly a prompt in chunks."""
+        state, rows, pool = self._state, self._state.rows, self._state.pool
+        row = plan.rows.item(entry)
+        seq = rows.owner[row]
+        assert seq is not None
+        times, dead, freed, twins = step_kernels.seal(
+            row, plan.starts.item(entry), plan.counts.item(entry), done,
+            rows.columns, rows.tables, state.config.block_size,
+            pool.meta, pool.keys, pool.slots, pool.counts,
+            ahead.rows, ahead.steps, ahead.blocks, self._taken,
+            seq.hashes, pool.removed, self._orphans, self._marks,
+        )  # fmt: skip
+        seq.twins |= twins
+        gone, told = pool.removed[:dead].copy() if dead else pool.removed[:0], 0
+        for first, count, upto in self._marks[:times].tolist():
+            state.removed(gone[told:upto])
+            state.stored(seq, first, count)
+            told = upto
+        state.removed(gone[told:])
+        state.freed(freed)
 
     def _claim_and_seal(self, plan: Plan, ahead: Foresight, done: int, entries: list[int]) -> None:
         """Take the blocks that later steps wrote to, and cache those that became full."""

@@ -144,15 +144,14 @@ class EngineState:
         self.rows.sealed[row] = stop
         first, count, twins = self.prefix.seal(self.rows.tables[row], seq.hashes, start, stop)
         seq.twins |= twins
+        self.stored(seq, first, count)
+
+    def stored(self, seq: Sequence, first: int, count: int) -> None:
+        """Note that so many blocks of a sequence can be hit from now on."""
         if count:
-            self._events.append(
-                BlockStored(
-                    request=seq.request.id,
-                    first=first,
-                    hashes=seq.hashes[first : first + count],
-                    parent=seq.hashes[max(first - 1, 0) : first],
-                )
-            )
+            known = seq.hashes
+            mine, before = known[first : first + count], known[max(first - 1, 0) : first]
+            self._events.append(BlockStored(seq.request.id, first, mine, before))
 
     def free_row(self, seq: Sequence, keep: int = 0) -> None:
         """Drop the blocks of a sequence's row from index `keep` on."""
@@ -213,7 +212,7 @@ class EngineState:
 
     def yield_blocks(self, blocks: Ints) -> None:
         """Drop blocks of a chain, from its beginning on, whose tail is handed out next."""
-        self._count_freed(self.pool.yield_up(blocks))
+        self.freed(self.pool.yield_up(blocks))
 
     def keep_row(self, seq: Sequence, count: int) -> Kept:
         """Return the first blocks of a row as a value; their references stay."""
@@ -251,9 +250,10 @@ class EngineState:
     def _release(
         self, table: Ints, start: int, stop: int, hashes: BlockHashes, twins: bool
     ) -> None:
-        self._count_freed(self.pool.release(table, start, stop, hashes, twins))
+        self.freed(self.pool.release(table, start, stop, hashes, twins))
 
-    def _count_freed(self, freed: int) -> None:
+    def freed(self, freed: int) -> None:
+        """Note that blocks came free: the head of the queue may fit now."""
         if freed:
             self._freed += freed
             self.blocked = None

@@ -26,7 +26,8 @@ from pigou.engine.kernels import (
     entries,
     foresee,
 )
-from pigou.kv.kernels import FREE, Counts, allocate, claim, peek
+from pigou.kv.kernels import FREE, REFS, Counts, allocate, claim, link_after, peek
+from pigou.kv.kernels import seal as cache
 from pigou.request import BlockHashes, Ints
 
 #: What `begin` returns for the number of rows where too few blocks are free: nothing was done.
@@ -251,3 +252,92 @@ def settle(
         tables, columns[BLOCKS], wanting[:stop], when[:stop], new[:stop], found[0], orphans
     )
     return ends, full, dead, others
+
+
+@inlined
+def give_back(meta: Ints, pool: Counts, blocks: Ints, many: int) -> None:
+    """Free blocks that were just taken, the last first; they are handed out next."""
+    for i in range(many - 1, -1, -1):
+        meta[blocks[i], REFS] = 0
+        link_after(meta, meta.shape[0] - 1, blocks[i])
+    pool[FREE] += many
+
+
+@bare_kernel_over("engine", "kv")
+def seal(
+    row: int,
+    start: int,
+    count: int,
+    done: int,
+    columns: Ints,
+    tables: Ints,
+    block_size: int,
+    meta: Ints,
+    keys: BlockHashes,
+    slots: Ints,
+    pool: Counts,
+    wanting: Ints,
+    when: Ints,
+    new: Ints,
+    taken: Ints,
+    hashes: BlockHashes,
+    removed: BlockHashes,
+    orphans: Ints,
+    marks: Counts,
+) -> tuple[int, int, int, bool]:
+    """Cache a row's blocks at the steps of a plan in which they became full.
+
+    Before each, the foreseen blocks are taken that were written to by then, as by single steps.
+    Where none were foreseen, nothing happens in between, and a prompt's are cached at once.
+
+    Args:
+        row: that has blocks to cache.
+        start: position from which the plan computes it.
+        count: tokens that it computes in a step.
+        done: steps of the plan.
+        columns, tables, block_size: the rows.
+        meta, keys, slots, pool: the blocks.
+        wanting, when, new: foreseen blocks, as of `settle`.
+        taken: steps that count for each row.
+        hashes: of the row's sequence, (known, 2).
+        removed: takes the hashes that died.
+        orphans: for use here, (blocks,).
+        marks: takes for each time the first block that was newly cached, how many were, and how
+            many hashes had died before, (blocks of a row, 3).
+
+    Returns:
+        How many marks; how many hashes died; how many of the blocks that were taken nobody needs
+        any more, and are free; whether a block has its hash cached elsewhere.
+    """
+    block: int = np.int64(columns[SEALED, row])  # type: ignore[assignment]
+    stop: int = min(columns[KNOWN, row], columns[COMPUTED, row] // block_size)
+    columns[SEALED, row] = stop
+    at_once = count > 1 and when.shape[0] == 0
+    times, claimed, dead, freed, twins = 0, 0, 0, 0, False
+    while True:
+        step, last = done - 1, stop
+        if block < stop and not at_once:
+            step = max((block * block_size + block_size - start + count - 1) // count - 1, 0)
+            last = max(block + 1, min(stop, (start + (step + 1) * count) // block_size))
+        wanted = claimed
+        while wanted < when.shape[0] and when[wanted] <= step:
+            wanted += 1
+        if wanted > claimed:
+            fresh = new[claimed:wanted]
+            dead += claim(meta, keys, slots, pool, fresh, removed[dead:])
+            others = append_wanted(
+                tables, columns[BLOCKS], wanting[claimed:wanted], when[claimed:wanted], fresh,
+                taken, orphans,
+            )  # fmt: skip
+            give_back(meta, pool, orphans, others)
+            freed += others
+            claimed = wanted
+        if block >= stop:
+            return times, dead, freed, twins
+        first, many, twin = cache(meta, keys, slots, pool, tables[row], hashes, block, last)
+        twins = twins or twin
+        marks[times, 0] = first
+        marks[times, 1] = many
+        marks[times, 2] = dead
+        times += 1
+        block = last

@@ -33,8 +33,25 @@ def warm_up() -> None:
             plan = core.schedule(0)
             core.apply(plan, Result(steps=plan.repeat))
     core.clear_cache()
+    _learn()
     _give_up()
     _hand_out()
+
+
+def _learn() -> None:
+    """Run two requests side by side, whose blocks are cached as they are generated."""
+    core = EngineCore(
+        EngineConfig(
+            blocks=8, block_size=1, max_seqs=2, max_batched_tokens=4, max_model_len=8, max_repeat=4
+        )
+    )
+    for name in ("one", "other"):
+        core.add(Request(name, prompt=2, max_tokens=3))
+    fresh = np.arange(1, 33, dtype=np.uint64).reshape(2, 8, 2)
+    while core.running or core.waiting:
+        plan = core.schedule(0)
+        sealed = {row: fresh[row] for row in plan.rows.tolist()}
+        core.apply(plan, Result(steps=plan.repeat, sealed=sealed))
 
 
 def _give_up() -> None:
