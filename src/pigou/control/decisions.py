@@ -113,10 +113,14 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
 
 
 class Ledger:
-    """The last decisions, by request; a request that was routed again has the latest."""
+    """The last decisions, by request; a request that was routed again has the latest.
+
+    Attributes:
+        most: that are kept; where it is 0, nobody asks why.
+    """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._kept: OrderedDict[str, Explanation] = OrderedDict()
 
     def __len__(self) -> int:
@@ -128,7 +132,7 @@ class Ledger:
         if explanation.request in kept:
             del kept[explanation.request]  # to come last
         kept[explanation.request] = explanation
-        if len(kept) > self._most:
+        if len(kept) > self.most:
             kept.popitem(last=False)
 
     def get(self, request: str) -> Explanation | None:

@@ -120,22 +120,22 @@ class ControlPlane:
 
     def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
         """Take in a fact; return the decisions that it sets free, for queued requests."""
-        if type(observation) is CacheChanged:  # the most frequent
+        if type(observation) is CacheChanged:  # the most frequent first: to match takes longer
             self.index.apply(observation.worker, observation.events)
             return ()
+        if type(observation) is FirstToken:
+            return self._first_token(observation.request, now)
+        if type(observation) is Ended:
+            return self._ended(observation.request, now)
         match observation:
             case Tokens(request, count):
                 self.streamed(((request, count),))
-            case FirstToken(request):
-                return self._prefilled(request, now, lambda: self.watch.first_token(request, now))
             case PrefillDone(request, well):
                 return self._prefilled(
                     request, now, lambda: self.watch.prefill_done(request, well, now)
                 )
             case ReadFailed(request):
                 self.watch.read_failed(request, now)
-            case Ended(request):
-                return self._ended(request, now)
             case WorkerUp(worker):
                 self.watch.up(worker)
                 self.index.expect(worker.id, worker.blocks)
@@ -263,6 +263,9 @@ class ControlPlane:
         self.watch.ended(request, now)
         self.desk.ended(load.request, now)
         return self._drain(now)
+
+    def _first_token(self, request: str, now: int) -> Sequence[Route]:
+        return self._prefilled(request, now, lambda: self.watch.first_token(request, now))
 
     def _prefilled(self, request: str, now: int, note: Callable[[], None]) -> Sequence[Route]:
         """A prompt is computed: where prompts are held back, the next may go."""

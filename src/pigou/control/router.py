@@ -103,29 +103,30 @@ class Router:
         pick = select(costs, self._generator, temperature, self._softmax)
         if pick is None:
             return None
-        prices = None
-        if isinstance(split, Table) and self._price.params == getattr(policy, "params", None):
-            prices = split
         held = fleet.cached(request.prompt)
         choice = _chosen(found, pick, fleet, held)
-        explanation = Explanation(
-            request.id,
-            now,
-            self.name,
-            temperature,
-            self.regime,
-            request.prompt,
-            pick.index,
-            fleet.ids,
-            found,
-            held,
-            costs,
-            split,
-            prices or self._price.table(request, fleet, found),
-            choice,
-            fleet.reads,
-        )
-        self.ledger.add(explanation)
+        if self.ledger.most:
+            prices = None
+            if isinstance(split, Table) and self._price.params == getattr(policy, "params", None):
+                prices = split
+            explanation = Explanation(
+                request.id,
+                now,
+                self.name,
+                temperature,
+                self.regime,
+                request.prompt,
+                pick.index,
+                fleet.ids,
+                found,
+                held,
+                costs,
+                split,
+                prices or self._price.table(request, fleet, found),
+                choice,
+                fleet.reads,
+            )
+            self.ledger.add(explanation)
         return choice
 
     def _with(self, overrides: Mapping[str, float]) -> tuple[RoutingPolicy, float]:

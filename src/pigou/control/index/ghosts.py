@@ -35,6 +35,7 @@ class Ghosts:
         self._graves: Words = np.zeros((_LEAST, 2), dtype=np.uint64)
         self._again: NDArray[np.float64] = np.zeros(_WORKERS)
         self._stored: NDArray[np.float64] = np.zeros(_WORKERS)
+        self._none: NDArray[np.float64] = np.zeros(0)
         self.some = False
 
     @property
@@ -79,9 +80,13 @@ class Ghosts:
     def share(self, workers: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return blocks computed again for each that was stored, 0 to 1, (workers,).
 
-        A number of -1 stands for a worker that never spoke: 0.
+        A number of -1 stands for a worker that never spoke: 0. Not to be written to.
         """
+        if not self.some and len(self._none) == len(workers):
+            return self._none
         found: NDArray[np.float64] = np.zeros(len(workers))
         if self.some:
             kernels.share(self._again, self._stored, workers, found)
+        else:
+            self._none = found
         return found
