@@ -61,6 +61,10 @@ class Bench:
         if self.changed:
             self.journal.append((0, "cache", self.changed))
             self.changed = []
+        self.say(now, *what)
+
+    def say(self, now: int, *what: object) -> None:
+        """Write to the journal what happens where nobody looks at what was published."""
         self.journal.append((now - EPOCH, *what))
 
     def refused(self, leg: Leg, error: Exception, now: int) -> None:
@@ -124,7 +128,7 @@ def abort(number: int) -> Doing:
     def do(bench: Bench, now: int) -> None:
         leg = bench.legs[str(number)]
         bench.worker.settle(leg)
-        bench.note(now, "aborted", number, leg.produced)
+        bench.say(now, "aborted", number, leg.produced)  # chunks may publish theirs later
         bench.worker.abort(leg, now)
 
     return do
