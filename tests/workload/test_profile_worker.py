@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -13,11 +14,14 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.request import Request, urlopen
 
+import aiohttp
 import msgspec
 import pytest
 
 from pigou.cli import main
 from pigou.sim.measured import Measured, at
+from pigou.workload.profiling.config import ProfileConfig
+from pigou.workload.profiling.target import find_target
 
 STEP, EACH, TOKEN = 0.005, 0.0005, 0.0004
 LAW = f"law:itl_a={STEP},itl_b={EACH},prefill_token={TOKEN}"
@@ -69,6 +73,18 @@ def test_a_profile_is_a_timing_that_simulations_take(
               "--workload", "poisson:rate=5,in=32,out=8,n=20"])  # fmt: skip
     assert ended.value.code == 0
     assert "20 completed" in capsys.readouterr().out
+
+
+def test_a_second_profile_has_prompts_that_no_cache_holds(start: Start) -> None:
+    url = start()
+
+    async def prompt(seed: int | None) -> list[int]:
+        async with aiohttp.ClientSession() as session:
+            return (await find_target(ProfileConfig(url=url, seed=seed), session)).prompt(32)
+
+    first, second, third, fourth = (asyncio.run(prompt(seed)) for seed in (None, None, 1, 1))
+    assert first != second
+    assert third == fourth
 
 
 @pytest.mark.slow

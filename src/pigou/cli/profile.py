@@ -46,7 +46,9 @@ def profile(
     ] = 0,
     repeats: Annotated[int, typer.Option(help="Of each measurement; their median counts.")] = 5,
     steps: Annotated[int, typer.Option(help="Of each measurement of decodes.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the prompts; by default they are others each time.")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request failed.")] = 120.0,
 ) -> None:
     """Measure what the steps of a live, idle worker take, for simulations of it."""

@@ -23,7 +23,8 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         longest: most tokens of a request; 0 asks it.
         repeats: of each measurement, of which the median counts.
         steps: of each measurement of decodes.
-        seed: of the prompts.
+        seed: of the prompts; None for others each time, as a worker's cache may still hold the
+            last ones.
         timeout: seconds after which a request has failed.
     """
 
@@ -35,7 +36,7 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     longest: int = 0
     repeats: int = 5
     steps: int = 32
-    seed: int = 0
+    seed: int | None = None
     timeout: float = 120.0
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             ("max_batched_tokens", 0), ("max_seqs", 0), ("longest", 0), ("repeats", 1),
             ("steps", 4), ("seed", 0),
         ):  # fmt: skip
-            if getattr(self, name) < least:
+            if (getattr(self, name) or 0) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.longest and self.longest < 128:
             raise ConfigError(
