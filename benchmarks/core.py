@@ -93,7 +93,7 @@ def generate(count: int, seed: int) -> list[Line]:
     talks: list[tuple[int, ...]] = []
     fresh = 1
     for i in range(count):
-        base = (0,)
+        base: tuple[int, ...] = (0,)
         if talks and rng.random() < 0.5:
             base = talks.pop(rng.randrange(len(talks)))
         prompt = len(base) * ID_TOKENS + int(rng.lognormvariate(8.0, 1.0)) + 1

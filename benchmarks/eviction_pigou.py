@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -75,7 +76,7 @@ class PigouSide:
             recent: last entries that are kept.
             rows: computed at once.
         """
-        self._guards = {"sinks": sinks, "recent": recent, "least": max(1, sinks + recent)}
+        self._config = EvictionConfig(sinks=sinks, recent=recent, least=max(1, sinks + recent))
         self._rows = rows
         self._models: dict[str, LoadedModel] = {}
 
@@ -100,7 +101,7 @@ class PigouSide:
         policy = _policy(name)
         config = None
         if policy != "full":
-            config = EvictionConfig(policy=policy, **self._guards)
+            config = msgspec.structs.replace(self._config, policy=policy)
         rows = len(prepared.tokens)
         parts = []
         for at in range(0, rows, self._rows):

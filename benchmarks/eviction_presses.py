@@ -150,7 +150,7 @@ def prefill_press(name: str, length: int, keep: int, sinks: int, recent: int) ->
     """Make a press that cuts `length` entries to `keep` at the end of a prompt."""
     press = PREFILL_ONLY[name]() if name in PREFILL_ONLY else scorer(name, WINDOW, sinks, recent)
     press.compression_ratio = 1 - (keep + 0.5) / length  # presses round down
-    return press  # type: ignore[no-any-return]
+    return press
 
 
 def stream_press(name: str, most: int, chunk: int, sinks: int, recent: int) -> DecodingPress:

@@ -146,9 +146,11 @@ class Outcome:
     def read(cls, path: Path) -> Outcome:
         """Read what `write` stored."""
         with np.load(path) as found:
-            arrays = {name: found[name] for name in ("nll", "kl", "right", "mass")}
-            names = ("mean_bytes", "peak_bytes", "side_bytes", "seconds")
-            return cls(**arrays, **{name: float(found[name]) for name in names})
+            return cls(
+                found["nll"], found["kl"], found["right"], found["mass"],
+                float(found["mean_bytes"]), float(found["peak_bytes"]),
+                float(found["side_bytes"]), float(found["seconds"]),
+            )  # fmt: skip
 
 
 class Meter:

@@ -16,6 +16,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ class Simulation:
         """Submit all, and go on until `until` (nanoseconds)."""
         for request, output in requests:
             self.requests[request.id], self.outputs[request.id] = request, output
-            self._at(request.arrival, lambda request=request: self._submit(request))
+            self._at(request.arrival, partial(self._submit, request))
         self._at(self.now, self._tick)
         while self._events and self._events[0][0] <= until:
             self.now, _, act = heapq.heappop(self._events)
@@ -181,7 +182,7 @@ def requests(
 ) -> list[tuple[Request, int]]:
     """Return a tenant's requests: Poisson arrivals, lognormal prompts and outputs."""
     generator = np.random.default_rng([seed, *tenant.encode()])
-    found = []
+    found: list[tuple[Request, int]] = []
     when = 1.0
     while (when := when + generator.exponential(1.0 / rate)) < 1.0 + seconds:
         tokens = int(np.clip(generator.lognormal(np.log(prompt), 0.6), 16, 8000))

@@ -71,7 +71,8 @@ def compare_rounds(name: str, pairs: Sequence[Pair]) -> None:
         live, ours = np.array([[side.figures()[each] for side in pair] for pair in pairs]).T
         ratios = ours / live
         reach = f"  ({ratios.min():.2f} to {ratios.max():.2f})"
-        show(each, *(float(np.median(one)) for one in (live, ours, ratios)), reach)
+        middle = [float(np.median(one)) for one in (live, ours, ratios)]
+        show(each, middle[0], middle[1], middle[2], reach)
 
 
 def mean(sides: Sequence[Side]) -> Side:

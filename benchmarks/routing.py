@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from statistics import median
 
@@ -52,17 +53,17 @@ def lines() -> list[Line]:
     found = []
     for size, count in ((SHORT, CALLS), (LONG, 44)):
         found += [
-            Line(f"hash {size} blocks, array / list", size, count, lambda s, n=size: s.hash(n),
+            Line(f"hash {size} blocks, array / list", size, count, methodcaller("hash", size),
                  "hash", 5.0),
             Line(f"hash {size} blocks, list / list", size, count,
-                 lambda s, n=size: s.hash_list(n), "hash"),
-            Line(f"hash {size} blocks, array / array", size, count, lambda s, n=size: s.hash(n),
+                 methodcaller("hash_list", size), "hash"),
+            Line(f"hash {size} blocks, array / array", size, count, methodcaller("hash", size),
                  "hash-array"),
-            Line(f"look up {size} blocks, held", size, count, lambda s, n=size: s.lookup(n),
+            Line(f"look up {size} blocks, held", size, count, methodcaller("lookup", size),
                  "lookup", 4.0),
-            Line(f"look up {size} blocks, not held", size, count, lambda s, n=size: s.miss(n),
+            Line(f"look up {size} blocks, not held", size, count, methodcaller("miss", size),
                  "miss", 4.0),
-            Line(f"decide, {size} blocks", size, count, lambda s, n=size: s.decide(n),
+            Line(f"decide, {size} blocks", size, count, methodcaller("decide", size),
                  "decide", 4.0, settles=True),
         ]  # fmt: skip
     for name, kind, size, target in (
@@ -72,11 +73,11 @@ def lines() -> list[Line]:
         ("core event of 1 block", "one", 1, None),
     ):
         found.append(
-            Line(f"store + remove {size}: {name}", size, CALLS, lambda s, k=kind: s.ingest(k),
+            Line(f"store + remove {size}: {name}", size, CALLS, methodcaller("ingest", kind),
                  "ingest", target)
         )  # fmt: skip
     found.append(
-        Line("decode MessagePack of 128 blocks", SHORT, CALLS, lambda s: s.decode(SHORT), None)
+        Line("decode MessagePack of 128 blocks", SHORT, CALLS, methodcaller("decode", SHORT), None)
     )
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,16 @@ from pigou.control.index import PrefixIndex
 from pigou.control.index.chain import chain
 from pigou.control.messages import CacheChanged, Ended, Route, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.events import BlockRemoved, BlockStored
+from pigou.events import BlockRemoved, BlockStored, KVEvent
 from pigou.request import SECOND, FinishReason, Request, Worker, no_hashes
-from pigou.wire.kv_events import Removed, Stored, decode_batch, encode_batch, stored_map
+from pigou.wire.kv_events import (
+    Removed,
+    Stored,
+    WireEvent,
+    decode_batch,
+    encode_batch,
+    stored_map,
+)  # fmt: skip
 
 IDS = tuple(f"worker-{i}" for i in range(WORKERS))
 Call = Callable[[int], Any]
@@ -41,14 +48,14 @@ class Side:
                 2**20 * i + 1
             )
             event = Stored(hashes, None, tokens, BLOCK_SIZE)
-            for worker in holders:
-                self.plane.observe(CacheChanged(IDS[worker], (event,)), 0)
+            for holder in holders:
+                self.plane.observe(CacheChanged(IDS[holder], (event,)), 0)
         self.keys = {
             size: [chain(each, BLOCK_SIZE) for each in load.prompts(size)] for size in (SHORT, LONG)
         }
         self.unknown = {size: chain(each, BLOCK_SIZE) for size, each in load.strange.items()}
         self._now = SECOND
-        self.events = {
+        self.events: dict[str, Sequence[tuple[KVEvent | WireEvent, ...]]] = {
             "core": [_core(each) for each in load.passing],
             "arrays": [_wire(each, i, lists=False) for i, each in enumerate(load.passing)],
             "lists": [_wire(each, i, lists=True) for i, each in enumerate(load.passing)],

@@ -234,7 +234,8 @@ def main() -> None:
         for level in (0.5, 0.7, 0.85):
             # Speed differs from level to level, so each has fleets at rest of its own.
             own = contenders(
-                *(at_rest(name, level, share) for share in (0.2, 0.5)),
+                at_rest(name, level, 0.2),
+                at_rest(name, level, 0.5),
                 at_rest(name, level, 0.5, explore=True),
             )
             loads = [(recorded(name, level), seed) for seed in seeds]

@@ -21,7 +21,7 @@ def main() -> None:
     threads, count, prompt, vocab, seed = map(int, sys.argv[2:7])
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     jobs = make_jobs(count, prompt=prompt, output=(8, 256), vocab=vocab, seed=seed)
     generate(model, jobs[:2], longest=8)
     began = time.perf_counter()

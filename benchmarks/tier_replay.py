@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +139,11 @@ MODES = {
 }
 
 
+#: Lets the lower tier have an event, of which the upper one holds so many blocks, and both so many;
+#: returns how many were written to it.
+Way = Callable[[Tier, Tier, Event, int, int], int]
+
+
 def two_tiers(replay: Replay, caps: tuple[int, int], mode: str, gains: Worth) -> Outcome:
     """A device tier, LRU, above another one; hits below come up, and cost the link's time.
 
@@ -152,7 +157,10 @@ def two_tiers(replay: Replay, caps: tuple[int, int], mode: str, gains: Worth) ->
     lower = Tier(caps[1], load(name, Setting(caps[1], gains)), rooted=offered != "evicted")
     if offered == "last call":
         lower.policy.above = device.__contains__
-    run = {"computed": _computed, "evicted": _evicted, "last call": LastCall(replay)}[offered]
+    ways: dict[str, Way] = {
+        "computed": _computed, "evicted": _evicted, "last call": LastCall(replay),
+    }  # fmt: skip
+    run = ways[offered]
     found = Outcome()
     begin = time.process_time()
     for event in replay.events:

@@ -90,7 +90,7 @@ def agents(path: Path, group: int = 8, sessions: int | None = None, seed: int = 
     order = generator.permutation(len(trace.sessions))[:sessions]
     starts = generator.exponential(APART_S, len(order)).cumsum()
     chains = Chains()
-    rows = []
+    rows: list[Row] = []
     for start, place in zip(starts, order, strict=True):
         rows += _session(trace, trace.sessions[place], float(start), group, chains)
     size = int(trace.block) * group
@@ -125,6 +125,6 @@ def _grouped(ids: Sequence[int], group: int) -> list[tuple[int, ...]]:
 def _replay(name: str, tokens: int, rows: list[Row], chains: Chains) -> Replay:
     """Sort by time; a nanosecond for each event tells those of one time apart."""
     rows.sort(key=lambda row: row[0])
-    events = [Event(int(at * SECOND) + i, *rest) for i, (at, *rest) in enumerate(rows)]
+    events = [Event(int(row[0] * SECOND) + i, *row[1:]) for i, row in enumerate(rows)]
     accesses = sum(len(each.blocks) for each in events if each.asks)
     return Replay(name, tokens, events, len(chains), accesses)

@@ -5,6 +5,7 @@ All is drawn from one seed, so that every policy gets the same requests at the s
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -175,9 +176,9 @@ def rate_for(items: list[Item], busy: float, work: float, fan: int, seed: int) -
     """Return the requests per second at which a server is busy for this share of the time."""
     low, high = 0.1 / work, 4.0 / work
     for _ in range(40):
-        rate = (low * high) ** 0.5
+        rate = math.sqrt(low * high)
         if busy_share(arrivals(items, rate, fan, seed), work) < busy:
             low = rate
         else:
             high = rate
-    return (low * high) ** 0.5
+    return math.sqrt(low * high)

@@ -94,11 +94,13 @@ def course(
             limit = budget * BLOCK
             best = optimum(found.returns, none, found.there, limit, 0.0, 0.0)
             real = utility(found.returns, none, found.kept, found.there, 0.0, 0.0)
-            got = earned(found)
-            fixed = fixed_optimum(found, limit, ends) - got[np.array(ends) - 1]
-            parts.append((regret(best, real), fixed, float(best.sum()), float(real.sum())))
-    each, fixed, possible, got = (np.mean([p[i] for p in parts], axis=0) for i in range(4))
-    return Course(policy, each, ends, fixed, float(possible), float(got))
+            lacking = fixed_optimum(found, limit, ends) - earned(found)[np.array(ends) - 1]
+            parts.append((regret(best, real), lacking, float(best.sum()), float(real.sum())))
+    regrets, fixed, possible, got = zip(*parts, strict=True)
+    return Course(
+        policy, np.mean(regrets, axis=0), ends, np.mean(fixed, axis=0), float(np.mean(possible)),
+        float(np.mean(got)),
+    )  # fmt: skip
 
 
 def _grows(course: Course) -> str:
