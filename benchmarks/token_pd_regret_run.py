@@ -8,11 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.token_pd_load import Arrival, Item, Texts, arrivals, make_items
-from benchmarks.token_pd_optimum import BEGIN, Floats, earned, fixed_optimum, settling
+from benchmarks.token_pd_optimum import (
+    BEGIN,
+    Floats,
+    Recorded,
+    earned,
+    fixed_optimum,
+    settling,
+)  # fmt: skip
 from benchmarks.token_pd_record import Recorder, future_shares, lay_out
 from benchmarks.token_pd_run import BLOCK, Run, Setting
 from benchmarks.token_pd_table import markdown
-from pigou.kv.regret import growth, optimum, regret, utility
+from pigou.kv.regret import by_price, growth, optimum, regret, utility
 from pigou.models import bundled_path
 from pigou.report.drawing import png
 from pigou.report.figure import Axis, Chart, Line
@@ -35,6 +42,8 @@ class Course:
         fixed: regret against it, shape (k,).
         possible: what the best sets earned in all.
         got: what the policy earned in all.
+        priced: of Token-PD's rule on the premises of its bound, after those steps: regret, tokens
+            beyond the budget (summed over steps), regret within the budget; shape (k, 3).
     """
 
     policy: str
@@ -43,6 +52,7 @@ class Course:
     fixed: Floats
     possible: float
     got: float
+    priced: Floats
 
 
 def report(args: argparse.Namespace) -> None:
@@ -61,6 +71,12 @@ def report(args: argparse.Namespace) -> None:
             "regret, best fixed choice", "exponent"]  # fmt: skip
     print(f"\n{args.streams} streams, {args.requests} requests, budget "
           f"{args.blocks * args.streams} blocks\n{markdown(head, rows)}\n")  # fmt: skip
+    for c in courses:
+        print(f"Token-PD's rule on the premises of its bound (arrivals of {c.policy}):")
+        lines = [[str(end), *(f"{each:.2f}" for each in row)]
+                 for end, row in zip(c.ends, c.priced.tolist(), strict=True)]  # fmt: skip
+        print(markdown(["steps", "regret", "tokens beyond the budget", "regret within the budget"],
+                       lines) + "\n")  # fmt: skip
     print(markdown(["policy", "load doubled: price settles after (steps)", "before", "after",
                     "load halved: after (steps)", "before", "after"],
                    [settle(model, policy, texts, args) for policy in args.policies]))  # fmt: skip
@@ -95,12 +111,36 @@ def course(
             best = optimum(found.returns, none, found.there, limit, 0.0, 0.0)
             real = utility(found.returns, none, found.kept, found.there, 0.0, 0.0)
             lacking = fixed_optimum(found, limit, ends) - earned(found)[np.array(ends) - 1]
-            parts.append((regret(best, real), lacking, float(best.sum()), float(real.sum())))
-    regrets, fixed, possible, got = zip(*parts, strict=True)
+            played = priced(found, best, limit, ends)
+            parts.append(
+                (regret(best, real), lacking, float(best.sum()), float(real.sum()), played)
+            )
+    regrets, fixed, possible, got, rule = zip(*parts, strict=True)
     return Course(
         policy, np.mean(regrets, axis=0), ends, np.mean(fixed, axis=0), float(np.mean(possible)),
-        float(np.mean(got)),
+        float(np.mean(got)), np.mean(rule, axis=0),
     )  # fmt: skip
+
+
+def priced(found: Recorded, best: Floats, budget: int, ends: list[int]) -> Floats:
+    """Return what `Course.priced` has, of one layer and KV head.
+
+    Args:
+        found: the recorded run; only its returns count, and which tokens are there.
+        best: utility of each step's best set, shape (T,).
+        budget: entries.
+        ends: steps after which to tell it. The rate depends on the horizon, as the bound has it,
+            so each is a play of its own.
+    """
+    rows = []
+    for end in ends:
+        returns, there = found.returns[:end], found.there[:end]
+        free, beyond = by_price(returns, there, budget, end**-0.5)
+        held, _ = by_price(returns, there, budget, end**-0.5, capped=True)
+        possible = float(best[:end].sum())
+        rows.append([possible - float(returns[free].sum()), float(beyond.sum()),
+                     possible - float(returns[held].sum())])  # fmt: skip
+    return np.array(rows)
 
 
 def _grows(course: Course) -> str:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.kv.portfolio import Offer, cut
-from pigou.kv.price import admits, exponentiated
-from pigou.kv.regret import growth, optimum, regret, utility
+from pigou.kv.regret import by_price, growth, optimum, regret, utility
 
 
 @given(
@@ -37,16 +36,9 @@ def test_nobody_does_better_than_the_optimum(
     assert found == pytest.approx(best)
 
 
-def by_price(returns: np.ndarray, there: np.ndarray, budget: int) -> np.ndarray:
-    """Play Token-PD's rule: Eq. 4, a cap besides, Eq. 5 with a rate like 1 / sqrt(T)."""
-    steps = len(returns)
-    kept = np.zeros(returns.shape, dtype=np.bool_)
-    price, rate = 1e-3, 4.0 / np.sqrt(steps)
-    for t in range(steps):
-        wanted = there[t] & admits(returns[t], np.zeros(returns.shape[1]), 0.0, price)
-        ranked = np.argsort(np.where(wanted, -returns[t], np.inf))[:budget]
-        kept[t, ranked] = wanted[ranked]
-        price = exponentiated(price, float(wanted.sum()), budget, rate)
+def priced(returns: np.ndarray, there: np.ndarray, budget: int) -> np.ndarray:
+    """Play Token-PD's rule with a rate like 1 / sqrt(T)."""
+    kept, _ = by_price(returns, there, budget, 4.0 / np.sqrt(len(returns)), capped=True)
     return kept
 
 
@@ -84,6 +76,20 @@ def sequence(steps: int, seed: int, steady: bool) -> tuple[np.ndarray, np.ndarra
     return returns, np.broadcast_to(rng.random(shape), (steps, 60)) < load
 
 
+@given(st.integers(0, 2**20), st.booleans())
+def test_a_price_keeps_what_is_worth_most_and_a_cap_no_more_than_the_budget(
+    seed: int, capped: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    returns, there = rng.random((6, 12)), rng.random((6, 12)) < 0.8
+    kept, beyond = by_price(returns, there, 4, 0.5, capped)
+    assert not (kept & ~there).any()
+    for mine, around, worth, over in zip(kept, there, returns, beyond, strict=True):
+        least = worth[mine].min(initial=np.inf)
+        assert (worth[around & ~mine] <= least).all()
+        assert mine.sum() == (min(4 + over, 4) if capped else 4 + over)
+
+
 LENGTHS = np.array([125, 250, 500, 1000, 2000])
 
 
@@ -98,7 +104,7 @@ def test_regret_of_the_price_grows_like_the_root_of_time_while_the_load_is_stead
     ends = []
     for steps in LENGTHS.tolist():
         returns, there = sequence(steps, seed, steady=True)
-        ends.append(float(cost(by_price(returns, there, 20), returns, there, 20)[-1]))
+        ends.append(float(cost(priced(returns, there, 20), returns, there, 20)[-1]))
     assert min(ends) > 0, "the price is not clairvoyant"
     assert slope(ends) <= 0.6
 
@@ -111,7 +117,7 @@ def test_a_price_alone_has_linear_regret_where_the_load_fluctuates_and_the_cut_h
     ends = []
     for steps in LENGTHS.tolist():
         returns, there = sequence(steps, seed, steady=False)
-        ends.append(float(cost(by_price(returns, there, 20), returns, there, 20)[-1]))
+        ends.append(float(cost(priced(returns, there, 20), returns, there, 20)[-1]))
         assert cost(by_cut(returns, there, 20), returns, there, 20) == pytest.approx(0.0)
     assert slope(ends) > 0.8
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.price import Floats
+from pigou.kv.price import FLOOR, Floats, admits, exponentiated
 
 Flags = NDArray[np.bool_]
 
@@ -54,6 +54,43 @@ def optimum(
     best = np.sort(worth, axis=1)[:, ::-1][:, :count]
     found: Floats = np.maximum(best, 0.0).sum(axis=1) - there.sum(axis=1) * penalty
     return found
+
+
+def by_price(
+    returns: Floats, there: Flags, budget: int, rate: float, capped: bool = False
+) -> tuple[Flags, Floats]:
+    """Play Token-PD's rule where its bound is proved (appendix A), and return what it keeps.
+
+    There, returns are seen before each choice, what was dropped is back the moment it is worth its
+    price, and the budget holds on average alone. Eq. 4 chooses, Eq. 5 moves the price; the first
+    step that has more than the budget sets it to the return of the first token too many.
+
+    Args:
+        returns: realised, (T, n).
+        there: tokens that exist, (T, n).
+        budget: tokens that may be kept, above 0.
+        rate: learning rate, above 0.
+        capped: whether no more than the budget is kept in any step, those of the highest returns.
+
+    Returns:
+        What is kept, and by how many tokens what earns its price exceeds the budget, of shapes
+        (T, n) and (T,); 0 as long as there was no price.
+    """
+    kept, beyond, price = there.copy(), np.zeros(len(returns)), 0.0
+    for t in range(len(returns)):
+        tokens = np.flatnonzero(there[t])
+        worth = returns[t, tokens]
+        if not price and len(tokens) > budget:
+            price = max(float(np.partition(worth, -budget - 1)[-budget - 1]), FLOOR)
+        if not price:
+            continue
+        kept[t, tokens] = admits(worth, np.zeros_like(worth), 0.0, price)
+        wanted = int(kept[t].sum())
+        if capped and wanted > budget:
+            kept[t, tokens[np.argsort(-worth, kind="stable")[budget:]]] = False
+        beyond[t] = wanted - budget
+        price = exponentiated(price, wanted, budget, rate)
+    return kept, beyond
 
 
 def regret(optimal: Floats, realised: Floats) -> Floats:
