@@ -25,7 +25,8 @@ import numpy as np
 
 from benchmarks.common import LOOPBACK, Server, free_ports, get_text, machine, unwind_on_terminate
 from pigou.models import bundled_path
-from pigou.workload.trace import Session, Trace, read_trace
+from pigou.workload.formats import read_trace
+from pigou.workload.trace import Session, Trace
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
 FLEETS = {"1p2d": ["prefill", "decode", "decode"], "2both": ["both"] * 2, "4both": ["both"] * 4}

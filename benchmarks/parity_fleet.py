@@ -23,9 +23,9 @@ from pigou.sim.config import FleetConfig, Members
 from pigou.sim.network import LinkConfig
 from pigou.sim.result import Result
 from pigou.sim.simulate import Setup, Simulation
+from pigou.workload.formats import read_trace
 from pigou.workload.journal import lines
 from pigou.workload.offered import from_trace
-from pigou.workload.trace import read_trace
 
 LAW = "law:itl_a=0.02,itl_b=0.0002,prefill=0.004,prefill_token=0.00005"
 #: As workers that sleep share it.

@@ -28,8 +28,8 @@ from pigou.sim.client import ClientConfig
 from pigou.sim.config import read_fleet
 from pigou.sim.simulate import UNLIMITED, Setup, Simulation
 from pigou.sim.workload import ClosedLoop, Lengths, OpenLoop
+from pigou.workload.formats import read_trace
 from pigou.workload.offered import from_trace
-from pigou.workload.trace import read_trace
 
 #: Of the worker that computes.
 WORKER_SEQS, WORKER_BUDGET = 32, 512

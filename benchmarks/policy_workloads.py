@@ -25,9 +25,10 @@ from pigou.sim.client import ClientConfig
 from pigou.sim.config import read_fleet
 from pigou.sim.simulate import UNLIMITED, Setup, Simulation
 from pigou.sim.workload import ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
+from pigou.workload.formats import read_trace
 from pigou.workload.offered import from_trace
 from pigou.workload.sample import some
-from pigou.workload.trace import Trace, read_trace
+from pigou.workload.trace import Trace
 
 REQUESTS = 240
 _TURNS = 12

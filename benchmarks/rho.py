@@ -38,8 +38,9 @@ from pigou.sim.clock import EPOCH, Phase
 from pigou.sim.config import read_fleet
 from pigou.sim.simulate import UNLIMITED, Setup, Simulation
 from pigou.sim.workload import OpenLoop
+from pigou.workload.formats import read_trace
 from pigou.workload.offered import Offered, from_trace, offered
-from pigou.workload.trace import Trace, read_trace
+from pigou.workload.trace import Trace
 
 WORKERS, LONGEST, REQUESTS = 4, 32_768, 1200
 _SHAPE = "in=2048,out=256,templates=40,hold=60"

@@ -11,7 +11,8 @@ import numpy as np
 
 from pigou.kv.block import ROOT, Block
 from pigou.request import SECOND
-from pigou.workload.trace import Session, Trace, Turn, read_trace
+from pigou.workload.formats import read_trace
+from pigou.workload.trace import Session, Trace, Turn
 
 #: Sessions without recorded starts begin at random, so many seconds apart in the mean.
 APART_S = 20.0

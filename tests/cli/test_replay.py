@@ -16,7 +16,7 @@ from pigou.control.plane import ControlPlane
 from pigou.control.recorder import Recorder
 from pigou.gateway.journal import Journal
 from pigou.request import SECOND, FinishReason, Request, Role, Worker
-from pigou.workload.trace import read_trace
+from pigou.workload.formats import read_trace
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from pigou.cli import main
 from pigou.config import ConfigError
 from pigou.workload.catalogue import TRACES
+from pigou.workload.formats import read_trace
 from pigou.workload.rows import Row, of_rows, to_rows
 from pigou.workload.sharing import hit_ratio, sharing
-from pigou.workload.trace import Session, Trace, Turn, ordered, read_trace
+from pigou.workload.trace import Session, Trace, Turn, ordered
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -20,8 +20,8 @@ from tests.e2e.conftest import SLEEP
 from tests.e2e.fleet import Fleet
 
 from pigou.control.journal import Head, Submit
+from pigou.workload.formats import read_trace
 from pigou.workload.journal import lines
-from pigou.workload.trace import read_trace
 
 LAWS = {
     "toll": {"policy": "toll", "controller": {"controller": "regime"}, "max_inflight": 4},

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from pigou.config import ConfigError
 from pigou.workload.config import BenchConfig
 from pigou.workload.drive import Drive
+from pigou.workload.formats import read_trace
 from pigou.workload.outcome import Failure, Outcome
 from pigou.workload.prompts import Job
 from pigou.workload.replay import plan
-from pigou.workload.trace import Session, Trace, Turn, read_trace
+from pigou.workload.trace import Session, Trace, Turn
 
 
 def agent(name: str, turns: int) -> dict[str, object]:

@@ -18,10 +18,11 @@ from rich.table import Table
 from pigou.config import ConfigError
 from pigou.workload.catalogue import TRACES, listed
 from pigou.workload.download import DownloadError, Watch, download
+from pigou.workload.formats import read_trace
 from pigou.workload.rows import Row, to_rows
 from pigou.workload.sample import some, window
 from pigou.workload.sharing import hit_ratio, sharing
-from pigou.workload.trace import Trace, read_trace
+from pigou.workload.trace import Trace
 
 trace = typer.Typer(
     help="Find, download, describe, convert and cut recorded traces.", no_args_is_help=True

@@ -24,8 +24,8 @@ _MOONCAKE_BLOCK = 512
 _BLOCK_IN_NAME = re.compile(r"blksz_(\d+)")
 
 
-def read(path: Path) -> Trace:
-    """Read a trace.
+def read_trace(path: str | Path) -> Trace:
+    """Read a trace; which kind it is, its content tells.
 
     JSON lines of Pigou (`pigou.workload.rows.Row`), Mooncake, Alibaba's Bailian or vLLM's bench;
     a journal of Pigou's gateway; CSV of Azure or BurstGPT; agent sessions (JSON with `requests`,
@@ -34,6 +34,7 @@ def read(path: Path) -> Trace:
     Raises:
         ConfigError: the file cannot be read, or is none of these.
     """
+    path = Path(path)
     try:
         return _read(path)
     except (

@@ -17,7 +17,8 @@ from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.workload import ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
 from pigou.workload.arrivals import renewal_times
-from pigou.workload.trace import Trace, read_trace
+from pigou.workload.formats import read_trace
+from pigou.workload.trace import Trace
 
 _CLIENT = ("pool", "take", "barging", "timeout", "retries", "backoff")
 _LENGTHS = ("in", "out", "templates")

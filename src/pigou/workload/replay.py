@@ -13,8 +13,9 @@ from pigou.request import SECOND
 from pigou.workload.arrivals import renewal_times
 from pigou.workload.config import BenchConfig
 from pigou.workload.drive import Drive
+from pigou.workload.formats import read_trace
 from pigou.workload.prompts import Job
-from pigou.workload.trace import Session, Trace, read_trace
+from pigou.workload.trace import Session, Trace
 
 
 @dataclass(frozen=True)

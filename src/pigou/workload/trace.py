@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,14 +142,3 @@ def ordered(block: float, sessions: Sequence[Session]) -> Trace:
     first = min(each.start for each in sessions)
     moved = [replace(each, start=each.start - first) for each in sessions]
     return Trace(float(block), tuple(sorted(moved, key=lambda each: each.start)))
-
-
-def read_trace(path: str | Path) -> Trace:
-    """Read a trace; which kind it is, its content tells (`pigou.workload.formats`).
-
-    Raises:
-        ConfigError: the file cannot be read, or is no trace.
-    """
-    from pigou.workload.formats import read  # which reads into the nouns above
-
-    return read(Path(path))
