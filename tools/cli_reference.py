@@ -38,7 +38,8 @@ def values(kind: Any) -> str:
     if kind is bool:
         return "switch"
     if isinstance(kind, EnumMeta):
-        return ", ".join(f"`{member.value}`" for member in kind)
+        members: list[Enum] = list(kind)
+        return ", ".join(f"`{member.value}`" for member in members)
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
     parts = [part for part in get_args(kind) if part is not type(None)]

@@ -70,7 +70,7 @@ def pack(args: argparse.Namespace) -> None:
     """Writes config, generation config and bfloat16 weights of a checkpoint into `--out`."""
     words = Tokenizer.from_file(str(args.out / "tokenizer.json"))
     state = torch.load(args.out / f"{args.checkpoint}.pt", map_location="cpu", weights_only=True)
-    bos, eos = words.token_to_id(tokenizer.BOS), words.token_to_id(tokenizer.EOS)
+    bos, eos = (tokenizer.special(words, token) for token in (tokenizer.BOS, tokenizer.EOS))
     export.save(state, Shape(), args.out, bos, eos)
 
 

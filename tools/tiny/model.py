@@ -4,8 +4,9 @@ Face's LlamaForCausalLM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -131,11 +132,17 @@ class Layer(nn.Module):
 class Tiny(nn.Module):
     """A Llama decoder with tied embeddings."""
 
+    layers: Sequence[Layer]
+    cos: Tensor
+    sin: Tensor
+    above: Tensor
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.layers = cast("Sequence[Layer]", layers)
         self.norm = nn.Parameter(torch.ones(shape.hidden_size))
         cos, sin = rotary(shape, shape.max_position_embeddings)
         self.register_buffer("cos", cos, persistent=False)

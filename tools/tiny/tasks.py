@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from pigou.workload.recall import KEYS, MARK, VALUES, is_held_out
 from tiny.corpus import Corpus
-from tiny.tokenizer import BOS, EOS, SPECIAL
+from tiny.tokenizer import BOS, EOS, SPECIAL, special
 
 ANSWER = 4.0  # weight of a token that must be recalled
 FAINT = 0.02  # weight of a token that only luck could predict
@@ -83,11 +83,11 @@ class Tasks:
     def __init__(self, tokenizer: Tokenizer, corpus: Corpus) -> None:
         self.alphabet = Alphabet.of(tokenizer)
         self.vocab_size = tokenizer.get_vocab_size()
-        self.bos, self.eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+        self.bos, self.eos = special(tokenizer, BOS), special(tokenizer, EOS)
         self.user, self.assistant = (
-            tokenizer.token_to_id(f"<|{role}|>") for role in ("user", "assistant")
+            special(tokenizer, f"<|{role}|>") for role in ("user", "assistant")
         )
-        self.colon = tokenizer.token_to_id(":")
+        self.colon = special(tokenizer, ":")
         self.special = len(SPECIAL)
         documents = [np.array(e.ids, np.int64) for e in tokenizer.encode_batch(corpus.documents)]
         play, rest = documents[0], documents[1:]
@@ -230,4 +230,5 @@ def _chat(turns: list[str]) -> str:
 def _line_starts(text: Ids, newline: int) -> Ids:
     """Offsets at which a line begins, whose line before is not empty."""
     after = np.flatnonzero(text[:-1] == newline) + 1
-    return after[1:][text[after[1:] - 2] != newline]
+    starts: Ids = after[1:][text[after[1:] - 2] != newline]
+    return starts

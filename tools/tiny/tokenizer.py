@@ -80,6 +80,14 @@ def settings(length: int) -> dict[str, Any]:
     }
 
 
+def special(tokenizer: Tokenizer, token: str) -> int:
+    """Returns the id of a token that must be there; raises ValueError if it is not."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no {token}")
+    return int(found)
+
+
 def save(tokenizer: Tokenizer, folder: Path, length: int) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)

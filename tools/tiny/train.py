@@ -159,7 +159,7 @@ class Trainer:
                 unlikely, share = polish.penalty(self.model, self.tasks, self.rng)
                 loss = loss + loops * unlikely
                 self.meter.mix("loops", share)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -204,7 +204,7 @@ class Trainer:
         probed now and then.
         """
         for layer in self.model.layers:
-            layer.dropout = DROPOUT  # type: ignore[assignment]
+            layer.dropout = DROPOUT
         for count in range(1, steps + 1):
             fall = 0.5 * (1 + math.cos(math.pi * count / steps))
             self.update(level, self.rate * (0.05 + 0.95 * fall))
