@@ -29,7 +29,7 @@ from pigou.runtime.eviction.returns import PAPER, RETURNS, PaperModel, ReturnMod
 from returns.bench import Bench  # noqa: E402
 from returns.collect import Collected, collect  # noqa: E402
 from returns.coverage import coverage  # noqa: E402
-from returns.examples import EACH  # noqa: E402
+from returns.examples import EACH, Collector  # noqa: E402
 from returns.fit import Fit  # noqa: E402
 from returns.generic import fit_generic  # noqa: E402
 from returns.paper import fit_paper  # noqa: E402
@@ -37,7 +37,8 @@ from returns.probe import open_model  # noqa: E402
 from returns.sequences import Sequences  # noqa: E402
 from tiny import corpus  # noqa: E402
 
-HORIZON, STEPS = 1024.0, 6000
+HORIZON, STEPS, CUT = 256.0, 6000, 0.25
+EARLY = 4  # the policy that cuts are made by is trained on one in so many sequences, alone
 
 
 def read_corpus() -> corpus.Split:
@@ -50,17 +51,30 @@ def read_corpus() -> corpus.Split:
     return corpus.load(folder)
 
 
-def gather(args: argparse.Namespace, model: Path, part: corpus.Corpus, seed: int) -> Collected:
-    """Runs a model over sequences of one part of the corpus."""
+def gather(
+    args: argparse.Namespace, model: Path, part: corpus.Corpus, seed: int, count: int,
+    policy: ReturnModel | None = None,
+) -> Collected:  # fmt: skip
+    """Runs a model over sequences of one part of the corpus, cut by a policy if there is one."""
     sequences = Sequences(Tokenizer.from_file(str(model / "tokenizer.json")), part)
-    return collect(
-        open_model(model), sequences, args.sequences, args.length, horizon=args.horizon, seed=seed
-    )
+    collector = Collector(open_model(model), args.horizon, policy, args.cut if policy else 0.0)
+    return collect(collector, sequences, count, args.length, seed=seed)
+
+
+def early(args: argparse.Namespace, part: corpus.Corpus) -> ReturnModel | None:
+    """Trains the policy that cuts are made by: of what entries change alone."""
+    if not args.cut:
+        return None
+    data = gather(args, args.model, part, args.seed + 2, max(args.sequences // EARLY, 1))
+    fit = Fit(data.examples, args.seed)
+    fit.run(args.steps // EARLY)
+    return fit.model()
 
 
 def train(args: argparse.Namespace) -> None:
     """Trains both predictors, of the training part alone."""
-    data = gather(args, args.model, read_corpus().train, args.seed)
+    part = read_corpus().train
+    data = gather(args, args.model, part, args.seed, args.sequences, early(args, part))
     fit = Fit(data.examples, args.seed)
     loss = fit.run(args.steps)
     fit.calibrate()
@@ -73,8 +87,9 @@ def train(args: argparse.Namespace) -> None:
 
 def calibrate(args: argparse.Namespace) -> None:
     """Prints how often the truth is within so many sigma, on held-out sequences."""
-    data = gather(args, args.model, read_corpus().held_out, args.seed + 1)
     model, paper = ReturnModel.load(args.out / RETURNS), PaperModel.load(args.out / PAPER)
+    part, policy = read_corpus().held_out, model if args.cut else None
+    data = gather(args, args.model, part, args.seed + 1, args.sequences, policy)
     for line in coverage(data, model, paper):
         print(line, flush=True)
 
@@ -82,7 +97,8 @@ def calibrate(args: argparse.Namespace) -> None:
 def generic(args: argparse.Namespace) -> None:
     """Trains the predictor for models that have none, of several models."""
     part = read_corpus().train
-    data = [gather(args, model, part, args.seed).examples for model in args.models]
+    count = args.sequences
+    data = [gather(args, model, part, args.seed, count).examples for model in args.models]
     fit_generic(data, EACH, args.steps, seed=args.seed).save(args.out)
 
 
@@ -113,6 +129,9 @@ def main() -> None:
             command.add_argument("--sequences", type=int, default=count)
             command.add_argument("--length", type=int, default=1536, help="tokens of a sequence")
             command.add_argument("--horizon", type=float, default=HORIZON, help="tokens")
+        if run in (train, calibrate):
+            help = "weight of the return at a cut in the target; 0: of entries alone"
+            command.add_argument("--cut", type=float, default=CUT, help=help)
         if run is generic:
             command.add_argument("--models", type=Path, nargs="+", required=True)
             command.add_argument("--out", type=Path, default=GENERIC, help="file")

@@ -14,6 +14,7 @@ from torch import Tensor
 from pigou.models import bundled_path
 from pigou.runtime.eviction.returns import (
     CONTENT,
+    FOLD,
     RETURNS,
     SCALES,
     PaperModel,
@@ -26,6 +27,8 @@ from pigou.runtime.rotary import rotary_table, rotate
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 from returns.change import discounted, drop_changes, output_grams
+from returns.cut import gains
+from returns.examples import PIECE, fades
 
 LAYERS, HEADS, WIDTH = 4, 2, 64
 
@@ -107,3 +110,41 @@ def test_a_constant_change_is_worth_the_horizon_wherever_the_sequence_ends() -> 
     changes = torch.full((2, 100, 5), 0.25)
     worth = discounted(changes, torch.tensor([10, 50, 99]), horizon=40.0)
     torch.testing.assert_close(worth, torch.full((2, 3, 5), 10.0))
+
+
+@given(st.integers(0, 100))
+def test_a_gain_at_a_cut_is_the_difference_of_the_layers_squared_errors(seed: int) -> None:
+    heads, queries, entries, width = 2, 3, 7, 4
+    probs = normal(heads, 1, queries, entries, seed=seed).softmax(-1)
+    values, weight = normal(heads, entries, width, seed=seed + 1), normal(5, heads * width)
+    kept = normal(heads, entries - 1, seed=seed + 2) > 0
+    kept[:, 0] = True
+    chosen = torch.arange(1, entries - 1)
+    full = probs @ values[:, None]
+
+    def errors(mask: Tensor) -> Tensor:
+        cached = probs * torch.cat((mask, torch.ones(heads, 1)), 1)[:, None, None]
+        out = cached @ values[:, None] / cached.sum(-1, keepdim=True)
+        wrong = (out - full).permute(2, 0, 1, 3).reshape(queries, -1) @ weight.T
+        return wrong.square().sum(-1)
+
+    gain, _ = gains(probs, full, values, kept, chosen, weight)
+    for head in range(heads):
+        for index, entry in enumerate(chosen.tolist()):
+            there, gone = kept.clone(), kept.clone()
+            there[head, entry], gone[head, entry] = True, False
+            expect = errors(gone) - errors(there)
+            torch.testing.assert_close(gain[head, :, index], expect, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("pieces", range(1, 9))
+def test_attention_counts_by_a_time_as_much_as_after_the_runtimes_folds(pieces: int) -> None:
+    scales, mass, since = torch.tensor(SCALES), torch.zeros(1, pieces), 0
+    older = torch.zeros(len(SCALES), pieces)
+    for piece in range(pieces):
+        if since == FOLD:
+            older, mass, since = older * torch.exp(-FOLD / scales)[:, None] + mass, 0 * mass, 0
+        mass[0, piece] += 1
+        since += PIECE
+    expect = older * torch.exp(-since / scales)[:, None] + mass
+    torch.testing.assert_close(fades(PIECE * pieces), expect)

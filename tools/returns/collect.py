@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pigou.runtime.models.decoder import Decoder
-from returns.examples import Collector, Examples
+from returns.examples import PIECE, Collector, Examples
 from returns.paper import LATEST, Births
 from returns.probe import Probe
 from returns.sequences import Sequences
 
 BIRTHS = 320  # taken of a sequence
+LENGTH = 512  # least tokens of a sequence
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,26 @@ class Collected:
 
 
 def collect(
-    decoder: Decoder, sequences: Sequences, count: int, length: int, *, horizon: float, seed: int
+    collector: Collector, sequences: Sequences, count: int, length: int, *, seed: int
 ) -> Collected:
     """Run a model over `count` sequences of `length` tokens, with its full cache.
 
     Args:
-        decoder: of the model.
+        collector: of the model.
         sequences: to draw from.
         count: sequences.
-        length: tokens of each, at least 512.
-        horizon: that the change to come is discounted with, in tokens.
+        length: tokens of each, at least 512 and a multiple of `PIECE`.
         seed: of sequences and of what is looked at in them.
+
+    Raises:
+        ValueError: the length is not so.
     """
+    if length < LENGTH or length % PIECE:
+        raise ValueError(f"length is {length}; give a multiple of {PIECE} from {LENGTH} on")
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    collector = Collector(decoder, horizon)
     examples, births = [], []
     for _ in range(count):
-        probe = Probe(decoder, 1, length)
+        probe = Probe(collector.decoder, 1, length)
         ids = torch.tensor([sequences.draw(rng, length)])
         seen, logits = collector.look(probe, ids, generator)
         examples.append(seen)

@@ -7,15 +7,16 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from pigou.runtime.eviction.returns import POWER
+from pigou.runtime.eviction.returns import FOLD, POWER, SCALES, ReturnModel
 from pigou.runtime.models.decoder import Decoder
 from returns.change import discounted, drop_changes, output_grams
+from returns.cut import RECENT, SHARES, SINKS, STRIDE, cut, gains, worth
 from returns.probe import Probe
 
-SINKS, RECENT = 4, 32  # protected anyway
-STEP = 64  # tokens between the times at which entries are looked at
+PIECE = 16  # tokens between times at which entries may be looked at
+TIMES = 20  # at which they are, of a sequence
 EACH = 64  # entries looked at, at each time
-AHEAD = 256  # least queries to come
+FIRST, AHEAD = 128, 256  # least queries before and to come
 LEAST = 1e-12  # return, so that its logarithm exists
 
 
@@ -50,64 +51,100 @@ def _axis(name: str) -> int:
 
 @dataclass(frozen=True)
 class Collector:
-    """Runs a model over sequences, and picks entries at random."""
+    """Runs a model over sequences, and picks entries at random.
+
+    Attributes:
+        decoder: of the model.
+        horizon: that the return to come is discounted with, in tokens.
+        policy: whose cuts returns are looked at under, or None.
+        weight: of the return at a cut in the logarithm of the target; the rest is that of the
+            change by the entry alone.
+    """
 
     decoder: Decoder
     horizon: float
+    policy: ReturnModel | None = None
+    weight: float = 0.0
 
     @torch.inference_mode()
     def look(
         self, probe: Probe, ids: Tensor, generator: torch.Generator
     ) -> tuple[Examples, Tensor]:
-        """Read one sequence, shape (1, T), with an empty probe.
+        """Read one sequence, shape (1, T), with an empty probe; T is a multiple of `PIECE`.
 
         Returns:
             Examples, and the logits of all tokens, shape (T, vocab).
         """
-        times = torch.arange(2 * STEP, ids.shape[1] - AHEAD + 1, STEP)
-        masses, logits = [], []
-        grams = self.grams
-        changes = self.room(ids)
+        times = _times(ids.shape[1], generator)
         probe.keep = True
-        for start in range(0, ids.shape[1], STEP):
-            logits.append(probe.feed(ids[:, start : start + STEP])[0])
-            masses.append(probe.masses[:, 0].clone())
-            for layer, gram in enumerate(grams):
-                values = probe.values[layer, :, :, : probe.length]
-                changed = drop_changes(probe.kept_probs[layer], probe.outputs[layer], values, gram)
-                changes[layer][:, start : probe.length, : probe.length] = changed[0] ** POWER
+        logits = probe.feed(ids)[0]
         probe.keep = False
-        targets = [discounted(c, times, self.horizon) for c in changes]
+        received = torch.stack(
+            [p[0].sum(1).unflatten(1, (-1, PIECE)).sum(2) for p in probe.kept_probs]
+        )
+        alone = self._alone(probe, times)
+        content = self.policy and self.policy.birth(probe.keys[:, 0], probe.values[:, 0])
         parts = []
         for index, time in enumerate(times.tolist()):
-            chosen = self._pick(time, generator)
-            seen = masses[time // STEP - 1][:, :, chosen]
-            target = torch.stack([t[:, index, chosen] for t in targets])
+            chosen = _pick(time, generator)
+            masses = (fades(time) @ received[:, :, : time // PIECE, :time]).mT
+            target = alone[:, :, index, chosen].clamp_min(LEAST).log()
+            if self.policy is not None:
+                share = SHARES[int(torch.randint(len(SHARES), (1,), generator=generator))]
+                kept = cut(self.policy, content[:, :, :time], masses, share)
+                among = self._among(probe, kept, chosen, time).clamp_min(LEAST).log()
+                target = (1 - self.weight) * target + self.weight * among
             parts.append(
                 Examples(
                     probe.keys[:, 0, :, chosen].flatten(0, 1),
                     probe.values[:, 0, :, chosen].flatten(0, 1),
-                    seen.flatten(0, 1),
+                    masses[:, :, chosen].flatten(0, 1),
                     (time - chosen).float(),
-                    target.flatten(0, 1).clamp_min(LEAST).log(),
+                    target.flatten(0, 1),
                 )
             )
-        return Examples.join(parts), torch.cat(logits)
+        return Examples.join(parts), logits
 
-    @property
-    def grams(self) -> list[Tensor]:
-        """Of each layer's output product."""
-        config = self.decoder.config
-        return [
-            output_grams(layer.output.weight, config.kv_heads, config.group)
-            for layer in self.decoder.layers
-        ]
+    def _alone(self, probe: Probe, times: Tensor) -> Tensor:
+        """Return of each entry if it alone is dropped, shape (L, H, times, T)."""
+        config, found = self.decoder.config, []
+        for index, layer in enumerate(self.decoder.layers):
+            grams = output_grams(layer.output.weight, config.kv_heads, config.group)
+            seen = probe.kept_probs[index], probe.outputs[index], probe.values[index]
+            found.append(discounted(drop_changes(*seen, grams)[0] ** POWER, times, self.horizon))
+        return torch.stack(found)
 
-    def room(self, ids: Tensor) -> list[Tensor]:
-        """For each layer, zeros of shape (kv_heads, T, T)."""
-        config, length = self.decoder.config, ids.shape[1]
-        return [torch.zeros(config.kv_heads, length, length) for _ in range(config.layers)]
+    def _among(self, probe: Probe, kept: Tensor, chosen: Tensor, time: int) -> Tensor:
+        """Return of chosen entries where others are cut, shape (L, H, e)."""
+        end = min(time + int(2 * self.horizon), probe.length)
+        span, found = slice(time, end, STRIDE), []
+        for index, layer in enumerate(self.decoder.layers):
+            probs = probe.kept_probs[index][0, :, :, span, :end]
+            outputs, values = probe.outputs[index][0, :, :, span], probe.values[index, 0, :, :end]
+            pair = gains(probs, outputs, values, kept[index], chosen, layer.output.weight)
+            found.append(worth(*pair, self.horizon))
+        return torch.stack(found)
 
-    def _pick(self, time: int, generator: torch.Generator) -> Tensor:
-        old = time - RECENT - SINKS
-        return SINKS + torch.randperm(old, generator=generator)[:EACH]
+
+def fades(time: int) -> Tensor:
+    """What attention of each piece of queries counts by a time, shape (scales, pieces).
+
+    As the runtime folds its sums: every `FOLD` queries, of which those since the last fold and
+    those that were folded then count the same among themselves.
+    """
+    fold = torch.arange(time // PIECE) * PIECE // FOLD
+    last = (time - 1) // FOLD
+    age = (time - last * FOLD + FOLD * (last - 1 - fold)).float()
+    return torch.exp(-age.masked_fill(fold == last, 0.0) / torch.tensor(SCALES)[:, None])
+
+
+def _times(length: int, generator: torch.Generator) -> Tensor:
+    """Times at which entries are looked at, ascending."""
+    first, last = FIRST // PIECE, (length - AHEAD) // PIECE
+    drawn = torch.randperm(last - first + 1, generator=generator)[:TIMES]
+    return PIECE * (first + drawn.sort().values)
+
+
+def _pick(time: int, generator: torch.Generator) -> Tensor:
+    old = time - RECENT - SINKS
+    return SINKS + torch.randperm(old, generator=generator)[:EACH]
