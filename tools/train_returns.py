@@ -37,7 +37,7 @@ from returns.probe import open_model  # noqa: E402
 from returns.sequences import Sequences  # noqa: E402
 from tiny import corpus  # noqa: E402
 
-HORIZON, STEPS, CUT = 256.0, 6000, 0.25
+HORIZON, STEPS, CUT = 256.0, 4000, 0.25
 EARLY = 4  # the policy that cuts are made by is trained on one in so many sequences, alone
 
 
@@ -122,7 +122,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    for run, count in ((train, 160), (calibrate, 8), (generic, 8), (judge, 0)):
+    for run, count in ((train, 240), (calibrate, 8), (generic, 8), (judge, 0)):
         command = commands.add_parser(run.__name__)
         command.add_argument("--seed", type=int, default=0)
         if count:

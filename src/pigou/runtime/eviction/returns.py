@@ -61,9 +61,10 @@ class ReturnModel:
     """Two small networks for each layer and KV head, over Z = layers * kv_heads.
 
     The first sums up an entry's key and value, once; the second judges it, whenever asked, by
-    that and by the attention that it received. An entry's return is the change of the attention's
-    output, behind the output product, were it dropped: to the power of `POWER`, summed over the
-    queries to come, discounted. Its logarithm is taken as normal.
+    that and by the attention that it received. An entry's return is a mean of two: the change of
+    the attention's output, behind the output product, were it dropped alone, to the power of
+    `POWER`; and the squared error that it spares where others are dropped. Both are summed over
+    the queries to come, discounted (docs/token-eviction.md). Its logarithm is taken as normal.
 
     Attributes:
         birth_in: shape (Z, 2 * head_dim, hidden).
