@@ -2,8 +2,8 @@
 
 slots: uint64, a power of two, at least twice as many as there are rows; linear probing. A slot has
     a tag (32 bits of the spread name, where probing begins) and a row, and is 0 where it is empty.
-    More of them would end more searches where they begin, and cost more in memory that must be
-    fetched, and be there at all, than they save: what is probed next is in the same cache line.
+    More of them end more searches where they begin, and cost more in memory that must be fetched,
+    and be there at all; where there are many rows, or many tables, more than they save.
 names: uint64, shape (rows + 1,), the name of each row. Row 0 stands for "none".
 """
 
@@ -31,9 +31,9 @@ _LOW = np.uint64(2**32 - 1)
 _ROOM = 2
 
 
-def slots_for(rows: int) -> Words:
-    """Return empty slots for so many rows, at least 1."""
-    return np.zeros(1 << (_ROOM * rows - 1).bit_length(), dtype=np.uint64)
+def slots_for(rows: int, room: int = _ROOM) -> Words:
+    """Return empty slots for so many rows, at least 1; at least `room` of them for each."""
+    return np.zeros(1 << (room * rows - 1).bit_length(), dtype=np.uint64)
 
 
 @inlined

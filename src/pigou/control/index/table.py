@@ -12,6 +12,8 @@ _LEAST_ROWS = 1024
 _LEAST_TWINS = 64
 #: Rows become so many times as many: those before are copied, and both are there meanwhile.
 _GROWTH = 4
+#: Slots for each row of a table of so many rows at most; a larger one has as few as can be.
+_ROOM, _FEW = 4, 2**18
 
 
 class Overlaps:
@@ -60,7 +62,7 @@ class Table:
     def __init__(self) -> None:
         self.words = 1
         self.rows: Words = np.zeros((_LEAST_ROWS + 1, 1 + kernels.TIERS), dtype=np.uint64)
-        self.slots: Words = slots_for(_LEAST_ROWS)
+        self.slots: Words = slots_for(_LEAST_ROWS, _ROOM)
         self.twins: Words = np.zeros((_LEAST_TWINS, 3), dtype=np.uint64)
         self.totals: Counts = np.zeros(4, dtype=np.int64)
         self._scratch()
@@ -127,7 +129,7 @@ class Table:
         self.rows = np.zeros((size + 1, 1 + kernels.TIERS * words), dtype=np.uint64)
         kernels.widen(rows, self.words, self.rows, words)
         self.words = words
-        wanted = slots_for(size)
+        wanted = slots_for(size, _ROOM) if size <= _FEW else slots_for(size)
         if len(wanted) > len(slots):
             self.slots = wanted
             enter_all(slots, self.slots)
