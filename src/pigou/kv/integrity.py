@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.kv import kernels
 from pigou.kv.kernels import CACHED, CHILD, FREE, NEXT, PARENT, PREV, REFS, YOUNGER, Counts
+from pigou.kv.table_kernels import find
 from pigou.request import BlockHashes, Ints
 
 
@@ -67,7 +67,7 @@ def check_table(keys: BlockHashes, slots: Ints, counts: Counts) -> None:
             f"{len(hashed)} blocks have a hash, {(slots >= 0).sum()} are in the table, "
             f"{counts[CACHED]} count as cached"
         )
-    found = [kernels.find(keys, slots, high, low) for high, low in keys[hashed]]
+    found = [find(keys, slots, high, low) for high, low in keys[hashed]]
     _require("a hash leads to its block", hashed[np.array(found, dtype=np.int32) != hashed])
 
 
