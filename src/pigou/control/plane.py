@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,9 +131,9 @@ class ControlPlane:
             case Tokens(request, count):
                 self.streamed(((request, count),))
             case PrefillDone(request, well):
-                return self._prefilled(
-                    request, now, lambda: self.watch.prefill_done(request, well, now)
-                )
+                worker = self._computes(request)
+                self.watch.prefill_done(request, well, now)
+                return self._prefilled(worker, now)
             case ReadFailed(request):
                 self.watch.read_failed(request, now)
             case WorkerUp(worker):
@@ -265,13 +265,17 @@ class ControlPlane:
         return self._drain(now)
 
     def _first_token(self, request: str, now: int) -> Sequence[Route]:
-        return self._prefilled(request, now, lambda: self.watch.first_token(request, now))
+        worker = self._computes(request)
+        self.watch.first_token(request, now)
+        return self._prefilled(worker, now)
 
-    def _prefilled(self, request: str, now: int, note: Callable[[], None]) -> Sequence[Route]:
-        """A prompt is computed: where prompts are held back, the next may go."""
+    def _computes(self, request: str) -> str | None:
+        """Return the worker that a request's prompt is still to be computed by; None for none."""
         load = self.state.loads.get(request)
-        worker = None if load is None else load.prefill
-        note()
+        return None if load is None else load.prefill
+
+    def _prefilled(self, worker: str | None, now: int) -> Sequence[Route]:
+        """A worker computed a prompt: where prompts are held back, the next may go."""
         if worker is None or not self.desk.room.holds_prompts:
             return ()
         self.desk.room.prefilled(worker, now)

@@ -281,7 +281,8 @@ class SimWorker:
         if self._links is not None:
             self._links.make(plan.moves, now)
             self._links.expect(now)
-        self._admit(plan, now)
+        if plan.started or plan.loads or plan.preempted:
+            self._admit(plan, now)
         if not plan:
             return
         repeat = 1 if self._stepwise else min(plan.repeat, MOST_STEPS)

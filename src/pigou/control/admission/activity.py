@@ -22,6 +22,9 @@ class Activity:
 
     def seen(self, tenant: str, weight: float, now: int) -> None:
         """A request of a tenant came, or ended."""
+        if len(self._seen) == 1 and tenant in self._seen:  # nobody else shares the fleet
+            self._seen[tenant], self._weights = (now, weight), weight
+            return
         _, before = self._seen.pop(tenant, (0, 0.0))
         self._seen[tenant] = (now, weight)
         self._weights += weight - before
