@@ -260,7 +260,7 @@ class State:
             routed=now,
             seats=self.seats,
             inflight=len(self.loads) + 1,
-            ahead=int(self.columns.prefill_requests[computes]),
+            ahead=self.columns.prefill_requests.item(computes),
             background=priority > 0 and self.workers[computes].overtakes,
             pairs=int(pairs(uncached, request.prompt)),
             read=choice.read,

@@ -72,7 +72,7 @@ def admit(state: EngineState, seq: Sequence, draft: Draft) -> bool:
         return True
     if fit.source < 0 and _restore(state, seq, shared, draft):
         return True
-    computed = int(state.rows.computed[row])
+    computed = state.rows.computed.item(row)
     state.run(seq)
     draft.started.append(Started(seq.request.id, row, computed))
     draft.compute(seq, seq.length - computed)
@@ -193,7 +193,7 @@ def _load(state: EngineState, seq: Sequence, shared: int, draft: Draft) -> bool:
 def _restore(state: EngineState, seq: Sequence, shared: int, draft: Draft) -> bool:
     """Restore what tiers have of the blocks that were not hit; whether there are any."""
     size = state.config.block_size
-    if state.tiering is None or int(state.rows.computed[seq.row]) != shared * size:
+    if state.tiering is None or state.rows.computed.item(seq.row) != shared * size:
         return False
     tiers = state.tiering.restorable(seq, shared)
     if not len(tiers):

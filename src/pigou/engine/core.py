@@ -120,7 +120,7 @@ class EngineCore:
             state.queue.remove(seq)
             state.forget(seq)
         elif seq.state is State.LOADING:
-            blocks = int(state.rows.blocks[seq.row])
+            blocks = state.rows.blocks.item(seq.row)
             state.draining[request] = state.keep_row(seq, blocks)
             state.vacate(seq)
         else:

@@ -122,7 +122,7 @@ class Scheduler:
     def _left(self, row: int) -> int:
         """Return the tokens of a row that are still to be computed."""
         rows = self._state.rows
-        return int(rows.length[row] - rows.computed[row])
+        return rows.length.item(row) - rows.computed.item(row)
 
     def _continue_decodes(self, draft: Draft, below: int | None) -> None:
         """Give each decoding row the block it needs, preempting from the back of the queue."""

@@ -198,7 +198,7 @@ class Rows:
     def vacate(self, seq: Sequence) -> None:
         """Take a sequence's row away, and keep its length with it."""
         row = seq.row
-        seq.length = int(self.length[row])
+        seq.length = self.length.item(row)
         self.owner[row] = None
         self.length[row] = 0
         self.computed[row] = 0

@@ -86,7 +86,7 @@ class Settlement:
             seq = rows.owner[row]
             if seq is None or row not in result.sealed:
                 continue
-            full = int(rows.computed[row]) // self._state.config.block_size
+            full = rows.computed.item(row) // self._state.config.block_size
             seq.learn(result.sealed[row], full)
             if rows.compacted[row]:
                 continue  # for when it is computed again, whole
@@ -135,15 +135,15 @@ class Settlement:
         ends: dict[tuple[int, int], int] = {}
         for entry in entries:
             row = plan.rows[entry]
-            stop = min(int(rows.known[row]), int(rows.computed[row]) // size)
+            stop = min(rows.known.item(row), rows.computed.item(row) // size)
             if plan.repeat == 1:
                 ends[0, entry] = stop
                 continue
-            start, count = int(plan.starts[entry]), int(plan.counts[entry])
+            start, count = plan.starts.item(entry), plan.counts.item(entry)
             if count > 1 and len(entries) == 1 and not len(ahead.blocks):
                 ends[0, entry] = stop  # nothing happens in between
                 continue
-            block = int(rows.sealed[row])
+            block = rows.sealed.item(row)
             while block < stop:
                 full_at = max(-(-((block + 1) * size - start) // count) - 1, 0)
                 block = max(block + 1, min(stop, (start + (full_at + 1) * count) // size))
@@ -191,7 +191,7 @@ class Settlement:
             kept = state.held[request.id] = state.keep_row(seq, keep)
             held = kept.blocks
         if state.tiering is not None and reason is not FinishReason.ABORT:
-            state.tiering.away(seq, int(state.rows.sealed[seq.row]))
+            state.tiering.away(seq, state.rows.sealed.item(seq.row))
         state.free_row(seq, keep)
         state.stop(seq)
         del state.sequences[request.id]

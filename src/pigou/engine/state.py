@@ -111,7 +111,7 @@ class EngineState:
         seq.state = State.RUNNING
         self._order[self.computing] = seq.row
         self.computing += 1
-        if self.rows.length[seq.row] - self.rows.computed[seq.row] > 1:
+        if self.rows.length.item(seq.row) - self.rows.computed.item(seq.row) > 1:
             self.prefilling.append(seq)
 
     def stop(self, seq: Sequence) -> None:
@@ -140,7 +140,7 @@ class EngineState:
     def seal(self, seq: Sequence, stop: int) -> None:
         """Offer a row's blocks up to `stop` to the prefix cache; their hashes are known."""
         row = seq.row
-        start = int(self.rows.sealed[row])
+        start = self.rows.sealed.item(row)
         self.rows.sealed[row] = stop
         first, count, twins = self.prefix.seal(self.rows.tables[row], seq.hashes, start, stop)
         seq.twins |= twins
@@ -157,17 +157,17 @@ class EngineState:
         """Drop the blocks of a sequence's row from index `keep` on."""
         row = seq.row
         if self.tiering is not None:
-            self.tiering.leave(seq, int(self.rows.sealed[row]))
+            self.tiering.leave(seq, self.rows.sealed.item(row))
         self.free_source(seq)
         self._release(
-            self.rows.tables[row], keep, int(self.rows.blocks[row]), seq.hashes, seq.twins
+            self.rows.tables[row], keep, self.rows.blocks.item(row), seq.hashes, seq.twins
         )
 
     def cut_row(self, seq: Sequence, keep: int) -> None:
         """Drop the blocks of a sequence's row from index `keep` on; the sequence goes on."""
         row = seq.row
         self._release(
-            self.rows.tables[row], keep, int(self.rows.blocks[row]), seq.hashes, seq.twins
+            self.rows.tables[row], keep, self.rows.blocks.item(row), seq.hashes, seq.twins
         )
         self.rows.blocks[row] = keep
 

@@ -39,12 +39,12 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Blocks that nobody refers to."""
-        return int(self.counts[kernels.FREE])
+        return self.counts.item(kernels.FREE)
 
     @property
     def cached(self) -> int:
         """Blocks that can be hit, free or not."""
-        return int(self.counts[kernels.CACHED])
+        return self.counts.item(kernels.CACHED)
 
     def refs(self, blocks: Ints) -> Ints:
         """Return the reference counts of `blocks`, shape (n,)."""

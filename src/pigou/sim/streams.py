@@ -50,8 +50,8 @@ class Streams:
     def leave(self, leg: Leg) -> None:
         """Take a leg's row, and keep its figures."""
         row = leg.row
-        leg.produced, leg.told = int(self._produced[row]), int(self._told[row])
-        leg.last = int(self._last[row])
+        leg.produced, leg.told = self._produced.item(row), self._told.item(row)
+        leg.last = self._last.item(row)
         leg.row = -1
         self.owner[row] = None
         self.drop(row)
@@ -64,7 +64,7 @@ class Streams:
     def settle(self, leg: Leg, passed: int) -> None:
         """Write to a leg what it has yielded, `passed` steps of its plan counted, and was told."""
         row = leg.row
-        leg.produced, leg.told = int(self._produced[row]) + passed, int(self._told[row])
+        leg.produced, leg.told = self._produced.item(row) + passed, self._told.item(row)
 
     def begins(self, rows: Ints) -> bool:
         """Whether the first token of one of these rows is still to come."""

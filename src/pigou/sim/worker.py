@@ -162,7 +162,7 @@ class SimWorker:
         passed = 0
         if self._plan is not None:
             passed = self.passed()
-            if passed and int(self._ends[passed - 1]) == now:
+            if passed and self._ends.item(passed - 1) == now:
                 self._take, passed = passed, 0
                 self._end(now)
         if self._plan is not None:
@@ -224,7 +224,7 @@ class SimWorker:
             step = self.passed()
             # Of what came, the plan under way was not cut for those who only wait.
             came = self._inbox.until(self.steps + step)
-            if step and int(self._ends[step - 1]) == now:
+            if step and self._ends.item(step - 1) == now:
                 step -= 1
         return core.running, core.waiting + came, core.usage_at(step)
 
@@ -241,7 +241,7 @@ class SimWorker:
         steps = self.passed()
         if self._plan is not None and steps:
             self.steps += steps
-            self.busy += int(self._ends[steps - 1]) - self._begin
+            self.busy += self._ends.item(steps - 1) - self._begin
             self._count_passed(self._yield)
 
     def catch_up(self) -> None:
@@ -254,7 +254,7 @@ class SimWorker:
         steps = self.passed()
         if steps:
             self._take = steps
-            at = int(self._ends[steps - 1])
+            at = self._ends.item(steps - 1)
             self._settle(at)
             if at < self._clock.now:
                 self._schedule(at)
@@ -367,7 +367,7 @@ class SimWorker:
         """Return the nanoseconds until what happens is taken note of, mostly: the steps' ends."""
         if self._idle or not len(self._ends):
             return 0
-        step = int(self._ends[0]) - self._begin
+        step = self._ends.item(0) - self._begin
         return step // 2 + self._ahead * step
 
     def _tell(self, call: Callable[[int], Effects], now: int) -> None:

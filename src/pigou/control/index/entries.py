@@ -37,12 +37,12 @@ class Entries:
         self._arrays(min(_LEAST, limit))
 
     def __len__(self) -> int:
-        return int(self.counts[kernels.USED])
+        return self.counts.item(kernels.USED)
 
     @property
     def evicted(self) -> int:
         """Entries that were given up to stay within limits."""
-        return int(self.counts[kernels.EVICTED])
+        return self.counts.item(kernels.EVICTED)
 
     @property
     def nbytes(self) -> int:

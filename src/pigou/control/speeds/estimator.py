@@ -115,7 +115,7 @@ class Estimator:
 
         The flow is advanced up to `now` before. `prompt` is its length, if more than those.
         """
-        began = max(sent, int(self._last_done[row]))
+        began = max(sent, self._last_done.item(row))
         self._last_done[row] = now
         both = float(pairs(tokens, tokens if prompt is None else prompt))
         self._computed(row, tokens, both, max(0, now - began) / SECOND)
@@ -130,7 +130,7 @@ class Estimator:
         What it took beyond computing is what reading took, where the worker had no other prompt
         meanwhile (`alone`); else it may have been waiting. The rest is as for `prefilled`.
         """
-        began = max(sent, int(self._last_done[row]))
+        began = max(sent, self._last_done.item(row))
         clean = alone and began == sent
         self._last_done[row] = now
         rows, work = np.array([row]), np.array([float(tokens)])
