@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import numpy as np
@@ -174,7 +173,7 @@ class Watch:
         """Return what the Price of Anarchy is computed from; None when too little happened."""
         columns = self.state.columns
         prefill = np.flatnonzero(columns.prefills & ~columns.decodes).tolist()
-        known = copy.deepcopy(self.estimates(now))
+        known = self.estimates(now).copy()
         return self.audit.snapshot(self.state.loads.values(), self.state.row, prefill, known, now)
 
     def estimates(self, now: int) -> Estimates:

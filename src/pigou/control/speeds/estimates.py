@@ -121,6 +121,10 @@ class Estimates:
         """Return what is assumed of workers of which nothing was seen."""
         return cls(np.repeat(prior_column(law)[:, None], workers, axis=1))
 
+    def copy(self) -> Self:
+        """Return the same speeds in an array of their own."""
+        return type(self)(self.table.copy())
+
     def learn(self, row: int, law: LatencyLaw) -> None:
         """Set the law of one worker's ITL.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 
@@ -185,7 +184,7 @@ class Estimator:
 
     def peek(self, now: int) -> Estimates:
         """Return a copy of the estimates; whether they are looked at changes no later ones."""
-        found = self._solve(now) if self._known is None else copy.deepcopy(self._known)
+        found = self._solve(now) if self._known is None else self._known.copy()
         self._arrive(found, now)
         return found
 
