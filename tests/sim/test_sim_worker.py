@@ -63,6 +63,20 @@ def test_one_that_comes_after_the_last_was_taken_back_is_served(late: int) -> No
     assert "2" not in times(both([*doings, (8_000, abort(2))]), "finished")
 
 
+def test_what_came_is_done_where_the_step_that_it_waits_for_has_nobody_left() -> None:
+    # 1 loads its prompt beside 4 alone, which loses its row in the step before the answer counts.
+    doings = [
+        (50, add(0, 8, 9, streams=False)),
+        (50, add(1, 37, 1, hold=True, remote=37, streams=False)),
+        (0, add(2, 4, 30, streams=False)),
+        (0, add(3, 20, 1, hold=True, streams=False)),
+        (31_600, release(3)),
+        (0, add(4, 31, 60, streams=False)),
+    ]
+    found = both(doings, blocks=25, max_seqs=2, max_batched_tokens=8, ahead=True, looks=0)
+    assert "1" in times(found, "finished")
+
+
 def test_a_plan_begins_anew_where_the_sequences_change() -> None:
     """Five steps of one sequence, which begin one plan of eight, or another one after a prompt."""
     law = Measured(decodes=((1, 1e-6),), prompts=((0, 0.0), (9, 0.0)))

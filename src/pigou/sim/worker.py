@@ -284,6 +284,9 @@ class SimWorker:
         if plan.started or plan.loads or plan.preempted:
             self._admit(plan, now)
         if not plan:
+            if self._inbox.waiting and self._idle:  # for the end of a step that there is not
+                self._inbox.open(self.steps, now, lambda: self._idle)
+                self._wake(now)
             return
         repeat = 1 if self._stepwise else min(plan.repeat, MOST_STEPS)
         chunks, yields = repeat > 1 and plan.counts.item(-1) > 1, plan.rows
