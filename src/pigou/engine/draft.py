@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.engine.plan import Load, Plan, Revival, Started
-from pigou.engine.sequence import NO_BLOCKS, Sequence
+from pigou.engine.sequence import Sequence
 from pigou.request import Ints
 
 Flags = NDArray[np.bool_]
@@ -21,24 +21,30 @@ class Foresight(msgspec.Struct):
     Valid until the next plan is made.
 
     Attributes:
-        rows: who needs them, shape (n,), in the order in which single steps would take them.
-        steps: at which step, shape (n,), 1 or more, ascending.
-        blocks: which they are, shape (n,), in the order of the free queue.
+        needs: of each its row, step and block, (3, count and more): see below.
+        count: how many there are.
     """
 
-    rows: Ints
-    steps: Ints
-    blocks: Ints
+    needs: Ints
+    count: int
+
+    @property
+    def rows(self) -> Ints:
+        """Who needs them, in the order in which single steps would take them, (count,)."""
+        return self.needs[0, : self.count]
+
+    @property
+    def steps(self) -> Ints:
+        """At which step, 1 or more, ascending, (count,)."""
+        return self.needs[1, : self.count]
+
+    @property
+    def blocks(self) -> Ints:
+        """Which they are, in the order of the free queue, (count,)."""
+        return self.needs[2, : self.count]
 
 
-NO_FORESIGHT = Foresight(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
-
-
-def foresight(needs: Ints, count: int) -> Foresight:
-    """Return the first columns of an array (rows, steps, blocks), shape (3, count and more)."""
-    if not count:
-        return NO_FORESIGHT
-    return Foresight(needs[0, :count], needs[1, :count], needs[2, :count])
+NO_FORESIGHT = Foresight(np.empty((3, 0), dtype=np.int32), 0)
 
 
 class Batch:

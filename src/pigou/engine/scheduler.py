@@ -12,7 +12,7 @@ import numpy as np
 
 from pigou.engine import step_kernels as kernels
 from pigou.engine.admission import admit, fits_beside
-from pigou.engine.draft import Batch, Draft, Foresight, foresight, pairs
+from pigou.engine.draft import Batch, Draft, Foresight, pairs
 from pigou.engine.eviction import begin, conclude, grow, revive
 from pigou.engine.plan import Plan
 from pigou.engine.preemption import cheaper
@@ -92,7 +92,7 @@ class Scheduler:
             entries[0], entries[1], entries[2], entries[3], samples, repeat, horizon, state.starting
         )  # fmt: skip
         state.starting = []
-        return plan, foresight(self._needs, needs)
+        return plan, Foresight(self._needs, needs)
 
     def _leading(self) -> int | None:
         """Return the priority of a prompt that others yield to; None where nobody has to.
@@ -249,4 +249,4 @@ class Scheduler:
         plan = draft.plan(entries, samples, repeat, horizon)
         if state.appraisals is not None:
             conclude(state, draft, plan, needs)
-        return plan, foresight(self._needs, needs)
+        return plan, Foresight(self._needs, needs)

@@ -46,7 +46,7 @@ class Settlement:
             plan.rows, plan.counts, plan.samples, steps, result.steps,
             rows.columns, rows.tables, state.config.block_size,
             pool.meta, pool.keys, pool.slots, pool.counts,
-            ahead.rows, ahead.steps, ahead.blocks, later,
+            ahead.needs, ahead.count, later,
             tokens, self._found, pool.removed, self._orphans,
         )  # fmt: skip
         if full or later:
@@ -105,7 +105,7 @@ class Settlement:
             row, plan.starts.item(entry), plan.counts.item(entry), done,
             rows.columns, rows.tables, state.config.block_size,
             pool.meta, pool.keys, pool.slots, pool.counts,
-            ahead.rows, ahead.steps, ahead.blocks, self._taken,
+            ahead.needs, ahead.count, self._taken,
             seq.hashes, pool.removed, self._orphans, self._marks,
         )  # fmt: skip
         seq.twins |= twins
@@ -140,7 +140,7 @@ class Settlement:
                 ends[0, entry] = stop
                 continue
             start, count = plan.starts.item(entry), plan.counts.item(entry)
-            if count > 1 and len(entries) == 1 and not len(ahead.blocks):
+            if count > 1 and len(entries) == 1 and not ahead.count:
                 ends[0, entry] = stop  # nothing happens in between
                 continue
             block = rows.sealed.item(row)
@@ -159,7 +159,7 @@ class Settlement:
         Returns:
             Where the next call starts.
         """
-        if start == len(ahead.blocks):
+        if start == ahead.count:
             return start
         state, rows = self._state, self._state.rows
         stop = int(ahead.steps.searchsorted(step, side="right"))

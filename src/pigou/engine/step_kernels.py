@@ -209,9 +209,8 @@ def settle(
     keys: BlockHashes,
     slots: Ints,
     pool: Counts,
-    wanting: Ints,
-    when: Ints,
-    new: Ints,
+    needs: Ints,
+    wanted: int,
     later: bool,
     tokens: Ints,
     found: Ints,
@@ -228,7 +227,8 @@ def settle(
         done: steps of the plan.
         columns, tables, block_size: the rows.
         meta, keys, slots, pool: the blocks.
-        wanting, when, new: foreseen blocks: who needs them, at which step, and which they are.
+        needs: foreseen blocks: who needs them, at which step, and which, (3, blocks and more).
+        wanted: how many there are.
         later: see above.
         tokens: as of `advance`.
         found: takes its `taken`, `ended` and `fuller`, (3, max_seqs).
@@ -242,15 +242,16 @@ def settle(
         rows, counts, samples, steps, columns[COMPUTED], columns[LENGTH], columns[LIMIT],
         columns[KNOWN], columns[SEALED], block_size, tokens, found[0], found[1], found[2],
     )  # fmt: skip
-    if later or full > 0 or when.shape[0] == 0:
+    if later or full > 0 or wanted == 0:
         return ends, full, 0, 0
     stop = 0
-    while stop < when.shape[0] and when[stop] < done:
+    while stop < wanted and needs[1, stop] < done:
         stop += 1
-    dead = claim(meta, keys, slots, pool, new[:stop], removed)
+    dead = claim(meta, keys, slots, pool, needs[2, :stop], removed)
     others = append_wanted(
-        tables, columns[BLOCKS], wanting[:stop], when[:stop], new[:stop], found[0], orphans
-    )
+        tables, columns[BLOCKS], needs[0, :stop], needs[1, :stop], needs[2, :stop], found[0],
+        orphans,
+    )  # fmt: skip
     return ends, full, dead, others
 
 
@@ -276,9 +277,8 @@ def seal(
     keys: BlockHashes,
     slots: Ints,
     pool: Counts,
-    wanting: Ints,
-    when: Ints,
-    new: Ints,
+    needs: Ints,
+    wanted: int,
     taken: Ints,
     hashes: BlockHashes,
     removed: BlockHashes,
@@ -297,7 +297,7 @@ def seal(
         done: steps of the plan.
         columns, tables, block_size: the rows.
         meta, keys, slots, pool: the blocks.
-        wanting, when, new: foreseen blocks, as of `settle`.
+        needs, wanted: foreseen blocks, as of `settle`.
         taken: steps that count for each row.
         hashes: of the row's sequence, (known, 2).
         removed: takes the hashes that died.
@@ -312,26 +312,26 @@ def seal(
     block: int = np.int64(columns[SEALED, row])  # type: ignore[assignment]
     stop: int = min(columns[KNOWN, row], columns[COMPUTED, row] // block_size)
     columns[SEALED, row] = stop
-    at_once = count > 1 and when.shape[0] == 0
+    at_once = count > 1 and wanted == 0
     times, claimed, dead, freed, twins = 0, 0, 0, 0, False
     while True:
         step, last = done - 1, stop
         if block < stop and not at_once:
             step = max((block * block_size + block_size - start + count - 1) // count - 1, 0)
             last = max(block + 1, min(stop, (start + (step + 1) * count) // block_size))
-        wanted = claimed
-        while wanted < when.shape[0] and when[wanted] <= step:
-            wanted += 1
-        if wanted > claimed:
-            fresh = new[claimed:wanted]
+        upto = claimed
+        while upto < wanted and needs[1, upto] <= step:
+            upto += 1
+        if upto > claimed:
+            fresh = needs[2, claimed:upto]
             dead += claim(meta, keys, slots, pool, fresh, removed[dead:])
             others = append_wanted(
-                tables, columns[BLOCKS], wanting[claimed:wanted], when[claimed:wanted], fresh,
+                tables, columns[BLOCKS], needs[0, claimed:upto], needs[1, claimed:upto], fresh,
                 taken, orphans,
             )  # fmt: skip
             give_back(meta, pool, orphans, others)
             freed += others
-            claimed = wanted
+            claimed = upto
         if block >= stop:
             return times, dead, freed, twins
         first, many, twin = cache(meta, keys, slots, pool, tables[row], hashes, block, last)
