@@ -77,6 +77,16 @@ def test_what_came_is_done_where_the_step_that_it_waits_for_has_nobody_left() ->
     assert "1" in times(found, "finished")
 
 
+def test_a_plan_ends_where_one_that_was_let_in_has_others_yield() -> None:
+    doings = [
+        (0, add(1, 26, 30, streams=False)),
+        (0, add(2, 31, 9, priority=1, streams=False)),
+        (14_100, add(3, 13, 1, streams=False)),
+    ]
+    found = both(doings, order="priority", blocks=25, max_batched_tokens=8, ahead=False, looks=0)
+    assert times(found, "finished")["3"] < times(found, "finished")["2"]
+
+
 def test_a_plan_begins_anew_where_the_sequences_change() -> None:
     """Five steps of one sequence, which begin one plan of eight, or another one after a prompt."""
     law = Measured(decodes=((1, 1e-6),), prompts=((0, 0.0), (9, 0.0)))

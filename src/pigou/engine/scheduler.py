@@ -57,6 +57,8 @@ class Scheduler:
             self._admit_waiting(draft)
         if state.appraisals is not None:
             revive(state, draft)
+        if state.ranked and draft.steady:  # whoever was let in now may have others yield next
+            draft.steady = self._leading() is None
         changes = draft.preempted or not draft.steady or horizon <= now
         return self._finish(draft, horizon, 1 if changes else state.config.max_repeat)
 
