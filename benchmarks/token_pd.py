@@ -263,7 +263,7 @@ def ablate(bench: Bench) -> None:
 
 
 #: Weights of the risk: how much of it is taken off the return; below 0 it is added.
-RISKS = (-1.0, -0.5, -0.25, 0.0, 0.1, 0.25, 0.5)
+RISKS = (-2.0, -1.0, -0.5, -0.25, 0.0, 0.1, 0.25, 0.5)
 
 
 def variants(policies: Sequence[str]) -> list[tuple[str, dict[str, float]]]:

@@ -41,10 +41,12 @@ class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         kappa: sigmas of the logarithm that are added to its mean: above 0 doubt speaks for
-            keeping an entry, which can be given up later but never had back.
+            keeping an entry, which can be given up later but never had back. None: 2 where the
+            predictor was trained for the model, and 1 where it is the generic one, whose doubt
+            says less.
     """
 
-    kappa: float = 1.0
+    kappa: float | None = None
 
 
 class Pigou(TokenPolicy):
@@ -63,11 +65,12 @@ class Pigou(TokenPolicy):
 
     def __init__(self, setting: Setting, params: msgspec.Struct) -> None:
         super().__init__(setting, params)
-        self.kappa = cast(PigouParams, params).kappa
         path = setting.folder / RETURNS
         self.model = ReturnModel.load(path) if path.exists() else GenericReturns.load()
         self.scales = torch.tensor(SCALES)
         self.compiled = isinstance(self.model, ReturnModel)
+        kappa = cast(PigouParams, params).kappa
+        self.kappa = (2.0 if self.compiled else 1.0) if kappa is None else kappa
 
     def judge(self, row: Row) -> Judged:
         """Return the same as `score` to within rounding; where somebody trained a predictor."""
