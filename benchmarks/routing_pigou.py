@@ -23,7 +23,7 @@ from pigou.wire.kv_events import (
     decode_batch,
     encode_batch,
     stored_map,
-)  # fmt: skip
+)
 
 IDS = tuple(f"worker-{i}" for i in range(WORKERS))
 Call = Callable[[int], Any]

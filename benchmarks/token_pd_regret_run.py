@@ -15,7 +15,7 @@ from benchmarks.token_pd_optimum import (
     earned,
     fixed_optimum,
     settling,
-)  # fmt: skip
+)
 from benchmarks.token_pd_record import Recorder, future_shares, lay_out
 from benchmarks.token_pd_run import BLOCK, Run, Setting
 from benchmarks.token_pd_table import markdown
