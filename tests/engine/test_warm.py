@@ -19,7 +19,7 @@ from pigou.request import Request
 
 #: Only other kernels call these.
 INNER = [
-    "unlink", "link_after", "home", "probe", "find", "touch", "strike", "adopt", "disown",
+    "unlink", "link_after", "home", "probe", "find", "touch", "renew", "adopt", "disown",
     "uncache", "peek", "decodes", "entries", "append_blocks", "foresee", "advance", "lay",
     "give_back",
 ]  # fmt: skip

@@ -223,7 +223,7 @@ def test_a_hit_makes_blocks_young_again() -> None:
         (lambda p: p.meta.__setitem__((0, kernels.REFS), 2), "references are those of"),
         (lambda p: p.counts.__setitem__(kernels.FREE, 3), "count as free"),
         (lambda p: p.meta.__setitem__((5, kernels.NEXT), 7), "torn"),
-        (lambda p: p.slots.__setitem__(slice(None), -1), "in the table"),
+        (lambda p: p.slots.__setitem__(slice(None), -1), "slots are filled"),
         (lambda p: p.keys.__setitem__((1, 0), 5), "a hash leads to its block"),
         (lambda p: p.meta.__setitem__((2, kernels.PARENT), 0), "says otherwise"),
         (lambda p: p.counts.__setitem__(kernels.CACHED, 9), "count as cached"),

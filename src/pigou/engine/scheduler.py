@@ -80,7 +80,7 @@ class Scheduler:
         count, dead, repeat, needs = kernels.decode(
             order, rows.columns, rows.tables, state.config.block_size,
             state.config.max_batched_tokens, most,
-            pool.meta, pool.keys, pool.slots, pool.counts,
+            pool.meta, pool.keys, pool.counts,
             self._batch.entries, self._growing, pool.removed, entries, samples,
             self._needs, self._phases, self._by_phase,
         )  # fmt: skip
@@ -135,7 +135,7 @@ class Scheduler:
                 awake = awake[rows.priority[awake] < below]
             count, dead = kernels.begin(
                 awake, rows.columns, rows.tables, state.config.block_size, draft.budget,
-                pool.meta, pool.keys, pool.slots, pool.counts,
+                pool.meta, pool.keys, pool.counts,
                 draft.batch.entries, self._growing, pool.removed,
             )  # fmt: skip
             if count != kernels.TOO_FEW:

@@ -45,7 +45,7 @@ class Settlement:
         ends, full, dead, orphans = step_kernels.settle(
             plan.rows, plan.counts, plan.samples, steps, result.steps,
             rows.columns, rows.tables, state.config.block_size,
-            pool.meta, pool.keys, pool.slots, pool.counts,
+            pool.meta, pool.keys, pool.counts,
             ahead.needs, ahead.count, later,
             tokens, self._found, pool.removed, self._orphans,
         )  # fmt: skip

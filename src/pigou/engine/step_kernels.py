@@ -43,7 +43,6 @@ def begin(
     budget: int,
     meta: Ints,
     keys: BlockHashes,
-    slots: Ints,
     pool: Counts,
     batch: Ints,
     growing: Ints,
@@ -53,7 +52,7 @@ def begin(
 
     Args:
         order, columns, tables, block_size, budget: the rows.
-        meta, keys, slots, pool: the blocks.
+        meta, keys, pool: the blocks.
         batch: takes who decodes in its first row, (2, max_seqs).
         growing: for use here, (2, max_seqs).
         removed: takes the hashes that died.
@@ -71,7 +70,7 @@ def begin(
         return TOO_FEW, grow
     if grow == 0:
         return count, 0
-    dead: int = allocate(meta, keys, slots, pool, growing[1, :grow], removed)
+    dead: int = allocate(meta, keys, pool, growing[1, :grow], removed)
     append_blocks(tables, blocks, growing[0, :grow], growing[1])
     return count, dead
 
@@ -163,7 +162,6 @@ def decode(
     most: int,
     meta: Ints,
     keys: BlockHashes,
-    slots: Ints,
     pool: Counts,
     batch: Ints,
     growing: Ints,
@@ -183,7 +181,7 @@ def decode(
         What `begin` returns, and what `finish` does; zeros where too few blocks are free.
     """
     count, dead = begin(
-        order, columns, tables, block_size, budget, meta, keys, slots, pool, batch, growing, removed
+        order, columns, tables, block_size, budget, meta, keys, pool, batch, growing, removed
     )
     if count == TOO_FEW:
         return count, dead, 0, 0
@@ -207,7 +205,6 @@ def settle(
     block_size: int,
     meta: Ints,
     keys: BlockHashes,
-    slots: Ints,
     pool: Counts,
     needs: Ints,
     wanted: int,
@@ -226,7 +223,7 @@ def settle(
         steps: that count for each entry, (entries and more,).
         done: steps of the plan.
         columns, tables, block_size: the rows.
-        meta, keys, slots, pool: the blocks.
+        meta, keys, pool: the blocks.
         needs: foreseen blocks: who needs them, at which step, and which, (3, blocks and more).
         wanted: how many there are.
         later: see above.
@@ -247,7 +244,7 @@ def settle(
     stop = 0
     while stop < wanted and needs[1, stop] < done:
         stop += 1
-    dead = claim(meta, keys, slots, pool, needs[2, :stop], removed)
+    dead = claim(meta, keys, pool, needs[2, :stop], removed)
     others = append_wanted(
         tables, columns[BLOCKS], needs[0, :stop], needs[1, :stop], needs[2, :stop], found[0],
         orphans,
@@ -324,7 +321,7 @@ def seal(
             upto += 1
         if upto > claimed:
             fresh = needs[2, claimed:upto]
-            dead += claim(meta, keys, slots, pool, fresh, removed[dead:])
+            dead += claim(meta, keys, pool, fresh, removed[dead:])
             others = append_wanted(
                 tables, columns[BLOCKS], needs[0, claimed:upto], needs[1, claimed:upto], fresh,
                 taken, orphans,

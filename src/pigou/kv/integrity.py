@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.kv.kernels import CACHED, CHILD, FREE, NEXT, PARENT, PREV, REFS, YOUNGER, Counts
+from pigou.kv.kernels import CACHED, CHILD, FILLED, FREE, NEXT, PARENT, PREV, REFS, YOUNGER, Counts
 from pigou.kv.table_kernels import find
 from pigou.request import BlockHashes, Ints
 
@@ -62,10 +62,13 @@ def check_queue(meta: Ints, counts: Counts) -> None:
 def check_table(keys: BlockHashes, slots: Ints, counts: Counts) -> None:
     """Check that each cached hash leads to the block that is cached under it."""
     hashed = _where((keys != 0).any(axis=1))
-    if len(hashed) != counts[CACHED] or (slots >= 0).sum() != counts[CACHED]:
+    if len(hashed) != counts[CACHED]:
+        raise IntegrityError(f"{len(hashed)} blocks have a hash, {counts[CACHED]} count as cached")
+    filled = (slots >= 0).sum()
+    if filled != counts[FILLED] or 2 * filled > len(slots):
         raise IntegrityError(
-            f"{len(hashed)} blocks have a hash, {(slots >= 0).sum()} are in the table, "
-            f"{counts[CACHED]} count as cached"
+            f"{filled} of {len(slots)} slots are filled, {counts[FILLED]} count as such; "
+            "at most half may be"
         )
     found = [find(keys, slots, high, low) for high, low in keys[hashed]]
     _require("a hash leads to its block", hashed[np.array(found, dtype=np.int32) != hashed])

@@ -5,9 +5,9 @@ State of a pool of n blocks, all arrays:
     meta: int32, shape (n + 1, 8); the columns below. Row n is the sentinel of the free queue.
     keys: uint64, shape (n, 2); the hash under which a block is cached, (0, 0) when it is not.
     slots: int32, a power of two of at least 4 n; open addressing with linear probing from a
-        hash to the block that is cached under it, -1 where empty.
-    counts: int64, shape (3,); free blocks, cached blocks, and what `touch` returned last (so that
-        its loads are not optimised away).
+        hash to the block that is cached under it, or was; -1 where empty. At most half are filled.
+    counts: int64, shape (4,); free blocks, cached blocks, filled slots, and what `touch` returned
+        last (so that its loads are not optimised away).
 
 The free queue is a doubly linked list in the order in which blocks are handed out. Cached
 blocks form a forest: a block's parent is the block cached under the hash before its own.
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.kv.table_kernels import find, home, probe, strike, touch
+from pigou.kv.table_kernels import find, probe, renew, touch
 from pigou.request import BlockHashes, Ints
 
 #: Columns of `meta`: reference count; neighbours in the free queue; parent, first child and
@@ -27,7 +27,7 @@ from pigou.request import BlockHashes, Ints
 REFS, PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER = range(7)
 WIDTH = 8
 #: Entries of `counts`.
-FREE, CACHED, SEEN = range(3)
+FREE, CACHED, FILLED, SEEN = range(4)
 
 Counts = NDArray[np.int64]
 
@@ -98,13 +98,7 @@ def disown(meta: Ints, block: int) -> None:
 
 @inlined
 def uncache(
-    meta: Ints,
-    keys: BlockHashes,
-    slots: Ints,
-    counts: Counts,
-    block: int,
-    removed: BlockHashes,
-    done: int,
+    meta: Ints, keys: BlockHashes, counts: Counts, block: int, removed: BlockHashes, done: int
 ) -> int:
     """Forget a cached block, its descendants first; append their hashes to `removed`."""
     at = block
@@ -115,7 +109,6 @@ def uncache(
         removed[done, 0] = keys[at, 0]
         removed[done, 1] = keys[at, 1]
         done += 1
-        strike(keys, slots, at)
         disown(meta, at)
         keys[at, 0] = 0
         keys[at, 1] = 0
@@ -170,50 +163,34 @@ def take(meta: Ints, counts: Counts, blocks: Ints, out: Ints) -> None:
 
 
 @bare_kernel
-def allocate(
-    meta: Ints,
-    keys: BlockHashes,
-    slots: Ints,
-    counts: Counts,
-    out: Ints,
-    removed: BlockHashes,
-) -> int:
+def allocate(meta: Ints, keys: BlockHashes, counts: Counts, out: Ints, removed: BlockHashes) -> int:
     """Fill `out` with the first blocks of the free queue; return how many hashes died."""
-    done, seen = 0, 0
-    mask = slots.shape[0] - 1
-    queue = meta.shape[0] - 1
-    block = queue
+    done, queue = 0, meta.shape[0] - 1
+    block = meta[queue, NEXT]
     for i in range(out.shape[0]):
-        block = meta[block, NEXT]
         out[i] = block
-        seen |= slots[home(keys[block, 0], keys[block, 1], mask)]
-    counts[SEEN] = seen
-    for i in range(out.shape[0]):
-        block = out[i]
-        unlink(meta, block)
+        after = meta[block, NEXT]
         if keys[block, 0] != 0 or keys[block, 1] != 0:
-            done = uncache(meta, keys, slots, counts, block, removed, done)
+            done = uncache(meta, keys, counts, block, removed, done)
         meta[block, REFS] = 1
+        meta[block, PREV] = -1
+        meta[block, NEXT] = -1
+        block = after
+    meta[queue, NEXT] = block
+    meta[block, PREV] = queue
     counts[FREE] -= out.shape[0]
     return done
 
 
 @bare_kernel
-def claim(
-    meta: Ints,
-    keys: BlockHashes,
-    slots: Ints,
-    counts: Counts,
-    blocks: Ints,
-    removed: BlockHashes,
-) -> int:
+def claim(meta: Ints, keys: BlockHashes, counts: Counts, blocks: Ints, removed: BlockHashes) -> int:
     """Take these free blocks, as `allocate` takes the first; return how many hashes died."""
     done = 0
     for i in range(blocks.shape[0]):
         block = blocks[i]
         unlink(meta, block)
         if keys[block, 0] != 0 or keys[block, 1] != 0:
-            done = uncache(meta, keys, slots, counts, block, removed, done)
+            done = uncache(meta, keys, counts, block, removed, done)
         meta[block, REFS] = 1
     counts[FREE] -= blocks.shape[0]
     return done
@@ -246,6 +223,8 @@ def seal(
         if parent < 0:
             return start, 0, False
     twins = False
+    if 2 * (counts[FILLED] + stop - start) > slots.shape[0]:
+        counts[FILLED] = renew(keys, slots)
     counts[SEEN] = touch(keys, slots, hashes, start, stop)
     i = start
     while i < stop:
@@ -272,6 +251,7 @@ def seal(
         parent = block
         i += 1
     counts[CACHED] += i - first
+    counts[FILLED] += i - first
     return first, i - first, twins
 
 
@@ -320,7 +300,6 @@ def release(
 def forget(
     meta: Ints,
     keys: BlockHashes,
-    slots: Ints,
     counts: Counts,
     table: Ints,
     start: int,
@@ -332,7 +311,7 @@ def forget(
     for i in range(start, stop):
         block = table[i]
         if keys[block, 0] != 0 or keys[block, 1] != 0:
-            done = uncache(meta, keys, slots, counts, block, removed, done)
+            done = uncache(meta, keys, counts, block, removed, done)
     return done
 
 
@@ -346,3 +325,4 @@ def clear(meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts) -> None:
     meta[:, ELDER] = -1
     meta[:, YOUNGER] = -1
     counts[CACHED] = 0
+    counts[FILLED] = 0

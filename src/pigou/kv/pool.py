@@ -32,7 +32,7 @@ class BlockPool:
         self.keys: BlockHashes = np.zeros((blocks, 2), dtype=np.uint64)
         size = 1 << (_SLOTS_PER_BLOCK * blocks - 1).bit_length()
         self.slots: Ints = np.full(size, -1, dtype=np.int32)
-        self.counts = np.array([blocks, 0, 0], dtype=np.int64)
+        self.counts = np.array([blocks, 0, 0, 0], dtype=np.int64)
         #: Where kernels write the hashes that died, until they are copied.
         self.removed: BlockHashes = np.zeros((blocks, 2), dtype=np.uint64)
 
@@ -61,7 +61,7 @@ class BlockPool:
             Hashes that can no longer be hit, in order, shape (m, 2).
         """
         assert len(out) <= self.counts[kernels.FREE], "more blocks than are free"
-        count = kernels.allocate(self.meta, self.keys, self.slots, self.counts, out, self.removed)
+        count = kernels.allocate(self.meta, self.keys, self.counts, out, self.removed)
         return self.removed[:count].copy() if count else self.removed[:0]
 
     def peek(self, count: int) -> Ints:
@@ -73,7 +73,7 @@ class BlockPool:
 
     def claim(self, blocks: Ints) -> BlockHashes:
         """Take these free blocks, wherever in the queue they are; returns as `allocate` does."""
-        count = kernels.claim(self.meta, self.keys, self.slots, self.counts, blocks, self.removed)
+        count = kernels.claim(self.meta, self.keys, self.counts, blocks, self.removed)
         return self.removed[:count].copy() if count else self.removed[:0]
 
     def forget(self, table: Ints, start: int, stop: int) -> BlockHashes:
@@ -82,9 +82,7 @@ class BlockPool:
         Returns:
             Hashes that can no longer be hit, those of what stands on them first, shape (m, 2).
         """
-        count = kernels.forget(
-            self.meta, self.keys, self.slots, self.counts, table, start, stop, self.removed
-        )
+        count = kernels.forget(self.meta, self.keys, self.counts, table, start, stop, self.removed)
         return self.removed[:count].copy() if count else self.removed[:0]
 
     def take(self, blocks: Ints, out: Ints) -> None:

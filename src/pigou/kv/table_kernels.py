@@ -1,6 +1,8 @@
 """Compiled functions of the table of a pool: from a hash to the block that is cached under it.
 
-Arrays are those of `pigou.kv.kernels`: `keys` and `slots`.
+Arrays are those of `pigou.kv.kernels`: `keys` and `slots`. A slot is a hint, and the keys are what
+counts: a block that is cached no longer stays in its slot, which is passed by, until the table is
+made anew. To find the slots of blocks that go, and close the gaps, would take longer.
 """
 
 from __future__ import annotations
@@ -57,20 +59,15 @@ def touch(keys: BlockHashes, slots: Ints, hashes: BlockHashes, start: int, stop:
 
 
 @inlined
-def strike(keys: BlockHashes, slots: Ints, block: int) -> None:
-    """Remove a block from the table, closing the gap (no tombstones)."""
-    mask = slots.shape[0] - 1
-    gap = home(keys[block, 0], keys[block, 1], mask)
-    while slots[gap] != block:
-        gap = (gap + 1) & mask
-    i = gap
-    while True:
-        i = (i + 1) & mask
-        other = slots[i]
-        if other < 0:
-            break
-        start = home(keys[other, 0], keys[other, 1], mask)
-        if ((i - start) & mask) >= ((i - gap) & mask):
-            slots[gap] = other
-            gap = i
-    slots[gap] = -1
+def renew(keys: BlockHashes, slots: Ints) -> int:
+    """Make the table anew, of the cached blocks alone; return how many there are."""
+    mask, filled = slots.shape[0] - 1, 0
+    slots[:] = -1
+    for block in range(keys.shape[0]):
+        if keys[block, 0] != 0 or keys[block, 1] != 0:
+            i = home(keys[block, 0], keys[block, 1], mask)
+            while slots[i] >= 0:
+                i = (i + 1) & mask
+            slots[i] = block
+            filled += 1
+    return filled

@@ -8,9 +8,11 @@ import numpy as np
 
 from pigou.control.index import entry_kernels as kernels
 from pigou.control.index.entry_kernels import Links
-from pigou.control.index.slots import Counts, Words, enter_all, slots_for
+from pigou.control.index.slots import Counts, Words, crowded, slots_for
 
 _LEAST = 64
+#: Slots for each entry, at least, once some were given up.
+_MORE = 4
 _NOTHING: Words = np.zeros((0, 2), dtype=np.uint64)
 
 
@@ -32,7 +34,7 @@ class Entries:
         """
         self.limit = limit
         self.usual = usual
-        self.counts: Counts = np.zeros(4, dtype=np.int64)
+        self.counts: Counts = np.zeros(5, dtype=np.int64)
         self._before = 0
         self._arrays(min(_LEAST, limit))
 
@@ -64,16 +66,25 @@ class Entries:
         """Make room for so many new entries, as far as the limit goes."""
         wanted, size = min(len(self) + more, self.limit), len(self.names) - 1
         if wanted <= size:
+            if crowded(self.slots, self.counts.item(kernels.FILLED) + more):
+                self._renew(size)
             return
         wanted = max(wanted, min(self.usual, self.limit))
         while size < wanted:
             size = min(2 * size, self.limit)
-        links, names, values, slots = self.links, self.names, self.values, self.slots
+        links, names, values = self.links, self.names, self.values
         self._arrays(size)
         self.links[: len(links)] = links
         self.names[: len(names)] = names
         self.values[: len(values)] = values
-        enter_all(slots, self.slots)
+        kernels.renew(self.names, self.slots, self.counts)
+
+    def _renew(self, entries: int) -> None:
+        """Fill the slots anew; where entries come and go, more of them do so for longer."""
+        more = slots_for(entries, _MORE)
+        if len(more) > len(self.slots):
+            self.slots = more
+        kernels.renew(self.names, self.slots, self.counts)
 
     def clear(self) -> Change:
         """Forget all entries; what was counted as evicted stays."""

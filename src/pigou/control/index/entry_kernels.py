@@ -4,9 +4,9 @@ Entries are numbered from 1; 0 means "none".
     links: uint32, shape (8 (entries + 1),), eight of each entry, those below. The entry that stands
         for "none" is the sentinel of the list. (Not of two dimensions: the compiler makes more
         of a number of columns that it knows.)
-    names, values: uint64, shape (entries + 1,) each.
+    names, values: uint64, shape (entries + 1,) each; both 0 for a free entry.
     slots: from a name to its entry (`pigou.control.index.slots`).
-    counts: int64, shape (4,); the entries below.
+    counts: int64, shape (5,); the entries below.
 Blocks that are stored one after the other are entries that follow one another, as far as these
 are free. Free ones are in a list by ELDER and YOUNGER, entry 0 its sentinel; their MEDIA are 0.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.control.index.slots import ONE, Counts, Row, Words, find
+from pigou.control.index.slots import ONE, Counts, Row, Words, enter_all, find
 
 Links: TypeAlias = NDArray[np.uint32]
 
@@ -27,27 +27,20 @@ Links: TypeAlias = NDArray[np.uint32]
 PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER, MEDIA = (np.uint64(i) for i in range(7))
 WIDTH = np.uint64(8)
 #: Entries of `counts`: highest entry ever used, entries in use, those of them whose key is known,
-#: and entries that were evicted.
-TOP, USED, KNOWN, EVICTED = range(4)
+#: filled slots, and entries that were evicted.
+TOP, USED, KNOWN, FILLED, EVICTED = range(5)
 
 
 @inlined
-def held(links: Links, entry: Row) -> bool:
-    """Whether an entry is in use."""
-    used: bool = links[entry * WIDTH + MEDIA] != 0
-    return used
-
-
-@inlined
-def entry_of(links: Links, names: Words, slots: Words, name: np.uint64, after: Row) -> Row:
+def entry_of(names: Words, slots: Words, name: np.uint64, after: Row) -> Row:
     """Entry of a name, or 0; the ones beside `after` are looked at first.
 
     Who stores a chain goes to the one behind it; who evicts one, to the one before it.
     """
     behind, before = after + ONE, after - ONE
-    if behind < np.uint64(names.shape[0]) and names[behind] == name and held(links, behind):
+    if behind < np.uint64(names.shape[0]) and names[behind] == name:
         return behind
-    if after > ONE and names[before] == name and held(links, before):
+    if after > ONE and names[before] == name:
         return before
     return find(names, slots, name)
 
@@ -168,6 +161,12 @@ def note(changes: Words, done: int, key: np.uint64, media: int) -> int:
     changes[done, 0] = key
     changes[done, 1] = media
     return done + 1
+
+
+@bare_kernel
+def renew(names: Words, slots: Words, counts: Counts) -> None:
+    """Fill the slots with the entries that there are."""
+    counts[FILLED] = enter_all(names, counts[TOP], slots)
 
 
 @bare_kernel

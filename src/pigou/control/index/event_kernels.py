@@ -12,6 +12,7 @@ from pigou.compiled import bare_kernel
 from pigou.control.index.entry_kernels import (
     CHILD,
     EVICTED,
+    FILLED,
     KNOWN,
     MEDIA,
     USED,
@@ -20,12 +21,13 @@ from pigou.control.index.entry_kernels import (
     adopt,
     entry_of,
     link_before,
+    renew,
     take_entry,
     unlink,
 )
-from pigou.control.index.holding_kernels import first_leaf, forget
-from pigou.control.index.slots import NONE, ONE, Counts, Words, find, probe, put, touch
-from pigou.control.index.table_kernels import ROWS, SEEN, TIERS, TWINS, hold, let_go
+from pigou.control.index.holding_kernels import called, first_leaf, forget
+from pigou.control.index.slots import NONE, ONE, Counts, Words, crowded, find, probe, put, touch
+from pigou.control.index.table_kernels import ENTERED, ROWS, SEEN, TIERS, TWINS, hold, let_go
 
 #: What `store` returns where an array might be too small: nothing was done.
 NO_ROOM = -(2**62)
@@ -72,19 +74,17 @@ def store(
         before + blocks >= names.shape[0]
         or totals[ROWS] + blocks >= rows.shape[0]
         or 2 * (totals[TWINS] + TIERS * blocks) > twins.shape[0]
+        or crowded(slots, counts[FILLED] + blocks)
+        or crowded(row_slots, totals[ENTERED] + blocks)
     ):
         return NO_ROOM
     totals[SEEN] = np.int64(touch(slots, hashes) | touch(row_slots, keys))
     name_at, key_at = hashes.shape[1] - 1, keys.shape[1] - 1
-    last, row = find(names, slots, parent) if follows else NONE, NONE
+    last, row = find(names, slots, called(parent)) if follows else NONE, NONE
     for i in range(blocks):
-        name, key = hashes[i, name_at], keys[i, key_at]
+        name, key = called(hashes[i, name_at]), keys[i, key_at]
         entry, place = last + ONE, NONE
-        if (
-            entry >= np.uint64(names.shape[0])
-            or names[entry] != name
-            or links[entry * WIDTH + MEDIA] == 0
-        ):
+        if entry >= np.uint64(names.shape[0]) or names[entry] != name:
             entry, place = probe(names, slots, name)
         if entry == 0:
             if counts[USED] >= limit:
@@ -93,14 +93,17 @@ def store(
                     counts[EVICTED] += blocks - i
                     break
                 gone, held = values[leaf], links[leaf * WIDTH + MEDIA]
-                forget(links, names, values, slots, counts, leaf)
+                forget(links, names, values, counts, leaf)
                 counts[EVICTED] += 1
                 if gone != 0:
                     let_go(rows, row_slots, twins, totals, worker, gone, held, NONE)
+                if crowded(slots, counts[FILLED] + 1):
+                    renew(names, slots, counts)
                 _, place = probe(names, slots, name)
             entry = take_entry(links, counts, last)
             names[entry] = name
             put(slots, place, name, entry)
+            counts[FILLED] += 1
             adopt(links, last, entry)
         elif links[entry * WIDTH + CHILD] == 0:
             unlink(links, entry)
@@ -143,17 +146,15 @@ def remove(
         By how many entries the holdings grew, 0 or less; and how many keys there are in `gone`.
     """
     before, name_at, many = counts[USED], hashes.shape[1] - 1, 0
-    # Names are keys where engines' hashes are ours; elsewhere the second loads find nothing.
-    totals[SEEN] = np.int64(touch(slots, hashes) | touch(row_slots, hashes))
     entry, row = NONE, NONE
     for i in range(hashes.shape[0]):
-        entry = entry_of(links, names, slots, hashes[i, name_at], entry)
+        entry = entry_of(names, slots, called(hashes[i, name_at]), entry)
         if entry == 0 or links[entry * WIDTH + MEDIA] & media == 0:
             continue
         key = values[entry]
         links[entry * WIDTH + MEDIA] &= ~media
         if links[entry * WIDTH + MEDIA] == 0:
-            forget(links, names, values, slots, counts, entry)
+            forget(links, names, values, counts, entry)
             if key != 0:
                 gone[many] = key
                 many += 1

@@ -23,17 +23,23 @@ from pigou.control.index.entry_kernels import (
     give_entry,
     note,
 )
-from pigou.control.index.slots import NONE, Counts, Row, Words, find, strike
+from pigou.control.index.slots import NONE, Counts, Row, Words, find
+
+#: What 0 stands for, as no entry is named that.
+_NAUGHT = np.uint64(0x9E3779B97F4A7C15)
 
 
 @inlined
-def forget(
-    links: Links, names: Words, values: Words, slots: Words, counts: Counts, entry: Row
-) -> None:
+def called(name: np.uint64) -> np.uint64:
+    """Return by what name a block is known whose engine's hash is `name`."""
+    return name if name != 0 else _NAUGHT
+
+
+@inlined
+def forget(links: Links, names: Words, values: Words, counts: Counts, entry: Row) -> None:
     """Drop an entry; its children have no parent any more."""
     if values[entry] != 0:
         counts[KNOWN] -= 1
-    strike(slots, names[entry], entry)
     disown(links, entry)
     give_entry(links, names, values, counts, entry)
 
@@ -48,15 +54,13 @@ def first_leaf(links: Links, spare: Row) -> Row:
 
 
 @bare_kernel
-def evict(
-    links: Links, names: Words, values: Words, slots: Words, counts: Counts, many: int, lost: Words
-) -> int:
+def evict(links: Links, names: Words, values: Words, counts: Counts, many: int, lost: Words) -> int:
     """Drop so many entries, which there must be; return how many keys are lost."""
     done = 0
     for _ in range(many):
         entry = first_leaf(links, NONE)
         done = note(lost, done, values[entry], links[entry * WIDTH + MEDIA])
-        forget(links, names, values, slots, counts, entry)
+        forget(links, names, values, counts, entry)
         counts[EVICTED] += 1
     return done
 
@@ -64,7 +68,7 @@ def evict(
 @bare_kernel
 def look_up(names: Words, slots: Words, name: np.uint64) -> Row:
     """Entry of a name, or 0."""
-    return find(names, slots, name)
+    return find(names, slots, called(name))
 
 
 @bare_kernel
@@ -72,6 +76,6 @@ def absent(names: Words, slots: Words, hashes: Words) -> int:
     """Count the names (last column) that are not there."""
     count = 0
     for i in range(hashes.shape[0]):
-        if find(names, slots, hashes[i, hashes.shape[1] - 1]) == 0:
+        if find(names, slots, called(hashes[i, hashes.shape[1] - 1])) == 0:
             count += 1
     return count

@@ -8,8 +8,8 @@ rows: uint64, shape (rows + 1, 1 + 3 words). A row has a key (0 where it is free
 slots: from a key to its row (`pigou.control.index.slots`).
 twins: uint64, shape (a power of two, 3): key, place (3 worker + tier) and how often, beyond
     the first time, this worker holds this key in this tier (count 0 where empty).
-totals: int64, shape (4,); rows and twins in use, the highest row ever used, and whatever
-    `slots.touch` returned last (so that the loads are not optimised away).
+totals: int64, shape (5,); rows and twins in use, the highest row ever used, filled slots, and
+    whatever `slots.touch` returned last (so that the loads are not optimised away).
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from __future__ import annotations
 import numpy as np
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.control.index.slots import NONE, ONE, Counts, Row, Words, find, probe, put, strike
+from pigou.control.index.slots import (
+    NONE,
+    ONE,
+    Counts,
+    Row,
+    Words,
+    enter_all,
+    find,
+    probe,
+    put,
+)
 from pigou.request import BlockKeys
 
 #: Tiers, the nearest first.
@@ -28,7 +38,7 @@ NEXT, PREV = 1, 2
 #: Stands for workers of which nothing is known, where others have their numbers.
 NOBODY = -1
 #: Entries of `totals`.
-ROWS, TWINS, TOP, SEEN = range(4)
+ROWS, TWINS, TOP, ENTERED, SEEN = range(5)
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # as of `slots`
 _HALF = np.uint64(32)
@@ -73,11 +83,19 @@ def give_row(rows: Words, totals: Counts, row: Row) -> None:
 def row_of(rows: Words, slots: Words, key: np.uint64, after: Row) -> Row:
     """Row of a key, or 0; the ones beside `after` are looked at first."""
     behind, before = after + ONE, after - ONE
-    if behind < np.uint64(rows.shape[0]) and rows[behind, 0] == key and key != 0:
+    if key == 0:
+        return NONE
+    if behind < np.uint64(rows.shape[0]) and rows[behind, 0] == key:
         return behind
-    if after > ONE and rows[before, 0] == key and key != 0:
+    if after > ONE and rows[before, 0] == key:
         return before
     return find(rows[:, 0], slots, key)
+
+
+@bare_kernel
+def renew(rows: Words, slots: Words, totals: Counts) -> None:
+    """Fill the slots with the rows that there are."""
+    totals[ENTERED] = enter_all(rows[:, 0], totals[TOP], slots)
 
 
 @bare_kernel
@@ -197,6 +215,7 @@ def hold(
         row = take_row(rows, totals, after)
         rows[row, 0] = key
         put(slots, place, key, row)
+        totals[ENTERED] += 1
     for tier in range(TIERS):
         if (media >> tier) & 1 == 0:
             continue
@@ -235,7 +254,6 @@ def let_go(
     for w in range(1, rows.shape[1]):
         others |= rows[row, w]
     if others == 0:
-        strike(slots, key, row)
         give_row(rows, totals, row)
     return row
 
