@@ -140,6 +140,14 @@ def test_local_prefill_is_dearer_the_more_streams_it_stalls() -> None:
     assert cost(20) == pytest.approx(4 * cost(5))
 
 
+def test_a_hit_that_counts_for_more_than_its_prompt_leaves_costs_finite() -> None:
+    """Nothing is ahead of a stream, and it comes before now: so much is a hit taken for."""
+    eager = override(Toll(), {"overlap_weight": 4.0})
+    fleet = FleetView.of(2, estimates=known(2), overlap=[40, 0])
+    costs = eager.costs(Request("r", 1000, 9), fleet, pairs((0, 1), (-1, 1)))
+    assert np.isfinite(costs).all()
+
+
 def test_a_queue_at_the_prefill_worker_makes_prompts_go_local() -> None:
     def best(waiting: int) -> int:
         fleet = FleetView.of(

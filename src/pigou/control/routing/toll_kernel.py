@@ -101,10 +101,11 @@ def beside(
 ) -> float:  # fmt: skip
     """Return the seconds that prompts take from a stream that comes in `begins` seconds.
 
-    Those before then do not delay it.
+    Those before then do not delay it. (Hits that count for more than their prompts may have it come
+    before now.)
     """
     ahead = alone(law, prompts, tokens, pairs)
-    left = ahead - begins
+    left = ahead - max(begins, 0.0)
     if left <= 0.0:
         return 0.0
     return min(left, left / ahead * among(law, taken, prompts, tokens, pairs))
