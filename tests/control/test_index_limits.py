@@ -137,6 +137,19 @@ def test_thousands_of_blocks_come_and_go() -> None:
         assert index.overlap("w", chain(tokens, 4)) == len(tokens) // 4
 
 
+def test_memory_does_not_grow_with_what_went() -> None:
+    index = PrefixIndex()
+    for turn in range(400):
+        index.apply("w", [stored(name=1000 * turn)])
+        index.predict("v", KEYS, turn * 10**12)
+        index.apply("w", [Removed(tuple(range(1000 * turn, 1000 * turn + 16)))])
+        assert (index.overlap("w", KEYS), index.overlap("v", KEYS)) == (0, 16)
+        index.expire(10**18)
+        if turn == 40:
+            usual = index.nbytes
+    assert (index.blocks, index.keys, index.nbytes) == (0, 0, usual)
+
+
 def test_limits_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="max_blocks is 0"):
         PrefixIndex(max_blocks=0)

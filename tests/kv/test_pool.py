@@ -217,6 +217,19 @@ def test_a_hit_makes_blocks_young_again() -> None:
     assert eviction_order(pool).tolist() == [3, 2, 1, 0]
 
 
+def test_hashes_come_and_go_without_end() -> None:
+    pool, prefix, table, _ = filled(4, 2)
+    for turn in range(100):
+        hashes = chain([turn, 7, 8, 9], 1, b"t")
+        pool.release(table, 0, len(table), hashes)
+        table = np.zeros(4, dtype=np.int32)
+        pool.allocate(table)
+        assert len(prefix.match(hashes, 4).blocks) == 0
+        assert prefix.seal(table, hashes, 0, 4).new == 4
+        assert prefix.match(hashes, 4).blocks.tolist() == table.tolist()
+        pool.check(np.ones(4, dtype=np.int32))
+
+
 @pytest.mark.parametrize(
     ("damage", "law"),
     [
