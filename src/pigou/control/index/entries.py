@@ -79,13 +79,6 @@ class Entries:
         self.values[: len(values)] = values
         kernels.renew(self.names, self.slots, self.counts)
 
-    def _renew(self, entries: int) -> None:
-        """Fill the slots anew; where entries come and go, more of them do so for longer."""
-        more = slots_for(entries, _MORE)
-        if len(more) > len(self.slots):
-            self.slots = more
-        kernels.renew(self.names, self.slots, self.counts)
-
     def clear(self) -> Change:
         """Forget all entries; what was counted as evicted stays."""
         lost = pairs(len(self))
@@ -99,6 +92,13 @@ class Entries:
         self.names: Words = np.zeros(entries + 1, dtype=np.uint64)
         self.values: Words = np.zeros(entries + 1, dtype=np.uint64)
         self.slots: Words = slots_for(entries)
+
+    def _renew(self, entries: int) -> None:
+        """Fill the slots anew; where entries come and go, more of them do so for longer."""
+        more = slots_for(entries, _MORE)
+        if len(more) > len(self.slots):
+            self.slots = more
+        kernels.renew(self.names, self.slots, self.counts)
 
 
 def pairs(count: int) -> Words:

@@ -80,7 +80,8 @@ def enter(slots: Words, name: np.uint64, row: Row) -> None:
 @bare_kernel
 def crowded(slots: Words, filled: int) -> bool:
     """Whether so many filled slots are too many: searches that find nothing end at empty ones."""
-    return 8 * filled > 5 * slots.shape[0]
+    full: bool = 8 * filled > 5 * slots.shape[0]
+    return full
 
 
 @inlined
