@@ -49,12 +49,6 @@ class AffineFit:
         pair = self.pair
         return pair / self._sums.item(SLOPE) if pair > 0.0 else 0.0
 
-    @property
-    def mean_size(self) -> float:
-        """Mean size that was observed, pairs counted for what they are worth."""
-        size = self._gram.item(0, 1) + self.ratio * self._gram.item(2, 1)
-        return size / max(self._gram.item(1, 1), 1e-12)
-
     def observe(self, size: float, seconds: float, pairs: float = 0.0) -> None:
         """Take in that something of this size took so many seconds, above 0."""
         take_in(

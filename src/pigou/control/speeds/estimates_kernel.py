@@ -20,7 +20,6 @@ def fill(
     transfer: Numbers,
     itl: Numbers,
     commons: tuple[float, float, float],
-    mean_size: float,
     least_slope: float,
 ) -> None:
     """Write all rows of `Estimates.table`, shape (21, workers).
@@ -30,7 +29,6 @@ def fill(
         column: what a worker with a scale of 1 has, (21,).
         prefill, transfer, itl: scales of each worker's own, (workers,).
         commons: scales of all of them together, in this order.
-        mean_size: uncached tokens of a prompt in the mean, its pairs counted as tokens.
         least_slope: seconds by which the law of ITL rises a stream, at least.
     """
     for w in range(table.shape[1]):
@@ -48,6 +46,6 @@ def fill(
         table[6, w] = max(column[6] * pace, least_slope * pace)
         table[7, w] = column[7] * pace
         table[8, w] = column[8] * pace
+        table[14, w] = column[14] * prompts
         table[17, w] = column[17] * prompts
         table[18, w] = column[18] * prompts
-        table[14, w] = table[0, w] + table[1, w] * mean_size

@@ -23,6 +23,7 @@ from pigou.control.speeds.estimates_kernel import fill
 from pigou.control.speeds.flow import Flow, Sample
 from pigou.control.speeds.reading import Reading
 from pigou.control.speeds.scales import Scales
+from pigou.control.speeds.sizes import Sizes
 from pigou.control.speeds.spread import Spread
 from pigou.control.speeds.stall import Stall
 from pigou.games.latency import LatencyLaw, OnlineFit
@@ -37,8 +38,6 @@ _FRESH = SECOND // 100
 #: Outputs that the expected length of an output is a mean over.
 _OUTPUTS = 64.0
 _FIRST_OUTPUT = 128.0
-#: Prompts whose tokens and pairs are forgotten by half after so many more.
-_HALF_LIFE = 128.0
 
 
 class Estimator:
@@ -65,13 +64,12 @@ class Estimator:
         self._itl = OnlineFit(_MOST_STREAMS)
         self._stall = Stall()
         self._gaps = Spread()
-        self._sizes = Spread()
+        self._sizes = Sizes()
         self._came = 0
         self._scales = {name: Scales() for name in _SPEEDS}
         self._rate = np.zeros(0)
         self._rated = np.zeros(0, dtype=np.int64)
         self._last_done = np.zeros(0, dtype=np.int64)
-        self._tokens = self._both = 0.0
         self._output = _FIRST_OUTPUT
         self._outputs = 0
         self.flow = Flow()
@@ -142,11 +140,8 @@ class Estimator:
     def _computed(self, row: int, tokens: int, both: float, seconds: float) -> None:
         """Count a prompt that was computed, and that its worker was busy with it so long."""
         size = tokens + self._prefill.ratio * both
-        keep = 0.5 ** (1.0 / _HALF_LIFE)
-        self._tokens = keep * self._tokens + tokens
-        self._both = keep * self._both + both
         self.flow.prompt(row, size, seconds)
-        self._sizes.observe(size)
+        self._sizes.observe(tokens, both)
 
     def transferred(self, row: int, tokens: int, nanos: int, now: int) -> None:
         """A remote prefill's tokens reached worker `row`, and its first token followed."""
@@ -224,11 +219,6 @@ class Estimator:
         common, (base, slope) = self._scales["prefill"].now(now)[0], self._prefill.law
         return base * common, slope * common
 
-    @property
-    def _before(self) -> float:
-        """Tokens before one that is computed, in the mean."""
-        return self._both / max(1.0, self._tokens)
-
     def _law(self) -> LatencyLaw:
         """Return the law of ITL that is common to the fleet."""
         return self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
@@ -246,16 +236,17 @@ class Estimator:
         column[_AT["read_base"]], column[_AT["read_token"]] = self._reading.law
         column[_AT["prefill_pair"]] = self._prefill.pair
         column[_AT["prefill_each"]] = column[_AT["prefill_token"]]
-        column[_AT["prefill_each"]] += self._prefill.pair * self._before
+        column[_AT["prefill_each"]] += self._prefill.pair * self._sizes.before
         column[_AT["stall_base"]], column[_AT["stall_token"]] = self._taken(alone, law)
-        column[_AT["bursts"]] = self._gaps.squared()
-        column[_AT["uneven"]] = self._sizes.squared(*alone)
+        column[_AT["bursts"]] = self._gaps.squared
+        prompt = [column.item(_AT[f"prefill_{each}"]) for each in ("base", "token", "pair")]
+        column[_AT["prompt"]] = self._sizes.mean(*prompt)
+        column[_AT["uneven"]] = self._sizes.squared(*prompt)
         prefill, transfer, itl = (self._scales[name].now(now) for name in _SPEEDS)
         found = Estimates(np.empty((len(ROWS), len(self._rate))))
         commons = (prefill[0], transfer[0], itl[0])
         fill(
-            found.table, column, prefill[1], transfer[1], itl[1], commons,
-            self._sizes.mean(self._prefill.mean_size), least,
+            found.table, column, prefill[1], transfer[1], itl[1], commons, least
         )  # fmt: skip
         self._mean_service = found.prompt
         return found

@@ -1,4 +1,4 @@
-"""Spread: how much times or sizes differ, as they come."""
+"""Spread: how much gaps between arrivals differ."""
 
 from __future__ import annotations
 
@@ -24,22 +24,9 @@ class Spread:
         self._seen += 1
 
     @property
-    def moments(self) -> tuple[float, float] | None:
-        """Mean and variance; None while too few values came."""
-        if self._seen < _LEAST:
-            return None
-        mean = self._sum / self._weight
-        return mean, max(0.0, self._squares / self._weight - mean * mean)
-
-    def mean(self, otherwise: float) -> float:
-        """Return the mean; `otherwise` while too few values came."""
-        found = self.moments
-        return otherwise if found is None else found[0]
-
-    def squared(self, base: float = 0.0, slope: float = 1.0) -> float:
-        """Return variance over squared mean of base + slope x; 1 while that is not known."""
-        found = self.moments
-        if found is None:
+    def squared(self) -> float:
+        """Variance over squared mean; 1 while too few values came."""
+        if self._seen < _LEAST or self._sum <= 0.0:
             return 1.0
-        mean = base + slope * found[0]
-        return slope * slope * found[1] / (mean * mean) if mean > 0.0 else 1.0
+        mean = self._sum / self._weight
+        return max(0.0, self._squares / self._weight - mean * mean) / (mean * mean)
