@@ -75,6 +75,8 @@ def test_a_log_of_vllm_is_its_data_set_at_the_times_of_the_run(tmp_path: Path) -
     write(arrival_time_ns=250_000_000)
     assert read_trace(path) == log
     assert [each.start for each in log.sessions] == [0.0, 0.25]
+    (tmp_path / "meta.json").write_text('{"vllm_version": "0.19.0"}')
+    assert read_trace(tmp_path) == log  # the folder that it was kept in
     write(arrival_time=1.0, arrival_time_ns=10**9)
     with pytest.raises(ConfigError, match="not both"):
         read_trace(path)
@@ -134,6 +136,8 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"t\.json"):
         read_trace(path)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        read_trace(tmp_path)
     with pytest.raises(ConfigError, match="nowhere"):
         read_trace(tmp_path / "nowhere.json")
 

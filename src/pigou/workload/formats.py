@@ -21,6 +21,8 @@ from pigou.workload.rows import BailianRow, MooncakeRow, Row, VllmRow, of_rows
 from pigou.workload.trace import Session, Trace, Turn, ordered, turn
 
 _MOONCAKE_BLOCK = 512
+_LOG = "requests.jsonl"
+_SESSION = ("block_size", "requests", "id")
 _BLOCK_IN_NAME = re.compile(r"blksz_(\d+)")
 
 
@@ -29,7 +31,8 @@ def read_trace(path: str | Path) -> Trace:
 
     JSON lines of Pigou (`pigou.workload.rows.Row`), Mooncake, Alibaba's Bailian or vLLM's bench;
     a journal of Pigou's gateway; CSV of Azure or BurstGPT; agent sessions (JSON with `requests`,
-    alone, in a folder, or in a tar archive). Each may be packed (`.gz`, `.zst`).
+    alone, in a folder, or in a tar archive). Each may be packed (`.gz`, `.zst`). A folder with
+    `requests.jsonl`, as vLLM logs are kept in, stands for that file.
 
     Raises:
         ConfigError: the file cannot be read, or is none of these.
@@ -48,6 +51,9 @@ def read_trace(path: str | Path) -> Trace:
 
 def _read(path: Path) -> Trace:
     if path.is_dir():
+        log = path / _LOG
+        if log.is_file():
+            return _read(log)
         texts = (each.read_text("utf-8") for each in sorted(path.glob("*.json")))
         return _agents(texts, str(path))
     name = name_of(path)
@@ -151,6 +157,10 @@ def _agents(texts: Iterable[str], path: str) -> Trace:
     sessions, sizes = [], set()
     for text in texts:
         whole = json.loads(text)
+        known = whole if isinstance(whole, dict) else {}
+        lacks = [name for name in _SESSION if name not in known]
+        if lacks:
+            raise ConfigError(f"trace: {path} is no agent session: JSON without {', '.join(lacks)}")
         sizes.add(int(whole["block_size"]))
         turns = tuple(_agent_turns(whole["requests"]))
         if turns:
