@@ -51,11 +51,7 @@ def read_trace(path: str | Path) -> Trace:
 
 def _read(path: Path) -> Trace:
     if path.is_dir():
-        log = path / _LOG
-        if log.is_file():
-            return _read(log)
-        texts = (each.read_text("utf-8") for each in sorted(path.glob("*.json")))
-        return _agents(texts, str(path))
+        return _folder(path)
     name = name_of(path)
     with unpacked(path) as file:
         if name.endswith(".tar"):
@@ -69,6 +65,14 @@ def _read(path: Path) -> Trace:
     if first.lstrip()[:1] == b"{":
         return _lines(data, name, str(path))
     return _table(data.decode("utf-8"), str(path))
+
+
+def _folder(path: Path) -> Trace:
+    log = path / _LOG
+    if log.is_file():
+        return _read(log)
+    texts = (each.read_text("utf-8") for each in sorted(path.glob("*.json")))
+    return _agents(texts, str(path))
 
 
 def _members(file: io.BytesIO) -> Iterator[str]:
