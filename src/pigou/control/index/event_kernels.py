@@ -1,7 +1,9 @@
-"""Compiled kernels of events: one call an event, for a worker's holdings and the table of all.
+"""Compiled kernels of events: one call an event, for a worker's holdings, and the
+table and the ghosts of all.
 
 Arrays are those of `pigou.control.index.entry_kernels` (links, names, slots, counts: of the
-worker) and `pigou.control.index.table_kernels` (rows, row_slots, twins, totals).
+worker), `pigou.control.index.table_kernels` (rows, row_slots, twins, totals) and
+`pigou.control.index.ghost_kernels` (graves, tally).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pigou.control.index.entry_kernels import (
     take_entry,
     unlink,
 )
+from pigou.control.index.ghost_kernels import Tally, bury, unbury
 from pigou.control.index.holding_kernels import called, first_leaf, forget
 from pigou.control.index.slots import NONE, ONE, Counts, Words, crowded, find, probe, put, touch
 from pigou.control.index.table_kernels import ENTERED, ROWS, SEEN, TIERS, TWINS, hold, let_go
@@ -44,6 +47,8 @@ def store(
     row_slots: Words,
     twins: Words,
     totals: Counts,
+    graves: Words,
+    tally: Tally,
     worker: int,
     limit: int,
     follows: bool,
@@ -58,6 +63,7 @@ def store(
     Args:
         links, names, slots, counts: the holdings.
         rows, row_slots, twins, totals: the table.
+        graves, tally: the ghosts.
         worker: its number.
         limit: most entries of the holdings.
         follows: whether they come behind a block; `parent` is its name.
@@ -118,6 +124,8 @@ def store(
             row = hold(rows, row_slots, twins, totals, worker, values[entry], fresh, row)
         last = entry
     grown: int = counts[USED] - before
+    if graves.shape[0] > 0:
+        unbury(graves, tally, keys, worker, counts[USED], max(0, grown))
     return grown
 
 
@@ -132,20 +140,19 @@ def remove(
     row_slots: Words,
     twins: Words,
     totals: Counts,
+    graves: Words,
     worker: int,
     media: int,
     hashes: Words,
-    gone: Words,
-) -> tuple[int, int]:
+) -> int:
     """Remove blocks from one tier. Blocks that are not there are no error.
 
-    Arguments are those of `store`; `gone` takes the keys, where known, of what is in no tier any
-    more, (blocks,).
+    Arguments are those of `store`. What is in no tier any more, and whose key is known, is a ghost.
 
     Returns:
-        By how many entries the holdings grew, 0 or less; and how many keys there are in `gone`.
+        By how many entries the holdings grew, 0 or less.
     """
-    before, name_at, many = counts[USED], hashes.shape[1] - 1, 0
+    before, name_at = counts[USED], hashes.shape[1] - 1
     entry, row = NONE, NONE
     for i in range(hashes.shape[0]):
         entry = entry_of(names, slots, called(hashes[i, name_at]), entry)
@@ -156,8 +163,8 @@ def remove(
         if links[entry * WIDTH + MEDIA] == 0:
             forget(links, names, values, counts, entry)
             if key != 0:
-                gone[many] = key
-                many += 1
+                bury(graves, key, worker)
         if key != 0:
             row = let_go(rows, row_slots, twins, totals, worker, key, media, row)
-    return counts[USED] - before, many
+    grown: int = counts[USED] - before
+    return grown

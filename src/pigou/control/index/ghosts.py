@@ -6,10 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.index import ghost_kernels as kernels
+from pigou.control.index.ghost_kernels import Tally
 from pigou.control.index.slots import Words
 
-#: Blocks that are remembered, and a cacheful, at least.
-_LEAST = 1024
 _WORKERS = 8
 
 
@@ -28,65 +27,43 @@ class Ghosts:
     not known, and predictions, are no ghosts.
 
     Attributes:
-        some: whether any block was given up; nothing is counted before.
+        graves, tally: as of `pigou.control.index.ghost_kernels`; the kernels of events write them.
     """
 
     def __init__(self) -> None:
-        self._graves: Words = np.zeros((_LEAST, 2), dtype=np.uint64)
-        self._again: NDArray[np.float64] = np.zeros(_WORKERS)
-        self._stored: NDArray[np.float64] = np.zeros(_WORKERS)
+        self.graves: Words = np.zeros((0, 2), dtype=np.uint64)
+        self.tally: Tally = np.zeros((2, _WORKERS))
         self._none: NDArray[np.float64] = np.zeros(0)
-        self.some = False
 
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
-        return self._graves.nbytes
+        return self.graves.nbytes
 
     def admit(self, worker: int) -> None:
         """Begin to count for a worker, by its number."""
-        while worker >= len(self._again):
-            self._again = np.concatenate([self._again, np.zeros_like(self._again)])
-            self._stored = np.concatenate([self._stored, np.zeros_like(self._stored)])
-        self._again[worker] = self._stored[worker] = 0.0
-        self._graves[self._graves[:, 1] == worker] = 0
+        while worker >= self.tally.shape[1]:
+            self.tally = np.concatenate([self.tally, np.zeros_like(self.tally)], axis=1)
+        self.tally[:, worker] = 0.0
+        self.graves[self.graves[:, 1] == worker] = 0
 
-    def removed(self, worker: int, keys: Words, blocks: int) -> None:
-        """Blocks are in no tier of a worker any more.
-
-        Args:
-            worker: its number.
-            keys: of the blocks, none of them 0, (blocks,).
-            blocks: that all workers hold.
-        """
-        self.some = True
-        if blocks > len(self._graves):
-            size = 1 << (blocks - 1).bit_length()
-            self._graves = np.zeros((size, 2), dtype=np.uint64)
-        kernels.bury(self._graves, keys, worker)
-
-    def stored(self, worker: int, held: int, keys: Words, new: int) -> None:
-        """Blocks were stored on a worker; need not be called before there are `some`.
-
-        Args:
-            worker: its number.
-            held: blocks that it has.
-            keys: in the last column, 0 where unknown, shape (blocks, any).
-            new: how many of them had not been there.
-        """
-        keep = 0.5 ** (new / max(_LEAST, held))
-        kernels.unbury(self._graves, keys, worker, keep, new, self._again, self._stored)
+    def reserve(self, blocks: int) -> None:
+        """Blocks are about to be given up, of so many that all workers hold."""
+        if blocks > len(self.graves):
+            size = max(kernels.LEAST, 1 << (blocks - 1).bit_length())
+            self.graves = np.zeros((size, 2), dtype=np.uint64)
 
     def share(self, workers: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return blocks computed again for each that was stored, 0 to 1, (workers,).
 
         A number of -1 stands for a worker that never spoke: 0. Not to be written to.
         """
-        if not self.some and len(self._none) == len(workers):
+        some = len(self.graves) > 0
+        if not some and len(self._none) == len(workers):
             return self._none
         found: NDArray[np.float64] = np.zeros(len(workers))
-        if self.some:
-            kernels.share(self._again, self._stored, workers, found)
+        if some:
+            kernels.share(self.tally, workers, found)
         else:
             self._none = found
         return found

@@ -7,6 +7,7 @@ import numpy as np
 from pigou.control.index import entry_kernels, holding_kernels
 from pigou.control.index import event_kernels as kernels
 from pigou.control.index.entries import Change, Entries, pairs
+from pigou.control.index.ghosts import Ghosts
 from pigou.control.index.slots import Words
 from pigou.control.index.table import Table
 from pigou.control.index.wire import tier_of
@@ -38,6 +39,7 @@ class Holdings(Entries):
     def store(
         self,
         table: Table,
+        ghosts: Ghosts,
         worker: int,
         hashes: Words,
         keys: Words,
@@ -48,6 +50,7 @@ class Holdings(Entries):
 
         Args:
             table: of all workers.
+            ghosts: of all workers.
             worker: this one's number there.
             hashes: of the engine, in the last column, shape (blocks, any).
             keys: in the last column, 0 where unknown, shape (blocks, any).
@@ -60,7 +63,7 @@ class Holdings(Entries):
         while True:
             grown = kernels.store(
                 self.links, self.names, self.values, self.slots, self.counts,
-                table.rows, table.slots, table.twins, table.totals,
+                table.rows, table.slots, table.twins, table.totals, ghosts.graves, ghosts.tally,
                 worker, self.limit, follows, name, 1 << tier_of(medium), hashes, keys, sure,
             )  # fmt: skip
             if grown != kernels.NO_ROOM:
@@ -71,24 +74,22 @@ class Holdings(Entries):
             sure = True
 
     def remove(
-        self, table: Table, worker: int, hashes: Words, medium: str | None
-    ) -> tuple[int, Words]:
+        self, table: Table, ghosts: Ghosts, worker: int, hashes: Words, medium: str | None
+    ) -> int:
         """Forget blocks in one tier, here and in the table.
 
         Blocks that are not there are no error.
 
         Returns:
-            How many entries are new: 0 or less; and the keys, where known, of blocks that are in
-            no tier any more, (blocks,).
+            How many entries are new: 0 or less.
         """
-        gone: Words = np.empty(len(hashes), dtype=np.uint64)
-        grown, many = kernels.remove(
+        grown = kernels.remove(
             self.links, self.names, self.values, self.slots, self.counts,
-            table.rows, table.slots, table.twins, table.totals,
-            worker, 1 << tier_of(medium), hashes, gone,
+            table.rows, table.slots, table.twins, table.totals, ghosts.graves,
+            worker, 1 << tier_of(medium), hashes,
         )  # fmt: skip
         self._before += grown
-        return grown, gone[:many]
+        return grown
 
     def evict(self, count: int) -> Change:
         """Forget `count` blocks, or all, the leaves that were stored longest ago first."""

@@ -306,19 +306,19 @@ class PrefixIndex:
         """Store blocks; hashes and keys are in the last columns."""
         if self._blocks + len(hashes) > self._max_total:
             self._make_room(member.holdings.absent(hashes))
-        new = member.holdings.store(self._table, member.number, hashes, keys, parent, medium)
-        self._blocks += new
-        if self._ghosts.some:
-            self._ghosts.stored(member.number, len(member.holdings), keys, max(0, new))
+        self._blocks += member.holdings.store(
+            self._table, self._ghosts, member.number, hashes, keys, parent, medium
+        )
         if self._blocks > self._max_total:  # what made room may have been among what was stored
             self._make_room(0)
 
     def _remove(self, member: _Member, hashes: Words, medium: str | None) -> None:
         """Remove blocks from a tier; hashes are in the last column."""
         self._removed += len(hashes) if tier_of(medium) == DEVICE else 0
-        grown, gone = member.holdings.remove(self._table, member.number, hashes, medium)
-        self._blocks += grown
-        self._ghosts.removed(member.number, gone, self._blocks)
+        self._ghosts.reserve(self._blocks)
+        self._blocks += member.holdings.remove(
+            self._table, self._ghosts, member.number, hashes, medium
+        )
 
     def _clear(self, member: _Member, entries: Entries) -> None:
         self._change(member, entries, entries.clear())
