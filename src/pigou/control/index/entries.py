@@ -11,8 +11,6 @@ from pigou.control.index.entry_kernels import Links
 from pigou.control.index.slots import Counts, Words, crowded, slots_for
 
 _LEAST = 64
-#: Slots for each entry, at least, once some were given up.
-_MORE = 4
 _NOTHING: Words = np.zeros((0, 2), dtype=np.uint64)
 
 
@@ -67,7 +65,7 @@ class Entries:
         wanted, size = min(len(self) + more, self.limit), len(self.names) - 1
         if wanted <= size:
             if crowded(self.slots, self.counts.item(kernels.FILLED) + more):
-                self._renew(size)
+                kernels.renew(self.names, self.slots, self.counts)
             return
         wanted = max(wanted, min(self.usual, self.limit))
         while size < wanted:
@@ -92,13 +90,6 @@ class Entries:
         self.names: Words = np.zeros(entries + 1, dtype=np.uint64)
         self.values: Words = np.zeros(entries + 1, dtype=np.uint64)
         self.slots: Words = slots_for(entries)
-
-    def _renew(self, entries: int) -> None:
-        """Fill the slots anew; where entries come and go, more of them do so for longer."""
-        more = slots_for(entries, _MORE)
-        if len(more) > len(self.slots):
-            self.slots = more
-        kernels.renew(self.names, self.slots, self.counts)
 
 
 def pairs(count: int) -> Words:

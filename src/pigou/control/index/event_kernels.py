@@ -27,7 +27,7 @@ from pigou.control.index.entry_kernels import (
     take_entry,
     unlink,
 )
-from pigou.control.index.ghost_kernels import Tally, bury, unbury
+from pigou.control.index.ghost_kernels import Tally, bury, shift_of, unbury
 from pigou.control.index.holding_kernels import called, first_leaf, forget
 from pigou.control.index.slots import NONE, ONE, Counts, Words, crowded, find, probe, put, touch
 from pigou.control.index.table_kernels import ENTERED, ROWS, SEEN, TIERS, TWINS, hold, let_go
@@ -153,6 +153,7 @@ def remove(
         By how many entries the holdings grew, 0 or less.
     """
     before, name_at = counts[USED], hashes.shape[1] - 1
+    shift = shift_of(graves) if graves.shape[0] > 0 else NONE
     entry, row = NONE, NONE
     for i in range(hashes.shape[0]):
         entry = entry_of(names, slots, called(hashes[i, name_at]), entry)
@@ -163,7 +164,7 @@ def remove(
         if links[entry * WIDTH + MEDIA] == 0:
             forget(links, names, values, counts, entry)
             if key != 0:
-                bury(graves, key, worker)
+                bury(graves, shift, key, worker)
         if key != 0:
             row = let_go(rows, row_slots, twins, totals, worker, key, media, row)
     grown: int = counts[USED] - before

@@ -26,15 +26,15 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio (Knuth, 6.
 
 
 @inlined
-def _shift(graves: Words) -> np.uint64:
+def shift_of(graves: Words) -> np.uint64:
     """Bits by which a spread key is shifted to its place."""
     return np.uint64(64 - int(math.log2(graves.shape[0]) + 0.5))
 
 
 @inlined
-def bury(graves: Words, key: np.uint64, worker: int) -> None:
-    """Remember a block that a worker does not hold any more, in no tier."""
-    place = (key * _SPREAD) >> _shift(graves)
+def bury(graves: Words, shift: np.uint64, key: np.uint64, worker: int) -> None:
+    """Remember a block that a worker does not hold any more, in no tier; `shift`: of the graves."""
+    place = (key * _SPREAD) >> shift
     graves[place, 0] = key
     graves[place, 1] = worker
 
@@ -55,7 +55,7 @@ def unbury(graves: Words, tally: Tally, keys: Words, worker: int, held: int, new
     tally[AGAIN, worker] *= keep
     tally[STORED, worker] = keep * tally[STORED, worker] + new
     key_at = keys.shape[1] - 1
-    shift = _shift(graves)
+    shift = shift_of(graves)
     for i in range(keys.shape[0]):
         key = keys[i, key_at]
         place = (key * _SPREAD) >> shift
