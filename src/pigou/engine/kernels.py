@@ -171,6 +171,7 @@ def advance(
     counts: Ints,
     samples: NDArray[np.bool_],
     steps: Ints,
+    done: int,
     computed: Ints,
     length: Ints,
     limit: Ints,
@@ -182,7 +183,7 @@ def advance(
     ended: Ints,
     fuller: Ints,
 ) -> tuple[int, int]:
-    """Move the rows of a plan on by `steps`, shape (n,) or more, each its own number.
+    """Move the rows of a plan on by `steps`, each its own number, or by `done` where it is empty.
 
     Writes sampled tokens to `tokens`, each row's steps to `taken`, entries at their limit to
     `ended`, entries with full blocks to seal to `fuller`. Rows that lost their sequence since
@@ -199,11 +200,12 @@ def advance(
         taken[row] = 0
         if length[row] == 0:
             continue
-        taken[row] = steps[i]
-        computed[row] += counts[i] * steps[i]
+        mine = steps[i] if steps.shape[0] > 0 else done
+        taken[row] = mine
+        computed[row] += counts[i] * mine
         if samples[i]:
-            length[row] += steps[i]
-            tokens[i] = steps[i]
+            length[row] += mine
+            tokens[i] = mine
         if length[row] >= limit[row]:
             ended[ends] = i
             ends += 1

@@ -21,8 +21,6 @@ class Settlement:
     def __init__(self, state: EngineState) -> None:
         self._state = state
         seqs, blocks = state.config.max_seqs, state.config.blocks
-        self._steps: Ints = np.zeros(seqs, dtype=np.int32)
-        self._alike = 0  # what all of them are; 0 where they differ
         self._found: Ints = np.zeros((3, seqs), dtype=np.int32)
         self._taken, self._ended, self._fuller = self._found
         self._orphans: Ints = np.zeros(blocks, dtype=np.int32)
@@ -34,12 +32,11 @@ class Settlement:
         if state.copying:
             for seq in state.copying[:]:
                 state.free_source(seq)
-        steps = self._steps
-        if result.steps != self._alike:
-            steps.fill(result.steps)
-            self._alike = result.steps
-        for finish in result.finished:
-            steps[finish.entry], self._alike = finish.steps, 0
+        steps = NO_BLOCKS
+        if result.finished:
+            steps = np.full(len(plan.rows), result.steps, dtype=np.int32)
+            for finish in result.finished:
+                steps[finish.entry] = finish.steps
         tokens = np.empty(len(plan.rows), dtype=np.int32)
         later = bool(result.sealed)
         ends, full, dead, orphans = step_kernels.settle(

@@ -220,7 +220,7 @@ def settle(
 
     Args:
         rows, counts, samples: of the plan's entries.
-        steps: that count for each entry, (entries and more,).
+        steps: that count for each entry, (entries,); empty where all of them do.
         done: steps of the plan.
         columns, tables, block_size: the rows.
         meta, keys, pool: the blocks.
@@ -236,7 +236,7 @@ def settle(
         How many entries ended, how many have blocks to seal; hashes that died; orphans.
     """
     ends, full = advance(
-        rows, counts, samples, steps, columns[COMPUTED], columns[LENGTH], columns[LIMIT],
+        rows, counts, samples, steps, done, columns[COMPUTED], columns[LENGTH], columns[LIMIT],
         columns[KNOWN], columns[SEALED], block_size, tokens, found[0], found[1], found[2],
     )  # fmt: skip
     if later or full > 0 or wanted == 0:
