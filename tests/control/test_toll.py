@@ -109,6 +109,54 @@ def test_memory_costs_what_its_blocks_push_out_at_what_prefill_costs_everybody()
     assert parts["toll_memory"] == pytest.approx(pushed * everybody)
 
 
+def place_(n: int, stall: float, most: float = float("inf")) -> float:
+    """What a prompt like most pays for a place beside n streams, its prompt not counted."""
+    return 100 * (LAW(n + 1.0) + LAW.toll(float(n))) + min(most, stall * n)
+
+
+def test_the_best_place_costs_what_the_next_prompt_loses_with_it() -> None:
+    known_ = known(3)
+    known_.stall_base[:], known_.stall_token[:] = 0.001, 1e-5
+    stall = 0.001 + (0.25 - 0.005) / 1e-4 * 1e-5
+    request, offered = Request("r", 1000, 100), pairs((-1, 0), (-1, 1), (-1, 2))
+
+    def rent(*streams: int) -> list[float]:
+        fleet = FleetView.of(3, estimates=known_, output=100.0, decode_requests=list(streams))
+        found: list[float] = Toll().parts(request, fleet, offered)["toll_place"].tolist()
+        return found
+
+    one = place_(5, stall) - place_(4, stall)
+    assert rent(6, 4, 5) == pytest.approx([0, one, 0])  # the next takes the place beside five
+    assert rent(9, 4, 9) == pytest.approx([0, one, 0])  # or comes where this one is
+    assert rent(4, 4, 9) == [0, 0, 0]  # there is another as good
+
+
+def test_the_best_place_costs_less_where_a_prefill_worker_is_as_good() -> None:
+    known_ = known(3)
+    fleet = FleetView.of(
+        3, estimates=known_, output=100.0, decode_requests=[0, 4, 5], prefill_requests=[1, 0, 0],
+        prefill_tokens=[1000, 0, 0], prefills=[True, False, False], decodes=[False, True, True],
+    )  # fmt: skip
+    parts = Toll().parts(Request("r", 1000, 100), fleet, pairs((0, 1), (-1, 1), (0, 2), (-1, 2)))
+    stall, queue = 0.25, 0.005 + 0.1
+    assert queue < 4 * stall
+    rent = place_(5, stall, queue) - place_(4, stall, queue)
+    assert parts["toll_place"] == pytest.approx([rent, rent, 0, 0])
+
+
+def test_no_prompt_waits_for_a_place_that_the_next_would_have() -> None:
+    """A stream fewer saves more than the wait, until the next prompt finds that stream."""
+    known_ = known(2)
+    known_.stall_token[:] = 1e-4
+    fleet = FleetView.of(
+        2, estimates=known_, output=10.0, decode_requests=[5, 6], prefill_requests=[1, 0],
+        prefill_tokens=[500, 0],
+    )  # fmt: skip
+    request, offered = Request("r", 2450, 100), pairs((-1, 0), (-1, 1))
+    costs, parts = (f(request, fleet, offered) for f in (Toll().costs, Toll().parts))
+    assert costs[0] - parts["toll_place"][0] < costs[1] < costs[0]
+
+
 @pytest.mark.parametrize("rho", [0.3, 1.0, 2.5])
 def test_the_toll_of_the_queue_is_naors(rho: float) -> None:
     for place in range(1, 7):

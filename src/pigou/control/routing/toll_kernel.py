@@ -12,7 +12,7 @@ from pigou.compiled import bare_kernel
 #: Names of the parts, in the order of the rows that `price` returns.
 PARTS = (
     "wait", "prefill", "transfer", "decode", "toll_stream", "toll_queue", "toll_stall",
-    "toll_memory",
+    "toll_memory", "toll_place",
 )  # fmt: skip
 
 
@@ -112,6 +112,69 @@ def beside(
 
 
 @bare_kernel
+def nearest(
+    table: NDArray[np.float64], prefills: NDArray[np.bool_], decodes: NDArray[np.bool_],
+    prefill_requests: NDArray[np.int64], prefill_tokens: NDArray[np.int64],
+    prefill_pairs: NDArray[np.int64],
+) -> float:  # fmt: skip
+    """Return the seconds after which a prompt of mean length is computed on a prefill worker.
+
+    Of those that do nothing else, the soonest; infinity where there is none.
+    """
+    found = math.inf
+    for w in range(prefills.shape[0]):
+        if prefills[w] and not decodes[w]:
+            law = table[0, w], table[1, w], table[17, w]
+            wait = alone(
+                law, prefill_requests[w], float(prefill_tokens[w]), float(prefill_pairs[w])
+            )
+            found = min(found, wait + table[14, w])
+    return found
+
+
+@bare_kernel
+def place(
+    table: NDArray[np.float64], decodes: NDArray[np.bool_],
+    prefill_requests: NDArray[np.int64], prefill_tokens: NDArray[np.int64],
+    prefill_pairs: NDArray[np.int64], streams: NDArray[np.int64], output: float, remote: float,
+) -> tuple[int, float]:  # fmt: skip
+    """Return the decode worker with the best place, and what the next prompt loses with it.
+
+    `Toll` has the formula. Without two decode workers it is nobody's (-1), and 0.
+
+    Args:
+        table: `Estimates.table`.
+        decodes: role of the workers, (workers,).
+        prefill_requests, prefill_tokens, prefill_pairs, streams: of the workers, (workers,).
+        output: tokens expected.
+        remote: as of `nearest`.
+    """
+    best, first, second, after = -1, math.inf, math.inf, math.inf
+    for w in range(decodes.shape[0]):
+        if not decodes[w]:
+            continue
+        prompts = table[0, w], table[1, w], table[17, w]
+        wait = alone(
+            prompts, prefill_requests[w], float(prefill_tokens[w]), float(prefill_pairs[w])
+        )
+        most = max(0.0, remote - wait - table[14, w])
+        tokens = (table[14, w] - table[0, w]) / max(table[18, w], 1e-12)
+        stall = among(prompts, (table[12, w], table[13, w]), 1, tokens, 0.0)
+        law = table[6, w], table[7, w], table[8, w], table[9, w], table[10, w], table[11, w]
+        n = float(streams[w])
+        none, one, two = itl(law, n), itl(law, n + 1.0), itl(law, n + 2.0)
+        here = output * (one + n * (one - none)) + min(most, stall * n)
+        if here < first:
+            best, second, first = w, first, here
+            after = output * (two + (n + 1.0) * (two - one)) + min(most, stall * (n + 1.0))
+        elif here < second:
+            second = here
+    if second == math.inf:
+        return -1, 0.0
+    return best, max(0.0, min(second, after) - first)
+
+
+@bare_kernel
 def price(
     table: NDArray[np.float64],
     prefills: NDArray[np.bool_],
@@ -156,7 +219,7 @@ def price(
         output: tokens expected.
         toll, overlap_weight: parameters of the policy.
         restore: shares of a token's seconds that one from host and one from storage takes.
-        found: takes the parts in the order of `PARTS`, and the sum, shape (9, candidates).
+        found: takes the parts in the order of `PARTS`, and the sum, shape (10, candidates).
     """
     base, token, move_base, move_token = table[0], table[1], table[2], table[3]
     arrivals, a, b, d = table[4], table[6], table[7], table[8]
@@ -167,6 +230,10 @@ def price(
     for w in range(prefills.shape[0]):
         everybody += arrivals[w]
         apart += prefills[w] and not decodes[w]
+    best, lost = place(
+        table, decodes, prefill_requests, prefill_tokens, prefill_pairs, decode_requests, output,
+        nearest(table, prefills, decodes, prefill_requests, prefill_tokens, prefill_pairs),
+    )  # fmt: skip
     for i in range(decode.shape[0]):
         there = decode[i]
         local = prefill[i] < 0
@@ -212,10 +279,13 @@ def price(
             wait, max(mean[where], 1e-9), rate, everybody, bursts[where], uneven[where]
         )  # fmt: skip
         memory = toll * pushed * (service + queue + stall) / max(service, 1e-12)
-        parts = wait, service + back, transfer, streams, stream, queue, stall, memory
+        parts = (
+            wait, service + back, transfer, streams, stream, queue, stall, memory,
+            toll * lost if there == best else 0.0,
+        )  # fmt: skip
         # In the order of the rows, as whoever adds them up again does: sums must be the same.
         total = 0.0
-        for row in range(8):
+        for row in range(9):
             found[row, i] = parts[row]
             total += parts[row]
-        found[8, i] = total
+        found[9, i] = total
