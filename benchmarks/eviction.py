@@ -9,6 +9,7 @@ Both sides read the same tokens with the same float32 weights, in turns. Tasks:
 - *recall, cut*, *recall, streamed*: pairs are told in a context; their key is asked for after the
   context was cut, the position going on as if nothing were gone.
 A random-weight model reads the texts too: there the loss says nothing, divergence and attention do.
+`pigou` has the generic predictor there, and in a row of its own one that is trained for the model.
 
 Bytes are those of the tensors that attention worked on: of kvpress the storage of its cache, of
 Pigou the blocks that the allocator had handed out. With `--out`, outcomes are kept in a folder, and
@@ -39,12 +40,16 @@ from benchmarks.eviction_pigou import PigouSide
 from benchmarks.eviction_reference import prepare
 from benchmarks.eviction_table import KVPRESS, PIGOU, Cell, document, lines, verdict
 from benchmarks.eviction_task import Outcome, Prepared, Task
+from benchmarks.eviction_training import Training
 from pigou.config import ConfigError
 from pigou.models import bundled_path
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
 #: Tokens of a block; tokens after a prompt that was cut.
 CHUNK, FOLLOWING = 16, 256
+#: That random weights' predictor learns of, steps of its optimizer, and the weight of what entries
+#: bring where others go: more than by default, as nothing is asked there that was told long ago.
+SEQUENCES, STEPS, CUT = 40, 1500, 0.5
 Labels = dict[str, NDArray[np.int64]]
 Run = Callable[[], Outcome]
 
@@ -130,6 +135,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8, help="of text")
     parser.add_argument("--few", type=int, default=2, help="rows that random weights read")
     parser.add_argument("--length", type=int, default=1536, help="tokens of a row of text")
+    parser.add_argument(
+        "--sequences", type=int, default=SEQUENCES, help="that random weights' predictor learns of"
+    )
     parser.add_argument("--context", type=int, default=1024, help="tokens before a question")
     parser.add_argument("--pairs", type=sized, default=(1, 8, 32))
     parser.add_argument("--distances", type=sized, default=(64, 256, 512))
@@ -147,7 +155,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.shares, args.rows, args.few, args.length = "0.5,0.25", 4, 2, 1024
-        args.context, args.items, args.streamed = 768, 2, 1
+        args.context, args.items, args.streamed, args.sequences = 768, 2, 1, 8
         args.pairs, args.distances = (1, 8), (64, 512)
     return args
 
@@ -168,7 +176,7 @@ def main() -> None:
 
 #: What the outcomes of a folder depend on.
 SIZES = ("rows", "length", "context", "pairs", "distances", "items", "streamed", "few", "sinks",
-         "recent", "at_once")  # fmt: skip
+         "recent", "at_once", "sequences")  # fmt: skip
 
 
 def same(args: argparse.Namespace, folder: Path) -> None:
@@ -193,7 +201,8 @@ def judge(args: argparse.Namespace, folder: Path) -> list[Cell]:
     ]
     both = {"sinks": args.sinks, "recent": args.recent, "rows": args.at_once}
     peer = KvpressPeer(folder, **both) if args.side != "pigou" else None
-    ours = PigouSide(**both) if args.side != "kvpress" else None
+    training = Training(args.corpus, args.sequences, STEPS, CUT)
+    ours = PigouSide(**both, training=training) if args.side != "kvpress" else None
     only = set(args.only.split(",")) - {""}
     cells = []
     try:

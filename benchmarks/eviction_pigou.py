@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.eviction_budget import Budget
+from benchmarks.eviction_table import TRAINED
 from benchmarks.eviction_task import Meter, Outcome, Prepared, joined
+from benchmarks.eviction_training import Training
 from pigou.config import EvictionConfig
 from pigou.engine.plan import Compaction, Plan, Started
 from pigou.kv.pool import BlockPool
@@ -25,6 +27,7 @@ from pigou.request import Ints, no_hashes
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.eviction.baselines import Oracle
 from pigou.runtime.eviction.policy import GROUP, Entries
+from pigou.runtime.eviction.returns import RETURNS
 from pigou.runtime.load import LoadedModel, load
 from pigou.runtime.models.decoder import Decoder
 from pigou.sampling import SamplingParams
@@ -68,14 +71,18 @@ class Tap:
 class PigouSide:
     """Reads tasks under a policy of eviction."""
 
-    def __init__(self, *, sinks: int, recent: int, rows: int) -> None:
+    def __init__(
+        self, *, sinks: int, recent: int, rows: int, training: Training | None = None
+    ) -> None:
         """Begin without a model.
 
         Args:
             sinks: first entries that are kept.
             recent: last entries that are kept.
             rows: computed at once.
+            training: of predictors for models that have none; None: the generic one must do.
         """
+        self._training = training
         self._config = EvictionConfig(sinks=sinks, recent=recent, least=max(1, sinks + recent))
         self._rows = rows
         self._models: dict[str, LoadedModel] = {}
@@ -85,7 +92,9 @@ class PigouSide:
         known = {"full", *entry_points(group=GROUP).names}
         # Of a prompt computed in one step, FIFO and LRU keep what a window keeps.
         streams = [] if prepared.task.whole else ["fifo", "lru", "oracle" + REST]
-        return [name for name in (*NAMES, *streams) if _policy(name) in known]
+        bare = not (Path(prepared.task.model) / RETURNS).exists()
+        trained = ["pigou" + TRAINED] if self._training is not None and bare else []
+        return [name for name in (*NAMES, *streams, *trained) if _policy(name) in known]
 
     def run(self, prepared: Prepared, name: str, most: Budget) -> Outcome:
         """Let a policy read a task.
@@ -95,9 +104,7 @@ class PigouSide:
             name: of the policy; `full` for the full cache.
             most: entries that it may keep.
         """
-        folder = prepared.task.model
-        if folder not in self._models:
-            self._models[folder] = load(Path(folder), dtype="fp32")
+        model = self._model(Path(prepared.task.model), trained=name.endswith(TRAINED))
         policy = _policy(name)
         config = None
         if policy != "full":
@@ -106,16 +113,26 @@ class PigouSide:
         parts = []
         for at in range(0, rows, self._rows):
             here = slice(at, min(at + self._rows, rows))
-            reading = Reading(self._models[folder], prepared, here, config)
+            reading = Reading(model, prepared, here, config)
             horizon = prepared.task.length if name.endswith(REST) else HORIZON
             reading.tell(horizon)
             parts.append(reading.read(reading.fitting(most) if name.endswith(WITHIN) else most))
         return joined(parts)
 
+    def _model(self, folder: Path, *, trained: bool) -> LoadedModel:
+        """Load a model, once; with a predictor of its own, if that is wanted."""
+        key = f"{folder}{TRAINED if trained else ''}"
+        if key not in self._models:
+            if trained:
+                assert self._training is not None, "the method has no name without"
+                folder = self._training.folder(folder)
+            self._models[key] = load(folder, dtype="fp32")
+        return self._models[key]
+
 
 def _policy(name: str) -> str:
     """Return the name of a method's policy."""
-    return name.removesuffix(WITHIN).removesuffix(REST)
+    return name.removesuffix(WITHIN).removesuffix(REST).removesuffix(TRAINED)
 
 
 class Reading:

@@ -69,6 +69,8 @@ class Cell:
 #: Before the names of each side's methods.
 PIGOU, KVPRESS = "pigou: ", "kvpress: "
 OURS, ORACLE, FULL = PIGOU + "pigou", PIGOU + "oracle", PIGOU + "full"
+#: Behind a policy's name: its predictor was trained for the model by the benchmark.
+TRAINED = " (trained for the model)"
 
 
 def baselines(cell: Cell) -> list[str]:
@@ -98,14 +100,14 @@ def best(cell: Cell, figure: Figure) -> str:
     return max(baselines(cell), key=lambda n: figure.sign * figure.of(cell.outcomes[n]).mean())
 
 
-def closed(cell: Cell, figure: Figure) -> float:
-    """Return which part of the gap between best baseline and oracle Pigou's policy closes.
+def closed(cell: Cell, figure: Figure, one: str = OURS) -> float:
+    """Return which part of the gap between best baseline and oracle a method closes.
 
     Not a number where there is no gap.
     """
     top, ours, oracle = (
         float(figure.sign * figure.of(cell.outcomes[name]).mean())
-        for name in (best(cell, figure), OURS, ORACLE)
+        for name in (best(cell, figure), one, ORACLE)
     )
     return (ours - top) / (oracle - top) if oracle > top else float("nan")
 
@@ -140,21 +142,27 @@ def lines(cell: Cell) -> list[str]:
 
 def verdict(cell: Cell) -> list[str]:
     """Return how Pigou's policy stands to every baseline and to the oracle."""
-    if OURS not in cell.outcomes or not baselines(cell):
+    if not baselines(cell):
         return []
+    own = [name for name in (OURS, OURS + TRAINED) if name in cell.outcomes]
+    return ["", *[line for name in own for line in _standing(cell, name)]]
+
+
+def _standing(cell: Cell, one: str) -> list[str]:
+    """Return how one of Pigou's methods stands, a line for each figure."""
     found = []
     for figure in cell.figures:
-        behind = [n for n in baselines(cell) if difference(cell, figure, OURS, n)[2] < 0]
+        behind = [n for n in baselines(cell) if difference(cell, figure, one, n)[2] < 0]
         top = best(cell, figure)
-        by, low, high = difference(cell, figure, OURS, top)
+        by, low, high = difference(cell, figure, one, top)
         form = figure.form
-        text = f"{figure.name}: better than the best baseline ({top}) by {by:+{form}}"
-        text += f" [{low:+{form}}, {high:+{form}}]"
+        text = f"{one.removeprefix(PIGOU)}, {figure.name}: better than the best baseline ({top})"
+        text += f" by {by:+{form}} [{low:+{form}}, {high:+{form}}]"
         if ORACLE in cell.outcomes:
-            part = closed(cell, figure)
+            part = closed(cell, figure, one)
             text += ", no gap to the oracle" if math.isnan(part) else f", gap closed {part:.0%}"
-        found.append(text + (f"; BEHIND {', '.join(behind)}" if behind else ""))
-    return ["", *[f"- {line}" for line in found]]
+        found.append(f"- {text}" + (f"; BEHIND {', '.join(behind)}" if behind else ""))
+    return found
 
 
 def document(cell: Cell) -> dict[str, Any]:

@@ -3,11 +3,11 @@
     python tools/train_returns.py train --model DIR [--out DIR]   minutes on one thread
     python tools/train_returns.py judge --model DIR               recall and perplexity by policy
     python tools/train_returns.py calibrate --model DIR           coverage on unseen text
-    python tools/train_returns.py generic --model DIR DIR...      what is taken for other models
+    python tools/train_returns.py generic                         what is taken for other models
 
 A model is a Hugging Face folder, the bundled one by default. Its weights are written beside it,
 where the policies look for them. The corpus is read from $PIGOU_SHARED/corpus (default: ../shared
-beside the checkout).
+beside the checkout), if `--corpus` names no other folder.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,11 +28,12 @@ from pigou.models import bundled_path  # noqa: E402
 from pigou.runtime.eviction.generic import GENERIC  # noqa: E402
 from pigou.runtime.eviction.returns import PAPER, RETURNS, PaperModel, ReturnModel  # noqa: E402
 from returns.bench import Bench  # noqa: E402
+from returns.blend import Blend  # noqa: E402
 from returns.collect import Collected, collect  # noqa: E402
 from returns.coverage import coverage  # noqa: E402
 from returns.examples import EACH, Collector  # noqa: E402
 from returns.fit import Fit  # noqa: E402
-from returns.generic import fit_generic  # noqa: E402
+from returns.generic import fit_generic, random_models  # noqa: E402
 from returns.paper import fit_paper  # noqa: E402
 from returns.probe import open_model  # noqa: E402
 from returns.sequences import Sequences  # noqa: E402
@@ -41,12 +43,11 @@ HORIZON, STEPS, CUT = 256.0, 4000, 0.25
 EARLY = 4  # the policy that cuts are made by is trained on one in so many sequences, alone
 
 
-def read_corpus() -> corpus.Split:
-    """The corpus of $PIGOU_SHARED. `SystemExit` with the remedy if it is not there."""
-    folder = Path(os.environ.get("PIGOU_SHARED", ROOT.parent / "shared")) / "corpus"
+def read_corpus(folder: Path) -> corpus.Split:
+    """The corpus of a folder. `SystemExit` with the remedy if it is not there."""
     if not folder.is_dir():
         raise SystemExit(
-            f"no corpus in {folder}; set PIGOU_SHARED to the folder that holds corpus/"
+            f"no corpus in {folder}; give --corpus, or set PIGOU_SHARED to what holds corpus/"
         )
     return corpus.load(folder)
 
@@ -57,15 +58,16 @@ def gather(
 ) -> Collected:  # fmt: skip
     """Runs a model over sequences of one part of the corpus, cut by a policy if there is one."""
     sequences = Sequences(Tokenizer.from_file(str(model / "tokenizer.json")), part)
-    collector = Collector(open_model(model), args.horizon, policy, args.cut if policy else 0.0)
-    return collect(collector, sequences, count, args.length, seed=seed)
+    collector = Collector(open_model(model), args.horizon, policy)
+    blend = Blend(args.received, args.cut, args.layers) if policy else None
+    return collect(collector, sequences, count, args.length, seed=seed, blend=blend)
 
 
-def early(args: argparse.Namespace, part: corpus.Corpus) -> ReturnModel | None:
+def early(args: argparse.Namespace, model: Path, part: corpus.Corpus) -> ReturnModel | None:
     """Trains the policy that cuts are made by: of what entries change alone."""
-    if not args.cut:
+    if not args.cut and not args.received:
         return None
-    data = gather(args, args.model, part, args.seed + 2, max(args.sequences // EARLY, 1))
+    data = gather(args, model, part, args.seed + 2, max(args.sequences // EARLY, 1))
     fit = Fit(data.examples, args.seed)
     fit.run(args.steps // EARLY)
     return fit.model()
@@ -73,8 +75,8 @@ def early(args: argparse.Namespace, part: corpus.Corpus) -> ReturnModel | None:
 
 def train(args: argparse.Namespace) -> None:
     """Trains both predictors, of the training part alone."""
-    part = read_corpus().train
-    data = gather(args, args.model, part, args.seed, args.sequences, early(args, part))
+    part = read_corpus(args.corpus).train
+    data = gather(args, args.model, part, args.seed, args.sequences, early(args, args.model, part))
     fit = Fit(data.examples, args.seed)
     loss = fit.run(args.steps)
     fit.calibrate()
@@ -88,7 +90,7 @@ def train(args: argparse.Namespace) -> None:
 def calibrate(args: argparse.Namespace) -> None:
     """Prints how often the truth is within so many sigma, on held-out sequences."""
     model, paper = ReturnModel.load(args.out / RETURNS), PaperModel.load(args.out / PAPER)
-    part, policy = read_corpus().held_out, model if args.cut else None
+    part, policy = read_corpus(args.corpus).held_out, model if args.cut or args.received else None
     data = gather(args, args.model, part, args.seed + 1, args.sequences, policy)
     for line in coverage(data, model, paper):
         print(line, flush=True)
@@ -96,16 +98,21 @@ def calibrate(args: argparse.Namespace) -> None:
 
 def generic(args: argparse.Namespace) -> None:
     """Trains the predictor for models that have none, of several models."""
-    part = read_corpus().train
-    count = args.sequences
-    data = [gather(args, model, part, args.seed, count).examples for model in args.models]
+    part, data = read_corpus(args.corpus).train, []
+    with tempfile.TemporaryDirectory() as folder:
+        for model in args.models or (bundled_path(), *random_models(Path(folder))):
+            policy = early(args, model, part)
+            found = gather(args, model, part, args.seed, args.sequences, policy)
+            data.append(found.examples)
+            print(f"{found.examples.target.numel():,} examples of {model}", flush=True)
     fit_generic(data, EACH, args.steps, seed=args.seed).save(args.out)
 
 
 def judge(args: argparse.Namespace) -> None:
     """Prints recall and perplexity by policy and share of the entries kept."""
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    bench = Bench(open_model(args.model), tokenizer, read_corpus(), args.out, args.kappas)
+    texts = read_corpus(args.corpus)
+    bench = Bench(open_model(args.model), tokenizer, texts, args.out, args.kappas)
     bench.shares = args.shares
     bench.restrict(args.only)
     print(f"{'':24s}" + "".join(f"{share:>14.1%}" for share in args.shares))
@@ -122,18 +129,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
+    shared = Path(os.environ.get("PIGOU_SHARED", ROOT.parent / "shared"))
     for run, count in ((train, 240), (calibrate, 8), (generic, 8), (judge, 0)):
         command = commands.add_parser(run.__name__)
         command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--corpus", type=Path, default=shared / "corpus", help="folder")
         if count:
             command.add_argument("--sequences", type=int, default=count)
             command.add_argument("--length", type=int, default=1536, help="tokens of a sequence")
             command.add_argument("--horizon", type=float, default=HORIZON, help="tokens")
-        if run in (train, calibrate):
-            help = "weight of the return at a cut in the target; 0: of entries alone"
+            help = "weight of the return at a cut in the target"
             command.add_argument("--cut", type=float, default=CUT, help=help)
+            help = "share of the layers, from the first on, where it has that weight; 0 in others"
+            command.add_argument("--layers", type=float, default=1.0, help=help)
+            help = "weight of attention received; this and --cut 0: of what entries change alone"
+            command.add_argument("--received", type=float, default=0.0, help=help)
         if run is generic:
-            command.add_argument("--models", type=Path, nargs="+", required=True)
+            command.add_argument("--models", type=Path, nargs="+", help="bundled, random")
             command.add_argument("--out", type=Path, default=GENERIC, help="file")
         else:
             command.add_argument("--model", type=Path, default=bundled_path())

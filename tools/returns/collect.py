@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from returns.blend import Blend
 from returns.examples import PIECE, Collector, Examples
 from returns.paper import LATEST, Births
 from returns.probe import Probe
@@ -25,7 +26,13 @@ class Collected:
 
 
 def collect(
-    collector: Collector, sequences: Sequences, count: int, length: int, *, seed: int
+    collector: Collector,
+    sequences: Sequences,
+    count: int,
+    length: int,
+    *,
+    seed: int,
+    blend: Blend | None = None,
 ) -> Collected:
     """Run a model over `count` sequences of `length` tokens, with its full cache.
 
@@ -35,6 +42,7 @@ def collect(
         count: sequences.
         length: tokens of each, at least 512 and a multiple of `PIECE`.
         seed: of sequences and of what is looked at in them.
+        blend: of the three returns that a collector with a policy finds.
 
     Raises:
         ValueError: the length is not so.
@@ -50,4 +58,8 @@ def collect(
         examples.append(seen)
         chosen = torch.randperm(length - LATEST, generator=generator)[:BIRTHS]
         births.append(Births.of(probe, logits, chosen))
-    return Collected(Examples.join(examples), Births.join(births))
+    found = Examples.join(examples)
+    if blend is not None:
+        parts = found.target.unflatten(0, (collector.decoder.config.layers, -1))
+        found = replace(found, target=blend.of(parts).flatten(0, 1))
+    return Collected(found, Births.join(births))

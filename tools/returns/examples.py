@@ -29,7 +29,9 @@ class Examples:
         values: shape (Z, n, head_dim).
         masses: received until then, shape (Z, n, scales).
         age: tokens since the entry's own, at least 1, shape (n,).
-        target: logarithm of the discounted return to come, shape (Z, n).
+        target: logarithms of returns to come, discounted, shape (Z, n, 3): of what the entry
+            changes alone, of attention that it receives, of what it brings at a cut; or of the
+            first alone, shape (Z, n).
     """
 
     keys: Tensor
@@ -56,15 +58,12 @@ class Collector:
     Attributes:
         decoder: of the model.
         horizon: that the return to come is discounted with, in tokens.
-        policy: whose cuts returns are looked at under, or None.
-        weight: of the return at a cut in the logarithm of the target; the rest is that of the
-            change by the entry alone.
+        policy: whose cuts returns are looked at under; None: of entries alone.
     """
 
     decoder: Decoder
     horizon: float
     policy: ReturnModel | None = None
-    weight: float = 0.0
 
     @torch.inference_mode()
     def look(
@@ -73,7 +72,8 @@ class Collector:
         """Read one sequence, shape (1, T), with an empty probe; T is a multiple of `PIECE`.
 
         Returns:
-            Examples, and the logits of all tokens, shape (T, vocab).
+            Examples, of one return where there is no policy, else of three; and the logits of all
+            tokens, shape (T, vocab).
         """
         times = _times(ids.shape[1], generator)
         probe.keep = True
@@ -82,25 +82,25 @@ class Collector:
         received = torch.stack(
             [p[0].sum(1).unflatten(1, (-1, PIECE)).sum(2) for p in probe.kept_probs]
         )
-        alone = self._alone(probe, times)
+        alone, sought = self._alone(probe, times), self._sought(probe, times)
         content = self.policy and self.policy.birth(probe.keys[:, 0], probe.values[:, 0])
         parts = []
         for index, time in enumerate(times.tolist()):
             chosen = _pick(time, generator)
             masses = (fades(time) @ received[:, :, : time // PIECE, :time]).mT
-            target = alone[:, :, index, chosen].clamp_min(LEAST).log()
+            target = alone[:, :, index, chosen]
             if self.policy is not None:
                 share = SHARES[int(torch.randint(len(SHARES), (1,), generator=generator))]
                 kept = cut(self.policy, content[:, :, :time], masses, share)
-                among = self._among(probe, kept, chosen, time).clamp_min(LEAST).log()
-                target = (1 - self.weight) * target + self.weight * among
+                among = self._among(probe, kept, chosen, time)
+                target = torch.stack((target, sought[:, :, index, chosen], among), dim=-1)
             parts.append(
                 Examples(
                     probe.keys[:, 0, :, chosen].flatten(0, 1),
                     probe.values[:, 0, :, chosen].flatten(0, 1),
                     masses[:, :, chosen].flatten(0, 1),
                     (time - chosen).float(),
-                    target.flatten(0, 1),
+                    target.clamp_min(LEAST).log().flatten(0, 1),
                 )
             )
         return Examples.join(parts), logits
@@ -113,6 +113,11 @@ class Collector:
             seen = probe.kept_probs[index], probe.outputs[index], probe.values[index]
             found.append(discounted(drop_changes(*seen, grams)[0] ** POWER, times, self.horizon))
         return torch.stack(found)
+
+    def _sought(self, probe: Probe, times: Tensor) -> Tensor:
+        """Attention that each entry will receive, shape (L, H, times, T)."""
+        probs = (probs[0].sum(1) for probs in probe.kept_probs)
+        return torch.stack([discounted(each, times, self.horizon) for each in probs])
 
     def _among(self, probe: Probe, kept: Tensor, chosen: Tensor, time: int) -> Tensor:
         """Return of chosen entries where others are cut, shape (L, H, e)."""

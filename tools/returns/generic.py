@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from make_random_checkpoint import Shape, write_checkpoint
 from pigou.runtime.eviction.generic import GenericReturns, relative
 from pigou.runtime.eviction.returns import CONTENT, POWER, SCALES, features
 from returns.examples import Examples
 
 HIDDEN = 16
+#: Models of random weights that it is trained on beside others, of seeds from 1 on.
+SHAPES = (
+    Shape(),
+    Shape("qwen3", hidden=320, layers=3, heads=10, kv_heads=2),
+    Shape("qwen2", layers=3, heads=4, kv_heads=2, head_dim=64),
+    Shape("mistral", hidden=192, layers=6, heads=6, kv_heads=6),
+    Shape(hidden=384, layers=2, heads=12, kv_heads=4, tie=True),
+)
+
+
+def random_models(folder: Path) -> Iterator[Path]:
+    """Write a model of each of `SHAPES` to a folder."""
+    for seed, shape in enumerate(SHAPES, start=1):
+        write_checkpoint(folder / str(seed), shape, dtype="float32", seed=seed)
+        yield folder / str(seed)
 
 
 def fit_generic(
-    models: list[Examples], each: int, steps: int, *, rate: float = 3e-3, seed: int = 0
+    models: list[Examples],
+    each: int,
+    steps: int,
+    *,
+    rate: float = 3e-3,
+    seed: int = 0,
 ) -> GenericReturns:
     """Maximise the likelihood of the logarithm, over all models, layers and heads alike.
 
