@@ -34,6 +34,8 @@ from pigou.sampling import SamplingParams
 
 #: Tokens after a cut that the oracle knows.
 HORIZON = 256
+#: Sigmas that a predictor trained for a model is doubted by: fewer than where questions are asked.
+KAPPA = 1.0
 #: Behind a policy's name: what it keeps beside keys and values comes out of its budget too.
 WITHIN = " (all bytes within)"
 #: Behind the oracle's name: it knows the whole rest of the row.
@@ -108,7 +110,8 @@ class PigouSide:
         policy = _policy(name)
         config = None
         if policy != "full":
-            config = msgspec.structs.replace(self._config, policy=policy)
+            params = {"kappa": KAPPA} if name.endswith(TRAINED) else {}
+            config = msgspec.structs.replace(self._config, policy=policy, params=params)
         rows = len(prepared.tokens)
         parts = []
         for at in range(0, rows, self._rows):

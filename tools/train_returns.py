@@ -39,7 +39,8 @@ from returns.probe import open_model  # noqa: E402
 from returns.sequences import Sequences  # noqa: E402
 from tiny import corpus  # noqa: E402
 
-HORIZON, STEPS, CUT = 256.0, 4000, 0.25
+HORIZON, CUT, STEPS = 256.0, 0.25, {"train": 4000, "generic": 2000}
+RECEIVED = 0.25  # weight of attention received, where no key and value is looked at
 EARLY = 4  # the policy that cuts are made by is trained on one in so many sequences, alone
 
 
@@ -131,6 +132,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     shared = Path(os.environ.get("PIGOU_SHARED", ROOT.parent / "shared"))
     for run, count in ((train, 240), (calibrate, 8), (generic, 8), (judge, 0)):
+        received = RECEIVED if run is generic else 0.0
         command = commands.add_parser(run.__name__)
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--corpus", type=Path, default=shared / "corpus", help="folder")
@@ -143,7 +145,7 @@ def main() -> None:
             help = "share of the layers, from the first on, where it has that weight; 0 in others"
             command.add_argument("--layers", type=float, default=1.0, help=help)
             help = "weight of attention received; this and --cut 0: of what entries change alone"
-            command.add_argument("--received", type=float, default=0.0, help=help)
+            command.add_argument("--received", type=float, default=received, help=help)
         if run is generic:
             command.add_argument("--models", type=Path, nargs="+", help="bundled, random")
             command.add_argument("--out", type=Path, default=GENERIC, help="file")
@@ -151,7 +153,7 @@ def main() -> None:
             command.add_argument("--model", type=Path, default=bundled_path())
             command.add_argument("--out", type=Path, help="folder of the weights; the model's own")
         if run in (train, generic):
-            command.add_argument("--steps", type=int, default=STEPS)
+            command.add_argument("--steps", type=int, default=STEPS[run.__name__])
         command.set_defaults(run=run)
     judged = commands.choices["judge"]
     judged.add_argument("--shares", type=float, nargs="+", default=[0.75, 0.5, 0.25, 0.125])
