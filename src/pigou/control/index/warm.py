@@ -26,5 +26,6 @@ def warm_up() -> None:
         names = many.astype(np.uint64) + np.uint64(10_000 * len(salt))
         index.apply("a", [Stored(names, None, many, 1, salt=salt)])
     index.overlaps(("a", "b"), keys)
+    index.again(("a", "b"))
     index.expire(2)
     index.drop("a")
