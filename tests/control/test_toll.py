@@ -109,11 +109,6 @@ def test_memory_costs_what_its_blocks_push_out_at_what_prefill_costs_everybody()
     assert parts["toll_memory"] == pytest.approx(pushed * everybody)
 
 
-def place_(n: int, stall: float, most: float = float("inf")) -> float:
-    """What a prompt like most pays for a place beside n streams, its prompt not counted."""
-    return 100 * (LAW(n + 1.0) + LAW.toll(float(n))) + min(most, stall * n)
-
-
 def test_the_best_place_costs_what_the_next_prompt_loses_with_it() -> None:
     known_ = known(3)
     known_.stall_base[:], known_.stall_token[:] = 0.001, 1e-5
@@ -125,9 +120,8 @@ def test_the_best_place_costs_what_the_next_prompt_loses_with_it() -> None:
         found: list[float] = Toll().parts(request, fleet, offered)["toll_place"].tolist()
         return found
 
-    one = place_(5, stall) - place_(4, stall)
-    assert rent(6, 4, 5) == pytest.approx([0, one, 0])  # the next takes the place beside five
-    assert rent(9, 4, 9) == pytest.approx([0, one, 0])  # or comes where this one is
+    assert rent(6, 4, 5) == pytest.approx([0, stall, 0])  # the next takes the place beside five
+    assert rent(9, 4, 9) == pytest.approx([0, stall, 0])  # or comes where this one is
     assert rent(4, 4, 9) == [0, 0, 0]  # there is another as good
 
 
@@ -138,9 +132,13 @@ def test_the_best_place_costs_less_where_a_prefill_worker_is_as_good() -> None:
         prefill_tokens=[1000, 0, 0], prefills=[True, False, False], decodes=[False, True, True],
     )  # fmt: skip
     parts = Toll().parts(Request("r", 1000, 100), fleet, pairs((0, 1), (-1, 1), (0, 2), (-1, 2)))
-    stall, queue = 0.25, 0.005 + 0.1
-    assert queue < 4 * stall
-    rent = place_(5, stall, queue) - place_(4, stall, queue)
+    queue, stall = 0.005 + 0.1, 0.25
+    assert queue < 4 * stall  # so it would go there, whatever place this one takes
+    assert parts["toll_place"].tolist() == [0, 0, 0, 0]
+    fleet.prefill_tokens[0] = 11_500
+    parts = Toll().parts(Request("r", 1000, 100), fleet, pairs((0, 1), (-1, 1), (0, 2), (-1, 2)))
+    rent = 0.005 + 1.15 - 4 * stall
+    assert 0 < rent < stall
     assert parts["toll_place"] == pytest.approx([rent, rent, 0, 0])
 
 

@@ -52,8 +52,8 @@ class Toll:
         toll of the queue     w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k
         toll of the stall     z n, where p = d
         toll of memory        (r_p e_p u + r_d e_d y) (s + the two tolls before) / s
-        toll of the place     min(A', A_d(n+1)) - A_d(n), where A_d(n) is the least of all A_w
-                  A_w(n) = N (f_w(n+1) + n (f_w(n+1) - f_w(n))) + min(z'_w n, (F - T_w)+)
+        toll of the place     min(A', A_d(n+1)) - A_d(n), where A_d(n) is the least of all
+                  A_w(n) = min(z'_w n, (F - T_w)+)
 
     with h_p and g_p tokens of the prefix that p has only in host memory, and only in storage:
     they come back beside the steps, and delay nobody else. U_p are uncached tokens of the prompts
@@ -83,15 +83,14 @@ class Toll:
     of computing it again at what a second costs everybody here and now; it is 0 while nothing
     that is evicted returns.
 
-    The place's is the rent of the best place among streams, which the next prompt cannot have: a
-    prompt like most, that pays tolls as this one does, would go there, and now goes to the next
-    best (A') or comes beside this one, whichever is cheaper. Without it a prompt waits behind
-    another for as long as there is one stream fewer to stall, though that stream is stalled then
-    by the next. z' is z of a prompt of mean length, T_w when w would have computed that, and F
-    when the prefill workers would have (infinity without any), where it would go to from streams
-    that it would stall for longer. It is the externality of taking something scarce, as Vickrey
-    ("Counterspeculation, Auctions, and Competitive Sealed Tenders", 1961) prices it: the loss of
-    whoever would have had it, one arrival ahead.
+    The place's is the rent of the place with the least stall, which the next prompt cannot have: a
+    prompt like most would go there, and now takes the next best (A') or comes beside this one,
+    whichever is cheaper. Without it a prompt waits behind another for as long as there is one
+    stream fewer to stall, though the next prompt stalls that stream then. z' is z of a prompt of
+    mean length, T_w when w would have computed that, and F when the prefill workers would have
+    (infinity without any), where it would go rather than stall for longer. It is the externality
+    of taking something scarce, as Vickrey ("Counterspeculation, Auctions, and Competitive Sealed
+    Tenders", 1961) prices it: the loss of whoever would have had it, one arrival ahead.
 
     Where p would read the beginning of the prompt from another worker's cache
     (`pigou.control.peers`), u is what is left then, l is 0, and x has the seconds of reading too.

@@ -136,9 +136,9 @@ def nearest(
 def place(
     table: NDArray[np.float64], decodes: NDArray[np.bool_],
     prefill_requests: NDArray[np.int64], prefill_tokens: NDArray[np.int64],
-    prefill_pairs: NDArray[np.int64], streams: NDArray[np.int64], output: float, remote: float,
+    prefill_pairs: NDArray[np.int64], streams: NDArray[np.int64], remote: float,
 ) -> tuple[int, float]:  # fmt: skip
-    """Return the decode worker with the best place, and what the next prompt loses with it.
+    """Return the decode worker with the least stall, and what the next prompt loses with it.
 
     `Toll` has the formula. Without two decode workers it is nobody's (-1), and 0.
 
@@ -146,7 +146,6 @@ def place(
         table: `Estimates.table`.
         decodes: role of the workers, (workers,).
         prefill_requests, prefill_tokens, prefill_pairs, streams: of the workers, (workers,).
-        output: tokens expected.
         remote: as of `nearest`.
     """
     best, first, second, after = -1, math.inf, math.inf, math.inf
@@ -160,13 +159,9 @@ def place(
         most = max(0.0, remote - wait - table[14, w])
         tokens = (table[14, w] - table[0, w]) / max(table[18, w], 1e-12)
         stall = among(prompts, (table[12, w], table[13, w]), 1, tokens, 0.0)
-        law = table[6, w], table[7, w], table[8, w], table[9, w], table[10, w], table[11, w]
-        n = float(streams[w])
-        none, one, two = itl(law, n), itl(law, n + 1.0), itl(law, n + 2.0)
-        here = output * (one + n * (one - none)) + min(most, stall * n)
+        here = min(most, stall * streams[w])
         if here < first:
-            best, second, first = w, first, here
-            after = output * (two + (n + 1.0) * (two - one)) + min(most, stall * (n + 1.0))
+            best, second, first, after = w, first, here, min(most, stall * (streams[w] + 1))
         elif here < second:
             second = here
     if second == math.inf:
@@ -231,7 +226,7 @@ def price(
         everybody += arrivals[w]
         apart += prefills[w] and not decodes[w]
     best, lost = place(
-        table, decodes, prefill_requests, prefill_tokens, prefill_pairs, decode_requests, output,
+        table, decodes, prefill_requests, prefill_tokens, prefill_pairs, decode_requests,
         nearest(table, prefills, decodes, prefill_requests, prefill_tokens, prefill_pairs),
     )  # fmt: skip
     for i in range(decode.shape[0]):
