@@ -33,12 +33,7 @@ def random_models(folder: Path) -> Iterator[Path]:
 
 
 def fit_generic(
-    models: list[Examples],
-    each: int,
-    steps: int,
-    *,
-    rate: float = 3e-3,
-    seed: int = 0,
+    models: list[Examples], each: int, steps: int, *, rate: float = 3e-3, seed: int = 0
 ) -> GenericReturns:
     """Maximise the likelihood of the logarithm, over all models, layers and heads alike.
 

@@ -112,31 +112,22 @@ def beside(
 
 
 @bare_kernel
-def nearest(
-    table: NDArray[np.float64], prefills: NDArray[np.bool_], decodes: NDArray[np.bool_],
-    prefill_requests: NDArray[np.int64], prefill_tokens: NDArray[np.int64],
-    prefill_pairs: NDArray[np.int64],
+def done(
+    table: NDArray[np.float64], prefill_requests: NDArray[np.int64],
+    prefill_tokens: NDArray[np.int64], prefill_pairs: NDArray[np.int64], w: int,
 ) -> float:  # fmt: skip
-    """Return the seconds after which a prompt of mean length is computed on a prefill worker.
-
-    Of those that do nothing else, the soonest; infinity where there is none.
-    """
-    found = math.inf
-    for w in range(prefills.shape[0]):
-        if prefills[w] and not decodes[w]:
-            law = table[0, w], table[1, w], table[17, w]
-            wait = alone(
-                law, prefill_requests[w], float(prefill_tokens[w]), float(prefill_pairs[w])
-            )
-            found = min(found, wait + table[14, w])
+    """Return the seconds after which worker `w` would have computed a prompt of mean length."""
+    law = table[0, w], table[1, w], table[17, w]
+    wait = alone(law, prefill_requests[w], float(prefill_tokens[w]), float(prefill_pairs[w]))
+    found: float = wait + table[14, w]
     return found
 
 
 @bare_kernel
 def place(
-    table: NDArray[np.float64], decodes: NDArray[np.bool_],
+    table: NDArray[np.float64], prefills: NDArray[np.bool_], decodes: NDArray[np.bool_],
     prefill_requests: NDArray[np.int64], prefill_tokens: NDArray[np.int64],
-    prefill_pairs: NDArray[np.int64], streams: NDArray[np.int64], remote: float,
+    prefill_pairs: NDArray[np.int64], streams: NDArray[np.int64],
 ) -> tuple[int, float]:  # fmt: skip
     """Return the decode worker with the least stall, and what the next prompt loses with it.
 
@@ -144,26 +135,27 @@ def place(
 
     Args:
         table: `Estimates.table`.
-        decodes: role of the workers, (workers,).
+        prefills, decodes: roles of the workers, (workers,).
         prefill_requests, prefill_tokens, prefill_pairs, streams: of the workers, (workers,).
-        remote: as of `nearest`.
     """
+    remote = math.inf
+    for w in range(prefills.shape[0]):
+        if prefills[w] and not decodes[w]:
+            remote = min(remote, done(table, prefill_requests, prefill_tokens, prefill_pairs, w))
     best, first, second, after = -1, math.inf, math.inf, math.inf
     for w in range(decodes.shape[0]):
         if not decodes[w]:
             continue
-        prompts = table[0, w], table[1, w], table[17, w]
-        wait = alone(
-            prompts, prefill_requests[w], float(prefill_tokens[w]), float(prefill_pairs[w])
-        )
-        most = max(0.0, remote - wait - table[14, w])
+        ours = done(table, prefill_requests, prefill_tokens, prefill_pairs, w)
+        most = max(0.0, remote - ours)
         tokens = (table[14, w] - table[0, w]) / max(table[18, w], 1e-12)
-        stall = among(prompts, (table[12, w], table[13, w]), 1, tokens, 0.0)
-        here = min(most, stall * streams[w])
-        if here < first:
-            best, second, first, after = w, first, here, min(most, stall * (streams[w] + 1))
-        elif here < second:
-            second = here
+        law = table[0, w], table[1, w], table[17, w]
+        stall = among(law, (table[12, w], table[13, w]), 1, tokens, 0.0)
+        lost = min(most, stall * streams[w])
+        if lost < first:
+            best, second, first, after = w, first, lost, min(most, stall * (streams[w] + 1))
+        elif lost < second:
+            second = lost
     if second == math.inf:
         return -1, 0.0
     return best, max(0.0, min(second, after) - first)
@@ -226,9 +218,8 @@ def price(
         everybody += arrivals[w]
         apart += prefills[w] and not decodes[w]
     best, lost = place(
-        table, decodes, prefill_requests, prefill_tokens, prefill_pairs, decode_requests,
-        nearest(table, prefills, decodes, prefill_requests, prefill_tokens, prefill_pairs),
-    )  # fmt: skip
+        table, prefills, decodes, prefill_requests, prefill_tokens, prefill_pairs, decode_requests
+    )
     for i in range(decode.shape[0]):
         there = decode[i]
         local = prefill[i] < 0
