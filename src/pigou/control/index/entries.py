@@ -8,7 +8,7 @@ import numpy as np
 
 from pigou.control.index import entry_kernels as kernels
 from pigou.control.index.entry_kernels import Links
-from pigou.control.index.slots import Counts, Words, crowded, slots_for
+from pigou.control.index.slots import Counts, Words, move_all, slots_for
 
 _LEAST = 64
 _NOTHING: Words = np.zeros((0, 2), dtype=np.uint64)
@@ -32,7 +32,7 @@ class Entries:
         """
         self.limit = limit
         self.usual = usual
-        self.counts: Counts = np.zeros(5, dtype=np.int64)
+        self.counts: Counts = np.zeros(4, dtype=np.int64)
         self._before = 0
         self._arrays(min(_LEAST, limit))
 
@@ -64,18 +64,16 @@ class Entries:
         """Make room for so many new entries, as far as the limit goes."""
         wanted, size = min(len(self) + more, self.limit), len(self.names) - 1
         if wanted <= size:
-            if crowded(self.slots, self.counts.item(kernels.FILLED) + more):
-                kernels.renew(self.names, self.slots, self.counts)
             return
         wanted = max(wanted, min(self.usual, self.limit))
         while size < wanted:
             size = min(2 * size, self.limit)
-        links, names, values = self.links, self.names, self.values
+        links, names, values, slots = self.links, self.names, self.values, self.slots
         self._arrays(size)
         self.links[: len(links)] = links
         self.names[: len(names)] = names
         self.values[: len(values)] = values
-        kernels.renew(self.names, self.slots, self.counts)
+        move_all(slots, self.slots)
 
     def clear(self) -> Change:
         """Forget all entries; what was counted as evicted stays."""

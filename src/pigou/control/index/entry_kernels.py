@@ -6,7 +6,7 @@ Entries are numbered from 1; 0 means "none".
         of a number of columns that it knows.)
     names, values: uint64, shape (entries + 1,) each; both 0 for a free entry.
     slots: from a name to its entry (`pigou.control.index.slots`).
-    counts: int64, shape (5,); the entries below.
+    counts: int64, shape (4,); the entries below.
 Blocks that are stored one after the other are entries that follow one another, as far as these
 are free. Free ones are in a list by ELDER and YOUNGER, entry 0 its sentinel; their MEDIA are 0.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.control.index.slots import ONE, Counts, Row, Words, enter_all, find
+from pigou.control.index.slots import ONE, Counts, Row, Words, find
 
 Links: TypeAlias = NDArray[np.uint32]
 
@@ -27,8 +27,8 @@ Links: TypeAlias = NDArray[np.uint32]
 PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER, MEDIA = (np.uint64(i) for i in range(7))
 WIDTH = np.uint64(8)
 #: Entries of `counts`: highest entry ever used, entries in use, those of them whose key is known,
-#: filled slots, and entries that were evicted.
-TOP, USED, KNOWN, FILLED, EVICTED = range(5)
+#: and entries that were evicted.
+TOP, USED, KNOWN, EVICTED = range(4)
 
 
 @inlined
@@ -161,12 +161,6 @@ def note(changes: Words, done: int, key: np.uint64, media: int) -> int:
     changes[done, 0] = key
     changes[done, 1] = media
     return done + 1
-
-
-@bare_kernel
-def renew(names: Words, slots: Words, counts: Counts) -> None:
-    """Fill the slots with the entries that there are."""
-    counts[FILLED] = enter_all(names, counts[TOP], slots)
 
 
 @bare_kernel

@@ -14,7 +14,6 @@ from pigou.compiled import bare_kernel
 from pigou.control.index.entry_kernels import (
     CHILD,
     EVICTED,
-    FILLED,
     KNOWN,
     MEDIA,
     USED,
@@ -23,14 +22,13 @@ from pigou.control.index.entry_kernels import (
     adopt,
     entry_of,
     link_before,
-    renew,
     take_entry,
     unlink,
 )
 from pigou.control.index.ghost_kernels import Tally, bury, shift_of, unbury
 from pigou.control.index.holding_kernels import called, first_leaf, forget
-from pigou.control.index.slots import NONE, ONE, Counts, Words, crowded, find, probe, put, touch
-from pigou.control.index.table_kernels import ENTERED, ROWS, SEEN, TIERS, TWINS, hold, let_go
+from pigou.control.index.slots import NONE, ONE, Counts, Words, find, probe, put, touch
+from pigou.control.index.table_kernels import ROWS, SEEN, TIERS, TWINS, hold, let_go
 
 #: What `store` returns where an array might be too small: nothing was done.
 NO_ROOM = -(2**62)
@@ -80,8 +78,6 @@ def store(
         before + blocks >= names.shape[0]
         or totals[ROWS] + blocks >= rows.shape[0]
         or 2 * (totals[TWINS] + TIERS * blocks) > twins.shape[0]
-        or crowded(slots, counts[FILLED] + blocks)
-        or crowded(row_slots, totals[ENTERED] + blocks)
     ):
         return NO_ROOM
     totals[SEEN] = np.int64(touch(slots, hashes) | touch(row_slots, keys))
@@ -99,17 +95,14 @@ def store(
                     counts[EVICTED] += blocks - i
                     break
                 gone, held = values[leaf], links[leaf * WIDTH + MEDIA]
-                forget(links, names, values, counts, leaf)
+                forget(links, names, values, slots, counts, leaf)
                 counts[EVICTED] += 1
                 if gone != 0:
                     let_go(rows, row_slots, twins, totals, worker, gone, held, NONE)
-                if crowded(slots, counts[FILLED] + 1):
-                    renew(names, slots, counts)
                 _, place = probe(names, slots, name)
             entry = take_entry(links, counts, last)
             names[entry] = name
             put(slots, place, name, entry)
-            counts[FILLED] += 1
             adopt(links, last, entry)
         elif links[entry * WIDTH + CHILD] == 0:
             unlink(links, entry)
@@ -162,7 +155,7 @@ def remove(
         key = values[entry]
         links[entry * WIDTH + MEDIA] &= ~media
         if links[entry * WIDTH + MEDIA] == 0:
-            forget(links, names, values, counts, entry)
+            forget(links, names, values, slots, counts, entry)
             if key != 0:
                 bury(graves, shift, key, worker)
         if key != 0:

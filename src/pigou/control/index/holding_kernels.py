@@ -23,7 +23,7 @@ from pigou.control.index.entry_kernels import (
     give_entry,
     note,
 )
-from pigou.control.index.slots import NONE, Counts, Row, Words, find
+from pigou.control.index.slots import NONE, Counts, Row, Words, find, strike
 
 #: What 0 stands for, as no entry is named that.
 _NAUGHT = np.uint64(0x9E3779B97F4A7C15)
@@ -36,10 +36,13 @@ def called(name: np.uint64) -> np.uint64:
 
 
 @inlined
-def forget(links: Links, names: Words, values: Words, counts: Counts, entry: Row) -> None:
+def forget(
+    links: Links, names: Words, values: Words, slots: Words, counts: Counts, entry: Row
+) -> None:
     """Drop an entry; its children have no parent any more."""
     if values[entry] != 0:
         counts[KNOWN] -= 1
+    strike(slots, names[entry], entry)
     disown(links, entry)
     give_entry(links, names, values, counts, entry)
 
@@ -54,13 +57,15 @@ def first_leaf(links: Links, spare: Row) -> Row:
 
 
 @bare_kernel
-def evict(links: Links, names: Words, values: Words, counts: Counts, many: int, lost: Words) -> int:
+def evict(
+    links: Links, names: Words, values: Words, slots: Words, counts: Counts, many: int, lost: Words
+) -> int:
     """Drop so many entries, which there must be; return how many keys are lost."""
     done = 0
     for _ in range(many):
         entry = first_leaf(links, NONE)
         done = note(lost, done, values[entry], links[entry * WIDTH + MEDIA])
-        forget(links, names, values, counts, entry)
+        forget(links, names, values, slots, counts, entry)
         counts[EVICTED] += 1
     return done
 

@@ -96,6 +96,6 @@ class Holdings(Entries):
         count = min(count, len(self))
         lost = pairs(count)
         less = holding_kernels.evict(
-            self.links, self.names, self.values, self.counts, count, lost
+            self.links, self.names, self.values, self.slots, self.counts, count, lost
         )  # fmt: skip
         return Change(pairs(0), lost[:less])

@@ -11,7 +11,6 @@ import numpy as np
 from pigou.compiled import bare_kernel, inlined
 from pigou.control.index.entry_kernels import (
     EVICTED,
-    FILLED,
     MEDIA,
     NEXT,
     USED,
@@ -20,20 +19,20 @@ from pigou.control.index.entry_kernels import (
     give_entry,
     link_before,
     note,
-    renew,
     take_entry,
     unlink,
 )  # fmt: skip
-from pigou.control.index.slots import NONE, Counts, Words, crowded, enter, find
+from pigou.control.index.slots import NONE, Counts, Words, enter, find, strike
 
 
 @inlined
 def give_up(
-    links: Links, names: Words, values: Words, counts: Counts, lost: Words, done: int
+    links: Links, names: Words, values: Words, slots: Words, counts: Counts, lost: Words, done: int
 ) -> int:
     """Drop the prediction at the head of the list; return the new length of `lost`."""
     entry = np.uint64(links[NEXT])
     done = note(lost, done, names[entry], links[entry * WIDTH + MEDIA])
+    strike(slots, names[entry], entry)
     unlink(links, entry)
     give_entry(links, names, values, counts, entry)
     return done
@@ -67,15 +66,12 @@ def predict(
             unlink(links, entry)
         else:
             if counts[USED] >= limit:
-                less = give_up(links, names, values, counts, lost, less)
+                less = give_up(links, names, values, slots, counts, lost, less)
                 counts[EVICTED] += 1
-            if crowded(slots, counts[FILLED] + 1):
-                renew(names, slots, counts)
             entry = take_entry(links, counts, NONE)
             names[entry] = keys[i]
             links[entry * WIDTH + MEDIA] = media
             enter(slots, names[entry], entry)
-            counts[FILLED] += 1
             more = note(gained, more, keys[i], media)
         values[entry] = until
         link_before(links, NONE, entry)
@@ -87,6 +83,7 @@ def expire(
     links: Links,
     names: Words,
     values: Words,
+    slots: Words,
     counts: Counts,
     now: np.uint64,
     lost: Words,
@@ -94,5 +91,5 @@ def expire(
     """Drop what was expected until `now` or before, as far as `lost` has room; return how many."""
     done = 0
     while done < lost.shape[0] and counts[USED] > 0 and values[links[NEXT]] <= now:
-        done = give_up(links, names, values, counts, lost, done)
+        done = give_up(links, names, values, slots, counts, lost, done)
     return done

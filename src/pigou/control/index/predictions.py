@@ -51,6 +51,6 @@ class Predictions(Entries):
     def _give_up(self, now: int, most: int) -> Change:
         lost = pairs(min(len(self), most))
         less = kernels.expire(
-            self.links, self.names, self.values, self.counts, np.uint64(now), lost
+            self.links, self.names, self.values, self.slots, self.counts, np.uint64(now), lost
         )
         return Change(pairs(0), lost[:less])

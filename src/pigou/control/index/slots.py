@@ -5,10 +5,10 @@ slots: uint64, a power of two, at least twice as many as there are rows; linear 
     More of them end more searches where they begin, and cost more in memory that must be fetched,
     and be there at all; where there are many rows, or many tables, more than they save.
 names: uint64, shape (rows + 1,), the name of each row, 0 of a free one. Row 0 stands for "none".
+    No row is named 0.
 
-A slot is a hint, and the names are what counts: a row that is freed stays in its slot, which is
-passed by, until all are entered anew, because too many are filled (`crowded`). To find the slots of
-rows that go, and close the gaps, would take longer. No row is named 0.
+Slots of rows that go are emptied at once, and the gap is closed: no call has to fill all of them
+anew, which decisions would wait for.
 """
 
 from __future__ import annotations
@@ -77,23 +77,37 @@ def enter(slots: Words, name: np.uint64, row: Row) -> None:
     put(slots, i, name, row)
 
 
-@bare_kernel
-def crowded(slots: Words, filled: int) -> bool:
-    """Whether so many filled slots are too many: searches that find nothing end at empty ones."""
-    full: bool = 8 * filled > 5 * slots.shape[0]
-    return full
-
-
 @inlined
-def enter_all(names: Words, top: int, slots: Words) -> int:
-    """Enter the rows up to `top` that have names, and nothing else; return how many there are."""
-    slots[:] = 0
-    filled = 0
-    for row in range(1, top + 1):
-        if names[row] != 0:
-            enter(slots, names[row], np.uint64(row))
-            filled += 1
-    return filled
+def strike(slots: Words, name: np.uint64, row: Row) -> None:
+    """Make a row unfindable, and close the gap (Knuth, 6.4, algorithm R)."""
+    mask = np.uint64(slots.shape[0] - 1)
+    tag = (name * _SPREAD) >> _HALF
+    slot = (tag << _HALF) | row
+    gap = tag & mask
+    while slots[gap] != slot:
+        gap = (gap + ONE) & mask
+    i = gap
+    while True:
+        i = (i + ONE) & mask
+        if slots[i] == 0:
+            break
+        start = slots[i] >> _HALF
+        if ((i - start) & mask) >= ((i - gap) & mask):
+            slots[gap] = slots[i]
+            gap = i
+    slots[gap] = 0
+
+
+@bare_kernel
+def move_all(old: Words, slots: Words) -> None:
+    """Enter all that `old` has into new, empty slots."""
+    mask = np.uint64(slots.shape[0] - 1)
+    for slot in old:
+        if slot != 0:
+            i = (slot >> _HALF) & mask
+            while slots[i] != 0:
+                i = (i + ONE) & mask
+            slots[i] = slot
 
 
 @inlined

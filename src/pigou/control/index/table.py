@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pigou.control.index import table_kernels as kernels
-from pigou.control.index.slots import Counts, Words, crowded, slots_for
+from pigou.control.index.slots import Counts, Words, move_all, slots_for
 from pigou.request import BlockKeys
 
 _LEAST_ROWS = 1024
@@ -64,7 +64,7 @@ class Table:
         self.rows: Words = np.zeros((_LEAST_ROWS + 1, 1 + kernels.TIERS), dtype=np.uint64)
         self.slots: Words = slots_for(_LEAST_ROWS, _ROOM)
         self.twins: Words = np.zeros((_LEAST_TWINS, 3), dtype=np.uint64)
-        self.totals: Counts = np.zeros(5, dtype=np.int64)
+        self.totals: Counts = np.zeros(4, dtype=np.int64)
         self._scratch()
 
     @property
@@ -110,14 +110,12 @@ class Table:
 
     def reserve(self, keys: int) -> None:
         """Make room for so many more keys, each new and in all its tiers."""
-        rows, twins, *_ = self.totals.tolist()
+        rows, twins, _, _ = self.totals.tolist()
         size = len(self.rows) - 1
         if rows + keys > size:
             while rows + keys > size:
                 size *= _GROWTH
             self._rebuild(size, self.words)
-        elif crowded(self.slots, self.totals.item(kernels.ENTERED) + keys):
-            kernels.renew(self.rows, self.slots, self.totals)
         # Each key may come with all its tiers, and each of these be a twin.
         size = len(self.twins)
         if 2 * (twins + kernels.TIERS * keys) > size:
@@ -127,14 +125,14 @@ class Table:
             kernels.rehash_twins(before, self.twins)
 
     def _rebuild(self, size: int, words: int) -> None:
-        rows = self.rows
+        rows, slots = self.rows, self.slots
         self.rows = np.zeros((size + 1, 1 + kernels.TIERS * words), dtype=np.uint64)
         kernels.widen(rows, self.words, self.rows, words)
         self.words = words
         wanted = slots_for(size, _ROOM) if size <= _FEW else slots_for(size)
-        if len(wanted) > len(self.slots):
+        if len(wanted) > len(slots):
             self.slots = wanted
-        kernels.renew(self.rows, self.slots, self.totals)
+            move_all(slots, wanted)
 
     def _scratch(self) -> None:
         self._planes: Words = np.zeros((3, 32, self.words), dtype=np.uint64)

@@ -8,8 +8,8 @@ rows: uint64, shape (rows + 1, 1 + 3 words). A row has a key (0 where it is free
 slots: from a key to its row (`pigou.control.index.slots`).
 twins: uint64, shape (a power of two, 3): key, place (3 worker + tier) and how often, beyond
     the first time, this worker holds this key in this tier (count 0 where empty).
-totals: int64, shape (5,); rows and twins in use, the highest row ever used, filled slots, and
-    whatever `slots.touch` returned last (so that the loads are not optimised away).
+totals: int64, shape (4,); rows and twins in use, the highest row ever used, and whatever
+    `slots.touch` returned last (so that the loads are not optimised away).
 """
 
 from __future__ import annotations
@@ -17,17 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.control.index.slots import (
-    NONE,
-    ONE,
-    Counts,
-    Row,
-    Words,
-    enter_all,
-    find,
-    probe,
-    put,
-)
+from pigou.control.index.slots import NONE, ONE, Counts, Row, Words, find, probe, put, strike
 from pigou.request import BlockKeys
 
 #: Tiers, the nearest first.
@@ -38,7 +28,7 @@ NEXT, PREV = 1, 2
 #: Stands for workers of which nothing is known, where others have their numbers.
 NOBODY = -1
 #: Entries of `totals`.
-ROWS, TWINS, TOP, ENTERED, SEEN = range(5)
+ROWS, TWINS, TOP, SEEN = range(4)
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # as of `slots`
 _HALF = np.uint64(32)
@@ -90,12 +80,6 @@ def row_of(rows: Words, slots: Words, key: np.uint64, after: Row) -> Row:
     if after > ONE and rows[before, 0] == key:
         return before
     return find(rows[:, 0], slots, key)
-
-
-@bare_kernel
-def renew(rows: Words, slots: Words, totals: Counts) -> None:
-    """Fill the slots with the rows that there are."""
-    totals[ENTERED] = enter_all(rows[:, 0], totals[TOP], slots)
 
 
 @bare_kernel
@@ -215,7 +199,6 @@ def hold(
         row = take_row(rows, totals, after)
         rows[row, 0] = key
         put(slots, place, key, row)
-        totals[ENTERED] += 1
     for tier in range(TIERS):
         if (media >> tier) & 1 == 0:
             continue
@@ -254,6 +237,7 @@ def let_go(
     for w in range(1, rows.shape[1]):
         others |= rows[row, w]
     if others == 0:
+        strike(slots, key, row)
         give_row(rows, totals, row)
     return row
 
