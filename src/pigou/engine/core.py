@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-import numpy as np
-
 from pigou.config import EngineConfig
 from pigou.engine import eviction
+from pigou.engine.checks import check_hashes, check_id, check_request, check_result
 from pigou.engine.draft import NO_FORESIGHT
 from pigou.engine.errors import (
     DuplicateRequest,
@@ -79,8 +78,8 @@ class EngineCore:
             DuplicateRequest: its id is in use.
             QueueFull: `max_waiting` requests wait already.
         """
-        self._check(request)
         state = self._state
+        check_request(state, request)
         hashes = no_hashes()
         if self.config.prefix_caching:
             hashes = usable(request.hashes, request.prompt // self.config.block_size)
@@ -101,7 +100,7 @@ class EngineCore:
         if head is None or order_key(request, self.config.order, self._number) < head.key:
             return False
         try:
-            self._check(request)
+            check_request(self._state, request)
         except (ValueError, RequestTooLarge, DuplicateRequest, QueueFull):
             return False
         return not self.config.max_waiting
@@ -164,7 +163,7 @@ class EngineCore:
             if not plan and self._plan is None:
                 return self._state.flush(Effects())
             raise OutOfTurn("this is not the plan that was scheduled last")
-        _check_result(plan, result)
+        check_result(plan, result)
         if result.losses or result.gains:
             eviction.refuse(plan, result)
         self._plan = None
@@ -266,8 +265,8 @@ class EngineCore:
             ValueError: the hashes have a wrong shape or type.
             DuplicateRequest: its id is in use.
         """
-        _check_hashes(request)
-        self._check_id(request)
+        check_hashes(request)
+        check_id(self._state, request)
         self._state.unix = now + self._epoch
         return hold(self._state, request, self._ahead.blocks)
 
@@ -415,50 +414,3 @@ class EngineCore:
     def __contains__(self, request: str) -> bool:
         """Whether a request waits, loads or runs here."""
         return request in self._state.sequences
-
-    # --- checks -----------------------------------------------------------------------------
-
-    def _check(self, request: Request) -> None:
-        state, config = self._state, self.config
-        for name in ("prompt", "max_tokens"):
-            if getattr(request, name) < 1:
-                raise ValueError(f"{name} is {getattr(request, name)}; it must be at least 1")
-        _check_hashes(request)
-        tokens = request.prompt + request.max_tokens
-        if tokens > config.max_model_len:
-            raise RequestTooLarge(
-                f"prompt {request.prompt} + max_tokens {request.max_tokens} = {tokens} tokens; "
-                f"max_model_len is {config.max_model_len}"
-            )
-        blocks = -(-(tokens - 1) // config.block_size)
-        if blocks > config.blocks:
-            raise RequestTooLarge(
-                f"prompt {request.prompt} + max_tokens {request.max_tokens} need {blocks} blocks "
-                f"of {config.block_size} tokens; there are {config.blocks}"
-            )
-        self._check_id(request)
-        if config.max_waiting and len(state.queue) >= config.max_waiting:
-            raise QueueFull(f"{len(state.queue)} requests wait; max_waiting is the limit")
-
-    def _check_id(self, request: Request) -> None:
-        state = self._state
-        name = request.id
-        if name in state.sequences or name in state.held or name in state.draining:
-            raise DuplicateRequest(f"request id {request.id!r} is in use")
-
-
-def _check_hashes(request: Request) -> None:
-    if request.hashes.ndim != 2 or request.hashes.shape[1] != 2:
-        raise ValueError(f"hashes have shape {request.hashes.shape}; it must be (blocks, 2)")
-    if request.hashes.dtype != np.uint64:
-        raise ValueError(f"hashes are {request.hashes.dtype}; they must be uint64")
-
-
-def _check_result(plan: Plan, result: Result) -> None:
-    if not 1 <= result.steps <= plan.repeat:
-        raise ValueError(f"{result.steps} steps were done; it must be 1 to {plan.repeat}")
-    for finish in result.finished:
-        if not 0 <= finish.entry < len(plan.rows):
-            raise ValueError(f"entry {finish.entry} finished; the plan has {len(plan.rows)}")
-        if not 1 <= finish.steps <= result.steps:
-            raise ValueError(f"entry finished after {finish.steps} of {result.steps} steps")
