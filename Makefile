@@ -27,6 +27,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=tools $(BIN)/mypy tools
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -80,7 +80,7 @@ class Bench:
         full = judge.stream(self.decoder, ids, None, LENGTH).mean(1)
         whole = float(full.mean().exp())
         yield f"perplexity of {count} windows of {LENGTH} tokens; full cache {whole:.3f}"
-        policies = {**self.policies, "oracle": judge.Oracle(self.decoder, ids)}
+        policies: dict[str, Policy] = {**self.policies, "oracle": judge.Oracle(self.decoder, ids)}
         for name, policy in policies.items():
             losses = [
                 judge.stream(self.decoder, ids, policy, int(share * LENGTH)).mean(1)

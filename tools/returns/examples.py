@@ -83,7 +83,9 @@ class Collector:
             [p[0].sum(1).unflatten(1, (-1, PIECE)).sum(2) for p in probe.kept_probs]
         )
         alone, sought = self._alone(probe, times), self._sought(probe, times)
-        content = self.policy and self.policy.birth(probe.keys[:, 0], probe.values[:, 0])
+        content = torch.empty(0)
+        if self.policy is not None:
+            content = self.policy.birth(probe.keys[:, 0], probe.values[:, 0])
         parts = []
         for index, time in enumerate(times.tolist()):
             chosen = _pick(time, generator)

@@ -32,7 +32,8 @@ class Fit:
         inputs = CONTENT + len(SCALES) + 1
 
         def draw(rows: int, columns: int) -> Tensor:
-            drawn = torch.randn(z, rows, columns, generator=generator) * rows**-0.5
+            size: float = rows**-0.5
+            drawn = torch.randn(z, rows, columns, generator=generator) * size
             return drawn.requires_grad_()
 
         self.birth_in, self.birth_out = draw(2 * width, BIRTH), draw(BIRTH, CONTENT)
@@ -105,8 +106,10 @@ class Fit:
             value_bias = self.value_bias - self.now_shift @ value_in
             last = self.value_last.clone()
             last[..., 0] += self.middle
-            weights = (birth_in, birth_bias, self.birth_out, value_in, value_bias, self.value_out)
-            return ReturnModel(*(w.detach().clone() for w in weights), last)
+            return ReturnModel(
+                birth_in, birth_bias, self.birth_out.detach().clone(),
+                value_in, value_bias, self.value_out.detach().clone(), last,
+            )  # fmt: skip
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

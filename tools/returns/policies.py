@@ -46,7 +46,8 @@ def tova(probe: Probe) -> Tensor:
 
 def knorm(probe: Probe) -> Tensor:
     """Short keys stay (Devoto et al. 2024)."""
-    return -probe.keys[..., : probe.length, :].norm(dim=-1)
+    lengths: Tensor = probe.keys[..., : probe.length, :].norm(dim=-1)
+    return -lengths
 
 
 def keydiff(probe: Probe) -> Tensor:
@@ -70,7 +71,9 @@ def expected(probe: Probe) -> Tensor:
     scores = (keys @ mean.unsqueeze(-1)).squeeze(-1) / width**0.5
     scores = scores + ((keys @ spread) * keys).sum(-1) / (2 * width)
     scores = scores.masked_fill(~probe.alive[..., None, :length], float("-inf")).softmax(-1)
-    return scores.mean(3) * probe.values[..., :length, :].norm(dim=-1)
+    lengths: Tensor = probe.values[..., :length, :].norm(dim=-1)
+    weighed: Tensor = scores.mean(3) * lengths
+    return weighed
 
 
 def _mean_turn(probe: Probe, start: int) -> Tensor:

@@ -105,7 +105,7 @@ class Probe:
         later = torch.arange(end) > torch.arange(start, end)[:, None]
         hidden = later | ~self.alive[layer, :, :, None, None, :end]
         probs = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-        out = probs @ values.unsqueeze(2)
+        out: Tensor = probs @ values.unsqueeze(2)
         self._note(layer, probs)
         if self.keep:
             self.kept_probs.append(probs)
@@ -133,7 +133,8 @@ class Probe:
 
 
 def _fade(tokens: int, scale: float) -> float:
-    return 2.718281828459045 ** (-tokens / scale)
+    left: float = 2.718281828459045 ** (-tokens / scale)
+    return left
 
 
 def _weights(count: int) -> Tensor:
