@@ -146,6 +146,8 @@ def remove(
         By how many entries the holdings grew, 0 or less.
     """
     before, name_at = counts[USED], hashes.shape[1] - 1
+    # Names are keys where engines' hashes are ours; elsewhere the second loads find nothing.
+    totals[SEEN] = np.int64(touch(slots, hashes) | touch(row_slots, hashes))
     shift = shift_of(graves) if graves.shape[0] > 0 else NONE
     entry, row = NONE, NONE
     for i in range(hashes.shape[0]):
