@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import tarfile
 import time
 from itertools import pairwise
@@ -77,6 +78,13 @@ def test_a_log_of_vllm_is_its_data_set_at_the_times_of_the_run(tmp_path: Path) -
     assert [each.start for each in log.sessions] == [0.0, 0.25]
     (tmp_path / "meta.json").write_text('{"vllm_version": "0.19.0"}')
     assert read_trace(tmp_path) == log  # the folder that it was kept in
+    around = tmp_path / "run"
+    around.mkdir()
+    with pytest.raises(ConfigError, match=r"no requests\.jsonl of a vLLM log; name the folder"):
+        read_trace(around)
+    (around / "config.json").write_text("{}")
+    shutil.copytree(tmp_path, around / "vllm", ignore=shutil.ignore_patterns("run"))
+    assert read_trace(around) == log
     write(arrival_time=1.0, arrival_time_ns=10**9)
     with pytest.raises(ConfigError, match="not both"):
         read_trace(path)

@@ -32,7 +32,7 @@ def read_trace(path: str | Path) -> Trace:
     JSON lines of Pigou (`pigou.workload.rows.Row`), Mooncake, Alibaba's Bailian or vLLM's bench;
     a journal of Pigou's gateway; CSV of Azure or BurstGPT; agent sessions (JSON with `requests`,
     alone, in a folder, or in a tar archive). Each may be packed (`.gz`, `.zst`). A folder with
-    `requests.jsonl`, as vLLM logs are kept in, stands for that file.
+    `requests.jsonl`, or `vllm/requests.jsonl`, as vLLM logs are kept in, stands for that file.
 
     Raises:
         ConfigError: the file cannot be read, or is none of these.
@@ -68,11 +68,16 @@ def _read(path: Path) -> Trace:
 
 
 def _folder(path: Path) -> Trace:
-    log = path / _LOG
-    if log.is_file():
-        return _read(log)
-    texts = (each.read_text("utf-8") for each in sorted(path.glob("*.json")))
-    return _agents(texts, str(path))
+    for log in (path / _LOG, path / "vllm" / _LOG):  # the vLLM run's own folder, or the one around
+        if log.is_file():
+            return _read(log)
+    sessions = sorted(path.glob("*.json"))
+    if not sessions:
+        raise ConfigError(
+            f"trace: {path} has no agent sessions (*.json) and no {_LOG} of a vLLM log; "
+            "name the folder that has them"
+        )
+    return _agents((each.read_text("utf-8") for each in sessions), str(path))
 
 
 def _members(file: io.BytesIO) -> Iterator[str]:
