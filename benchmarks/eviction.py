@@ -55,11 +55,12 @@ Run = Callable[[], Outcome]
 
 
 def text_tasks(
-    model: Path, name: str, texts: tuple[str, str], count: int, length: int
+    model: Path, name: str, texts: tuple[str, str], count: int, args: argparse.Namespace
 ) -> Iterator[tuple[Task, NDArray[np.int64], Labels]]:
     """Yield the tasks on text, with their tokens."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    rows = text_rows(tokenizer, texts, count, length)
+    length = args.length
+    rows = text_rows(tokenizer, texts, count, length, args.shift)
     begin = length * 3 // 4
     yield Task(f"{name}: text, streamed", str(model), length, 0, CHUNK, begin, CHUNK), rows, {}
     short = begin + FOLLOWING
@@ -133,6 +134,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, default=shared / "corpus")
     parser.add_argument("--shares", default="0.75,0.5,0.25,0.125", help="of the full cache")
     parser.add_argument("--rows", type=int, default=8, help="of text")
+    parser.add_argument(
+        "--shift", type=float, default=0.0, help="of the way to the next row, where each begins"
+    )
     parser.add_argument("--few", type=int, default=2, help="rows that random weights read")
     parser.add_argument("--length", type=int, default=1536, help="tokens of a row of text")
     parser.add_argument(
@@ -175,8 +179,8 @@ def main() -> None:
 
 
 #: What the outcomes of a folder depend on.
-SIZES = ("rows", "length", "context", "pairs", "distances", "items", "streamed", "few", "sinks",
-         "recent", "at_once", "sequences")  # fmt: skip
+SIZES = ("rows", "shift", "length", "context", "pairs", "distances", "items", "streamed", "few",
+         "sinks", "recent", "at_once", "sequences")  # fmt: skip
 
 
 def same(args: argparse.Namespace, folder: Path) -> None:
@@ -195,9 +199,9 @@ def judge(args: argparse.Namespace, folder: Path) -> list[Cell]:
     if not random_model.exists():
         write_checkpoint(random_model, Shape(), dtype="float32")
     tasks = [
-        *text_tasks(bundled_path(), "bundled", texts, args.rows, args.length),
+        *text_tasks(bundled_path(), "bundled", texts, args.rows, args),
         *recall_tasks(bundled_path(), texts, args),
-        *text_tasks(random_model, "random weights", texts, args.few, args.length),
+        *text_tasks(random_model, "random weights", texts, args.few, args),
     ]
     both = {"sinks": args.sinks, "recent": args.recent, "rows": args.at_once}
     peer = KvpressPeer(folder, **both) if args.side != "pigou" else None

@@ -37,12 +37,25 @@ def unseen(corpus: Path) -> tuple[str, str]:
     return split.play, "\n".join(split.held_out.documents[1:])
 
 
-def text_rows(tokenizer: Tokenizer, texts: tuple[str, str], rows: int, length: int) -> Tokens:
+def text_rows(
+    tokenizer: Tokenizer, texts: tuple[str, str], rows: int, length: int, shift: float = 0.0
+) -> Tokens:
     """Return rows of text, each after the begin token, a quarter of them agents' messages.
 
+    Args:
+        tokenizer: of the model.
+        texts: plays and agents' messages.
+        rows: wanted.
+        length: tokens of a row.
+        shift: share of the way from one row to the next, 0 or more and below 1, by which each
+            begins later; a row that would end behind its text is left out.
+
     Raises:
-        ValueError: the texts are too short for so many rows that do not overlap.
+        ValueError: the texts are too short for so many rows that do not overlap, or the shift is
+            out of range.
     """
+    if not 0 <= shift < 1:
+        raise ValueError(f"shift is {shift}; it must be 0 or more and below 1")
     begin = min(tokenizer.get_added_tokens_decoder(), default=0)
     agents = rows // 4
     found = []
@@ -53,7 +66,9 @@ def text_rows(tokenizer: Tokenizer, texts: tuple[str, str], rows: int, length: i
                 f"{count} rows of {length} tokens do not fit into {len(ids)}; ask for fewer"
             )
         stride = len(ids) // count if count else 0
-        found += [[begin, *ids[i * stride : i * stride + length - 1]] for i in range(count)]
+        starts = [int((i + shift) * stride) for i in range(count)]
+        fitting = [start for start in starts if start + length - 1 <= len(ids)]
+        found += [[begin, *ids[start : start + length - 1]] for start in fitting]
     return np.array(found, dtype=np.int64)
 
 

@@ -34,8 +34,9 @@ from pigou.sampling import SamplingParams
 
 #: Tokens after a cut that the oracle knows.
 HORIZON = 256
-#: Sigmas that a predictor trained for a model is doubted by: fewer than where questions are asked.
-KAPPA = 1.0
+#: Of the power mean of what a predictor trained for a model says: lower than where questions are
+#: asked.
+ORDER = 0.5
 #: Behind a policy's name: what it keeps beside keys and values comes out of its budget too.
 WITHIN = " (all bytes within)"
 #: Behind the oracle's name: it knows the whole rest of the row.
@@ -110,7 +111,7 @@ class PigouSide:
         policy = _policy(name)
         config = None
         if policy != "full":
-            params = {"kappa": KAPPA} if name.endswith(TRAINED) else {}
+            params = {"order": ORDER} if name.endswith(TRAINED) else {}
             config = msgspec.structs.replace(self._config, policy=policy, params=params)
         rows = len(prepared.tokens)
         parts = []

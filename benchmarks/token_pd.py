@@ -262,27 +262,26 @@ def ablate(bench: Bench) -> None:
     print("\n" + markdown(head, rows))
 
 
-#: Weights of the risk: how much of it is taken off the return; below 0 it is added.
-RISKS = (-2.0, -1.0, -0.5, -0.25, 0.0, 0.1, 0.25, 0.5)
+#: Weights of the risk, Eq. 4's lambda: how much of it is taken off the return; below 0 it is added.
+RISKS = (-2.0, -1.5, -1.0, -0.5, -0.25, 0.0, 0.1, 0.25, 0.5)
 
 
 def variants(policies: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
-    """Return each policy with each weight of the risk, and with a constant for its predictor.
+    """Return each policy as it is, with each weight of the risk, and without its predictor.
 
-    `pigou` counts the risk in standard deviations of the logarithm, and adds it (`kappa`).
+    `pigou` counts the risk as the variance of the logarithm, and adds it (half its `order`, which
+    is the same in all layers here, as by default it is not).
     """
     found: list[tuple[str, dict[str, float]]] = []
     for policy in policies:
-        if policy == "full":
-            continue
+        if policy != "full":
+            found.append((policy, {}))
         if policy == "pigou":
-            found += [(policy, {"kappa": -risk}) for risk in RISKS]
+            found += [(policy, {"order": -2 * risk}) for risk in RISKS]
         elif policy in ("paper", "paper-lossy"):
             found += [(policy, {"lambda": risk}) for risk in RISKS]
-        if found and found[-1][0] == policy:
+        if policy in ("pigou", "paper", "paper-lossy"):
             found.append((policy, {"constant": 1.0}))
-        else:
-            found.append((policy, {}))
     return found
 
 

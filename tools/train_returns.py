@@ -113,7 +113,7 @@ def judge(args: argparse.Namespace) -> None:
     """Prints recall and perplexity by policy and share of the entries kept."""
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     texts = read_corpus(args.corpus)
-    bench = Bench(open_model(args.model), tokenizer, texts, args.out, args.kappas)
+    bench = Bench(open_model(args.model), tokenizer, texts, args.out, args.orders)
     bench.shares = args.shares
     bench.restrict(args.only)
     print(f"{'':24s}" + "".join(f"{share:>14.1%}" for share in args.shares))
@@ -161,7 +161,7 @@ def main() -> None:
     judged.add_argument("--distance", type=int, default=1000, help="tokens before the question")
     judged.add_argument("--count", type=int, default=50, help="questions a row")
     judged.add_argument("--windows", type=int, default=16, help="of 1,024 tokens; 0 for none")
-    judged.add_argument("--kappas", type=float, nargs="*", default=[1.0])
+    judged.add_argument("--orders", type=float, nargs="*", default=[2.0])
     judged.add_argument(
         "--only", nargs="*", default=[], help="policies, by the start of their name"
     )

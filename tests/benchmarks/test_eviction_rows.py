@@ -36,6 +36,20 @@ def test_a_context_too_short_for_its_pairs_is_refused(tokenizer: Tokenizer) -> N
         recall_rows(tokenizer, TEXT, pairs=(8,), distances=(64,), count=1, context=100)
 
 
+def test_shifted_rows_begin_later_and_those_behind_the_text_are_left_out(
+    tokenizer: Tokenizer,
+) -> None:
+    texts = (TEXT, TEXT[9:8000])
+    ids = [tokenizer.encode(text).ids for text in texts]
+    strides = [len(ids[0]) // 3, len(ids[1])]
+    rows = text_rows(tokenizer, texts, 4, strides[0], 0.5)
+    starts = [(0, strides[0] // 2), (0, int(1.5 * strides[0])), (1, strides[1] // 2)]
+    expected = [ids[text][at : at + strides[0] - 1] for text, at in starts]
+    assert rows[:, 1:].tolist() == [row for row in expected if len(row) == strides[0] - 1]
+    with pytest.raises(ValueError, match=r"shift is 1; .* below 1"):
+        text_rows(tokenizer, texts, 4, 65, 1)
+
+
 def test_rows_of_text_begin_anew_and_share_nothing(tokenizer: Tokenizer) -> None:
     rows = text_rows(tokenizer, (TEXT, TEXT[9:8000]), 4, 65)
     assert rows.shape == (4, 65)

@@ -49,8 +49,8 @@ def entries(policy: TokenPolicy, since: int = 7) -> Entries:
     return Entries(data, policy.fields, 100, since, 0, "request")
 
 
-def test_a_score_is_the_exponential_of_mean_and_sigmas_of_the_faded_sums() -> None:
-    policy = make(Pigou, setting(kappa=0.5))
+def test_a_score_is_the_power_mean_of_a_log_normal_return_by_the_faded_sums() -> None:
+    policy = make(Pigou, setting(order=1.5))
     seen = entries(policy)
     fields = {name: torch.from_numpy(seen.field(name)) for name in policy.fields}
     sums = [fields[name] for name in ("mass_all", "mass_slow", "mass_fast")]
@@ -58,7 +58,7 @@ def test_a_score_is_the_exponential_of_mean_and_sigmas_of_the_faded_sums() -> No
     content = torch.stack((fields["content_0"], fields["content_1"]), dim=-1)
     age = (100 - 3 * torch.arange(COUNT)).float().expand(LAYERS, HEADS, COUNT)
     mean, sigma = policy.model.value(content, torch.stack(faded, dim=-1), age)
-    np.testing.assert_allclose(policy.score(seen), torch.exp(mean + 0.5 * sigma), rtol=1e-4)
+    np.testing.assert_allclose(policy.score(seen), torch.exp(mean + 0.75 * sigma**2), rtol=1e-4)
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -71,9 +71,22 @@ def test_rows_are_scored_together_as_each_alone(trained: bool, tmp_path: Path) -
         np.testing.assert_allclose(found, policy.score(row), rtol=1e-5)
 
 
-def test_what_keeps_entries_is_doubt_where_kappa_is_above_0() -> None:
-    shy, bold = (make(Pigou, setting(kappa=kappa)) for kappa in (0.0, 1.0))
+def test_doubt_speaks_for_keeping_entries_the_more_the_higher_the_order() -> None:
+    shy, bold = (make(Pigou, setting(order=order)) for order in (0.0, 1.0))
     assert (bold.score(entries(bold)) > shy.score(entries(shy))).all()
+
+
+def test_the_order_is_2_in_the_first_half_of_the_layers_and_3_in_the_rest(tmp_path: Path) -> None:
+    """It is 0.5 in all, where the predictor is the generic one."""
+    half = LAYERS // 2
+    for folder, first, rest in ((FOLDER, 2.0, 3.0), (tmp_path, 0.5, 0.5)):
+        default, low, high = (
+            make(Pigou, setting(folder, **params))
+            for params in ({}, {"order": first}, {"order": rest})
+        )
+        found = default.score(entries(default))
+        np.testing.assert_array_equal(found[:half], low.score(entries(low))[:half])
+        np.testing.assert_array_equal(found[half:], high.score(entries(high))[half:])
 
 
 def test_an_entry_without_content_is_still_judged() -> None:

@@ -29,7 +29,7 @@ class Bench:
         words: Tokenizer,
         split: Split,
         weights: Path,
-        kappas: Sequence[float],
+        orders: Sequence[float],
     ) -> None:
         self.decoder, self.words, self.text = decoder, words, split.play
         self.agents = "\n".join(split.held_out.documents[1:])
@@ -39,8 +39,8 @@ class Bench:
             self.policies["paper"] = Paper(PaperModel.load(weights / PAPER))
         if (weights / RETURNS).exists():
             model = ReturnModel.load(weights / RETURNS)
-            for kappa in kappas:
-                self.policies[f"pigou, kappa {kappa:g}"] = Learned(model, kappa)
+            for order in orders:
+                self.policies[f"pigou, order {order:g}"] = Learned(model, order)
 
     def restrict(self, names: Sequence[str]) -> None:
         """Keep the policies whose name begins so; all, where none is named."""

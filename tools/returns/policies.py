@@ -98,15 +98,15 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Learned:
-    """The learned return, at mean + kappa * sigma of its logarithm."""
+    """The learned return, at its power mean, exp(mean + order sigma^2 / 2)."""
 
     model: ReturnModel
-    kappa: float = 0.0
+    order: float = 0.0
 
     def __call__(self, probe: Probe) -> Tensor:
         """The logarithm of the return."""
         mean, sigma = judge(self.model, probe)
-        return mean + self.kappa * sigma
+        return mean + self.order / 2 * sigma.square()
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,19 @@ class CompiledReturns:
         where = (row.kv, row.numbers, row.numbers.view(np.int32), row.table, row.entries)
         kernels.bear(*where, row.stop, line, self._turns, self._scale, *self._birth)
 
-    def judge(self, row: Row, kappa: float) -> Judged:
-        """Judge a row's entries, at the mean and `kappa` sigmas of the logarithm."""
+    def judge(self, row: Row, order: Floats) -> Judged:
+        """Judge a row's entries, at a power mean.
+
+        Args:
+            row: whose entries they are.
+            order: of the power mean, shape (layers, kv_heads).
+        """
         numbers = row.numbers
         scores: Floats = np.empty((numbers.shape[1] * numbers.shape[2], row.entries), np.float32)
         positions: Ints = np.empty(scores.shape, np.int32)
         fades = np.array([math.exp(-row.since / scale) for scale in SCALES], np.float32)
         where = (numbers, numbers.view(np.int32), row.table, row.entries, row.following)
-        kernels.judge(*where, fades, *self._value, self._last, kappa, scores, positions)
+        kernels.judge(*where, fades, *self._value, self._last, order.ravel(), scores, positions)
         return Judged(scores, positions)
 
 

@@ -18,6 +18,7 @@ from pigou.runtime.eviction.compiled import CompiledReturns
 from pigou.runtime.eviction.generic import GenericReturns
 from pigou.runtime.eviction.policy import (
     Entries,
+    Floats,
     Folding,
     Judged,
     Returns,
@@ -40,22 +41,26 @@ class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of `pigou`.
 
     Attributes:
-        kappa: sigmas of the logarithm that are added to its mean: above 0 doubt speaks for
-            keeping an entry, which can be given up later but never had back. None: 2 where the
-            predictor was trained for the model, and 1 where it is the generic one, whose doubt
-            says less.
+        order: of the power mean that an entry is worth, (E R^order)^(1/order): 0 is the median of
+            its return, 1 the expectation, 2 the root mean square. The higher, the more doubt
+            speaks for keeping an entry, which can be given up later but never had back; below 0
+            it speaks against. None: 2 in the first half of the layers, whose errors all others
+            take in, and 3 in the rest; where the predictor is the generic one, whose doubt says
+            less, 0.5 in all.
     """
 
-    kappa: float | None = None
+    order: float | None = None
 
 
 class Pigou(TokenPolicy):
     """Keeps what would change the attention's output most, were it dropped.
 
     Inputs: an entry's own key and value, summed up in two numbers once; attention that it
-    received, at three time scales; its age. Return: exp(mean + kappa sigma) of the discounted
-    change of the output to come (`ReturnModel`), the same unit for all layers, heads and
-    requests. Where nobody trained a predictor for the model, a generic one is taken.
+    received, at three time scales; its age. Of the discounted change of the output to come the
+    predictor says the mean and sigma of the logarithm (`ReturnModel`). Return: its power mean,
+    exp(mean + order sigma^2 / 2), the same unit for all layers, heads and requests. On the
+    logarithm that is Token-PD's Eq. 4, whose lambda is -order / 2. Where nobody trained a
+    predictor for the model, a generic one is taken.
     """
 
     Params = PigouParams
@@ -69,13 +74,16 @@ class Pigou(TokenPolicy):
         self.model = ReturnModel.load(path) if path.exists() else GenericReturns.load()
         self.scales = torch.tensor(SCALES)
         self.compiled = isinstance(self.model, ReturnModel)
-        kappa = cast(PigouParams, params).kappa
-        self.kappa = (2.0 if self.compiled else 1.0) if kappa is None else kappa
+        layers, heads = setting.model.layers, setting.model.kv_heads
+        order = cast(PigouParams, params).order
+        self.order: Floats = np.full((layers, heads), 0.5 if order is None else order, np.float32)
+        if self.compiled and order is None:
+            self.order[: layers // 2], self.order[layers // 2 :] = 2.0, 3.0
 
     def judge(self, row: Row) -> Judged:
         """Return the same as `score` to within rounding; where somebody trained a predictor."""
         self.bear(row)
-        return self._kernels.judge(row, self.kappa)
+        return self._kernels.judge(row, self.order)
 
     def bear(self, row: Row) -> None:
         """Sum up a row's new entries."""
@@ -92,7 +100,7 @@ class Pigou(TokenPolicy):
         return self.model.birth(unrotate(keys, turns), values)
 
     def score(self, entries: Entries) -> Returns:
-        """Return the discounted change of the output to come, at its mean + kappa sigma."""
+        """Return the discounted change of the output to come, at its power mean."""
         return self._returns(*self._judged(entries))
 
     def scores(self, rows: Sequence[Entries]) -> list[Returns]:
@@ -116,7 +124,8 @@ class Pigou(TokenPolicy):
 
     def _returns(self, content: Tensor, masses: Tensor, age: Tensor) -> Returns:
         mean, sigma = self.model.value(content, masses, age)
-        return cast(Returns, torch.exp(mean + self.kappa * sigma).numpy())
+        half = torch.from_numpy(self.order / 2).unsqueeze(-1)
+        return cast(Returns, torch.exp(mean + half * sigma.square()).numpy())
 
 
 class LossyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

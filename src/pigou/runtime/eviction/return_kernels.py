@@ -181,10 +181,10 @@ def sight(
 @fast
 def judge(
     numbers: Floats, ids: Ints, table: Ints, entries: int, following: int, fades: Floats,
-    into: Floats, bias: Floats, out: Floats, last: Floats, kappa: float, scores: Floats,
+    into: Floats, bias: Floats, out: Floats, last: Floats, order: Floats, scores: Floats,
     positions: Ints,
 ) -> None:  # fmt: skip
-    """Judge all entries of a sequence (`ReturnModel.value`): exp(mean + kappa sigma).
+    """Judge all entries of a sequence (`ReturnModel.value`): exp(mean + order sigma^2 / 2).
 
     Behind its position an entry has the mass since the last fold, a sum for each of `fades`, and
     its content.
@@ -200,16 +200,16 @@ def judge(
         bias: shape (layers * kv_heads, units).
         out: to mean and log sigma, shape (layers * kv_heads, 2, units).
         last: shape (layers * kv_heads, 2).
-        kappa: see above.
+        order: see above, shape (layers * kv_heads,).
         scores: written to, shape (layers * kv_heads, at least entries).
         positions: of entries, written to, the same shape.
     """
     _, layers, heads, _, size = numbers.shape
     x = np.ones((into.shape[2], WIDE), np.float32)
     hidden, found = np.empty((into.shape[1], WIDE), np.float32), np.empty((2, WIDE), np.float32)
-    weight = np.float32(kappa)
     for task in range(layers * heads):
         layer, head = task // heads, task % heads
+        half = np.float32(0.5) * order[task]
         for first in range(0, entries, WIDE):
             count = min(WIDE, entries - first)
             for at in range(0, count, LANES):
@@ -228,7 +228,7 @@ def judge(
             mean, log = found[0], found[1]
             for i in range(WIDE):
                 sigma = exponential(min(max(log[i], np.float32(-4.0)), np.float32(3.0)))
-                value = mean[i] + weight * sigma
+                value = mean[i] + half * sigma * sigma
                 endless = value + np.float32(np.inf)  # or NaN: neither is hidden
                 mean[i] = exponential(value) if value < np.float32(87.0) else endless
             scores[task, first : first + count] = mean[:count]
