@@ -39,8 +39,9 @@ from returns.probe import open_model  # noqa: E402
 from returns.sequences import Sequences  # noqa: E402
 from tiny import corpus  # noqa: E402
 
-HORIZON, CUT, STEPS = 256.0, 0.25, {"train": 4000, "generic": 2000}
-RECEIVED = 0.25  # weight of attention received, where no key and value is looked at
+HORIZON, CUT, STEPS = 256.0, 0.25, {"train": 8000, "generic": 2000}
+RECEIVED = 0.15  # weight of attention received
+GENERIC_RECEIVED = 0.25  # the same, where no key and value is looked at
 EARLY = 4  # the policy that cuts are made by is trained on one in so many sequences, alone
 
 
@@ -131,8 +132,8 @@ def main() -> None:
     )
     commands = parser.add_subparsers(required=True)
     shared = Path(os.environ.get("PIGOU_SHARED", ROOT.parent / "shared"))
-    for run, count in ((train, 240), (calibrate, 8), (generic, 8), (judge, 0)):
-        received = RECEIVED if run is generic else 0.0
+    for run, count in ((train, 480), (calibrate, 8), (generic, 8), (judge, 0)):
+        received = GENERIC_RECEIVED if run is generic else RECEIVED
         command = commands.add_parser(run.__name__)
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--corpus", type=Path, default=shared / "corpus", help="folder")
