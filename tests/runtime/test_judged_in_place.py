@@ -76,6 +76,12 @@ def test_what_may_go_is_summed_up_and_of_the_recent_whole_blocks_alone(dtype: st
         np.testing.assert_allclose(content[layer, head][some], found[some], rtol=1e-3, atol=1e-3)
 
 
+def test_returns_are_finite_however_large_the_doubt(loaded: Find) -> None:
+    b = bench(loaded(BUNDLED), "pigou")
+    b.evictor.policy.model.value_last[:, 0, 1] = 40.0  # type: ignore[attr-defined]
+    assert all(np.isfinite(losses).all() for losses in judged(b, [16]))
+
+
 def test_weights_without_meaning_are_told(loaded: Find) -> None:
     b = bench(loaded(BUNDLED), "pigou")
     model = b.evictor.policy.model  # type: ignore[attr-defined]

@@ -89,6 +89,23 @@ def test_the_order_is_2_in_the_first_half_of_the_layers_and_3_in_the_rest(tmp_pa
         np.testing.assert_array_equal(found[half:], high.score(entries(high))[half:])
 
 
+def test_a_score_is_finite_however_large_the_doubt() -> None:
+    policy, bold = make(Pigou, setting()), make(Pigou, setting(order=6.0))
+    assert isinstance(policy.model, ReturnModel)
+    for each in (policy, bold):
+        each.model.value_last[:, 0, 1] = 40.0
+        found = each.score(entries(each))
+        assert np.isfinite(found).all()
+    policy.model.value_last[:, 0, 0] = np.nan
+    assert np.isnan(policy.score(entries(policy))).all()
+
+
+@pytest.mark.parametrize("order", [7.0, -6.5, float("nan")])
+def test_an_order_whose_power_means_no_float_holds_is_refused(order: float) -> None:
+    with pytest.raises(ConfigError, match=r"order is .*from -6 to 6"):
+        make(Pigou, setting(order=order))
+
+
 def test_an_entry_without_content_is_still_judged() -> None:
     policy = make(Pigou, setting())
     seen = entries(policy)

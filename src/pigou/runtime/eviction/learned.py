@@ -27,6 +27,7 @@ from pigou.runtime.eviction.policy import (
     TokenPolicy,
 )
 from pigou.runtime.eviction.returns import (
+    DOUBT,
     FOLD,
     PAPER,
     RETURNS,
@@ -35,6 +36,8 @@ from pigou.runtime.eviction.returns import (
     ReturnModel,
     unrotate,
 )
+
+MOST_ORDER = 6.0
 
 
 class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,10 +49,17 @@ class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             speaks for keeping an entry, which can be given up later but never had back; below 0
             it speaks against. None: 2 in the first half of the layers, whose errors all others
             take in, and 3 in the rest; where the predictor is the generic one, whose doubt says
-            less, 0.5 in all.
+            less, 0.5 in all. From -6 to 6.
     """
 
     order: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an order whose power means no float holds."""
+        if self.order is not None and not abs(self.order) <= MOST_ORDER:
+            raise ValueError(
+                f"order is {self.order}; it must be from -{MOST_ORDER:g} to {MOST_ORDER:g}"
+            )
 
 
 class Pigou(TokenPolicy):
@@ -125,7 +135,7 @@ class Pigou(TokenPolicy):
     def _returns(self, content: Tensor, masses: Tensor, age: Tensor) -> Returns:
         mean, sigma = self.model.value(content, masses, age)
         half = torch.from_numpy(self.order / 2).unsqueeze(-1)
-        return cast(Returns, torch.exp(mean + half * sigma.square()).numpy())
+        return cast(Returns, torch.exp(mean + half * sigma.clamp_max(DOUBT).square()).numpy())
 
 
 class LossyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pigou.request import Ints
 from pigou.runtime.elementary import exponential, fast, logarithm
-from pigou.runtime.eviction.returns import CONTENT, FLOOR
+from pigou.runtime.eviction.returns import CONTENT, DOUBT, FLOOR
 from pigou.runtime.simd import LANES, product, widen
 
 Floats = NDArray[np.float32]
@@ -228,6 +228,7 @@ def judge(
             mean, log = found[0], found[1]
             for i in range(WIDE):
                 sigma = exponential(min(max(log[i], np.float32(-4.0)), np.float32(3.0)))
+                sigma = min(sigma, np.float32(DOUBT))
                 value = mean[i] + half * sigma * sigma
                 endless = value + np.float32(np.inf)  # or NaN: neither is hidden
                 mean[i] = exponential(value) if value < np.float32(87.0) else endless

@@ -19,6 +19,7 @@ FOLD = 32  # queries after which these sums fade, together
 POWER = 1.5
 CONTENT = 2  # numbers an entry's own key and value are summed up in
 FLOOR = 1e-4  # of a sum, so that its logarithm exists
+DOUBT = 4.5  # most sigmas of a logarithm that count, so that a power mean is finite
 #: Files beside a model's own; no safetensors, which would be taken for a part of the model.
 RETURNS, PAPER = "returns.npz", "returns-paper.npz"
 
