@@ -77,9 +77,9 @@ def test_doubt_speaks_for_keeping_entries_the_more_the_higher_the_order() -> Non
 
 
 def test_the_order_is_2_in_the_first_half_of_the_layers_and_3_in_the_rest(tmp_path: Path) -> None:
-    """It is 0.5 in all, where the predictor is the generic one."""
+    """It is 0.75 in all, where the predictor is the generic one."""
     half = LAYERS // 2
-    for folder, first, rest in ((FOLDER, 2.0, 3.0), (tmp_path, 0.5, 0.5)):
+    for folder, first, rest in ((FOLDER, 2.0, 3.0), (tmp_path, 0.75, 0.75)):
         default, low, high = (
             make(Pigou, setting(folder, **params))
             for params in ({}, {"order": first}, {"order": rest})

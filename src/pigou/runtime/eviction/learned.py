@@ -49,7 +49,7 @@ class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             speaks for keeping an entry, which can be given up later but never had back; below 0
             it speaks against. None: 2 in the first half of the layers, whose errors all others
             take in, and 3 in the rest; where the predictor is the generic one, whose doubt says
-            less, 0.5 in all. From -6 to 6.
+            less, 0.75 in all. From -6 to 6.
     """
 
     order: float | None = None
@@ -86,7 +86,7 @@ class Pigou(TokenPolicy):
         self.compiled = isinstance(self.model, ReturnModel)
         layers, heads = setting.model.layers, setting.model.kv_heads
         order = cast(PigouParams, params).order
-        self.order: Floats = np.full((layers, heads), 0.5 if order is None else order, np.float32)
+        self.order: Floats = np.full((layers, heads), 0.75 if order is None else order, np.float32)
         if self.compiled and order is None:
             self.order[: layers // 2], self.order[layers // 2 :] = 2.0, 3.0
 
