@@ -267,21 +267,19 @@ RISKS = (-2.0, -1.5, -1.0, -0.5, -0.25, 0.0, 0.1, 0.25, 0.5)
 
 
 def variants(policies: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
-    """Return each policy as it is, with each weight of the risk, and without its predictor.
+    """Return each policy with each weight of the risk, and with a constant for its predictor.
 
-    `pigou` counts the risk as the variance of the logarithm, and adds it (half its `order`, which
+    A policy that has neither comes as it is, and so does `pigou`, before these: it counts the risk as the variance of the logarithm, and adds it (half its `order`, which
     is the same in all layers here, as by default it is not).
     """
     found: list[tuple[str, dict[str, float]]] = []
     for policy in policies:
-        if policy != "full":
-            found.append((policy, {}))
+        told: list[dict[str, float]] = [{}]
         if policy == "pigou":
-            found += [(policy, {"order": -2 * risk}) for risk in RISKS]
+            told += [*({"order": -2 * risk} for risk in RISKS), {"constant": 1.0}]
         elif policy in ("paper", "paper-lossy"):
-            found += [(policy, {"lambda": risk}) for risk in RISKS]
-        if policy in ("pigou", "paper", "paper-lossy"):
-            found.append((policy, {"constant": 1.0}))
+            told = [*({"lambda": risk} for risk in RISKS), {"constant": 1.0}]
+        found += [(policy, params) for params in told if policy != "full"]
     return found
 
 

@@ -37,6 +37,7 @@ from pigou.runtime.eviction.returns import (
     unrotate,
 )
 
+#: With it, as many sigmas as count (`DOUBT`) make a factor of exp(61), which a float still holds.
 MOST_ORDER = 6.0
 
 
@@ -84,11 +85,15 @@ class Pigou(TokenPolicy):
         self.model = ReturnModel.load(path) if path.exists() else GenericReturns.load()
         self.scales = torch.tensor(SCALES)
         self.compiled = isinstance(self.model, ReturnModel)
-        layers, heads = setting.model.layers, setting.model.kv_heads
-        order = cast(PigouParams, params).order
-        self.order: Floats = np.full((layers, heads), 0.75 if order is None else order, np.float32)
-        if self.compiled and order is None:
-            self.order[: layers // 2], self.order[layers // 2 :] = 2.0, 3.0
+        self.order = self._orders(cast(PigouParams, params).order)
+
+    def _orders(self, given: float | None) -> Floats:
+        """Return the order of the power mean, shape (layers, kv_heads)."""
+        layers, heads = self.setting.model.layers, self.setting.model.kv_heads
+        orders: Floats = np.full((layers, heads), 0.75 if given is None else given, np.float32)
+        if given is None and self.compiled:
+            orders[: layers // 2], orders[layers // 2 :] = 2.0, 3.0
+        return orders
 
     def judge(self, row: Row) -> Judged:
         """Return the same as `score` to within rounding; where somebody trained a predictor."""
