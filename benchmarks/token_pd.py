@@ -269,8 +269,9 @@ RISKS = (-2.0, -1.5, -1.0, -0.5, -0.25, 0.0, 0.1, 0.25, 0.5)
 def variants(policies: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
     """Return each policy with each weight of the risk, and with a constant for its predictor.
 
-    A policy that has neither comes as it is, and so does `pigou`, before these: it counts the risk as the variance of the logarithm, and adds it (half its `order`, which
-    is the same in all layers here, as by default it is not).
+    A policy that has neither comes as it is, and so does `pigou`, before these: it counts the
+    risk as the variance of the logarithm, and adds it (half its `order`, which is the same in all
+    layers here, as by default it is not).
     """
     found: list[tuple[str, dict[str, float]]] = []
     for policy in policies:
