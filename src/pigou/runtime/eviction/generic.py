@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pigou.runtime.eviction.returns import POWER, features, read_weights, write_weights
+from pigou.runtime.eviction.returns import POWER, SPREAD, features, read_weights, write_weights
 
 #: Trained on the bundled model and two of random weights; `tools/train_returns.py generic` trains
 #: it on any number.
@@ -62,7 +62,7 @@ class GenericReturns:
         hidden = F.silu(relative(now) @ self.value_in + self.value_bias)
         out = hidden @ self.value_out + self.value_last
         size = content[..., 1].mean(-1, keepdim=True)
-        return out[..., 0] + POWER * size, out[..., 1].clamp(-4.0, 3.0).exp()
+        return out[..., 0] + POWER * size, out[..., 1].clamp(*SPREAD).exp()
 
     def save(self, path: Path) -> None:
         """Write the weights as an npz archive."""

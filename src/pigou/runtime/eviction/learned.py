@@ -27,7 +27,6 @@ from pigou.runtime.eviction.policy import (
     TokenPolicy,
 )
 from pigou.runtime.eviction.returns import (
-    DOUBT,
     FOLD,
     PAPER,
     RETURNS,
@@ -37,7 +36,7 @@ from pigou.runtime.eviction.returns import (
     unrotate,
 )
 
-#: With it, as many sigmas as count (`DOUBT`) make a factor of exp(61), which a float still holds.
+#: With it, the largest sigma (`SPREAD`) makes a factor of exp(61), which a float still holds.
 MOST_ORDER = 6.0
 
 
@@ -140,7 +139,7 @@ class Pigou(TokenPolicy):
     def _returns(self, content: Tensor, masses: Tensor, age: Tensor) -> Returns:
         mean, sigma = self.model.value(content, masses, age)
         half = torch.from_numpy(self.order / 2).unsqueeze(-1)
-        return cast(Returns, torch.exp(mean + half * sigma.clamp_max(DOUBT).square()).numpy())
+        return cast(Returns, torch.exp(mean + half * sigma.square()).numpy())
 
 
 class LossyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pigou.request import Ints
 from pigou.runtime.elementary import exponential, fast, logarithm
-from pigou.runtime.eviction.returns import CONTENT, DOUBT, FLOOR
+from pigou.runtime.eviction.returns import CONTENT, FLOOR, SPREAD
 from pigou.runtime.simd import LANES, product, widen
 
 Floats = NDArray[np.float32]
@@ -207,6 +207,7 @@ def judge(
     _, layers, heads, _, size = numbers.shape
     x = np.ones((into.shape[2], WIDE), np.float32)
     hidden, found = np.empty((into.shape[1], WIDE), np.float32), np.empty((2, WIDE), np.float32)
+    least, most = np.float32(SPREAD[0]), np.float32(SPREAD[1])
     for task in range(layers * heads):
         layer, head = task // heads, task % heads
         half = np.float32(0.5) * order[task]
@@ -227,8 +228,7 @@ def judge(
             show(out[task], hidden, found)
             mean, log = found[0], found[1]
             for i in range(WIDE):
-                sigma = exponential(min(max(log[i], np.float32(-4.0)), np.float32(3.0)))
-                sigma = min(sigma, np.float32(DOUBT))
+                sigma = exponential(min(max(log[i], least), most))
                 value = mean[i] + half * sigma * sigma
                 endless = value + np.float32(np.inf)  # or NaN: neither is hidden
                 mean[i] = exponential(value) if value < np.float32(87.0) else endless

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ FOLD = 32  # queries after which these sums fade, together
 POWER = 1.5
 CONTENT = 2  # numbers an entry's own key and value are summed up in
 FLOOR = 1e-4  # of a sum, so that its logarithm exists
-DOUBT = 4.5  # most sigmas of a logarithm that count, so that a power mean is finite
+#: Least and most of sigma's own logarithm; up to 4.5 sigmas a power mean is finite.
+SPREAD = (-4.0, math.log(4.5))
 #: Files beside a model's own; no safetensors, which would be taken for a part of the model.
 RETURNS, PAPER = "returns.npz", "returns-paper.npz"
 
@@ -116,7 +118,7 @@ class ReturnModel:
         hidden = F.silu(torch.baddbmm(self.value_bias.mT, self.value_in.mT, x), inplace=True)
         out = torch.baddbmm(self.value_last.mT, self.value_out.mT, hidden)
         mean, log = out.view(*age.shape[:-1], 2, -1).unbind(-2)
-        return mean, log.clamp(-4.0, 3.0).exp()
+        return mean, log.clamp(*SPREAD).exp()
 
     def save(self, path: Path) -> None:
         """Write the weights as an npz archive."""
