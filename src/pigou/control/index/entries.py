@@ -8,7 +8,7 @@ import numpy as np
 
 from pigou.control.index import entry_kernels as kernels
 from pigou.control.index.entry_kernels import Links
-from pigou.control.index.slots import Counts, Words, move_all, slots_for
+from pigou.control.index.slots import Counts, Words, roomy, slots_for
 
 _LEAST = 64
 _NOTHING: Words = np.zeros((0, 2), dtype=np.uint64)
@@ -25,6 +25,8 @@ class Change:
 class Entries:
     """Arrays of `pigou.control.index.entry_kernels`, which grow up to a limit."""
 
+    slots: Words
+
     def __init__(self, limit: int, usual: int = 0) -> None:
         """Start empty, with room for `limit` entries at most, at least 1.
 
@@ -34,7 +36,7 @@ class Entries:
         self.usual = usual
         self.counts: Counts = np.zeros(4, dtype=np.int64)
         self._before = 0
-        self._arrays(min(_LEAST, limit))
+        self._empty()
 
     def __len__(self) -> int:
         return self.counts.item(kernels.USED)
@@ -63,31 +65,35 @@ class Entries:
     def reserve(self, more: int) -> None:
         """Make room for so many new entries, as far as the limit goes."""
         wanted, size = min(len(self) + more, self.limit), len(self.names) - 1
+        self.slots = roomy(self.slots, wanted)  # all of them are touched: no more than are of use
         if wanted <= size:
             return
         wanted = max(wanted, min(self.usual, self.limit))
         while size < wanted:
             size = min(2 * size, self.limit)
-        links, names, values, slots = self.links, self.names, self.values, self.slots
+        links, names, values = self.links, self.names, self.values
         self._arrays(size)
         self.links[: len(links)] = links
         self.names[: len(names)] = names
         self.values[: len(values)] = values
-        move_all(slots, self.slots)
 
     def clear(self) -> Change:
         """Forget all entries; what was counted as evicted stays."""
         lost = pairs(len(self))
         less = kernels.list_all(self.links, self.keys, self.counts, lost)
         self.counts[: kernels.EVICTED] = 0
-        self._arrays(min(_LEAST, self.limit))
+        self._empty()
         return Change(pairs(0), lost[:less])
+
+    def _empty(self) -> None:
+        entries = min(_LEAST, self.limit)
+        self._arrays(entries)
+        self.slots = slots_for(entries)
 
     def _arrays(self, entries: int) -> None:
         self.links: Links = np.zeros((entries + 1) * int(kernels.WIDTH), dtype=np.uint32)
         self.names: Words = np.zeros(entries + 1, dtype=np.uint64)
         self.values: Words = np.zeros(entries + 1, dtype=np.uint64)
-        self.slots: Words = slots_for(entries)
 
 
 def pairs(count: int) -> Words:

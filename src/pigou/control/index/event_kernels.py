@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.compiled import bare_kernel
+from pigou.compiled import bare_kernel, inlined
 from pigou.control.index.entry_kernels import (
     CHILD,
     EVICTED,
@@ -27,7 +27,19 @@ from pigou.control.index.entry_kernels import (
 )
 from pigou.control.index.ghost_kernels import Tally, bury, shift_of, unbury
 from pigou.control.index.holding_kernels import called, first_leaf, forget
-from pigou.control.index.slots import NONE, ONE, Counts, Words, find, probe, put, touch
+from pigou.control.index.slots import (
+    HALF,
+    NONE,
+    ONE,
+    SPREAD,
+    Counts,
+    Words,
+    crowded,
+    find,
+    probe,
+    put,
+    touch,
+)
 from pigou.control.index.table_kernels import ROWS, SEEN, TIERS, TWINS, hold, let_go
 
 #: What `store` returns where an array might be too small: nothing was done.
@@ -76,6 +88,7 @@ def store(
     before, blocks = counts[USED], hashes.shape[0]
     if not sure and (
         before + blocks >= names.shape[0]
+        or crowded(slots, before + blocks)
         or totals[ROWS] + blocks >= rows.shape[0]
         or 2 * (totals[TWINS] + TIERS * blocks) > twins.shape[0]
     ):
@@ -122,6 +135,23 @@ def store(
     return grown
 
 
+@inlined
+def _touch(
+    slots: Words, row_slots: Words, graves: Words, shift: np.uint64, hashes: Words
+) -> np.uint64:
+    """As `slots.touch`, for all that blocks which go have a place in.
+
+    Names are keys where engines' hashes are ours; elsewhere all but the first loads are in vain.
+    """
+    last, seen = hashes.shape[1] - 1, NONE
+    mask, row_mask = np.uint64(slots.shape[0] - 1), np.uint64(row_slots.shape[0] - 1)
+    for i in range(hashes.shape[0]):
+        spread = hashes[i, last] * SPREAD
+        tag = spread >> HALF
+        seen |= slots[tag & mask] | row_slots[tag & row_mask] | graves[spread >> shift, 1]
+    return seen
+
+
 @bare_kernel
 def remove(
     links: Links,
@@ -146,9 +176,10 @@ def remove(
         By how many entries the holdings grew, 0 or less.
     """
     before, name_at = counts[USED], hashes.shape[1] - 1
-    # Names are keys where engines' hashes are ours; elsewhere the second loads find nothing.
-    totals[SEEN] = np.int64(touch(slots, hashes) | touch(row_slots, hashes))
-    shift = shift_of(graves) if graves.shape[0] > 0 else NONE
+    shift = NONE
+    if graves.shape[0] > 0:
+        shift = shift_of(graves)
+        totals[SEEN] = np.int64(_touch(slots, row_slots, graves, shift, hashes))
     entry, row = NONE, NONE
     for i in range(hashes.shape[0]):
         entry = entry_of(names, slots, called(hashes[i, name_at]), entry)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.control.index.slots import Counts, Words
+from pigou.control.index.slots import SPREAD, Counts, Words
 
 Tally: TypeAlias = NDArray[np.float64]
 
@@ -22,7 +22,6 @@ Tally: TypeAlias = NDArray[np.float64]
 AGAIN, STORED = range(2)
 #: A cacheful, at least.
 LEAST = 1024
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio (Knuth, 6.4)
 
 
 @inlined
@@ -34,7 +33,7 @@ def shift_of(graves: Words) -> np.uint64:
 @inlined
 def bury(graves: Words, shift: np.uint64, key: np.uint64, worker: int) -> None:
     """Remember a block that a worker does not hold any more, in no tier; `shift`: of the graves."""
-    place = (key * _SPREAD) >> shift
+    place = (key * SPREAD) >> shift
     graves[place, 0] = key
     graves[place, 1] = worker
 
@@ -58,7 +57,7 @@ def unbury(graves: Words, tally: Tally, keys: Words, worker: int, held: int, new
     shift = shift_of(graves)
     for i in range(keys.shape[0]):
         key = keys[i, key_at]
-        place = (key * _SPREAD) >> shift
+        place = (key * SPREAD) >> shift
         if key != 0 and graves[place, 0] == key:
             tally[AGAIN, graves[place, 1]] += 1.0
             graves[place, 0] = 0

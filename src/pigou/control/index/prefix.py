@@ -314,7 +314,8 @@ class PrefixIndex:
 
     def _remove(self, member: _Member, hashes: Words, medium: str | None) -> None:
         """Remove blocks from a tier; hashes are in the last column."""
-        self._removed += len(hashes) if tier_of(medium) == DEVICE else 0
+        if tier_of(medium) == DEVICE:
+            self._removed += len(hashes)
         self._ghosts.reserve(self._blocks)
         self._blocks += member.holdings.remove(
             self._table, self._ghosts, member.number, hashes, medium

@@ -1,9 +1,9 @@
 """Slots: open addressing from a 64-bit name to a row; compiled, for the kernels of the index.
 
-slots: uint64, a power of two, at least twice as many as there are rows; linear probing. A slot has
+slots: uint64, a power of two, several times as many as there are rows; linear probing. A slot has
     a tag (32 bits of the spread name, where probing begins) and a row, and is 0 where it is empty.
     More of them end more searches where they begin, and cost more in memory that must be fetched,
-    and be there at all; where there are many rows, or many tables, more than they save.
+    and be there at all; where there are many rows, more than they save.
 names: uint64, shape (rows + 1,), the name of each row, 0 of a free one. Row 0 stands for "none".
     No row is named 0.
 
@@ -28,26 +28,57 @@ Row: TypeAlias = np.uint64
 
 NONE = np.uint64(0)
 ONE = np.uint64(1)
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio (Knuth, 6.4)
-_HALF = np.uint64(32)
+#: 2^64 over the golden ratio: names times this are spread (Knuth, 6.4), tags their upper half.
+SPREAD = np.uint64(0x9E3779B97F4A7C15)
+HALF = np.uint64(32)
 _LOW = np.uint64(2**32 - 1)
-#: Slots for each row, at least.
-_ROOM = 2
+#: Slots for each row, at least: of so many rows at most, and of more.
+_SPARSE, _FEW, _DENSE = 8, 2**18, 2
 
 
-def slots_for(rows: int, room: int = _ROOM) -> Words:
-    """Return empty slots for so many rows, at least 1; at least `room` of them for each."""
-    return np.zeros(1 << (room * rows - 1).bit_length(), dtype=np.uint64)
+def least(rows: int) -> int:
+    """Return how many slots so many rows should have, at least."""
+    return rows * (_SPARSE if rows <= _FEW else _DENSE)
+
+
+_least = inlined(least)
+
+
+@inlined
+def crowded(slots: Words, rows: int) -> bool:
+    """Whether so many rows should have more slots."""
+    there: int = slots.shape[0]
+    return there < _least(rows)
+
+
+def slots_for(rows: int) -> Words:
+    """Return empty slots for so many rows, at least 1."""
+    return np.zeros(1 << (least(rows) - 1).bit_length(), dtype=np.uint64)
+
+
+def roomy(slots: Words, rows: int) -> Words:
+    """Return slots with all that these have, and room for so many rows: mostly these themselves."""
+    if least(rows) <= len(slots):
+        return slots
+    more = slots_for(rows)
+    move_all(slots, more)
+    return more
+
+
+@inlined
+def tag_of(name: np.uint64) -> np.uint64:
+    """Where the search for a name begins, but for the mask; what its slot has of it."""
+    return (name * SPREAD) >> HALF
 
 
 @inlined
 def probe(names: Words, slots: Words, name: np.uint64) -> tuple[Row, Row]:
     """Row of a name, or 0; and the slot where the search ended."""
     mask = np.uint64(slots.shape[0] - 1)
-    tag = (name * _SPREAD) >> _HALF
+    tag = tag_of(name)
     i = tag & mask
     while slots[i] != 0:
-        if slots[i] >> _HALF == tag:
+        if slots[i] >> HALF == tag:
             row = slots[i] & _LOW
             if names[row] == name:
                 return row, i
@@ -64,14 +95,14 @@ def find(names: Words, slots: Words, name: np.uint64) -> Row:
 @inlined
 def put(slots: Words, place: Row, name: np.uint64, row: Row) -> None:
     """Make a row findable by its name; the search for it ended at the empty slot `place`."""
-    slots[place] = (((name * _SPREAD) >> _HALF) << _HALF) | row
+    slots[place] = (tag_of(name) << HALF) | row
 
 
 @inlined
 def enter(slots: Words, name: np.uint64, row: Row) -> None:
     """Make a row findable by its name, which must not be there yet."""
     mask = np.uint64(slots.shape[0] - 1)
-    i = ((name * _SPREAD) >> _HALF) & mask
+    i = tag_of(name) & mask
     while slots[i] != 0:
         i = (i + ONE) & mask
     put(slots, i, name, row)
@@ -81,8 +112,8 @@ def enter(slots: Words, name: np.uint64, row: Row) -> None:
 def strike(slots: Words, name: np.uint64, row: Row) -> None:
     """Make a row unfindable, and close the gap (Knuth, 6.4, algorithm R)."""
     mask = np.uint64(slots.shape[0] - 1)
-    tag = (name * _SPREAD) >> _HALF
-    slot = (tag << _HALF) | row
+    tag = tag_of(name)
+    slot = (tag << HALF) | row
     gap = tag & mask
     while slots[gap] != slot:
         gap = (gap + ONE) & mask
@@ -91,7 +122,7 @@ def strike(slots: Words, name: np.uint64, row: Row) -> None:
         i = (i + ONE) & mask
         if slots[i] == 0:
             break
-        start = slots[i] >> _HALF
+        start = slots[i] >> HALF
         if ((i - start) & mask) >= ((i - gap) & mask):
             slots[gap] = slots[i]
             gap = i
@@ -104,7 +135,7 @@ def move_all(old: Words, slots: Words) -> None:
     mask = np.uint64(slots.shape[0] - 1)
     for slot in old:
         if slot != 0:
-            i = (slot >> _HALF) & mask
+            i = (slot >> HALF) & mask
             while slots[i] != 0:
                 i = (i + ONE) & mask
             slots[i] = slot
@@ -118,5 +149,5 @@ def touch(slots: Words, names: Words) -> np.uint64:
     """
     mask, last, seen = np.uint64(slots.shape[0] - 1), names.shape[1] - 1, NONE
     for i in range(names.shape[0]):
-        seen |= slots[((names[i, last] * _SPREAD) >> _HALF) & mask]
+        seen |= slots[tag_of(names[i, last]) & mask]
     return seen

@@ -5,15 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from pigou.control.index import table_kernels as kernels
-from pigou.control.index.slots import Counts, Words, move_all, slots_for
+from pigou.control.index.slots import Counts, Words, roomy, slots_for
 from pigou.request import BlockKeys
 
 _LEAST_ROWS = 1024
 _LEAST_TWINS = 64
 #: Rows become so many times as many: those before are copied, and both are there meanwhile.
 _GROWTH = 4
-#: Slots for each row of a table of so many rows at most; a larger one has as few as can be.
-_ROOM, _FEW = 4, 2**18
 
 
 class Overlaps:
@@ -62,7 +60,7 @@ class Table:
     def __init__(self) -> None:
         self.words = 1
         self.rows: Words = np.zeros((_LEAST_ROWS + 1, 1 + kernels.TIERS), dtype=np.uint64)
-        self.slots: Words = slots_for(_LEAST_ROWS, _ROOM)
+        self.slots: Words = slots_for(_LEAST_ROWS)
         self.twins: Words = np.zeros((_LEAST_TWINS, 3), dtype=np.uint64)
         self.totals: Counts = np.zeros(4, dtype=np.int64)
         self._scratch()
@@ -125,14 +123,11 @@ class Table:
             kernels.rehash_twins(before, self.twins)
 
     def _rebuild(self, size: int, words: int) -> None:
-        rows, slots = self.rows, self.slots
+        rows = self.rows
         self.rows = np.zeros((size + 1, 1 + kernels.TIERS * words), dtype=np.uint64)
         kernels.widen(rows, self.words, self.rows, words)
         self.words = words
-        wanted = slots_for(size, _ROOM) if size <= _FEW else slots_for(size)
-        if len(wanted) > len(slots):
-            self.slots = wanted
-            move_all(slots, wanted)
+        self.slots = roomy(self.slots, size)
 
     def _scratch(self) -> None:
         self._planes: Words = np.zeros((3, 32, self.words), dtype=np.uint64)

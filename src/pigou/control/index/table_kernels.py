@@ -17,7 +17,18 @@ from __future__ import annotations
 import numpy as np
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.control.index.slots import NONE, ONE, Counts, Row, Words, find, probe, put, strike
+from pigou.control.index.slots import (
+    NONE,
+    ONE,
+    Counts,
+    Row,
+    Words,
+    find,
+    probe,
+    put,
+    strike,
+    tag_of,
+)
 from pigou.request import BlockKeys
 
 #: Tiers, the nearest first.
@@ -29,9 +40,6 @@ NEXT, PREV = 1, 2
 NOBODY = -1
 #: Entries of `totals`.
 ROWS, TWINS, TOP, SEEN = range(4)
-
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # as of `slots`
-_HALF = np.uint64(32)
 
 
 # --- rows -----------------------------------------------------------------------------------
@@ -102,7 +110,7 @@ def widen(old: Words, old_words: int, rows: Words, words: int) -> None:
 @inlined
 def home(key: np.uint64, place: np.uint64, mask: int) -> int:
     """Where the search for a twin begins."""
-    start: int = np.int64(((key ^ place) * _SPREAD) >> _HALF) & mask  # type: ignore[assignment]
+    start: int = np.int64(tag_of(key ^ place)) & mask  # type: ignore[assignment]
     return start
 
 
