@@ -6,7 +6,8 @@
   H200. Pigou routes by prefixes; AISimulate's engine stack has round robin alone.
 - `fleet`: 20,000 requests of 4,096 and 256 tokens on 64 workers, half of each prompt shared with
   others; both route by Dynamo's cost.
-- `growth`: the same load per worker on 8 and on 256 workers: Pigou's cost of a request.
+- `growth`: the same load per worker on 8 and on 256 workers: Pigou's cost of a request; on the 8
+  both for as long and for as many requests.
 
 Both simulators of a table have the same blocks and the same limit of tokens a step (`--shapes`):
 these decide how much there is to do. AISimulate's own are 64 tokens a block and 8,192 a step, those
@@ -95,11 +96,14 @@ class Shape:
 Run = Callable[[Path], Took]
 
 
-def measured(argv: Sequence[str], folder: Path) -> tuple[str, float, float, float]:
+def measured(
+    argv: Sequence[str], folder: Path, **variables: str
+) -> tuple[str, float, float, float]:
     """Run a command; return its output, and its seconds, CPU seconds and MiB at most."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}  # nothing is downloaded
     began = time.perf_counter()
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
-        process = subprocess.Popen(argv, stdout=out, stderr=err, cwd=folder, env=_ENV)
+        process = subprocess.Popen(argv, stdout=out, stderr=err, cwd=folder, env=environment)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.perf_counter() - began
@@ -108,10 +112,6 @@ def measured(argv: Sequence[str], folder: Path) -> tuple[str, float, float, floa
         if process.returncode:
             raise RuntimeError(f"{argv[0]} ended with {process.returncode}:\n{err.read()[-2000:]}")
         return out.read(), seconds, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
-
-
-#: Nothing is downloaded while times are taken.
-_ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 
 def pigou(trace: Path, workers: int, policy: str, shape: Shape) -> Run:
@@ -126,7 +126,8 @@ def pigou(trace: Path, workers: int, policy: str, shape: Shape) -> Run:
             "--fleet", str(fleet), "--model", MODEL, "--gpu", GPU, "--policy", policy,
             "--max-batched-tokens", str(shape.tokens), "--json", str(figures),
         ]  # fmt: skip
-        _, process, cpu, rss = measured(argv, folder)
+        source = Path(__file__).resolve().parents[1] / "src"  # whatever is installed
+        _, process, cpu, rss = measured(argv, folder, PYTHONPATH=str(source))
         found = json.loads(figures.read_text())
         return Took(found["completed"], found["wall_s"], process, cpu, rss)
 
@@ -299,15 +300,27 @@ def on_trace(
 
 
 def growth(folder: Path, rounds: int, console: Console) -> None:
-    """The same load a worker on few and on many."""
-    sizes, shape = (8, 256), Shape(16, 8192)
-    runs = {
-        f"{size} workers": pigou(made(folder, size, 60 * size), size, "dynamo", shape)
-        for size in sizes
+    """The same load a worker on few and on many, and as many requests on the few.
+
+    A run of 60 requests a worker on 8 of them is over before memory and caches are filled.
+    """
+    shape, each, few, many = Shape(16, 8192), 60, 8, 256
+    loads = {
+        f"{few} workers": (few, each * few),
+        f"{few} workers, longer": (few, each * many),
+        f"{many} workers": (many, each * many),
     }
-    found = compare(f"60 requests a worker, {shape}", runs, rounds, console)
-    few, many = (found[f"{size} workers"] for size in sizes)
-    console.print(f"A request costs {many / few:.2f} times as much on 256 workers as on 8")
+    runs = {}
+    for title, (workers, requests) in loads.items():
+        place = folder / title
+        place.mkdir()
+        runs[title] = pigou(made(place, workers, requests), workers, "dynamo", shape)
+    found = compare(f"{each} requests a worker, {shape}", runs, rounds, console)
+    short, long, most = found.values()
+    console.print(
+        f"A request costs {most / short:.2f} times as much on {many} workers as on {few}, "
+        f"{most / long:.2f} times where these serve as many requests"
+    )
 
 
 if __name__ == "__main__":
