@@ -59,7 +59,7 @@ def report(args: argparse.Namespace) -> None:
     """Run everything and print it."""
     model = load(bundled_path(), args.dtype)
     texts = Texts.unseen(bundled_path())
-    items = make_items(texts, args.requests, 1, args.seed)
+    items = make_items(texts, args.requests, args.fan, args.seed)
     returns = future_shares(bundled_path(), items)
     courses = [course(model, policy, items, returns, args) for policy in args.policies]
     rows = [
@@ -95,9 +95,10 @@ def course(
     recorder = Recorder()
     budget = args.blocks * args.streams
     run = Run(model, Setting(policy, args.streams, budget), recorder)
-    figures, done = run(arrivals(items, float("inf"), 1, args.seed))
+    figures, done = run(arrivals(items, args.rate, args.fan, args.seed))
     print(f"{policy}: {figures.steps} steps, perplexity {figures.perplexity:.3f}, "
-          f"given up {figures.dropped}", flush=True)  # fmt: skip
+          f"given up {figures.dropped}, {figures.at_once:.1f} at once (most {figures.most}), "
+          f"{figures.capacity:.1f} req per busy s", flush=True)  # fmt: skip
     by_item = {id(served.arrival.item): served.output.request for served in done}
     requests = [by_item[id(item)] for item in items]
     ends = np.unique(np.geomspace(BEGIN, len(recorder.steps), args.points).astype(int)).tolist()
