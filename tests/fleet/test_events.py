@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -176,6 +177,23 @@ async def test_a_publisher_that_is_there_is_not_reported(
         await asyncio.sleep(3.2)
         await publisher.send(0)
         await sink.reaches([0])
+    assert not caplog.records
+
+
+async def test_a_publisher_that_answers_at_once_is_not_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = zmq.asyncio.Socket.connect
+
+    def held(self: zmq.asyncio.Socket, address: str) -> object:
+        connected = connect(self, address)
+        time.sleep(0.3)  # the handshake is over before anything else runs
+        return connected
+
+    monkeypatch.setattr(zmq.asyncio.Socket, "connect", held)
+    monkeypatch.setattr(events, "_UNMET_S", 0.5)
+    async with subscribed([], replay=False):
+        await asyncio.sleep(1.0)
     assert not caplog.records
 
 

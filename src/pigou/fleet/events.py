@@ -81,7 +81,9 @@ class Subscriber:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
             socket.setsockopt_string(zmq.SUBSCRIBE, self._source.topic)
-            meeting = asyncio.create_task(self._meet(socket))
+            # Watched before it connects: a handshake that nobody watches is not told of later.
+            monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
+            meeting = asyncio.create_task(self._meet(monitor))
             socket.connect(self._source.endpoint)
             try:
                 await self._catch_up(context, None)
@@ -90,11 +92,11 @@ class Subscriber:
             finally:
                 meeting.cancel()
                 await asyncio.gather(meeting, return_exceptions=True)
+                socket.disable_monitor()
                 socket.close(0)
 
-    async def _meet(self, socket: zmq.asyncio.Socket) -> None:
+    async def _meet(self, monitor: zmq.asyncio.Socket) -> None:
         """Report it when nobody publishes there: a subscriber by itself would wait in silence."""
-        monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
         try:
             async with asyncio.timeout(_UNMET_S):
                 await monitor.recv_multipart()
@@ -104,8 +106,6 @@ class Subscriber:
                 "vLLM binds endpoints such as tcp://*:5557, and connects to all others",
                 self._source.endpoint,
             )
-        finally:
-            socket.disable_monitor()
 
     async def _take(self, context: zmq.asyncio.Context, frames: list[bytes]) -> None:
         try:
