@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError
+from pigou.request import SECOND
 from pigou.workload.config import BenchConfig
 from pigou.workload.drive import Drive
 from pigou.workload.formats import read_trace
@@ -181,3 +182,19 @@ async def test_turns_wait_for_the_one_before_and_its_think_time() -> None:
     for before, after in pairwise(sent):
         assert after[0] >= before[1]
     assert sent[1][0] - sent[0][1] >= 0.05e9
+
+
+async def test_nothing_is_sent_early_where_the_loop_wakes_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    early: list[int] = []
+    sleep = asyncio.sleep
+
+    async def send(job: Job, intended: int) -> Outcome:
+        early.append(intended - time.monotonic_ns())
+        return Outcome(job, intended, intended, Failure("x", "y"))  # type: ignore[call-arg]
+
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0.9 * seconds))
+    await Drive(send).open([Job([1], 1)] * 3, [0, SECOND // 50, SECOND // 25])
+    assert len(early) == 3
+    assert max(early) <= 0

@@ -132,6 +132,9 @@ class Drive:
 
 
 async def _until(at: int) -> None:
-    """Sleep until a time of the monotonic clock, in nanoseconds."""
-    if (ahead := at - time.monotonic_ns()) > 0:
+    """Sleep until a time of the monotonic clock, in nanoseconds, and never less.
+
+    The event loop wakes early by as much as its clock is coarse.
+    """
+    while (ahead := at - time.monotonic_ns()) > 0:
         await asyncio.sleep(ahead / SECOND)
