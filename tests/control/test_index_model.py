@@ -127,11 +127,24 @@ def check(index: PrefixIndex, model: Model) -> None:
     assert (index.keys, index.blocks) == (len(held), sum(map(len, model.held.values())))
 
 
+def crowd(index: PrefixIndex, medium: str | None) -> None:
+    """Let 200 others come, store a block and go: numbers, and the table's rows, become longer."""
+    others = [f"other {number}" for number in range(200)]
+    for other in others:
+        index.apply(other, [Stored((9,), None, (90, 91), 2, medium=medium)])
+    for other in others:
+        index.drop(other)
+
+
 @settings(max_examples=300, deadline=None)
-@given(steps)
-def test_the_index_answers_as_dictionaries_would(story: list[Step]) -> None:
+@given(steps, st.integers(0, 12), st.sampled_from([None, "CPU"]))
+def test_the_index_answers_as_dictionaries_would(
+    story: list[Step], before: int, medium: str | None
+) -> None:
     index, model = PrefixIndex(), Model()
-    for worker, event in story:
+    for place, (worker, event) in enumerate(story):
+        if place == before:
+            crowd(index, medium)
         if event == "lost":
             index.lost(worker)
             model.held[worker].clear()

@@ -8,7 +8,7 @@ import numpy as np
 
 from pigou.control.index import entry_kernels as kernels
 from pigou.control.index.entry_kernels import Links
-from pigou.control.index.slots import Counts, Words, roomy, slots_for
+from pigou.control.index.slots import HELD, Counts, Words, roomy, slots_for
 
 _LEAST = 64
 _NOTHING: Words = np.zeros((0, 2), dtype=np.uint64)
@@ -65,7 +65,8 @@ class Entries:
     def reserve(self, more: int) -> None:
         """Make room for so many new entries, as far as the limit goes."""
         wanted, size = min(len(self) + more, self.limit), len(self.names) - 1
-        self.slots = roomy(self.slots, wanted)  # all of them are touched: no more than are of use
+        # All of them are touched: no more than are of use.
+        self.slots = roomy(self.slots, wanted, HELD)
         if wanted <= size:
             return
         wanted = max(wanted, min(self.usual, self.limit))
@@ -88,7 +89,7 @@ class Entries:
     def _empty(self) -> None:
         entries = min(_LEAST, self.limit)
         self._arrays(entries)
-        self.slots = slots_for(entries)
+        self.slots = slots_for(entries, HELD)
 
     def _arrays(self, entries: int) -> None:
         self.links: Links = np.zeros((entries + 1) * int(kernels.WIDTH), dtype=np.uint32)

@@ -29,6 +29,7 @@ from pigou.control.index.ghost_kernels import Tally, bury, shift_of, unbury
 from pigou.control.index.holding_kernels import called, first_leaf, forget
 from pigou.control.index.slots import (
     HALF,
+    HELD,
     NONE,
     ONE,
     SPREAD,
@@ -40,7 +41,17 @@ from pigou.control.index.slots import (
     put,
     touch,
 )
-from pigou.control.index.table_kernels import ROWS, SEEN, TIERS, TWINS, hold, let_go
+from pigou.control.index.table_kernels import (
+    HOST,
+    LOWER,
+    ROWS,
+    SEEN,
+    TIERS,
+    TWINS,
+    hold,
+    let_go,
+    tiers_of,
+)
 
 #: What `store` returns where an array might be too small: nothing was done.
 NO_ROOM = -(2**62)
@@ -88,11 +99,13 @@ def store(
     before, blocks = counts[USED], hashes.shape[0]
     if not sure and (
         before + blocks >= names.shape[0]
-        or crowded(slots, before + blocks)
+        or crowded(slots, before + blocks, HELD)
         or totals[ROWS] + blocks >= rows.shape[0]
         or 2 * (totals[TWINS] + TIERS * blocks) > twins.shape[0]
+        or media >> tiers_of(rows) != 0
     ):
         return NO_ROOM
+    totals[LOWER] |= media >> HOST
     totals[SEEN] = np.int64(touch(slots, hashes) | touch(row_slots, keys))
     name_at, key_at = hashes.shape[1] - 1, keys.shape[1] - 1
     last, row = find(names, slots, called(parent)) if follows else NONE, NONE

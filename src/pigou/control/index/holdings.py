@@ -59,18 +59,18 @@ class Holdings(Entries):
         """
         follows = parent is not None
         name = _NO_NAME if parent is None else np.uint64(parent)
-        sure = False
+        media, sure = 1 << tier_of(medium), False
         while True:
             grown = kernels.store(
                 self.links, self.names, self.values, self.slots, self.counts,
                 table.rows, table.slots, table.twins, table.totals, ghosts.graves, ghosts.tally,
-                worker, self.limit, follows, name, 1 << tier_of(medium), hashes, keys, sure,
+                worker, self.limit, follows, name, media, hashes, keys, sure,
             )  # fmt: skip
             if grown != kernels.NO_ROOM:
                 self._before += grown
                 return grown
             self.reserve(self.absent(hashes))
-            table.reserve(len(hashes))
+            table.reserve(len(hashes), media)
             sure = True
 
     def remove(

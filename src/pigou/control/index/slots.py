@@ -32,35 +32,36 @@ ONE = np.uint64(1)
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
 HALF = np.uint64(32)
 _LOW = np.uint64(2**32 - 1)
-#: Slots for each row, at least: of so many rows at most, and of more.
-_SPARSE, _FEW, _DENSE = 8, 2**18, 2
+#: Slots for each row, at least: of the table's and of what a worker holds (there are as many of
+#: those as workers, and all must be in memory), while these are so few; and of more.
+TABLE, HELD, _FEW, _DENSE = 8, 4, 2**18, 2
 
 
-def least(rows: int) -> int:
-    """Return how many slots so many rows should have, at least."""
-    return rows * (_SPARSE if rows <= _FEW else _DENSE)
+def least(rows: int, each: int) -> int:
+    """Return how many slots so many rows should have, at least; `each` of them while few."""
+    return rows * (each if rows <= _FEW else _DENSE)
 
 
 _least = inlined(least)
 
 
 @inlined
-def crowded(slots: Words, rows: int) -> bool:
+def crowded(slots: Words, rows: int, each: int) -> bool:
     """Whether so many rows should have more slots."""
     there: int = slots.shape[0]
-    return there < _least(rows)
+    return there < _least(rows, each)
 
 
-def slots_for(rows: int) -> Words:
+def slots_for(rows: int, each: int) -> Words:
     """Return empty slots for so many rows, at least 1."""
-    return np.zeros(1 << (least(rows) - 1).bit_length(), dtype=np.uint64)
+    return np.zeros(1 << (least(rows, each) - 1).bit_length(), dtype=np.uint64)
 
 
-def roomy(slots: Words, rows: int) -> Words:
+def roomy(slots: Words, rows: int, each: int) -> Words:
     """Return slots with all that these have, and room for so many rows: mostly these themselves."""
-    if least(rows) <= len(slots):
+    if least(rows, each) <= len(slots):
         return slots
-    more = slots_for(rows)
+    more = slots_for(rows, each)
     move_all(slots, more)
     return more
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pigou.control.index import table_kernels as kernels
-from pigou.control.index.slots import Counts, Words, roomy, slots_for
+from pigou.control.index.slots import TABLE, Counts, Words, roomy, slots_for
 from pigou.request import BlockKeys
 
 _LEAST_ROWS = 1024
@@ -54,15 +54,15 @@ class Overlaps:
 class Table:
     """Key to workers and tiers, one bit each; workers are small numbers from 0.
 
-    Arrays are described in `pigou.control.index.table_kernels`.
+    Arrays are described in `pigou.control.index.table_kernels`; `words` are those of a tier.
     """
 
     def __init__(self) -> None:
         self.words = 1
         self.rows: Words = np.zeros((_LEAST_ROWS + 1, 1 + kernels.TIERS), dtype=np.uint64)
-        self.slots: Words = slots_for(_LEAST_ROWS)
+        self.slots: Words = slots_for(_LEAST_ROWS, TABLE)
         self.twins: Words = np.zeros((_LEAST_TWINS, 3), dtype=np.uint64)
-        self.totals: Counts = np.zeros(4, dtype=np.int64)
+        self.totals: Counts = np.zeros(5, dtype=np.int64)
         self._scratch()
 
     @property
@@ -92,7 +92,7 @@ class Table:
             gained: keys and tiers (bits), shape (n, 2).
             lost: likewise; what is lost was gained before, or is gained by this call.
         """
-        self.reserve(len(gained))
+        self.reserve(len(gained), int(np.bitwise_or.reduce(gained[:, 1])))
         kernels.change(self.rows, self.slots, self.twins, self.totals, worker, gained, lost)
 
     def overlaps(self, workers: Counts, keys: BlockKeys) -> Overlaps:
@@ -106,13 +106,14 @@ class Table:
         kernels.overlaps(self.rows, self.slots, keys, workers, self._planes, self._runs, out)
         return Overlaps(out)
 
-    def reserve(self, keys: int) -> None:
-        """Make room for so many more keys, each new and in all its tiers."""
-        rows, twins, _, _ = self.totals.tolist()
+    def reserve(self, keys: int, media: int) -> None:
+        """Make room for so many more keys, each new and in all of these tiers (bits)."""
+        self.totals[kernels.LOWER] |= media >> kernels.HOST
+        rows, twins = self.totals[: kernels.TOP].tolist()
         size = len(self.rows) - 1
-        if rows + keys > size:
-            while rows + keys > size:
-                size *= _GROWTH
+        while rows + keys > size:
+            size *= _GROWTH
+        if (size + 1, self._columns(self.words)) != self.rows.shape:
             self._rebuild(size, self.words)
         # Each key may come with all its tiers, and each of these be a twin.
         size = len(self.twins)
@@ -122,12 +123,17 @@ class Table:
             before, self.twins = self.twins, np.zeros((size, 3), dtype=np.uint64)
             kernels.rehash_twins(before, self.twins)
 
+    def _columns(self, words: int) -> int:
+        """How many columns rows should have, with so many words of a tier."""
+        lower = self.totals.item(kernels.LOWER) != 0
+        return 1 + words * (kernels.TIERS if lower or words == 1 else 1)
+
     def _rebuild(self, size: int, words: int) -> None:
         rows = self.rows
-        self.rows = np.zeros((size + 1, 1 + kernels.TIERS * words), dtype=np.uint64)
-        kernels.widen(rows, self.words, self.rows, words)
+        self.rows = np.zeros((size + 1, self._columns(words)), dtype=np.uint64)
+        kernels.widen(rows, self.rows)
         self.words = words
-        self.slots = roomy(self.slots, size)
+        self.slots = roomy(self.slots, size, TABLE)
 
     def _scratch(self) -> None:
         self._planes: Words = np.zeros((3, 32, self.words), dtype=np.uint64)

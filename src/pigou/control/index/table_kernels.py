@@ -1,15 +1,18 @@
 """Compiled kernels of the index's table: who holds a key. `pigou.control.index.table` wraps them.
 
-rows: uint64, shape (rows + 1, 1 + 3 words). A row has a key (0 where it is free) and, for each
-    tier, one bit a worker, in words of 64. Row 0 is the sentinel of the list of free rows,
-    whose neighbours are in columns 1 and 2. Keys that are stored one after the other are in
-    rows that follow one another, as far as these are free: who walks down a chain looks at
-    the next row first.
+rows: uint64, shape (rows + 1, 1 + tiers words). A row has a key (0 where it is free) and, for
+    each tier, one bit a worker, in words of 64, of which there are a power of two. There are
+    three tiers, or, with two words or more, the device's alone: most fleets have no other, and
+    rows are what all else waits for. Row 0 is the sentinel of the list of free rows, whose
+    neighbours are in columns 1 and 2. Keys that are stored one after the other are in rows that
+    follow one another, as far as these are free: who walks down a chain looks at the next row
+    first.
 slots: from a key to its row (`pigou.control.index.slots`).
 twins: uint64, shape (a power of two, 3): key, place (3 worker + tier) and how often, beyond
     the first time, this worker holds this key in this tier (count 0 where empty).
-totals: int64, shape (4,); rows and twins in use, the highest row ever used, and whatever
-    `slots.touch` returned last (so that the loads are not optimised away).
+totals: int64, shape (5,); rows and twins in use, the highest row ever used, whatever
+    `slots.touch` returned last (so that the loads are not optimised away), and whether somebody
+    was ever said to hold something below the device (then not 0).
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ NEXT, PREV = 1, 2
 #: Stands for workers of which nothing is known, where others have their numbers.
 NOBODY = -1
 #: Entries of `totals`.
-ROWS, TWINS, TOP, SEEN = range(4)
+ROWS, TWINS, TOP, SEEN, LOWER = range(5)
 
 
 # --- rows -----------------------------------------------------------------------------------
@@ -90,16 +93,24 @@ def row_of(rows: Words, slots: Words, key: np.uint64, after: Row) -> Row:
     return find(rows[:, 0], slots, key)
 
 
+@inlined
+def tiers_of(rows: Words) -> int:
+    """How many tiers rows have bits for."""
+    return TIERS if (rows.shape[1] - 1) % TIERS == 0 else 1
+
+
 @bare_kernel
-def widen(old: Words, old_words: int, rows: Words, words: int) -> None:
-    """Copy all rows into new ones, which may be more, or have more words."""
+def widen(old: Words, rows: Words) -> None:
+    """Copy all rows into new ones, which may be more, or have more words or tiers."""
+    tiers = tiers_of(old)
+    old_words, words = (old.shape[1] - 1) // tiers, (rows.shape[1] - 1) // tiers_of(rows)
     for i in range(old.shape[0]):
         if old[i, 0] == 0:
             rows[i, NEXT] = old[i, NEXT]
             rows[i, PREV] = old[i, PREV]
             continue
         rows[i, 0] = old[i, 0]
-        for tier in range(TIERS):
+        for tier in range(tiers):
             for w in range(old_words):
                 rows[i, 1 + tier * words + w] = old[i, 1 + tier * old_words + w]
 
@@ -180,7 +191,7 @@ def add_twin(twins: Words, totals: Counts, key: np.uint64, place: np.uint64) -> 
 def place_of(rows: Words, worker: int) -> tuple[np.uint64, np.uint64, np.uint64]:
     """Column of a worker's bit for the first tier, columns from a tier to the next; its bit."""
     number = np.uint64(worker)
-    words = np.uint64(rows.shape[1] - 1) // np.uint64(TIERS)
+    words = np.uint64(rows.shape[1] - 1) // np.uint64(tiers_of(rows))
     return ONE + number // np.uint64(64), words, ONE << (number % np.uint64(64))
 
 
@@ -195,7 +206,7 @@ def hold(
     media: int,
     after: Row,
 ) -> Row:
-    """Note that a worker holds a key (once more) in tiers (bits); return its row.
+    """Note that a worker holds a key (once more) in tiers (bits), which rows have; return its row.
 
     `after` is the row of the key before it in its chain, or 0.
     """
@@ -311,6 +322,17 @@ def note_run(gone: np.uint64, w: int, length: int, runs: Counts) -> None:
         worker += 1
 
 
+@inlined
+def below(
+    rows: Words, row: Row, w: int, words: int, asked: np.uint64
+) -> tuple[np.uint64, np.uint64]:
+    """Of the workers of a mask, those that hold a row in host memory, and in storage at best."""
+    if rows.shape[1] == 1 + words:
+        return NONE, NONE
+    host = rows[row, 1 + words + w] & asked
+    return host, rows[row, 1 + 2 * words + w] & asked & ~host
+
+
 @bare_kernel
 def overlaps(
     rows: Words,
@@ -348,8 +370,7 @@ def overlaps(
             asked = alive[w]
             far = asked & ~rows[row, 1 + w]
             if far != 0:
-                host = rows[row, 1 + words + w] & far
-                storage = rows[row, 1 + 2 * words + w] & far & ~host
+                host, storage = below(rows, row, w, words, far)
                 gone = far & ~host & ~storage
                 note_run(gone, w, i, runs)
                 count_up(planes[0], w, host)
