@@ -8,6 +8,10 @@ FOLDER of the traces has `mooncake/` and `azure/`, and, unpacked, `agent-session
 `cells-SHARE.jsonl` as it is done, and not run again. `--share i/n` runs every n-th cell, so that
 several processes can work at once. `--print` makes `results.json`, and prints the whole table.
 
+Where there are prefill workers, the thresholds of conditional disaggregation that
+`pigou experiment toll` has are there as well: of prompts that wait, and, where these are of all
+lengths, of batches of 2,048 tokens.
+
 Attainment is of all requests that were offered: those that were served with both latencies
 within what the workload asks for. `toll` is judged by the baseline with the best attainment of
 each workload (ties: the higher rate): it is worse where the 95% interval of the paired
@@ -30,7 +34,7 @@ from typing import Any
 from benchmarks.policy_workloads import Scenario, scenarios
 from pigou.control.routing.policy import GROUP
 from pigou.engine.warm import warm_up
-from pigou.experiments.prices import paired
+from pigou.experiments.prices import THRESHOLDS, Contender, paired, threshold
 from pigou.request import SECOND
 
 #: Shown and judged; the sign says which way is better.
@@ -40,10 +44,18 @@ COLUMNS = ("attainment", "rps", "ttft_p99_s", "itl_p99_s", "e2e_mean_s", *(f"poa
 Cell = dict[str, Any]
 
 
-def run(scenario: Scenario, traces: Path, policy: str, seed: int) -> Cell:
+def contenders(scenario: Scenario) -> list[Contender]:
+    """Return who is tried: all policies as they are, and thresholds of the prefill queue."""
+    found = [Contender(name, name) for name in sorted(entry_points(group=GROUP).names)]
+    if scenario.batch:
+        found += [threshold(each, scenario.batch) for each in THRESHOLDS]
+    return found
+
+
+def run(scenario: Scenario, traces: Path, contender: Contender, seed: int) -> Cell:
     """Run a cell, and return its figures."""
     began = time.perf_counter()
-    result = scenario.make(traces, policy, {}, seed).run()
+    result = scenario.make(traces, contender.policy, contender.params, seed).run()
     found = result.document()
     well = sum(
         call.first - call.intended <= scenario.ttft_s * SECOND
@@ -51,7 +63,7 @@ def run(scenario: Scenario, traces: Path, policy: str, seed: int) -> Cell:
         for call in result.done
     )
     return {
-        "workload": scenario.name, "policy": policy, "seed": seed,
+        "workload": scenario.name, "policy": contender.name, "seed": seed,
         "offered": found["offered"], "completed": found["completed"],
         "attainment": well / found["offered"], "rps": found["throughput_rps"],
         "ttft_p99_s": found["ttft_s"]["p99"], "itl_p99_s": found["itl_s"]["p99"],
@@ -69,20 +81,19 @@ def read(out: Path) -> list[Cell]:
 def work(traces: Path, out: Path, seeds: int, share: str) -> None:
     """Run the cells of a share that are not done."""
     part, parts = (int(each) for each in share.split("/"))
-    names = sorted(entry_points(group=GROUP).names)
     out.mkdir(parents=True, exist_ok=True)
     done = {(each["workload"], each["policy"], each["seed"]) for each in read(out)}
     warm_up()
     everything = [
-        (scenario, policy, seed)
+        (scenario, contender, seed)
         for seed in range(1, seeds + 1)
         for scenario in scenarios()
-        for policy in names
+        for contender in contenders(scenario)
     ]
     with (out / f"cells-{part}.jsonl").open("a") as file:
-        for scenario, policy, seed in everything[part::parts]:
-            if (scenario.name, policy, seed) not in done:
-                print(json.dumps(run(scenario, traces, policy, seed)), file=file, flush=True)
+        for scenario, contender, seed in everything[part::parts]:
+            if (scenario.name, contender.name, seed) not in done:
+                print(json.dumps(run(scenario, traces, contender, seed)), file=file, flush=True)
                 gc.collect()
 
 

@@ -51,12 +51,14 @@ class Scenario:
         name: of it.
         ttft_s: seconds to the first token that a request asks for.
         tpot_s: seconds a token, on average over the request, that it asks for.
+        batch: tokens that thresholds of the prefill queue are multiples of; 0 without such workers.
         make: puts the run together, of (traces, policy, its parameters, seed).
     """
 
     name: str
     ttft_s: float
     tpot_s: float
+    batch: int
     make: Callable[[Path, str, Mapping[str, Any], int], Simulation] = field(repr=False)
 
 
@@ -81,7 +83,7 @@ def _paper(name: str, reading: Reading, users: int, tpot: float) -> Scenario:
         return simulation(which, reading, loop, seed, law=law,
                           setting=Setting(policy=policy, params=params))  # fmt: skip
 
-    return Scenario(f"{name} {reading} C={users}", 0.25, tpot, make)
+    return Scenario(f"{name} {reading} C={users}", 0.25, tpot, 128, make)
 
 
 def _llama(name: str, members: str, load: Load) -> Scenario:
@@ -93,7 +95,7 @@ def _llama(name: str, members: str, load: Load) -> Scenario:
             _control(policy, params, seed), ClientConfig(), seed=seed, assess_every=10.0,
         )  # fmt: skip
 
-    return Scenario(f"{name} {members}", 2.0, 0.03, make)
+    return Scenario(f"{name} {members}", 2.0, 0.03, 2048 if "p" in members else 0, make)
 
 
 def _poisson(rate: float) -> Load:

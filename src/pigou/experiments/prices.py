@@ -46,10 +46,10 @@ class Contender:
     params: Mapping[str, Any] = field(default_factory=dict)
 
 
-def threshold(prompts: int) -> Contender:
-    """Return conditional disaggregation with this threshold."""
+def threshold(prompts: int, tokens: int = _PROMPT) -> Contender:
+    """Return conditional disaggregation with this threshold, in prompts of so many tokens."""
     params = {
-        "inner": "least-loaded", "policy": "prefill_load", "max_num_batched_tokens": _PROMPT,
+        "inner": "least-loaded", "policy": "prefill_load", "max_num_batched_tokens": tokens,
         "prefill_busy_threshold": prompts - 0.5,
     }  # fmt: skip
     return Contender(f"threshold-{prompts}", "dynamo-conditional", params)
