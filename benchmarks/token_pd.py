@@ -86,34 +86,37 @@ class Bench:
             "policy": setting.policy, "streams": setting.streams, "blocks": setting.blocks,
             "params": setting.params, "seed": args.seed, "requests": len(coming),
             "scale": args.scale, "last": coming[-1].time, "dtype": args.dtype,
-            "device": args.device,
+            "device": args.device, "block": setting.block,
         })  # fmt: skip
 
     def setting(
         self, policy: str, streams: int, blocks: int, params: dict[str, float] | None = None
     ) -> Setting:
         """Return a setting whose budget has the bytes of so many blocks, side data included."""
-        from benchmarks.token_pd_run import Setting, blocks_for
+        from benchmarks.token_pd_run import BLOCK, Setting, blocks_for
 
         if policy not in self._shares:
             self._shares[policy] = blocks_for(self.model, policy, 1 << 20) / (1 << 20)
-        return Setting(policy, streams, int(blocks * self._shares[policy]), params or {})
+        held = int(blocks * self._shares[policy]) * BLOCK // self.args.block
+        return Setting(policy, streams, held, params or {}, self.args.block)
 
     def full(self, streams: int, items: list[Item]) -> Setting:
         """Return a setting whose cache holds everything."""
-        from benchmarks.token_pd_run import Setting, plenty
+        from benchmarks.token_pd_run import BLOCK, Setting, plenty
 
         blocks = max(plenty(items, streams), round(MOST * self.args.scale * streams))
-        return Setting("none", streams, blocks)
+        held = blocks * BLOCK // self.args.block
+        return Setting("none", streams, held, block=self.args.block)
 
     def _warm_up(self) -> None:
         """Compile everything that runs, where it counts for nobody."""
         from benchmarks.token_pd_load import arrivals, make_items
-        from benchmarks.token_pd_run import Setting, serve
+        from benchmarks.token_pd_run import BLOCK, Setting, serve
 
         items = make_items(self.texts, 6, 2, 1)
         for policy in {"none", *self.args.policies} - {"full"}:
-            setting = Setting(policy, 6, round(40 * self.args.scale))
+            blocks = round(40 * self.args.scale) * BLOCK // self.args.block
+            setting = Setting(policy, 6, blocks, block=self.args.block)
             serve(self.model, setting, arrivals(items, float("inf"), 1, 0))
 
 
@@ -297,7 +300,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument(
         "--blocks", type=int, default=SHARE * 256,
-        help="the budget: bytes of so many blocks; side data is paid for out of it",
+        help="the budget: bytes of so many blocks of 16 tokens; side data is paid for out of it",
     )  # fmt: skip
     parser.add_argument("--requests", type=float, default=2.0, help="for each stream")
     parser.add_argument("--busy", type=float, default=0.9, help="share of the time, under FIFO")
@@ -311,6 +314,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--block", type=int, choices=(1, 2, 4, 8, 16), default=16, help="tokens of the cache's own"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", default="", help="file that every run's figures are added to")
     return parser.parse_args()

@@ -37,7 +37,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--requests", type=int, default=48)
-    parser.add_argument("--blocks", type=int, default=6, help="of the budget, for each stream")
+    parser.add_argument(
+        "--blocks", type=int, default=6, help="of the budget, for each stream, of 16 tokens"
+    )
+    parser.add_argument(
+        "--block", type=int, choices=(1, 2, 4, 8, 16), default=16, help="tokens of the cache's own"
+    )
     parser.add_argument("--rate", type=float, default=inf, help="req/s; all at once without")
     parser.add_argument("--fan", type=int, default=1, help="requests of a job, which come together")
     parser.add_argument("--policies", nargs="+", default=["fifo", "h2o", "paper", "pigou"])

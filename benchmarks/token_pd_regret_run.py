@@ -70,7 +70,8 @@ def report(args: argparse.Namespace) -> None:
     head = ["policy", "steps", "earned of the best sets", "regret, best sets", "exponent",
             "regret, best fixed choice", "exponent"]  # fmt: skip
     print(f"\n{args.streams} streams, {args.requests} requests, budget "
-          f"{args.blocks * args.streams} blocks\n{markdown(head, rows)}\n")  # fmt: skip
+          f"{args.blocks * args.streams} blocks of {BLOCK} tokens, cut into {args.block}\n"
+          f"{markdown(head, rows)}\n")  # fmt: skip
     for c in courses:
         print(f"Token-PD's rule on the premises of its bound (arrivals of {c.policy}):")
         lines = [[str(end), *(f"{each:.2f}" for each in row)]
@@ -94,7 +95,7 @@ def course(
     """Record one policy's run and set it beside the optima."""
     recorder = Recorder()
     budget = args.blocks * args.streams
-    run = Run(model, Setting(policy, args.streams, budget), recorder)
+    run = Run(model, _setting(policy, budget, args), recorder)
     figures, done = run(arrivals(items, args.rate, args.fan, args.seed))
     print(f"{policy}: {figures.steps} steps, perplexity {figures.perplexity:.3f}, "
           f"given up {figures.dropped}, {figures.at_once:.1f} at once (most {figures.most}), "
@@ -159,12 +160,18 @@ def settle(model: LoadedModel, policy: str, texts: Texts, args: argparse.Namespa
     budget = half * ((PROMPT + CHANGE) // BLOCK + 2)
     cells = [policy]
     for early, late in ((OUTPUT, CHANGE), (CHANGE, 0)):
-        prices = _changed(model, Setting(policy, args.streams, budget), texts, args, early, late)
+        prices = _changed(model, _setting(policy, budget, args), texts, args, early, late)
         found = settling(prices, CHANGE, WINDOW)
         before, after = np.median(prices[CHANGE - 20 : CHANGE]), np.median(prices[-WINDOW // 2 :])
         told = "not within the window" if found is None else str(found)
         cells += [told, f"{before:.3g}", f"{after:.3g}"]
     return cells
+
+
+def _setting(policy: str, budget: int, args: argparse.Namespace) -> Setting:
+    """Return a setting with the bytes of so many blocks of `BLOCK` tokens."""
+    blocks = budget * BLOCK // args.block
+    return Setting(policy, args.streams, blocks, block=args.block)
 
 
 def _changed(

@@ -25,6 +25,7 @@ from pigou.runtime.eviction.policy import Entries, Returns
 from pigou.runtime.load import LoadedModel
 from pigou.sampling import SamplingParams
 
+#: Tokens of a block that budgets are told in.
 BLOCK = 16
 #: Entries that every request keeps, under every policy: three blocks.
 LEAST = 48
@@ -42,15 +43,17 @@ class Setting:
     Attributes:
         policy: name of the token eviction; "none" for none (requests wait and are preempted).
         streams: most requests that run at once.
-        blocks: of the device.
+        blocks: of the device, each of `block` tokens.
         params: parameters of the policy; `constant`, which none has, puts this number in the
             place of what its predictor says of any entry.
+        block: tokens of a block.
     """
 
     policy: str
     streams: int
     blocks: int
     params: dict[str, float] = field(default_factory=dict)
+    block: int = BLOCK
 
     def engine(self) -> EngineConfig:
         """Return the engine's configuration."""
@@ -59,7 +62,7 @@ class Setting:
             params = {name: value for name, value in self.params.items() if name != CONSTANT}
             eviction = EvictionConfig(policy=self.policy, params=params, least=LEAST)
         return EngineConfig(
-            blocks=self.blocks, block_size=BLOCK, max_seqs=self.streams, max_model_len=LONGEST,
+            blocks=self.blocks, block_size=self.block, max_seqs=self.streams, max_model_len=LONGEST,
             max_batched_tokens=512 + self.streams, prefix_caching=False, eviction=eviction,
         )  # fmt: skip
 
