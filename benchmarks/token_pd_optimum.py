@@ -82,6 +82,13 @@ def earned(recorded: Recorded) -> Floats:
     return found
 
 
+def filled(recorded: Recorded, budget: int) -> float:
+    """Return the entries kept, of the budget's, in the steps with more tokens than those."""
+    short = recorded.there.sum(axis=1) > budget
+    kept = (recorded.kept & recorded.there)[short].sum(axis=1)
+    return float(kept.mean()) / budget if short.any() else float("nan")
+
+
 def settling(prices: Sequence[float], change: int, window: int) -> int | None:
     """Return the steps that a price takes to settle after a change of the load.
 

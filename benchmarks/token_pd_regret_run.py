@@ -13,6 +13,7 @@ from benchmarks.token_pd_optimum import (
     Floats,
     Recorded,
     earned,
+    filled,
     fixed_optimum,
     settling,
 )
@@ -44,6 +45,8 @@ class Course:
         got: what the policy earned in all.
         priced: of Token-PD's rule on the premises of its bound, after those steps: regret, tokens
             beyond the budget (summed over steps), regret within the budget; shape (k, 3).
+        filled: entries kept, of those that the budget's bytes hold, in the steps in which not
+            all fit: blocks are not full, and not all are handed out.
     """
 
     policy: str
@@ -53,6 +56,7 @@ class Course:
     possible: float
     got: float
     priced: Floats
+    filled: float
 
 
 def report(args: argparse.Namespace) -> None:
@@ -64,11 +68,11 @@ def report(args: argparse.Namespace) -> None:
     courses = [course(model, policy, items, returns, args) for policy in args.policies]
     rows = [
         [c.policy, str(len(c.each)), f"{c.got / c.possible:.1%}", f"{c.each[-1]:.2f}",
-         f"{growth(c.each, BEGIN):.2f}", f"{c.fixed[-1]:.2f}", _grows(c)]
+         f"{growth(c.each, BEGIN):.2f}", f"{c.fixed[-1]:.2f}", _grows(c), f"{c.filled:.1%}"]
         for c in courses
     ]  # fmt: skip
     head = ["policy", "steps", "earned of the best sets", "regret, best sets", "exponent",
-            "regret, best fixed choice", "exponent"]  # fmt: skip
+            "regret, best fixed choice", "exponent", "of the budget filled"]  # fmt: skip
     print(f"\n{args.streams} streams, {args.requests} requests, budget "
           f"{args.blocks * args.streams} blocks of {BLOCK} tokens, cut into {args.block}\n"
           f"{markdown(head, rows)}\n")  # fmt: skip
@@ -115,12 +119,13 @@ def course(
             lacking = fixed_optimum(found, limit, ends) - earned(found)[np.array(ends) - 1]
             played = priced(found, best, limit, ends)
             parts.append(
-                (regret(best, real), lacking, float(best.sum()), float(real.sum()), played)
-            )
-    regrets, fixed, possible, got, rule = zip(*parts, strict=True)
+                (regret(best, real), lacking, float(best.sum()), float(real.sum()), played,
+                 filled(found, limit))
+            )  # fmt: skip
+    regrets, fixed, possible, got, rule, full = zip(*parts, strict=True)
     return Course(
         policy, np.mean(regrets, axis=0), ends, np.mean(fixed, axis=0), float(np.mean(possible)),
-        float(np.mean(got)), np.mean(rule, axis=0),
+        float(np.mean(got)), np.mean(rule, axis=0), float(np.mean(full)),
     )  # fmt: skip
 
 
