@@ -93,30 +93,28 @@ class Bench:
         self, policy: str, streams: int, blocks: int, params: dict[str, float] | None = None
     ) -> Setting:
         """Return a setting whose budget has the bytes of so many blocks, side data included."""
-        from benchmarks.token_pd_run import BLOCK, Setting, blocks_for
+        from benchmarks.token_pd_run import Setting, blocks_for
 
         if policy not in self._shares:
             self._shares[policy] = blocks_for(self.model, policy, 1 << 20) / (1 << 20)
-        held = int(blocks * self._shares[policy]) * BLOCK // self.args.block
+        held = int(blocks * self._shares[policy])
         return Setting(policy, streams, held, params or {}, self.args.block)
 
     def full(self, streams: int, items: list[Item]) -> Setting:
         """Return a setting whose cache holds everything."""
-        from benchmarks.token_pd_run import BLOCK, Setting, plenty
+        from benchmarks.token_pd_run import Setting, plenty
 
         blocks = max(plenty(items, streams), round(MOST * self.args.scale * streams))
-        held = blocks * BLOCK // self.args.block
-        return Setting("none", streams, held, block=self.args.block)
+        return Setting("none", streams, blocks, block=self.args.block)
 
     def _warm_up(self) -> None:
         """Compile everything that runs, where it counts for nobody."""
         from benchmarks.token_pd_load import arrivals, make_items
-        from benchmarks.token_pd_run import BLOCK, Setting, serve
+        from benchmarks.token_pd_run import Setting, serve
 
         items = make_items(self.texts, 6, 2, 1)
         for policy in {"none", *self.args.policies} - {"full"}:
-            blocks = round(40 * self.args.scale) * BLOCK // self.args.block
-            setting = Setting(policy, 6, blocks, block=self.args.block)
+            setting = Setting(policy, 6, round(40 * self.args.scale), block=self.args.block)
             serve(self.model, setting, arrivals(items, float("inf"), 1, 0))
 
 

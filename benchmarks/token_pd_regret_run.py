@@ -99,7 +99,7 @@ def course(
     """Record one policy's run and set it beside the optima."""
     recorder = Recorder()
     budget = args.blocks * args.streams
-    run = Run(model, _setting(policy, budget, args), recorder)
+    run = Run(model, Setting(policy, args.streams, budget, block=args.block), recorder)
     figures, done = run(arrivals(items, args.rate, args.fan, args.seed))
     print(f"{policy}: {figures.steps} steps, perplexity {figures.perplexity:.3f}, "
           f"given up {figures.dropped}, {figures.at_once:.1f} at once (most {figures.most}), "
@@ -163,20 +163,14 @@ def settle(model: LoadedModel, policy: str, texts: Texts, args: argparse.Namespa
     """Double the load at once, and thereby exceed the budget; time the price, and back again."""
     half = args.streams // 2
     budget = half * ((PROMPT + CHANGE) // BLOCK + 2)
-    cells = [policy]
+    setting, cells = Setting(policy, args.streams, budget, block=args.block), [policy]
     for early, late in ((OUTPUT, CHANGE), (CHANGE, 0)):
-        prices = _changed(model, _setting(policy, budget, args), texts, args, early, late)
+        prices = _changed(model, setting, texts, args, early, late)
         found = settling(prices, CHANGE, WINDOW)
         before, after = np.median(prices[CHANGE - 20 : CHANGE]), np.median(prices[-WINDOW // 2 :])
         told = "not within the window" if found is None else str(found)
         cells += [told, f"{before:.3g}", f"{after:.3g}"]
     return cells
-
-
-def _setting(policy: str, budget: int, args: argparse.Namespace) -> Setting:
-    """Return a setting with the bytes of so many blocks of `BLOCK` tokens."""
-    blocks = budget * BLOCK // args.block
-    return Setting(policy, args.streams, blocks, block=args.block)
 
 
 def _changed(

@@ -43,10 +43,10 @@ class Setting:
     Attributes:
         policy: name of the token eviction; "none" for none (requests wait and are preempted).
         streams: most requests that run at once.
-        blocks: of the device, each of `block` tokens.
+        blocks: of `BLOCK` tokens, for whose bytes the device has blocks of `block`.
         params: parameters of the policy; `constant`, which none has, puts this number in the
             place of what its predictor says of any entry.
-        block: tokens of a block.
+        block: tokens of a block of the device.
     """
 
     policy: str
@@ -62,7 +62,8 @@ class Setting:
             params = {name: value for name, value in self.params.items() if name != CONSTANT}
             eviction = EvictionConfig(policy=self.policy, params=params, least=LEAST)
         return EngineConfig(
-            blocks=self.blocks, block_size=self.block, max_seqs=self.streams, max_model_len=LONGEST,
+            blocks=self.blocks * BLOCK // self.block, block_size=self.block,
+            max_seqs=self.streams, max_model_len=LONGEST,
             max_batched_tokens=512 + self.streams, prefix_caching=False, eviction=eviction,
         )  # fmt: skip
 
