@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -110,6 +110,22 @@ class Request(msgspec.Struct, frozen=True, eq=False):  # made in a tenth of a da
         return self.hashes[:, 1] if found is None else found
 
 
+class Rehearsed(NamedTuple):
+    """What a worker measured before it was ready: a prompt, streams, or a prompt beside streams.
+
+    Attributes:
+        tokens: of the prompt, none of them cached; 0 for none.
+        streams: that decoded a token in each of the steps; 0 for none.
+        steps: that it took.
+        seconds: that they took together.
+    """
+
+    tokens: int
+    streams: int
+    steps: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A worker as the control plane knows it.
@@ -126,6 +142,7 @@ class Worker:
             prompts that were begun among them.
         layout: of its cache, for others that may read it: workers of one layout read from each
             other; "" for one that does not.
+        rehearsed: what it measured of its own speed; empty where it did not.
     """
 
     id: str
@@ -137,3 +154,4 @@ class Worker:
     events: bool = True
     overtakes: bool = False
     layout: str = ""
+    rehearsed: tuple[Rehearsed, ...] = ()
