@@ -163,6 +163,12 @@ def worker(
     drain: Annotated[
         float, typer.Option(help="Seconds that requests in flight are given after SIGTERM.")
     ] = _DEFAULT.drain,
+    rehearse: Annotated[
+        float,
+        typer.Option(
+            help="Seconds in which it may measure its own speed before it is ready; 0 for none."
+        ),
+    ] = _DEFAULT.rehearse,
     exit_with_parent: Annotated[
         bool, typer.Option(help="End when the process that started this one is gone.")
     ] = _DEFAULT.exit_with_parent,

@@ -17,7 +17,7 @@ import numpy as np
 from pigou.config import ConfigError, EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.kv.layout import KVLayout
-from pigou.request import SECOND, Ints
+from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.stores.device import Blocks
 from pigou.runtime.stores.mover import Mover
 from pigou.sampling import Grammar
@@ -62,6 +62,7 @@ class Parts:
         rest: is told when there is nothing to compute; None where nobody wants to know.
         link: over which blocks come, where it takes time as a timing model says.
         tiers: names of the tiers beyond the device, and what moves blocks there; None for none.
+        rehearsed: what was measured of its speed; empty where nothing was.
     """
 
     model: ServedModel
@@ -74,6 +75,7 @@ class Parts:
     rest: Callable[[], None] | None = None
     link: Link | None = None
     tiers: tuple[list[str], Mover] | None = None
+    rehearsed: tuple[Rehearsed, ...] = ()
 
 
 def build(config: WorkerConfig) -> Parts:

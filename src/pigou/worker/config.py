@@ -69,6 +69,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         kv_lease: seconds for which offered blocks are kept.
         max_body: most bytes of a request's body.
         drain: seconds that requests in flight are given after SIGTERM.
+        rehearse: seconds in which it may measure its own speed before it is ready; 0 for none.
         exit_with_parent: end when the process that started this one is gone.
         executor: "torch" computes; "sleep" has no model, and takes time by a law.
         timing: timing model of the simulator by which the worker sleeps, in place of computing.
@@ -128,6 +129,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_lease: float = 30.0
     max_body: int = 16 * 2**20
     drain: float = 30.0
+    rehearse: float = 0.5
     exit_with_parent: bool = False
     executor: ExecutorKind = "torch"
     timing: str = ""
@@ -154,6 +156,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(f"port is {self.port}; give 0 (any free port) to 65535")
         if self.kv_lease <= 0:
             raise ConfigError(f"kv_lease is {self.kv_lease}; it must be above 0 seconds")
+        if not 0 <= self.rehearse < float("inf"):
+            raise ConfigError(
+                f"rehearse is {self.rehearse}; it must be finite, at least 0 seconds"
+            )
         if self.dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"dtype is {self.dtype!r}; give auto, bf16 or fp32")
         self._check_tiers()

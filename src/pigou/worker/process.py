@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from pigou.worker.intake import Intake
 from pigou.worker.loads import NoTransfers, WorkerTransfers
 from pigou.worker.metrics import Metrics
 from pigou.worker.parent import watch_parent
+from pigou.worker.rehearsal import rehearse
 from pigou.worker.routes import Routes
 from pigou.worker.service import Service
 from pigou.worker.tier_metrics import TierMetrics
@@ -53,7 +55,6 @@ class WorkerProcess:
         self._failed = False
         self._stopping = False
         model, core = parts.model, parts.core
-        info = self._about()
         self._metrics = Metrics(
             model.name,
             model.limits.max_model_len,
@@ -75,9 +76,10 @@ class WorkerProcess:
         self._intake = Intake(model, config, self._service, parts.prepare)
         self._transfers = self._start_transfers()
         self._tiers = self._start_tiers()
+        about = {**self._about(), "rehearsed": parts.rehearsed}
         routes = Routes(
             model, self._intake, self._service, self._metrics,
-            events=self._events, about=info, tiers=self._tiers,
+            events=self._events, about=about, tiers=self._tiers,
         )  # fmt: skip
         self._runner = web.AppRunner(
             routes.application(config.max_body),
@@ -246,7 +248,7 @@ def run(config: WorkerConfig) -> int:
 
 
 def _prepare(config: WorkerConfig) -> Parts:
-    """Build a worker's parts, and warm them up.
+    """Build a worker's parts, warm them up, and measure them.
 
     It must be called on a thread that then ends, and takes its OpenMP threads with it. The engine
     thread has its own, and where there are more of them than cores, OpenMP no longer lets any
@@ -255,7 +257,8 @@ def _prepare(config: WorkerConfig) -> Parts:
     parts = build(config)
     warm_up()
     warm_backend(parts.core, parts.backend)
-    return parts
+    measured = rehearse(parts.core, parts.backend, config.rehearse, parts.rest)
+    return replace(parts, rehearsed=measured)
 
 
 def _runner() -> Any:

@@ -1,0 +1,142 @@
+"""Scenes of its own speed that a worker measures before it is ready (`pigou.engine.rehearsal`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from pigou.engine.core import EngineCore
+from pigou.engine.plan import Plan
+from pigou.engine.rehearsal import CONTEXT, STEPS, TAKES, Scene, longest, scenes
+from pigou.request import SECOND, Rehearsed, Request, no_hashes
+from pigou.runtime.outputs import StepOutput
+from pigou.sampling import SamplingParams
+from pigou.worker.backend import Backend
+
+_PROMPT = "rehearsed-prompt"
+_STREAM = "rehearsed-stream"
+
+
+def rehearse(
+    core: EngineCore,
+    backend: Backend,
+    budget_s: float,
+    rest: Callable[[], None] | None = None,
+) -> tuple[Rehearsed, ...]:
+    """Measure scenes on the real core, which leave nothing behind; the smallest first.
+
+    A scene is not begun where it would take longer than is left at the pace of the one before,
+    and broken off between two plans where it does.
+
+    Args:
+        core: with nothing in it.
+        backend: of the same block size.
+        budget_s: seconds that all may take; 0 for none.
+        rest: is called before each scene, for a backend that keeps a time of its own.
+
+    Returns:
+        What was measured; empty where nothing fits the core's limits or the budget.
+    """
+    began = time.monotonic_ns()
+    deadline, pace = began + round(budget_s * SECOND), 0.0
+    found: list[Rehearsed] = []
+    for scene in scenes(core.config):
+        if began + pace * scene.size >= deadline:
+            break
+        if rest is not None:
+            rest()
+        stage = _Stage(core, backend, scene, deadline)
+        measured = stage.measure()
+        stage.clear()
+        if measured is None:
+            break
+        found.append(measured)
+        now = time.monotonic_ns()
+        pace, began = (now - began) / scene.size, now
+    return tuple(found)
+
+
+class _Stage:
+    """One scene on a core."""
+
+    def __init__(self, core: EngineCore, backend: Backend, scene: Scene, deadline: int) -> None:
+        self._core = core
+        self._backend = backend
+        self._scene = scene
+        self._deadline = deadline
+        self._ids: list[str] = []
+
+    def measure(self) -> Rehearsed | None:
+        """Return what the scene takes at its quickest; None where it was broken off."""
+        if not self._gather():
+            return None
+        found: list[Rehearsed] = []
+        began = time.monotonic_ns()
+        for _ in range(TAKES):
+            steps = self._take()
+            if not steps:
+                break
+            ended = time.monotonic_ns()
+            found.append(Rehearsed(*self._scene, steps, (ended - began) / SECOND))
+            began = ended
+        return min(found, key=lambda each: each.seconds, default=None)
+
+    def clear(self) -> None:
+        """Take everything off the core and the backend."""
+        for name in self._ids:
+            self._core.abort(name)
+            self._backend.drop(name)
+
+    def _take(self) -> int:
+        """Do what is to be measured; return the steps that it took, 0 where it was broken off."""
+        tokens, steps = self._scene.tokens, 0
+        if tokens:
+            self._add(_PROMPT, tokens, 1)
+        while (_PROMPT in self._core) if tokens else (steps < STEPS):
+            done = self._advance(self._core.config.max_repeat if tokens else STEPS - steps)
+            if done is None:
+                return 0
+            steps += done[1]
+        return steps
+
+    def _gather(self) -> bool:
+        """Let all streams decode; whether they do in time."""
+        streams = self._scene.streams
+        most = longest(self._scene, self._core.config) - CONTEXT
+        for number in range(streams):
+            self._add(f"{_STREAM}-{number}", CONTEXT, most)
+        decoding = 0
+        while decoding < streams:
+            done = self._advance(1)
+            if done is None:
+                return False
+            decoding = int(np.count_nonzero(done[0].samples))
+        return True
+
+    def _add(self, name: str, prompt: int, most: int) -> None:
+        params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
+        self._backend.add(name, [0] * prompt, params, seed=b"", hashes=no_hashes())
+        self._core.add(Request(name, prompt, most))
+        self._ids.append(name)
+
+    def _advance(self, most: int) -> tuple[Plan, int] | None:
+        """Compute a plan, at most so many steps; return it and them, None for nothing done."""
+        now = time.monotonic_ns()
+        if now >= self._deadline:
+            return None
+        left = most
+
+        def goes_on(_: StepOutput) -> bool:
+            nonlocal left
+            left -= 1
+            return left > 0
+
+        plan = self._core.schedule(now)
+        if not plan:
+            return None
+        result = self._backend.execute(plan, goes_on)
+        for finished in self._core.apply(plan, result).finished:
+            self._backend.drop(finished.request)
+        return plan, result.steps
