@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, get_args
 
 import numpy as np
@@ -43,7 +44,7 @@ from pigou.control.plane import ControlPlane
 from pigou.control.recorder import Recorder
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pigou.games.anarchy import Anarchy, Estimate
-from pigou.request import SECOND, FinishReason, Request, Role, Worker
+from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
 from pigou.wire.kv_events import Cleared, Removed, Stored
 
 FOUND = Assessment(Anarchy(*[Estimate(1.5, 1.25, 2.0)] * 4, (0, 2)), 3.25, 40)
@@ -73,6 +74,18 @@ def roundtrip(entry: Entry) -> Any:
 def test_every_observation_comes_back_as_it_was(kind: type) -> None:
     sample = SAMPLES[kind]
     assert observation_of(roundtrip(observed(sample, 5))) == sample
+
+
+def test_what_a_worker_measured_comes_back_as_it_was_and_an_older_journal_has_none() -> None:
+    measured = (Rehearsed(128, 0, 1, 0.1), Rehearsed(512, 4, 2, 1 / 3), Rehearsed(0, 4, 8, 1e-9))
+    entry = observed(WorkerUp(Worker("w", "", rehearsed=measured)), 5)
+    found = observation_of(roundtrip(entry))
+    assert isinstance(found, WorkerUp)
+    assert found.worker.rehearsed == measured
+    assert all(type(each) is Rehearsed for each in found.worker.rehearsed)
+    told = json.loads(encode(entry))
+    del told["worker"]["rehearsed"]
+    assert observation_of(decode(json.dumps(told).encode())) == WorkerUp(Worker("w", ""))
 
 
 @pytest.mark.parametrize("usage", ["nan", "inf"])

@@ -14,8 +14,9 @@ from tests.gateway.stub import Script, Stub, whole_text
 
 from pigou.fleet.config import AttachedWorker, WatchConfig
 from pigou.fleet.member import Backoff
-from pigou.fleet.probe import ProbeFailed, cache_info, loads, probe
+from pigou.fleet.probe import ProbeFailed, cache_info, loads, probe, rehearsed
 from pigou.fleet.serve import Serving
+from pigou.request import Rehearsed
 
 PAGE = b"""# HELP vllm:num_requests_running Running.
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
@@ -83,6 +84,29 @@ async def test_an_unhealthy_server_is_left_and_taken_back() -> None:
         assert text(await client.reply(max_tokens=3, ignore_eos=None)) == whole_text(3)
         stub.health = 200
         await until(client, lambda rows: rows["a"]["state"] == "up")
+
+
+@pytest.mark.parametrize("stock", [False, True])
+async def test_what_a_worker_measured_is_known_of_it_and_of_no_stock_server(stock: bool) -> None:
+    stub = Stub("a", stock=stock, about={"rehearsed": [[0, 4, 8, 0.02], [512, 4, 1, 0.035]]})
+    told = (Rehearsed(0, 4, 8, 0.02), Rehearsed(512, 4, 1, 0.035))
+    async with attached(stub) as (serving, _):
+        (worker,) = serving.pilot.plane.state.workers
+        assert worker.rehearsed == (() if stock else told)
+
+
+GOOD = [128, 0, 1, 0.005]
+
+
+@pytest.mark.parametrize("wrong", [
+    None, 3, "4444", {}, [], GOOD[:3], [*GOOD, 1], ["128", 0, 1, 0.005], [None, 0, 1, 0.005],
+    [0, 0, 1, 0.005], [-1, 4, 1, 0.005], [128, -1, 1, 0.005], [128, 0, 0, 0.005],
+    [128, 0, 1, 0], [128, 0, 1, -1.0], [128, 0, 1, float("nan")], [128, 0, 1, float("inf")],
+    [1.5, 0, 1, 0.005], [True, 0, 1, 0.005], [10**400, 0, 1, 0.005], [[128], 0, 1, 0.005],
+])  # fmt: skip
+def test_what_cannot_be_a_measurement_is_dropped(wrong: Any) -> None:
+    assert rehearsed([wrong, GOOD, wrong]) == (Rehearsed(128, 0, 1, 0.005),)
+    assert rehearsed(wrong) == ()
 
 
 async def test_who_is_no_worker_is_no_worker() -> None:

@@ -82,13 +82,15 @@ class Stub:
     active: int = 0
     port: int = 0
     health: int = 200
+    about: dict[str, Any] = field(default_factory=dict)
 
     async def start(self) -> web.AppRunner:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/completions", self._serve)
         app.router.add_post("/v1/chat/completions", self._serve)
         app.router.add_post("/tokenize", self._tokenize)
-        for path in ("/v1/models", "/version", "/metrics", "/health", "/kv_event_sources"):
+        for path in ("/v1/models", "/version", "/metrics", "/health", "/kv_event_sources",
+                     "/server_info"):  # fmt: skip
             app.router.add_get(path, self._tell)
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
@@ -116,7 +118,8 @@ class Stub:
                 'vllm:cache_config_info{block_size="32",num_gpu_blocks="77"} 1.0\n'
             )
         card = {"id": "stub", "owned_by": "vllm" if self.stock else "pigou", "max_model_len": 2048}
-        pages = {"/v1/models": {"data": [card]}, "/version": {"version": "1.2"}}
+        pages = {"/v1/models": {"data": [card]}, "/version": {"version": "1.2"},
+                 "/server_info": self.about}  # fmt: skip
         return web.json_response(pages.get(request.path, {}))
 
     async def _tokenize(self, request: web.Request) -> web.Response:

@@ -67,6 +67,7 @@ class Member(ABC):
             bool(sources),
             found.engine.ranks,
             found.layout,
+            found.rehearsed,
         )
         await self._pilot.up(worker, found.engine, key)
         self._say("up", "")

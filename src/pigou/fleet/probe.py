@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 
 from pigou.control.messages import LoadReport
 from pigou.gateway.upstream import Engine
+from pigou.request import Rehearsed
 
 #: Block size that is assumed of a server that does not tell: vLLM's default on a GPU.
 _BLOCK_SIZE = 16
@@ -43,6 +45,7 @@ class Found:
         max_seqs: most sequences at once, 0 when it did not say.
         sources: of KV events, one a data parallel rank.
         layout: of its cache, for others that may read it; empty where it lends nothing.
+        rehearsed: what it measured of its own speed; empty where it did not say.
     """
 
     engine: Engine
@@ -51,6 +54,7 @@ class Found:
     max_seqs: int
     sources: tuple[Source, ...]
     layout: str = ""
+    rehearsed: tuple[Rehearsed, ...] = ()
 
 
 class _Card(msgspec.Struct):
@@ -105,6 +109,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
         _number(about.get("max_seqs")),
         tuple(_source(value, host) for value in sources.values() if _publishes(value)),
         "" if engine.stock else str(about.get("kv_layout") or ""),
+        () if engine.stock else rehearsed(about.get("rehearsed")),
     )
 
 
@@ -130,6 +135,37 @@ def cache_info(page: bytes) -> dict[str, int]:
             wanted = ("block_size", "num_gpu_blocks")
             return {key: int(found[key]) for key in wanted if found.get(key, b"").isdigit()}
     return {}
+
+
+def rehearsed(told: Any) -> tuple[Rehearsed, ...]:
+    """Return what a worker told of its speed, without what cannot be a measurement."""
+    if not isinstance(told, list):
+        return ()
+    return tuple(
+        Rehearsed(int(each[0]), int(each[1]), int(each[2]), float(each[3]))
+        for each in told
+        if _measured(each)
+    )
+
+
+def _measured(entry: Any) -> bool:
+    if not isinstance(entry, list) or len(entry) != 4:
+        return False
+    if not all(isinstance(each, int | float) and _finite(each) for each in entry):
+        return False
+    tokens, streams, steps, seconds = entry
+    whole = all(each == int(each) for each in (tokens, streams, steps))
+    return bool(
+        whole and tokens >= 0 and streams >= 0 and tokens + streams > 0
+        and steps >= 1 and seconds > 0
+    )  # fmt: skip
+
+
+def _finite(value: float) -> bool:
+    try:
+        return not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _publishes(value: Any) -> bool:
