@@ -157,9 +157,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if self.kv_lease <= 0:
             raise ConfigError(f"kv_lease is {self.kv_lease}; it must be above 0 seconds")
         if not 0 <= self.rehearse < float("inf"):
-            raise ConfigError(
-                f"rehearse is {self.rehearse}; it must be finite, at least 0 seconds"
-            )
+            raise ConfigError(f"rehearse is {self.rehearse}; it must be finite, at least 0 seconds")
         if self.dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"dtype is {self.dtype!r}; give auto, bf16 or fp32")
         self._check_tiers()

@@ -28,26 +28,25 @@ def rehearse(
     """Measure scenes on the real core, which leave nothing behind; the smallest first.
 
     A scene is not begun where it would take longer than is left at the pace of the one before,
-    and broken off between two plans where it does.
+    and broken off after a step where it does.
 
     Args:
         core: with nothing in it.
         backend: of the same block size.
         budget_s: seconds that all may take; 0 for none.
-        rest: is called before each scene, for a backend that keeps a time of its own.
+        rest: is called before each take, for a backend that makes up for time lost between steps:
+            the one after a pause would seem too quick.
 
     Returns:
         What was measured; empty where nothing fits the core's limits or the budget.
     """
     began = time.monotonic_ns()
-    deadline, pace = began + round(budget_s * SECOND), 0.0
+    deadline, pace = began + budget_s * SECOND, 0.0
     found: list[Rehearsed] = []
     for scene in scenes(core.config):
         if began + pace * scene.size >= deadline:
             break
-        if rest is not None:
-            rest()
-        stage = _Stage(core, backend, scene, deadline)
+        stage = _Stage(core, backend, scene, deadline, rest)
         measured = stage.measure()
         stage.clear()
         if measured is None:
@@ -61,11 +60,19 @@ def rehearse(
 class _Stage:
     """One scene on a core."""
 
-    def __init__(self, core: EngineCore, backend: Backend, scene: Scene, deadline: int) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        backend: Backend,
+        scene: Scene,
+        deadline: float,
+        rest: Callable[[], None] | None,
+    ) -> None:
         self._core = core
         self._backend = backend
         self._scene = scene
         self._deadline = deadline
+        self._rest = rest
         self._ids: list[str] = []
 
     def measure(self) -> Rehearsed | None:
@@ -81,7 +88,7 @@ class _Stage:
             ended = time.monotonic_ns()
             found.append(Rehearsed(*self._scene, steps, (ended - began) / SECOND))
             began = ended
-        return min(found, key=lambda each: each.seconds, default=None)
+        return min(found, key=lambda each: each.seconds / each.steps, default=None)
 
     def clear(self) -> None:
         """Take everything off the core and the backend."""
@@ -90,14 +97,16 @@ class _Stage:
             self._backend.drop(name)
 
     def _take(self) -> int:
-        """Do what is to be measured; return the steps that it took, 0 where it was broken off."""
+        """Do what is to be measured; return its steps, 0 where a prompt was broken off."""
         tokens, steps = self._scene.tokens, 0
+        if self._rest is not None:
+            self._rest()
         if tokens:
             self._add(_PROMPT, tokens, 1)
         while (_PROMPT in self._core) if tokens else (steps < STEPS):
             done = self._advance(self._core.config.max_repeat if tokens else STEPS - steps)
             if done is None:
-                return 0
+                return 0 if tokens else steps
             steps += done[1]
         return steps
 
@@ -131,7 +140,7 @@ class _Stage:
         def goes_on(_: StepOutput) -> bool:
             nonlocal left
             left -= 1
-            return left > 0
+            return left > 0 and time.monotonic_ns() < self._deadline
 
         plan = self._core.schedule(now)
         if not plan:
