@@ -102,6 +102,8 @@ def start(folder: Path | str, *options: str, log: Path | None = None) -> Worker:
     command += ["--served-model-name", "tiny", "--exit-with-parent"]
     if "--executor" not in options:
         command += ["--executor", "sleep"]
+    if "--rehearse" not in options:
+        command += ["--rehearse", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     errors = log.open("ab") if log is not None else None
     process = subprocess.Popen(
