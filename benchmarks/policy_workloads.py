@@ -1,7 +1,8 @@
 """Workloads that every routing policy is tried on: fleets, loads and the latencies they ask for.
 
-Open loops are of `REQUESTS` requests. A seed takes its own window of a trace, its own sessions,
-or its own draws, the same for every policy.
+Workers tell what they measured of their speed before they were ready, as Pigou's do, but for
+those of `cold` workloads. Open loops are of `REQUESTS` requests. A seed takes its own window of a
+trace, its own sessions, or its own draws, the same for every policy.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _control(policy: str, params: Mapping[str, Any], seed: int) -> ControlConfig
     )  # fmt: skip
 
 
-def _paper(name: str, reading: Reading, users: int, tpot: float) -> Scenario:
+def _paper(name: str, reading: Reading, users: int, tpot: float, cold: bool) -> Scenario:
     """Return a closed loop of the paper; each prompt is like no other."""
     which = fleet(name)
     law = which.law(reading)
@@ -80,18 +81,19 @@ def _paper(name: str, reading: Reading, users: int, tpot: float) -> Scenario:
     )
 
     def make(_: Path, policy: str, params: Mapping[str, Any], seed: int) -> Simulation:
-        return simulation(which, reading, loop, seed, law=law,
+        return simulation(which, reading, loop, seed, law=law, rehearses=not cold,
                           setting=Setting(policy=policy, params=params))  # fmt: skip
 
     return Scenario(f"{name} {reading} C={users}", 0.25, tpot, 128, make)
 
 
-def _llama(name: str, members: str, load: Load) -> Scenario:
+def _llama(name: str, members: str, load: Load, cold: bool) -> Scenario:
     """Return a load on Llama-3.1-8B on H200s."""
 
     def make(traces: Path, policy: str, params: Mapping[str, Any], seed: int) -> Simulation:
         return Simulation(
-            load(traces, seed), read_fleet(members), Setup(model="llama-3.1-8b", gpu="H200"),
+            load(traces, seed), read_fleet(members),
+            Setup(model="llama-3.1-8b", gpu="H200", rehearses=not cold),
             _control(policy, params, seed), ClientConfig(), seed=seed, assess_every=10.0,
         )  # fmt: skip
 
@@ -182,22 +184,22 @@ def _draw(kinds: Mapping[int, float], count: int, rng: np.random.Generator) -> A
     return np.maximum(1, rng.choice(list(kinds), count, p=weight / weight.sum()))
 
 
-def scenarios() -> list[Scenario]:
-    """Return all of them."""
+def scenarios(cold: bool = False) -> list[Scenario]:
+    """Return all of them; `cold` ones have workers that tell nothing of their speed."""
     found = [
-        _paper("340b-1p2d", "serial-prefill", 64, 0.0254),
-        _paper("340b-1p2d", "serial-prefill", 128, 0.0254),
-        _paper("340b-1p2d", "serial-prefill", 256, 0.0254),
-        _paper("70b-1p2d", "serial-prefill", 128, 0.0099),
-        _paper("70b-1p5d", "serial-prefill", 256, 0.0093),
-        _paper("340b-1p2d", "client-pool", 128, 0.0254),
-        _paper("340b-1p2d", "fair", 128, 0.0254),
+        _paper("340b-1p2d", "serial-prefill", 64, 0.0254, cold),
+        _paper("340b-1p2d", "serial-prefill", 128, 0.0254, cold),
+        _paper("340b-1p2d", "serial-prefill", 256, 0.0254, cold),
+        _paper("70b-1p2d", "serial-prefill", 128, 0.0099, cold),
+        _paper("70b-1p5d", "serial-prefill", 256, 0.0093, cold),
+        _paper("340b-1p2d", "client-pool", 128, 0.0254, cold),
+        _paper("340b-1p2d", "fair", 128, 0.0254, cold),
     ]
     for members, scale in (("4xboth", 3.0), ("1p+2d", 1.0)):
         for level, rate in (("middle", 9.0), ("high", 18.0)):
-            found.append(_llama(f"poisson {level}", members, _poisson(scale * rate)))
-        found.append(_llama("mooncake", members, _window(_MOONCAKE, 3.0 * scale)))
-        found.append(_llama("azure code", members, _window(_AZURE, 12.0 * scale)))
-        found.append(_llama("agents", members, _agents(round(4 * scale))))
-        found.append(_llama("tenants", members, _tenants(16.0 * scale)))
+            found.append(_llama(f"poisson {level}", members, _poisson(scale * rate), cold))
+        found.append(_llama("mooncake", members, _window(_MOONCAKE, 3.0 * scale), cold))
+        found.append(_llama("azure code", members, _window(_AZURE, 12.0 * scale), cold))
+        found.append(_llama("agents", members, _agents(round(4 * scale)), cold))
+        found.append(_llama("tenants", members, _tenants(16.0 * scale), cold))
     return found

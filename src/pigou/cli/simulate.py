@@ -88,6 +88,14 @@ def simulate(
             "--engine pigou; a vLLM lends nothing]",
         ),
     ] = None,
+    rehearses: Annotated[
+        bool | None,
+        typer.Option(
+            "--rehearses/--no-rehearses",
+            help="Let workers measure their speed before they are ready, and tell it. "
+            "[default: with --engine pigou; a vLLM does not]",
+        ),
+    ] = None,
     engine: Annotated[
         str,
         typer.Option(
@@ -141,6 +149,7 @@ def simulate(
             "max_model_len": max_model_len, "engine": engine,
             "tiers": [_tier(text) for text in tier or ()], "tier_recall": tier_recall,
             "peer_reads": peer_reads,
+            "rehearses": rehearses,
         }  # fmt: skip
         setup = msgspec.convert(values, Setup)
         what, members = offered(workload, seed), read_fleet(fleet)

@@ -137,7 +137,7 @@ class ControlPlane:
             case ReadFailed(request):
                 self.watch.read_failed(request, now)
             case WorkerUp(worker):
-                self.watch.up(worker)
+                self.watch.up(worker, now)
                 self.index.expect(worker.id, worker.blocks)
                 self.queue.readmit(worker.id)
                 return self._drain(now)

@@ -52,6 +52,8 @@ class Router:
         self.ledger = Ledger(config.max_decisions)
         self._softmax = config.softmax
         self._price = Toll()
+        if isinstance(policy, Toll):
+            self._price.lately = policy.lately
         self._offers = Offers()
         self._generator = np.random.default_rng(config.seed)
 
@@ -103,12 +105,15 @@ class Router:
         pick = select(costs, self._generator, temperature, self._softmax)
         if pick is None:
             return None
+        if isinstance(policy, Toll) and isinstance(split, Table):
+            policy.note(request, fleet, found, split)
         held = fleet.cached(request.prompt)
         choice = _chosen(found, pick, fleet, held)
         if self.ledger.most:
             prices = None
             if isinstance(split, Table) and self._price.params == getattr(policy, "params", None):
                 prices = split
+            prices = prices or self._prices(policy, request, fleet, found)
             explanation = Explanation(
                 request.id,
                 now,
@@ -122,12 +127,21 @@ class Router:
                 held,
                 costs,
                 split,
-                prices or self._price.table(request, fleet, found),
+                prices,
                 choice,
                 fleet.reads,
             )
             self.ledger.add(explanation)
         return choice
+
+    def _prices(
+        self, policy: RoutingPolicy, request: Request, fleet: FleetView, found: Candidates
+    ) -> Table:
+        """Return what the toll policy would charge, where the choice was made by other costs."""
+        prices = self._price.table(request, fleet, found)
+        if not isinstance(policy, Toll):
+            self._price.note(request, fleet, found, prices)
+        return prices
 
     def _with(self, overrides: Mapping[str, float]) -> tuple[RoutingPolicy, float]:
         if not overrides:

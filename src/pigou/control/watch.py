@@ -47,12 +47,12 @@ class Watch:
         self._harvested = 0
         self._usual: _Usual | None = None
 
-    def up(self, worker: Worker) -> None:
+    def up(self, worker: Worker, now: int) -> None:
         """A worker is there, or changed."""
         new = worker.id not in self.state.row
         self.state.up(worker)
         if new:
-            self.estimator.up()
+            self.estimator.up(worker.rehearsed, now)
 
     def down(self, worker: str) -> None:
         """A worker is gone."""

@@ -140,7 +140,7 @@ def client(reading: Reading, pool: int = POOL, barging: float = BARGING) -> Clie
 def simulation(
     which: Fleet, reading: Reading, loop: ClosedLoop, seed: int, *,
     setting: Setting | None = None, sender: ClientConfig | None = None, law: Law | None = None,
-    saturation: dict[str, object] | None = None,
+    saturation: dict[str, object] | None = None, rehearses: bool | None = None,
 ) -> Simulation:  # fmt: skip
     """Put a run together.
 
@@ -156,6 +156,7 @@ def simulation(
         sender: client.
         law: time of the steps.
         saturation: detector of the control plane, as of `ControlConfig`.
+        rehearses: whether workers tell their speed, as of `Setup`.
     """
     setting = setting or Setting()
     law = law or which.law(reading)
@@ -181,7 +182,14 @@ def simulation(
     return Simulation(
         loop,
         FleetConfig(workers=workers, link=_LINK),
-        Setup(model=which.model, gpu="B200", tp=which.tp, timing=_text(law), max_seqs=1024),
+        Setup(
+            model=which.model,
+            gpu="B200",
+            tp=which.tp,
+            timing=_text(law),
+            max_seqs=1024,
+            rehearses=rehearses,
+        ),
         control,
         client(reading) if sender is None else sender,
         seed=seed,

@@ -134,6 +134,7 @@ class Fleet:
             kind.events,
             overtakes=engine.order == "priority",
             layout=plant.layout,
+            rehearsed=plant.rehearsed,
         )
         member = self._named[name] = Member(number, worker, plant)
         self.members.append(member)

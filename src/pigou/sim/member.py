@@ -8,7 +8,7 @@ from pigou.config import EngineConfig
 from pigou.events import KVEvent
 from pigou.kv.tiers import Tiers
 from pigou.kv.worth import Worth
-from pigou.request import Worker
+from pigou.request import Rehearsed, Worker
 from pigou.sim.config import Members
 from pigou.sim.tiers import TierConfig, build_tiers
 from pigou.sim.timing import Timing
@@ -29,6 +29,7 @@ class Plant:
         recall: whether blocks are brought back before a session is expected.
         ahead: whether steps are decided when the one before begins.
         layout: of its cache, for others that may read it; "" for none.
+        rehearsed: what it measures before it is ready.
     """
 
     kind: Members
@@ -40,6 +41,7 @@ class Plant:
     worth: Worth = field(default_factory=Worth)
     recall: bool = True
     layout: str = ""
+    rehearsed: tuple[Rehearsed, ...] = ()
 
     def make_tiers(self) -> Tiers | None:
         """Return new, empty tiers of one worker; None where it has none."""

@@ -17,6 +17,7 @@ from pigou.sim.clock import EPOCH, Clock
 from pigou.sim.config import FleetConfig, Members
 from pigou.sim.fleet import Fleet
 from pigou.sim.member import Member, Plant
+from pigou.sim.rehearsal import rehearse
 from pigou.sim.result import Result
 from pigou.sim.tiers import TierConfig, worth_of
 from pigou.sim.timing import Timing
@@ -53,6 +54,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         tier_recall: bring back what a session needs before it is expected to go on.
         peer_reads: workers of one tp read from each other's caches where that is cheaper; None
             for the engine's ways: `pigou` does, `vllm` cannot.
+        rehearses: workers measure their speed before they are ready, and tell the control plane;
+            None for the engine's ways: `pigou` does, `vllm` does not.
     """
 
     model: str = ""
@@ -67,6 +70,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     tiers: tuple[TierConfig, ...] = ()
     tier_recall: bool = True
     peer_reads: bool | None = None
+    rehearses: bool | None = None
 
 
 class Simulation:
@@ -170,7 +174,9 @@ def _plants(fleet: FleetConfig, setup: Setup, longest: int) -> tuple[list[Plant]
         plant = _plant(kind, setup, engine, built.timing)
         reads = not vllm if setup.peer_reads is None else setup.peer_reads
         layout = f"tp{tp}" if reads and kind.prefix_caching else ""
-        plants.append(replace(plant, layout=layout))
+        rehearses = not vllm if setup.rehearses is None else setup.rehearses
+        rehearsed = rehearse(built.timing, engine) if rehearses else ()
+        plants.append(replace(plant, layout=layout, rehearsed=rehearsed))
     return plants, overhead
 
 

@@ -7,9 +7,10 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from pigou.control.routing.lately import Lately
 from pigou.control.routing.limits import share
 from pigou.control.routing.policy import Costs, RequestView, Table
-from pigou.control.routing.toll_kernel import PARTS, price
+from pigou.control.routing.toll_kernel import PARTS, price, reach
 from pigou.control.routing.view import Candidates, Counts, FleetView
 from pigou.control.speeds.estimates import Estimates
 
@@ -100,6 +101,7 @@ class Toll:
 
     def __init__(self, params: TollParams | None = None) -> None:
         self.params = params or TollParams()
+        self.lately = Lately()
 
     def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
         """Return one cost a candidate, in seconds."""
@@ -131,6 +133,8 @@ class Toll:
             reads.seconds if reads else _NO_READS,
             fleet.block_size,
             fleet.again,
+            self.lately.sizes,
+            self.lately.reaches,
             candidates.prefill,
             candidates.decode,
             request.prompt,
@@ -138,9 +142,22 @@ class Toll:
             self.params.toll,
             self.params.overlap_weight,
             (self.params.host_restore, self.params.storage_restore),
+            np.empty((2, len(fleet.prefills))),
             found,
         )
         return Table(PARTS, found)
+
+    def note(
+        self, request: RequestView, fleet: FleetView, candidates: Candidates, table: Table
+    ) -> None:
+        """Remember a prompt that was routed, and what its candidates cost (`table`).
+
+        Those that come after it are set beside it. Prices themselves change nothing.
+        """
+        ready = fleet.reads.ready if fleet.reads else fleet.cached(request.prompt)
+        held = ready[candidates.computes].max()
+        size = request.prompt - self.params.overlap_weight * held
+        self.lately.note(float(size), reach(candidates.prefill, table.rows))
 
 
 def stream_tolls(known: Estimates, streams: Counts, output: float) -> Costs:

@@ -12,7 +12,7 @@ from pigou.compiled import bare_kernel
 #: Names of the parts, in the order of the rows that `price` returns.
 PARTS = (
     "wait", "prefill", "transfer", "decode", "toll_stream", "toll_queue", "toll_stall",
-    "toll_memory", "toll_place",
+    "toll_memory", "toll_place", "tail",
 )  # fmt: skip
 
 
@@ -57,6 +57,64 @@ def behind(
     """
     share = rate / max(everybody, 1e-9)
     return delayed(wait / mean, rate * mean, share * bursts + 1.0 - share + uneven)
+
+
+@bare_kernel
+def weigh(size: float, sizes: NDArray[np.float64]) -> float:
+    """Return by how much more than a second counts that a prompt of this size waits: r^2.
+
+    The mean of r^2 over the places that it shares with prompts as long, of all from 0 (the
+    shortest) to 1: (u^2 + u b + b^2) / 3, with b the share that is shorter, and u that which is no
+    longer, itself among them.
+
+    Args:
+        size: tokens of it that are not cached.
+        sizes: of the prompts before it, (prompts,).
+    """
+    shorter, others = 0, 1
+    for each in sizes:
+        shorter += each < size
+        others += each == size
+    b, u = shorter / (len(sizes) + 1), (shorter + others) / (len(sizes) + 1)
+    return (u * u + u * b + b * b) / 3.0
+
+
+@bare_kernel
+def joining(wait: float, reaches: NDArray[np.float64]) -> float:
+    """Return the share of prompts that would come to a queue, the mean over waits from 0 to `wait`.
+
+    Args:
+        wait: seconds of the queue.
+        reaches: seconds that prompts of late would have waited rather than go the other way,
+            (prompts,). Without any, everybody comes.
+    """
+    if wait <= 0.0 or len(reaches) == 0:
+        return 1.0
+    found = 0.0
+    for each in reaches:
+        found += min(1.0, max(0.0, each / wait))
+    return found / len(reaches)
+
+
+@bare_kernel
+def reach(prefill: NDArray[np.int32], found: NDArray[np.float64]) -> float:
+    """Return how long the prompt of some candidates would have waited for a prefill worker.
+
+    That is how much more its best local candidate costs than the best of the others would with
+    nobody before it, `tail` left out. NaN where all are local, or none is.
+
+    Args:
+        prefill: of the candidates, -1 for local, (candidates,).
+        found: their parts and sums (`price`), (11, candidates).
+    """
+    local, remote = math.inf, math.inf
+    for i in range(prefill.shape[0]):
+        cost = found[10, i] - found[9, i]
+        if prefill[i] < 0:
+            local = min(local, cost)
+        else:
+            remote = min(remote, cost - found[0, i] - found[5, i])
+    return local - remote if max(local, remote) < math.inf else math.nan
 
 
 @bare_kernel
@@ -162,6 +220,51 @@ def place(
 
 
 @bare_kernel
+def least(
+    ready: NDArray[np.int64], prefill: NDArray[np.int32], decode: NDArray[np.int32], prompt: int,
+    overlap_weight: float,
+) -> float:  # fmt: skip
+    """Return the tokens of the prompt that are left where most are ready; arguments as `price`."""
+    found = math.inf
+    for i in range(decode.shape[0]):
+        where = decode[i] if prefill[i] < 0 else prefill[i]
+        found = min(found, prompt - overlap_weight * ready[where])
+    return found
+
+
+@bare_kernel
+def queues(
+    table: NDArray[np.float64], prefills: NDArray[np.bool_], decodes: NDArray[np.bool_],
+    prefill_requests: NDArray[np.int64], prefill_tokens: NDArray[np.int64],
+    prefill_pairs: NDArray[np.int64], reaches: NDArray[np.float64], ahead: NDArray[np.float64],
+) -> None:  # fmt: skip
+    """Write each worker's queue of prompts in seconds, and how many one more would delay.
+
+    Other arguments as `price`.
+
+    Args:
+        ahead: takes the result, (2, workers).
+    """
+    workers = prefills.shape[0]
+    arrivals, mean, bursts, uneven = table[4], table[14], table[15], table[16]
+    everybody, apart = 0.0, 0
+    for w in range(workers):
+        everybody += arrivals[w]
+        apart += prefills[w] and not decodes[w]
+    for w in range(workers):
+        law = table[0, w], table[1, w], table[17, w]
+        wait = alone(law, prefill_requests[w], float(prefill_tokens[w]), float(prefill_pairs[w]))
+        if prefill_requests[w] > 0:  # one is under way, and not at its beginning
+            wait = max(0.0, wait - 0.5 * mean[w] * max(0.0, 1.0 - uneven[w]))
+        whole, rate = everybody, arrivals[w]
+        if prefills[w] and not decodes[w]:
+            whole = table[21, w]
+            rate = whole / apart * joining(wait, reaches)
+        ahead[0, w] = wait
+        ahead[1, w] = behind(wait, max(mean[w], 1e-9), rate, whole, bursts[w], uneven[w])
+
+
+@bare_kernel
 def price(
     table: NDArray[np.float64],
     prefills: NDArray[np.bool_],
@@ -177,6 +280,8 @@ def price(
     reading: NDArray[np.float64],
     block_size: NDArray[np.int64],
     again: NDArray[np.float64],
+    sizes: NDArray[np.float64],
+    reaches: NDArray[np.float64],
     prefill: NDArray[np.int32],
     decode: NDArray[np.int32],
     prompt: int,
@@ -184,6 +289,7 @@ def price(
     toll: float,
     overlap_weight: float,
     restore: tuple[float, float],
+    ahead: NDArray[np.float64],
     found: NDArray[np.float64],
 ) -> None:
     """Write the parts of each candidate's cost, and in the last row their sum.
@@ -201,22 +307,24 @@ def price(
         reading: seconds until it has read the others from another worker, (workers,); or empty.
         block_size: tokens in a block, (workers,).
         again: blocks computed again for each that is stored, (workers,).
+        sizes: uncached tokens of the prompts of late, (prompts,).
+        reaches: seconds that they would have waited (`reach`), (prompts with a choice,).
         prefill, decode: of the candidates, (candidates,); prefill is -1 for local.
         prompt: tokens.
         output: tokens expected.
         toll, overlap_weight: parameters of the policy.
         restore: shares of a token's seconds that one from host and one from storage takes.
-        found: takes the parts in the order of `PARTS`, and the sum, shape (10, candidates).
+        ahead: to work in, (2, workers).
+        found: takes the parts in the order of `PARTS`, and the sum, shape (11, candidates).
     """
     base, token, move_base, move_token = table[0], table[1], table[2], table[3]
-    arrivals, a, b, d = table[4], table[6], table[7], table[8]
+    a, b, d = table[6], table[7], table[8]
     n_sat, beta, floor = table[9], table[10], table[11]
-    stall_base, stall_token, mean = table[12], table[13], table[14]
-    bursts, uneven, pair, each = table[15], table[16], table[17], table[18]
-    everybody, apart = 0.0, 0
-    for w in range(prefills.shape[0]):
-        everybody += arrivals[w]
-        apart += prefills[w] and not decodes[w]
+    stall_base, stall_token, pair, each = table[12], table[13], table[17], table[18]
+    late = weigh(least(ready, prefill, decode, prompt, overlap_weight), sizes)
+    queues(
+        table, prefills, decodes, prefill_requests, prefill_tokens, prefill_pairs, reaches, ahead
+    )
     best, lost = place(
         table, prefills, decodes, prefill_requests, prefill_tokens, prefill_pairs, decode_requests
     )
@@ -225,12 +333,7 @@ def price(
         local = prefill[i] < 0
         where = there if local else prefill[i]
         prompts = base[where], token[where], pair[where]
-        wait = alone(
-            prompts, prefill_requests[where], float(prefill_tokens[where]),
-            float(prefill_pairs[where]),
-        )  # fmt: skip
-        if prefill_requests[where] > 0:  # one is under way, and not at its beginning
-            wait = max(0.0, wait - 0.5 * mean[where] * max(0.0, 1.0 - uneven[where]))
+        wait = ahead[0, where]
         uncached = float(prompt - overlap_weight * ready[where])
         pairs = uncached * (prompt - 0.5 * uncached)
         service = alone(prompts, 1, uncached, pairs)
@@ -260,18 +363,15 @@ def price(
             )  # fmt: skip
         streams = output * slower + others
         stream = toll * output * n * (slower - pace)
-        rate = everybody / apart if prefills[where] and not decodes[where] else arrivals[where]
-        queue = toll * delay * behind(
-            wait, max(mean[where], 1e-9), rate, everybody, bursts[where], uneven[where]
-        )  # fmt: skip
+        queue = toll * delay * ahead[1, where]
         memory = toll * pushed * (service + queue + stall) / max(service, 1e-12)
         parts = (
             wait, service + back, transfer, streams, stream, queue, stall, memory,
-            toll * lost if there == best else 0.0,
+            toll * lost if there == best else 0.0, late * (wait + service + back + transfer),
         )  # fmt: skip
         # In the order of the rows, as whoever adds them up again does: sums must be the same.
         total = 0.0
-        for row in range(9):
+        for row in range(10):
             found[row, i] = parts[row]
             total += parts[row]
-        found[9, i] = total
+        found[10, i] = total

@@ -36,14 +36,14 @@ _STALL = ("stall_base", "stall_token", "prompt", "bursts", "uneven", "prefill_pa
 PRIOR_READ = (0.005, 1e-6)
 _READ = ("read_base", "read_token")
 #: Names of the rows of a table of estimates, in order.
-ROWS = (*_PRIOR, *_LAW, *_STALL, *_READ)
+ROWS = (*_PRIOR, *_LAW, *_STALL, *_READ, "fleet_rate")
 
 
 def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
-    """Return what is assumed of one worker, in the order of `ROWS`, shape (21,)."""
+    """Return what is assumed of one worker, in the order of `ROWS`, shape (22,)."""
     pace = (min(getattr(law, name), _FAR) for name in _LAW)
     stall = (*PRIOR_PREFILL, PRIOR_PREFILL[0], 1.0, 1.0, 0.0, PRIOR_PREFILL[1])
-    return np.array([*_PRIOR.values(), *pace, *stall, *PRIOR_READ])
+    return np.array([*_PRIOR.values(), *pace, *stall, *PRIOR_READ, 0.0])
 
 
 def pairs(tokens: Any, prompt: Any) -> Any:
@@ -71,7 +71,7 @@ class Estimates:
     """Speeds of the workers; each name below is a view of shape (workers,).
 
     Attributes:
-        table: all of them, by the names in `ROWS`, shape (21, workers).
+        table: all of them, by the names in `ROWS`, shape (22, workers).
         prefill_base: seconds that a prompt takes apart from its tokens.
         prefill_token: seconds that each uncached token of a prompt takes.
         transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
@@ -90,6 +90,7 @@ class Estimates:
         read_base: seconds that reading from another worker's cache takes, apart from tokens; as
             the next a law of the fleet, which no worker has a scale of its own to.
         read_token: seconds that each token takes that is read so.
+        fleet_rate: prompts a second that come to the whole fleet.
     """
 
     table: Numbers
@@ -115,6 +116,7 @@ class Estimates:
     prefill_each = _row("prefill_each")
     read_base = _row("read_base")
     read_token = _row("read_token")
+    fleet_rate = _row("fleet_rate")
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:

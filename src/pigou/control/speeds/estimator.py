@@ -9,7 +9,7 @@ import numpy as np
 
 from pigou.control.speeds import harvest_kernel as kernels
 from pigou.control.speeds.affine import AffineFit
-from pigou.control.speeds.arrivals import RATE_S, decayed
+from pigou.control.speeds.arrivals import RATE_S, FleetRate, decayed
 from pigou.control.speeds.estimates import (
     LEAST_SLOPE,
     PRIOR_LAW,
@@ -22,12 +22,13 @@ from pigou.control.speeds.estimates import (
 from pigou.control.speeds.estimates_kernel import fill
 from pigou.control.speeds.flow import Flow, Sample
 from pigou.control.speeds.reading import Reading
+from pigou.control.speeds.reference import Reference, mixed, of
 from pigou.control.speeds.scales import Scales
 from pigou.control.speeds.sizes import Sizes
 from pigou.control.speeds.spread import Spread
 from pigou.control.speeds.stall import Stall
 from pigou.games.latency import LatencyLaw, OnlineFit
-from pigou.request import SECOND
+from pigou.request import SECOND, Rehearsed
 
 _SPEEDS = ("prefill", "transfer", "itl")
 _AT = {name: place for place, name in enumerate(ROWS)}
@@ -64,6 +65,8 @@ class Estimator:
         self._itl = OnlineFit(_MOST_STREAMS)
         self._stall = Stall()
         self._gaps = Spread()
+        self._fleet = FleetRate()
+        self._reference = Reference()
         self._sizes = Sizes()
         self._came = 0
         self._scales = {name: Scales() for name in _SPEEDS}
@@ -76,8 +79,8 @@ class Estimator:
         self._known: Estimates | None = None
         self._at = 0
 
-    def up(self) -> None:
-        """A worker joined; its row is the last."""
+    def up(self, rehearsed: Sequence[Rehearsed] = (), now: int = 0) -> None:
+        """A worker joined; its row is the last. What it measured of itself is taken in."""
         for scales in self._scales.values():
             scales.up()
         self._rate = np.append(self._rate, 0.0)
@@ -85,6 +88,8 @@ class Estimator:
         self._last_done = np.append(self._last_done, 0)
         self.flow.up()
         self._known = None
+        if rehearsed:
+            self._rehearse(len(self._rate) - 1, rehearsed, now)
 
     def down(self, row: int) -> None:
         """A worker left."""
@@ -99,7 +104,9 @@ class Estimator:
     def sent(self, row: int, now: int) -> None:
         """A prompt was sent to worker `row` to be computed."""
         if self._came:
-            self._gaps.observe((now - self._came) / SECOND)
+            gap = max(0, now - self._came) / SECOND
+            self._gaps.observe(gap)
+            self._fleet.observe(gap)
         self._came = now
         age = (now - self._rated.item(row)) / SECOND / RATE_S
         self._rate[row] = self._rate.item(row) * math.exp(-max(0.0, age)) + 1.0 / RATE_S
@@ -183,6 +190,30 @@ class Estimator:
         self._arrive(found, now)
         return found
 
+    def _rehearse(self, row: int, rehearsed: Sequence[Rehearsed], now: int) -> None:
+        """Learn from what worker `row` measured.
+
+        Of its own it gets what sets it apart from those that measured before; the rest teaches
+        the common laws. What prompts take from streams comes last, as it is what is left.
+        """
+        ratios = {}
+        for name, streams in (("prefill", False), ("itl", True)):
+            ratio = ratios[name] = self._reference.ratio(rehearsed, streams)
+            if ratio != 1.0:
+                for _ in of(rehearsed, streams):
+                    self._scales[name].observe(row, ratio, now)
+        for each in of(rehearsed, streams=False):
+            both = float(pairs(each.tokens, each.tokens))
+            self._prefill.observe(float(each.tokens), each.seconds / ratios["prefill"], both)
+        for each in of(rehearsed, streams=True):
+            self._itl.observe(float(each.streams), each.seconds / each.steps / ratios["itl"])
+        if not self._itl.weight:
+            return
+        for each in mixed(rehearsed):
+            expected = each.steps * self._law()(float(each.streams)) * ratios["itl"]
+            size = each.tokens + self._prefill.ratio * float(pairs(each.tokens, each.tokens))
+            self._stall.observe(each.seconds / expected, 1.0 / expected, size / expected)
+
     def _take_in(self, samples: Sequence[Sample], now: int) -> None:
         """Learn from samples: the law of ITL, the factors of workers, and what prompts take."""
         scales, stall, alone = self._scales["itl"], self._stall, self._alone(now)
@@ -201,6 +232,7 @@ class Estimator:
 
     def _arrive(self, known: Estimates, now: int) -> None:
         """Write the rates of arrival as of `now`."""
+        known.fleet_rate[:] = self._fleet.per_second
         decayed(self._rate, self._rated, self._mean_service, now, known.arrivals, known.busy)
 
     def _learn(
