@@ -17,7 +17,7 @@ _GAPS = 128.0
 #: A gap counts for so many seconds at most: a quiet night says nothing of tomorrow's rate.
 _LONGEST = 10.0
 #: Seconds between two arrivals that are assumed before any; counts as one of them.
-_FIRST_GAP = 0.2
+_FIRST_GAP = 0.5
 #: A prefill pool is never taken to be busier than this: queues would be infinite.
 MOST_BUSY = 0.95
 
