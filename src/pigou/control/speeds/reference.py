@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from pigou.request import Rehearsed
 
-#: Workers that differ by less are taken for alike: service will tell.
-_ALIKE = 0.1
+#: Workers whose logarithms differ by less are taken for alike: on a busy machine nothing is measured
+#: better, and service will tell.
+_ALIKE = 0.25
 
 
 class Reference:
