@@ -199,9 +199,8 @@ class Estimator:
         ratios = {}
         for name, streams in (("prefill", False), ("itl", True)):
             ratio = ratios[name] = self._reference.ratio(rehearsed, streams)
-            if ratio != 1.0:
-                for _ in of(rehearsed, streams):
-                    self._scales[name].observe(row, ratio, now)
+            for _ in of(rehearsed, streams):
+                self._scales[name].observe(row, ratio, now)
         for each in of(rehearsed, streams=False):
             both = float(pairs(each.tokens, each.tokens))
             self._prefill.observe(float(each.tokens), each.seconds / ratios["prefill"], both)

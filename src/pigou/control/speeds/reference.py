@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from pigou.request import Rehearsed
 
-#: Workers whose logarithms differ by less are taken for alike: on a busy machine nothing is measured
-#: better, and service will tell.
+#: Workers whose logarithms differ by less are taken for alike: a busy machine measures no better,
+#: and service will tell.
 _ALIKE = 0.25
 
 
