@@ -55,6 +55,7 @@ class Toll:
         toll of memory        (r_p e_p u + r_d e_d y) (s + the two tolls before) / s
         toll of the place     min(A', A_d(n+1)) - A_d(n), where A_d(n) is the least of all
                   A_w(n) = min(z'_w n, (F - T_w)+)
+        tail      R^2 (wait + prefill + transfer)
 
     with h_p and g_p tokens of the prefix that p has only in host memory, and only in storage:
     they come back beside the steps, and delay nobody else. U_p are uncached tokens of the prompts
@@ -75,14 +76,16 @@ class Toll:
     a queue and another way of known price: it counts those who come to p before its queue is
     shorter than this prompt found it, each delayed by w; whoever would find it longer goes the
     other way. His queue is M/M/1, where v is 1; others are like it with v prompts for one (the
-    diffusion limit, in which only v tells them apart; Kingman 1962). Lambda_p is who could come:
-    the prompts of the whole fleet, shared out among the workers that do nothing else; for others
-    those that were sent there of late. The stall's: where streams run, chunks of a prompt are
-    mixed with them and take z from each of the n. `Stall` learns z, which is less than s where
-    weights are read for the streams anyway. Remote or local prefill is decided by these sums
-    alone. Memory's is what a block there is worth to those who come back (`Ghosts`), each second
-    of computing it again at what a second costs everybody here and now; it is 0 while nothing
-    that is evicted returns.
+    diffusion limit, in which only v tells them apart; Kingman 1962). Lambda_p is who would come:
+    the prompts of the whole fleet, shared out among the workers that do nothing else, and of those
+    the share that would rather wait than go the other way. That is the mean, over waits from 0 to
+    Q_p, of the share of the prompts of late (`Lately`) that would have waited for longer (`reach`):
+    Naor's customers are all alike, these are not. For other workers it is those that were sent
+    there of late. The stall's: where streams run, chunks of a prompt are mixed with them and take z
+    from each of the n. `Stall` learns z, which is less than s where weights are read for the
+    streams anyway. Remote or local prefill is decided by these sums alone. Memory's is what a block
+    there is worth to those who come back (`Ghosts`), each second of computing it again at what a
+    second costs everybody here and now; it is 0 while nothing that is evicted returns.
 
     The place's is the rent of the place with the least stall, which the next prompt cannot have: a
     prompt like most would go there, and now takes the next best (A') or comes beside this one,
@@ -92,6 +95,14 @@ class Toll:
     (infinity without any), where it would go rather than stall for longer. It is the externality
     of taking something scarce, as Vickrey ("Counterspeculation, Auctions, and Competitive Sealed
     Tenders", 1961) prices it: the loss of whoever would have had it, one arrival ahead.
+
+    With the tail the sum is the mean time, and a third of the longest time to the first token of
+    three requests, as expected: a mean distorted towards its tail (the dual power transform; Wang,
+    "Premium Calculation by Transforming the Layer Premium Density", ASTIN Bulletin 1996). The one
+    with the longest prompt is taken for the last of them. A prompt of rank R, from 0 for the
+    shortest of late to 1 for the longest, is the longest of three with the density 3 R^2. Those as
+    long as each other share their places out evenly (`weigh`): where prompts are alike they count
+    alike, a third more than other seconds.
 
     Where p would read the beginning of the prompt from another worker's cache
     (`pigou.control.peers`), u is what is left then, l is 0, and x has the seconds of reading too.
@@ -110,7 +121,7 @@ class Toll:
     def parts(
         self, request: RequestView, fleet: FleetView, candidates: Candidates
     ) -> dict[str, Costs]:
-        """Return wait, prefill, transfer and decode of the request, and its five tolls."""
+        """Return wait, prefill, transfer, decode and tail of the request, and its five tolls."""
         return self.table(request, fleet, candidates).parts
 
     def table(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Table:

@@ -61,11 +61,11 @@ def behind(
 
 @bare_kernel
 def weigh(size: float, sizes: NDArray[np.float64]) -> float:
-    """Return by how much more than a second counts that a prompt of this size waits: r^2.
+    """Return how much more a second counts that a prompt of this size waits: R^2, 0 to 1.
 
-    The mean of r^2 over the places that it shares with prompts as long, of all from 0 (the
-    shortest) to 1: (u^2 + u b + b^2) / 3, with b the share that is shorter, and u that which is no
-    longer, itself among them.
+    R is its place among prompts of late, from 0 (the shortest) to 1. Where it shares its places
+    with prompts as long it is the mean over them, (u^2 + u b + b^2) / 3, with b the share that is
+    shorter, and u that which is no longer, itself among them.
 
     Args:
         size: tokens of it that are not cached.
