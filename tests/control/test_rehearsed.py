@@ -57,6 +57,17 @@ def test_a_worker_that_tells_nothing_is_taken_for_one_like_those_that_did() -> N
     assert found.table[:, 0].tolist() == found.table[:, 1].tolist()
 
 
+def test_who_rehearses_after_requests_were_served_changes_no_law_of_the_others() -> None:
+    estimator = Estimator()
+    estimator.up(rehearse(LawTiming(LAW), ENGINE), SECOND)
+    before = estimator.now(SECOND).table[:, 0].tolist()
+    estimator.generated(100)
+    noisy = msgspec.structs.replace(LAW, itl_a=0.023, prefill_token=1.2e-4, mixed=0.03)
+    estimator.up(rehearse(LawTiming(noisy), ENGINE), SECOND)
+    found = estimator.now(SECOND).table
+    assert found[:, 0].tolist() == found[:, 1].tolist() == before
+
+
 def test_prompts_beside_streams_alone_teach_nothing() -> None:
     estimator = Estimator()
     estimator.up((Rehearsed(128, 4, 1, 0.05),), SECOND)

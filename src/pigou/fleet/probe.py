@@ -17,6 +17,9 @@ from pigou.request import Rehearsed
 
 #: Block size that is assumed of a server that does not tell: vLLM's default on a GPU.
 _BLOCK_SIZE = 16
+#: What a worker tells of its speed is believed within these: tokens, streams and steps, seconds of
+#: a step, and seconds. What is beyond them would spoil the fleet's laws, which all share.
+_MOST, _LEAST_S, _MOST_S = 2**20, 1e-6, 3600.0
 _SAMPLE = re.compile(rb"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
@@ -156,8 +159,8 @@ def _measured(entry: Any) -> bool:
     tokens, streams, steps, seconds = entry
     whole = all(each == int(each) for each in (tokens, streams, steps))
     return bool(
-        whole and tokens >= 0 and streams >= 0 and tokens + streams > 0
-        and steps >= 1 and seconds > 0
+        whole and 0 <= tokens <= _MOST and 0 <= streams <= _MOST and tokens + streams > 0
+        and 1 <= steps <= _MOST and _LEAST_S * steps <= seconds <= _MOST_S
     )  # fmt: skip
 
 

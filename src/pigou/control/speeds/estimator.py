@@ -194,13 +194,16 @@ class Estimator:
         """Learn from what worker `row` measured.
 
         Of its own it gets what sets it apart from those that measured before; the rest teaches
-        the common laws. What prompts take from streams comes last, as it is what is left.
+        the common laws, until requests were served: they know better. What prompts take from
+        streams comes last, as it is what is left.
         """
         ratios = {}
         for name, streams in (("prefill", False), ("itl", True)):
             ratio = ratios[name] = self._reference.ratio(rehearsed, streams)
             for _ in of(rehearsed, streams):
                 self._scales[name].observe(row, ratio, now)
+        if self._outputs:
+            return
         for each in of(rehearsed, streams=False):
             both = float(pairs(each.tokens, each.tokens))
             self._prefill.observe(float(each.tokens), each.seconds / ratios["prefill"], both)
