@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sleeping_clock import Clock
 from worker_process import Worker
 
 from pigou.config import ConfigError, EngineConfig, EvictionConfig
@@ -24,19 +24,6 @@ from pigou.worker.sleeping import SleepingBackend, TimingLaw
 
 LAW = TimingLaw(base=2_000_000, per_sequence=100_000, prefill_rate=100_000.0)
 LIMITS = EngineConfig(blocks=4096, max_model_len=16_384, max_seqs=128, max_repeat=8)
-
-
-@dataclass
-class Clock:
-    """Time that passes by sleeping alone."""
-
-    now: int = SECOND
-
-    def monotonic_ns(self) -> int:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += round(seconds * SECOND)
 
 
 @contextmanager

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from sleeping_clock import Clock
 
 from pigou.cli import main
 from pigou.config import ControlConfig, EngineConfig
@@ -27,19 +27,6 @@ from pigou.worker.sleeping import CATCH_UP, SleepingBackend
 
 LAW = "law:itl_a=0.004,itl_b=0.0003,prefill=0.002,prefill_token=0.00001"
 LENGTHS = [(100, 9), (700, 3), (33, 20)]
-
-
-@dataclass
-class Clock:
-    """Time that passes by sleeping, and as a test says."""
-
-    now: int = SECOND
-
-    def monotonic_ns(self) -> int:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += round(seconds * SECOND)
 
 
 @pytest.fixture
