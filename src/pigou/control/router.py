@@ -110,10 +110,10 @@ class Router:
         held = fleet.cached(request.prompt)
         choice = _chosen(found, pick, fleet, held)
         if self.ledger.most:
-            prices = None
             if isinstance(split, Table) and self._price.params == getattr(policy, "params", None):
                 prices = split
-            prices = prices or self._prices(policy, request, fleet, found)
+            else:
+                prices = self._prices(policy, request, fleet, found)
             explanation = Explanation(
                 request.id,
                 now,

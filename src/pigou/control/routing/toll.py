@@ -10,7 +10,7 @@ import numpy as np
 from pigou.control.routing.lately import Lately
 from pigou.control.routing.limits import share
 from pigou.control.routing.policy import Costs, RequestView, Table
-from pigou.control.routing.toll_kernel import PARTS, price, reach
+from pigou.control.routing.toll_kernel import PARTS, least, price, reach
 from pigou.control.routing.view import Candidates, Counts, FleetView
 from pigou.control.speeds.estimates import Estimates
 
@@ -166,9 +166,10 @@ class Toll:
         Those that come after it are set beside it. Prices themselves change nothing.
         """
         ready = fleet.reads.ready if fleet.reads else fleet.cached(request.prompt)
-        held = ready[candidates.computes].max()
-        size = request.prompt - self.params.overlap_weight * held
-        self.lately.note(float(size), reach(candidates.prefill, table.rows))
+        size = least(
+            ready, candidates.prefill, candidates.decode, request.prompt, self.params.overlap_weight
+        )
+        self.lately.note(size, reach(candidates.prefill, table.rows))
 
 
 def stream_tolls(known: Estimates, streams: Counts, output: float) -> Costs:

@@ -197,17 +197,18 @@ class Estimator:
         the common laws, until requests were served: they know better. What prompts take from
         streams comes last, as it is what is left.
         """
+        prompts, streams = of(rehearsed, streams=False), of(rehearsed, streams=True)
         ratios = {}
-        for name, streams in (("prefill", False), ("itl", True)):
-            ratio = ratios[name] = self._reference.ratio(rehearsed, streams)
-            for _ in of(rehearsed, streams):
+        for name, scenes in (("prefill", prompts), ("itl", streams)):
+            ratio = ratios[name] = self._reference.ratio(scenes)
+            for _ in scenes:
                 self._scales[name].observe(row, ratio, now)
         if self._outputs:
             return
-        for each in of(rehearsed, streams=False):
+        for each in prompts:
             both = float(pairs(each.tokens, each.tokens))
             self._prefill.observe(float(each.tokens), each.seconds / ratios["prefill"], both)
-        for each in of(rehearsed, streams=True):
+        for each in streams:
             self._itl.observe(float(each.streams), each.seconds / each.steps / ratios["itl"])
         if not self._itl.weight:
             return

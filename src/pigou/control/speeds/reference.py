@@ -19,14 +19,14 @@ class Reference:
     def __init__(self) -> None:
         self._steps: dict[tuple[int, int], float] = {}
 
-    def ratio(self, rehearsed: Sequence[Rehearsed], streams: bool) -> float:
+    def ratio(self, scenes: Sequence[Rehearsed]) -> float:
         """Return how many times as long a worker takes as those before it; 1 where it is alike.
 
-        The median of prompts without streams, or (`streams`) of streams without prompts. Scenes
-        that nobody had shown count for nothing, and are what others are compared with from now on.
+        The median over its scenes. Those that nobody had shown count for nothing, and are what
+        others are compared with from now on.
         """
         found = []
-        for each in of(rehearsed, streams):
+        for each in scenes:
             took = each.seconds / each.steps
             before = self._steps.setdefault((each.tokens, each.streams), took)
             found.append(took / before)
