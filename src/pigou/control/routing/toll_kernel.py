@@ -19,6 +19,8 @@ PARTS = (
 #: Variances that are taken for none at all would make some tolls infinite.
 _LEAST_SPREAD = 0.05
 _MOST_POWER = 50.0
+#: The longest of so many requests is what `tail` is about.
+_SOME = 10.0
 
 
 @bare_kernel
@@ -61,11 +63,11 @@ def behind(
 
 @bare_kernel
 def weigh(size: float, sizes: NDArray[np.float64]) -> float:
-    """Return how much more a second counts that a prompt of this size waits: R^2, 0 to 1.
+    """Return how much more a second counts that a prompt of this size waits: 10 R^9 / 3.
 
     R is its place among prompts of late, from 0 (the shortest) to 1. Where it shares its places
-    with prompts as long it is the mean over them, (u^2 + u b + b^2) / 3, with b the share that is
-    shorter, and u that which is no longer, itself among them.
+    with prompts as long it is the mean over them, (u^10 - b^10) / (3 (u - b)), with b the share
+    that is shorter, and u that which is no longer, itself among them.
 
     Args:
         size: tokens of it that are not cached.
@@ -76,7 +78,8 @@ def weigh(size: float, sizes: NDArray[np.float64]) -> float:
         shorter += each < size
         others += each == size
     b, u = shorter / (len(sizes) + 1), (shorter + others) / (len(sizes) + 1)
-    return (u * u + u * b + b * b) / 3.0
+    found: float = (u**_SOME - b**_SOME) / (3.0 * (u - b))
+    return found
 
 
 @bare_kernel
@@ -94,6 +97,24 @@ def joining(wait: float, reaches: NDArray[np.float64]) -> float:
     for each in reaches:
         found += min(1.0, max(0.0, each / wait))
     return found / len(reaches)
+
+
+@bare_kernel
+def forgone(wait: float, mean: float, rate: float, gain: float) -> float:
+    """Return what the next prompt would lose that went the other way: no toll of a queue is more.
+
+    Args:
+        wait: seconds of the queue.
+        mean: of a prompt.
+        rate: prompts a second that would come.
+        gain: seconds that a prompt of mean length gains by coming to no queue at all.
+    """
+    gap = 1.0 / max(rate, 1e-9)
+    found = max(0.0, gain - max(0.0, wait - gap))
+    if rate * mean < 1.0:
+        return found
+    idle = gap * math.exp(-min(wait / gap, _MOST_POWER))
+    return found * max(0.0, 1.0 - idle / mean)
 
 
 @bare_kernel
@@ -182,14 +203,27 @@ def done(
 
 
 @bare_kernel
+def usual(table: NDArray[np.float64], w: int) -> tuple[float, float]:
+    """Return tokens of a prompt of mean length, and what it takes from each stream of worker `w`.
+
+    Pairs are counted as the tokens that they take as long as.
+    """
+    tokens = (table[14, w] - table[0, w]) / max(table[18, w], 1e-12)
+    law = table[0, w], table[1, w], table[17, w]
+    return tokens, among(law, (table[12, w], table[13, w]), 1, tokens, 0.0)
+
+
+@bare_kernel
 def place(
     table: NDArray[np.float64], prefills: NDArray[np.bool_], decodes: NDArray[np.bool_],
     prefill_requests: NDArray[np.int64], prefill_tokens: NDArray[np.int64],
     prefill_pairs: NDArray[np.int64], streams: NDArray[np.int64],
-) -> tuple[int, float]:  # fmt: skip
+) -> tuple[int, float, float]:  # fmt: skip
     """Return the decode worker with the least stall, and what the next prompt loses with it.
 
-    `Toll` has the formula. Without two decode workers it is nobody's (-1), and 0.
+    `Toll` has the formula. Without two decode workers it is nobody's (-1), and 0. The third is what
+    the next prompt costs, itself and the streams, where no prefill worker computes it, less what
+    bringing it from there would.
 
     Args:
         table: `Estimates.table`.
@@ -200,23 +234,22 @@ def place(
     for w in range(prefills.shape[0]):
         if prefills[w] and not decodes[w]:
             remote = min(remote, done(table, prefill_requests, prefill_tokens, prefill_pairs, w))
-    best, first, second, after = -1, math.inf, math.inf, math.inf
+    best, first, second, after, local = -1, math.inf, math.inf, math.inf, math.inf
     for w in range(decodes.shape[0]):
         if not decodes[w]:
             continue
         ours = done(table, prefill_requests, prefill_tokens, prefill_pairs, w)
         most = max(0.0, remote - ours)
-        tokens = (table[14, w] - table[0, w]) / max(table[18, w], 1e-12)
-        law = table[0, w], table[1, w], table[17, w]
-        stall = among(law, (table[12, w], table[13, w]), 1, tokens, 0.0)
+        tokens, stall = usual(table, w)
+        local = min(local, ours + stall * streams[w] - table[2, w] - table[3, w] * tokens)
         lost = min(most, stall * streams[w])
         if lost < first:
             best, second, first, after = w, first, lost, min(most, stall * (streams[w] + 1))
         elif lost < second:
             second = lost
     if second == math.inf:
-        return -1, 0.0
-    return best, max(0.0, min(second, after) - first)
+        return -1, 0.0, local
+    return best, max(0.0, min(second, after) - first), local
 
 
 @bare_kernel
@@ -236,14 +269,16 @@ def least(
 def queues(
     table: NDArray[np.float64], prefills: NDArray[np.bool_], decodes: NDArray[np.bool_],
     prefill_requests: NDArray[np.int64], prefill_tokens: NDArray[np.int64],
-    prefill_pairs: NDArray[np.int64], reaches: NDArray[np.float64], ahead: NDArray[np.float64],
+    prefill_pairs: NDArray[np.int64], reaches: NDArray[np.float64], local: float,
+    ahead: NDArray[np.float64],
 ) -> None:  # fmt: skip
-    """Write each worker's queue of prompts in seconds, and how many one more would delay.
+    """Write each worker's queue of prompts in seconds, how many one more delays, and its most toll.
 
     Other arguments as `price`.
 
     Args:
-        ahead: takes the result, (2, workers).
+        local: what the next prompt costs that no prefill worker computes (`place`), in seconds.
+        ahead: takes the result, (3, workers).
     """
     workers = prefills.shape[0]
     arrivals, mean, bursts, uneven = table[4], table[14], table[15], table[16]
@@ -256,11 +291,12 @@ def queues(
         wait = alone(law, prefill_requests[w], float(prefill_tokens[w]), float(prefill_pairs[w]))
         if prefill_requests[w] > 0:  # one is under way, and not at its beginning
             wait = max(0.0, wait - 0.5 * mean[w] * max(0.0, 1.0 - uneven[w]))
-        whole, rate = everybody, arrivals[w]
+        whole, rate, most = everybody, arrivals[w], math.inf
         if prefills[w] and not decodes[w]:
             whole = table[21, w]
             rate = whole / apart * joining(wait, reaches)
-        ahead[0, w] = wait
+            most = forgone(wait, max(mean[w], 1e-9), rate, local - mean[w])
+        ahead[0, w], ahead[2, w] = wait, most
         ahead[1, w] = behind(wait, max(mean[w], 1e-9), rate, whole, bursts[w], uneven[w])
 
 
@@ -314,7 +350,7 @@ def price(
         output: tokens expected.
         toll, overlap_weight: parameters of the policy.
         restore: shares of a token's seconds that one from host and one from storage takes.
-        ahead: to work in, (2, workers).
+        ahead: to work in, (3, workers).
         found: takes the parts in the order of `PARTS`, and the sum, shape (11, candidates).
     """
     base, token, move_base, move_token = table[0], table[1], table[2], table[3]
@@ -322,12 +358,13 @@ def price(
     n_sat, beta, floor = table[9], table[10], table[11]
     stall_base, stall_token, pair, each = table[12], table[13], table[17], table[18]
     late = weigh(least(ready, prefill, decode, prompt, overlap_weight), sizes)
-    queues(
-        table, prefills, decodes, prefill_requests, prefill_tokens, prefill_pairs, reaches, ahead
-    )
-    best, lost = place(
+    best, lost, elsewhere = place(
         table, prefills, decodes, prefill_requests, prefill_tokens, prefill_pairs, decode_requests
     )
+    queues(
+        table, prefills, decodes, prefill_requests, prefill_tokens, prefill_pairs, reaches,
+        elsewhere, ahead,
+    )  # fmt: skip
     for i in range(decode.shape[0]):
         there = decode[i]
         local = prefill[i] < 0
@@ -350,8 +387,8 @@ def price(
         if local:
             taken = among(prompts, stalls, 1, uncached, pairs)
             stall = toll * taken * n
-            if n > 0.0:
-                delay = taken
+            if n > 0.0:  # the rest of the step that runs, and its own
+                delay, service = taken, max(service, 1.5 * pace + taken)
         else:
             missing = prompt - overlap_weight * cached[there]
             pushed += again[there] * each[there] * missing
@@ -363,7 +400,7 @@ def price(
             )  # fmt: skip
         streams = output * slower + others
         stream = toll * output * n * (slower - pace)
-        queue = toll * delay * ahead[1, where]
+        queue = toll * min(delay * ahead[1, where], ahead[2, where])
         memory = toll * pushed * (service + queue + stall) / max(service, 1e-12)
         parts = (
             wait, service + back, transfer, streams, stream, queue, stall, memory,
