@@ -46,14 +46,15 @@ def test_parts_are_the_formula() -> None:
     parts = Toll().parts(request, fleet, pairs((0, 1), (-1, 1)))
     wait = 2 * 0.005 + 3000e-4
     service = 0.005 + (1000 - 160) * 1e-4
-    local = 0.005 + (1000 - 320) * 1e-4
+    alone = 0.005 + (1000 - 320) * 1e-4
+    local = 1.5 * LAW(8.0) + alone  # the rest of a step, and one that is longer by the prompt
     assert parts["wait"] == pytest.approx([wait, 0.0])
     assert parts["prefill"] == pytest.approx([service, local])
     assert parts["transfer"] == pytest.approx([0.005 + 680e-6, 0.0])
     assert parts["decode"] == pytest.approx([100 * LAW(9.0)] * 2)
     assert parts["toll_stream"] == pytest.approx([100 * LAW.toll(8.0)] * 2)
     assert parts["toll_queue"] == pytest.approx([service * delayed(wait / 0.25, 0.5, 2.0), 0.0])
-    assert parts["toll_stall"] == pytest.approx([0.0, local * 8])
+    assert parts["toll_stall"] == pytest.approx([0.0, alone * 8])
     costs = Toll().costs(request, fleet, pairs((0, 1), (-1, 1)))
     assert costs == pytest.approx(sum(parts.values()))
 
@@ -175,6 +176,19 @@ def test_what_a_prompt_takes_from_streams_is_the_stall_and_not_its_own_time() ->
     assert parts["toll_stall"] == pytest.approx([10 * stall])
     wait = parts["wait"][0] / 0.25
     assert parts["toll_queue"] == pytest.approx([stall * delayed(wait, 0.5, 2.0)])
+
+
+def test_a_prompt_among_streams_takes_a_step_and_half_of_one_at_least() -> None:
+    known_ = known(1)
+    known_.stall_base[:], known_.stall_token[:] = 0.001, 1e-6
+
+    def prefill(prompt: int, streams: int) -> float:
+        fleet = FleetView.of(1, estimates=known_, decode_requests=[streams])
+        return float(Toll().parts(Request("r", prompt, 9), fleet, pairs((-1, 0)))["prefill"][0])
+
+    assert prefill(50, 0) == pytest.approx(0.005 + 50e-4)
+    assert prefill(50, 4) == pytest.approx(1.5 * LAW(4.0) + 0.001 + 50e-6)
+    assert prefill(5000, 4) == pytest.approx(0.005 + 5000e-4)
 
 
 def test_local_prefill_is_dearer_the_more_streams_it_stalls() -> None:

@@ -50,42 +50,49 @@ class Toll:
         transfer  x = transfer_base_d + transfer_token_d (tokens that d lacks), 0 where p = d
         decode    N f_d(n + 1) + b,  b = Z_d max(0, S_d - Q_p - s - x) / S_d where p is not d
         toll of the stream    N n (f_d(n+1) - f_d(n))
-        toll of the queue     w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k
+        toll of the queue     min(w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k, G_p)
         toll of the stall     z n, where p = d
         toll of memory        (r_p e_p u + r_d e_d y) (s + the two tolls before) / s
         toll of the place     min(A', A_d(n+1)) - A_d(n), where A_d(n) is the least of all
                   A_w(n) = min(z'_w n, (F - T_w)+)
-        tail      R^2 (wait + prefill + transfer)
+        tail      (10 R^9 / 3) (wait + prefill + transfer)
 
-    with h_p and g_p tokens of the prefix that p has only in host memory, and only in storage:
-    they come back beside the steps, and delay nobody else. U_p are uncached tokens of the prompts
-    there, and V_p pairs of them with a token before (the attention of long prompts); z =
-    stall_base_d + stall_token_d u, pairs counted as the tokens that they take as long as, and Z_d
-    the same of all prompts that wait at d; w = z where p = d and n > 0, s elsewhere; m_p the mean
-    of s and c_p its variance by m_p^2; rho_p = Lambda_p m_p; v half the sum of c_p and of the
-    same for gaps between arrivals; k = 1 + Q_p / (v m_p). The one under way is as far as the mean
-    residual life says. b is for prompts that d itself is to compute, and will not have done when
-    the stream begins. r is of `FleetView.again`: blocks that had to go for want of memory and
-    were computed again, for each block that is stored on the worker; e the seconds that an
-    uncached token takes in the mean; y the tokens that d stores besides, N and, where p is not d,
-    those of the prompt that it lacks.
+    with h_p and g_p tokens of the prefix that p has only in host memory, and only in storage: they
+    come back beside the steps, and delay nobody else. U_p are uncached tokens of the prompts there,
+    and V_p pairs of them with a token before (the attention of long prompts); z = stall_base_d +
+    stall_token_d u, pairs counted as the tokens that they take as long as, and Z_d the same of all
+    prompts that wait at d; w = z where p = d and n > 0, s elsewhere; m_p the mean of s and c_p its
+    variance by m_p^2; rho_p = Lambda_p m_p; v half the sum of c_p and of the same for gaps between
+    arrivals; k = 1 + Q_p / (v m_p). The one under way is as far as the mean residual life says.
+    Where p = d and n > 0, s is at least 3/2 f_d(n) + z: the step that runs has to end first, in the
+    mean half of one, and the prompt's own comes after it. b is for prompts that d itself is to
+    compute, and will not have done when the stream begins. r is of `FleetView.again`: blocks that
+    had to go for want of memory and were computed again, for each block that is stored on the
+    worker; e the seconds that an uncached token takes in the mean; y the tokens that d stores
+    besides, N and, where p is not d, those of the prompt that it lacks.
 
     The stream's toll is the marginal-cost toll of the routing game (design, "Three games, three
     prices"; Georgiou 2026, Eq. 7 gives the game). The queue's is Naor's ("The Regulation of Queue
-    Size by Levying Tolls", Econometrica 1969), whose customers choose as prompts do here, between
-    a queue and another way of known price: it counts those who come to p before its queue is
-    shorter than this prompt found it, each delayed by w; whoever would find it longer goes the
-    other way. His queue is M/M/1, where v is 1; others are like it with v prompts for one (the
-    diffusion limit, in which only v tells them apart; Kingman 1962). Lambda_p is who would come:
-    the prompts of the whole fleet, shared out among the workers that do nothing else, and of those
-    the share that would rather wait than go the other way. That is the mean, over waits from 0 to
-    Q_p, of the share of the prompts of late (`Lately`) that would have waited for longer (`reach`):
-    Naor's customers are all alike, these are not. For other workers it is those that were sent
-    there of late. The stall's: where streams run, chunks of a prompt are mixed with them and take z
-    from each of the n. `Stall` learns z, which is less than s where weights are read for the
-    streams anyway. Remote or local prefill is decided by these sums alone. Memory's is what a block
-    there is worth to those who come back (`Ghosts`), each second of computing it again at what a
-    second costs everybody here and now; it is 0 while nothing that is evicted returns.
+    Size by Levying Tolls", Econometrica 1969), whose customers choose as prompts do here, between a
+    queue and another way of known price: it counts those who come to p before its queue is shorter
+    than this prompt found it, each delayed by w; whoever would find it longer goes the other way.
+    His queue is M/M/1, where v is 1; others are like it with v prompts for one (the diffusion
+    limit, in which only v tells them apart; Kingman 1962). G_p is the most that it can be: whoever
+    routes the next prompt may send that the other way, and all is as if this one had not come. It
+    loses g = D - m_p less the wait it would have found, Q_p - 1 / Lambda_p, for a prompt of mean
+    length; D is the least of T_w + z'_w n - x_w (below). That is G_p where rho_p < 1. Where more
+    would come than p computes, a second in which it is idle loses g / m_p; without this prompt it
+    would be idle for exp(-Lambda_p Q_p) / Lambda_p until the next, and what that loses is taken
+    off. Lambda_p is who would come: the prompts of the whole fleet, shared out among the workers
+    that do nothing else, and of those the share that would rather wait than go the other way. That
+    is the mean, over waits from 0 to Q_p, of the share of the prompts of late (`Lately`) that would
+    have waited for longer (`reach`): Naor's customers are all alike, these are not. For other
+    workers it is those that were sent there of late. The stall's: where streams run, chunks of a
+    prompt are mixed with them and take z from each of the n. `Stall` learns z, which is less than s
+    where weights are read for the streams anyway. Remote or local prefill is decided by these sums
+    alone. Memory's is what a block there is worth to those who come back (`Ghosts`), each second of
+    computing it again at what a second costs everybody here and now; it is 0 while nothing that is
+    evicted returns.
 
     The place's is the rent of the place with the least stall, which the next prompt cannot have: a
     prompt like most would go there, and now takes the next best (A') or comes beside this one,
@@ -97,10 +104,10 @@ class Toll:
     Tenders", 1961) prices it: the loss of whoever would have had it, one arrival ahead.
 
     With the tail the sum is the mean time, and a third of the longest time to the first token of
-    three requests, as expected: a mean distorted towards its tail (the dual power transform; Wang,
+    ten requests, as expected: a mean distorted towards its tail (the dual power transform; Wang,
     "Premium Calculation by Transforming the Layer Premium Density", ASTIN Bulletin 1996). The one
     with the longest prompt is taken for the last of them. A prompt of rank R, from 0 for the
-    shortest of late to 1 for the longest, is the longest of three with the density 3 R^2. Those as
+    shortest of late to 1 for the longest, is the longest of ten with the density 10 R^9. Those as
     long as each other share their places out evenly (`weigh`): where prompts are alike they count
     alike, a third more than other seconds.
 
