@@ -10,8 +10,8 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import override
+from pigou.control.routing.queue_kernel import delayed
 from pigou.control.routing.toll import Toll, TollParams, stream_tolls
-from pigou.control.routing.toll_kernel import delayed
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.control.speeds.estimates import Estimates
 from pigou.games.latency import LatencyLaw

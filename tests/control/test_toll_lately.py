@@ -14,8 +14,9 @@ from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.lately import Lately
 from pigou.control.routing.policy import Table
+from pigou.control.routing.queue_kernel import forgone, joining
 from pigou.control.routing.toll import Toll, TollParams
-from pigou.control.routing.toll_kernel import forgone, joining, reach, weigh
+from pigou.control.routing.toll_kernel import reach, weigh
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.control.speeds.arrivals import FleetRate
 from pigou.control.speeds.estimates import Estimates

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
-from pigou.control.routing.toll_kernel import alone
+from pigou.control.routing.laws_kernel import alone
 
 
 @bare_kernel

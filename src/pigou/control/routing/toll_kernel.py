@@ -8,57 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
+from pigou.control.routing.laws_kernel import alone, among, beside, itl
+from pigou.control.routing.queue_kernel import queues
 
 #: Names of the parts, in the order of the rows that `price` returns.
 PARTS = (
     "wait", "prefill", "transfer", "decode", "toll_stream", "toll_queue", "toll_stall",
     "toll_memory", "toll_place", "tail",
 )  # fmt: skip
-
-
-#: Variances that are taken for none at all would make some tolls infinite.
-_LEAST_SPREAD = 0.05
-_MOST_POWER = 50.0
 #: The longest of so many requests is what `tail` is about.
 _SOME = 10.0
-
-
-@bare_kernel
-def delayed(ahead: float, rho: float, spread: float) -> float:
-    """Return how many are delayed by one who joins a queue, itself not counted.
-
-    With v = `spread` / 2 and k = 1 + `ahead` / v, v times the sum of (k - i) rho^i over
-    i = 1, 2, ... below k, in the closed form that goes for any k. v is 1 for an M/M/1 queue.
-
-    Args:
-        ahead: how many are before it.
-        rho: seconds of work that come a second, at most.
-        spread: squared coefficients of variation, of gaps and of services, added up.
-    """
-    v = 0.5 * max(spread, _LEAST_SPREAD)
-    place = 1.0 + ahead / v
-    if rho > 0.999 and rho < 1.001:
-        return v * 0.5 * place * (place - 1.0)
-    rest = 1.0 - rho
-    power = math.exp(min(place * math.log(rho), _MOST_POWER)) if rho > 0.0 else 0.0
-    return v * max(0.0, rho * (place * rest - 1.0 + power) / (rest * rest))
-
-
-@bare_kernel
-def behind(
-    wait: float, mean: float, rate: float, everybody: float, bursts: float, uneven: float
-) -> float:
-    """Return how many a prompt delays that joins a queue of so many seconds.
-
-    Args:
-        wait: seconds of the queue.
-        mean: of a prompt.
-        rate: prompts a second that could come.
-        everybody: prompts a second of the whole fleet, whose gaps have the spread `bursts`.
-        uneven: spread of the prompts' seconds.
-    """
-    share = rate / max(everybody, 1e-9)
-    return delayed(wait / mean, rate * mean, share * bursts + 1.0 - share + uneven)
 
 
 @bare_kernel
@@ -83,41 +42,6 @@ def weigh(size: float, sizes: NDArray[np.float64]) -> float:
 
 
 @bare_kernel
-def joining(wait: float, reaches: NDArray[np.float64]) -> float:
-    """Return the share of prompts that would come to a queue, the mean over waits from 0 to `wait`.
-
-    Args:
-        wait: seconds of the queue.
-        reaches: seconds that prompts of late would have waited rather than go the other way,
-            (prompts,). Without any, everybody comes.
-    """
-    if wait <= 0.0 or len(reaches) == 0:
-        return 1.0
-    found = 0.0
-    for each in reaches:
-        found += min(1.0, max(0.0, each / wait))
-    return found / len(reaches)
-
-
-@bare_kernel
-def forgone(wait: float, mean: float, rate: float, gain: float) -> float:
-    """Return what the next prompt would lose that went the other way: no toll of a queue is more.
-
-    Args:
-        wait: seconds of the queue.
-        mean: of a prompt.
-        rate: prompts a second that would come.
-        gain: seconds that a prompt of mean length gains by coming to no queue at all.
-    """
-    gap = 1.0 / max(rate, 1e-9)
-    found = max(0.0, gain - max(0.0, wait - gap))
-    if rate * mean < 1.0:
-        return found
-    idle = gap * math.exp(-min(wait / gap, _MOST_POWER))
-    return found * max(0.0, 1.0 - idle / mean)
-
-
-@bare_kernel
 def reach(prefill: NDArray[np.int32], found: NDArray[np.float64]) -> float:
     """Return how long the prompt of some candidates would have waited for a prefill worker.
 
@@ -136,58 +60,6 @@ def reach(prefill: NDArray[np.int32], found: NDArray[np.float64]) -> float:
         else:
             remote = min(remote, cost - found[0, i] - found[5, i])
     return local - remote if max(local, remote) < math.inf else math.nan
-
-
-@bare_kernel
-def itl(law: tuple[float, float, float, float, float, float], n: float) -> float:
-    """Return the seconds between tokens of n streams; `law` is (a, b, d, n_sat, beta, floor)."""
-    a, b, d, n_sat, beta, floor = law
-    found = a * n + b
-    if d > 0.0:
-        gap = n_sat - n
-        near = max(gap, floor)
-        found += d * near**-beta * (1.0 + (near - gap) * beta / near)
-    return found
-
-
-@bare_kernel
-def alone(law: tuple[float, float, float], prompts: int, tokens: float, pairs: float) -> float:
-    """Return the seconds that prompts take where nobody streams; `law` is (base, token, pair)."""
-    base, token, pair = law
-    return base * prompts + token * tokens + pair * pairs
-
-
-@bare_kernel
-def among(
-    law: tuple[float, float, float], taken: tuple[float, float], prompts: int, tokens: float,
-    pairs: float,
-) -> float:  # fmt: skip
-    """Return the seconds that prompts take from each stream beside them.
-
-    A pair counts as so many tokens as it takes by `law`, (base, token, pair); `taken` is (base,
-    token).
-    """
-    _, token, pair = law
-    base, each = taken
-    size = tokens if pair <= 0.0 else tokens + pair / token * pairs
-    return base * prompts + each * size
-
-
-@bare_kernel
-def beside(
-    law: tuple[float, float, float], taken: tuple[float, float], prompts: int, tokens: float,
-    pairs: float, begins: float,
-) -> float:  # fmt: skip
-    """Return the seconds that prompts take from a stream that comes in `begins` seconds.
-
-    Those before then do not delay it. (Hits that count for more than their prompts may have it come
-    before now.)
-    """
-    ahead = alone(law, prompts, tokens, pairs)
-    left = ahead - max(begins, 0.0)
-    if left <= 0.0:
-        return 0.0
-    return min(left, left / ahead * among(law, taken, prompts, tokens, pairs))
 
 
 @bare_kernel
@@ -263,41 +135,6 @@ def least(
         where = decode[i] if prefill[i] < 0 else prefill[i]
         found = min(found, prompt - overlap_weight * ready[where])
     return found
-
-
-@bare_kernel
-def queues(
-    table: NDArray[np.float64], prefills: NDArray[np.bool_], decodes: NDArray[np.bool_],
-    prefill_requests: NDArray[np.int64], prefill_tokens: NDArray[np.int64],
-    prefill_pairs: NDArray[np.int64], reaches: NDArray[np.float64], local: float,
-    ahead: NDArray[np.float64],
-) -> None:  # fmt: skip
-    """Write each worker's queue of prompts in seconds, how many one more delays, and its most toll.
-
-    Other arguments as `price`.
-
-    Args:
-        local: what the next prompt costs that no prefill worker computes (`place`), in seconds.
-        ahead: takes the result, (3, workers).
-    """
-    workers = prefills.shape[0]
-    arrivals, mean, bursts, uneven = table[4], table[14], table[15], table[16]
-    everybody, apart = 0.0, 0
-    for w in range(workers):
-        everybody += arrivals[w]
-        apart += prefills[w] and not decodes[w]
-    for w in range(workers):
-        law = table[0, w], table[1, w], table[17, w]
-        wait = alone(law, prefill_requests[w], float(prefill_tokens[w]), float(prefill_pairs[w]))
-        if prefill_requests[w] > 0:  # one is under way, and not at its beginning
-            wait = max(0.0, wait - 0.5 * mean[w] * max(0.0, 1.0 - uneven[w]))
-        whole, rate, most = everybody, arrivals[w], math.inf
-        if prefills[w] and not decodes[w]:
-            whole = table[21, w]
-            rate = whole / apart * joining(wait, reaches)
-            most = forgone(wait, max(mean[w], 1e-9), rate, local - mean[w])
-        ahead[0, w], ahead[2, w] = wait, most
-        ahead[1, w] = behind(wait, max(mean[w], 1e-9), rate, whole, bursts[w], uneven[w])
 
 
 @bare_kernel
