@@ -74,6 +74,9 @@ def joining(wait: float, reaches: NDArray[np.float64]) -> float:
 def forgone(wait: float, mean: float, rate: float, gain: float) -> float:
     """Return what the next prompt would lose that went the other way: no toll of a queue is more.
 
+    A second in which the worker is idle is worth gain / mean where more would come than it
+    computes, and nothing where fewer would (the fluid limit).
+
     Args:
         wait: seconds of the queue.
         mean: of a prompt.
