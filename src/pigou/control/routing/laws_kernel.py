@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pigou.compiled import bare_kernel
 
 
@@ -22,6 +25,23 @@ def alone(law: tuple[float, float, float], prompts: int, tokens: float, pairs: f
     """Return the seconds that prompts take where nobody streams; `law` is (base, token, pair)."""
     base, token, pair = law
     return base * prompts + token * tokens + pair * pairs
+
+
+@bare_kernel
+def backlog(
+    table: NDArray[np.float64], prompts: NDArray[np.int64], tokens: NDArray[np.int64],
+    pairs: NDArray[np.int64], w: int,
+) -> float:  # fmt: skip
+    """Return the seconds of all prompts that worker `w` has to compute, by its law.
+
+    Args:
+        table: `Estimates.table`.
+        prompts, tokens, pairs: of the workers, (workers,).
+        w: the worker.
+    """
+    law = table[0, w], table[1, w], table[17, w]
+    found: float = alone(law, prompts[w], float(tokens[w]), float(pairs[w]))
+    return found
 
 
 @bare_kernel

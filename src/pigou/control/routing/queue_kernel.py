@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
-from pigou.control.routing.laws_kernel import alone
+from pigou.control.routing.laws_kernel import backlog
 
 #: Variances that are taken for none at all would make some tolls infinite.
 _LEAST_SPREAD = 0.05
@@ -113,14 +113,14 @@ def queues(
         everybody += arrivals[w]
         apart += prefills[w] and not decodes[w]
     for w in range(workers):
-        law = table[0, w], table[1, w], table[17, w]
-        wait = alone(law, prefill_requests[w], float(prefill_tokens[w]), float(prefill_pairs[w]))
+        usual = max(mean[w], 1e-9)
+        wait = backlog(table, prefill_requests, prefill_tokens, prefill_pairs, w)
         if prefill_requests[w] > 0:  # one is under way, and not at its beginning
             wait = max(0.0, wait - 0.5 * mean[w] * max(0.0, 1.0 - uneven[w]))
         whole, rate, most = everybody, arrivals[w], math.inf
         if prefills[w] and not decodes[w]:
             whole = table[21, w]
             rate = whole / apart * joining(wait, reaches)
-            most = forgone(wait, max(mean[w], 1e-9), rate, local - mean[w])
+            most = forgone(wait, usual, rate, local - mean[w])
         ahead[0, w], ahead[2, w] = wait, most
-        ahead[1, w] = behind(wait, max(mean[w], 1e-9), rate, whole, bursts[w], uneven[w])
+        ahead[1, w] = behind(wait, usual, rate, whole, bursts[w], uneven[w])

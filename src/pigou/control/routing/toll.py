@@ -77,22 +77,22 @@ class Toll:
     queue and another way of known price: it counts those who come to p before its queue is shorter
     than this prompt found it, each delayed by w; whoever would find it longer goes the other way.
     His queue is M/M/1, where v is 1; others are like it with v prompts for one (the diffusion
-    limit, in which only v tells them apart; Kingman 1962). G_p is the most that it can be: whoever
-    routes the next prompt may send that the other way, and all is as if this one had not come. It
-    loses g = D - m_p less the wait it would have found, Q_p - 1 / Lambda_p, for a prompt of mean
-    length; D is the least of T_w + z'_w n - x_w (below). That is G_p where rho_p < 1. Where more
-    would come than p computes, a second in which it is idle loses g / m_p; without this prompt it
-    would be idle for exp(-Lambda_p Q_p) / Lambda_p until the next, and what that loses is taken
-    off. Lambda_p is who would come: the prompts of the whole fleet, shared out among the workers
-    that do nothing else, and of those the share that would rather wait than go the other way. That
-    is the mean, over waits from 0 to Q_p, of the share of the prompts of late (`Lately`) that would
-    have waited for longer (`reach`): Naor's customers are all alike, these are not. For other
-    workers it is those that were sent there of late. The stall's: where streams run, chunks of a
-    prompt are mixed with them and take z from each of the n. `Stall` learns z, which is less than s
-    where weights are read for the streams anyway. Remote or local prefill is decided by these sums
-    alone. Memory's is what a block there is worth to those who come back (`Ghosts`), each second of
-    computing it again at what a second costs everybody here and now; it is 0 while nothing that is
-    evicted returns.
+    limit, in which only v tells them apart; Kingman 1962). G_p is the most that it can be where p
+    does nothing else: whoever routes the next prompt may send that the other way, and all is as if
+    this one had not come. It loses g = D - m_p less the wait it would have found, Q_p - 1 /
+    Lambda_p, for a prompt of mean length; D is the least of T_w + z'_w n - x_w (below). That is G_p
+    where rho_p < 1. Where more would come than p computes, a second in which it is idle loses g /
+    m_p; without this prompt it would be idle for exp(-Lambda_p Q_p) / Lambda_p until the next, and
+    what that loses is taken off. Lambda_p is who would come: the prompts of the whole fleet, shared
+    out among the workers that do nothing else, and of those the share that would rather wait than
+    go the other way. That is the mean, over waits from 0 to Q_p, of the share of the prompts of
+    late (`Lately`) that would have waited for longer (`reach`): Naor's customers are all alike,
+    these are not. For other workers it is those that were sent there of late. The stall's: where
+    streams run, chunks of a prompt are mixed with them and take z from each of the n. `Stall`
+    learns z, which is less than s where weights are read for the streams anyway. Remote or local
+    prefill is decided by these sums alone. Memory's is what a block there is worth to those who
+    come back (`Ghosts`), each second of computing it again at what a second costs everybody here
+    and now; it is 0 while nothing that is evicted returns.
 
     The place's is the rent of the place with the least stall, which the next prompt cannot have: a
     prompt like most would go there, and now takes the next best (A') or comes beside this one,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
-from pigou.control.routing.laws_kernel import alone, among, beside, itl
+from pigou.control.routing.laws_kernel import alone, among, backlog, beside, itl
 from pigou.control.routing.queue_kernel import queues
 
 #: Names of the parts, in the order of the rows that `price` returns.
@@ -68,8 +68,7 @@ def done(
     prefill_tokens: NDArray[np.int64], prefill_pairs: NDArray[np.int64], w: int,
 ) -> float:  # fmt: skip
     """Return the seconds after which worker `w` would have computed a prompt of mean length."""
-    law = table[0, w], table[1, w], table[17, w]
-    wait = alone(law, prefill_requests[w], float(prefill_tokens[w]), float(prefill_pairs[w]))
+    wait = backlog(table, prefill_requests, prefill_tokens, prefill_pairs, w)
     found: float = wait + table[14, w]
     return found
 
