@@ -41,7 +41,7 @@ def read_trace(path: str | Path) -> Trace:
     try:
         return _read(path)
     except (
-        OSError, EOFError, ValueError, KeyError, TypeError, tarfile.TarError
+        OSError, EOFError, ValueError, KeyError, TypeError, tarfile.TarError, csv.Error
     ) as error:  # fmt: skip
         if isinstance(error, ConfigError):
             raise
