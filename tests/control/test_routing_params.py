@@ -10,11 +10,11 @@ import pytest
 from routing_fleets import PROMPT, alone
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.messages import Route, WorkerUp
+from pigou.control.messages import Queue, Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import GROUP, load, override, params_of
 from pigou.control.routing.view import FleetView
-from pigou.request import Request, Worker
+from pigou.request import Request, Role, Worker
 
 NAMES = sorted(entry_points(group=GROUP).names)
 
@@ -59,6 +59,25 @@ def test_an_unknown_policy_is_refused_with_the_names_that_there_are() -> None:
 def test_a_value_out_of_range_is_refused_by_name(name: str, values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
         load(name, values)
+
+
+EXTREMES = (float("nan"), float("inf"), -1e308, -1.0, 0.0, 1.0, 1e9, 1e308, 2**63)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_parameter_that_is_taken_makes_a_cost_that_is_no_number(name: str) -> None:
+    for field, default in params_of(load(name)).items():
+        for value in () if isinstance(default, str) else EXTREMES:
+            kind = int(value) if isinstance(default, int) and value % 1 == 0 else value
+            try:
+                plane = ControlPlane(ControlConfig(policy=name, params={field: kind}))
+            except ConfigError:
+                continue
+            for role in Role:
+                plane.observe(WorkerUp(Worker(role.value, "u", role)), 0)
+            for i in range(4):
+                found = plane.submit(Request(f"r{i}", 500 * i + 8, 4), i)
+                assert isinstance(found, Route | Queue), f"{field} is {kind}"
 
 
 @pytest.mark.parametrize("name", NAMES)

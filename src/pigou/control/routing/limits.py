@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
+
+#: Weights up to here leave every cost a finite number.
+_MOST = 1e9
 
 
 def at_least(params: msgspec.Struct, least: float, *names: str) -> None:
@@ -20,15 +21,15 @@ def at_least(params: msgspec.Struct, least: float, *names: str) -> None:
 
 
 def finite(params: msgspec.Struct, *names: str) -> None:
-    """Check that fields are finite numbers from 0.
+    """Check that fields are numbers from 0 to 1e9, with which every cost is finite.
 
     Raises:
         ValueError: one is not.
     """
     for name in names:
         value = getattr(params, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} is {value}; it must be a finite number from 0")
+        if not 0.0 <= value <= _MOST:
+            raise ValueError(f"{name} is {value}; it must be a number from 0 to {_MOST:g}")
 
 
 def share(params: msgspec.Struct, *names: str) -> None:

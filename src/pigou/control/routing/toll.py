@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from pigou.control.routing.lately import Lately
-from pigou.control.routing.limits import share
+from pigou.control.routing.limits import finite, share
 from pigou.control.routing.policy import Costs, RequestView, Table
 from pigou.control.routing.toll_kernel import PARTS, least, price, reach
 from pigou.control.routing.view import Candidates, Counts, FleetView
@@ -34,6 +34,7 @@ class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     storage_restore: float = 0.5
 
     def __post_init__(self) -> None:
+        finite(self, "toll", "overlap_weight")
         share(self, "host_restore", "storage_restore")
 
 
