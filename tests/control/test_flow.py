@@ -19,9 +19,9 @@ STEP, MIXED, CHUNK = 0.02, 0.12, 2048
 def test_itl_is_the_time_of_all_streams_by_the_tokens_that_came() -> None:
     flow = Flow()
     flow.up()
-    flow.advance(0, 0, 0, 0)
+    flow.advance(0, 0, 0, 0, 0)
     flow.change(0, 2)
-    flow.advance(0, 3, 0, SECOND)  # two streams seen, a third whose tokens are not
+    flow.advance(0, 3, 700, 0, SECOND)  # two streams seen, a third whose tokens are not
     flow.came(0, 40)
     (sample,) = flow.harvest()
     assert sample.itl == pytest.approx(2 / 40)
@@ -33,10 +33,10 @@ def _beside(seconds: list[tuple[int, int]]) -> Flow:
     """One stream of 10 tokens a second; a harvest after each (second, prompts there)."""
     flow = Flow()
     flow.up()
-    flow.advance(0, 0, 0, 0)
+    flow.advance(0, 0, 0, 0, 0)
     flow.change(0, 1)
     for second, prompts in seconds:
-        flow.advance(0, 1, prompts, second * SECOND)
+        flow.advance(0, 1, 0, prompts, second * SECOND)
         flow.came(0, 10)
     return flow
 
@@ -46,11 +46,11 @@ def test_a_prompt_counts_in_the_samples_of_the_time_in_which_it_was_computed() -
     assert [each.prompts for each in flow.harvest()] == [0.0]
     found = []
     for second in (2, 3, 4):  # a prompt comes at 1 s, and is computed at 4 s
-        flow.advance(0, 1, 1, second * SECOND)
+        flow.advance(0, 1, 0, 1, second * SECOND)
         flow.came(0, 10)
         if second == 4:
             flow.prompt(0, 600.0, 3.0)
-            flow.advance(0, 1, 0, second * SECOND)
+            flow.advance(0, 1, 0, 0, second * SECOND)
         found.append([(each.prompts, each.work) for each in flow.harvest()])
     assert found[:2] == [[], []]  # nobody can say yet what was in them
     assert found[2] == [pytest.approx((1 / 3, 200.0))] * 3
@@ -59,12 +59,12 @@ def test_a_prompt_counts_in_the_samples_of_the_time_in_which_it_was_computed() -
 def test_a_prompt_that_was_mostly_computed_alone_counts_by_its_share_beside_streams() -> None:
     flow = Flow()
     flow.up()
-    flow.advance(0, 0, 1, 9 * SECOND)
+    flow.advance(0, 0, 0, 1, 9 * SECOND)
     flow.change(0, 1)
-    flow.advance(0, 1, 1, 10 * SECOND)
+    flow.advance(0, 1, 0, 1, 10 * SECOND)
     flow.came(0, 10)
     flow.prompt(0, 1000.0, 10.0)
-    flow.advance(0, 1, 0, 10 * SECOND)
+    flow.advance(0, 1, 0, 0, 10 * SECOND)
     (sample,) = flow.harvest()
     assert (sample.prompts, sample.work) == pytest.approx((0.1, 100.0))
 
@@ -73,9 +73,9 @@ def test_samples_that_wait_stay_those_of_their_worker_when_another_leaves() -> N
     flow = Flow()
     for row in (0, 1):
         flow.up()
-        flow.advance(row, 0, 0, 0)
+        flow.advance(row, 0, 0, 0, 0)
         flow.change(row, 1)
-        flow.advance(row, 1, row, SECOND)
+        flow.advance(row, 1, 0, row, SECOND)
         flow.came(row, 10)
     assert [each.row for each in flow.harvest()] == [0]
     flow.down(0)
@@ -86,13 +86,13 @@ def test_samples_that_wait_stay_those_of_their_worker_when_another_leaves() -> N
 def test_samples_of_a_prompt_that_was_given_up_are_thrown_away() -> None:
     flow = _beside([(1, 1)])
     assert list(flow.harvest()) == []
-    flow.advance(0, 1, 1, 2 * SECOND)
-    flow.advance(0, 1, 0, 2 * SECOND)  # it is gone, and was not computed
+    flow.advance(0, 1, 0, 1, 2 * SECOND)
+    flow.advance(0, 1, 0, 0, 2 * SECOND)  # it is gone, and was not computed
     assert list(flow.harvest()) == []
     flow.came(0, 10)
-    flow.advance(0, 1, 0, 3 * SECOND)
+    flow.advance(0, 1, 0, 0, 3 * SECOND)
     assert [each.prompts for each in flow.harvest()] == []  # a second of it was beside the prompt
-    flow.advance(0, 1, 0, 4 * SECOND)
+    flow.advance(0, 1, 0, 0, 4 * SECOND)
     flow.came(0, 10)
     assert [each.prompts for each in flow.harvest()] == [0.0]
 
@@ -101,20 +101,20 @@ def _worker(prompts: list[int], seed: int = 0) -> tuple[Estimator, int]:
     """8 streams; prompts of so many chunks, one after another, 5 s apart; harvests as they come."""
     estimator, now = Estimator(), SECOND
     estimator.up()
-    estimator.flow.advance(0, 0, 0, now)
+    estimator.flow.advance(0, 0, 0, 0, now)
     estimator.flow.change(0, 8)
     for chunks in prompts:
         sent = now
         for step in range(chunks):
             now += round(MIXED * SECOND)
-            estimator.flow.advance(0, 8, 1, now)
+            estimator.flow.advance(0, 8, 0, 1, now)
             estimator.flow.came(0, 8)
             if step % 4 == 3:
                 estimator.harvest(now)
         estimator.prefilled(0, chunks * CHUNK, sent, now)
         for _ in range(10):
             now += round(25 * STEP * SECOND)
-            estimator.flow.advance(0, 8, 0, now)
+            estimator.flow.advance(0, 8, 0, 0, now)
             estimator.flow.came(0, 8 * 25)
             estimator.harvest(now)
     return estimator, now
@@ -134,7 +134,7 @@ def test_a_prompt_under_way_slows_nobody_that_comes_after_it() -> None:
     before = estimator.now(now).itl(np.array([0]), np.array([8.0]))
     for step in range(240):
         now += round(MIXED * SECOND)
-        estimator.flow.advance(0, 8, 1, now)
+        estimator.flow.advance(0, 8, 0, 1, now)
         estimator.flow.came(0, 8)
         if step % 4 == 3:
             estimator.harvest(now)

@@ -34,7 +34,7 @@ ROLES = [Role.PREFILL, Role.DECODE, Role.BOTH]
 LIMIT = 3
 COUNTS = (
     "prefill_requests", "prefill_tokens", "prefill_pairs", "decode_requests", "decode_tokens",
-    "decoding",
+    "decoding", "coming",
 )  # fmt: skip
 
 
@@ -101,6 +101,8 @@ class Driver:
             assert state.columns.decode_requests[row] == len(streams)
             assert state.columns.decode_tokens[row] == sum(load.tokens for load in streams)
             assert state.columns.decoding[row] == sum(load.decoding for load in streams)
+            coming = sum(load.request.prompt for load in streams if not load.decoding)
+            assert state.columns.coming[row] == coming
             assert len(streams) <= LIMIT
         queued = [waiting.request.id for waiting in self.plane.queue]
         assert sorted(queued) == sorted(self.waiting), "the queue lost or invented a request"

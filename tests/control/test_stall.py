@@ -33,15 +33,15 @@ def test_the_law_of_streams_is_not_blamed_for_prompts_computed_beside_them() -> 
     """One worker: 20 ms a step with 8 streams, and 5 ms more for each of 6 prompts a second."""
     estimator, rng, now = Estimator(), np.random.default_rng(2), SECOND
     estimator.up()
-    estimator.flow.advance(0, 0, 0, now)
+    estimator.flow.advance(0, 0, 0, 0, now)
     estimator.flow.change(0, 8)
     for _ in range(400):
         prompts, steps = int(rng.poisson(1.5)), 12
         now += round((steps * 0.02 + prompts * 0.005) * SECOND)
-        estimator.flow.advance(0, 8, 0, now - prompts * SECOND // 20)
+        estimator.flow.advance(0, 8, 0, 0, now - prompts * SECOND // 20)
         for left in range(prompts, 0, -1):
             done = now - (left - 1) * SECOND // 20
-            estimator.flow.advance(0, 8, left, done)
+            estimator.flow.advance(0, 8, 0, left, done)
             estimator.prefilled(0, 100, done - SECOND // 20, done)
         estimator.flow.came(0, 8 * steps)
         estimator.harvest(now)

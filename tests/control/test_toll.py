@@ -53,10 +53,27 @@ def test_parts_are_the_formula() -> None:
     assert parts["transfer"] == pytest.approx([0.005 + 680e-6, 0.0])
     assert parts["decode"] == pytest.approx([100 * LAW(9.0)] * 2)
     assert parts["toll_stream"] == pytest.approx([100 * LAW.toll(8.0)] * 2)
-    assert parts["toll_queue"] == pytest.approx([service * delayed(wait / 0.25, 0.5, 2.0), 0.0])
+    assert parts["toll_queue"] == pytest.approx(
+        [4 / 3 * service * delayed(wait / 0.25, 0.5, 2.0), 0.0]
+    )
     assert parts["toll_stall"] == pytest.approx([0.0, alone * 8])
     costs = Toll().costs(request, fleet, pairs((0, 1), (-1, 1)))
     assert costs == pytest.approx(sum(parts.values()))
+
+
+def test_a_stream_costs_what_reading_its_tokens_takes_of_all_steps_beside_it() -> None:
+    known_ = known(2)
+    known_.context_token[:], known_.context_mean[:] = 1e-8, 2000.0
+    columns = {"estimates": known_, "output": 100.0, "decode_requests": [8, 8]}
+    offered = pairs((-1, 0), (-1, 1))
+    for prompt in (500, 20_000):
+        fleet = FleetView.of(2, decode_tokens=[16_000, 90_000], **columns)
+        parts = Toll().parts(Request("r", prompt, 100), fleet, offered)
+        held = 1e-8 * np.array([0.0, 90_000 - 16_000])
+        mine = 1e-8 * (prompt + 50 - 2000)
+        assert parts["decode"] == pytest.approx(100 * (LAW(9.0) + held + mine))
+        toll = 100 * 8 * (LAW(9.0) - LAW(8.0) + mine)
+        assert parts["toll_stream"] == pytest.approx([toll, toll])
 
 
 def test_a_stream_waits_for_the_prompts_that_its_worker_will_not_have_computed() -> None:
@@ -175,7 +192,7 @@ def test_what_a_prompt_takes_from_streams_is_the_stall_and_not_its_own_time() ->
     stall = 0.001 + 500e-6
     assert parts["toll_stall"] == pytest.approx([10 * stall])
     wait = parts["wait"][0] / 0.25
-    assert parts["toll_queue"] == pytest.approx([stall * delayed(wait, 0.5, 2.0)])
+    assert parts["toll_queue"] == pytest.approx([4 / 3 * stall * delayed(wait, 0.5, 2.0)])
 
 
 def test_a_prompt_among_streams_takes_a_step_and_half_of_one_at_least() -> None:

@@ -195,3 +195,40 @@ def test_any_latencies_fit_to_a_law(data: list[tuple[int, float]]) -> None:
         online.observe(load, each)
     for law in (fit(n, seconds), online.law()):
         assert np.isfinite([law(k) for k in range(120)]).all()
+
+
+def test_what_requests_hold_is_told_from_what_they_are() -> None:
+    rng, online = np.random.default_rng(7), OnlineFit(64, doubling=20_000.0)
+    law = LatencyLaw(2e-5, 0.005)
+    for _ in range(300):
+        n = float(rng.integers(1, 60))
+        held = n * rng.uniform(100.0, 8000.0)
+        online.observe(n, (law(n) + 3e-8 * held) * rng.normal(1.0, 0.02), held=held)
+    assert online.each == pytest.approx(3e-8, rel=0.1)
+    assert online.law()(30.0) == pytest.approx(law(30.0), rel=0.1)
+
+
+@given(st.integers(0, 1000), st.floats(0.0, 1e-3), st.floats(1e-3, 0.1))
+def test_where_requests_hold_alike_they_are_charged_and_not_what_they_hold(
+    seed: int, a: float, b: float
+) -> None:
+    """Both say the same of those that were seen: the law is that of one who knows of no holding."""
+    rng = np.random.default_rng(seed)
+    plain, online = OnlineFit(64), OnlineFit(64, doubling=20_000.0)
+    for n in rng.integers(1, 60, 80).astype(float):
+        seconds = (a * n + b) * rng.normal(1.0, 0.01)
+        plain.observe(n, seconds)
+        online.observe(n, seconds, held=500.0 * n)
+    for n in (5.0, 50.0):
+        assert online.law()(n) + online.each * 500.0 * n == pytest.approx(plain.law()(n), rel=0.02)
+
+
+def test_what_is_held_has_to_be_a_number_and_announced() -> None:
+    with pytest.raises(ValueError, match="held is not 0: give `doubling`"):
+        OnlineFit(64).observe(1, 1, held=1)
+    for held in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"held={held}: give a finite number, 0 or more"):
+            OnlineFit(64, doubling=1.0).observe(1, 1, held=held)
+    with pytest.raises(ValueError, match="doubling is -1"):
+        OnlineFit(64, doubling=-1)
+    assert OnlineFit(64, doubling=1.0).each == 0.0

@@ -41,10 +41,11 @@ def both(first: Flags, second: Flags) -> Flags:
 class Columns:
     """One entry a worker, shape (workers,) each; the names are those of `FleetView`.
 
-    `beyond` are those of `decode_tokens` that were not expected when their requests were routed;
-    `decoding` counts the streams whose prompt is computed; `background_...` are those of
-    `prefill_...` that requests of a priority up to 0 overtake; `max_seqs` is the worker's own
-    limit, 0 when it did not say; `layout` numbers those of the caches, 0 where nobody reads.
+    `beyond` are those of `decode_tokens` that were not expected when their requests were routed,
+    `coming` those of prompts that are still to be computed; `decoding` counts the streams whose
+    prompt is computed; `background_...` are those of `prefill_...` that requests of a priority up
+    to 0 overtake; `max_seqs` is the worker's own limit, 0 when it did not say; `layout` numbers
+    those of the caches, 0 where nobody reads.
     """
 
     prefills: Flags
@@ -61,6 +62,7 @@ class Columns:
     decode_requests: Counts
     decode_tokens: Counts
     beyond: Counts
+    coming: Counts
     decoding: Counts
     served: Counts
     running: Shares
@@ -270,6 +272,7 @@ class State:
         load.seat = self.seats.take(load, row, request.prompt, request.prompt + output)
         self.loads[request.id] = load
         self.columns.served[row] += 1
+        self.columns.coming[row] += request.prompt
         self._charge_prefill(load, 1)
         self._charge_decode(load, 1)
         return load
@@ -290,7 +293,9 @@ class State:
         load.prefill = None
         if load.decode is not None:
             load.decoding = True
-            self.columns.decoding[self.row[load.decode]] += 1
+            row = self.row[load.decode]
+            self.columns.decoding[row] += 1
+            self.columns.coming[row] -= load.request.prompt
 
     def end(self, request: str) -> Load | None:
         """Discharge a request entirely; return what it weighed, None if it was not routed."""
@@ -299,8 +304,12 @@ class State:
             return None
         if load.prefill is not None:
             self._charge_prefill(load, -1)
-        if load.decoding and load.decode is not None:
-            self.columns.decoding[self.row[load.decode]] -= 1
+        if load.decode is not None:
+            row = self.row[load.decode]
+            if load.decoding:
+                self.columns.decoding[row] -= 1
+            else:
+                self.columns.coming[row] -= load.request.prompt
         self._charge_decode(load, -1)
         beyond = self.seats.beyond(load.seat)
         if beyond and load.decode is not None:

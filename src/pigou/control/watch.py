@@ -153,7 +153,8 @@ class Watch:
             self._harvested = now
             columns = self.state.columns
             streams, prompts = columns.decoding.tolist(), columns.prefill_requests.tolist()
-            self.estimator.flow.advance_all(streams, prompts, now)
+            contexts = (columns.decode_tokens - columns.coming).tolist()
+            self.estimator.flow.advance_all(streams, contexts, prompts, now)
             self.estimator.harvest(now)
             for load in self.state.loads.values():
                 if not load.first and load.request.streamed:
@@ -268,7 +269,8 @@ class Watch:
     def _advance(self, row: int, now: int) -> None:
         columns = self.state.columns
         streams, prompts = columns.decoding.item(row), columns.prefill_requests.item(row)
-        self.estimator.flow.advance(row, streams, prompts, now)
+        context = columns.decode_tokens.item(row) - columns.coming.item(row)
+        self.estimator.flow.advance(row, streams, context, prompts, now)
 
 
 class _Usual:

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from pigou.games.arrays import Floats
 from pigou.games.regression import Bank, bank_around, bank_over
 from pigou.games.regression_kernels import (
+    EACH,
     SEEN,
     SMALLEST_SCALE,
     SPREAD,
@@ -30,6 +31,8 @@ from pigou.games.regression_kernels import (
 ABSOLUTE_ROUNDS = 6
 TUKEY_ROUNDS = 6
 REFINEMENTS = 5
+#: Deviation of an observation, relative to the law, that the prior of what is held is set beside.
+_NOISE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,22 +157,30 @@ class OnlineFit:
     For a fixed grid of poles scaled to ``n_max`` (the most requests expected on the worker), it
     keeps the weighted sums that least squares need, so an observation costs the same for ever.
     Outliers get Tukey's weight against a running median of residuals; that median grows when most
-    residuals are large, so a lasting change is followed. Raises ValueError for a parameter of 0
-    or less.
+    residuals are large, so a lasting change is followed.
+
+    With ``doubling`` above 0 requests hold something besides (tokens of context), in all h, and the
+    law is f(n) + e h with an e of at least 0, fitted together with f. Its prior is normal about 0,
+    with such a deviation that latencies are doubled where ``doubling`` is held. Where n and h tell
+    the same it is f that is charged. Raises ValueError for a parameter out of its range.
     """
 
-    def __init__(self, n_max: float, half_life: float = 512.0) -> None:
+    def __init__(self, n_max: float, half_life: float = 512.0, doubling: float = 0.0) -> None:
         for name, value in (("n_max", n_max), ("half_life", half_life)):
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}: give a finite number above 0")
+        if not (math.isfinite(doubling) and doubling >= 0):
+            raise ValueError(f"doubling is {doubling}: give a finite number, 0 or more")
         self._bank = bank_over(n_max)
         self._keep = 0.5 ** (1.0 / half_life)
         size = len(self._bank.n_sat)
         self._gram = np.zeros((size, 3, 3))
         self._moment = np.zeros((size, 3))
+        self._cross = np.zeros((size if doubling else 0, 3))
+        self._prior = _NOISE * doubling
         self._sums = np.zeros(SUMS)
         self._sums[SPREAD] = 1.0
-        self._scratch = np.empty((5 + 2 * size, 3))
+        self._scratch = np.empty((5 + 6 * size, 3))
         self._law: LatencyLaw | None = None
 
     @property
@@ -177,37 +188,59 @@ class OnlineFit:
         """Sum of the weights of all observations, as forgotten by now."""
         return float(self._sums[WEIGHT])
 
-    def observe(self, n: float, seconds: float, weight: float = 1.0) -> None:
+    def observe(self, n: float, seconds: float, weight: float = 1.0, held: float = 0.0) -> None:
         """Take in that a request took ``seconds`` while ``n`` shared the worker, itself counted.
 
         ``weight``, above 0 and at most 1, is how much it tells beside a sure observation: the
-        variance of that by its own. It makes others forgotten by as much less.
+        variance of that by its own. It makes others forgotten by as much less. ``held`` is what all
+        of them held.
         """
-        self.observe_all(*(np.array([each], dtype=np.float64) for each in (n, seconds, weight)))
+        self.observe_all(
+            *(np.array([each], dtype=np.float64) for each in (n, seconds, weight, held))
+        )
 
-    def observe_all(self, n: Floats, seconds: Floats, weights: Floats) -> None:
+    def observe_all(
+        self, n: Floats, seconds: Floats, weights: Floats, held: Floats | None = None
+    ) -> None:
         """Take in several observations, one after the other, as `observe` does; (n,) each."""
         bank = self._bank
+        held = np.zeros(len(n)) if held is None else held
+        if held.any() and not len(self._cross):
+            raise ValueError("held is not 0: give `doubling` where requests hold something")
         wrong = follow_all(
-            bank.n_sat, bank.beta, bank.floor, n, seconds, weights, self._keep,
-            self._gram, self._moment, self._sums, self._scratch,
+            bank.n_sat, bank.beta, bank.floor, n, held, seconds, weights, self._keep,
+            self._gram, self._moment, self._cross, self._prior, self._sums, self._scratch,
         )  # fmt: skip
         self._law = None
         if wrong >= 0:
-            raise ValueError(_complaint(n[wrong], seconds[wrong], weights[wrong]))
+            raise ValueError(_complaint(n[wrong], seconds[wrong], weights[wrong], held[wrong]))
 
     def law(self) -> LatencyLaw:
-        """Return the law as it stands; raises ValueError before the first observation."""
+        """Return the law as it stands, of requests that hold nothing.
+
+        Raises ValueError before the first observation.
+        """
         if not self._sums[SEEN]:
             raise ValueError("no observations: call observe() first, or start from a fitted law")
         if self._law is None:
-            best = pick(self._gram, self._moment, self._sums, self._scratch)
+            best = pick(
+                self._gram, self._moment, self._cross, self._prior, self._sums, self._scratch
+            )
             self._law = _law(self._bank, best, self._scratch[5 + best])
         return self._law
 
+    @property
+    def each(self) -> float:
+        """Seconds by which each that is held makes latencies longer (e), as of `law`."""
+        if self._sums[SEEN]:
+            self.law()
+        return float(self._sums[EACH])
 
-def _complaint(n: float, seconds: float, weight: float) -> str:
+
+def _complaint(n: float, seconds: float, weight: float, held: float) -> str:
     """Say what is wrong with an observation."""
+    if not (held >= 0 and math.isfinite(held)):
+        return f"held={held}: give a finite number, 0 or more"
     if not (n >= 0 and seconds > 0 and math.isfinite(n + seconds)):
         return f"n={n}, seconds={seconds}: give n >= 0 and seconds > 0, both finite"
     return f"weight={weight}: give a number above 0, and at most 1"

@@ -39,7 +39,10 @@ class Bank:
 
         What they have is multiplied by ``keep`` first.
         """
-        add(self.n_sat, self.beta, self.floor, n, seconds, weight, keep, gram, moment)
+        add(
+            self.n_sat, self.beta, self.floor, n, 0.0, seconds, weight, keep, gram, moment,
+            np.empty((0, 3)),
+        )  # fmt: skip
 
     def fit(self, n: Floats, seconds: Floats, weight: Floats) -> tuple[Floats, Floats]:
         """Return each pole's best parameters (poles, 3) and weighted squared error (poles,).

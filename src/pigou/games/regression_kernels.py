@@ -18,9 +18,10 @@ MEDIAN_STEP = 0.02
 SMALLEST_SCALE = 1e-6
 #: What an online fit keeps beside gram and moment: the weighted square of what was observed; the
 #: running median of absolute relative residuals; the sum of weights; observations; whether there is
-#: a law that residuals are taken from, and its a, b, d, n_sat, beta.
-ENERGY, SPREAD, WEIGHT, SEEN, FOLLOWS, A, B, D, N_SAT, BETA = range(10)
-SUMS = 10
+#: a law that residuals are taken from, and its a, b, d, n_sat, beta; weighted product of what was
+#: held with what was observed, weighted square of it, and what each that is held takes.
+ENERGY, SPREAD, WEIGHT, SEEN, FOLLOWS, A, B, D, N_SAT, BETA, PRODUCT, SQUARE, EACH = range(13)
+SUMS = 13
 #: A law: a, b, d, n_sat and beta.
 Curve: TypeAlias = tuple[float, float, float, float, float]
 #: Of sets of parameters that are equally good the smallest is taken: so much is no gain.
@@ -29,8 +30,8 @@ _GAIN = 1e-12
 
 @bare_kernel
 def add(
-    n_sat: Floats, beta: Floats, floor: float, n: float, seconds: float, weight: float,
-    keep: float, gram: Floats, moment: Floats,
+    n_sat: Floats, beta: Floats, floor: float, n: float, held: float, seconds: float,
+    weight: float, keep: float, gram: Floats, moment: Floats, cross: Floats,
 ) -> None:  # fmt: skip
     """Take one observation into the sums of every pole; those before count `keep` times as much.
 
@@ -39,11 +40,13 @@ def add(
         beta: of the poles, (poles,).
         floor: as of `Bank`.
         n: requests on the worker.
+        held: by those.
         seconds: that it took.
         weight: of this observation.
         keep: factor of the sums.
         gram: shape (poles, 3, 3).
         moment: shape (poles, 3).
+        cross: moment of what is held, (poles, 3); left alone where it is empty.
     """
     for k in range(n_sat.shape[0]):
         pole = 0.0
@@ -56,6 +59,8 @@ def add(
             for j in range(3):
                 gram[k, i, j] = gram[k, i, j] * keep + weight * row[i] * row[j]
             moment[k, i] = moment[k, i] * keep + weight * seconds * row[i]
+            if cross.shape[0]:
+                cross[k, i] = cross[k, i] * keep + weight * held * row[i]
 
 
 @inlined
@@ -149,27 +154,58 @@ def worth(line: float, best: float, count: int) -> bool:
 
 
 @bare_kernel
-def pick(gram: Floats, moment: Floats, sums: Floats, scratch: Floats) -> int:
+def _best(gram: Floats, moment: Floats, energy: float, count: int, scratch: Floats) -> int:
+    """Return the best pole; arguments as of `pick`, and the weighted square of all."""
+    poles = gram.shape[0]
+    theta, errors = scratch[5 : 5 + poles], scratch[5 + poles :].reshape(-1)[:poles]
+    least(gram, moment, scratch[:5], theta, errors)
+    best, found = 0, 0.0
+    for k in range(poles):
+        error = max(energy + errors[k], 0.0)
+        if k == 0 or error < found:
+            best, found = k, error
+    return best if worth(max(energy + errors[0], 0.0), found, count) else 0
+
+
+@bare_kernel
+def pick(
+    gram: Floats, moment: Floats, cross: Floats, prior: float, sums: Floats, scratch: Floats
+) -> int:
     """Return the pole that the sums of an online fit speak for, 0 for the straight line.
 
-    Its a, b and d are in `scratch[5 + pole]` then.
+    Its a, b and d are in `scratch[5 + pole]` then, and what each takes that is held in `sums`. That
+    is partialled out of gram and moment, so that all are fitted together (Frisch and Waugh, 1933;
+    Lovell, 1963), and left out where it would be negative.
 
     Args:
         gram: shape (poles, 3, 3).
         moment: shape (poles, 3).
+        cross: moment of what is held, (poles, 3); empty where nothing ever is.
+        prior: what would double the seconds by being held, at one deviation of a normal prior about
+            0, times the relative deviation of an observation.
         sums: as the constants above say, shape (SUMS,).
-        scratch: shape (5 + 2 poles, 3), for use here.
+        scratch: shape (5 + 6 poles, 3), for use here.
     """
-    poles = gram.shape[0]
-    theta, errors = scratch[5 : 5 + poles], scratch[5 + poles :].reshape(3 * poles)[:poles]
-    least(gram, moment, scratch[:5], theta, errors)
-    best, found = 0, 0.0
-    for k in range(poles):
-        error = max(sums[ENERGY] + errors[k], 0.0)
-        if k == 0 or error < found:
-            best, found = k, error
-    count = max(2, int(sums[WEIGHT]))
-    return best if worth(max(sums[ENERGY] + errors[0], 0.0), found, count) else 0
+    poles, count = gram.shape[0], max(2, int(sums[WEIGHT]))
+    sums[EACH] = 0.0
+    if sums[SQUARE] > 0.0:
+        square = sums[SQUARE] + prior * prior * gram[0, 1, 1] / sums[WEIGHT]
+        rest = scratch[5 + 2 * poles : 5 + 5 * poles].reshape((poles, 3, 3))
+        target = scratch[5 + 5 * poles : 5 + 6 * poles]
+        for k in range(poles):
+            for i in range(3):
+                for j in range(3):
+                    rest[k, i, j] = gram[k, i, j] - cross[k, i] * cross[k, j] / square
+                target[k, i] = moment[k, i] - cross[k, i] * sums[PRODUCT] / square
+        energy = sums[ENERGY] - sums[PRODUCT] * sums[PRODUCT] / square
+        best = _best(rest, target, energy, count, scratch)
+        left = sums[PRODUCT]
+        for i in range(3):
+            left -= cross[best, i] * scratch[5 + best, i]
+        if left > 0.0:
+            sums[EACH] = left / square
+            return best
+    return _best(gram, moment, sums[ENERGY], count, scratch)
 
 
 @inlined
@@ -187,28 +223,30 @@ def curve(law: Curve, n: float, floor: float) -> float:
 
 @bare_kernel
 def follow(
-    n_sat: Floats, beta: Floats, floor: float, n: float, seconds: float, sure: float, keep: float,
-    gram: Floats, moment: Floats, sums: Floats, scratch: Floats,
+    n_sat: Floats, beta: Floats, floor: float, n: float, held: float, seconds: float, sure: float,
+    keep: float, gram: Floats, moment: Floats, cross: Floats, prior: float, sums: Floats,
+    scratch: Floats,
 ) -> None:  # fmt: skip
     """Take one observation into an online fit.
 
     The law that residuals are taken from is solved anew often at first, then every 16th time.
 
     Args:
-        n_sat, beta, floor, n, seconds, keep, gram, moment: as of `add`.
+        n_sat, beta, floor, n, held, seconds, keep, gram, moment, cross: as of `add`.
         sure: weight of the observation, above 0 and at most 1.
-        sums, scratch: as of `pick`.
+        prior, sums, scratch: as of `pick`.
     """
     seen = int(sums[SEEN])
     expected = seconds
     if seen > 0:
         if sums[FOLLOWS] == 0.0 or seen < 32 or seen % 16 == 0:
-            best = pick(gram, moment, sums, scratch)
+            best = pick(gram, moment, cross, prior, sums, scratch)
             sums[FOLLOWS] = 1.0
             for i in range(3):
                 sums[A + i] = scratch[5 + best, i]
             sums[N_SAT], sums[BETA] = n_sat[best], beta[best]
         expected = curve((sums[A], sums[B], sums[D], sums[N_SAT], sums[BETA]), n, floor)
+        expected += sums[EACH] * held
     expected = max(expected, SMALLEST_SCALE * seconds)
     residual = (seconds / expected - 1.0) * math.sqrt(sure)
     share = residual / (TUKEY * max(1.4826 * sums[SPREAD], SMALLEST_SCALE))
@@ -218,27 +256,34 @@ def follow(
     step = MEDIAN_STEP if abs(residual) > sums[SPREAD] else -MEDIAN_STEP
     sums[SPREAD] = min(max(sums[SPREAD] * math.exp(sure * step), SMALLEST_SCALE), 1e6)
     weight = trust / (expected * expected)
-    add(n_sat, beta, floor, n, seconds, weight, kept, gram, moment)
+    add(n_sat, beta, floor, n, held, seconds, weight, kept, gram, moment, cross)
     sums[ENERGY] = kept * sums[ENERGY] + weight * (seconds * seconds)
+    sums[PRODUCT] = kept * sums[PRODUCT] + weight * (held * seconds)
+    sums[SQUARE] = kept * sums[SQUARE] + weight * (held * held)
     sums[WEIGHT] = kept * sums[WEIGHT] + trust
     sums[SEEN] = seen + 1
 
 
 @bare_kernel
 def follow_all(
-    n_sat: Floats, beta: Floats, floor: float, n: Floats, seconds: Floats, sure: Floats,
-    keep: float, gram: Floats, moment: Floats, sums: Floats, scratch: Floats,
+    n_sat: Floats, beta: Floats, floor: float, n: Floats, held: Floats, seconds: Floats,
+    sure: Floats, keep: float, gram: Floats, moment: Floats, cross: Floats, prior: float,
+    sums: Floats, scratch: Floats,
 ) -> int:  # fmt: skip
     """Take several observations into an online fit, as `follow` takes one; (n,) each.
+
+    Nothing may be held where `cross` is empty.
 
     Returns:
         Index of the first that is none; nothing was taken in from there on. -1 where all are.
     """
     for i in range(n.shape[0]):
-        good = n[i] >= 0.0 and seconds[i] > 0.0 and math.isfinite(n[i] + seconds[i])
+        good = n[i] >= 0.0 and seconds[i] > 0.0 and held[i] >= 0.0
+        good = good and math.isfinite(n[i] + seconds[i] + held[i])
         if not (good and sure[i] > 0.0 and sure[i] <= 1.0):
             return i
         follow(
-            n_sat, beta, floor, n[i], seconds[i], sure[i], keep, gram, moment, sums, scratch,
+            n_sat, beta, floor, n[i], held[i], seconds[i], sure[i], keep, gram, moment, cross,
+            prior, sums, scratch,
         )  # fmt: skip
     return -1

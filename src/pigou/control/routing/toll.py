@@ -49,34 +49,38 @@ class Toll:
         prefill   s + l, s = prefill_base_p + prefill_token_p u + prefill_pair_p u (t - u / 2)
                   l = prefill_token_p (host_restore h_p + storage_restore g_p)
         transfer  x = transfer_base_d + transfer_token_d (tokens that d lacks), 0 where p = d
-        decode    N f_d(n + 1) + b,  b = Z_d max(0, S_d - Q_p - s - x) / S_d where p is not d
-        toll of the stream    N n (f_d(n+1) - f_d(n))
-        toll of the queue     min(w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k, G_p)
+        decode    N f_d(n + 1, K + t + N / 2) + b,  b = Z_d max(0, S_d - Q_p - s - x) / S_d where p
+                  is not d
+        toll of the stream    N n (f_d(n + 1, K + t + N / 2) - f_d(n, K))
+        toll of the queue     min(4/3 w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k, G_p)
         toll of the stall     z n, where p = d
         toll of memory        (r_p e_p u + r_d e_d y) (s + the two tolls before) / s
         toll of the place     min(A', A_d(n+1)) - A_d(n), where A_d(n) is the least of all
                   A_w(n) = min(z'_w n, (F - T_w)+)
         tail      (10 R^9 / 3) (wait + prefill + transfer)
 
-    with h_p and g_p tokens of the prefix that p has only in host memory, and only in storage: they
-    come back beside the steps, and delay nobody else. U_p are uncached tokens of the prompts there,
-    and V_p pairs of them with a token before (the attention of long prompts); z = stall_base_d +
-    stall_token_d u, pairs counted as the tokens that they take as long as, and Z_d the same of all
-    prompts that wait at d; w = z where p = d and n > 0, s elsewhere; m_p the mean of s and c_p its
-    variance by m_p^2; rho_p = Lambda_p m_p; v half the sum of c_p and of the same for gaps between
-    arrivals; k = 1 + Q_p / (v m_p). The one under way is as far as the mean residual life says.
-    Where p = d and n > 0, s is at least 3/2 f_d(n) + z: the step that runs has to end first, in the
-    mean half of one, and the prompt's own comes after it. b is for prompts that d itself is to
-    compute, and will not have done when the stream begins. r is of `FleetView.again`: blocks that
-    had to go for want of memory and were computed again, for each block that is stored on the
-    worker; e the seconds that an uncached token takes in the mean; y the tokens that d stores
-    besides, N and, where p is not d, those of the prompt that it lacks.
+    with f_d(n, K) = f_d(n) + context_token_d (K - context_mean n) for the K tokens that the streams
+    of d hold, f_d(n) being for n that hold as much as most: a step reads the keys and values of all
+    of them. h_p and g_p are tokens of the prefix that p has only in host memory, and only in
+    storage: they come back beside the steps, and delay nobody else. U_p are uncached tokens of the
+    prompts there, and V_p pairs of them with a token before (the attention of long prompts); z =
+    stall_base_d + stall_token_d u, pairs counted as the tokens that they take as long as, and Z_d
+    the same of all prompts that wait at d; w = z where p = d and n > 0, s elsewhere; m_p the mean
+    of s and c_p its variance by m_p^2; rho_p = Lambda_p m_p; v half the sum of c_p and of the same
+    for gaps between arrivals; k = 1 + Q_p / (v m_p). The one under way is as far as the mean
+    residual life says. Where p = d and n > 0, s is at least 3/2 f_d(n, K) + z: the step that runs
+    has to end first, in the mean half of one, and the prompt's own comes after it. b is for prompts
+    that d itself is to compute, and will not have done when the stream begins. r is of
+    `FleetView.again`: blocks that had to go for want of memory and were computed again, for each
+    block that is stored on the worker; e the seconds that an uncached token takes in the mean; y
+    the tokens that d stores besides, N and, where p is not d, those of the prompt that it lacks.
 
     The stream's toll is the marginal-cost toll of the routing game (design, "Three games, three
     prices"; Georgiou 2026, Eq. 7 gives the game). The queue's is Naor's ("The Regulation of Queue
     Size by Levying Tolls", Econometrica 1969), whose customers choose as prompts do here, between a
     queue and another way of known price: it counts those who come to p before its queue is shorter
     than this prompt found it, each delayed by w; whoever would find it longer goes the other way.
+    Those delays are of first tokens, and count with the tail (below), which is 4/3 in the mean.
     His queue is M/M/1, where v is 1; others are like it with v prompts for one (the diffusion
     limit, in which only v tells them apart; Kingman 1962). G_p is the most that it can be where p
     does nothing else: whoever routes the next prompt may send that the other way, and all is as if
@@ -145,6 +149,7 @@ class Toll:
             fleet.prefill_tokens,
             fleet.prefill_pairs,
             fleet.decode_requests,
+            fleet.decode_tokens,
             fleet.cached(request.prompt),
             ready,
             reads.host if reads else fleet.host,

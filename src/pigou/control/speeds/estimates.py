@@ -35,15 +35,16 @@ _STALL = ("stall_base", "stall_token", "prompt", "bursts", "uneven", "prefill_pa
 #: Seconds of reading from another worker's cache, and of each token, before any was seen.
 PRIOR_READ = (0.005, 1e-6)
 _READ = ("read_base", "read_token")
+_CONTEXT = ("context_token", "context_mean")
 #: Names of the rows of a table of estimates, in order.
-ROWS = (*_PRIOR, *_LAW, *_STALL, *_READ, "fleet_rate")
+ROWS = (*_PRIOR, *_LAW, *_STALL, *_READ, "fleet_rate", *_CONTEXT)
 
 
 def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
-    """Return what is assumed of one worker, in the order of `ROWS`, shape (22,)."""
+    """Return what is assumed of one worker, in the order of `ROWS`, shape (24,)."""
     pace = (min(getattr(law, name), _FAR) for name in _LAW)
     stall = (*PRIOR_PREFILL, PRIOR_PREFILL[0], 1.0, 1.0, 0.0, PRIOR_PREFILL[1])
-    return np.array([*_PRIOR.values(), *pace, *stall, *PRIOR_READ, 0.0])
+    return np.array([*_PRIOR.values(), *pace, *stall, *PRIOR_READ, 0.0, 0.0, 0.0])
 
 
 def pairs(tokens: Any, prompt: Any) -> Any:
@@ -71,15 +72,15 @@ class Estimates:
     """Speeds of the workers; each name below is a view of shape (workers,).
 
     Attributes:
-        table: all of them, by the names in `ROWS`, shape (22, workers).
+        table: all of them, by the names in `ROWS`, shape (24, workers).
         prefill_base: seconds that a prompt takes apart from its tokens.
         prefill_token: seconds that each uncached token of a prompt takes.
         transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
         transfer_token: seconds that each transferred token takes.
         arrivals: prompts a second that are sent here to be computed.
         busy: share of its time that it computes prompts, 0 to under 1.
-        a, b, d, n_sat, beta, floor: of the law of its ITL in seconds, n streams running
-            (`pigou.games.latency.LatencyLaw`); a law without a pole has a far one.
+        a, b, d, n_sat, beta, floor: of the law of its ITL in seconds, n streams running that hold
+            as much as most (`pigou.games.latency.LatencyLaw`); a law without a pole has a far one.
         stall_base: seconds that a prompt takes from streams beside it, apart from its tokens.
         stall_token: seconds that each of its uncached tokens takes from them.
         prompt: seconds that a prompt of mean length takes alone.
@@ -91,6 +92,8 @@ class Estimates:
             the next a law of the fleet, which no worker has a scale of its own to.
         read_token: seconds that each token takes that is read so.
         fleet_rate: prompts a second that come to the whole fleet.
+        context_token: seconds by which each token that its streams hold makes a step longer.
+        context_mean: tokens that a stream of the fleet holds in the mean, prompt and output.
     """
 
     table: Numbers
@@ -117,6 +120,8 @@ class Estimates:
     read_base = _row("read_base")
     read_token = _row("read_token")
     fleet_rate = _row("fleet_rate")
+    context_token = _row("context_token")
+    context_mean = _row("context_mean")
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:

@@ -22,11 +22,11 @@ def fill(
     commons: tuple[float, float, float],
     least_slope: float,
 ) -> None:
-    """Write all rows of `Estimates.table`, shape (22, workers).
+    """Write all rows of `Estimates.table`, shape (24, workers).
 
     Args:
         table: to write; its rows are named in `pigou.control.speeds.estimates.ROWS`.
-        column: what a worker with a scale of 1 has, (22,).
+        column: what a worker with a scale of 1 has, (24,).
         prefill, transfer, itl: scales of each worker's own, (workers,).
         commons: scales of all of them together, in this order.
         least_slope: seconds by which the law of ITL rises a stream, at least.
@@ -49,3 +49,4 @@ def fill(
         table[14, w] = column[14] * prompts
         table[17, w] = column[17] * prompts
         table[18, w] = column[18] * prompts
+        table[22, w] = column[22] * pace

@@ -10,6 +10,7 @@ import numpy as np
 from pigou.control.speeds import harvest_kernel as kernels
 from pigou.control.speeds.affine import AffineFit
 from pigou.control.speeds.arrivals import RATE_S, FleetRate, decayed
+from pigou.control.speeds.context import Context
 from pigou.control.speeds.estimates import (
     LEAST_SLOPE,
     PRIOR_LAW,
@@ -34,6 +35,9 @@ _SPEEDS = ("prefill", "transfer", "itl")
 _AT = {name: place for place, name in enumerate(ROWS)}
 #: Streams on a worker that the law is expected to see at most; it goes on past them.
 _MOST_STREAMS = 256.0
+#: Tokens that may double a step by being held. Without grouped queries a model's cache has as many
+#: bytes as its weights at 30,000; with them there are more.
+_DOUBLING = 20_000.0
 #: Rates of arrival are as of at most so many nanoseconds ago.
 _FRESH = SECOND // 100
 #: Outputs that the expected length of an output is a mean over.
@@ -52,7 +56,8 @@ class Estimator:
     ended, whichever is later; these times are fitted by a line over uncached tokens and, where
     prompts are long enough for that to show, over pairs of tokens (attention). Transfer:
     from a remote prefill's end to the first token, by a line over tokens. ITL: `Flow`'s samples,
-    by a `LatencyLaw`, less what prompts took that were computed beside the streams (`Stall`).
+    by a `LatencyLaw` and by the tokens that the streams held, as each step reads the keys and
+    values of all of them, less what prompts took that were computed beside them (`Stall`).
     Reading: what a prompt took beyond computing (`Reading`).
 
     Rows are those of `State`; `up` and `down` keep them in step.
@@ -62,7 +67,8 @@ class Estimator:
         self._prefill = AffineFit()
         self._transfer = AffineFit()
         self._reading = Reading()
-        self._itl = OnlineFit(_MOST_STREAMS)
+        self._itl = OnlineFit(_MOST_STREAMS, doubling=_DOUBLING)
+        self._context = Context()
         self._stall = Stall()
         self._gaps = Spread()
         self._fleet = FleetRate()
@@ -225,11 +231,13 @@ class Estimator:
         bare = np.empty((3, len(samples)))
         taken = self._taken(alone, self._law())
         kernels.strip(rows, own, taken, stall.doubt(*alone), bare)
-        self._itl.observe_all(rows[kernels.STREAMS], bare[kernels.ALIKE], bare[kernels.SURE])
+        streams, context = rows[kernels.STREAMS], rows[kernels.CONTEXT]
+        self._context.observe(streams, context)
+        self._itl.observe_all(streams, bare[kernels.ALIKE], bare[kernels.SURE], context)
         law = self._itl.law()
         kernels.compare(
-            rows, bare, own, (law.a, law.b, law.d, law.n_sat, law.beta), law.floor, now,
-            scales.weight, scales.mean, scales.variance, scales.at,
+            rows, bare, own, (law.a, law.b, law.d, law.n_sat, law.beta), law.floor, self._itl.each,
+            now, scales.weight, scales.mean, scales.variance, scales.at,
             stall.gram, stall.moment, stall.keep,
         )  # fmt: skip
 
@@ -255,7 +263,7 @@ class Estimator:
         return base * common, slope * common
 
     def _law(self) -> LatencyLaw:
-        """Return the law of ITL that is common to the fleet."""
+        """Return the law of ITL common to the fleet, of streams that hold nothing."""
         return self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
 
     def _taken(self, alone: tuple[float, float], law: LatencyLaw) -> tuple[float, float]:
@@ -273,6 +281,9 @@ class Estimator:
         column[_AT["prefill_each"]] = column[_AT["prefill_token"]]
         column[_AT["prefill_each"]] += self._prefill.pair * self._sizes.before
         column[_AT["stall_base"]], column[_AT["stall_token"]] = self._taken(alone, law)
+        each, mean = self._itl.each, self._context.mean
+        column[_AT["context_token"]], column[_AT["context_mean"]] = each, mean
+        column[_AT["a"]] += each * mean
         column[_AT["bursts"]] = self._gaps.squared
         prompt = [column.item(_AT[f"prefill_{each}"]) for each in ("base", "token", "pair")]
         column[_AT["prompt"]] = self._sizes.mean(*prompt)
@@ -290,5 +301,6 @@ class Estimator:
 def _row(sample: Sample) -> tuple[float, ...]:
     """Return a column of `harvest_kernel.samples`."""
     return (
-        sample.streams, sample.itl, sample.steps, sample.prompts, sample.work, float(sample.row)
+        sample.streams, sample.context, sample.itl, sample.steps, sample.prompts, sample.work,
+        float(sample.row),
     )  # fmt: skip

@@ -24,6 +24,7 @@ class Sample:
     Attributes:
         row: of the worker.
         streams: that ran on it, a mean over the time in which any flowed.
+        context: tokens that they held, prompts and outputs; likewise.
         itl: seconds between two tokens of one stream.
         steps: that it took.
         prompts: that it computed beside the streams.
@@ -33,6 +34,7 @@ class Sample:
 
     row: int
     streams: float
+    context: float
     itl: float
     steps: float = 1.0
     prompts: float = 0.0
@@ -47,6 +49,7 @@ class _Sums:
     seconds: float = 0.0
     streams: float = 0.0
     everybody: float = 0.0
+    context: float = 0.0
     prompts: float = 0.0
     work: float = 0.0
     mixed: float = 0.0
@@ -90,12 +93,13 @@ class Flow:
         del self._since[row], self._computes[row]
         self.tokens = np.delete(self.tokens, row)
 
-    def advance(self, row: int, streams: int, prompts: int, now: int) -> None:
+    def advance(self, row: int, streams: int, context: int, prompts: int, now: int) -> None:
         """Let time pass on worker `row`; call before a change of what it does.
 
         Args:
             row: of the worker.
             streams: that it had.
+            context: tokens that these held.
             prompts: that it had to compute.
             now: nanoseconds.
         """
@@ -106,16 +110,19 @@ class Flow:
             sums.seconds += seconds
             sums.streams += flowing * seconds
             sums.everybody += max(streams, flowing) * seconds
+            sums.context += context * seconds
             if prompts:
                 sums.mixed += seconds
         self._computes[row] = prompts > 0
         self._since[row] = now
 
-    def advance_all(self, streams: list[int], prompts: list[int], now: int) -> None:
+    def advance_all(
+        self, streams: list[int], contexts: list[int], prompts: list[int], now: int
+    ) -> None:
         """As `advance` on each worker."""
         for row, flowing in enumerate(self._flowing):
             if flowing:
-                self.advance(row, streams[row], prompts[row], now)
+                self.advance(row, streams[row], contexts[row], prompts[row], now)
             else:
                 self._computes[row] = prompts[row] > 0
                 self._since[row] = now
@@ -161,4 +168,5 @@ class Flow:
 
 def _sample(sums: _Sums, tokens: int) -> Sample:
     itl, streams = sums.streams / tokens, sums.everybody / sums.seconds
-    return Sample(-1, streams, itl, sums.seconds / itl, sums.prompts, sums.work, sums.mixed)
+    context, steps = sums.context / sums.seconds, sums.seconds / itl
+    return Sample(-1, streams, context, itl, steps, sums.prompts, sums.work, sums.mixed)

@@ -1,6 +1,6 @@
 """What the samples of a harvest teach, compiled: one pass over all of them.
 
-samples: what workers did (`pigou.control.speeds.flow.Sample`), (6, n); the rows below.
+samples: what workers did (`pigou.control.speeds.flow.Sample`), (7, n); the rows below.
 bare: the ITL that each would have had without prompts, how much that tells, and that ITL on a
     worker like most, (3, n).
 """
@@ -19,7 +19,7 @@ Numbers = NDArray[np.float64]
 Nanos = NDArray[np.int64]
 
 #: Rows of `samples`.
-STREAMS, ITL, STEPS, PROMPTS, WORK, WORKER = range(6)
+STREAMS, CONTEXT, ITL, STEPS, PROMPTS, WORK, WORKER = range(7)
 #: Rows of `bare`.
 ALONE, SURE, ALIKE = range(3)
 #: At least so much of a step is for the streams.
@@ -60,7 +60,7 @@ def strip(
 
 @bare_kernel_over("control/speeds", "games")
 def compare(
-    samples: Numbers, bare: Numbers, own: Numbers, law: Curve, floor: float, now: int,
+    samples: Numbers, bare: Numbers, own: Numbers, law: Curve, floor: float, each: float, now: int,
     weight: Numbers, mean: Numbers, variance: Numbers, at: Nanos,
     gram: Numbers, moment: Numbers, keep: float,
 ) -> None:  # fmt: skip
@@ -69,7 +69,8 @@ def compare(
     Args:
         samples, bare: see above.
         own: factor of each worker, before, (workers,).
-        law, floor: of the fleet's ITL.
+        law, floor: of the fleet's ITL, for streams that hold nothing.
+        each: seconds that a token which they hold adds to it.
         now: nanoseconds.
         weight, mean, variance, at: of the scales of ITL.
         gram, moment, keep: of `Stall`.
@@ -77,6 +78,7 @@ def compare(
     for i in range(samples.shape[1]):
         row = int(samples[WORKER, i])
         expected = max(curve(law, samples[STREAMS, i], floor), _LEAST_ITL)
+        expected += each * samples[CONTEXT, i]
         observe(weight, mean, variance, at, row, bare[ALONE, i] / expected, now, bare[SURE, i])
         expected *= own[row]
         work = samples[STEPS, i] * expected
