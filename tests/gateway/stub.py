@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -286,6 +286,7 @@ class Fleet:
     stubs: dict[str, Stub]
     pilot: Pilot
     metrics: Metrics
+    stop: Callable[[], Awaitable[None]]
 
     def idle(self) -> bool:
         """Whether nothing weighs on anybody."""
@@ -328,7 +329,7 @@ async def serving(
                 worker = Worker(stub.name, stub.url, stub.role)
                 await pilot.up(worker, Engine(stub.stock, "stub", 2048))
             url = f"http://127.0.0.1:{server.port}"
-            yield Fleet(url, {stub.name: stub for stub in stubs}, pilot, metrics)
+            yield Fleet(url, {stub.name: stub for stub in stubs}, pilot, metrics, server.stop)
     finally:
         for runner in runners:
             await runner.cleanup()

@@ -114,6 +114,32 @@ def test_sigterm_lets_streams_end_and_takes_no_more(start_worker: Callable[..., 
     assert worker.process.wait(20) == 0
 
 
+@pytest.mark.parametrize("signals", [1, 2], ids=["drain", "second-signal"])
+def test_what_outlasts_the_drain_is_told_so(
+    start_worker: Callable[..., Worker], signals: int
+) -> None:
+    drain = "1" if signals == 1 else "60"
+    worker = start_worker("--sleep-base", "20000000", "--drain", drain)
+    body = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        plain = pool.submit(worker.post, "/v1/completions", body)
+        stream = pool.submit(worker.post, "/v1/completions", {**body, "stream": True})
+        wait_for(lambda: worker.metric("vllm:num_requests_running") == 2)
+        before = time.monotonic()
+        for _ in range(signals):
+            worker.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        *chunks, last = stream.result().chunks
+        assert chunks[0]["choices"]
+        for error in (last["error"], plain.result().json["error"]):
+            assert (error["code"], error["type"]) == (503, "ServiceUnavailableError")
+            assert "shutting down" in error["message"]
+        assert plain.result().status == 503
+        assert plain.result().headers["Retry-After"] == "1"
+    assert worker.process.wait(20) == 0
+    assert time.monotonic() - before < 4
+
+
 def test_an_idle_worker_ends_at_once(start_worker: Callable[..., Worker]) -> None:
     worker = start_worker()
     before = time.monotonic()

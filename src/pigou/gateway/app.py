@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 
 import msgspec
@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pigou import __version__
 from pigou.gateway.board import Board
 from pigou.gateway.call import CHAT, COMPLETIONS, Call
+from pigou.gateway.closing import Closing
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.decisions import Decisions
 from pigou.gateway.facts import Facts
@@ -50,6 +51,7 @@ class Gateway:
         board: the fleet's table.
         keys: accepted API keys; None lets everybody in.
         created: Unix time in seconds, which the model card shows.
+        closing: knows who is under way, and ends that.
     """
 
     config: GatewayConfig
@@ -58,13 +60,14 @@ class Gateway:
     board: Board
     keys: Keys | None
     created: int
+    closing: Closing = field(default_factory=Closing)
 
 
 def build(gateway: Gateway) -> web.Application:
     """Return the application, whose start and end also start and end the pilot."""
     app = web.Application(
         client_max_size=gateway.config.max_body,
-        middlewares=[guard(gateway.keys, gateway.metrics)],
+        middlewares=[guard(gateway.keys, gateway.metrics, gateway.closing)],
     )
     routes = _Routes(gateway)
     app.router.add_post(COMPLETIONS, routes.completions)
@@ -120,6 +123,7 @@ class _Routes:
         return await self._generate(request, chat=True)
 
     async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        self._gateway.closing.check_open()
         key, stated = current_key(), read_stated(request.headers)
         tenure = key.grant.apply(key.tenant, stated, time.time_ns())
         data = await _json_body(request)
@@ -139,7 +143,8 @@ class _Routes:
             return web.Response(body=reply, content_type=_JSON, headers=_decided(call))
         outlet = Outlet(request, lambda: _decided(call))
         try:
-            await self._generator.stream(call, outlet)
+            with self._gateway.closing.told():
+                await self._generator.stream(call, outlet)
         except (APIError, Rejected) as error:
             if not outlet.open:
                 raise

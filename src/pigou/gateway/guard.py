@@ -9,6 +9,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from pigou.gateway.call import CHAT, COMPLETIONS
+from pigou.gateway.closing import Closing
 from pigou.gateway.failure import Rejected
 from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.metrics import Metrics
@@ -31,8 +32,14 @@ def current_key() -> Key:
     return _key.get()
 
 
-def guard(keys: Keys | None, metrics: Metrics) -> Middleware:
-    """Return the middleware that checks keys, turns errors into bodies, and counts."""
+def guard(keys: Keys | None, metrics: Metrics, closing: Closing) -> Middleware:
+    """Return the middleware that checks keys, turns errors into bodies, and counts.
+
+    Args:
+        keys: accepted API keys; None lets everybody in.
+        metrics: counters.
+        closing: knows who is under way.
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -40,7 +47,8 @@ def guard(keys: Keys | None, metrics: Metrics) -> Middleware:
         metrics.inflight.inc()
         status = "499"
         try:
-            response = await _answer(request, handler, keys, metrics)
+            with closing.under_way():
+                response = await _answer(request, handler, keys, metrics, closing)
             status = str(response.status)
         finally:
             metrics.inflight.dec()
@@ -53,7 +61,11 @@ def guard(keys: Keys | None, metrics: Metrics) -> Middleware:
 
 
 async def _answer(
-    request: web.Request, handler: Handler, keys: Keys | None, metrics: Metrics
+    request: web.Request,
+    handler: Handler,
+    keys: Keys | None,
+    metrics: Metrics,
+    closing: Closing,
 ) -> web.StreamResponse:
     try:
         if keys is not None and request.path not in _OPEN:
@@ -61,7 +73,8 @@ async def _answer(
             if key is None:
                 return _json(401, _UNAUTHORIZED)
             _key.set(key)
-        return await handler(request)
+        with closing.told():
+            return await handler(request)
     except (ConnectionError, TimeoutError):
         raise  # the client is gone: there is nobody to tell
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import logging
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,8 +15,12 @@ from pigou.gateway.app import Gateway, build
 from pigou.gateway.guard import error_response
 from pigou.wire.errors import APIError, bad_request
 
+_log = logging.getLogger("pigou.gateway")
+
 _BACKLOG = 4096
 _READ_BUFFER = 256 * 1024
+#: Seconds in which those that are cut off must take what they are told.
+_TELL_S = 0.5
 
 
 class _Protocol(RequestHandler):
@@ -98,17 +102,29 @@ class GatewayServer:
         self._port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Take no more requests, let those under way finish for a while, then cut them."""
+        """Take no more requests, let those under way finish for a while, then cut them.
+
+        Those that are cut get an error, within their stream where that has begun.
+        """
         server = self._runner.server
         if self._listener is not None:
             self._listener.close()
         if server is not None:
-            deadline = time.monotonic() + self._shutdown_s
-            inflight = self._gateway.metrics.inflight
-            while inflight._value.get() > 0 and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
+            await self._drain()
             await server.shutdown(timeout=0.1)
         await self._runner.cleanup()
+
+    async def _drain(self) -> None:
+        closing = self._gateway.closing
+        closing.begun = True
+        await closing.idle(self._shutdown_s)
+        if cut := closing.cut():
+            _log.warning(
+                "the drain of %g s is over: %d requests were cut off, and told so",
+                self._shutdown_s,
+                cut,
+            )
+            await closing.idle(_TELL_S)
 
     async def __aenter__(self) -> Self:
         await self.start()

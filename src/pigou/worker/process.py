@@ -196,6 +196,8 @@ class WorkerProcess:
         print(msgspec.json.encode(line).decode(), flush=True)
 
     async def _close(self) -> None:
+        if cut := self._service.cut_off():
+            log.warning("%d requests were cut off at the end, and told so", cut)
         self._intake.close()
         await self._runner.cleanup()
         self.engine.put(Stop())

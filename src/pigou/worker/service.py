@@ -48,6 +48,7 @@ class Service:
         self.dead = False
         self.draining = False
         self._shaken: Callable[[], None] | None = None
+        self._closed: APIError | None = None
 
     @property
     def in_flight(self) -> int:
@@ -69,8 +70,11 @@ class Service:
         """Compute the choices of one prompt.
 
         Those after the first follow once it has a token: then they find the prompt's blocks in
-        the cache.
+        the cache. After `cut_off` the reply fails.
         """
+        if self._closed is not None:
+            reply.fail(self._closed)
+            return
         for sequence, add in pairs:
             reply.add(sequence)
             self._flights[sequence.id] = (sequence, reply, add)
@@ -121,12 +125,32 @@ class Service:
     def died(self, error: BaseException) -> None:
         """Fail everything: the engine thread has ended."""
         self.dead = True
-        for _, reply, _ in self._flights.values():
-            reply.fail(APIError(500, f"The engine died: {type(error).__name__}."))
+        self._fail_all(APIError(500, f"The engine died: {type(error).__name__}."))
         self._flights.clear()
+
+    def cut_off(self) -> int:
+        """Fail everything that has not ended, and all that still comes: the process ends.
+
+        Returns:
+            How many replies fail.
+        """
+        self._closed = APIError(
+            503,
+            "This worker is shutting down, and the time for requests in flight is over: send the "
+            "request to another.",
+            retry_after=RETRY_AFTER,
+        )
+        return self._fail_all(self._closed)
+
+    def _fail_all(self, error: APIError) -> int:
+        """Fail what is in flight; return how many replies that are."""
+        replies = {id(reply): reply for _, reply, _ in self._flights.values() if not reply.done}
+        for reply in replies.values():
+            reply.fail(error)
         for asked in self._lending.values():
             if not asked.done():
-                asked.set_exception(APIError(500, f"The engine died: {type(error).__name__}."))
+                asked.set_exception(error)
+        return len(replies)
 
     # --- reports ----------------------------------------------------------------------------
 

@@ -1,0 +1,96 @@
+"""The end of a gateway: who is still under way, and what they are told when time is up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pigou.wire.errors import APIError
+
+_LOOK_S = 0.02
+#: Seconds after which a client may try again, at whoever takes this gateway's place.
+_RETRY_AFTER = 1
+
+
+class Closing:
+    """Knows the requests under way, and ends them with an error that they can tell.
+
+    Attributes:
+        begun: no more requests are taken.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing under way."""
+        self.begun = False
+        self._over = False
+        self._tasks: dict[asyncio.Task[object], int] = {}
+        self._cut: set[asyncio.Task[object]] = set()
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Within it, the current task serves a request."""
+        task = _current()
+        self._tasks[task] = task.cancelling()
+        try:
+            yield
+        finally:
+            del self._tasks[task]
+            self._cut.discard(task)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Within it, and within `under_way`, the end comes as an error for the client.
+
+        Raises:
+            APIError: 503, `cut` was called meanwhile, or before; once.
+        """
+        if self._over:
+            raise _over()
+        try:
+            yield
+        except asyncio.CancelledError:
+            task = _current()
+            if task in self._cut and task.uncancel() <= self._tasks[task]:
+                self._cut.discard(task)
+                raise _over() from None
+            raise  # the client is gone
+
+    def check_open(self) -> None:
+        """Raise `APIError` 503 when no more requests are taken."""
+        if self.begun:
+            raise APIError(
+                503,
+                "This gateway is shutting down: send the request to another, or again later.",
+                retry_after=_RETRY_AFTER,
+            )
+
+    async def idle(self, timeout_s: float) -> None:
+        """Wait until nothing is under way, for so many seconds at most."""
+        deadline = time.monotonic() + timeout_s
+        while self._tasks and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_S)
+
+    def cut(self) -> int:
+        """End what is under way; return how many requests that are."""
+        self._over = True
+        self._cut = set(self._tasks)
+        for task in self._cut:
+            task.cancel()
+        return len(self._cut)
+
+
+def _current() -> asyncio.Task[object]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+def _over() -> APIError:
+    return APIError(
+        503,
+        "This gateway is shutting down, and the time for requests under way is over: send the "
+        "request to another, or again later.",
+        retry_after=_RETRY_AFTER,
+    )
