@@ -104,6 +104,17 @@ def test_another_policy_is_compared_in_the_recorded_state(run: Run, tmp_path: Pa
     assert "+0.000 ms" in same
 
 
+def test_the_figures_of_a_comparison_are_those_that_are_told(run: Run, tmp_path: Path) -> None:
+    path, figures = tmp_path / "j", tmp_path / "f.json"
+    write(path, ControlConfig(policy="least-loaded", seed=5))
+    code, out, err = run(str(path), "--policy", "toll,toll=0", "--json", str(figures))
+    assert (code, err) == (0, "")
+    told = json.loads(figures.read_text())["comparison"]
+    assert f"otherwise {told['other']} times of {told['choices']}" in out
+    assert f"{told['moved']} times with" in out
+    assert f"{told['seconds'] / told['choices'] * 1e3:+.3f} ms each" in out
+
+
 def test_a_run_that_was_cut_off_is_told_of_and_so_are_several(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "j"
     write(path)

@@ -62,8 +62,8 @@ class Comparison:
         pairs = why.candidates
         before, after = pairs.prefill[why.chosen], pairs.prefill[index]
         self.choices += 1
-        self.other += index != why.chosen
-        self.moved += (before < 0) != (after < 0)
+        self.other += int(index != why.chosen)
+        self.moved += int((before < 0) != (after < 0))
         self.seconds += float(why.price[index] - why.price[why.chosen])
 
 
