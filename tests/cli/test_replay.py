@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pigou.cli import main
-from pigou.config import ControlConfig
+from pigou.config import ConfigError, ControlConfig
 from pigou.control.messages import Ended, FirstToken, PrefillDone, Route, Tokens, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.recorder import Recorder
@@ -29,6 +29,23 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return int(end.value.code or 0), *capsys.readouterr()
 
     return call
+
+
+def ending(path: Path, how: str, config: ControlConfig | None = None, prompt: int = 7) -> None:
+    """Append a run with one request that ends in this way."""
+    config = config or ControlConfig(policy="least-loaded")
+    journal = Journal(path, config)
+    plane = Recorder(ControlPlane(config), journal.write)
+    if how != "never routed":
+        for name, role in (("p", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
+            plane.observe(WorkerUp(Worker(name, "", role)), SECOND)
+    plane.submit(Request("x", prompt, 30, arrival=2 * SECOND), 2 * SECOND)
+    if how.endswith("after tokens"):
+        plane.observe(Tokens("x", 3), 3 * SECOND)
+    if how != "open":
+        reason = FinishReason.ERROR if how.startswith("error") else FinishReason.ABORT
+        plane.observe(Ended("x", reason), 4 * SECOND)
+    journal.close()
 
 
 def write(path: Path, config: ControlConfig | None = None, requests: int = 60) -> None:
@@ -115,6 +132,16 @@ def test_the_figures_of_a_comparison_are_those_that_are_told(run: Run, tmp_path:
     assert f"{told['seconds'] / told['choices'] * 1e3:+.3f} ms each" in out
 
 
+def test_the_choice_for_a_request_that_was_refused_is_not_compared(
+    run: Run, tmp_path: Path
+) -> None:
+    path, figures = tmp_path / "j", tmp_path / "f.json"
+    for how in ("error", "error after tokens", "aborted", "open"):
+        ending(path, how)
+    assert run(str(path), "--policy", "toll", "--json", str(figures))[0] == 0
+    assert json.loads(figures.read_text())["comparison"]["choices"] == 3
+
+
 def test_a_run_that_was_cut_off_is_told_of_and_so_are_several(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "j"
     write(path)
@@ -189,3 +216,23 @@ def test_a_journal_is_a_workload(tmp_path: Path) -> None:
     assert trace.sessions[8].turns[0].blocks == tuple(range(8))
     assert trace.sessions[9].turns[0].blocks == ()
     assert trace.sessions[0].scope != trace.sessions[9].scope
+
+
+@pytest.mark.parametrize("how", ["error", "never routed"])
+def test_what_no_worker_served_is_no_workload(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "j"
+    ending(path, how, prompt=2_500_000)
+    with pytest.raises(ConfigError, match="without requests that a worker served"):
+        read_trace(path)
+    write(path, requests=3)
+    assert {session.turns[0].input for session in read_trace(path).sessions} == {160}
+
+
+@pytest.mark.parametrize(
+    ("how", "output"), [("error after tokens", 3), ("aborted", 1), ("open", 1)]
+)
+def test_what_kept_a_worker_busy_is_workload(tmp_path: Path, how: str, output: int) -> None:
+    path = tmp_path / "j"
+    ending(path, how)
+    (session,) = read_trace(path).sessions
+    assert (session.turns[0].input, session.turns[0].output) == (7, output)

@@ -136,7 +136,11 @@ def _document(found: Rerun) -> dict[str, Any]:
         each = found.difference
         document["difference"] = {"line": each.line, "recorded": each.recorded, "now": each.now}
     if found.comparison is not None:
-        document["comparison"] = found.comparison
+        compared = found.comparison
+        document["comparison"] = {
+            "choices": compared.choices, "other": compared.other,
+            "moved": compared.moved, "seconds": compared.seconds,
+        }  # fmt: skip
     return document
 
 

@@ -13,13 +13,14 @@ from pigou.config import ConfigError
 from pigou.control.journal import (
     End,
     Entry,
+    First,
     Head,
     JournalError,
     More,
     Submit,
     decode,
 )
-from pigou.request import SECOND
+from pigou.request import SECOND, FinishReason
 from pigou.workload.packed import unpacked
 from pigou.workload.trace import Session, Trace, Turn, ordered
 
@@ -88,22 +89,30 @@ class _Asked:
     start: int  # nanoseconds since 1970
     input: int
     output: int = 0
+    routed: bool = False
+    answered: bool = False
+
+    def is_load(self, reason: FinishReason | None) -> bool:
+        """Whether workers had to do with it, as far as its end (None: it has none) tells."""
+        return self.answered or (self.routed and reason is not FinishReason.ERROR)
 
 
 def read_workload(path: str | Path) -> Trace:
     """Return what was asked of the gateway, as sessions of one turn.
 
     Outputs have the tokens that came, at least 1. Requests that went on elsewhere count once,
-    with their first prompt; those that were refused, or had not ended when the journal ended,
-    are as long as what came of them. Block ids are numbered anew, in the order of their first
-    use, at the smallest block size of the fleet.
+    with their first prompt; those that were cancelled, or had not ended when the journal ended,
+    are as long as what came of them. Requests that never had a worker, and those that ended in
+    an error before a token (refused, by the gateway or a worker, or failed), are left out. Block
+    ids are numbered anew, in the order of their first use, at the smallest block size of the
+    fleet.
 
     Raises:
         ConfigError: it cannot be read, or has no requests.
     """
     requests = list(_requests(path))
     if not requests:
-        raise ConfigError(f"trace: {path} is a journal without requests")
+        raise ConfigError(f"trace: {path} is a journal without requests that a worker served")
     sizes = Counter(size for each in requests for size in each.entry.keys)
     size = min((size for size, uses in sizes.items() if uses == max(sizes.values())), default=1)
     ids: dict[int, int] = {}
@@ -123,18 +132,37 @@ def _requests(path: str | Path) -> Iterator[_Asked]:
     shift = 0
     asked: dict[str, _Asked] = {}
     for line in lines(path):
-        match line.entry:
+        entry = line.entry
+        match entry:
             case Head(now=now, unix=unix):
-                yield from asked.values()
-                asked = {}
+                yield from _left(asked)
                 shift = unix - now
-            case Submit() as entry if entry.id not in asked:
+            case Submit() if entry.id not in asked:
                 start = (min(entry.arrival, entry.now) or entry.now) + shift
                 asked[entry.id] = _Asked(entry, start, entry.prompt)
+            case First(id=id) if id in asked:
+                asked[id].answered = True
             case More(id=id, count=count) if id in asked:
                 asked[id].output += count
-            case End(id=id) if id in asked:
-                yield asked.pop(id)
+                asked[id].answered = True
+            case End(id=id, reason=reason) if id in asked:
+                ended = asked.pop(id)
+                if ended.is_load(reason):
+                    yield ended
             case _:
                 pass
-    yield from asked.values()
+        if entry is not None and not isinstance(entry, Head):
+            _note_routes(entry, asked)
+    yield from _left(asked)
+
+
+def _left(asked: dict[str, _Asked]) -> Iterator[_Asked]:
+    """Take out those that have no end."""
+    yield from (each for each in asked.values() if each.is_load(None))
+    asked.clear()
+
+
+def _note_routes(entry: Entry, asked: dict[str, _Asked]) -> None:
+    for each in entry.out:
+        if isinstance(each, dict) and "choice" in each and each.get("request") in asked:
+            asked[each["request"]].routed = True

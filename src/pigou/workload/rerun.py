@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pigou.control.journal import Entry, Head, Submit, feed
+from pigou.control.journal import End, Entry, First, Head, More, Submit, feed
 from pigou.control.plane import ControlPlane
-from pigou.request import SECOND
+from pigou.request import SECOND, FinishReason
 from pigou.workload.journal import Line
 from pigou.workload.rival import Comparison, Rival, rival
 
@@ -77,6 +77,7 @@ def rerun(
     began = time.perf_counter()
     plane: ControlPlane | None = None
     before = 0
+    answered: set[str] = set()
     for line in lines:
         entry = line.entry
         if entry is None:
@@ -86,6 +87,7 @@ def rerun(
             found.runs += 1
             found.versions.add(entry.pigou)
             if other is not None and found.comparison is not None:
+                found.comparison.settle_all()
                 plane.router = rival(plane, entry.config, other, found.comparison)
         else:
             assert plane is not None
@@ -99,7 +101,25 @@ def rerun(
                 recorded, now = entry.error or entry.out, error or out
                 found.difference = Difference(line.number, entry, recorded, now)
                 break
+            if found.comparison is not None:
+                _settle(found.comparison, entry, answered)
             if watch is not None and found.entries % 1000 == 0:
                 watch(found)
+    if found.comparison is not None:
+        found.comparison.settle_all()
     found.took = time.perf_counter() - began
     return found
+
+
+def _settle(comparison: Comparison, entry: Entry, answered: set[str]) -> None:
+    """Count a request's choices when it ends, unless that was an error before a token."""
+    match entry:
+        case First(id=id) | More(id=id):
+            answered.add(id)
+        case End(id=id, reason=FinishReason.ERROR) if id not in answered:
+            comparison.drop(id)
+        case End(id=id):
+            answered.discard(id)
+            comparison.settle(id)
+        case _:
+            pass

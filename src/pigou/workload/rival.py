@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,9 @@ class Rival:
 class Comparison:
     """Choices of both, at the same moments and in the same state, which is the recorded one's.
 
+    Those of requests that ended in an error before a token (a worker refused the prompt, say) do
+    not count: what they would have cost was never paid.
+
     Attributes:
         choices: that were compared.
         other: those where the rival's was another one.
@@ -56,15 +59,43 @@ class Comparison:
     other: int = 0
     moved: int = 0
     seconds: float = 0.0
+    _open: dict[str, list[_Compared]] = field(default_factory=dict, repr=False)
 
-    def add(self, why: Explanation, index: int) -> None:
-        """Take in a decision, and the index of the candidate that the rival takes."""
+    def add(self, request: str, why: Explanation, index: int) -> None:
+        """Note a decision, and the index of the candidate that the rival takes."""
         pairs = why.candidates
         before, after = pairs.prefill[why.chosen], pairs.prefill[index]
-        self.choices += 1
-        self.other += int(index != why.chosen)
-        self.moved += int((before < 0) != (after < 0))
-        self.seconds += float(why.price[index] - why.price[why.chosen])
+        found = _Compared(
+            int(index != why.chosen),
+            int((before < 0) != (after < 0)),
+            float(why.price[index] - why.price[why.chosen]),
+        )
+        self._open.setdefault(request, []).append(found)
+
+    def settle(self, request: str) -> None:
+        """Count the choices that were made for a request."""
+        for each in self._open.pop(request, ()):
+            self.choices += 1
+            self.other += each.other
+            self.moved += each.moved
+            self.seconds += each.seconds
+
+    def settle_all(self) -> None:
+        """Count the choices for all requests that have no end."""
+        for request in list(self._open):
+            self.settle(request)
+
+    def drop(self, request: str) -> None:
+        """Do not count the choices that were made for a request."""
+        self._open.pop(request, None)
+
+
+class _Compared(NamedTuple):
+    """What one choice adds to a `Comparison`."""
+
+    other: int
+    moved: int
+    seconds: float
 
 
 def rival(plane: ControlPlane, config: ControlConfig, other: Rival, into: Comparison) -> Router:
@@ -104,5 +135,5 @@ class _Beside(Router):
         costs = self._rival.costs(request, fleet, why.candidates)
         pick = select(costs, self._dice, self._at, self._form)
         if pick is not None:
-            self._into.add(why, pick.index)
+            self._into.add(request.id, why, pick.index)
         return choice
