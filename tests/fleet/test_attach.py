@@ -95,6 +95,14 @@ async def test_what_a_worker_measured_is_known_of_it_and_of_no_stock_server(stoc
         assert worker.rehearsed == (() if stock else told)
 
 
+@pytest.mark.parametrize("order", ["edf", "priority", "fcfs"])
+async def test_what_a_worker_orders_by_is_known_of_it(order: str) -> None:
+    async with attached(Stub("a", about={"order": order})) as (serving, _):
+        (upstream,) = serving.pilot.upstreams.values()
+        assert upstream.engine.deadlines == (order == "edf")
+        assert upstream.engine.ranks == (order == "priority")
+
+
 GOOD = [128, 0, 1, 0.005]
 
 

@@ -102,6 +102,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
         root=card.root or "",
         dynamo=card.owned_by == "nvidia",
         ranks=card.owned_by == "pigou" and about.get("order") == "priority",
+        deadlines=card.owned_by == "pigou" and about.get("order") == "edf",
         release=str(about.get("release") or version),
     )
     host = urlsplit(url).hostname or ""

@@ -29,7 +29,7 @@ from pigou.gateway.overrides import HEADER, read_overrides
 from pigou.gateway.pilot import Pilot
 from pigou.gateway.stated import read_stated
 from pigou.gateway.upstream import Upstream
-from pigou.wire.errors import APIError
+from pigou.wire.errors import APIError, bad_request
 from pigou.wire.replies import model_card
 
 _JSON = "application/json"
@@ -137,6 +137,7 @@ class _Routes:
             overrides=read_overrides(request.headers.get(HEADER)),
         )
         self._check_model(call.body.get("model"))
+        self._check_deadline(call)
         await self._gateway.pilot.read(call)
         if not call.stream:
             reply = await self._generator.whole(call)
@@ -158,6 +159,16 @@ class _Routes:
             valid = ", ".join(models)
             raise APIError(
                 404, f"The model `{named}` does not exist. Valid aliases: {valid}.", "model"
+            )
+
+    def _check_deadline(self, call: Call) -> None:
+        pilot = self._gateway.pilot
+        if call.deadline_ms is not None and pilot.upstreams and not pilot.heeds_deadlines:
+            raise bad_request(
+                f"deadline_ms is {call.deadline_ms}; nobody here goes by deadlines: start the "
+                "gateway with --admission edf, or its workers with --order edf, or remove the "
+                "field.",
+                "deadline_ms",
             )
 
     def _facts(self) -> Facts:

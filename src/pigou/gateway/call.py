@@ -85,6 +85,11 @@ class Call:
         """
         return body if now < self.expiry else {**body, "cache_salt": f"expired-{self.id}"}
 
+    def left_ms(self, now: int) -> int:
+        """Return the milliseconds until its deadline at `now` (the gateway's clock), at least 0."""
+        wanted = self.deadline_ms or 0
+        return max(0, wanted - (now - self.arrival) // _MILLISECOND)
+
     def request(self, generated: int = 0) -> Request:
         """Return what ControlPlane is told; `generated` tokens have joined the prompt."""
         wanted = self.deadline_ms

@@ -24,7 +24,7 @@ from pigou.gateway.pilot import Pilot, Refused
 from pigou.gateway.relay import Relay
 from pigou.gateway.resume import can_resume, sending
 from pigou.gateway.splice import closing, out_of_room
-from pigou.gateway.upstream import Upstream
+from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import SECOND, FinishReason
 from pigou.wire.errors import APIError
 from pigou.wire.transfer import leg_one, leg_two, ticket
@@ -136,6 +136,12 @@ class Generator:
             raise WorkerFailed("connect", f"{worker} is gone", frozenset({worker}))
         return found
 
+    def _ordered(self, call: Call, engine: Engine, body: Body, route: Route) -> Body:
+        """Return a body with what matters to the order inside a worker, as that understands it."""
+        if call.deadline_ms is not None and self._pilot.heeds_deadlines:
+            body = engine.dated(body, call.left_ms(time.monotonic_ns()))
+        return engine.ranked(body, route.priority)
+
     async def _fetch(self, relay: Relay, tried: frozenset[str]) -> bytes:
         """One attempt at a reply that is not streamed."""
         call = relay.call
@@ -143,7 +149,7 @@ class Generator:
         body = call.current(call.body, time.time_ns())
         body = await self._prefilled(call, route, call.path, body)
         decode = self._upstream(route.choice.decode)
-        body = decode.engine.ranked(body, route.priority)
+        body = self._ordered(call, decode.engine, body, route)
         with decode.busy():
             reply = await decode.whole(call.path, body, call.wire_id)
         me = frozenset({decode.worker.id})
@@ -169,7 +175,7 @@ class Generator:
         start = time.monotonic_ns()
         prefill = self._upstream(route.choice.prefill)
         leg = leg_one(body, chat=path != COMPLETIONS, read=read) | {"return_token_ids": False}
-        leg = prefill.engine.ranked(leg, route.priority)
+        leg = self._ordered(call, prefill.engine, leg, route)
         well = False
         try:
             with prefill.busy():
@@ -225,7 +231,7 @@ class Generator:
             return
         body = call.current(sent.body, time.time_ns())
         body = await self._prefilled(call, route, sent.path, body)
-        body = engine.ranked(body, route.priority)
+        body = self._ordered(call, engine, body, route)
         relay.begin(stock=engine.stock, mapped=sent.mapped)
         with decode.busy():
             async with decode.stream(sent.path, body, call.wire_id) as line:

@@ -159,6 +159,14 @@ class Pilot:
         self._relays[relay.call.id] = (relay, relay.counted)
 
     @property
+    def heeds_deadlines(self) -> bool:
+        """Whether the order of admission, or a worker that is up, goes by `deadline_ms`."""
+        within = self.plane.config.admission.get("within")
+        if self.plane.queue.order.refuses_late or within == "edf":
+            return True
+        return any(up.engine.deadlines for up in self.upstreams.values())
+
+    @property
     def queued(self) -> int:
         """Requests that wait for a worker."""
         return len(self.plane.queue)

@@ -34,6 +34,7 @@ class Engine:
         root: where its model is, as it says: a folder or a hub id.
         dynamo: it is a frontend of NVIDIA Dynamo.
         ranks: it honours `priority`, and a lower one overtakes what was begun.
+        deadlines: it honours `deadline_ms`.
         pin: id of the one worker behind that frontend that is meant; its router chooses when
             empty.
         release: what it reports of its weights, or its engine; empty for nothing.
@@ -46,6 +47,7 @@ class Engine:
     root: str = ""
     dynamo: bool = False
     ranks: bool = False
+    deadlines: bool = False
     pin: str = ""
     release: str = ""
 
@@ -58,6 +60,11 @@ class Engine:
             return body
         rest = {name: value for name, value in body.items() if name != "priority"}
         return {**rest, "priority": priority} if self.ranks and priority else rest
+
+    def dated(self, body: Body, left_ms: int) -> Body:
+        """Return a body with what is left of its deadline, for who goes by it; else without."""
+        rest = {name: value for name, value in body.items() if name != "deadline_ms"}
+        return {**rest, "deadline_ms": left_ms} if self.deadlines else rest
 
 
 class Upstream:
