@@ -85,6 +85,9 @@ async def test_the_openai_client_works_unmodified(chat: bool) -> None:
         assert text == whole_text(7)
         assert parts[-1].usage.completion_tokens == 7
         assert [model.id async for model in client.models.list()] == ["stub"]
+        assert (await client.models.retrieve("stub")).id == "stub"
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            await client.models.retrieve("org/nope")
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             await client.completions.create(model="nope", prompt="x")
         with pytest.raises(openai.BadRequestError) as bad:
@@ -139,13 +142,20 @@ async def test_every_malformed_request_gets_the_documented_error() -> None:
         assert fleet.idle()
 
 
-async def test_other_doors_and_methods_answer_as_vllm_does() -> None:
+async def test_other_doors_and_methods_have_the_envelope_of_every_error() -> None:
     async with serving(Stub("a")) as fleet:
-        assert await get(fleet, "/nowhere") == (404, b'{"detail": "Not Found"}')
-        async with aiohttp.ClientSession() as session, session.get(fleet.url + TEXT) as response:
-            assert response.status == 405
-            assert await response.json() == {"detail": "Method Not Allowed"}
-            assert response.headers["allow"] == "POST"
+        status, body = await get(fleet, "/nowhere")
+        error = json.loads(body)["error"]
+        assert (status, error["code"], error["type"]) == (404, 404, "NotFoundError")
+        assert "/nowhere" in error["message"]
+        async with (
+            aiohttp.ClientSession() as session,
+            session.delete(fleet.url + "/v1/models") as response,
+        ):
+            error = (await response.json())["error"]
+            assert (response.status, error["type"]) == (405, "MethodNotAllowedError")
+            assert set(error) == {"message", "type", "param", "code"}
+            assert response.headers["allow"] == "GET"
         status, answer, _ = await post(fleet, TEXT, b"{}", {"content-type": "text/plain"})
         assert (status, "application/json" in answer["error"]["message"]) == (400, True)
 
@@ -285,7 +295,8 @@ async def test_keys_open_the_door_and_keep_tenants_apart(tmp_path: Path) -> None
     async with serving(Stub("a"), keys=Keys.read(path)) as fleet:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": secrets[0]}):
             status, answer, _ = await post(fleet, TEXT, {"prompt": "x"}, headers)
-            assert (status, answer) == (401, {"error": "Unauthorized"})
+            assert (status, answer["error"]["type"]) == (401, "AuthenticationError")
+            assert (answer["error"]["param"], answer["error"]["code"]) == ("authorization", 401)
         assert (await get(fleet, "/health"))[0] == 200
         assert (await get(fleet, "/workers"))[0] == 401
         for secret, salt in ((secrets[0], None), (secrets[1], None), (secrets[1], "s")):
@@ -312,6 +323,16 @@ def test_an_open_door_must_be_asked_for() -> None:
     GatewayConfig(host="0.0.0.0", allow_open=True)
     GatewayConfig(host="0.0.0.0", api_keys_file="keys")
     GatewayConfig(host="::1")
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/", "/version", "/metrics"])
+async def test_a_probe_may_ask_for_the_head_alone(path: str) -> None:
+    async with (
+        serving(Stub("a")) as fleet,
+        aiohttp.ClientSession() as session,
+        session.head(fleet.url + path) as response,
+    ):
+        assert (response.status, await response.read()) == (200, b"")
 
 
 async def test_health_says_whether_anybody_decodes() -> None:

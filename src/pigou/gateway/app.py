@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -73,10 +74,11 @@ def build(gateway: Gateway) -> web.Application:
     app.router.add_post(COMPLETIONS, routes.completions)
     app.router.add_post(CHAT, routes.chat)
     app.router.add_get("/v1/models", routes.models, allow_head=False)
+    app.router.add_get("/v1/models/{model:.+}", routes.model, allow_head=False)
     app.router.add_post("/tokenize", routes.forward)
     app.router.add_post("/detokenize", routes.forward)
     for path, handler in _PAGES.items():
-        app.router.add_get(path, getattr(routes, handler), allow_head=False)
+        app.router.add_get(path, getattr(routes, handler))
 
     async def start(_: web.Application) -> None:
         gateway.pilot.start()
@@ -153,7 +155,9 @@ class _Routes:
         return await outlet.close()
 
     def _check_model(self, raw: msgspec.Raw | None) -> None:
-        named = None if raw is None else msgspec.json.decode(raw)
+        self._check_named(None if raw is None else msgspec.json.decode(raw))
+
+    def _check_named(self, named: str | None) -> None:
         models = self._models()
         if named is not None and models and named not in models:
             valid = ", ".join(models)
@@ -185,11 +189,19 @@ class _Routes:
         return {up.engine.model: up for up in self._gateway.pilot.upstreams.values()}
 
     async def models(self, _: web.Request) -> web.Response:
-        cards = [
-            model_card(name, name, self._gateway.created, up.engine.max_model_len)
-            for name, up in self._models().items()
-        ]
+        cards = [self._card(name, up) for name, up in self._models().items()]
         return _json({"object": "list", "data": cards})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        self._check_named(name)
+        upstream = self._models().get(name)
+        if upstream is None:
+            raise APIError(503, "No worker is up that could say its model.", retry_after=1)
+        return _json(self._card(name, upstream))
+
+    def _card(self, name: str, upstream: Upstream) -> dict[str, Any]:
+        return model_card(name, name, self._gateway.created, upstream.engine.max_model_len)
 
     async def forward(self, request: web.Request) -> web.Response:
         """Pass a request of `/tokenize` or `/detokenize` to any worker."""

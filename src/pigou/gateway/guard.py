@@ -13,14 +13,13 @@ from pigou.gateway.closing import Closing
 from pigou.gateway.failure import Rejected
 from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.metrics import Metrics
-from pigou.wire.errors import APIError
+from pigou.wire.errors import APIError, http_error, too_large
 
 _log = logging.getLogger("pigou.gateway")
 
 
 #: With which key the request of the current task came.
 _key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
-_UNAUTHORIZED = b'{"error":"Unauthorized"}'
 #: Routes that need no key: for probes and scrapers, and the page, which holds no data itself.
 _OPEN = ("/health", "/ping", "/version", "/metrics", "/")
 _KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/decisions")
@@ -71,7 +70,7 @@ async def _answer(
         if keys is not None and request.path not in _OPEN:
             key = keys.find(request.headers.get("authorization"))
             if key is None:
-                return _json(401, _UNAUTHORIZED)
+                raise _unauthorized()
             _key.set(key)
         with closing.told():
             return await handler(request)
@@ -91,14 +90,25 @@ def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Re
                 metrics.shed.inc()
             return error_response(error)
         case web.HTTPRequestEntityTooLarge():
-            return error_response(APIError(413, f"The body is too large: {error.text}."))
+            return error_response(too_large(request.client_max_size))
         case web.HTTPException():
-            response = web.json_response({"detail": error.reason}, status=error.status)
+            response = error_response(
+                http_error(error.status, request.method, request.path, error.reason)
+            )
             if "allow" in error.headers:
                 response.headers["allow"] = error.headers["allow"]
             return response
     _log.error("%s %s failed", request.method, request.path, exc_info=error)
     return error_response(APIError(500, "The gateway failed; its log says why."))
+
+
+def _unauthorized() -> APIError:
+    return APIError(
+        401,
+        "The request has no API key that this gateway knows: send one as the header "
+        "`Authorization: Bearer KEY`.",
+        "authorization",
+    )
 
 
 def _json(status: int, body: bytes) -> web.Response:
@@ -110,4 +120,6 @@ def error_response(error: APIError) -> web.Response:
     response = _json(error.status, error.body())
     if error.retry_after is not None:
         response.headers["retry-after"] = str(error.retry_after)
+    if error.status == 401:
+        response.headers["www-authenticate"] = "Bearer"
     return response

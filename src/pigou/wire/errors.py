@@ -92,6 +92,26 @@ def bad_request(message: str, param: str | None = None) -> APIError:
     return APIError(400, message, param)
 
 
+def http_error(status: int, method: str, path: str, reason: str = "") -> APIError:
+    """Return the error for a request that no route takes, by what the HTTP server found.
+
+    Args:
+        status: HTTP status that it chose.
+        method, path: of the request.
+        reason: that it gives for other statuses than 404 and 405.
+    """
+    if status == 404:
+        return APIError(404, f"There is no path {path}.")
+    if status == 405:
+        return APIError(405, f"{path} does not take {method}.")
+    return APIError(status, reason)
+
+
+def too_large(most: int) -> APIError:
+    """Return the error 413 for a body of more than `most` bytes."""
+    return APIError(413, f"The body has more than {most} bytes.")
+
+
 def error_body(message: str, type: str, param: str | None, code: int | str) -> bytes:
     """Encode an error body."""
     error = {"message": message, "type": type, "param": param, "code": code}

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from pigou.wire.errors import APIError, bad_request
+from pigou.wire.errors import APIError, bad_request, http_error, too_large
 from pigou.wire.openai import decode_chat, decode_completion
 from pigou.wire.sse import DONE, frame
 from pigou.worker.intake import Intake
@@ -100,7 +100,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        response = _error(APIError(error.status, _explain(error, request)))
+        response = _error(_explain(error, request))
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
     except (ConnectionError, asyncio.CancelledError):
@@ -113,14 +113,10 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     return response
 
 
-def _explain(error: web.HTTPException, request: web.Request) -> str:
-    if error.status == 404:
-        return f"There is no path {request.path}."
-    if error.status == 405:
-        return f"{request.path} does not take {request.method}."
+def _explain(error: web.HTTPException, request: web.Request) -> APIError:
     if error.status == 413:
-        return f"The body has more than {request.client_max_size} bytes."
-    return error.reason
+        return too_large(request.client_max_size)
+    return http_error(error.status, request.method, request.path, error.reason)
 
 
 def _error(error: APIError) -> web.Response:
