@@ -15,7 +15,9 @@ def test_numbers_are_numbers_and_words_are_words() -> None:
     assert named("--policy", "toll") == ("toll", {})
 
 
-@pytest.mark.parametrize("text", ["", ",a=1", "x,a", "x,=1", "x,a=1,a.b=2"])
+@pytest.mark.parametrize(
+    "text", ["", ",a=1", "x,a", "x,=1", "x,a=1,a.b=2", "x,a.b=2,a=1", "x,a=1,a=2"]
+)
 def test_what_is_not_understood_is_refused_with_the_option(text: str) -> None:
     with pytest.raises(ConfigError, match="--policy"):
         named("--policy", text)

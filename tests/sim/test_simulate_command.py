@@ -157,6 +157,9 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--workload", "poisson:rate=5,n=3,speed=9"], ["speed"]),
         (["--workload", "poisson:rate=5"], ["n=COUNT", "hold=SECONDS"]),
         (["--workload", "closed:C=many,hold=3"], ["many", "USERS"]),
+        (["--workload", "poisson:rate=5,n=3,n=4"], ["n is given twice", "n=4"]),
+        (["--timing", "law:340b,prefill=1,prefill=2"], ["prefill is given twice"]),
+        (["--policy", "toll,toll=1,toll=2"], ["toll is given twice"]),
         (["--fleet", "2xprefill"], ["decode"]),
         (["--fleet", "4 workers"], ["4xboth", "1p+2d"]),
         (["--fleet", "gone.yaml"], ["gone.yaml"]),
@@ -175,3 +178,30 @@ def test_what_cannot_be_simulated_is_refused_by_name(options: list[str], words: 
     done = CliRunner().invoke(APP, [*argv, *options])
     assert done.exit_code == 2, done.output
     assert all(word in done.output for word in words), done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("workers: [\n", "line 2"),
+        ("workers: !python/object:x.Y {}\n", "could not determine a constructor"),
+        ("workers:\n  - {role: both, role: decode}\n", "line 2 gives 'role' again"),
+        ("workers: [{role: both}]\nworkers: [{role: both}]\n", "line 2 gives 'workers' again"),
+        ("workers: [{role: both}]\nlink: {gbps: 1, gbps: 2}\n", "'gbps' again"),
+        ("workers: [{role: chef}]\n", "chef"),
+        ("workers: \x01\n", "special characters"),
+        ("&a {workers: *a}\n", "Expected `array`"),
+        ("", "Expected `object`"),
+    ],
+)
+def test_a_fleet_file_that_is_not_understood_is_refused_in_one_line(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text(text)
+    argv = ["simulate", "--workload", "poisson:rate=5,n=3", "--timing", LAW, "--blocks", "100"]
+    done = CliRunner().invoke(APP, [*argv, "--fleet", str(path)])
+    assert done.exit_code == 2, done.output
+    assert str(path) in done.output
+    assert words in done.output
+    assert done.output.count("\n") == 1

@@ -13,7 +13,7 @@ def named(option: str, text: str) -> tuple[str, dict[str, object]]:
     A dot in a key reaches into a nested parameter: `table.below.temperature=0.1`.
 
     Raises:
-        ConfigError: a part has no name or no value.
+        ConfigError: a part has no name or no value, or is given twice.
     """
     name, *rest = text.split(",")
     if not name:
@@ -33,6 +33,8 @@ def _put(option: str, values: dict[str, object], path: list[str], value: object)
         if not isinstance(inner, dict):
             raise ConfigError(f"{option}: {part} has a value, and parts as well")
         values = inner
+    if path[-1] in values:
+        raise ConfigError(f"{option}: {'.'.join(path)} is given twice; give it once")
     values[path[-1]] = value
 
 

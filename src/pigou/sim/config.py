@@ -12,6 +12,7 @@ from pigou.config import ConfigError
 from pigou.request import Role
 from pigou.sim.network import LinkConfig
 from pigou.sim.tiers import TierConfig
+from pigou.sim.yaml_file import read_yaml
 
 _PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
 _ROLES = {
@@ -166,13 +167,11 @@ def read_fleet(text: str) -> FleetConfig:
     """
     if Path(text).suffix in (".yaml", ".yml"):
         try:
-            return msgspec.yaml.decode(Path(text).read_bytes(), type=FleetConfig)
-        except OSError as error:
-            raise ConfigError(f"fleet: {text} cannot be read: {error}") from error
+            return msgspec.convert(read_yaml(text), FleetConfig)
         except msgspec.ValidationError as error:
             raise ConfigError(f"fleet: {text}: {error}") from error
-        except ImportError:
-            raise ConfigError("fleet: a YAML file needs the package pyyaml; install it") from None
+        except ConfigError as error:
+            raise ConfigError(f"fleet: {error}") from error
     members = []
     for part in text.split("+"):
         found = _PART.fullmatch(part)

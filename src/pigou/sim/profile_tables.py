@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pigou.config import ConfigError
 from pigou.sim.architecture import plain
+from pigou.sim.yaml_file import read_yaml
 
 Floats = NDArray[np.float64]
 #: Nanoseconds in a microsecond.
@@ -199,9 +200,7 @@ def _meta(folder: Path) -> Mapping[str, Any]:
     path = folder.parent / "meta.yaml"
     if not path.is_file():
         return {}
-    import yaml
-
-    meta = yaml.safe_load(path.read_text())
+    meta = read_yaml(path)
     return meta if isinstance(meta, dict) else {}
 
 

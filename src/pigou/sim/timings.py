@@ -97,8 +97,12 @@ def _model(name: str) -> Architecture:
 
 def _law(text: str) -> Built:
     values: dict[str, object] = {}
+    given: set[str] = set()
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
+        if key in given:
+            raise ConfigError(f"timing law: {key} is given twice ({item!r} again); give it once")
+        given.add(key)
         if not equals:
             if key not in PRESETS or values:
                 known = ", ".join(PRESETS)

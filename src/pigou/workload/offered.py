@@ -183,6 +183,8 @@ def _keys(text: str) -> dict[str, str]:
         key, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"workload: {item!r} is not understood; write key=value")
+        if key in values:
+            raise ConfigError(f"workload: {key} is given twice ({item!r} again); give it once")
         values[key] = value
     return values
 
