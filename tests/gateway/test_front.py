@@ -273,6 +273,40 @@ async def test_the_request_id_of_the_client_reaches_the_worker() -> None:
         assert [seen.request_id for seen in fleet.stubs["a"].seen] == ["mine-1", "mine-2"]
 
 
+IDS = ["mine-1", "a", "!" + "~" * 255, "a/b?c=%41#[{'\"}]", "x,y;z=1"]
+
+
+@pytest.mark.parametrize("given", IDS)
+async def test_every_reply_tells_the_clients_request_id_again(given: str) -> None:
+    headers = {"x-request-id": given, "content-type": "application/json"}
+    asked: list[tuple[str, str, Any, int]] = [
+        ("POST", TEXT, {"prompt": "x"}, 200),
+        ("POST", TEXT, {"prompt": "x", "stream": True}, 200),
+        ("POST", TEXT, {"prompt": "x", "nonsense": 1}, 400),
+        ("POST", CHAT, {"messages": [], "stream": True}, 400),
+        ("GET", "/v1/models", None, 200),
+        ("GET", "/nowhere", None, 404),
+        ("GET", TEXT, None, 405),
+    ]
+    async with serving(Stub("a")) as fleet, aiohttp.ClientSession() as session:
+        for method, path, body, status in asked:
+            async with session.request(
+                method, fleet.url + path, json=body, headers=headers
+            ) as response:
+                assert (response.status, response.headers["x-request-id"]) == (status, given), path
+                await response.read()
+        assert [seen.request_id for seen in fleet.stubs["a"].seen] == [given, given]
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 257, "\u00e9"])
+async def test_what_is_no_request_id_is_refused_and_not_told_again(given: str) -> None:
+    async with serving(Stub("a")) as fleet:
+        for body, headers in (({"request_id": given}, {}), ({}, {"x-request-id": given})):
+            status, answer, told = await post(fleet, TEXT, {"prompt": "x"} | body, headers)
+            assert (status, answer["error"]["param"]) == (400, "request_id")
+            assert "x-request-id" not in told
+
+
 async def test_bodies_and_headers_have_limits() -> None:
     async with serving(Stub("a"), max_body=1000, max_header=500, max_headers=20) as fleet:
         status, answer, _ = await post(fleet, TEXT, {"prompt": "x" * 2000})

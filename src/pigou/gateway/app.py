@@ -32,6 +32,8 @@ from pigou.gateway.stated import read_stated
 from pigou.gateway.upstream import Upstream
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.replies import model_card
+from pigou.wire.request_id import HEADER as REQUEST_ID
+from pigou.wire.request_id import echo
 
 _JSON = "application/json"
 #: The page needs nothing from elsewhere, and nobody puts it in a frame.
@@ -135,7 +137,7 @@ class _Routes:
             strict=self._gateway.config.strict,
             tenure=tenure,
             facts=self._facts(),
-            request_id=request.headers.get("x-request-id"),
+            request_id=request.headers.get(REQUEST_ID),
             overrides=read_overrides(request.headers.get(HEADER)),
         )
         self._check_model(call.body.get("model"))
@@ -144,7 +146,8 @@ class _Routes:
         if not call.stream:
             reply = await self._generator.whole(call)
             return web.Response(body=reply, content_type=_JSON, headers=_decided(call))
-        outlet = Outlet(request, lambda: _decided(call))
+        told = echo(request.headers.get(REQUEST_ID))
+        outlet = Outlet(request, lambda: {**told, **_decided(call)})
         try:
             with self._gateway.closing.told():
                 await self._generator.stream(call, outlet)

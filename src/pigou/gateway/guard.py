@@ -14,6 +14,7 @@ from pigou.gateway.failure import Rejected
 from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.metrics import Metrics
 from pigou.wire.errors import APIError, http_error, too_large
+from pigou.wire.request_id import HEADER, echo
 
 _log = logging.getLogger("pigou.gateway")
 
@@ -54,6 +55,8 @@ def guard(keys: Keys | None, metrics: Metrics, closing: Closing) -> Middleware:
             metrics.requests.labels(route, status).inc()
             if status == "499":
                 metrics.cancelled.inc()
+        if not response.prepared:
+            response.headers.update(echo(request.headers.get(HEADER)))
         return response
 
     return middleware

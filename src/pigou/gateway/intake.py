@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -16,14 +15,14 @@ from pigou.gateway.chunks import ABSENT, given
 from pigou.gateway.facts import Facts, salt
 from pigou.kv.tenure import Tenure
 from pigou.wire.checks import check
-from pigou.wire.errors import APIError, bad_request, decode_error
+from pigou.wire.errors import bad_request, decode_error
 from pigou.wire.openai import ChatRequest, CompletionRequest, decode_chat, decode_completion
+from pigou.wire.request_id import request_id as wire_id
 
 #: Bytes of text that make a token, as a guess.
 _BYTES_PER_TOKEN = 4
 _COMPLETION_TOKENS = 16
 _CHAT_TOKENS = 256
-_WIRE_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 #: Fields that are the gateway's to fill in, and what to do instead.
 _RESERVED = {
     "kv_transfer_params": "the gateway makes transfers itself; remove it",
@@ -76,7 +75,7 @@ def read(
     call.arrival, call.tenant, call.wire_id = (
         arrival,
         tenure.tenant,
-        _wire_id(asked.request_id or request_id),
+        wire_id(request_id, asked.request_id),
     )
     if overrides:
         call.overrides = overrides
@@ -158,15 +157,3 @@ def _portable(asked: Asked, body: Body) -> bool:
         or (asked.response_format is not None and asked.response_format.type != "text")
         or (asked.seed is not None and asked.temperature != 0)
     )
-
-
-def _wire_id(wanted: str | None) -> str:
-    if wanted is None:
-        return secrets.token_hex(8)
-    if not _WIRE_ID.fullmatch(wanted):
-        raise APIError(
-            400,
-            f"The request id {wanted[:60]!r} must have 1 to 128 letters, digits, or _ . : -",
-            "request_id",
-        )
-    return wanted

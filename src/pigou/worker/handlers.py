@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import secrets
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from pigou.wire.errors import APIError, bad_request, http_error, too_large
 from pigou.wire.openai import decode_chat, decode_completion
+from pigou.wire.request_id import HEADER, echo, request_id
 from pigou.wire.sse import DONE, frame
 from pigou.worker.intake import Intake
 from pigou.worker.reply import Reply
@@ -20,7 +19,6 @@ from pigou.worker.service import Service
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class Generation:
@@ -127,17 +125,8 @@ def _error(error: APIError) -> web.Response:
 
 
 def _echo(request: web.Request) -> dict[str, str]:
-    given = request.headers.get("X-Request-Id", "")
-    return {"X-Request-Id": given} if _REQUEST_ID.fullmatch(given) else {}
+    return echo(request.headers.get(HEADER))
 
 
 def _id(request: web.Request, body: str | None) -> str:
-    given = request.headers.get("X-Request-Id") or body
-    if given is None:
-        return secrets.token_hex(8)
-    if not _REQUEST_ID.fullmatch(given):
-        raise bad_request(
-            "The request id must have 1 to 256 printable ASCII characters, and no spaces.",
-            "request_id",
-        )
-    return given
+    return request_id(request.headers.get(HEADER), body)
