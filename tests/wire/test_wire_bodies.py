@@ -88,9 +88,13 @@ def test_sampling_follows_the_request_then_the_model_then_the_api() -> None:
     assert params(completion()).temperature == 1.0
 
 
-def test_max_tokens_is_cut_to_what_the_context_leaves() -> None:
+def test_max_tokens_beyond_what_the_prompt_leaves_of_the_context_is_refused() -> None:
     assert params(completion()).max_tokens == 16
-    assert params(completion(max_tokens=50), prompt=99).max_tokens == 1
+    assert params(completion(), prompt=99).max_tokens == 1, "a default is cut"
+    assert params(completion(max_tokens=50), prompt=50).max_tokens == 50
+    with pytest.raises(APIError, match=r"max_tokens is 50; .* ask for at most 49") as caught:
+        params(completion(max_tokens=50), prompt=51)
+    assert (caught.value.status, caught.value.param) == (400, "max_tokens")
     with pytest.raises(APIError):
         params(completion(), prompt=100)
     with pytest.raises(APIError):

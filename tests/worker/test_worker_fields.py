@@ -25,9 +25,13 @@ def text(worker: Worker, **fields: Any) -> Any:
     return worker.complete("Hello world", **fields)["choices"][0]
 
 
-def test_max_tokens_has_vllms_defaults_and_is_cut_to_the_context(worker: Worker) -> None:
+def test_max_tokens_has_vllms_defaults_and_must_fit_the_context(worker: Worker) -> None:
     assert len(tokens(worker)) == 16
-    assert len(tokens(worker, [5] * 2046, max_tokens=10)) == 2
+    assert len(tokens(worker, [5] * 2046)) == 2
+    body = {"prompt": [5] * 2046, "max_tokens": 3}
+    refused = worker.post("/v1/completions", body)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "max_tokens")
+    assert "ask for at most 2" in refused.json["error"]["message"]
     chat = CHAT | {"max_tokens": 5, "max_completion_tokens": 2}
     reply = worker.post("/v1/chat/completions", chat).json
     assert reply["usage"]["completion_tokens"] == 2

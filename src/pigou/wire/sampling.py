@@ -93,7 +93,11 @@ def sampling_params(
 
 
 def max_tokens(request: GenerationRequest, prompt_tokens: int, max_model_len: int) -> int:
-    """Return the output limit, cut to what the context leaves; raise `APIError` 400 if nothing."""
+    """Return the output limit: the request's, or a default that is cut to what the context leaves.
+
+    Raises:
+        APIError: 400, the context has no room for it, or for a single token.
+    """
     room = max_model_len - prompt_tokens
     if room < 1:
         raise bad_request(
@@ -106,12 +110,13 @@ def max_tokens(request: GenerationRequest, prompt_tokens: int, max_model_len: in
         name, wanted = "max_completion_tokens", request.max_completion_tokens
     if wanted is None:
         return room if isinstance(request, ChatRequest) else min(room, COMPLETION_TOKENS)
-    if wanted > max_model_len:
+    if wanted > room:
         raise bad_request(
-            f"{name} is {wanted}; the model's context is {max_model_len} tokens: ask for fewer.",
+            f"{name} is {wanted}; the model's context is {max_model_len} tokens, and the prompt "
+            f"has {prompt_tokens}: ask for at most {room}, or shorten the prompt.",
             name,
         )
-    return min(wanted, room)
+    return wanted
 
 
 def logprobs(request: GenerationRequest) -> int | None:
