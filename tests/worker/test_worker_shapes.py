@@ -175,6 +175,15 @@ def test_tokenize_and_detokenize_are_inverse(worker: Worker) -> None:
     assert shown == "<|begin|><|user|>hi<|end|><|assistant|>"
 
 
+def test_an_id_outside_the_vocabulary_has_no_text_and_is_refused(worker: Worker) -> None:
+    for wrong in (400, 999999):
+        reply = worker.post("/detokenize", {"tokens": [5, wrong, 6]})
+        assert (reply.status, reply.json["error"]["param"]) == (400, "tokens")
+        assert f"token id {wrong}" in reply.json["error"]["message"]
+    assert worker.post("/detokenize", {"tokens": [399]}).status == 200
+    assert worker.post("/detokenize", {"tokens": []}).json == {"prompt": ""}
+
+
 def test_the_request_id_is_echoed(worker: Worker) -> None:
     headers = {"X-Request-Id": "abc-1"}
     reply = worker.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers)

@@ -169,7 +169,12 @@ class Intake:
         return await self._off_loop(lambda: self._model.tokenizer.encode(text, special))
 
     async def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens, control tokens included."""
+        """Return the text of tokens, control tokens included.
+
+        Raises:
+            APIError: 400, an id is not in the vocabulary.
+        """
+        self._check_vocabulary(tokens, "tokens")
         decode = self._model.tokenizer.decode
         if len(tokens) <= LONG:
             return decode(tokens, skip_special=False)
@@ -251,19 +256,18 @@ class Intake:
         if request.truncate_prompt_tokens is not None:
             keep = request.truncate_prompt_tokens + resumed
             tokens, text = tokens[-keep:], None if len(tokens) > keep else text
-        self._check_vocabulary(tokens)
+        self._check_vocabulary(tokens, "prompt")
         limit = self._model.limits.max_model_len
         if len(tokens) > limit or request.prompt_logprobs is not None:
             return _Prompt(tokens, resumed, text, no_hashes())
         hashes = await self._hashes(tokens, request)
         return _Prompt(tokens, resumed, text, hashes)
 
-    def _check_vocabulary(self, tokens: list[int]) -> None:
-        size = self._model.limits.vocab_size
-        if max(tokens) >= size:
+    def _check_vocabulary(self, tokens: list[int], field: str) -> None:
+        size, largest = self._model.limits.vocab_size, max(tokens, default=0)
+        if largest >= size:
             raise bad_request(
-                f"prompt has the token id {max(tokens)}; the vocabulary has {size} tokens.",
-                "prompt",
+                f"{field} has the token id {largest}; the vocabulary has {size} tokens.", field
             )
 
     async def _hashes(self, tokens: list[int], request: GenerationRequest) -> BlockHashes:
