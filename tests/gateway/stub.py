@@ -238,7 +238,8 @@ class Stub:
             return response
         if (body.get("stream_options") or {}).get("include_usage"):
             usage = {"prompt_tokens": len(ids), "total_tokens": len(ids) + last,
-                     "completion_tokens": last}  # fmt: skip
+                     "completion_tokens": last,
+                     "prompt_tokens_details": {"cached_tokens": len(ids) + first}}  # fmt: skip
             await self._send(response, {**head, "choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response

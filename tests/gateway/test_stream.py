@@ -54,6 +54,7 @@ def check(found: list[Any], chat: bool, tokens: int = TOKENS, usage: bool = Fals
         (told,) = [c["usage"] for c in found[:-1] if c.get("usage")]
         assert told["completion_tokens"] == tokens
         assert told["total_tokens"] == told["prompt_tokens"] + tokens
+        assert 0 <= told["prompt_tokens_details"]["cached_tokens"] <= told["prompt_tokens"]
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -12,6 +12,7 @@ from pigou.wire.errors import error_body
 from pigou.wire.sse import DONE, frame
 
 _CHUNK = "chat.completion.chunk"
+_DETAILS, _CACHED = "prompt_tokens_details", "cached_tokens"
 
 
 class Splice:
@@ -34,7 +35,7 @@ class Splice:
         assert head is not None
         body |= {"id": head.id, "created": head.created, "model": head.model}
         if body.get("usage") is not None:
-            body["usage"] = totals(self._transcript)
+            body["usage"] = _whole(body["usage"], self._transcript)
         body.pop("prompt_token_ids", None)
         choices = body.get("choices", [])
         if self._mapped:
@@ -69,7 +70,7 @@ class Splice:
         return found
 
 
-def totals(transcript: Transcript) -> dict[str, int]:
+def totals(transcript: Transcript) -> dict[str, Any]:
     """Return the usage of the whole reply, by the gateway's own count."""
     prompt, output = len(transcript.prompt_ids()), len(transcript.tokens)
     return {
@@ -77,6 +78,20 @@ def totals(transcript: Transcript) -> dict[str, int]:
         "total_tokens": prompt + output,
         "completion_tokens": output,
     }
+
+
+def _whole(told: dict[str, Any], transcript: Transcript) -> dict[str, Any]:
+    """Return the usage of the whole reply, with the details that its last worker told.
+
+    What that found in its cache may reach beyond the prompt, into tokens of the reply.
+    """
+    usage = totals(transcript)
+    if _DETAILS not in told:
+        return usage
+    details = told[_DETAILS]
+    if isinstance(details, dict) and isinstance(cached := details.get(_CACHED), int):
+        details = details | {_CACHED: min(cached, usage["prompt_tokens"])}
+    return usage | {_DETAILS: details}
 
 
 def closing(call: Call, transcript: Transcript) -> bytes:
@@ -91,7 +106,7 @@ def closing(call: Call, transcript: Transcript) -> bytes:
             "created": head.created,
             "model": head.model,
             "choices": [],
-            "usage": totals(transcript),
+            "usage": totals(transcript) | {_DETAILS: {_CACHED: 0}},
         }
         frames.append(frame(msgspec.json.encode(body)))
     return b"".join([*frames, DONE])
