@@ -161,9 +161,12 @@ def _plants(fleet: FleetConfig, setup: Setup, longest: int) -> tuple[list[Plant]
             "max_seqs": kind.max_seqs or setup.max_seqs,
             "max_batched_tokens": kind.max_batched_tokens or setup.max_batched_tokens,
         }
+        blocks = kind.blocks or setup.blocks or capacity(setup.model, gpu, tp, **limits)
+        # What is longer than all blocks is refused anyway, and needs no room in the tables.
+        room = blocks * kind.block_size + 1
         engine = EngineConfig(
-            blocks=kind.blocks or setup.blocks or capacity(setup.model, gpu, tp, **limits),
-            max_model_len=setup.max_model_len or longest,
+            blocks=blocks,
+            max_model_len=min(setup.max_model_len or longest, room),
             prefix_caching=kind.prefix_caching,
             order="fcfs" if vllm else "priority",  # as either is by default
             headroom=0 if vllm else 1,

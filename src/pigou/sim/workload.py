@@ -13,6 +13,14 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.request import SECOND
 
+#: Of a request's prompt, and of its answer.
+MOST_TOKENS = 2**24
+#: Until the last arrival, and of a wait. Time passes for the control plane ten times a second, of
+#: idle days as well: a day takes seconds, a year the better part of an hour.
+MOST_SECONDS = 366 * 86400
+#: Nanoseconds; later times are no integers of 64 bits.
+_FAR = 2.0**62
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -72,9 +80,20 @@ class OpenLoop:
     concurrency: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a workload without requests."""
+        """Refuse a workload without requests, or with what would never end."""
         if not any(each.jobs for each in self.sessions):
             raise ConfigError("workload: it has no requests")
+        if self.longest > 2 * MOST_TOKENS:
+            raise ConfigError(
+                f"workload: a request has {self.longest} tokens; it must be at most "
+                f"{2 * MOST_TOKENS}, prompt and output"
+            )
+        for each in self.sessions:
+            if not 0 <= each.start <= MOST_SECONDS * SECOND:
+                raise ConfigError(
+                    f"workload: a request is sent after {each.start / SECOND:g} s; it must be 0 to "
+                    f"{MOST_SECONDS} (a year)"
+                )
 
     @property
     def longest(self) -> int:
@@ -103,8 +122,10 @@ class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __post_init__(self) -> None:
         """Refuse lengths that no request has."""
         for name, (least, most) in (("in", self.input), ("out", self.output)):
-            if not 1 <= least <= most:
-                raise ConfigError(f"{name} is {least}:{most}; write N or MIN:MAX, at least 1")
+            if not 1 <= least <= most <= MOST_TOKENS:
+                raise ConfigError(
+                    f"{name} is {least}:{most}; write N or MIN:MAX, from 1 to {MOST_TOKENS}"
+                )
         if self.templates < 0:
             raise ConfigError(f"templates is {self.templates}; it must be at least 0")
 
@@ -155,9 +176,13 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 )
         if not self.phases:
             raise ConfigError("closed: no phase is given; write C=USERS,hold=SECONDS")
-        for name in ("ramp", "barrier", "think", "requests"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        for name in ("ramp", "barrier", "think", "seconds"):
+            if not 0 <= getattr(self, name) <= MOST_SECONDS:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be 0 to {MOST_SECONDS} (a year)"
+                )
+        if self.requests < 0:
+            raise ConfigError(f"requests is {self.requests}; it must be at least 0")
 
     @property
     def longest(self) -> int:
@@ -191,10 +216,15 @@ def renewal(
     Raises:
         ConfigError: a value is out of its range.
     """
-    if not 0.0 < rate < float("inf") or not 0.0 <= cv < float("inf"):
-        raise ConfigError(f"rate is {rate} and cv {cv}; rate must be above 0, cv at least 0")
-    if count < 1 and not 0.0 < seconds < float("inf"):
-        raise ConfigError("say how many requests: n=COUNT or hold=SECONDS")
+    if not 1 / MOST_SECONDS < rate < float("inf") or not 0.0 <= cv < float("inf"):
+        raise ConfigError(
+            f"rate is {rate} and cv {cv}; rate must be above 0 (one in a year), cv at least 0"
+        )
+    if count < 1 and not 0.0 < seconds <= MOST_SECONDS:
+        raise ConfigError(
+            f"n is {count} and hold {seconds} s; say how many requests: n=COUNT or hold=SECONDS, "
+            f"up to {MOST_SECONDS} (a year)"
+        )
     starts = _starts(rate, cv, np.random.default_rng(seed))
     jobs = Random(seed)
     sessions: list[Session] = []
@@ -211,4 +241,4 @@ def _starts(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
         gaps = rng.gamma(1 / cv**2, mean * cv**2, chunk) if cv else np.full(chunk, mean)
         times = last + np.cumsum(gaps)
         last = float(times[-1])
-        yield from times.round().astype(np.int64).tolist()
+        yield from np.minimum(times, _FAR).round().astype(np.int64).tolist()

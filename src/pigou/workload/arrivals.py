@@ -10,6 +10,8 @@ import numpy as np
 from pigou.request import SECOND
 
 _CHUNK = 1024
+#: Nanoseconds; later times are no integers of 64 bits.
+_FAR = 2.0**62
 
 
 def renewal_times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
@@ -41,4 +43,4 @@ def _times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
         gaps = rng.gamma(1 / cv**2, mean * cv**2, _CHUNK) if cv else np.full(_CHUNK, mean)
         times = last + np.cumsum(gaps)
         last = float(times[-1])
-        yield from times.round().astype(np.int64).tolist()
+        yield from np.minimum(times, _FAR).round().astype(np.int64).tolist()

@@ -7,7 +7,8 @@ import io
 import json
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -93,14 +94,14 @@ def _lines(data: bytes, name: str, path: str) -> Trace:
     lines = [line for line in data.splitlines() if line.strip()]
     keys = msgspec.json.decode(lines[0], type=dict[str, Any]).keys()
     if "input_toks" in keys:
-        return _vllm(_decoded(lines, VllmRow, path))
+        return _vllm(_decoded(lines, VllmRow, path), path)
     if "chat_id" in keys:
         found = _BLOCK_IN_NAME.search(name)
         if found is None:
             raise ConfigError(f"trace: the name of {path} lacks the block size, like blksz_16")
-        return _blocks(_decoded(lines, BailianRow, path), int(found[1]), 1.0)
+        return _blocks(_decoded(lines, BailianRow, path), int(found[1]), 1.0, path)
     if "timestamp" in keys:
-        return _blocks(_decoded(lines, MooncakeRow, path), _MOONCAKE_BLOCK, 1e-3)
+        return _blocks(_decoded(lines, MooncakeRow, path), _MOONCAKE_BLOCK, 1e-3, path)
     return of_rows(_decoded(lines, Row, path))
 
 
@@ -115,21 +116,21 @@ def _decoded(lines: Sequence[bytes], kind: type[Any], path: str) -> list[Any]:
     return rows
 
 
-def _vllm(rows: Sequence[VllmRow]) -> Trace:
-    return ordered(
-        1.0,
-        [
-            Session(row.seconds, str(n), (turn(row.input_toks, row.output_toks),))
-            for n, row in enumerate(rows)
-        ],
-    )
+def _vllm(rows: Sequence[VllmRow], path: str) -> Trace:
+    sessions = []
+    for number, row in enumerate(rows, 1):
+        with _row(number, path):
+            one = turn(row.input_toks, row.output_toks)
+        sessions.append(Session(row.seconds, str(number - 1), (one,)))
+    return ordered(1.0, sessions)
 
 
-def _blocks(rows: Sequence[MooncakeRow | BailianRow], block: int, unit: float) -> Trace:
+def _blocks(rows: Sequence[MooncakeRow | BailianRow], block: int, unit: float, path: str) -> Trace:
     """Return rows with block ids that all share, `timestamp` in `unit` seconds."""
     sessions = []
-    for row in rows:
-        one = turn(row.input_length, row.output_length, row.hash_ids)
+    for number, row in enumerate(rows, 1):
+        with _row(number, path):
+            one = turn(row.input_length, row.output_length, row.hash_ids)
         name = str(row.chat_id) if isinstance(row, BailianRow) else ""
         sessions.append(Session(row.timestamp * unit, "trace", (one,), name=name))
     return ordered(block, sessions)
@@ -139,27 +140,54 @@ def _table(text: str, path: str) -> Trace:
     rows = list(csv.DictReader(io.StringIO(text.lstrip("\ufeff"))))
     names = rows[0].keys() if rows else ()
     if "TIMESTAMP" in names:
-        return _rows(rows, "ContextTokens", "GeneratedTokens", _azure_times(rows))
+        return _rows(rows, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _since_first(), path)
     if "Request tokens" in names:
-        rows = [row for row in rows if int(row["Response tokens"]) > 0]  # others had failed
-        times = [float(row["Timestamp"]) for row in rows]
-        return _rows(rows, "Request tokens", "Response tokens", times)
+        columns = ("Timestamp", "Request tokens", "Response tokens")
+        return _rows(rows, columns, float, path, failed="0")
     raise ConfigError(f"trace: {path} has columns {', '.join(names) or 'none'}, of no known trace")
 
 
-def _azure_times(rows: Sequence[dict[str, str]]) -> list[float]:
-    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
-    return [(at - times[0]).total_seconds() for at in times]
+def _since_first() -> Callable[[str], float]:
+    """Return what reads times of Azure, as seconds from the first that it is given."""
+    first: list[datetime] = []
+
+    def read(text: str) -> float:
+        at = datetime.fromisoformat(text[:26])
+        if not first:
+            first.append(at)
+        return (at - first[0]).total_seconds()
+
+    return read
 
 
 def _rows(
-    rows: Sequence[dict[str, str]], input_: str, output: str, times: Sequence[float]
-) -> Trace:
-    sessions = [
-        Session(at, str(number), (turn(int(row[input_]), int(row[output])),))
-        for number, (at, row) in enumerate(zip(times, rows, strict=True))
-    ]
-    return ordered(1.0, sessions)
+    rows: Sequence[dict[str, str]], columns: tuple[str, str, str], read: Callable[[str], float],
+    path: str, failed: str = "",
+) -> Trace:  # fmt: skip
+    """Return the rows of a table, read from its columns of times, inputs and outputs.
+
+    Those whose output is `failed` are left out.
+    """
+    time, input_, output = columns
+    sessions: list[Session] = []
+    numbers: list[int] = []
+    for number, row in enumerate(rows, 1):
+        with _row(number, path):
+            if row[output] == failed:
+                continue
+            one = turn(int(row[input_]), int(row[output]))
+            sessions.append(Session(read(row[time]), str(len(sessions)), (one,)))
+        numbers.append(number)
+    return ordered(1.0, sessions, numbers)
+
+
+@contextmanager
+def _row(number: int, path: str) -> Iterator[None]:
+    """Let what is wrong with a row be said with its number."""
+    try:
+        yield
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"trace: row {number} of {path}: {error}") from error
 
 
 def _agents(texts: Iterable[str], path: str) -> Trace:
@@ -171,9 +199,9 @@ def _agents(texts: Iterable[str], path: str) -> Trace:
         if lacks:
             raise ConfigError(f"trace: {path} is no agent session: JSON without {', '.join(lacks)}")
         sizes.add(int(whole["block_size"]))
-        turns = tuple(_agent_turns(whole["requests"]))
+        name = str(whole["id"])
+        turns = tuple(_agent_turns(whole["requests"], f"{path}, session {name}"))
         if turns:
-            name = str(whole["id"])
             sessions.append(Session(0.0, name, turns, name=name))
     if not sessions:
         raise ConfigError(f"trace: {path} holds no session")
@@ -182,8 +210,10 @@ def _agents(texts: Iterable[str], path: str) -> Trace:
     return ordered(sizes.pop(), sessions)
 
 
-def _agent_turns(rows: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+def _agent_turns(rows: Sequence[dict[str, Any]], where: str) -> Iterator[Turn]:
     """The session's own requests; subagents, which are nested, are left out."""
-    for row in rows:
+    for number, row in enumerate(rows, 1):
         if "in" in row and "out" in row:
-            yield turn(row["in"], row["out"], row["hash_ids"], row.get("think_time") or 0.0)
+            with _row(number, where):
+                one = turn(row["in"], row["out"], row["hash_ids"], row.get("think_time") or 0.0)
+            yield one

@@ -117,14 +117,18 @@ def of_rows(rows: Sequence[Row]) -> Trace:
                 f"trace: row {number} has {len(row.hash_ids)} hash_ids of {block:g} tokens for "
                 f"an input of {row.input}; give `block`"
             )
-        one = turn(row.input, row.output, row.hash_ids, row.think_s or 0.0)
+        try:
+            one = turn(row.input, row.output, row.hash_ids, row.think_s or 0.0)
+        except ValueError as error:
+            raise ConfigError(f"trace: row {number}: {error}") from error
         if row.arrival_s is not None:
             last[name] = _Open(row.arrival_s, number, str(row.tenant), name)
             opened.append(last[name])
         elif not name or name not in last:
             raise ConfigError(f"trace: row {number} has think_s, and no session before it")
         last[name].turns.append(one)
-    return ordered(block, [each.session() for each in opened])
+    places = [each.row for each in opened]
+    return ordered(block, [each.session() for each in opened], places)
 
 
 def _block(rows: Sequence[Row]) -> float:

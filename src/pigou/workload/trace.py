@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
+from pigou.sim.workload import MOST_SECONDS, MOST_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,11 @@ class Trace:
         """Return the trace with all lengths times `tokens`, and all times by `speed`.
 
         Blocks shrink with the lengths, so that what was shared stays shared, in proportion.
+
+        Raises:
+            ConfigError: requests, or the times between them, would be too long.
         """
+        self._check_scale(tokens, speed)
 
         def turn(each: Turn) -> Turn:
             return replace(
@@ -76,6 +82,22 @@ class Trace:
             for each in self.sessions
         ]
         return Trace(self.block * tokens, tuple(sessions))
+
+    def _check_scale(self, tokens: float, speed: float) -> None:
+        turns = [turn for session in self.sessions for turn in session.turns]
+        most = max((max(each.input, each.output) for each in turns), default=0)
+        if most * tokens > MOST_TOKENS:
+            raise ConfigError(
+                f"trace: scale is {tokens:g}, and {most} tokens times that are over {MOST_TOKENS}; "
+                "lower it"
+            )
+        waits = [each.think for each in turns] + [each.start for each in self.sessions]
+        wait = max(waits, default=0.0)
+        if wait > MOST_SECONDS * speed:
+            raise ConfigError(
+                f"trace: speed is {speed:g}, and {wait:g} s at that speed are over {MOST_SECONDS} "
+                "(a year); raise it"
+            )
 
     def fitting(self, most: int) -> Trace:
         """Return the trace without turns longer than `most` tokens, prompt and output.
@@ -118,27 +140,40 @@ def _tokens(name: str, count: int, vocabulary: Sequence[int]) -> list[int]:
 
 
 def turn(input_: int, output: int, blocks: Sequence[int] = (), think: float = 0.0) -> Turn:
-    """Return a turn of at least one token each.
+    """Return a turn of at least one token each: where a trace has 0, 1 is taken.
 
     Raises:
-        ValueError: the think time is no time.
+        ValueError: a length or the think time is none that a request has.
     """
+    counts = int(input_), int(output)
+    for name, tokens in zip(("input", "output"), counts, strict=True):
+        if not 0 <= tokens <= MOST_TOKENS:
+            raise ValueError(f"{name} is {tokens} tokens; it must be 0 to {MOST_TOKENS}")
     think = float(think)
-    if not (math.isfinite(think) and think >= 0):
-        raise ValueError(f"think time is {think}")
-    return Turn(max(1, int(input_)), max(1, int(output)), tuple(blocks), think)
+    if not 0 <= think <= MOST_SECONDS:
+        raise ValueError(f"think time is {think} s; it must be 0 to {MOST_SECONDS} (a year)")
+    return Turn(max(1, counts[0]), max(1, counts[1]), tuple(blocks), think)
 
 
-def ordered(block: float, sessions: Sequence[Session]) -> Trace:
+def ordered(block: float, sessions: Sequence[Session], rows: Sequence[int] = ()) -> Trace:
     """Return a trace whose sessions begin in order, the first at 0.
 
+    Args:
+        block: tokens in a block.
+        sessions: in any order.
+        rows: where each is in its file; left out, they are one after another from row 1 on.
+
     Raises:
-        ConfigError: there are none, or one begins at no time.
+        ConfigError: there are none, or one begins at no time, or over a year after the first.
     """
     if not sessions:
         raise ConfigError("trace: it has no requests")
-    if not all(math.isfinite(each.start) for each in sessions):
-        raise ConfigError("trace: a start is not finite")
-    first = min(each.start for each in sessions)
+    first = min((each.start for each in sessions if math.isfinite(each.start)), default=0.0)
+    for number, each in zip(rows or count(1), sessions, strict=False):
+        if not each.start - first <= MOST_SECONDS:  # a start that is no number is refused, too
+            raise ConfigError(
+                f"trace: row {number} starts {each.start - first} s after the first; it must be "
+                f"at most {MOST_SECONDS} (a year)"
+            )
     moved = [replace(each, start=each.start - first) for each in sessions]
     return Trace(float(block), tuple(sorted(moved, key=lambda each: each.start)))
