@@ -25,7 +25,17 @@ from pigou.request import Role
         (["--attach", "http://h:1,rôle=x"], "not understood"),
         (["--attach", "http://h:1,role=x"], "prefill, decode or both"),
         (["--api-keys-file", "/nowhere/keys"], "/nowhere/keys"),
-        (["--port", "70000"], "port is 70000"),
+        (["--port", "70000"], "--port is 70000"),
+        (["--softmax", "x"], "--softmax is 'x'; give one of: raw, min-max"),
+        (["--hang-timeout", "-1"], "--hang-timeout is -1.0; it must be at least 0"),
+        (["--drain", "nan"], "--drain is nan; it must be at least 0"),
+        (["--prefill-ahead", "-1"], "--prefill-ahead is -1; it must be at least 0"),
+        (["--queue-timeout", "-1"], "--queue-timeout is -1.0; it must be finite, at least 0"),
+        (["--queue-timeout", "nan"], "--queue-timeout is nan; it must be finite"),
+        (["--index-max-blocks", "0"], "--index-max-blocks is 0; it must be at least 1"),
+        (["--index-ttl", "inf"], "--index-ttl is inf; it must be finite"),
+        (["--tenant-weights", "a=x"], "--tenant-weights is {'a': 'x'}: expected `float`"),
+        (["--detector", "x"], "--detector is 'x'; it must be one of: config-variance"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(

@@ -138,7 +138,7 @@ async def test_a_fleet_under_twice_its_capacity_sheds_and_serves() -> None:
 async def test_a_worker_that_never_comes_up_fails_the_start_with_its_last_words() -> None:
     worker = LocalWorker(id="w", role=Role.BOTH, arguments=("--block-size", "0"))
     serving = Serving(GatewayConfig(port=0), ControlConfig(), [worker], WATCH)
-    with pytest.raises(FleetError, match="block_size is 0"):
+    with pytest.raises(FleetError, match="--block-size is 0"):
         await serving.start()
     await serving.stop()
 

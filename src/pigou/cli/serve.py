@@ -11,14 +11,23 @@ import msgspec
 import typer
 
 from pigou.cli.named import named
-from pigou.config import ConfigError, ControlConfig
+from pigou.cli.options import names, nanoseconds, typed, wrong
+from pigou.config import ConfigError, ControlConfig, IndexConfig
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
 from pigou.fleet.member import FleetError
 from pigou.fleet.serve import Serving, local_workers, threads_each
 from pigou.gateway.config import GatewayConfig
-from pigou.request import SECOND
 
 _LOCAL = (1, 2, 0)
+_OPTIONS = {
+    **names(
+        GatewayConfig, ControlConfig, WatchConfig, hang="hang_timeout",
+        prefill_ahead_ms="prefill_ahead",
+    ),
+    "detector": "--detector",
+    **{f"index.{name}": f"--index-{name.replace('_', '-')}" for name in
+       IndexConfig.__struct_fields__},
+}  # fmt: skip
 
 
 def serve(
@@ -214,17 +223,17 @@ def serve(
             admission=admission, weights=tenant_weights, max_queued=max_queued,
             max_queued_tokens=max_queued_tokens, max_inflight=max_inflight,
             max_inflight_tokens=max_inflight_tokens, prefill_ahead_ms=prefill_ahead,
-            queue_timeout=int(queue_timeout * SECOND), peer_reads=peer_reads,
+            queue_timeout=nanoseconds("--queue-timeout", queue_timeout), peer_reads=peer_reads,
             index={
                 "max_blocks": index_max_blocks,
                 "max_total": index_max_total,
-                "ttl": int(index_ttl * SECOND),
+                "ttl": nanoseconds("--index-ttl", index_ttl),
             },
         )  # fmt: skip
         watch = WatchConfig(hang=hang_timeout, drain=drain)
         _run(gateway, control, [*local, *attached], watch, tokenizer)
     except ConfigError as error:
-        typer.echo(f"pigou serve: {error}", err=True)
+        typer.echo(f"pigou serve: {typed(str(error), _OPTIONS)}", err=True)
         raise typer.Exit(2) from None
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
@@ -250,7 +259,7 @@ def _control(
     try:
         return msgspec.convert(values, ControlConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{error}") from error
+        raise ConfigError(wrong(error, ControlConfig, values)) from error
 
 
 def _run(

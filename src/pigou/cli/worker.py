@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated
 
 import msgspec
 import typer
 
-from pigou.config import ConfigError
+from pigou.cli.options import names, typed, wrong
+from pigou.config import ConfigError, EvictionConfig
 from pigou.request import Role
 from pigou.worker.config import WorkerConfig
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _DEFAULT = WorkerConfig()
+_OPTIONS = {
+    **names(WorkerConfig, eviction_params="eviction_param", eviction_floors="eviction_floor"),
+    **{f"eviction.{name}": f"--eviction-{name}" for name in EvictionConfig.__struct_fields__},
+}
 
 
 def parse_size(text: str) -> int:
@@ -221,10 +226,10 @@ def worker(
 
         status = run(config)
     except msgspec.ValidationError as error:
-        typer.echo(f"pigou worker: {_explain(error, values)}", err=True)
+        typer.echo(f"pigou worker: {typed(wrong(error, WorkerConfig, values), _OPTIONS)}", err=True)
         raise typer.Exit(2) from None
     except ConfigError as error:
-        typer.echo(f"pigou worker: {error}", err=True)
+        typer.echo(f"pigou worker: {typed(str(error), _OPTIONS)}", err=True)
         raise typer.Exit(2) from None
     except (OSError, ValueError) as error:
         typer.echo(f"pigou worker: {error}", err=True)
@@ -245,12 +250,3 @@ def _numbers(option: str, given: list[str]) -> dict[str, float]:
             flag = "--" + option.replace("_", "-")
             raise typer.BadParameter(f"{flag} {each!r} is not NAME=NUMBER")
     return found
-
-
-def _explain(error: msgspec.ValidationError, values: dict[str, Any]) -> str:
-    """Name the option at fault, its value, and what may be given."""
-    field = str(error).rpartition("$.")[2].rstrip("`")
-    choices = get_args(get_type_hints(WorkerConfig).get(field))
-    if not choices:
-        return str(error)
-    return f"{field} is {values[field]!r}; give one of: {', '.join(map(str, choices))}"

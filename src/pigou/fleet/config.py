@@ -38,10 +38,10 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         """Refuse values that would watch nobody."""
         for name in ("every", "timeout", "start", "least_backoff", "most_backoff"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
         for name in ("hang", "drain"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.failures < 1:
             raise ConfigError(f"failures is {self.failures}; it must be at least 1")

@@ -150,7 +150,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in ("blocks", "memory", "host_blocks", "max_model_len", "max_waiting", "drain",
                      "max_background_tokens", "host_cache", "disk_cache",
                      "bucket_cache"):  # fmt: skip
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; give 0 (any free port) to 65535")

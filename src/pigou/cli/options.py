@@ -1,0 +1,64 @@
+"""What is wrong with an option, told in the name that was typed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.request import SECOND
+
+_HEAD = re.compile(r"([\w.]+)(?=:? (?:is|of) | ')")
+
+
+def names(*configs: type[msgspec.Struct], **others: str) -> dict[str, str]:
+    """Return the option of each field; `others` are those that have another name than theirs."""
+    fields = [name for config in configs for name in config.__struct_fields__]
+    return {name: "--" + others.get(name, name).replace("_", "-") for name in fields}
+
+
+def typed(message: str, options: Mapping[str, str]) -> str:
+    """Return a message about fields of a configuration in the names of their options.
+
+    A field that is a plain word (`order`, `port`) is looked for at the beginning alone.
+    """
+    if (head := _HEAD.match(message)) and head[1] in options:
+        message = options[head[1]] + message[head.end(1) :]
+    marked = "|".join(re.escape(name) for name in options if "_" in name or "." in name)
+    if not marked:
+        return message
+    return re.sub(rf"(?<![\w.$'/-])({marked})\b", lambda found: options[found[1]], message)
+
+
+def wrong(
+    error: msgspec.ValidationError, config: type[msgspec.Struct], values: Mapping[str, Any]
+) -> str:
+    """Return what is wrong with a configuration: the field, its value, and what may be given.
+
+    Args:
+        error: from `msgspec.convert(values, config)`.
+        config: what they were to become.
+        values: by field.
+    """
+    text, _, path = str(error).partition(" - at `$.")
+    field = re.split(r"[.\[`]", path)[0]
+    if not field or _HEAD.match(text):
+        return text
+    hint = get_type_hints(config)[field]
+    if get_origin(hint) is Literal:
+        return f"{field} is {values[field]!r}; give one of: {', '.join(map(str, get_args(hint)))}"
+    return f"{field} is {values[field]!r}: {text[:1].lower()}{text[1:]}"
+
+
+def nanoseconds(option: str, seconds: float) -> int:
+    """Return the nanoseconds of an option's seconds.
+
+    Raises:
+        ConfigError: they are below 0, or not finite.
+    """
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"{option} is {seconds}; it must be finite, at least 0 seconds")
+    return int(seconds * SECOND)
