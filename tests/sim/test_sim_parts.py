@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pigou.config import ConfigError
+from pigou.experiments.fleets import fleet
 from pigou.request import SECOND, Role
 from pigou.sim.clock import EPOCH, Clock, Phase
 from pigou.sim.config import read_fleet
@@ -16,7 +17,7 @@ from pigou.sim.hashes import block_hashes
 from pigou.sim.law import PRESETS, Law, LawTiming
 from pigou.sim.network import LinkConfig, Network
 from pigou.sim.timing import Batch
-from pigou.sim.timings import build_timing
+from pigou.sim.timings import build_timing, capacity
 from pigou.sim.workload import Job
 
 
@@ -135,6 +136,19 @@ def test_presets_are_laws_and_can_be_changed() -> None:
     built = build_timing("law:70b,prefill=0.5", "", "", 1).timing
     assert isinstance(built, LawTiming)
     assert built.law.prefill == 0.5
+
+
+@pytest.mark.parametrize("which", ["340b", "70b"])
+def test_a_preset_has_the_blocks_of_its_fleets_workers(which: str) -> None:
+    paper = fleet(f"{which}-1p2d")
+    limits = {"block_size": 16, "max_batched_tokens": 2048, "max_seqs": 1024}
+    given = build_timing("law:itl_a=1", "", "", 1)
+    theirs = capacity(given, paper.model, "B200", paper.tp, **limits)
+    preset = build_timing(f"law:{which},prefill=0.5", "", "", 1)
+    assert capacity(preset, "", "", 1, **limits) == theirs
+    assert capacity(preset, "llama-3.1-8b", "H100", 1, **limits) != theirs
+    with pytest.raises(ConfigError, match="--blocks"):
+        capacity(given, "", "", 1, **limits)
 
 
 @pytest.mark.parametrize(

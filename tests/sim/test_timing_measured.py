@@ -14,7 +14,7 @@ from pigou.engine.plan import Plan
 from pigou.sim.measured import Measured, MeasuredTiming, at
 from pigou.sim.moment import Moment, Moments
 from pigou.sim.timing import Batch
-from pigou.sim.timings import build_timing
+from pigou.sim.timings import build_timing, capacity
 
 GIVEN: dict[str, Any] = {
     "decodes": [[1, 0.004], [4, 0.007]],
@@ -157,6 +157,7 @@ def test_the_file_is_found_by_its_name(tmp_path: Path) -> None:
         ({"prompts": [[0, 0.1], [9, 0.0]]}, "not fall"),
         ({"decodes": [[1, 0.0]]}, "above 0"),
         ({"speed": 1}, "unknown field"),
+        ({"blocks": 9}, "give both"),
         ({"rhythm": [[1, [1e-3, -1e-4]]]}, "rhythm for 1 sequences has a mean of"),
         ({"rhythm": [[1, [0.0]], [2, [1e-3, -1e-3]]]}, "differ in length"),
         ({"rhythm": [[2, [0.0]], [1, [0.0]]]}, "rise from 1"),
@@ -172,6 +173,18 @@ def test_a_file_that_makes_no_sense_is_refused(
     path.write_bytes(msgspec.json.encode(GIVEN | changes))
     with pytest.raises(ConfigError, match=words):
         build_timing(str(path), "", "", 1)
+
+
+def test_the_measured_worker_tells_how_much_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "timing.json"
+    path.write_bytes(msgspec.json.encode(GIVEN | {"blocks": 90, "block_size": 32}))
+    built = build_timing(str(path), "", "", 1)
+    limits = {"max_batched_tokens": 512, "max_seqs": 8}
+    assert capacity(built, "", "", 1, block_size=32, **limits) == 90
+    assert capacity(built, "llama-3.1-8b", "H100", 1, block_size=16, **limits) == 180
+    path.write_bytes(msgspec.json.encode(GIVEN))
+    with pytest.raises(ConfigError, match="--blocks"):
+        capacity(build_timing(str(path), "", "", 1), "", "", 1, block_size=32, **limits)
 
 
 def test_a_file_that_is_not_there_is_named() -> None:

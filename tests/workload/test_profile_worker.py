@@ -68,9 +68,9 @@ def test_a_profile_is_a_timing_that_simulations_take(
     assert "How well it fits" in capsys.readouterr().out
     assert [n for n, _ in found.decodes] == [1, 2]
     assert found.about["limits"]["tokens"] == 96
+    assert (found.blocks, found.block_size) == (512, 16)
     with pytest.raises(SystemExit) as ended:
-        main(["simulate", "--timing", str(file), "--blocks", "64",
-              "--workload", "poisson:rate=5,in=32,out=8,n=20"])  # fmt: skip
+        main(["simulate", "--timing", str(file), "--workload", "poisson:rate=5,in=32,out=8,n=20"])
     assert ended.value.code == 0
     assert "20 completed" in capsys.readouterr().out
 

@@ -63,7 +63,10 @@ def simulate(
         str, typer.Option(help="As of `pigou serve`: NAME[,parameter=value]...")
     ] = "fcfs",
     blocks: Annotated[
-        int, typer.Option(help="KV blocks of a worker; 0 computes them from the memory.")
+        int,
+        typer.Option(
+            help="KV blocks of a worker; 0 takes the profiled worker's, or computes them."
+        ),
     ] = 0,
     tier: Annotated[
         list[str] | None,

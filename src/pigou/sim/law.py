@@ -64,6 +64,8 @@ PRESETS = {
     "340b": Law(itl_a=19.0e-3, itl_b=0.026e-3, prefill=45e-3, overhead=74e-3),
     "70b": Law(itl_a=7.15e-3, itl_b=0.0159e-3, prefill=18e-3, overhead=55e-3),
 }
+#: What these fleets' workers are: model, GPU and GPUs of a worker. It tells their KV blocks.
+PRESET_WORKERS = {"340b": ("nemotron-4-340b", "B200", 8), "70b": ("llama-3.1-70b", "B200", 4)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             there; nobody waits for anybody in it.
         rhythm: (sequences, seconds more for each step of a plan); a plan's add up to 0.
         scatter: (sequences, factors that are equally likely, rising); their mean is 1.
+        blocks: of the worker's KV cache; 0 where it did not say.
+        block_size: tokens in each; 0 where it did not say.
         format: of the file.
         about: what was measured, and how well these figures fit: not read.
     """
@@ -68,6 +70,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     overhead: float = 0.0
     rhythm: Spread = ()
     scatter: Spread = ()
+    blocks: int = 0
+    block_size: int = 0
     format: int = FORMAT
     about: dict[str, Any] = {}
 
@@ -75,6 +79,11 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Refuse figures by which time runs backwards."""
         if self.format != FORMAT:
             raise ConfigError(f"format is {self.format}; this version reads {FORMAT}: profile anew")
+        if self.blocks < 0 or self.block_size < 0 or bool(self.blocks) != bool(self.block_size):
+            raise ConfigError(
+                f"blocks is {self.blocks} and block_size {self.block_size}; give both, above 0, or "
+                "none"
+            )
         for name in ("alone", "context", "prompt", "overhead"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 seconds")

@@ -42,7 +42,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         gpu: its name.
         tp: GPUs of a worker.
         timing: `law:...`, `roofline`, `profile:FOLDER`.
-        blocks: KV blocks of a worker; 0 computes them from the GPU's memory.
+        blocks: KV blocks of a worker; 0 takes those of the measured worker, or computes them from
+            the GPU's memory.
         max_batched_tokens: of a step.
         max_seqs: that run at once.
         max_model_len: most tokens of a sequence; 0 for the workload's longest.
@@ -161,7 +162,7 @@ def _plants(fleet: FleetConfig, setup: Setup, longest: int) -> tuple[list[Plant]
             "max_seqs": kind.max_seqs or setup.max_seqs,
             "max_batched_tokens": kind.max_batched_tokens or setup.max_batched_tokens,
         }
-        blocks = kind.blocks or setup.blocks or capacity(setup.model, gpu, tp, **limits)
+        blocks = kind.blocks or setup.blocks or capacity(built, setup.model, gpu, tp, **limits)
         # What is longer than all blocks is refused anyway, and needs no room in the tables.
         room = blocks * kind.block_size + 1
         engine = EngineConfig(

@@ -11,7 +11,7 @@ from pigou.config import ConfigError
 from pigou.sim.architecture import Architecture, architecture
 from pigou.sim.capacity import kv_blocks
 from pigou.sim.gpus import gpu as find_gpu
-from pigou.sim.law import PRESETS, Law, LawTiming
+from pigou.sim.law import PRESET_WORKERS, PRESETS, Law, LawTiming
 from pigou.sim.measured import MeasuredTiming, read_measured
 from pigou.sim.profile import profile
 from pigou.sim.roofline import roofline
@@ -25,10 +25,14 @@ class Built:
     Attributes:
         timing: of the steps.
         overhead: seconds from the client to a worker.
+        room: tokens that the KV cache of the worker holds that it was measured on; 0: not known.
+        worker: model, GPU and GPUs of the worker that a preset is of.
     """
 
     timing: Timing
     overhead: float = 0.0
+    room: int = 0
+    worker: tuple[str, str, int] | None = None
 
 
 def build_timing(text: str, model: str, gpu: str, tp: int) -> Built:
@@ -50,7 +54,8 @@ def build_timing(text: str, model: str, gpu: str, tp: int) -> Built:
         return _law(rest)
     if is_measured(text):
         measured = read_measured(Path(text))
-        return Built(MeasuredTiming(measured), measured.overhead)
+        room = measured.blocks * measured.block_size
+        return Built(MeasuredTiming(measured), measured.overhead, room)
     if name == "roofline" and not rest:
         return Built(roofline(_model(model), find_gpu(gpu), tp))
     if name == "profile":
@@ -69,13 +74,18 @@ def is_measured(text: str) -> bool:
 
 
 def capacity(
-    model: str, gpu: str, tp: int, *, block_size: int, max_batched_tokens: int, max_seqs: int
-) -> int:
-    """Return the KV blocks of a worker, as its engine would count them.
+    built: Built, model: str, gpu: str, tp: int,
+    *, block_size: int, max_batched_tokens: int, max_seqs: int,
+) -> int:  # fmt: skip
+    """Return the KV blocks of a worker: as measured, or as its engine would count them.
 
     Raises:
         ConfigError: model or GPU is not known, or it does not fit.
     """
+    if built.room:
+        return max(1, built.room // block_size)
+    if built.worker is not None and not model and not gpu:
+        model, gpu, tp = built.worker
     if not model or not gpu:
         raise ConfigError("blocks are not given; say --blocks N, or --model and --gpu")
     return kv_blocks(
@@ -98,6 +108,7 @@ def _model(name: str) -> Architecture:
 def _law(text: str) -> Built:
     values: dict[str, object] = {}
     given: set[str] = set()
+    worker = None
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
         if key in given:
@@ -108,10 +119,11 @@ def _law(text: str) -> Built:
                 known = ", ".join(PRESETS)
                 raise ConfigError(f"timing law: {item!r} is no preset; it must be one of: {known}")
             values = msgspec.to_builtins(PRESETS[key])
+            worker = PRESET_WORKERS[key]
         else:
             values[key] = value
     try:
         law = msgspec.convert(values, Law, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"timing law: {error}") from error
-    return Built(LawTiming(law), law.overhead)
+    return Built(LawTiming(law), law.overhead, worker=worker)

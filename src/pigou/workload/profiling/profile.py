@@ -60,7 +60,10 @@ async def profile(
         "errors": msgspec.to_builtins(misses),
         "seen": msgspec.to_builtins(seen),
     }
-    return Profile(target.client.model, msgspec.structs.replace(found, about=about), misses, seen)
+    limits = target.limits
+    size = limits.block if limits.blocks else 0
+    found = msgspec.structs.replace(found, about=about, blocks=limits.blocks, block_size=size)
+    return Profile(target.client.model, found, misses, seen)
 
 
 def _nothing(done: int, total: int, what: str) -> None:

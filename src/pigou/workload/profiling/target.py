@@ -31,6 +31,7 @@ class Limits:
         room: tokens that its KV cache holds.
         block: tokens in a block of it.
         repeat: steps that it plans at once, as long as its sequences do not change.
+        blocks: of its KV cache; 0 where it does not say.
     """
 
     tokens: int
@@ -39,6 +40,7 @@ class Limits:
     room: int
     block: int
     repeat: int = 1
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def _limits(
         room=blocks * block or most,
         block=block,
         repeat=max(1, int(about.get("repeat") or 1)),
+        blocks=blocks,
     )
 
 
