@@ -10,6 +10,7 @@ import pytest
 
 from pigou.cli import main
 from pigou.config import ConfigError
+from pigou.workload.formats import read_trace
 from pigou.workload.packed import unpacked
 
 zstandard = pytest.importorskip("zstandard")
@@ -73,6 +74,20 @@ def test_a_damaged_file_is_refused(tmp_path: Path, ending: str, pack: Pack, what
     data = {"other": bytearray(TEXT), "followed": data + b"more"}.get(what, data)
     with pytest.raises(ConfigError, match=f"no whole {ending} file"):
         read(write(tmp_path, ending, bytes(data)))
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("command", ["convert", "sample"])
+def test_what_is_written_is_packed_as_its_name_says(
+    tmp_path: Path, ending: str, command: str
+) -> None:
+    plain, packed = write(tmp_path, "", TEXT), tmp_path / f"o.jsonl{ending}"
+    with pytest.raises(SystemExit) as end:
+        main(["trace", command, str(plain), str(packed)])
+    assert end.value.code in (0, None)
+    assert packed.stat().st_size < len(TEXT) / 4
+    assert read_trace(packed) == read_trace(plain)
+    assert packed.read_bytes()[:2] == (b"\x1f\x8b" if ending == ".gz" else b"\x28\xb5")
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])

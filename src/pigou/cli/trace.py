@@ -19,6 +19,7 @@ from pigou.config import ConfigError
 from pigou.workload.catalogue import TRACES, listed
 from pigou.workload.download import DownloadError, Watch, download
 from pigou.workload.formats import read_trace
+from pigou.workload.packed import packing
 from pigou.workload.rows import Row, to_rows
 from pigou.workload.sample import some, window
 from pigou.workload.sharing import hit_ratio, sharing
@@ -28,6 +29,7 @@ trace = typer.Typer(
     help="Find, download, describe, convert and cut recorded traces.", no_args_is_help=True
 )
 _PERCENTILES = (50, 90, 99)
+_OUT = "File to write, in Pigou's own JSON lines; packed where it ends in .gz or .zst."
 
 
 @trace.command("list")
@@ -92,7 +94,10 @@ def info(
 @trace.command("convert")
 def convert(
     file: Annotated[str, typer.Argument(help="A trace, or a journal of `pigou serve`.")],
-    out: Annotated[str, typer.Argument(help="File to write, in Pigou's own JSON lines.")],
+    out: Annotated[
+        str,
+        typer.Argument(help="File to write, in Pigou's own JSON lines; .gz, .zst are packed."),
+    ],
 ) -> None:
     """Write any trace, or the workload of a journal, as Pigou's own JSON lines."""
     with _failing("convert"):
@@ -102,7 +107,10 @@ def convert(
 @trace.command("sample")
 def sample(
     file: Annotated[str, typer.Argument(help="A trace, or a journal of `pigou serve`.")],
-    out: Annotated[str, typer.Argument(help="File to write, in Pigou's own JSON lines.")],
+    out: Annotated[
+        str,
+        typer.Argument(help="File to write, in Pigou's own JSON lines; .gz, .zst are packed."),
+    ],
     begin: Annotated[float, typer.Option("--from", help="Seconds to begin at.")] = 0.0,
     end: Annotated[float, typer.Option("--to", help="Seconds to end before.")] = math.inf,
     sessions: Annotated[
@@ -155,7 +163,7 @@ def _write(path: Path, rows: Iterable[Row]) -> int:
         raise ConfigError(f"the folder of {str(path)!r} does not exist; make it first")
     encode: Callable[[Row], bytes] = msgspec.json.Encoder().encode
     count = 0
-    with path.open("wb") as file:
+    with packing(path) as file:
         for row in rows:
             file.write(encode(row) + b"\n")
             count += 1

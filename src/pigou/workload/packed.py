@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from pigou.config import ConfigError
 
@@ -35,6 +35,21 @@ def unpacked(path: str | Path) -> IO[bytes]:
     file = path.open("rb")
     parts = _unzipped(file) if zstandard is None else _unframed(file, zstandard)
     return io.BufferedReader(_Reader(path, file, parts))
+
+
+def packing(path: str | Path) -> IO[bytes]:
+    """Open a file to write to, and pack it as its name says; what was there is lost.
+
+    Raises:
+        OSError: it cannot be opened. ConfigError: zstandard is missing.
+    """
+    path = Path(path)
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, "wb"))
+    if path.suffix != ".zst":
+        return path.open("wb")
+    packer = _zstandard(path).ZstdCompressor(write_checksum=True)
+    return cast(IO[bytes], packer.stream_writer(path.open("wb"), closefd=True))
 
 
 def name_of(path: str | Path) -> str:
@@ -113,5 +128,7 @@ def _zstandard(path: Path) -> ModuleType:
     try:
         import zstandard
     except ImportError:
-        raise ConfigError(f"{path} is compressed; install zstandard, or unpack it first") from None
+        raise ConfigError(
+            f"{path} is packed by zstd; install zstandard, or name a file that is not"
+        ) from None
     return zstandard
