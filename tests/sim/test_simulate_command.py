@@ -170,6 +170,8 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--policy", "toll,magic=1"], ["magic"]),
         (["--engine", "magic"], ["magic"]),
         (["--max-seqs", "0"], ["max_seqs"]),
+        (["--queue-timeout", "-1"], ["--queue-timeout is -1.0"]),
+        (["--queue-timeout", "inf"], ["--queue-timeout is inf"]),
         (["--json", "gone/file.json"], ["gone", "folder"]),
     ],
 )

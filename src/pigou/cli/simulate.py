@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.named import named
+from pigou.cli.options import nanoseconds
 from pigou.cli.reporter import Reporter
 from pigou.config import ConfigError, ControlConfig
 from pigou.request import SECOND
@@ -143,7 +144,7 @@ def simulate(
             max_inflight=max_inflight or UNLIMITED,
             max_inflight_tokens=max_inflight_tokens or UNLIMITED,
             max_queued=max_queued or UNLIMITED,
-            queue_timeout=round(queue_timeout * SECOND) or UNLIMITED,
+            queue_timeout=nanoseconds("--queue-timeout", queue_timeout) or UNLIMITED,
             seed=seed,
         )
         values = {
