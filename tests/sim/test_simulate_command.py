@@ -138,6 +138,19 @@ def test_a_yaml_fleet_is_honoured(tmp_path: Path) -> None:
     assert found["ttft_s"]["p50"] > plain["ttft_s"]["p50"] + 0.005
 
 
+def test_of_a_number_and_a_time_what_comes_first_ends_an_open_loop(tmp_path: Path) -> None:
+    asked = "gamma:rate=10,cv=0,in=5,out=5,n={},hold={}"
+    assert simulate(tmp_path, asked.format(7, 5))["offered"] == 7
+    assert simulate(tmp_path, asked.format(70, 5))["offered"] == 49
+
+
+@pytest.mark.parametrize("more", ["", ",ramp=2", ",think=40,drain=false", ",barrier=1"])
+def test_a_closed_loop_of_n_requests_ends_when_they_have(tmp_path: Path, more: str) -> None:
+    found = simulate(tmp_path, f"closed:C=4,in=5,out=5,n=10{more}")
+    assert (found["offered"], found["completed"]) == (10, 10)
+    assert found["simulated_s"] < 200
+
+
 def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -> None:
     workload = "gamma:rate=20,cv=2,in=20:300,out=1:30,templates=3,n=50"
     one, same, other = (
@@ -156,7 +169,12 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--workload", "poisson:rate=0,n=3"], ["rate", "above 0"]),
         (["--workload", "poisson:rate=5,n=3,speed=9"], ["speed"]),
         (["--workload", "poisson:rate=5"], ["n=COUNT", "hold=SECONDS"]),
+        (["--workload", "poisson:rate=5,n=-1,hold=9"], ["n is -1"]),
         (["--workload", "closed:C=many,hold=3"], ["many", "USERS"]),
+        (["--workload", "closed:C=4,in=5,out=5"], ["hold=SECONDS", "n=COUNT"]),
+        (["--workload", "closed:C=4,n=-2"], ["n is -2"]),
+        (["--queue-timeout", "-1"], ["--queue-timeout is -1.0"]),
+        (["--queue-timeout", "inf"], ["--queue-timeout is inf"]),
         (["--workload", "poisson:rate=5,n=3,n=4"], ["n is given twice", "n=4"]),
         (["--timing", "law:340b,prefill=1,prefill=2"], ["prefill is given twice"]),
         (["--policy", "toll,toll=1,toll=2"], ["toll is given twice"]),
@@ -170,8 +188,6 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--policy", "toll,magic=1"], ["magic"]),
         (["--engine", "magic"], ["magic"]),
         (["--max-seqs", "0"], ["max_seqs"]),
-        (["--queue-timeout", "-1"], ["--queue-timeout is -1.0"]),
-        (["--queue-timeout", "inf"], ["--queue-timeout is inf"]),
         (["--json", "gone/file.json"], ["gone", "folder"]),
     ],
 )

@@ -182,7 +182,7 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                     f"{name} is {getattr(self, name)}; it must be 0 to {MOST_SECONDS} (a year)"
                 )
         if self.requests < 0:
-            raise ConfigError(f"requests is {self.requests}; it must be at least 0")
+            raise ConfigError(f"n is {self.requests}; it must be at least 0")
 
     @property
     def longest(self) -> int:
@@ -209,8 +209,8 @@ def renewal(
         lengths: of what is asked for.
         rate: requests a second, above 0.
         cv: standard deviation of a gap over its mean; 1 is Poisson, 0 a metronome.
-        count: requests; 0 takes those of `seconds`.
-        seconds: in which they are sent, where `count` is 0.
+        count: requests at most; 0 takes all those of `seconds`.
+        seconds: in which they are sent; 0 takes `count` of them.
         seed: of lengths and gaps.
 
     Raises:
@@ -220,7 +220,7 @@ def renewal(
         raise ConfigError(
             f"rate is {rate} and cv {cv}; rate must be above 0 (one in a year), cv at least 0"
         )
-    if count < 1 and not 0.0 < seconds <= MOST_SECONDS:
+    if count < 0 or not 0.0 <= seconds <= MOST_SECONDS or not (count or seconds):
         raise ConfigError(
             f"n is {count} and hold {seconds} s; say how many requests: n=COUNT or hold=SECONDS, "
             f"up to {MOST_SECONDS} (a year)"
@@ -229,7 +229,7 @@ def renewal(
     jobs = Random(seed)
     sessions: list[Session] = []
     for start in starts:
-        if len(sessions) == count if count else start >= seconds * SECOND:
+        if (count and len(sessions) == count) or (seconds and start >= seconds * SECOND):
             break
         sessions.append(Session(start, (lengths.draw(jobs),)))
     return OpenLoop(tuple(sessions))

@@ -15,7 +15,7 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
-from pigou.sim.workload import ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
+from pigou.sim.workload import MOST_SECONDS, ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
 from pigou.workload.arrivals import renewal_times
 from pigou.workload.formats import read_trace
 from pigou.workload.trace import Trace
@@ -142,14 +142,16 @@ def _open(trace: Trace, options: _Trace, seed: int) -> OpenLoop:
 
 def _closed(values: dict[str, str], lengths: Lengths) -> ClosedLoop:
     shape = _convert(values, _Shape)
+    hold = 0.0 if "x" in shape.C else _hold(shape)
     phases = []
     for part in shape.C.split("/"):
         users, times, seconds = part.partition("x")
         try:
-            phases.append((int(users), float(seconds) if times else shape.hold))
+            phases.append((int(users), float(seconds) if times else hold))
         except ValueError:
             raise ConfigError(
-                f"C is {shape.C!r}; write USERS (with hold=SECONDS), or USERSxSECONDS/..."
+                f"C is {shape.C!r}; write USERS (with hold=SECONDS or n=COUNT), or "
+                "USERSxSECONDS/..."
             ) from None
     if shape.hold and "x" in shape.C:
         raise ConfigError("closed: phases have their own seconds; leave hold out")
@@ -157,6 +159,15 @@ def _closed(values: dict[str, str], lengths: Lengths) -> ClosedLoop:
         lengths=lengths, phases=tuple(phases), ramp=shape.ramp, drain=shape.drain,
         barrier=shape.barrier, think=shape.think, requests=shape.n,
     )  # fmt: skip
+
+
+def _hold(shape: _Shape) -> float:
+    """Return the seconds of a loop without phases; where only `n` is given, that ends it."""
+    if shape.hold:
+        return shape.hold
+    if not shape.n:
+        raise ConfigError("closed: say how long, or how many requests: hold=SECONDS or n=COUNT")
+    return MOST_SECONDS - min(max(shape.ramp, 0.0), MOST_SECONDS / 2)
 
 
 def _lengths(values: Mapping[str, str]) -> Lengths:
