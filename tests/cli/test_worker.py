@@ -67,6 +67,8 @@ SLEEP = ("--executor", "sleep", "--model", "bundled", "--blocks", "64")
             "--eviction-floor is {'a': 0.5}: exp",
         ),
         ([*SLEEP, "--eviction", "h2o"], "it has no cache entries; leave one out"),
+        ([*SLEEP, "--kv-events-endpoint", "zz"], "--kv-events-endpoint is 'zz', which cannot be"),
+        ([*SLEEP, "--kv-replay-endpoint", "tcp://x:99999"], "--kv-replay-endpoint is 'tcp://x:"),
         (["--host-cache", "much"], "'much' is no size; write for example 512MiB"),
         (["--model", "./nowhere", "--executor", "sleep"], "has no config.json"),
     ],

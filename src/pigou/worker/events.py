@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from pigou.config import ConfigError
 from pigou.wire.kv_events import END_OF_REPLAY, encode_batch, sequence_frame
 
 log = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ class EventPublisher:
         """Bind both sockets; a port `*` takes a free one.
 
         Raises:
-            zmq.ZMQError: an address cannot be bound.
+            ConfigError: an address cannot be bound.
         """
         self._context = zmq.asyncio.Context()
         self._pub = zmq.Socket(zmq.Context(self._context), zmq.PUB)
@@ -42,8 +44,8 @@ class EventPublisher:
         for socket in (self._pub, self._router):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
-        self._pub.bind(endpoint)
-        self._router.bind(replay_endpoint)
+        self._bind(self._pub, "kv_events_endpoint", endpoint)
+        self._bind(self._router, "kv_replay_endpoint", replay_endpoint)
         self.endpoint = _bound(self._pub)
         self.replay_endpoint = _bound(self._router)
         self._next = 0
@@ -80,6 +82,20 @@ class EventPublisher:
         """Close both sockets."""
         if self._task is not None:
             self._task.cancel()
+        self._end()
+
+    def _bind(self, socket: zmq.Socket[Any], field: str, address: str) -> None:
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            self._end()
+            why = os.strerror(error.errno or 0)
+            raise ConfigError(
+                f"{field} is {address!r}, which cannot be bound ({why}); give a free ZMQ address, "
+                "like tcp://127.0.0.1:5557, or tcp://127.0.0.1:* for any port"
+            ) from None
+
+    def _end(self) -> None:
         self._pub.close()
         self._router.close()
         self._context.term()
