@@ -32,6 +32,15 @@ def test_parts_of_text_are_joined_with_line_breaks() -> None:
     assert render("[{{ messages[0].content }}]", None) == "[]"
 
 
+def test_a_developer_is_the_system_where_the_template_knows_no_developer() -> None:
+    messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    plain = "{% for m in messages %}{{ m.role }}:{{ m.content }} {% endfor %}"
+    assert ChatTemplate(plain, {}).render(messages) == "system:a user:b "
+    knows = plain + "{% if messages[0].role == 'developer' %}!{% endif %}"
+    assert ChatTemplate(knows, {}).render(messages) == "developer:a user:b !"
+    assert messages[0]["role"] == "developer", "the caller's messages stay as they are"
+
+
 def test_helpers_of_published_templates_work() -> None:
     assert render("{{ {'a': 'é'} | tojson }}") == '{"a": "é"}'
     assert render("{{ strftime_now('%Y') | length }}") == "4"

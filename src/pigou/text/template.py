@@ -14,6 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 #: Marks the end of a final message that is to be continued. Its own trailing space shows whether
 #: the template trims messages.
 _END = "CONTINUE_FINAL_MESSAGE_TAG "
+#: What OpenAI's newer clients call the role `system`.
+_DEVELOPER = "developer"
 
 
 class ChatError(ValueError):
@@ -57,6 +59,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja2: {error}") from None
         self._names = names
+        self._knows_developer = _DEVELOPER in source
 
     def render(
         self,
@@ -70,7 +73,8 @@ class ChatTemplate:
 
         Args:
             messages: checked by `pigou.wire.checks.check_messages`; lists of text parts are
-                joined with line breaks.
+                joined with line breaks. The role `developer` is `system` for a template that
+                does not name it.
             add_generation_prompt: open the assistant's turn at the end.
             continue_final_message: end within the final message, for the model to go on; its
                 trailing space stays if the template keeps it.
@@ -79,7 +83,10 @@ class ChatTemplate:
         Raises:
             ChatError: the template refuses the messages, or fails on them.
         """
-        flat = [message | {"content": _flat(message.get("content"))} for message in messages]
+        flat = [
+            message | {"content": _flat(message.get("content")), "role": self._role(message)}
+            for message in messages
+        ]
         if continue_final_message:
             flat[-1]["content"] += _END
         try:
@@ -94,6 +101,10 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise ChatError(f"the chat template failed on these messages: {error}") from None
         return _within(text) if continue_final_message else text
+
+    def _role(self, message: dict[str, Any]) -> Any:
+        role = message.get("role")
+        return "system" if role == _DEVELOPER and not self._knows_developer else role
 
 
 def _flat(content: Any) -> str:
