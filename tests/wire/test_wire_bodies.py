@@ -79,6 +79,14 @@ def test_fields_without_meaning_are_fields() -> None:
     assert set(WITHOUT_MEANING) <= set(ChatRequest.__struct_fields__)
 
 
+def test_what_openai_clients_send_without_meaning_here_is_taken() -> None:
+    sent = {"store": True, "service_tier": "auto", "verbosity": "low", "parallel_tool_calls": True}
+    body = {"messages": [{"role": "developer", "content": "a"}], **sent}
+    assert decode_chat(json.dumps(body).encode()).verbosity == "low"
+    with pytest.raises(APIError, match="Unknown field loudness"):
+        decode_chat(json.dumps(body | {"loudness": 1}).encode())
+
+
 def test_sampling_follows_the_request_then_the_model_then_the_api() -> None:
     defaults = Defaults(temperature=0.7, top_k=20, top_p=0.8)
     plain = params(completion(), defaults=defaults)

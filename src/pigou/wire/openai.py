@@ -131,6 +131,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     prompt_token_ids: TokenIds | None = None
+    verbosity: str | None = None  # without meaning here, as those of every request
     parallel_tool_calls: bool | None = None  # without meaning while tools are refused
 
 
@@ -164,6 +165,7 @@ WITHOUT_MEANING = (
     "prompt_cache_key",
     "prompt_cache_retention",
     "spaces_between_special_tokens",
+    "verbosity",
     "parallel_tool_calls",
 )
 
