@@ -65,7 +65,7 @@ def sending(
             character is cut in two.
         stock: the worker knows nothing of `resume_tokens`.
         seed: used on Pigou's workers where the client gave none, so that a sampled stream goes
-            on as it would have.
+            on with the draws that it would have had.
         max_model_len: context of the worker, in tokens.
         dynamo: the worker is a frontend of Dynamo, which tells token ids in its own way.
     """
