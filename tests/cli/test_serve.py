@@ -49,6 +49,20 @@ def test_what_cannot_work_is_refused_in_one_line(
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+def test_a_journal_is_not_written_plain_under_a_packed_name(
+    packing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"x.journal{packing}"
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--journal", str(path)])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert f"--journal is '{path}', and journals are written plain; leave {packing} away" in error
+    assert error.count("\n") == 1
+    assert not path.exists()
+
+
 @pytest.mark.parametrize(("name", "head"), [("keys", ""), ("keys.yaml", "keys:\n")])
 def test_a_new_key_opens_the_door_that_its_line_guards(
     name: str, head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 
 import msgspec
 
@@ -10,6 +11,8 @@ from pigou.config import ConfigError
 
 #: Addresses that only this machine reaches.
 _LOOPBACK_NAMES = ("localhost",)
+#: Endings of files that are unpacked when they are read.
+_PACKED = (".gz", ".zst")
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,7 +27,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         max_headers: most headers; more is answered 431.
         api_keys_file: hashed keys; without it, whoever reaches the port is served.
         allow_open: listen beyond loopback although there are no keys.
-        journal: file to which all that decisions depend on is appended; None writes none.
+        journal: file to which all that decisions depend on is appended, plain; None writes none.
         release: manifest of what is released together with the fleet (prompts, policies,
             applications): another one voids all that is cached; empty for none.
         strict: refuse unknown fields of request bodies here; off in front of stock workers,
@@ -50,6 +53,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name in ("max_body", "max_line", "max_header", "max_headers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.journal is not None and (packing := Path(self.journal).suffix) in _PACKED:
+            raise ConfigError(
+                f"journal is {self.journal!r}, and journals are written plain; leave {packing} "
+                "away, and pack the file afterwards"
+            )
         if not is_loopback(self.host) and self.api_keys_file is None and not self.allow_open:
             raise ConfigError(
                 f"host is {self.host!r}, which other machines reach, and there are no API keys; "
