@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -236,3 +236,59 @@ def test_what_kept_a_worker_busy_is_workload(tmp_path: Path, how: str, output: i
     ending(path, how)
     (session,) = read_trace(path).sessions
     assert (session.turns[0].input, session.turns[0].output) == (7, output)
+
+
+def overloaded(path: Path, limits: Mapping[str, int], *, blocks: int = 0, waits: int = 0) -> None:
+    """Append a run of a worker for one stream: `a` is answered, and the others are shed.
+
+    Args:
+        path: of the journal.
+        limits: most tokens of each of the others, by their names, which end in their prompt.
+        blocks: of the worker.
+        waits: of the others, that may wait until it is too late.
+    """
+    config = ControlConfig(max_inflight=1, max_queued=waits, queue_timeout=5 * SECOND)
+    journal = Journal(path, config)
+    plane = Recorder(ControlPlane(config), journal.write)
+    plane.observe(WorkerUp(Worker("w", "", blocks=blocks)), SECOND)
+    plane.submit(Request("a", 7, 30, arrival=SECOND), SECOND)
+    for name, most in limits.items():
+        prompt = int(name.split("-")[1])
+        plane.submit(Request(name, prompt, most, arrival=2 * SECOND), 2 * SECOND)
+    plane.tick(8 * SECOND)
+    for name in limits:
+        plane.observe(Ended(name, FinishReason.ERROR), 8 * SECOND)
+    plane.observe(Tokens("a", 20), 9 * SECOND)
+    plane.observe(Ended("a", FinishReason.STOP), 9 * SECOND)
+    journal.close()
+
+
+@pytest.mark.parametrize("waits", [0, 2])
+def test_what_was_shed_is_workload_and_as_long_as_others_within_its_limit(
+    tmp_path: Path, waits: int
+) -> None:
+    path = tmp_path / "j"
+    overloaded(path, {"b-11": 500, "c-12": 8}, waits=waits)
+    found = read_trace(path).sessions
+    assert [session.start for session in found] == [0.0, 1.0, 1.0]
+    assert {(session.turns[0].input, session.turns[0].output) for session in found} == {
+        (7, 20), (11, 20), (12, 8),
+    }  # fmt: skip
+
+
+def test_what_was_shed_has_its_limit_where_nothing_was_answered(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    config = ControlConfig(max_queued=0)
+    journal = Journal(path, config)
+    plane = Recorder(ControlPlane(config), journal.write)
+    plane.submit(Request("x", 7, 30, arrival=SECOND), SECOND)
+    plane.observe(Ended("x", FinishReason.ERROR), SECOND)
+    journal.close()
+    (session,) = read_trace(path).sessions
+    assert (session.turns[0].input, session.turns[0].output) == (7, 30)
+
+
+def test_a_shed_prompt_that_no_worker_holds_is_no_workload(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    overloaded(path, {"b-160": 4, "c-2500000": 4}, blocks=10)
+    assert {session.turns[0].input for session in read_trace(path).sessions} == {7, 160}

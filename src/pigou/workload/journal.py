@@ -18,9 +18,10 @@ from pigou.control.journal import (
     JournalError,
     More,
     Submit,
+    Up,
     decode,
 )
-from pigou.request import SECOND, FinishReason
+from pigou.request import NEVER, SECOND, FinishReason, Worker
 from pigou.workload.packed import unpacked
 from pigou.workload.trace import Session, Trace, Turn, ordered
 
@@ -91,10 +92,19 @@ class _Asked:
     output: int = 0
     routed: bool = False
     answered: bool = False
+    shed: bool = False
 
     def is_load(self, reason: FinishReason | None) -> bool:
-        """Whether workers had to do with it, as far as its end (None: it has none) tells."""
-        return self.answered or (self.routed and reason is not FinishReason.ERROR)
+        """Whether it was there to be served, as far as its end (None: it has none) tells."""
+        if self.answered or self.shed:
+            return True
+        return self.routed and reason is not FinishReason.ERROR
+
+    def tokens(self, usual: float) -> int:
+        """Return the tokens of its output; `usual` are those of others."""
+        if self.shed and not self.answered:
+            return max(1, round(min(self.entry.most, usual)))
+        return max(1, self.output)
 
 
 def read_workload(path: str | Path) -> Trace:
@@ -102,19 +112,24 @@ def read_workload(path: str | Path) -> Trace:
 
     Outputs have the tokens that came, at least 1. Requests that went on elsewhere count once,
     with their first prompt; those that were cancelled, or had not ended when the journal ended,
-    are as long as what came of them. Requests that never had a worker, and those that ended in
-    an error before a token (refused, by the gateway or a worker, or failed), are left out. Block
-    ids are numbered anew, in the order of their first use, at the smallest block size of the
-    fleet.
+    are as long as what came of them. Requests that were shed, for want of room, were asked for as
+    well: they have the mean output of those that were answered, at most their limit; their limit
+    where none was. Others that never had a worker, and those that ended in an error before a
+    token (refused, by the gateway or a worker, or failed), are left out, as are prompts that were
+    shed and that no worker's KV cache holds. Block ids are numbered anew, in the order of their
+    first use, at the smallest block size of the fleet.
 
     Raises:
         ConfigError: it cannot be read, or has no requests.
     """
     requests = list(_requests(path))
     if not requests:
-        raise ConfigError(f"trace: {path} is a journal without requests that a worker served")
+        raise ConfigError(
+            f"trace: {path} is a journal without requests that a worker served, or would have"
+        )
     sizes = Counter(size for each in requests for size in each.entry.keys)
     size = min((size for size, uses in sizes.items() if uses == max(sizes.values())), default=1)
+    usual = _usual(requests)
     ids: dict[int, int] = {}
     sessions = []
     for number, each in enumerate(requests):
@@ -122,14 +137,20 @@ def read_workload(path: str | Path) -> Trace:
         blocks = tuple(ids.setdefault(key, len(ids)) for key in keys)
         # What has no blocks shares nothing.
         scope = "journal" if blocks else str(number)
-        turn = Turn(each.input, max(1, each.output), blocks)
+        turn = Turn(each.input, each.tokens(usual), blocks)
         start = (each.start - requests[0].start) / SECOND
         sessions.append(Session(start, scope, (turn,), each.entry.tenant))
     return ordered(float(size), sessions)
 
 
+def _usual(requests: list[_Asked]) -> float:
+    """Return the mean output of those that were answered; without any there is no bound."""
+    outputs = [each.output for each in requests if each.output]
+    return sum(outputs) / len(outputs) if outputs else NEVER
+
+
 def _requests(path: str | Path) -> Iterator[_Asked]:
-    shift = 0
+    shift = most = 0
     asked: dict[str, _Asked] = {}
     for line in lines(path):
         entry = line.entry
@@ -137,6 +158,8 @@ def _requests(path: str | Path) -> Iterator[_Asked]:
             case Head(now=now, unix=unix):
                 yield from _left(asked)
                 shift = unix - now
+            case Up(worker=worker):
+                most = max(most, _held(worker))
             case Submit() if entry.id not in asked:
                 start = (min(entry.arrival, entry.now) or entry.now) + shift
                 asked[entry.id] = _Asked(entry, start, entry.prompt)
@@ -152,7 +175,7 @@ def _requests(path: str | Path) -> Iterator[_Asked]:
             case _:
                 pass
         if entry is not None and not isinstance(entry, Head):
-            _note_routes(entry, asked)
+            _note_decisions(entry, asked, most or NEVER)
     yield from _left(asked)
 
 
@@ -162,7 +185,17 @@ def _left(asked: dict[str, _Asked]) -> Iterator[_Asked]:
     asked.clear()
 
 
-def _note_routes(entry: Entry, asked: dict[str, _Asked]) -> None:
+def _held(worker: Worker) -> int:
+    """Return the most tokens that a worker holds; without a bound where it did not say."""
+    return worker.blocks * worker.block_size or NEVER
+
+
+def _note_decisions(entry: Entry, asked: dict[str, _Asked], most: int) -> None:
+    """Note who was routed, and who was shed, unless its prompt has more than `most` tokens."""
     for each in entry.out:
-        if isinstance(each, dict) and "choice" in each and each.get("request") in asked:
-            asked[each["request"]].routed = True
+        if not isinstance(each, dict) or (found := asked.get(each.get("request", ""))) is None:
+            continue
+        if "choice" in each:
+            found.routed = True
+        elif "retry_after" in each:
+            found.shed = found.input <= most
