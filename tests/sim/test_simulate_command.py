@@ -187,7 +187,7 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--policy", "magic"], ["magic", "toll"]),
         (["--policy", "toll,magic=1"], ["magic"]),
         (["--engine", "magic"], ["magic"]),
-        (["--max-seqs", "0"], ["max_seqs"]),
+        (["--max-seqs", "0"], ["--max-seqs"]),
         (["--json", "gone/file.json"], ["gone", "folder"]),
     ],
 )
@@ -196,6 +196,43 @@ def test_what_cannot_be_simulated_is_refused_by_name(options: list[str], words: 
     done = CliRunner().invoke(APP, [*argv, *options])
     assert done.exit_code == 2, done.output
     assert all(word in done.output for word in words), done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--engine", "x"], "--engine is 'x'; give one of: vllm, pigou"),
+        (["--policy", "x"], "--policy is 'x'; it must be one of: aibrix-prefix"),
+        (["--detector", "x"], "--detector is 'x'; it must be one of: config-variance"),
+        (["--controller", "x"], "--controller is 'x'; it must be one of: bandit"),
+        (["--max-seqs", "0"], "--max-seqs is 0; it must be at least 1"),
+        (["--max-inflight-tokens", "-1"], "--max-inflight-tokens is -1; it must be at least 0"),
+        (["--temperature", "nan"], "--temperature is nan; it must be finite"),
+        (["--fleet", "0xboth"], "--fleet is '0xboth'; write for example 4xboth"),
+        (["--timing", "x"], "--timing is 'x'; it must be roofline"),
+        (["--tier", "host,gib=x"], "--tier is 'host,gib=x': gib is 'x': expected `float`"),
+        (["--tier", "host,gib=0"], "--tier is 'host,gib=0': tier host: gib is 0.0; it must be"),
+        (["--tier", "host,gib=1,x=1"], "unknown field `x`"),
+    ],
+)
+def test_a_refused_option_is_named_as_it_was_typed(options: list[str], words: str) -> None:
+    argv = ["simulate", "--workload", "poisson:rate=5,n=3", "--timing", LAW, "--blocks", "100"]
+    done = CliRunner().invoke(APP, [*argv, *options])
+    assert done.exit_code == 2, done.output
+    assert words in done.output
+    assert "$" not in done.output
+    assert done.output.count("\n") == 1
+
+
+def test_a_field_of_a_fleet_file_is_not_named_as_an_option(tmp_path: Path) -> None:
+    path = tmp_path / "max_seqs.yaml"
+    path.write_text("workers: [{role: both, max_seqs: -1}]\n")
+    argv = ["simulate", "--workload", "poisson:rate=5,n=3", "--timing", LAW, "--blocks", "100"]
+    done = CliRunner().invoke(APP, [*argv, "--fleet", str(path)])
+    assert done.exit_code == 2, done.output
+    assert str(path) in done.output
+    assert "max_seqs is -1" in done.output
+    assert "--" not in done.output
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.named import named
-from pigou.cli.options import nanoseconds
+from pigou.cli.options import names, nanoseconds, typed, wrong
 from pigou.cli.reporter import Reporter
 from pigou.config import ConfigError, ControlConfig
 from pigou.request import SECOND
@@ -22,11 +22,15 @@ from pigou.sim.clock import EPOCH
 from pigou.sim.config import read_fleet
 from pigou.sim.result import Result
 from pigou.sim.simulate import UNLIMITED, Setup, Simulation
+from pigou.sim.tiers import TierConfig
 from pigou.sim.warm import warm_up
 from pigou.workload.offered import offered
 
 _LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "client_wait_s")
 _FIGURES = ("mean", "p50", "p90", "p95", "p99")
+_OPTIONS = {
+    **names(Setup, ControlConfig, tiers="tier"), "detector": "--detector", "fleet": "--fleet",
+}  # fmt: skip
 
 
 def simulate(
@@ -155,12 +159,12 @@ def simulate(
             "peer_reads": peer_reads,
             "rehearses": rehearses,
         }  # fmt: skip
-        setup = msgspec.convert(values, Setup)
+        setup = _setup(values)
         what, members = offered(workload, seed), read_fleet(fleet)
         simulation = Simulation(what.workload, members, setup, control, what.client, seed=seed)
         reporter = Reporter(report, simulation) if report else None
-    except (ConfigError, msgspec.ValidationError) as error:
-        typer.echo(f"pigou simulate: {error}", err=True)
+    except ConfigError as error:
+        typer.echo(f"pigou simulate: {_told(str(error))}", err=True)
         raise typer.Exit(2) from None
     warm_up(members, setup, control)
     result = _run(simulation)
@@ -180,10 +184,26 @@ def simulate(
         reporter.write(result, document, f"{policy} on {fleet}", asked)
 
 
-def _tier(text: str) -> dict[str, Any]:
+def _setup(values: dict[str, Any]) -> Setup:
+    try:
+        return msgspec.convert(values, Setup)
+    except msgspec.ValidationError as error:
+        raise ConfigError(wrong(error, Setup, values)) from error
+
+
+def _tier(text: str) -> TierConfig:
     """Read `NAME,key=value,...`; the keys are those of `TierConfig`."""
     name, params = named("--tier", text)
-    return {"name": name, **params}
+    values = {"name": name, **params}
+    try:
+        return msgspec.convert(values, TierConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--tier is {text!r}: {wrong(error, TierConfig, values)}") from error
+
+
+def _told(message: str) -> str:
+    """Return a message in the names of the options, unless it is of a fleet's file."""
+    return message if message.startswith("fleet: ") else typed(message, _OPTIONS)
 
 
 def _run(simulation: Simulation) -> Result:
