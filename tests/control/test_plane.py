@@ -104,6 +104,10 @@ class Driver:
             coming = sum(load.request.prompt for load in streams if not load.decoding)
             assert state.columns.coming[row] == coming
             assert len(streams) <= LIMIT
+            prompts = [load for load in state.loads.values() if load.prefill == worker]
+            first = min(prompts, key=lambda load: load.routed, default=None)
+            assert state.lines.tokens[row] == (first.uncached if first else 0)
+            assert state.lines.since[row] >= (first.routed if first else 0)
         queued = [waiting.request.id for waiting in self.plane.queue]
         assert sorted(queued) == sorted(self.waiting), "the queue lost or invented a request"
 

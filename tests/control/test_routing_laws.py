@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from routing_fleets import alone, cheapest, product, split
 
+from pigou.control.lines import Lines
 from pigou.control.routing.policy import GROUP, Priced, load
 from pigou.control.routing.selection import select
 from pigou.control.routing.stages import Staged
@@ -48,6 +49,17 @@ COLUMNS = {
 
 
 @st.composite
+def lines(draw: st.DrawFn, workers: int) -> Lines:
+    """Prompts that are under way."""
+    found = Lines()
+    for row in range(workers):
+        found.up()
+        tokens, since = draw(st.integers(1, 5000)), draw(st.integers(0, 100))
+        found.join(row, "r", tokens, tokens * tokens // 2, since)
+    return found
+
+
+@st.composite
 def fleets(draw: st.DrawFn, *, apart: bool | None = None) -> tuple[FleetView, Candidates]:
     workers = draw(st.integers(2, 7))
     columns: dict[str, Any] = {
@@ -58,6 +70,7 @@ def fleets(draw: st.DrawFn, *, apart: bool | None = None) -> tuple[FleetView, Ca
     columns["waiting"] = np.array(columns["prefill_requests"], dtype=float)
     columns["kv_usage"] = np.array(columns["served"], dtype=float) / 1000
     columns["output"] = 50.0
+    columns["lines"], columns["now"] = draw(lines(workers)), 100
     if apart if apart is not None else draw(st.booleans()):
         prefill = draw(st.integers(1, workers - 1))
         return split(prefill, workers, **columns), product(prefill, workers)
@@ -81,9 +94,26 @@ def shuffled(fleet: FleetView, order: np.ndarray) -> FleetView:
         return {name: getattr(one, name)[order] for name in names(kind) if name not in skip}
 
     known = Estimates(fleet.estimates.table[:, order])
-    columns = taken(FleetView, fleet, {"ids", "estimates", "output", "reads"})
+    plain = {"ids", "estimates", "output", "reads", "lines", "now"}
+    columns = taken(FleetView, fleet, plain)
     ids = tuple(fleet.ids[row] for row in order)
-    return FleetView(ids=ids, estimates=known, output=fleet.output, **columns)
+    return FleetView(
+        ids=ids, estimates=known, output=fleet.output, lines=lined(fleet.lines, order),
+        now=fleet.now, **columns,
+    )  # fmt: skip
+
+
+def lined(before: Lines | None, order: np.ndarray) -> Lines:
+    """The same prompts, those of worker `order[i]` at row i."""
+    assert before is not None
+    found = Lines()
+    for row in order:
+        found.up()
+        tokens, pairs, since = (
+            getattr(before, name).item(row) for name in ("tokens", "pairs", "since")
+        )
+        found.join(len(found.tokens) - 1, "r", tokens, pairs, since)
+    return found
 
 
 def worse(costs: np.ndarray, index: int) -> int:

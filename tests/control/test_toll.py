@@ -7,6 +7,7 @@ import pytest
 from model_fleet import Ideal, ModelFleet, poisson
 
 from pigou.config import ConfigError, ControlConfig
+from pigou.control.lines import Lines
 from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import override
@@ -15,7 +16,7 @@ from pigou.control.routing.toll import Toll, TollParams, stream_tolls
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.control.speeds.estimates import Estimates
 from pigou.games.latency import LatencyLaw
-from pigou.request import Request, Role, Worker
+from pigou.request import SECOND, Request, Role, Worker
 
 LAW = LatencyLaw(0.0008, 0.02)
 
@@ -74,6 +75,19 @@ def test_a_stream_costs_what_reading_its_tokens_takes_of_all_steps_beside_it() -
         assert parts["decode"] == pytest.approx(100 * (LAW(9.0) + held + mine))
         toll = 100 * 8 * (LAW(9.0) - LAW(8.0) + mine)
         assert parts["toll_stream"] == pytest.approx([toll, toll])
+
+
+def test_the_prompt_under_way_is_as_far_as_the_time_since_it_began() -> None:
+    lines, request, offered = Lines(), Request("r", 1000, 100), pairs((-1, 0), (-1, 1))
+    for row, since in enumerate((10, 2)):
+        lines.up()
+        lines.join(row, "under way", 1950, 0, since * SECOND)
+    waiting = {"estimates": known(2), "prefill_requests": [2, 2], "prefill_tokens": [4900, 4900]}
+    for late, left in ((0.0, 0.5), (0.15, 0.35), (0.2, 0.3), (60.0, 0.3)):
+        now = 10 * SECOND + round(late * SECOND)
+        fleet = FleetView.of(2, lines=lines, now=now, **waiting)
+        parts = Toll().parts(request, fleet, offered)
+        assert parts["wait"] == pytest.approx([left, 0.3])  # never done before it is told to be
 
 
 def test_a_stream_waits_for_the_prompts_that_its_worker_will_not_have_computed() -> None:

@@ -16,7 +16,7 @@ from pigou.control.routing.lately import Lately
 from pigou.control.routing.policy import Table
 from pigou.control.routing.queue_kernel import forgone, joining
 from pigou.control.routing.toll import Toll, TollParams
-from pigou.control.routing.toll_kernel import reach, weigh
+from pigou.control.routing.toll_kernel import reach, waited, weigh
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.control.speeds.arrivals import FleetRate
 from pigou.control.speeds.estimates import Estimates
@@ -147,7 +147,18 @@ def test_the_tail_is_a_share_of_the_time_to_the_first_token() -> None:
     parts = toll.parts(request, fleet, WAYS)
     share = (0.75**10 - 0.5**10) / (3 * 0.25)
     first = parts["wait"] + parts["prefill"] + parts["transfer"]
-    assert parts["tail"] == pytest.approx(share * first)
+    extra = [waited(each, 0.2) for each in parts["wait"]]
+    assert extra[0] > extra[1] == 0.0
+    assert parts["tail"] == pytest.approx(share * first + extra)
+
+
+@given(st.floats(0, 20), st.floats(0.01, 5))
+def test_the_tail_of_a_wait_is_what_it_adds_to_the_longest_of_ten(
+    wait: float, scale: float
+) -> None:
+    times = np.linspace(0.0, wait, 2001)
+    longest = (1.0 - np.exp(-times / scale)) ** 9 * 10 / 3
+    assert waited(wait, scale) == pytest.approx(np.trapezoid(longest, times), rel=1e-3, abs=1e-9)
 
 
 def test_prices_alone_change_no_price() -> None:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.control.lines import Lines
 from pigou.control.messages import Choice, LoadReport, Read
 from pigou.control.seats import Seats
 from pigou.control.speeds.estimates import pairs
@@ -165,6 +166,7 @@ class State:
         columns: their figures.
         loads: of the routed requests, by id.
         seats: where their tokens are counted.
+        lines: prompts that are to be computed, in order.
     """
 
     def __init__(self) -> None:
@@ -177,6 +179,7 @@ class State:
         self.row: dict[str, int] = {}
         self.loads: dict[str, Load] = {}
         self.seats: Seats[Load] = Seats()
+        self.lines = Lines()
         self.columns = Columns(
             **{each.name: np.zeros(0, dtype=_KINDS[str(each.type)]) for each in fields(Columns)}
         )
@@ -187,6 +190,7 @@ class State:
         if row is None:
             row = self.row[worker.id] = len(self.workers)
             self.workers.append(worker)
+            self.lines.up()
             for name in _NAMES:
                 column = getattr(self.columns, name)
                 setattr(self.columns, name, np.append(column, column.dtype.type(0)))
@@ -221,6 +225,7 @@ class State:
             if load.prefill == worker:
                 load.prefill = None
         self.seats.down(row)
+        self.lines.down(row)
         self.background -= int(self.columns.background_requests[row])
         self.beyond -= int(self.columns.beyond[row])
         del self.workers[row]
@@ -271,6 +276,7 @@ class State:
         row = self.row[choice.decode]
         load.seat = self.seats.take(load, row, request.prompt, request.prompt + output)
         self.loads[request.id] = load
+        self.lines.join(computes, request.id, uncached, load.pairs, now)
         self.columns.served[row] += 1
         self.columns.coming[row] += request.prompt
         self._charge_prefill(load, 1)
@@ -284,12 +290,16 @@ class State:
         load.uncached = uncached
         load.pairs = int(pairs(uncached, load.request.prompt))
         self._charge_prefill(load, 1)
+        if load.prefill is not None:
+            row = self.row[load.prefill]
+            self.lines.join(row, load.request.id, uncached, load.pairs, load.routed)
 
-    def prefilled(self, load: Load) -> None:
+    def prefilled(self, load: Load, now: int) -> None:
         """Discharge whoever computed the prompt; does nothing the second time."""
         if load.prefill is None:
             return
         self._charge_prefill(load, -1)
+        self.lines.leave(self.row[load.prefill], load.request.id, now)
         load.prefill = None
         if load.decode is not None:
             load.decoding = True
@@ -297,13 +307,14 @@ class State:
             self.columns.decoding[row] += 1
             self.columns.coming[row] -= load.request.prompt
 
-    def end(self, request: str) -> Load | None:
+    def end(self, request: str, now: int) -> Load | None:
         """Discharge a request entirely; return what it weighed, None if it was not routed."""
         load = self.loads.pop(request, None)
         if load is None:
             return None
         if load.prefill is not None:
             self._charge_prefill(load, -1)
+            self.lines.leave(self.row[load.prefill], request, now)
         if load.decode is not None:
             row = self.row[load.decode]
             if load.decoding:

@@ -208,6 +208,8 @@ class Watch:
             self.estimates(now),
             self.estimator.output(request.max_tokens),
             columns.layout,
+            lines=self.state.lines,
+            now=now,
         )
 
     def _held(self, request: Request, index: PrefixIndex) -> Overlaps:
@@ -249,7 +251,7 @@ class Watch:
         for worker in (load.prefill, None if load.decode == load.prefill else load.decode):
             if worker is not None and rows[worker] != done:
                 self._advance(rows[worker], now)
-        self.state.prefilled(load)
+        self.state.prefilled(load, now)
 
     def _release(self, request: str, now: int) -> Load | None:
         if self._silent:
@@ -264,7 +266,7 @@ class Watch:
             self._advance(row, now)
             if load.first:
                 self.estimator.flow.change(row, -1)
-        return self.state.end(request)
+        return self.state.end(request, now)
 
     def _advance(self, row: int, now: int) -> None:
         columns = self.state.columns

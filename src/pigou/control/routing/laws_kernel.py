@@ -28,20 +28,31 @@ def alone(law: tuple[float, float, float], prompts: int, tokens: float, pairs: f
 
 
 @bare_kernel
-def backlog(
+def backlogs(
     table: NDArray[np.float64], prompts: NDArray[np.int64], tokens: NDArray[np.int64],
-    pairs: NDArray[np.int64], w: int,
-) -> float:  # fmt: skip
-    """Return the seconds of all prompts that worker `w` has to compute, by its law.
+    pairs: NDArray[np.int64], first_tokens: NDArray[np.int64], first_pairs: NDArray[np.int64],
+    since: NDArray[np.int64], now: int, found: NDArray[np.float64],
+) -> None:  # fmt: skip
+    """Write the seconds of all prompts that each worker has to compute, by its law.
+
+    The first is under way, and as far as the time since it began; it is not taken for done before
+    it is told to be, and takes nothing from those behind it when it is late.
 
     Args:
         table: `Estimates.table`.
         prompts, tokens, pairs: of the workers, (workers,).
-        w: the worker.
+        first_tokens, first_pairs, since: of the prompts that are under way (`Lines`), (workers,);
+            empty where they are not known.
+        now: nanoseconds.
+        found: takes the result, (workers,).
     """
-    law = table[0, w], table[1, w], table[17, w]
-    found: float = alone(law, prompts[w], float(tokens[w]), float(pairs[w]))
-    return found
+    for w in range(found.shape[0]):
+        law = table[0, w], table[1, w], table[17, w]
+        left = alone(law, prompts[w], float(tokens[w]), float(pairs[w]))
+        if since.shape[0] and prompts[w] > 0:
+            first = alone(law, 1, float(first_tokens[w]), float(first_pairs[w]))
+            left -= min(first, max(0, now - since[w]) * 1e-9)
+        found[w] = max(0.0, left)
 
 
 @bare_kernel

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
-from pigou.control.routing.laws_kernel import backlog
 
 #: Variances that are taken for none at all would make some tolls infinite.
 _LEAST_SPREAD = 0.05
@@ -94,17 +93,16 @@ def forgone(wait: float, mean: float, rate: float, gain: float) -> float:
 @bare_kernel
 def queues(
     table: NDArray[np.float64], prefills: NDArray[np.bool_], decodes: NDArray[np.bool_],
-    prefill_requests: NDArray[np.int64], prefill_tokens: NDArray[np.int64],
-    prefill_pairs: NDArray[np.int64], reaches: NDArray[np.float64], local: float,
-    ahead: NDArray[np.float64],
+    reaches: NDArray[np.float64], local: float, ahead: NDArray[np.float64],
 ) -> None:  # fmt: skip
-    """Write each worker's queue of prompts in seconds, how many one more delays, and its most toll.
+    """Write how many prompts one more delays at each worker, and the most that it may cost.
 
     Other arguments as `price`.
 
     Args:
         local: what the next prompt costs that no prefill worker computes (`place`), in seconds.
-        ahead: takes the result, (3, workers).
+        ahead: has the queue in seconds in its first row, and takes the result in the others, (3,
+            workers).
     """
     workers = prefills.shape[0]
     arrivals, mean, bursts, uneven = table[4], table[14], table[15], table[16]
@@ -114,13 +112,11 @@ def queues(
         apart += prefills[w] and not decodes[w]
     for w in range(workers):
         usual = max(mean[w], 1e-9)
-        wait = backlog(table, prefill_requests, prefill_tokens, prefill_pairs, w)
-        if prefill_requests[w] > 0:  # one is under way, and not at its beginning
-            wait = max(0.0, wait - 0.5 * mean[w] * max(0.0, 1.0 - uneven[w]))
+        wait = ahead[0, w]
         whole, rate, most = everybody, arrivals[w], math.inf
         if prefills[w] and not decodes[w]:
             whole = table[21, w]
             rate = whole / apart * joining(wait, reaches)
             most = forgone(wait, usual, rate, local - mean[w])
-        ahead[0, w], ahead[2, w] = wait, most
+        ahead[2, w] = most
         ahead[1, w] = behind(wait, usual, rate, whole, bursts[w], uneven[w])

@@ -15,6 +15,7 @@ from pigou.control.routing.view import Candidates, Counts, FleetView
 from pigou.control.speeds.estimates import Estimates
 
 _NO_READS: Costs = np.zeros(0)
+_UNKNOWN: Counts = np.zeros(0, dtype=np.int64)
 
 
 class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -139,7 +140,7 @@ class Toll:
     def table(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Table:
         """Return the parts and their sum, in one array."""
         found = np.empty((len(PARTS) + 1, len(candidates)))
-        reads = fleet.reads
+        reads, lines = fleet.reads, fleet.lines
         ready = reads.ready if reads else fleet.cached(request.prompt)
         price(
             fleet.estimates.table,
@@ -148,6 +149,10 @@ class Toll:
             fleet.prefill_requests,
             fleet.prefill_tokens,
             fleet.prefill_pairs,
+            lines.tokens if lines else _UNKNOWN,
+            lines.pairs if lines else _UNKNOWN,
+            lines.since if lines else _UNKNOWN,
+            fleet.now,
             fleet.decode_requests,
             fleet.decode_tokens,
             fleet.cached(request.prompt),

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
-from pigou.control.routing.laws_kernel import alone, among, backlog, beside, itl
+from pigou.control.routing.laws_kernel import alone, among, backlogs, beside, itl
 from pigou.control.routing.queue_kernel import queues
 
 #: Names of the parts, in the order of the rows that `price` returns.
@@ -44,6 +44,25 @@ def weigh(size: float, sizes: NDArray[np.float64]) -> float:
 
 
 @bare_kernel
+def waited(wait: float, scale: float) -> float:
+    """Return a third of what a wait adds to the longest of ten that are exponential, in seconds.
+
+    The integral over t from 0 to `wait` of 10 F(t)^9 / 3, with F = 1 - exp(-t / scale): the longest
+    of ten is longer than t by as much for each of them as 10 F^9 says.
+
+    Args:
+        wait: seconds.
+        scale: mean of such waits, in seconds.
+    """
+    share = -math.expm1(-wait / max(scale, 1e-9))
+    found, power = wait / max(scale, 1e-9), 1.0
+    for j in range(1, int(_SOME)):
+        power *= share
+        found -= power / j
+    return _SOME / 3.0 * scale * max(0.0, found)
+
+
+@bare_kernel
 def reach(prefill: NDArray[np.int32], found: NDArray[np.float64]) -> float:
     """Return how long the prompt of some candidates would have waited for a prefill worker.
 
@@ -65,17 +84,6 @@ def reach(prefill: NDArray[np.int32], found: NDArray[np.float64]) -> float:
 
 
 @bare_kernel
-def done(
-    table: NDArray[np.float64], prefill_requests: NDArray[np.int64],
-    prefill_tokens: NDArray[np.int64], prefill_pairs: NDArray[np.int64], w: int,
-) -> float:  # fmt: skip
-    """Return the seconds after which worker `w` would have computed a prompt of mean length."""
-    wait = backlog(table, prefill_requests, prefill_tokens, prefill_pairs, w)
-    found: float = wait + table[14, w]
-    return found
-
-
-@bare_kernel
 def usual(table: NDArray[np.float64], w: int) -> tuple[float, float]:
     """Return tokens of a prompt of mean length, and what it takes from each stream of worker `w`.
 
@@ -89,8 +97,7 @@ def usual(table: NDArray[np.float64], w: int) -> tuple[float, float]:
 @bare_kernel
 def place(
     table: NDArray[np.float64], prefills: NDArray[np.bool_], decodes: NDArray[np.bool_],
-    prefill_requests: NDArray[np.int64], prefill_tokens: NDArray[np.int64],
-    prefill_pairs: NDArray[np.int64], streams: NDArray[np.int64],
+    waits: NDArray[np.float64], streams: NDArray[np.int64],
 ) -> tuple[int, float, float]:  # fmt: skip
     """Return the decode worker with the least stall, and what the next prompt loses with it.
 
@@ -101,17 +108,18 @@ def place(
     Args:
         table: `Estimates.table`.
         prefills, decodes: roles of the workers, (workers,).
-        prefill_requests, prefill_tokens, prefill_pairs, streams: of the workers, (workers,).
+        waits: seconds of the prompts that each has to compute, (workers,).
+        streams: of the workers, (workers,).
     """
     remote = math.inf
     for w in range(prefills.shape[0]):
         if prefills[w] and not decodes[w]:
-            remote = min(remote, done(table, prefill_requests, prefill_tokens, prefill_pairs, w))
+            remote = min(remote, waits[w] + table[14, w])
     best, first, second, after, local = -1, math.inf, math.inf, math.inf, math.inf
     for w in range(decodes.shape[0]):
         if not decodes[w]:
             continue
-        ours = done(table, prefill_requests, prefill_tokens, prefill_pairs, w)
+        ours = waits[w] + table[14, w]
         most = max(0.0, remote - ours)
         tokens, stall = usual(table, w)
         local = min(local, ours + stall * streams[w] - table[2, w] - table[3, w] * tokens)
@@ -146,6 +154,10 @@ def price(
     prefill_requests: NDArray[np.int64],
     prefill_tokens: NDArray[np.int64],
     prefill_pairs: NDArray[np.int64],
+    first_tokens: NDArray[np.int64],
+    first_pairs: NDArray[np.int64],
+    since: NDArray[np.int64],
+    now: int,
     decode_requests: NDArray[np.int64],
     decode_tokens: NDArray[np.int64],
     cached: NDArray[np.int64],
@@ -176,6 +188,7 @@ def price(
         prefills, decodes: roles of the workers, (workers,).
         prefill_requests, prefill_tokens, prefill_pairs, decode_requests, decode_tokens: of the
             workers, (workers,).
+        first_tokens, first_pairs, since, now: as of `backlogs`.
         cached: tokens of the prompt that each worker holds, (workers,).
         ready: tokens of the prompt that each would not compute, (workers,).
         host, storage: blocks of them that it would bring back to its device, (workers,).
@@ -199,13 +212,12 @@ def price(
     held, usually = table[22], table[23]
     holds = prompt + 0.5 * output
     late = weigh(least(ready, prefill, decode, prompt, overlap_weight), sizes)
-    best, lost, elsewhere = place(
-        table, prefills, decodes, prefill_requests, prefill_tokens, prefill_pairs, decode_requests
-    )
-    queues(
-        table, prefills, decodes, prefill_requests, prefill_tokens, prefill_pairs, reaches,
-        elsewhere, ahead,
+    backlogs(
+        table, prefill_requests, prefill_tokens, prefill_pairs, first_tokens, first_pairs, since,
+        now, ahead[0],
     )  # fmt: skip
+    best, lost, elsewhere = place(table, prefills, decodes, ahead[0], decode_requests)
+    queues(table, prefills, decodes, reaches, elsewhere, ahead)
     for i in range(decode.shape[0]):
         there = decode[i]
         local = prefill[i] < 0
@@ -247,7 +259,9 @@ def price(
         memory = toll * pushed * (service + queue + stall) / max(service, 1e-12)
         parts = (
             wait, service + back, transfer, streams, stream, queue, stall, memory,
-            toll * lost if there == best else 0.0, late * (wait + service + back + transfer),
+            toll * lost if there == best else 0.0,
+            late * (wait + service + back + transfer)
+            + waited(wait, table[14, where] * (1.0 + table[16, where])),
         )  # fmt: skip
         # In the order of the rows, as whoever adds them up again does: sums must be the same.
         total = 0.0

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.control.lines import Lines
 from pigou.control.routing.reads import Reads
 from pigou.control.routing.view_kernel import cached_tokens
 from pigou.control.speeds.estimates import Estimates
@@ -19,6 +20,8 @@ Shares = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 _NOTHING: Counts = np.zeros(0, dtype=np.int64)
+#: Fields that are no columns.
+_PLAIN = ("reads", "lines", "now")
 
 
 class FleetView(msgspec.Struct, eq=False):
@@ -50,6 +53,8 @@ class FleetView(msgspec.Struct, eq=False):
         output: tokens that this request is expected to generate.
         layout: number of its cache's layout; workers of one may read from each other, 0 from none.
         reads: what each worker would read from another's cache; None where nobody does.
+        lines: which of each worker's prompts is under way, and since when; None where unknown.
+        now: nanoseconds.
     """
 
     ids: tuple[str, ...]
@@ -75,6 +80,8 @@ class FleetView(msgspec.Struct, eq=False):
     output: float
     layout: Counts = _NOTHING
     reads: Reads | None = None
+    lines: Lines | None = None
+    now: int = 0
     _counted: Counts | None = None
     _prompt: int = 0
     _cached: Counts = _NOTHING
@@ -127,7 +134,7 @@ class FleetView(msgspec.Struct, eq=False):
             if name in columns:
                 value = columns.pop(name)
                 whole[name] = np.asarray(value, dtype=kind) if isinstance(value, list) else value
-            elif name not in whole and not name.startswith("_") and name != "reads":
+            elif name not in whole and not name.startswith("_") and name not in _PLAIN:
                 whole[name] = np.zeros(workers, dtype=kind)
         if columns:
             raise TypeError(f"FleetView has no column {', '.join(sorted(columns))}")
