@@ -232,3 +232,15 @@ def test_what_is_held_has_to_be_a_number_and_announced() -> None:
     with pytest.raises(ValueError, match="doubling is -1"):
         OnlineFit(64, doubling=-1)
     assert OnlineFit(64, doubling=1.0).each == 0.0
+
+
+def test_sums_that_tell_nothing_apart_end_in_a_law_all_the_same() -> None:
+    """One request for days, that holds more and more."""
+    for doubling in (0.0, 20_000.0):
+        online = OnlineFit(256.0, doubling=doubling)
+        for part in range(40):
+            held = 25.0 * np.arange(1000.0 * part, 1000.0 * (part + 1)) * (doubling > 0.0)
+            ones = np.ones(1000)
+            online.observe_all(ones, 0.02 * ones, ones, held)
+            at = online.law()(1.0) + online.each * float(held[-1])
+            assert at == pytest.approx(0.02, rel=0.05)

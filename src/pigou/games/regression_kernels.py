@@ -11,6 +11,10 @@ from pigou.compiled import bare_kernel, inlined
 from pigou.games.arrays import Floats
 
 RIDGE = 1e-11
+#: Pivots below this are of sums that rounding has made singular, in spite of the ridge.
+_SINGULAR = 1e-13
+#: Of a column that another explains, at least so much is left.
+_LEFT = 1e-9
 #: Tukey's bisquare: residuals beyond this many standard deviations have no weight.
 TUKEY = 4.685
 #: How fast the online fit's running median moves: by this share of itself an observation.
@@ -65,23 +69,34 @@ def add(
 
 @inlined
 def _pair(g: Floats, r: Floats, i: int, j: int) -> tuple[float, float]:
-    """Solve for two unknowns."""
+    """Solve for two unknowns; NaN where they cannot be told apart."""
     ratio = g[j, i] * (1.0 / g[i, i])
-    second = (r[j] - ratio * r[i]) / (g[j, j] - ratio * g[i, j])
+    pivot = g[j, j] - ratio * g[i, j]
+    if not pivot > _SINGULAR:
+        return math.nan, math.nan
+    second = (r[j] - ratio * r[i]) / pivot
     return (r[i] - g[i, j] * second) / g[i, i], second
 
 
 @inlined
 def _triple(g: Floats, r: Floats) -> tuple[float, float, float]:
-    """Solve for three unknowns, by elimination with partial pivots (the first is no smaller)."""
+    """Solve for three unknowns, by elimination with partial pivots (the first is no smaller).
+
+    NaN where they cannot be told apart.
+    """
     whole = 1.0 / g[0, 0]
     one, two = g[1, 0] * whole, g[2, 0] * whole
     a, b, x = g[1, 1] - one * g[0, 1], g[1, 2] - one * g[0, 2], r[1] - one * r[0]
     c, d, y = g[2, 1] - two * g[0, 1], g[2, 2] - two * g[0, 2], r[2] - two * r[0]
     if abs(c) > abs(a):
         a, b, x, c, d, y = c, d, y, a, b, x
+    if abs(a) <= _SINGULAR:
+        return math.nan, math.nan, math.nan
     ratio = c * (1.0 / a)
-    third = (y - ratio * x) / (d - ratio * b)
+    pivot = d - ratio * b
+    if abs(pivot) <= _SINGULAR:
+        return math.nan, math.nan, math.nan
+    third = (y - ratio * x) / pivot
     second = (x - b * third) / a
     return (r[0] - g[0, 1] * second - g[0, 2] * third) / g[0, 0], second, third
 
@@ -131,7 +146,7 @@ def least(gram: Floats, moment: Floats, scratch: Floats, best: Floats, errors: F
         best[k, 0], best[k, 1], best[k, 2] = 0.0, 0.0, 0.0
         for some in range(7):
             x, y, z = _solved(g, r, some)
-            if x < 0.0 or y < 0.0 or z < 0.0:
+            if not (x >= 0.0 and y >= 0.0 and z >= 0.0):
                 continue
             found = -(x * r[0] + y * r[1] + z * r[2])
             if not known or found < error - _GAIN * abs(found):
@@ -196,6 +211,7 @@ def pick(
             for i in range(3):
                 for j in range(3):
                     rest[k, i, j] = gram[k, i, j] - cross[k, i] * cross[k, j] / square
+                rest[k, i, i] = max(rest[k, i, i], _LEFT * gram[k, i, i])
                 target[k, i] = moment[k, i] - cross[k, i] * sums[PRODUCT] / square
         energy = sums[ENERGY] - sums[PRODUCT] * sums[PRODUCT] / square
         best = _best(rest, target, energy, count, scratch)
