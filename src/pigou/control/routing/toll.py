@@ -45,7 +45,7 @@ class Toll:
     For a prompt of t tokens, of which u are uncached on worker p (p = d where it is computed
     locally), N expected output tokens, n streams on decode worker d:
 
-        wait      Q_p = S_p - m_p max(0, 1 - c_p) / 2, S_p = prefill_base q_p + prefill_token U_p
+        wait      Q_p = S_p - min(e_p, s'_p), S_p = prefill_base q_p + prefill_token U_p
                   + prefill_pair V_p  (q_p > 0 prompts there; 0 where there are none)
         prefill   s + l, s = prefill_base_p + prefill_token_p u + prefill_pair_p u (t - u / 2)
                   l = prefill_token_p (host_restore h_p + storage_restore g_p)
@@ -58,7 +58,8 @@ class Toll:
         toll of memory        (r_p e_p u + r_d e_d y) (s + the two tolls before) / s
         toll of the place     min(A', A_d(n+1)) - A_d(n), where A_d(n) is the least of all
                   A_w(n) = min(z'_w n, (F - T_w)+)
-        tail      (10 R^9 / 3) (wait + prefill + transfer)
+        tail      (10 R^9 / 3) (wait + prefill + transfer) + integral over t from 0 to Q_p of
+                  10 F(t)^9 / 3, F(t) = 1 - exp(-t / (m_p (max(1, c) + c_p)))
 
     with f_d(n, K) = f_d(n) + context_token_d (K - context_mean n) for the K tokens that the streams
     of d hold, f_d(n) being for n that hold as much as most: a step reads the keys and values of all
@@ -67,11 +68,11 @@ class Toll:
     prompts there, and V_p pairs of them with a token before (the attention of long prompts); z =
     stall_base_d + stall_token_d u, pairs counted as the tokens that they take as long as, and Z_d
     the same of all prompts that wait at d; w = z where p = d and n > 0, s elsewhere; m_p the mean
-    of s and c_p its variance by m_p^2; rho_p = Lambda_p m_p; v half the sum of c_p and of the same
-    for gaps between arrivals; k = 1 + Q_p / (v m_p). The one under way is as far as the mean
-    residual life says. Where p = d and n > 0, s is at least 3/2 f_d(n, K) + z: the step that runs
-    has to end first, in the mean half of one, and the prompt's own comes after it. b is for prompts
-    that d itself is to compute, and will not have done when the stream begins. r is of
+    of s and c_p its variance by m_p^2; rho_p = Lambda_p m_p; v half the sum of c_p and of c, the
+    same of gaps between arrivals; k = 1 + Q_p / (v m_p). The one under way has been for e_p
+    seconds, of s'_p that it takes. Where p = d and n > 0, s is at least 3/2 f_d(n, K) + z: the step
+    that runs has to end first, in the mean half of one, and the prompt's own comes after it. b is
+    for prompts that d itself is to compute, and will not have done when the stream begins. r is of
     `FleetView.again`: blocks that had to go for want of memory and were computed again, for each
     block that is stored on the worker; e the seconds that an uncached token takes in the mean; y
     the tokens that d stores besides, N and, where p is not d, those of the prompt that it lacks.
@@ -115,7 +116,12 @@ class Toll:
     with the longest prompt is taken for the last of them. A prompt of rank R, from 0 for the
     shortest of late to 1 for the longest, is the longest of ten with the density 10 R^9. Those as
     long as each other share their places out evenly (`weigh`): where prompts are alike they count
-    alike, a third more than other seconds.
+    alike, a third more than other seconds. A long wait makes a request the last of ten as well.
+    Waits are exponential in heavy traffic, with a mean in proportion to m_p and to the spread of
+    gaps and services (Kingman 1962), and each second of one counts by how likely the longest of ten
+    such waits ends there. The scale is that of what comes, and not of how long prompts waited of
+    late: prices change that, and each time they made it shorter a shorter wait would be taken for a
+    long one.
 
     Where p would read the beginning of the prompt from another worker's cache
     (`pigou.control.peers`), u is what is left then, l is 0, and x has the seconds of reading too.

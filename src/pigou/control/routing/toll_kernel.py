@@ -209,8 +209,8 @@ def price(
     a, b, d = table[6], table[7], table[8]
     n_sat, beta, floor = table[9], table[10], table[11]
     stall_base, stall_token, pair, each = table[12], table[13], table[17], table[18]
-    held, usually = table[22], table[23]
-    holds = prompt + 0.5 * output
+    mean, bursts, uneven = table[14], table[15], table[16]
+    held, usually, holds = table[22], table[23], prompt + 0.5 * output
     late = weigh(least(ready, prefill, decode, prompt, overlap_weight), sizes)
     backlogs(
         table, prefill_requests, prefill_tokens, prefill_pairs, first_tokens, first_pairs, since,
@@ -261,7 +261,7 @@ def price(
             wait, service + back, transfer, streams, stream, queue, stall, memory,
             toll * lost if there == best else 0.0,
             late * (wait + service + back + transfer)
-            + waited(wait, table[14, where] * (1.0 + table[16, where])),
+            + waited(wait, mean[where] * (max(1.0, bursts[where]) + uneven[where])),
         )  # fmt: skip
         # In the order of the rows, as whoever adds them up again does: sums must be the same.
         total = 0.0
