@@ -29,7 +29,6 @@ trace = typer.Typer(
     help="Find, download, describe, convert and cut recorded traces.", no_args_is_help=True
 )
 _PERCENTILES = (50, 90, 99)
-_OUT = "File to write, in Pigou's own JSON lines; packed where it ends in .gz or .zst."
 
 
 @trace.command("list")
