@@ -177,7 +177,7 @@ class Toll:
             self.params.toll,
             self.params.overlap_weight,
             (self.params.host_restore, self.params.storage_restore),
-            np.empty((3, len(fleet.prefills))),
+            np.empty((4, len(fleet.prefills))),
             found,
         )
         return Table(PARTS, found)

@@ -63,6 +63,19 @@ def waited(wait: float, scale: float) -> float:
 
 
 @bare_kernel
+def tails(table: NDArray[np.float64], ahead: NDArray[np.float64]) -> None:
+    """Write what each worker's wait adds to the longest of ten (`waited`), in the last row.
+
+    Args:
+        table: `Estimates.table`.
+        ahead: has the waits in its first row, in seconds, (4, workers).
+    """
+    for w in range(ahead.shape[1]):
+        spread = max(1.0, table[15, w]) + table[16, w]
+        ahead[3, w] = waited(ahead[0, w], table[14, w] * spread) if ahead[0, w] > 0.0 else 0.0
+
+
+@bare_kernel
 def reach(prefill: NDArray[np.int32], found: NDArray[np.float64]) -> float:
     """Return how long the prompt of some candidates would have waited for a prefill worker.
 
@@ -202,14 +215,13 @@ def price(
         output: tokens expected.
         toll, overlap_weight: parameters of the policy.
         restore: shares of a token's seconds that one from host and one from storage takes.
-        ahead: to work in, (3, workers).
+        ahead: to work in, (4, workers).
         found: takes the parts in the order of `PARTS`, and the sum, shape (11, candidates).
     """
     base, token, move_base, move_token = table[0], table[1], table[2], table[3]
     a, b, d = table[6], table[7], table[8]
     n_sat, beta, floor = table[9], table[10], table[11]
     stall_base, stall_token, pair, each = table[12], table[13], table[17], table[18]
-    mean, bursts, uneven = table[14], table[15], table[16]
     held, usually, holds = table[22], table[23], prompt + 0.5 * output
     late = weigh(least(ready, prefill, decode, prompt, overlap_weight), sizes)
     backlogs(
@@ -218,6 +230,7 @@ def price(
     )  # fmt: skip
     best, lost, elsewhere = place(table, prefills, decodes, ahead[0], decode_requests)
     queues(table, prefills, decodes, reaches, elsewhere, ahead)
+    tails(table, ahead)
     for i in range(decode.shape[0]):
         there = decode[i]
         local = prefill[i] < 0
@@ -260,8 +273,7 @@ def price(
         parts = (
             wait, service + back, transfer, streams, stream, queue, stall, memory,
             toll * lost if there == best else 0.0,
-            late * (wait + service + back + transfer)
-            + waited(wait, mean[where] * (max(1.0, bursts[where]) + uneven[where])),
+            late * (wait + service + back + transfer) + ahead[3, where],
         )  # fmt: skip
         # In the order of the rows, as whoever adds them up again does: sums must be the same.
         total = 0.0
