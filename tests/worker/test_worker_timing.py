@@ -133,7 +133,7 @@ def test_what_is_on_a_link_when_it_closes_still_arrives() -> None:
         (["--timing", LAW, "--timing-link", "sharing=fair"], "unknown field"),
         (["--timing", LAW, "--sleep-base", "5"], "a worker sleeps by one law"),
         (["--timing-gpu", "H100"], "timing is not given"),
-        (["--timing-tp", "2"], "timing_tp is 2"),
+        (["--timing-tp", "2"], "--timing-tp is 2"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
