@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -12,14 +12,13 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
+from pigou.sim.arrivals import renewal_times
 
 #: Of a request's prompt, and of its answer.
 MOST_TOKENS = 2**24
 #: Until the last arrival, and of a wait. Time passes for the control plane ten times a second, of
 #: idle days as well: a day takes seconds, a year the better part of an hour.
 MOST_SECONDS = 366 * 86400
-#: Nanoseconds; later times are no integers of 64 bits.
-_FAR = 2.0**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +224,7 @@ def renewal(
             f"n is {count} and hold {seconds} s; say how many requests: n=COUNT or hold=SECONDS, "
             f"up to {MOST_SECONDS} (a year)"
         )
-    starts = _starts(rate, cv, np.random.default_rng(seed))
+    starts = renewal_times(rate, cv, np.random.default_rng(seed))
     jobs = Random(seed)
     sessions: list[Session] = []
     for start in starts:
@@ -233,12 +232,3 @@ def renewal(
             break
         sessions.append(Session(start, (lengths.draw(jobs),)))
     return OpenLoop(tuple(sessions))
-
-
-def _starts(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
-    mean, last, chunk = SECOND / rate, 0.0, 1024
-    while True:
-        gaps = rng.gamma(1 / cv**2, mean * cv**2, chunk) if cv else np.full(chunk, mean)
-        times = last + np.cumsum(gaps)
-        last = float(times[-1])
-        yield from np.minimum(times, _FAR).round().astype(np.int64).tolist()

@@ -14,9 +14,9 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
+from pigou.sim.arrivals import renewal_times
 from pigou.sim.client import ClientConfig
 from pigou.sim.workload import MOST_SECONDS, ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
-from pigou.workload.arrivals import renewal_times
 from pigou.workload.formats import read_trace
 from pigou.workload.trace import Trace
 
