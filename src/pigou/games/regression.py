@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pigou.games.arrays import Floats
-from pigou.games.regression_kernels import add, least
+from pigou.games.regression_kernels import least
 
 N_SAT_RATIOS = np.array([0.7, 0.8, 0.9, 1.0, 1.03, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 6.0])
 BETAS = np.array([0.5, 1.0, 2.0, 3.0])
@@ -31,18 +31,6 @@ class Bank:
         columns[:, :, 1] = 1.0
         columns[1:, :, 2] = near**-beta * (1.0 + (near - gap) * beta / near)
         return columns
-
-    def add(
-        self, n: float, seconds: float, weight: float, keep: float, gram: Floats, moment: Floats
-    ) -> None:
-        """Take one observation into ``gram`` (poles, 3, 3) and ``moment`` (poles, 3).
-
-        What they have is multiplied by ``keep`` first.
-        """
-        add(
-            self.n_sat, self.beta, self.floor, n, 0.0, seconds, weight, keep, gram, moment,
-            np.empty((0, 3)),
-        )  # fmt: skip
 
     def fit(self, n: Floats, seconds: Floats, weight: Floats) -> tuple[Floats, Floats]:
         """Return each pole's best parameters (poles, 3) and weighted squared error (poles,).
