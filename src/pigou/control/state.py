@@ -298,9 +298,7 @@ class State:
         """Discharge whoever computed the prompt; does nothing the second time."""
         if load.prefill is None:
             return
-        self._charge_prefill(load, -1)
-        self.lines.leave(self.row[load.prefill], load.request.id, now)
-        load.prefill = None
+        self._discharge_prefill(load, now)
         if load.decode is not None:
             load.decoding = True
             row = self.row[load.decode]
@@ -312,9 +310,7 @@ class State:
         load = self.loads.pop(request, None)
         if load is None:
             return None
-        if load.prefill is not None:
-            self._charge_prefill(load, -1)
-            self.lines.leave(self.row[load.prefill], request, now)
+        self._discharge_prefill(load, now)
         if load.decode is not None:
             row = self.row[load.decode]
             if load.decoding:
@@ -326,7 +322,7 @@ class State:
         if beyond and load.decode is not None:
             self.columns.beyond[self.row[load.decode]] -= beyond
             self.beyond -= beyond
-        load.prefill, load.decoding = None, False
+        load.decoding = False
         load.last = load.tokens
         self.seats.leave(load.seat)
         load.seat = -1
@@ -362,6 +358,12 @@ class State:
                 self.columns.background_requests[row] += sign
                 self.columns.background_tokens[row] += sign * load.uncached
                 self.columns.background_pairs[row] += sign * load.pairs
+
+    def _discharge_prefill(self, load: Load, now: int) -> None:
+        if load.prefill is not None:
+            self._charge_prefill(load, -1)
+            self.lines.leave(self.row[load.prefill], load.request.id, now)
+            load.prefill = None
 
     def _charge_decode(self, load: Load, sign: int) -> None:
         if load.decode is not None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from pigou.control.lines import Lines
 from pigou.control.routing.lately import Lately
 from pigou.control.routing.limits import finite, share
 from pigou.control.routing.policy import Costs, RequestView, Table
@@ -15,7 +16,7 @@ from pigou.control.routing.view import Candidates, Counts, FleetView
 from pigou.control.speeds.estimates import Estimates
 
 _NO_READS: Costs = np.zeros(0)
-_UNKNOWN: Counts = np.zeros(0, dtype=np.int64)
+_UNKNOWN = Lines()
 
 
 class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -146,7 +147,7 @@ class Toll:
     def table(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Table:
         """Return the parts and their sum, in one array."""
         found = np.empty((len(PARTS) + 1, len(candidates)))
-        reads, lines = fleet.reads, fleet.lines
+        reads, lines = fleet.reads, fleet.lines or _UNKNOWN
         ready = reads.ready if reads else fleet.cached(request.prompt)
         price(
             fleet.estimates.table,
@@ -155,9 +156,9 @@ class Toll:
             fleet.prefill_requests,
             fleet.prefill_tokens,
             fleet.prefill_pairs,
-            lines.tokens if lines else _UNKNOWN,
-            lines.pairs if lines else _UNKNOWN,
-            lines.since if lines else _UNKNOWN,
+            lines.tokens,
+            lines.pairs,
+            lines.since,
             fleet.now,
             fleet.decode_requests,
             fleet.decode_tokens,
