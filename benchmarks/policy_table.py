@@ -7,7 +7,8 @@ FOLDER of the traces has `mooncake/` and `azure/`, and, unpacked, `agent-session
 `servegen-deepseek-r1/`. Each cell (workload, policy, seed) is appended to
 `cells-SHARE.jsonl` as it is done, and not run again. `--share i/n` runs every n-th cell, so that
 several processes can work at once. With `--cold` the workers are such as tell nothing of their
-speed: what a vLLM does. `--print` makes `results.json`, and prints the whole table.
+speed: what a vLLM does. With `--requests N` open loops have as many, and there are no others.
+`--print` makes `results.json`, and prints the whole table.
 
 Where there are prefill workers, the thresholds of conditional disaggregation that
 `pigou experiment toll` has are there as well: of prompts that wait, and, where these are of all
@@ -32,7 +33,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from benchmarks.policy_workloads import Scenario, scenarios
+from benchmarks.policy_workloads import REQUESTS, Scenario, scenarios
 from pigou.control.routing.policy import GROUP
 from pigou.engine.warm import warm_up
 from pigou.experiments.prices import THRESHOLDS, Contender, paired, threshold
@@ -79,7 +80,7 @@ def read(out: Path) -> list[Cell]:
     return [json.loads(line) for line in lines]
 
 
-def work(traces: Path, out: Path, seeds: int, share: str, cold: bool) -> None:
+def work(traces: Path, out: Path, seeds: int, share: str, tried: Sequence[Scenario]) -> None:
     """Run the cells of a share that are not done."""
     part, parts = (int(each) for each in share.split("/"))
     out.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ def work(traces: Path, out: Path, seeds: int, share: str, cold: bool) -> None:
     everything = [
         (scenario, contender, seed)
         for seed in range(1, seeds + 1)
-        for scenario in scenarios(cold)
+        for scenario in tried
         for contender in contenders(scenario)
     ]
     with (out / f"cells-{part}.jsonl").open("a") as file:
@@ -183,12 +184,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--share", default="0/1")
     parser.add_argument("--cold", action="store_true", help="workers tell nothing of their speed")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="of an open loop")
     parser.add_argument("--print", action="store_true", dest="shown")
     options = parser.parse_args()
     if not options.shown:
         if options.traces is None:
             parser.error("--traces names the folder of the traces; give it, or --print")
-        work(options.traces, options.out, options.seeds, options.share, options.cold)
+        tried = scenarios(options.cold, options.requests)
+        work(options.traces, options.out, options.seeds, options.share, tried)
         return
     rows = table(read(options.out))
     (options.out / "results.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")

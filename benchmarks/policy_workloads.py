@@ -1,8 +1,9 @@
 """Workloads that every routing policy is tried on: fleets, loads and the latencies they ask for.
 
 Workers tell what they measured of their speed before they were ready, as Pigou's do, but for
-those of `cold` workloads. Open loops are of `REQUESTS` requests. A seed takes its own window of a
-trace, its own sessions, or its own draws, the same for every policy.
+those of `cold` workloads. Open loops are of `REQUESTS` requests unless told otherwise; long ones
+are few seconds of growing and draining load beside many of steady load. A seed takes its own window
+of a trace, its own sessions, or its own draws, the same for every policy.
 """
 
 from __future__ import annotations
@@ -100,9 +101,9 @@ def _llama(name: str, members: str, load: Load, cold: bool) -> Scenario:
     return Scenario(f"{name} {members}", 2.0, 0.03, 2048 if "p" in members else 0, make)
 
 
-def _poisson(rate: float) -> Load:
+def _poisson(rate: float, requests: int) -> Load:
     lengths = Lengths(input=(256, 4096), output=(32, 256))
-    return lambda _, seed: renewal(lengths, rate, 1.0, REQUESTS, 0.0, seed)
+    return lambda _, seed: renewal(lengths, rate, 1.0, requests, 0.0, seed)
 
 
 @lru_cache
@@ -110,16 +111,16 @@ def _read(path: Path) -> Trace:
     return read_trace(path)
 
 
-def _window(name: str, rate: float) -> Load:
-    """Return `REQUESTS` requests in a row of a trace, at so many a second on average."""
+def _window(name: str, rate: float, requests: int) -> Load:
+    """Return so many requests in a row of a trace, at so many a second on average."""
 
     def load(traces: Path, seed: int) -> OpenLoop:
         sessions = _read(traces / name).sessions
-        windows = len(sessions) // REQUESTS
-        begin = np.random.default_rng(5).permutation(windows)[seed % windows] * REQUESTS
-        kept = sessions[begin : begin + REQUESTS]
+        windows = len(sessions) // requests
+        begin = np.random.default_rng(5).permutation(windows)[seed % windows] * requests
+        kept = sessions[begin : begin + requests]
         span = max(1e-9, kept[-1].start - kept[0].start)
-        speed = REQUESTS / rate / span
+        speed = requests / rate / span
         moved = tuple(replace(s, start=(s.start - kept[0].start) * speed) for s in kept)
         return from_trace(replace(_read(traces / name), sessions=moved))
 
@@ -158,8 +159,8 @@ def _clients(folder: Path) -> list[tuple[str, float, float, Any, Any]]:
     return found
 
 
-def _tenants(rate: float) -> Load:
-    """Return requests of ServeGen's clients, at so many a second altogether."""
+def _tenants(rate: float, requests: int) -> Load:
+    """Return so many requests of ServeGen's clients, at so many a second altogether."""
 
     def load(traces: Path, seed: int) -> OpenLoop:
         rng, clients = np.random.default_rng(seed), _clients(traces / _SERVEGEN)
@@ -167,14 +168,14 @@ def _tenants(rate: float) -> Load:
         sessions = []
         for name, own, cv, inputs, outputs in clients:
             spread = max(cv, 0.1) ** 2
-            count = 8 + round(2 * REQUESTS * own * scale / rate)
+            count = 8 + round(2 * requests * own * scale / rate)
             times = np.cumsum(rng.gamma(1 / spread, spread / (own * scale), count))
             drawn = zip(times, _draw(inputs, count, rng), _draw(outputs, count, rng), strict=True)
             for at, tokens, output in drawn:
                 job = Job(int(min(tokens, 32_000)), int(min(output, 512)), tenant=name)
                 sessions.append(Session(round(at * SECOND), (job,)))
         sessions.sort(key=lambda each: each.start)
-        return OpenLoop(tuple(sessions[:REQUESTS]))
+        return OpenLoop(tuple(sessions[:requests]))
 
     return load
 
@@ -184,9 +185,33 @@ def _draw(kinds: Mapping[int, float], count: int, rng: np.random.Generator) -> A
     return np.maximum(1, rng.choice(list(kinds), count, p=weight / weight.sum()))
 
 
-def scenarios(cold: bool = False) -> list[Scenario]:
-    """Return all of them; `cold` ones have workers that tell nothing of their speed."""
-    found = [
+def scenarios(cold: bool = False, requests: int = REQUESTS) -> list[Scenario]:
+    """Return all of them.
+
+    Args:
+        cold: workers tell nothing of their speed.
+        requests: of an open loop. Only those whose length this decides are returned where it is
+            not `REQUESTS`.
+    """
+    found = [] if requests != REQUESTS else _closed(cold)
+    for members, scale in (("4xboth", 3.0), ("1p+2d", 1.0)):
+        loads = {
+            "poisson middle": _poisson(scale * 9.0, requests),
+            "poisson high": _poisson(scale * 18.0, requests),
+            "mooncake": _window(_MOONCAKE, scale * 3.0, requests),
+            "azure code": _window(_AZURE, scale * 12.0, requests),
+            "agents": _agents(round(4 * scale)),
+            "tenants": _tenants(scale * 16.0, requests),
+        }
+        if requests != REQUESTS:
+            del loads["agents"]
+        found += [_llama(name, members, load, cold) for name, load in loads.items()]
+    return found
+
+
+def _closed(cold: bool) -> list[Scenario]:
+    """Return the closed loops of the paper's fleets."""
+    return [
         _paper("340b-1p2d", "serial-prefill", 64, 0.0254, cold),
         _paper("340b-1p2d", "serial-prefill", 128, 0.0254, cold),
         _paper("340b-1p2d", "serial-prefill", 256, 0.0254, cold),
@@ -195,11 +220,3 @@ def scenarios(cold: bool = False) -> list[Scenario]:
         _paper("340b-1p2d", "client-pool", 128, 0.0254, cold),
         _paper("340b-1p2d", "fair", 128, 0.0254, cold),
     ]
-    for members, scale in (("4xboth", 3.0), ("1p+2d", 1.0)):
-        for level, rate in (("middle", 9.0), ("high", 18.0)):
-            found.append(_llama(f"poisson {level}", members, _poisson(scale * rate), cold))
-        found.append(_llama("mooncake", members, _window(_MOONCAKE, 3.0 * scale), cold))
-        found.append(_llama("azure code", members, _window(_AZURE, 12.0 * scale), cold))
-        found.append(_llama("agents", members, _agents(round(4 * scale)), cold))
-        found.append(_llama("tenants", members, _tenants(16.0 * scale), cold))
-    return found
