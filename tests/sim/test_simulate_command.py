@@ -173,6 +173,9 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--workload", "closed:C=many,hold=3"], ["many", "USERS"]),
         (["--workload", "closed:C=4,in=5,out=5"], ["hold=SECONDS", "n=COUNT"]),
         (["--workload", "closed:C=4,n=-2"], ["n is -2"]),
+        (["--workload", "poisson:rate=5,n=3,timeout=1e300"], ["timeout is 1e+300", "a year"]),
+        (["--workload", "poisson:rate=5,n=3,backoff=1e300"], ["backoff is 1e+300", "a year"]),
+        (["--workload", "poisson:rate=5,n=3,timeout=1,retries=900"], ["retries is 900", "lower"]),
         (["--queue-timeout", "-1"], ["--queue-timeout is -1.0"]),
         (["--queue-timeout", "inf"], ["--queue-timeout is inf"]),
         (["--workload", "poisson:rate=5,n=3,n=4"], ["n is given twice", "n=4"]),
@@ -196,6 +199,29 @@ def test_what_cannot_be_simulated_is_refused_by_name(options: list[str], words: 
     done = CliRunner().invoke(APP, [*argv, *options])
     assert done.exit_code == 2, done.output
     assert all(word in done.output for word in words), done.output
+
+
+@pytest.mark.parametrize("workload", ["closed:C=2,n=4", "poisson:rate=5,n=3", "trace"])
+@pytest.mark.parametrize("key", ["take=lifo", "barging=0.5"])
+def test_how_connections_are_taken_is_refused_where_there_are_enough(
+    tmp_path: Path, workload: str, key: str
+) -> None:
+    asked = trace(tmp_path, "t.jsonl", OWN) if workload == "trace" else workload
+    argv = ["simulate", "--timing", LAW, "--blocks", "100", "--workload", f"{asked},{key}"]
+    done = CliRunner().invoke(APP, argv)
+    assert (done.exit_code, done.output.count("\n")) == (2, 1), done.output
+    assert all(word in done.output for word in (*key.split("="), "pool=")), done.output
+    simulate(tmp_path, f"{asked},{key},pool=1")
+
+
+def test_how_arrivals_vary_is_refused_where_the_trace_has_its_own(tmp_path: Path) -> None:
+    path = trace(tmp_path, "t.jsonl", OWN)
+    argv = ["simulate", "--timing", LAW, "--blocks", "100", "--workload", f"{path},cv=2"]
+    done = CliRunner().invoke(APP, argv)
+    assert (done.exit_code, done.output.count("\n")) == (2, 1), done.output
+    assert "cv is '2'" in done.output
+    assert "rate=" in done.output
+    simulate(tmp_path, f"{path},rate=3,cv=2")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pigou.workload.formats import read_trace
 from pigou.workload.trace import Trace
 
 _CLIENT = ("pool", "take", "barging", "timeout", "retries", "backoff")
+_POOLED = ("take", "barging")
 _LENGTHS = ("in", "out", "templates")
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.C and self.rate:
-            raise ConfigError("workload: give C (sessions at once) or rate, not both")
+            raise ConfigError("give C (sessions at once) or rate, not both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def offered(text: str, seed: int = 0) -> Offered:
     kind, colon, rest = text.partition(":")
     if colon and kind in ("closed", "poisson", "gamma") and not Path(text).exists():
         values = _keys(rest)
-        client = _convert(_take(values, _CLIENT), ClientConfig)
+        client = _client(values)
         lengths = _lengths(_take(values, _LENGTHS))
         if kind == "closed":
             return Offered(_closed(values, lengths), client)
@@ -103,7 +104,12 @@ def offered(text: str, seed: int = 0) -> Offered:
         return Offered(renewal(lengths, shape.rate, shape.cv, shape.n, shape.hold, seed), client)
     path, _, rest = (text, "", "") if Path(text).exists() else text.partition(",")
     values = _keys(rest)
-    client = _convert(_take(values, _CLIENT), ClientConfig)
+    client = _client(values)
+    if "cv" in values and "rate" not in values:
+        raise ConfigError(
+            f"workload: cv is {values['cv']!r}, and the times are the trace's; give rate=... too, "
+            "or leave cv out"
+        )
     options = _convert(values, _Trace)
     return Offered(_open(read_trace(path).scaled(options.scale, options.speed), options, seed),
                    client)  # fmt: skip
@@ -168,6 +174,19 @@ def _hold(shape: _Shape) -> float:
     if not shape.n:
         raise ConfigError("closed: say how long, or how many requests: hold=SECONDS or n=COUNT")
     return MOST_SECONDS - min(max(shape.ramp, 0.0), MOST_SECONDS / 2)
+
+
+def _client(values: dict[str, str]) -> ClientConfig:
+    """Take the client's keys; those of a queue for connections are refused where there is none."""
+    given = _take(values, _CLIENT)
+    client = _convert(given, ClientConfig)
+    for name in _POOLED:
+        if name in given and not client.pool:
+            raise ConfigError(
+                f"workload: {name} is {given[name]!r}, and nobody waits for a connection; give "
+                f"pool=CONNECTIONS too, or leave {name} out"
+            )
+    return client
 
 
 def _lengths(values: Mapping[str, str]) -> Lengths:
