@@ -11,6 +11,8 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.request import SECOND
 
+#: Seconds; some more would be no integer of 64 bits in nanoseconds.
+_MOST = 10**9
 _HEAD = re.compile(r"([\w.]+)(?=:? (?:is|of) | ')")
 
 
@@ -57,8 +59,10 @@ def nanoseconds(option: str, seconds: float) -> int:
     """Return the nanoseconds of an option's seconds.
 
     Raises:
-        ConfigError: they are below 0, or not finite.
+        ConfigError: they are below 0, not finite, or more than nanoseconds are counted.
     """
     if not 0 <= seconds < float("inf"):
         raise ConfigError(f"{option} is {seconds}; it must be finite, at least 0 seconds")
+    if seconds > _MOST:
+        raise ConfigError(f"{option} is {seconds}; it must be at most {_MOST} seconds")
     return int(seconds * SECOND)

@@ -49,6 +49,10 @@ def build_timing(text: str, model: str, gpu: str, tp: int) -> Built:
     Raises:
         ConfigError: there is none of that name, or a value is refused.
     """
+    if tp < 1:
+        raise ConfigError(f"tp is {tp}; it must be at least 1")
+    if gpu:
+        find_gpu(gpu)  # a law does not look at it, and what is misspelt is refused all the same
     name, _, rest = text.partition(":")
     if name == "law":
         return _law(rest)
