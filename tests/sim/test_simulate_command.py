@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +200,7 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--engine", "magic"], ["magic"]),
         (["--max-seqs", "0"], ["--max-seqs"]),
         (["--json", "gone/file.json"], ["gone", "folder"]),
+        (["--json", "/"], ["--json is '/'", "name a file"]),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_by_name(options: list[str], words: list[str]) -> None:
@@ -204,6 +208,17 @@ def test_what_cannot_be_simulated_is_refused_by_name(options: list[str], words: 
     done = CliRunner().invoke(APP, [*argv, *options])
     assert done.exit_code == 2, done.output
     assert all(word in done.output for word in words), done.output
+
+
+def test_figures_are_written_although_nobody_reads_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    reader, writer = os.pipe()
+    os.close(reader)
+    argv = ["simulate", "--workload", "poisson:rate=9,in=8,out=2,n=3", "--timing", LAW,
+            "--blocks", "100", "--json", str(file)]  # fmt: skip
+    subprocess.run([sys.executable, "-m", "pigou", *argv], stdout=writer, check=False)
+    os.close(writer)
+    assert json.loads(file.read_text())["completed"] == 3
 
 
 @pytest.mark.parametrize("workload", ["closed:C=2,n=4", "poisson:rate=5,n=3", "trace"])

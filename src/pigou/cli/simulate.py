@@ -132,8 +132,8 @@ def simulate(
 ) -> None:
     """Simulate a fleet: the production scheduler, router and cache under a virtual clock."""
     try:
-        if json and not Path(json).absolute().parent.is_dir():
-            raise ConfigError(f"--json is {json!r}, and its folder does not exist; make it first")
+        if json:
+            _check_file(Path(json))
         name, params = named("--policy", policy)
         order, orders = named("--admission", admission)
         steering, steers = named("--controller", controller)
@@ -169,19 +169,27 @@ def simulate(
     warm_up(members, setup, control)
     result = _run(simulation)
     document = result.document()
-    _show(document)
     if json:
         text = msgspec.json.format(msgspec.json.encode(document))
         try:
             Path(json).write_bytes(text + b"\n")
         except OSError as error:
-            typer.echo(f"pigou simulate: {error}", err=True)
+            typer.echo(f"pigou simulate: --json is {json!r}: {error}", err=True)
             raise typer.Exit(1) from None
     if reporter is not None:
         run = {"workload": workload, "fleet": fleet, "policy": policy, "seed": seed}
         asked = {"run": run, "workers": setup, "control": control, "client": what.client,
                  "fleet": members}  # fmt: skip
         reporter.write(result, document, f"{policy} on {fleet}", asked)
+    _show(document)  # last, so that the files are there whoever reads along, and for how long
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is simulated."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--json is {str(path)!r}, and its folder does not exist; make it first")
+    if path.is_dir():
+        raise ConfigError(f"--json is {str(path)!r}, a folder; name a file in it")
 
 
 def _setup(values: dict[str, Any]) -> Setup:
