@@ -199,6 +199,7 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--policy", "toll,magic=1"], ["magic"]),
         (["--engine", "magic"], ["magic"]),
         (["--max-seqs", "0"], ["--max-seqs"]),
+        (["--tier", "host,gib=1", "--tier", "host,gib=2"], ["host, host", "a name of its own"]),
         (["--json", "gone/file.json"], ["gone", "folder"]),
         (["--json", "/"], ["--json is '/'", "name a file"]),
     ],
@@ -208,6 +209,41 @@ def test_what_cannot_be_simulated_is_refused_by_name(options: list[str], words: 
     done = CliRunner().invoke(APP, [*argv, *options])
     assert done.exit_code == 2, done.output
     assert all(word in done.output for word in words), done.output
+
+
+def refused(fleet: Path, *options: str) -> str:
+    """Return the line by which a fleet's file is refused."""
+    argv = ["simulate", "--workload", "poisson:rate=5,n=3,timeout=0", "--timing", LAW,
+            "--blocks", "100", "--fleet", str(fleet), *options]  # fmt: skip
+    done = CliRunner().invoke(APP, argv)
+    assert (done.exit_code, done.output.count("\n")) == (2, 1), done.output
+    return done.output
+
+
+def test_a_fleet_of_which_nobody_is_left_needs_an_end_of_waiting(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text("workers: [{role: prefill}, {role: both, fails: [{start: 0.1}]}]\n")
+    assert "fails for good" in refused(fleet)
+    workload = "poisson:rate=5,n=3,in=8,out=100"
+    for options in ((workload, "--queue-timeout", "2"), (workload + ",timeout=2",)):
+        assert simulate(tmp_path, *options, fleet=str(fleet))["failed"] > 0
+    fleet.write_text("workers: [{role: both}, {role: both, fails: [{start: 0.1}]}]\n")
+    assert simulate(tmp_path, workload, fleet=str(fleet))["completed"] == 3
+
+
+def test_a_bandwidth_is_refused_where_nobody_says_how_much_there_is_to_move(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("yaml")
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text("workers: [{role: prefill}, {role: decode}]\nlink: {gbps: 10}\n")
+    assert "gbps of link is 10.0" in refused(fleet)
+    workload = "poisson:rate=5,n=3,in=800,out=8"
+    slow = simulate(tmp_path, workload, "--model", "llama-3.1-8b", fleet=str(fleet))
+    assert slow["transfers"]["bytes"] > 0
+    fleet.write_text("workers: [{role: prefill}, {role: decode}]\nlink: {latency_us: 10}\n")
+    assert simulate(tmp_path, workload, fleet=str(fleet))["transfers"]["bytes"] == 0
 
 
 def test_figures_are_written_although_nobody_reads_the_table(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from pigou.cli.named import named
 from pigou.cli.options import names, nanoseconds, typed, wrong
 from pigou.cli.reporter import Reporter
 from pigou.config import ConfigError, ControlConfig
-from pigou.request import SECOND
+from pigou.request import SECOND, Role
 from pigou.sim.clock import EPOCH
-from pigou.sim.config import read_fleet
+from pigou.sim.config import FleetConfig, read_fleet
+from pigou.sim.network import LinkConfig
 from pigou.sim.result import Result
 from pigou.sim.simulate import UNLIMITED, Setup, Simulation
 from pigou.sim.tiers import TierConfig
@@ -161,6 +162,7 @@ def simulate(
         }  # fmt: skip
         setup = _setup(values)
         what, members = offered(workload, seed), read_fleet(fleet)
+        _check_link(members, model)
         simulation = Simulation(what.workload, members, setup, control, what.client, seed=seed)
         reporter = Reporter(report, simulation) if report else None
     except ConfigError as error:
@@ -190,6 +192,17 @@ def _check_file(path: Path) -> None:
         raise ConfigError(f"--json is {str(path)!r}, and its folder does not exist; make it first")
     if path.is_dir():
         raise ConfigError(f"--json is {str(path)!r}, a folder; name a file in it")
+
+
+def _check_link(fleet: FleetConfig, model: str) -> None:
+    """Refuse a bandwidth that says nothing: how much there is to move, a model tells."""
+    gbps = fleet.link.gbps
+    splits = any(kind.role is Role.PREFILL for kind in fleet.workers)
+    if splits and gbps not in (0.0, LinkConfig().gbps) and not model:
+        raise ConfigError(
+            f"fleet: gbps of link is {gbps}, and no model is given; its KV's size is needed: give "
+            "--model, or leave gbps out"
+        )
 
 
 def _setup(values: dict[str, Any]) -> Setup:
