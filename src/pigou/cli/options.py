@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -33,26 +32,6 @@ def typed(message: str, options: Mapping[str, str]) -> str:
     if not marked:
         return message
     return re.sub(rf"(?<![\w.$'/-])({marked})\b", lambda found: options[found[1]], message)
-
-
-def wrong(
-    error: msgspec.ValidationError, config: type[msgspec.Struct], values: Mapping[str, Any]
-) -> str:
-    """Return what is wrong with a configuration: the field, its value, and what may be given.
-
-    Args:
-        error: from `msgspec.convert(values, config)`.
-        config: what they were to become.
-        values: by field.
-    """
-    text, _, path = str(error).partition(" - at `$.")
-    field = re.split(r"[.\[`]", path)[0]
-    if not field or _HEAD.match(text):
-        return text
-    hint = get_type_hints(config)[field]
-    if get_origin(hint) is Literal:
-        return f"{field} is {values[field]!r}; give one of: {', '.join(map(str, get_args(hint)))}"
-    return f"{field} is {values[field]!r}: {text[:1].lower()}{text[1:]}"
 
 
 def nanoseconds(option: str, seconds: float) -> int:

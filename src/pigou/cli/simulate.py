@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.named import named
-from pigou.cli.options import names, nanoseconds, typed, wrong
+from pigou.cli.options import names, nanoseconds, typed
 from pigou.cli.reporter import Reporter
-from pigou.config import ConfigError, ControlConfig
+from pigou.config import ConfigError, ControlConfig, wrong
 from pigou.request import SECOND, Role
 from pigou.sim.clock import EPOCH
 from pigou.sim.config import FleetConfig, read_fleet

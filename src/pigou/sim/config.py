@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, wrong
 from pigou.request import Role
 from pigou.sim.network import LinkConfig
 from pigou.sim.tiers import TierConfig
@@ -184,12 +184,7 @@ def read_fleet(text: str) -> FleetConfig:
         ConfigError: it is none of these, or a value is refused.
     """
     if Path(text).suffix in (".yaml", ".yml"):
-        try:
-            return msgspec.convert(read_yaml(text), FleetConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"fleet: {text}: {error}") from error
-        except ConfigError as error:
-            raise ConfigError(f"fleet: {error}") from error
+        return _of_yaml(text)
     members = []
     for part in text.split("+"):
         found = _PART.fullmatch(part)
@@ -199,3 +194,14 @@ def read_fleet(text: str) -> FleetConfig:
             )
         members.append(Members(role=_ROLES[found[3]], count=int(found[1])))
     return FleetConfig(workers=tuple(members))
+
+
+def _of_yaml(path: str) -> FleetConfig:
+    try:
+        values = read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"fleet: {error}") from error
+    try:
+        return msgspec.convert(values, FleetConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"fleet: {path}: {wrong(error, FleetConfig, values)}") from error

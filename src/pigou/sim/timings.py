@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, wrong
 from pigou.sim.architecture import Architecture, architecture
 from pigou.sim.capacity import kv_blocks
 from pigou.sim.gpus import gpu as find_gpu
@@ -129,5 +129,5 @@ def _law(text: str) -> Built:
     try:
         law = msgspec.convert(values, Law, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"timing law: {error}") from error
+        raise ConfigError(f"timing law: {wrong(error, Law, values)}") from error
     return Built(LawTiming(law), law.overhead, worker=worker)

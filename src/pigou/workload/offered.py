@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, wrong
 from pigou.request import SECOND
 from pigou.sim.arrivals import renewal_times
 from pigou.sim.client import ClientConfig
@@ -24,7 +24,7 @@ _CLIENT = ("pool", "take", "barging", "timeout", "retries", "backoff")
 _POOLED = ("take", "barging")
 _LENGTHS = ("in", "out", "templates")
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class _Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -100,7 +100,7 @@ def offered(text: str, seed: int = 0) -> Offered:
             return Offered(_closed(values, lengths), client)
         if kind == "poisson" and "cv" in values:
             raise ConfigError("workload: gaps of poisson have cv 1; write gamma: for others")
-        shape = _convert(values, _Arrivals)
+        shape = _convert(values, _Arrivals, (*_LENGTHS, *_CLIENT))
         return Offered(renewal(lengths, shape.rate, shape.cv, shape.n, shape.hold, seed), client)
     path, _, rest = (text, "", "") if Path(text).exists() else text.partition(",")
     values = _keys(rest)
@@ -110,7 +110,7 @@ def offered(text: str, seed: int = 0) -> Offered:
             f"workload: cv is {values['cv']!r}, and the times are the trace's; give rate=... too, "
             "or leave cv out"
         )
-    options = _convert(values, _Trace)
+    options = _convert(values, _Trace, _CLIENT)
     return Offered(_open(read_trace(path).scaled(options.scale, options.speed), options, seed),
                    client)  # fmt: skip
 
@@ -147,7 +147,7 @@ def _open(trace: Trace, options: _Trace, seed: int) -> OpenLoop:
 
 
 def _closed(values: dict[str, str], lengths: Lengths) -> ClosedLoop:
-    shape = _convert(values, _Shape)
+    shape = _convert(values, _Shape, (*_LENGTHS, *_CLIENT))
     hold = 0.0 if "x" in shape.C else _hold(shape)
     phases = []
     for part in shape.C.split("/"):
@@ -223,8 +223,15 @@ def _take(values: dict[str, str], names: tuple[str, ...]) -> dict[str, str]:
     return {name: values.pop(name) for name in names if name in values}
 
 
-def _convert(values: Mapping[str, object], kind: type[T]) -> T:
+def _convert(values: Mapping[str, object], kind: type[T], others: tuple[str, ...] = ()) -> T:
+    """Return what keys say; `others` are those that may be given as well, and were taken."""
+    known = (*kind.__struct_fields__, *others)
+    for name in values:
+        if name not in known:
+            raise ConfigError(
+                f"workload: {name} is no key of it; there are: {', '.join(known)}; leave it out"
+            )
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"workload: {error}") from error
+        raise ConfigError(f"workload: {wrong(error, kind, values)}") from error
