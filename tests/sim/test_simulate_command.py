@@ -173,6 +173,9 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--workload", "poisson:rate=5,n=3,speed=9"], ["speed"]),
         (["--workload", "poisson:rate=5"], ["n=COUNT", "hold=SECONDS"]),
         (["--workload", "poisson:rate=5,n=-1,hold=9"], ["n is -1"]),
+        (["--workload", "gamma:rate=5,n=3,cv=1e200"], ["cv 1e+200", "1e-06 to 1000"]),
+        (["--workload", "gamma:rate=5,n=3,cv=1e-200"], ["cv 1e-200", "1e-06 to 1000"]),
+        (["--workload", "gamma:rate=5,n=3,cv=nan"], ["cv nan", "1e-06 to 1000"]),
         (["--workload", "closed:C=many,hold=3"], ["many", "USERS"]),
         (["--workload", "closed:C=4,in=5,out=5"], ["hold=SECONDS", "n=COUNT"]),
         (["--workload", "closed:C=4,n=-2"], ["n is -2"]),
@@ -310,6 +313,13 @@ def test_a_refused_option_is_named_as_it_was_typed(options: list[str], words: st
     assert words in done.output
     assert "$" not in done.output
     assert done.output.count("\n") == 1
+
+
+def test_more_memory_than_there_is_ends_in_one_line() -> None:
+    argv = ["simulate", "--workload", "poisson:rate=5,n=3", "--timing", LAW]
+    done = CliRunner().invoke(APP, [*argv, "--blocks", str(10**12)])
+    assert (done.exit_code, done.output.count("\n")) == (1, 1), done.output
+    assert "--blocks" in done.output
 
 
 def test_a_field_of_a_fleet_file_is_not_named_as_an_option(tmp_path: Path) -> None:

@@ -168,6 +168,9 @@ def simulate(
     except ConfigError as error:
         typer.echo(f"pigou simulate: {_told(str(error))}", err=True)
         raise typer.Exit(2) from None
+    except MemoryError as error:
+        typer.echo(f"pigou simulate: {error}; give fewer workers, or --blocks", err=True)
+        raise typer.Exit(1) from None
     warm_up(members, setup, control)
     result = _run(simulation)
     document = result.document()

@@ -14,7 +14,7 @@ import numpy as np
 
 from pigou.config import ConfigError, wrong
 from pigou.request import SECOND
-from pigou.sim.arrivals import renewal_times
+from pigou.sim.arrivals import LEAST_CV, MOST_CV, renewal_times
 from pigou.sim.client import ClientConfig
 from pigou.sim.workload import MOST_SECONDS, ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
 from pigou.workload.formats import read_trace
@@ -63,7 +63,9 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in ("speed", "scale"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("sessions", "C", "rate", "cv"):
+        if self.cv and not LEAST_CV <= self.cv <= MOST_CV:
+            raise ConfigError(f"cv is {self.cv}; it must be 0, or {LEAST_CV:g} to {MOST_CV:g}")
+        for name in ("sessions", "C", "rate"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.C and self.rate:
