@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(
     [
         (["table5"], "table5"),
         (["table4", "--reading", "magic"], "magic"),
-        (["table4", "--fleet", "9b"], "9b"),
+        (["table4", "--fleet", "9b"], "--fleet is '9b'"),
         (["table4", "--levels", "0"], "--levels"),
         (["adaptive", "--levels", "64"], "--levels"),
         (["mechanisms", "--reading", "fair"], "--reading"),

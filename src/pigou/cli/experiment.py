@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pigou.cli.options import typed
 from pigou.config import ConfigError
 from pigou.engine.warm import warm_up
 from pigou.experiments.document import document, prepared, write
@@ -73,7 +74,8 @@ def experiment(
         if name == _ALL:
             write(folder, _together(found))
     except (ConfigError, ValueError) as error:
-        typer.echo(f"pigou experiment: {error}", err=True)
+        told = typed(str(error), {"fleet": "--fleet"})
+        typer.echo(f"pigou experiment: {told}", err=True)
         raise typer.Exit(2) from None
 
 
