@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -37,6 +39,40 @@ def named(group: str, name: Any, what: str) -> Any:
                 raise ConfigError(f"{what} {name!r} cannot be loaded: {error}") from error
     names = ", ".join(sorted(found.names))
     raise ConfigError(f"{what} is {name!r}; it must be one of: {names}")
+
+
+def wrong(error: msgspec.ValidationError, kind: type[msgspec.Struct], values: Any) -> str:
+    """Return what is wrong with values: the field, its value, and what may be given.
+
+    Args:
+        error: from `msgspec.convert(values, kind)`.
+        kind: what they were to become.
+        values: that were given.
+    """
+    text, _, path = str(error).partition(" - at `$")
+    place = path.rstrip("`").removeprefix(".").partition("[...]")[0]
+    hint, value = _at(place, kind, values)
+    if text.startswith("Object "):
+        keyed = isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+        text += f"; its keys are: {', '.join(hint.__struct_fields__)}" if keyed else ""
+    elif text.startswith("Invalid enum value"):
+        choices = get_args(hint) or [each.value for each in hint]
+        return f"{place} is {value!r}; give one of: {', '.join(map(str, choices))}"
+    elif text.startswith("Expected ") and place:
+        return f"{place} is {reprlib.repr(value)}: {text[:1].lower()}{text[1:]}"
+    elif "." not in place and "[" not in place:
+        return text  # of a struct's own check, which names the field
+    return f"{place}: {text}" if place else text
+
+
+def _at(place: str, kind: Any, values: Any) -> tuple[Any, Any]:
+    """Return the type, and the value, of the field at a path like `workers[0].role`."""
+    for name, number in re.findall(r"(\w+)|\[(\d+)\]", place.replace("[", ".[")):
+        if name:
+            kind, values = get_type_hints(kind)[name], values[name]
+        else:
+            kind, values = get_args(kind)[0], values[int(number)]
+    return kind, values
 
 
 class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

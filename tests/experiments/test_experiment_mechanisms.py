@@ -118,12 +118,24 @@ def test_results_have_the_columns_that_others_read(tmp_path: Path) -> None:
     assert "Experiment 1" in result.output
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pigou.cli.experiment._run", pytest.fail)
+    (tmp_path / "file").touch()
+    for name in ("table4", "all"):
+        command = [name, "--out", str(tmp_path / "file" / "below")]
+        result = CliRunner().invoke(build(["experiment"]), ["experiment", *command])
+        assert (result.exit_code, result.output.count("\n")) == (2, 1), result.output
+        assert "--out is" in result.output
+
+
 @pytest.mark.parametrize(
     ("command", "names"),
     [
         (["table5"], "table5"),
         (["table4", "--reading", "magic"], "magic"),
-        (["table4", "--fleet", "9b"], "9b"),
+        (["table4", "--fleet", "9b"], "--fleet is '9b'"),
         (["table4", "--levels", "0"], "--levels"),
         (["adaptive", "--levels", "64"], "--levels"),
         (["mechanisms", "--reading", "fair"], "--reading"),

@@ -108,6 +108,21 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_run(
     assert "--report is" in capsys.readouterr().err
 
 
+def test_a_folder_has_the_pictures_of_its_page_and_keeps_those_of_others(tmp_path: Path) -> None:
+    asked = ["simulate", "--timing", "law:itl_a=0.01", "--blocks", "100", "--report",
+             str(tmp_path), "--workload"]  # fmt: skip
+    (tmp_path / "mine.png").touch()
+    seen = []
+    for workload in ("closed:C=2,n=4", "closed:C=2,in=9999,n=4"):  # the second serves nobody
+        with pytest.raises(SystemExit) as ended:
+            main([*asked, workload])
+        assert ended.value.code == 0
+        seen.append({path.name for path in tmp_path.glob("*.png")})
+    assert seen[0] > seen[1] > {"mine.png"}
+    page = (tmp_path / "index.html").read_text()
+    assert all(f'id="{Path(name).stem}"' in page for name in seen[1] - {"mine.png"})
+
+
 def test_simulate_reports_the_figures_of_its_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,7 +52,10 @@ def test_times_never_fall_and_repeat_with_the_seed() -> None:
     assert all(type(time) is int for time in one[:10])
 
 
-@pytest.mark.parametrize(("rate", "cv"), [(0, 1), (-1, 1), (float("nan"), 1), (1, -0.1)])
+@pytest.mark.parametrize(
+    ("rate", "cv"),
+    [(0, 1), (-1, 1), (float("nan"), 1), (1, -0.1), (1, 1e200), (1, 1e-200), (1, float("nan"))],
+)
 def test_a_rate_or_variation_out_of_range_is_refused(rate: float, cv: float) -> None:
     with pytest.raises(ValueError, match="it must be"):
         renewal_times(rate, cv, np.random.default_rng(0))

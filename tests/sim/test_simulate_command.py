@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +173,21 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--workload", "poisson:rate=5,n=3,speed=9"], ["speed"]),
         (["--workload", "poisson:rate=5"], ["n=COUNT", "hold=SECONDS"]),
         (["--workload", "poisson:rate=5,n=-1,hold=9"], ["n is -1"]),
+        (["--workload", "gamma:rate=5,n=3,cv=1e200"], ["cv 1e+200", "1e-06 to 1000"]),
+        (["--workload", "gamma:rate=5,n=3,cv=1e-200"], ["cv 1e-200", "1e-06 to 1000"]),
+        (["--workload", "gamma:rate=5,n=3,cv=nan"], ["cv nan", "1e-06 to 1000"]),
         (["--workload", "closed:C=many,hold=3"], ["many", "USERS"]),
         (["--workload", "closed:C=4,in=5,out=5"], ["hold=SECONDS", "n=COUNT"]),
         (["--workload", "closed:C=4,n=-2"], ["n is -2"]),
+        (["--workload", "poisson:rate=5,n=3,timeout=1e300"], ["timeout is 1e+300", "a year"]),
+        (["--workload", "poisson:rate=5,n=3,backoff=1e300"], ["backoff is 1e+300", "a year"]),
+        (["--workload", "poisson:rate=5,n=3,timeout=1,retries=900"], ["retries is 900", "lower"]),
         (["--queue-timeout", "-1"], ["--queue-timeout is -1.0"]),
+        (["--queue-timeout", "1e300"], ["--queue-timeout is 1e+300", "at most"]),
+        (["--gpu", "magic"], ["--gpu is 'magic'", "h100"]),
+        (["--tp", "0"], ["--tp is 0", "at least 1"]),
+        (["--timing", "law:itl_a=1e30"], ["itl_a is 1e+30", "an hour"]),
+        (["--timing", "law:itl_a=0.1,prefill_token=1e30"], ["prefill_token is 1e+30", "an hour"]),
         (["--queue-timeout", "inf"], ["--queue-timeout is inf"]),
         (["--workload", "poisson:rate=5,n=3,n=4"], ["n is given twice", "n=4"]),
         (["--timing", "law:340b,prefill=1,prefill=2"], ["prefill is given twice"]),
@@ -188,7 +202,9 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--policy", "toll,magic=1"], ["magic"]),
         (["--engine", "magic"], ["magic"]),
         (["--max-seqs", "0"], ["--max-seqs"]),
+        (["--tier", "host,gib=1", "--tier", "host,gib=2"], ["host, host", "a name of its own"]),
         (["--json", "gone/file.json"], ["gone", "folder"]),
+        (["--json", "/"], ["--json is '/'", "name a file"]),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_by_name(options: list[str], words: list[str]) -> None:
@@ -196,6 +212,75 @@ def test_what_cannot_be_simulated_is_refused_by_name(options: list[str], words: 
     done = CliRunner().invoke(APP, [*argv, *options])
     assert done.exit_code == 2, done.output
     assert all(word in done.output for word in words), done.output
+
+
+def refused(fleet: Path, *options: str) -> str:
+    """Return the line by which a fleet's file is refused."""
+    argv = ["simulate", "--workload", "poisson:rate=5,n=3,timeout=0", "--timing", LAW,
+            "--blocks", "100", "--fleet", str(fleet), *options]  # fmt: skip
+    done = CliRunner().invoke(APP, argv)
+    assert (done.exit_code, done.output.count("\n")) == (2, 1), done.output
+    return done.output
+
+
+def test_a_fleet_of_which_nobody_is_left_needs_an_end_of_waiting(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text("workers: [{role: prefill}, {role: both, fails: [{start: 0.1}]}]\n")
+    assert "fails for good" in refused(fleet)
+    workload = "poisson:rate=5,n=3,in=8,out=100"
+    for options in ((workload, "--queue-timeout", "2"), (workload + ",timeout=2",)):
+        assert simulate(tmp_path, *options, fleet=str(fleet))["failed"] > 0
+    fleet.write_text("workers: [{role: both}, {role: both, fails: [{start: 0.1}]}]\n")
+    assert simulate(tmp_path, workload, fleet=str(fleet))["completed"] == 3
+
+
+def test_a_bandwidth_is_refused_where_nobody_says_how_much_there_is_to_move(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("yaml")
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text("workers: [{role: prefill}, {role: decode}]\nlink: {gbps: 10}\n")
+    assert "gbps of link is 10.0" in refused(fleet)
+    workload = "poisson:rate=5,n=3,in=800,out=8"
+    slow = simulate(tmp_path, workload, "--model", "llama-3.1-8b", fleet=str(fleet))
+    assert slow["transfers"]["bytes"] > 0
+    fleet.write_text("workers: [{role: prefill}, {role: decode}]\nlink: {latency_us: 10}\n")
+    assert simulate(tmp_path, workload, fleet=str(fleet))["transfers"]["bytes"] == 0
+
+
+def test_figures_are_written_although_nobody_reads_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    reader, writer = os.pipe()
+    os.close(reader)
+    argv = ["simulate", "--workload", "poisson:rate=9,in=8,out=2,n=3", "--timing", LAW,
+            "--blocks", "100", "--json", str(file)]  # fmt: skip
+    subprocess.run([sys.executable, "-m", "pigou", *argv], stdout=writer, check=False)
+    os.close(writer)
+    assert json.loads(file.read_text())["completed"] == 3
+
+
+@pytest.mark.parametrize("workload", ["closed:C=2,n=4", "poisson:rate=5,n=3", "trace"])
+@pytest.mark.parametrize("key", ["take=lifo", "barging=0.5"])
+def test_how_connections_are_taken_is_refused_where_there_are_enough(
+    tmp_path: Path, workload: str, key: str
+) -> None:
+    asked = trace(tmp_path, "t.jsonl", OWN) if workload == "trace" else workload
+    argv = ["simulate", "--timing", LAW, "--blocks", "100", "--workload", f"{asked},{key}"]
+    done = CliRunner().invoke(APP, argv)
+    assert (done.exit_code, done.output.count("\n")) == (2, 1), done.output
+    assert all(word in done.output for word in (*key.split("="), "pool=")), done.output
+    simulate(tmp_path, f"{asked},{key},pool=1")
+
+
+def test_how_arrivals_vary_is_refused_where_the_trace_has_its_own(tmp_path: Path) -> None:
+    path = trace(tmp_path, "t.jsonl", OWN)
+    argv = ["simulate", "--timing", LAW, "--blocks", "100", "--workload", f"{path},cv=2"]
+    done = CliRunner().invoke(APP, argv)
+    assert (done.exit_code, done.output.count("\n")) == (2, 1), done.output
+    assert "cv is '2'" in done.output
+    assert "rate=" in done.output
+    simulate(tmp_path, f"{path},rate=3,cv=2")
 
 
 @pytest.mark.parametrize(
@@ -210,6 +295,12 @@ def test_what_cannot_be_simulated_is_refused_by_name(options: list[str], words: 
         (["--temperature", "nan"], "--temperature is nan; it must be finite"),
         (["--fleet", "0xboth"], "--fleet is '0xboth'; write for example 4xboth"),
         (["--timing", "x"], "--timing is 'x'; it must be roofline"),
+        (["--workload", "closed:C=4,hold=x"], "workload: hold is 'x': expected `float`"),
+        (["--workload", "closed:C=4,hold=5,cook=1"], "cook is no key of it; there are: C, ramp"),
+        (["--workload", "closed:C=4,hold=5,pool=2,take=x"], "take is 'x'; give one of: fifo"),
+        (["--workload", "closed:hold=5"], "missing required field `C`"),
+        (["--timing", "law:itl_a=x"], "timing law: itl_a is 'x': expected `float`"),
+        (["--timing", "law:itl_a=1,cook=1"], "`cook`; its keys are: itl_a, itl_b"),
         (["--tier", "host,gib=x"], "--tier is 'host,gib=x': gib is 'x': expected `float`"),
         (["--tier", "host,gib=0"], "--tier is 'host,gib=0': tier host: gib is 0.0; it must be"),
         (["--tier", "host,gib=1,x=1"], "unknown field `x`"),
@@ -222,6 +313,13 @@ def test_a_refused_option_is_named_as_it_was_typed(options: list[str], words: st
     assert words in done.output
     assert "$" not in done.output
     assert done.output.count("\n") == 1
+
+
+def test_more_memory_than_there_is_ends_in_one_line() -> None:
+    argv = ["simulate", "--workload", "poisson:rate=5,n=3", "--timing", LAW]
+    done = CliRunner().invoke(APP, [*argv, "--blocks", str(10**12)])
+    assert (done.exit_code, done.output.count("\n")) == (1, 1), done.output
+    assert "--blocks" in done.output
 
 
 def test_a_field_of_a_fleet_file_is_not_named_as_an_option(tmp_path: Path) -> None:
@@ -243,9 +341,22 @@ def test_a_field_of_a_fleet_file_is_not_named_as_an_option(tmp_path: Path) -> No
         ("workers:\n  - {role: both, role: decode}\n", "line 2 gives 'role' again"),
         ("workers: [{role: both}]\nworkers: [{role: both}]\n", "line 2 gives 'workers' again"),
         ("workers: [{role: both}]\nlink: {gbps: 1, gbps: 2}\n", "'gbps' again"),
-        ("workers: [{role: chef}]\n", "chef"),
+        ("workers: [{starts: 1.0e+300}]\n", "starts is 1e+300"),
+        ("workers: [{slow: [{factor: 1.0e+300}]}]\n", "factor is 1e+300"),
+        ("workers: [{slow: [{factor: 2, start: 5, end: 3}]}]\n", "start is 5.0 and end 3.0"),
+        ("workers: [{fails: [{start: 1, end: 1.0e+300}]}]\n", "start is 1.0 and end 1e+300"),
+        ("workers: [{role: both}]\nlink: {gbps: 1.0e-300}\n", "gbps is 1e-300"),
+        ("workers: [{role: both}]\nlink: {latency_us: 1.0e+300}\n", "latency_us is 1e+300"),
+        ("workers: [{role: both}]\nlease_s: 1.0e+300\n", "lease_s is 1e+300"),
+        ("workers: [{role: both}]\nsignals: {report_every_ms: 1.0e-9}\n", "at least 1"),
+        ("workers: [{role: both}]\nsignals: {event_delay_ms: .nan}\n", "event_delay_ms is nan"),
         ("workers: \x01\n", "special characters"),
-        ("&a {workers: *a}\n", "Expected `array`"),
+        ("workers: [{role: chef}]\n", "workers[0].role is 'chef'; give one of: prefill, decode"),
+        ("workers: [{role: both, cook: 1}]\n", "`cook`; its keys are: role, count"),
+        ("workers: [{count: two}]\n", "workers[0].count is 'two': expected `int`"),
+        ("workers: [{count: 0}]\n", "workers[0]: count is 0"),
+        ("workers: [{fails: [{end: 3}]}]\n", "workers[0].fails[0]: Object missing"),
+        ("&a {workers: *a}\n", "expected `array`"),
         ("", "Expected `object`"),
     ],
 )

@@ -80,11 +80,30 @@ def test_names_are_found_with_owner_and_suffix() -> None:
         ({"torch_dtype": "float13"}, "float13"),
         ({"quantization_config": {"quant_method": "magic"}}, "magic"),
         ({"num_key_value_heads": 5}, "kv_heads"),
+        ({"num_key_value_heads": "x"}, "num_key_value_heads is 'x'"),
+        ({"num_attention_heads": 0, "head_dim": None}, "heads is 0"),
+        ({"text_config": 3}, "no object"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(tmp_path: Path, change: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         read_architecture(write(tmp_path, QWEN | change))
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"llama"', "", "{"])
+def test_a_file_that_describes_no_model_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"{path}: .*; give the config.json of a model"):
+        read_architecture(path)
+
+
+def test_keys_without_a_value_are_as_those_left_out(tmp_path: Path) -> None:
+    plain = read_architecture(write(tmp_path, QWEN))
+    null = {"text_config": None, "num_local_experts": None, "quantization_config": None}
+    assert read_architecture(write(tmp_path, {**null, **QWEN})) == plain
 
 
 def test_unknown_names_are_refused_with_those_known() -> None:

@@ -138,6 +138,9 @@ def test_tables_are_found_by_gpu_model_and_degree(tmp_path: Path) -> None:
         write_tables(folder)
     found = find_tables(tmp_path, "meta-llama/Llama-3.1-8B", "RTXPRO6000", 2)
     assert found.parts[-5:] == ("RTXPRO6000", "meta-llama", "Llama-3.1-8B", "bf16", "tp2")
+    assert find_tables(found, "meta-llama/Llama-3.1-8B", "RTXPRO6000", 2) == found
+    with pytest.raises(ConfigError, match="of tp2, and tp is 1"):
+        find_tables(found, "meta-llama/Llama-3.1-8B", "RTXPRO6000", 1)
     with pytest.raises(ConfigError, match="none fits"):
         find_tables(tmp_path, "meta-llama/Llama-3.1-8B", "RTX4090", 2)
     again = tmp_path / "RTX4090" / "other" / "Llama-3.1-8B" / "bf16" / "tp1"

@@ -56,6 +56,49 @@ def test_lengths_that_no_request_has_are_refused_with_their_row(
         read_trace(text(tmp_path / "s.json", json.dumps(session)))
 
 
+@pytest.mark.parametrize("bad", [2**63, 10**30, -(2**63) - 1])
+def test_block_ids_of_more_than_64_bits_are_refused_with_their_row(
+    tmp_path: Path, bad: int
+) -> None:
+    session = {"id": "s", "block_size": 4, "requests": [
+        {"in": 9, "out": 1, "hash_ids": [1]}, {"in": 9, "out": 1, "hash_ids": [bad]},
+    ]}  # fmt: skip
+    files = [
+        rows(tmp_path / "own.jsonl", OWN, OWN | {"hash_ids": [1, bad]}),
+        rows(tmp_path / "m.jsonl", MOONCAKE, MOONCAKE | {"hash_ids": [bad]}),
+        rows(tmp_path / "s.json", session),
+    ]
+    for path in files:
+        with pytest.raises(ConfigError, match=r"row 2.*hash_ids"):
+            read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", AZURE + "2024-05-10 00:00:01.0,9\n", "row 2 .*: it has no GeneratedTokens"),
+        ("a.csv", AZURE + "2024-05-10 00:00:01.0,x,1\n", "row 2 .*: ContextTokens is 'x'"),
+        ("a.csv", AZURE + "yesterday,9,1\n", "row 2 .*: TIMESTAMP is 'yesterday'"),
+        ("a.csv", AZURE.splitlines()[0] + "\n", "a.csv has no requests"),
+        ("a.csv", "", "a.csv has no requests"),
+        ("b.csv", BURST + "x,9,1\n", "row 3 .*: Timestamp is 'x'"),
+        ("s.json", '{"id": 1, "block_size": "x", "requests": []}', "block_size of .* is 'x'"),
+        ("s.json", '{"id": 1, "block_size": 0, "requests": []}', "block_size of .* is 0"),
+        ("t.jsonl", '{"timestamp": 1, "inp', "line 1 of .*t.jsonl"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_said_with_its_column(
+    tmp_path: Path, name: str, content: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_trace(text(tmp_path / name, content))
+
+
+def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist; name a file"):
+        read_trace(tmp_path / "gone.jsonl")
+
+
 def test_no_tokens_of_another_format_count_as_one(tmp_path: Path) -> None:
     path = rows(tmp_path / "m.jsonl", MOONCAKE | {"input_length": 0, "output_length": 0})
     (session,) = read_trace(path).sessions

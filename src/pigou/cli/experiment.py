@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pigou.cli.options import typed
 from pigou.config import ConfigError
 from pigou.engine.warm import warm_up
-from pigou.experiments.document import document, write
+from pigou.experiments.document import document, prepared, write
 from pigou.experiments.fleets import READINGS, Fleet, Reading, fleet
 from pigou.experiments.registry import EXPERIMENTS, Experiment
 from pigou.experiments.rows import COMPARED, Row
@@ -61,19 +62,20 @@ def experiment(
         plan = [(each, _levels(each, levels, name)) for each in names]
         if reading and name != _ALL and not EXPERIMENTS[name].reads:
             raise ConfigError(f"--reading is {reading!r}; {name} tries all of them: leave it out")
+        folder = prepared(Path(out))
         warm_up()
-        folder = Path(out)
         found = []
         for each, users in plan:
             one = EXPERIMENTS[each]
             seeds = range(seed, seed + (runs or one.runs))
             found.append(_run(each, one, which, how, seeds, users))
+            write(folder / each if name == _ALL else folder, found[-1])
             _show(one, found[-1])
-            if name == _ALL:
-                write(folder / each, found[-1])
-        write(folder, found[0] if name != _ALL else _together(found))
+        if name == _ALL:
+            write(folder, _together(found))
     except (ConfigError, ValueError) as error:
-        typer.echo(f"pigou experiment: {error}", err=True)
+        told = typed(str(error), {"fleet": "--fleet"})
+        typer.echo(f"pigou experiment: {told}", err=True)
         raise typer.Exit(2) from None
 
 

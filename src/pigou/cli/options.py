@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
 
+#: Seconds; some more would be no integer of 64 bits in nanoseconds.
+_MOST = 10**9
 _HEAD = re.compile(r"([\w.]+)(?=:? (?:is|of) | ')")
 
 
@@ -33,32 +34,14 @@ def typed(message: str, options: Mapping[str, str]) -> str:
     return re.sub(rf"(?<![\w.$'/-])({marked})\b", lambda found: options[found[1]], message)
 
 
-def wrong(
-    error: msgspec.ValidationError, config: type[msgspec.Struct], values: Mapping[str, Any]
-) -> str:
-    """Return what is wrong with a configuration: the field, its value, and what may be given.
-
-    Args:
-        error: from `msgspec.convert(values, config)`.
-        config: what they were to become.
-        values: by field.
-    """
-    text, _, path = str(error).partition(" - at `$.")
-    field = re.split(r"[.\[`]", path)[0]
-    if not field or _HEAD.match(text):
-        return text
-    hint = get_type_hints(config)[field]
-    if get_origin(hint) is Literal:
-        return f"{field} is {values[field]!r}; give one of: {', '.join(map(str, get_args(hint)))}"
-    return f"{field} is {values[field]!r}: {text[:1].lower()}{text[1:]}"
-
-
 def nanoseconds(option: str, seconds: float) -> int:
     """Return the nanoseconds of an option's seconds.
 
     Raises:
-        ConfigError: they are below 0, or not finite.
+        ConfigError: they are below 0, not finite, or more than nanoseconds are counted.
     """
     if not 0 <= seconds < float("inf"):
         raise ConfigError(f"{option} is {seconds}; it must be finite, at least 0 seconds")
+    if seconds > _MOST:
+        raise ConfigError(f"{option} is {seconds}; it must be at most {_MOST} seconds")
     return int(seconds * SECOND)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pigou.cli.options import names, typed
 from pigou.config import ConfigError
 from pigou.sim.measured import Measured
 from pigou.workload.endpoint import EndpointError
@@ -60,7 +61,7 @@ def profile(
         found = _run(msgspec.convert(values, ProfileConfig))
         file.write_bytes(msgspec.json.format(msgspec.json.encode(found.measured)) + b"\n")
     except (ConfigError, msgspec.ValidationError) as error:
-        typer.echo(f"pigou profile: {error}", err=True)
+        typer.echo(f"pigou profile: {typed(str(error), names(ProfileConfig))}", err=True)
         raise typer.Exit(2) from None
     except (EndpointError, OSError) as error:
         typer.echo(f"pigou profile: {error}", err=True)

@@ -42,10 +42,13 @@ def replay(
     Ends with 0 when all are the same, with 1 at the first that is not.
     """
     try:
+        if json and not Path(json).absolute().parent.is_dir():
+            raise ConfigError(f"--json is {json!r}, and its folder does not exist; make it first")
         other = _rival(policy, temperature, softmax, seed)
         found = _run(journal, other)
         if json:
-            _write(json, _document(found))
+            text = msgspec.json.format(msgspec.json.encode(_document(found)))
+            Path(json).write_bytes(text + b"\n")
     except (ConfigError, OSError) as error:
         typer.echo(f"pigou replay: {error}", err=True)
         raise typer.Exit(2) from None
@@ -142,10 +145,3 @@ def _document(found: Rerun) -> dict[str, Any]:
             "moved": compared.moved, "seconds": compared.seconds,
         }  # fmt: skip
     return document
-
-
-def _write(file: str, document: dict[str, Any]) -> None:
-    path = Path(file)
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--json is {file!r}, and its folder does not exist; make it first")
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")

@@ -11,8 +11,8 @@ import msgspec
 import typer
 
 from pigou.cli.named import named
-from pigou.cli.options import names, nanoseconds, typed, wrong
-from pigou.config import ConfigError, ControlConfig, IndexConfig
+from pigou.cli.options import names, nanoseconds, typed
+from pigou.config import ConfigError, ControlConfig, IndexConfig, wrong
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
 from pigou.fleet.member import FleetError
 from pigou.fleet.serve import Serving, local_workers, threads_each

@@ -14,12 +14,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.named import named
-from pigou.cli.options import names, nanoseconds, typed, wrong
+from pigou.cli.options import names, nanoseconds, typed
 from pigou.cli.reporter import Reporter
-from pigou.config import ConfigError, ControlConfig
-from pigou.request import SECOND
+from pigou.config import ConfigError, ControlConfig, wrong
+from pigou.request import SECOND, Role
 from pigou.sim.clock import EPOCH
-from pigou.sim.config import read_fleet
+from pigou.sim.config import FleetConfig, read_fleet
+from pigou.sim.network import LinkConfig
 from pigou.sim.result import Result
 from pigou.sim.simulate import UNLIMITED, Setup, Simulation
 from pigou.sim.tiers import TierConfig
@@ -132,8 +133,8 @@ def simulate(
 ) -> None:
     """Simulate a fleet: the production scheduler, router and cache under a virtual clock."""
     try:
-        if json and not Path(json).absolute().parent.is_dir():
-            raise ConfigError(f"--json is {json!r}, and its folder does not exist; make it first")
+        if json:
+            _check_file(Path(json))
         name, params = named("--policy", policy)
         order, orders = named("--admission", admission)
         steering, steers = named("--controller", controller)
@@ -161,27 +162,50 @@ def simulate(
         }  # fmt: skip
         setup = _setup(values)
         what, members = offered(workload, seed), read_fleet(fleet)
+        _check_link(members, model)
         simulation = Simulation(what.workload, members, setup, control, what.client, seed=seed)
         reporter = Reporter(report, simulation) if report else None
     except ConfigError as error:
         typer.echo(f"pigou simulate: {_told(str(error))}", err=True)
         raise typer.Exit(2) from None
+    except MemoryError as error:
+        typer.echo(f"pigou simulate: {error}; give fewer workers, or --blocks", err=True)
+        raise typer.Exit(1) from None
     warm_up(members, setup, control)
     result = _run(simulation)
     document = result.document()
-    _show(document)
     if json:
         text = msgspec.json.format(msgspec.json.encode(document))
         try:
             Path(json).write_bytes(text + b"\n")
         except OSError as error:
-            typer.echo(f"pigou simulate: {error}", err=True)
+            typer.echo(f"pigou simulate: --json is {json!r}: {error}", err=True)
             raise typer.Exit(1) from None
     if reporter is not None:
         run = {"workload": workload, "fleet": fleet, "policy": policy, "seed": seed}
         asked = {"run": run, "workers": setup, "control": control, "client": what.client,
                  "fleet": members}  # fmt: skip
         reporter.write(result, document, f"{policy} on {fleet}", asked)
+    _show(document)  # last, so that the files are there whoever reads along, and for how long
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is simulated."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--json is {str(path)!r}, and its folder does not exist; make it first")
+    if path.is_dir():
+        raise ConfigError(f"--json is {str(path)!r}, a folder; name a file in it")
+
+
+def _check_link(fleet: FleetConfig, model: str) -> None:
+    """Refuse a bandwidth that says nothing: how much there is to move, a model tells."""
+    gbps = fleet.link.gbps
+    splits = any(kind.role is Role.PREFILL for kind in fleet.workers)
+    if splits and gbps not in (0.0, LinkConfig().gbps) and not model:
+        raise ConfigError(
+            f"fleet: gbps of link is {gbps}, and no model is given; its KV's size is needed: give "
+            "--model, or leave gbps out"
+        )
 
 
 def _setup(values: dict[str, Any]) -> Setup:

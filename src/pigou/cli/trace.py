@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from pigou.cli.options import typed
 from pigou.config import ConfigError
 from pigou.workload.catalogue import TRACES, listed
 from pigou.workload.download import DownloadError, Watch, download
@@ -29,6 +30,7 @@ trace = typer.Typer(
     help="Find, download, describe, convert and cut recorded traces.", no_args_is_help=True
 )
 _PERCENTILES = (50, 90, 99)
+_OPTIONS = {"sessions": "--sessions"}
 
 
 @trace.command("list")
@@ -139,7 +141,8 @@ def _failing(command: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, OSError) as error:
-        typer.echo(f"pigou trace {command}: {error}", err=True)
+        told = typed(str(error), _OPTIONS)
+        typer.echo(f"pigou trace {command}: {told}", err=True)
         raise typer.Exit(2) from None
     except DownloadError as error:
         typer.echo(f"pigou trace {command}: {error}", err=True)

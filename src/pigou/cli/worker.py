@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from pigou.cli.options import names, typed, wrong
-from pigou.config import ConfigError, EvictionConfig
+from pigou.cli.options import names, typed
+from pigou.config import ConfigError, EvictionConfig, wrong
 from pigou.request import Role
 from pigou.worker.config import WorkerConfig
 

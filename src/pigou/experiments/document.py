@@ -34,15 +34,27 @@ def document(
     }  # fmt: skip
 
 
+def prepared(folder: Path) -> Path:
+    """Make a folder to write results into, and return it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out is {str(folder)!r}: {error}; name a folder to write to") from None
+    return folder
+
+
 def write(folder: Path, found: Mapping[str, Any]) -> Path:
     """Write results into a folder, which is made; return the file.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    path = folder / RESULTS
+    path = prepared(folder) / RESULTS
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
     except OSError as error:
         raise ConfigError(f"--out is {str(folder)!r}: {error}; name a folder to write to") from None

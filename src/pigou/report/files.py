@@ -39,6 +39,8 @@ def write(
 ) -> list[Path]:
     """Write a page, a picture of each of its figures, and `data` as `report.json`.
 
+    Pictures of the page that was there before are removed.
+
     Args:
         page: to write.
         folder: that exists.
@@ -52,6 +54,7 @@ def write(
 
     written = [folder / PAGE]
     try:
+        _clear(folder)
         each(PAGE)
         written[0].write_text(html(page), encoding="utf-8")
         if data is not None:
@@ -65,6 +68,17 @@ def write(
     except OSError as error:
         raise ReportError(f"the report cannot be written: {error}") from error
     return written
+
+
+def _clear(folder: Path) -> None:
+    """Remove the pictures whose figures an earlier page in the folder has, and no others."""
+    page = folder / PAGE
+    if not page.is_file():
+        return
+    before = page.read_text(encoding="utf-8", errors="replace")
+    for picture in folder.glob("*.png"):
+        if f'id="{picture.stem}"' in before:
+            picture.unlink()
 
 
 def load(name: str) -> Any:

@@ -216,19 +216,18 @@ def read_architecture(path: Path) -> Architecture:
     Raises:
         ConfigError: a key is missing, or asks for layers that the formulas do not describe.
     """
-    try:
-        source = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; give the config.json of a model") from None
-    source = {**source, **source.get("text_config", {})}
+    source = _source(path)
     for key, meaning in _FOREIGN.items():
         if source.get(key):
             raise ConfigError(f"{path}: {key} is {source[key]!r}: {meaning} cannot be timed")
     if source.get("mlp_only_layers") or source.get("decoder_sparse_step", 1) != 1:
         raise ConfigError(f"{path}: only some layers have experts: that cannot be timed")
+    if "sliding_attention" in (source.get("layer_types") or ()):
+        raise ConfigError(f"{path}: layer_types has sliding_attention: that cannot be timed")
     heads = _number(path, source, "num_attention_heads")
     hidden = _number(path, source, "hidden_size")
-    experts = int(source.get("num_experts") or source.get("num_local_experts") or 0)
+    experts = _number(path, source, "num_experts", 0)
+    experts = experts or _number(path, source, "num_local_experts", 0)
     sparse = bool(source.get("moe_intermediate_size")) and experts > 0
     dtype = _dtype(path, source)
     return Architecture(
@@ -236,30 +235,48 @@ def read_architecture(path: Path) -> Architecture:
         layers=_number(path, source, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=int(source.get("num_key_value_heads") or heads),
-        head_dim=int(source.get("head_dim") or hidden // heads),
+        kv_heads=_number(path, source, "num_key_value_heads", heads),
+        head_dim=_number(path, source, "head_dim", hidden // max(heads, 1)),
         ffn=_number(path, source, "moe_intermediate_size" if sparse else "intermediate_size"),
         vocab=_number(path, source, "vocab_size"),
         tied=bool(source.get("tie_word_embeddings", False)),
         gated=source.get("hidden_act", "silu") not in _UNGATED,
         qk_norm=str(source.get("model_type", "")).startswith("qwen3"),
         experts=experts,
-        active=int(source.get("num_experts_per_tok") or 0) if experts else 0,
+        active=_number(path, source, "num_experts_per_tok", 0) if experts else 0,
         dtype=dtype,
         kv_dtype="bfloat16" if dtype in ("fp8", "int8", "int4") else dtype,
-        context=int(source.get("max_position_embeddings") or 131_072),
+        context=_number(path, source, "max_position_embeddings", 131_072),
     )
 
 
-def _number(path: Path, source: Mapping[str, Any], key: str) -> int:
-    if not isinstance(source.get(key), int):
-        raise ConfigError(f"{path}: {key} is {source.get(key)!r}; it must be a whole number")
-    return int(source[key])
+def _source(path: Path) -> dict[str, Any]:
+    """Return what a file says of the model, or of the part of it that is of text."""
+    try:
+        source = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; give the config.json of a model") from None
+    text = source.get("text_config") or {} if isinstance(source, dict) else None
+    if not isinstance(text, dict):
+        raise ConfigError(f"{path}: it is no object of keys; give the config.json of a model")
+    return {**source, **text}
+
+
+def _number(path: Path, source: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a whole number; `default`, where there is one, stands for none and for null."""
+    found = source.get(key)
+    if found is None and default is not None:
+        return default
+    if not isinstance(found, int):
+        raise ConfigError(f"{path}: {key} is {found!r}; it must be a whole number")
+    return found
 
 
 def _dtype(path: Path, source: Mapping[str, Any]) -> str:
     """Number format of the weights: of the quantisation if there is one."""
     quantised = source.get("quantization_config") or {}
+    if not isinstance(quantised, dict):
+        raise ConfigError(f"{path}: quantization_config is {quantised!r}; it must have keys")
     method = str(quantised.get("quant_method", ""))
     if method:
         bits = {"fp8": "fp8", "awq": "int4", "gptq": "int4"}.get(method, "")

@@ -10,6 +10,8 @@ import numpy as np
 from pigou.request import SECOND
 
 _CHUNK = 1024
+#: Variations of gaps: a burst is about cv^2 requests at once, then nothing for as many.
+LEAST_CV, MOST_CV = 1e-6, 1e3
 #: Nanoseconds; later times are no integers of 64 bits.
 _FAR = 2.0**62
 
@@ -23,7 +25,7 @@ def renewal_times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[
 
     Args:
         rate: requests per second, above 0.
-        cv: standard deviation of a gap over its mean, at least 0.
+        cv: standard deviation of a gap over its mean: 0, or `LEAST_CV` to `MOST_CV`.
         rng: the only source of randomness; the same generator state gives the same times.
 
     Raises:
@@ -31,8 +33,8 @@ def renewal_times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[
     """
     if not (math.isfinite(rate) and rate > 0):
         raise ValueError(f"rate is {rate}; it must be above 0 requests per second")
-    if not (math.isfinite(cv) and cv >= 0):
-        raise ValueError(f"cv is {cv}; it must be 0 or more")
+    if cv and not LEAST_CV <= cv <= MOST_CV:
+        raise ValueError(f"cv is {cv}; it must be 0, or {LEAST_CV:g} to {MOST_CV:g}")
     return _times(rate, cv, rng)
 
 

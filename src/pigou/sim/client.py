@@ -16,10 +16,12 @@ from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.call import Call, Outcome
 from pigou.sim.clock import EPOCH, Clock, Phase
-from pigou.sim.workload import ClosedLoop, Job, OpenLoop, Session
+from pigou.sim.workload import MOST_SECONDS, ClosedLoop, Job, OpenLoop, Session
 
 #: Keys of client events, apart from those of calls.
 _USERS = 2**40
+#: Of a wait, more than which are over any limit.
+_DOUBLINGS = 100
 
 
 class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -44,12 +46,29 @@ class ClientConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     backoff: float = 0.5
 
     def __post_init__(self) -> None:
-        """Refuse clients that never send, or never wait."""
-        for name in ("pool", "timeout", "retries", "backoff"):
-            if not 0 <= getattr(self, name) < float("inf"):
+        """Refuse clients that never send, or wait for ever."""
+        for name in ("pool", "retries"):
+            if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        for name in ("timeout", "backoff"):
+            if not 0.0 <= getattr(self, name) <= MOST_SECONDS:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be at least 0, and at most "
+                    f"{MOST_SECONDS} seconds (a year)"
+                )
         if not 0.0 <= self.barging < 1.0:
             raise ConfigError(f"barging is {self.barging}; it must be at least 0, and below 1")
+        if self._retrying > MOST_SECONDS:
+            raise ConfigError(
+                f"retries is {self.retries}, and backoff {self.backoff} s, doubled each time: they "
+                f"take over {MOST_SECONDS} seconds (a year); lower one of them"
+            )
+
+    @property
+    def _retrying(self) -> float:
+        """Seconds that a request takes at most whose every attempt runs into its timeout."""
+        doubled = 2.0 ** min(self.retries, _DOUBLINGS) - 1.0
+        return self.backoff * doubled + self.timeout * self.retries
 
 
 class Server(Protocol):

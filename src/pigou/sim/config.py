@@ -8,13 +8,16 @@ from pathlib import Path
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, wrong
 from pigou.request import Role
 from pigou.sim.network import LinkConfig
 from pigou.sim.tiers import TierConfig
+from pigou.sim.workload import MOST_SECONDS
 from pigou.sim.yaml_file import read_yaml
 
 _PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
+#: Times as long.
+_SLOWEST = 1e6
 _ROLES = {
     "p": Role.PREFILL, "d": Role.DECODE, "both": Role.BOTH,
     "prefill": Role.PREFILL, "decode": Role.DECODE,
@@ -30,8 +33,9 @@ class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def __post_init__(self) -> None:
         """Refuse speeds that no worker has."""
-        if not 0.0 < self.factor < math.inf or not 0.0 <= self.start < self.end:
-            raise ConfigError(f"slow is {self}; factor must be above 0, and start before end")
+        if not 0.0 < self.factor <= _SLOWEST:
+            raise ConfigError(f"factor is {self.factor}; it must be above 0, at most {_SLOWEST:g}")
+        _check_times(self.start, self.end)
 
 
 class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,8 +46,21 @@ class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def __post_init__(self) -> None:
         """Refuse outages that end before they begin."""
-        if not 0.0 <= self.start < self.end:
-            raise ConfigError(f"fails is {self}; start must be at least 0, and before end")
+        _check_times(self.start, self.end)
+
+
+def _check_wait(name: str, value: float, unit: int) -> None:
+    """Refuse a wait of so many parts of a second that is below 0, or of more than a year."""
+    if not 0.0 <= value <= MOST_SECONDS * unit:
+        raise ConfigError(f"{name} is {value}; it must be 0 to {MOST_SECONDS * unit} (a year)")
+
+
+def _check_times(start: float, end: float) -> None:
+    if not 0.0 <= start < end or start > MOST_SECONDS or MOST_SECONDS < end < math.inf:
+        raise ConfigError(
+            f"start is {start} and end {end}; start must be at least 0 and before end, and both at "
+            f"most {MOST_SECONDS} seconds (a year); leave end out where there is none"
+        )
 
 
 class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -93,8 +110,7 @@ class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.tiers and not self.prefix_caching:
             raise ConfigError("prefix_caching is off, and tiers are given; leave one of them out")
-        if not 0.0 <= self.starts < math.inf:
-            raise ConfigError(f"starts is {self.starts}; it must be finite, at least 0 seconds")
+        _check_wait("starts", self.starts, 1)
 
 
 class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -118,8 +134,11 @@ class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __post_init__(self) -> None:
         """Refuse delays and shares that there are none of."""
         for name in ("event_delay_ms", "report_every_ms", "report_delay_ms"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+            _check_wait(name, getattr(self, name), 1000)
+        if 0.0 < self.report_every_ms < 1.0:
+            raise ConfigError(
+                f"report_every_ms is {self.report_every_ms}; it must be at least 1, or 0 for none"
+            )
         if not 0.0 <= self.event_loss <= 1.0:
             raise ConfigError(f"event_loss is {self.event_loss}; it must be 0 to 1")
 
@@ -153,10 +172,9 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Refuse fleets that serve nobody."""
         if not any(each.role.decodes for each in self.workers):
             raise ConfigError("fleet: nobody decodes; add a worker of role decode or both")
-        for name in ("overhead_ms", "leg_ms", "detect_ms", "lease_s"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 <= value < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be finite, at least 0")
+        for name in ("overhead_ms", "leg_ms", "detect_ms"):
+            _check_wait(name, getattr(self, name) or 0.0, 1000)
+        _check_wait("lease_s", self.lease_s, 1)
 
 
 def read_fleet(text: str) -> FleetConfig:
@@ -166,12 +184,7 @@ def read_fleet(text: str) -> FleetConfig:
         ConfigError: it is none of these, or a value is refused.
     """
     if Path(text).suffix in (".yaml", ".yml"):
-        try:
-            return msgspec.convert(read_yaml(text), FleetConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"fleet: {text}: {error}") from error
-        except ConfigError as error:
-            raise ConfigError(f"fleet: {error}") from error
+        return _of_yaml(text)
     members = []
     for part in text.split("+"):
         found = _PART.fullmatch(part)
@@ -181,3 +194,14 @@ def read_fleet(text: str) -> FleetConfig:
             )
         members.append(Members(role=_ROLES[found[3]], count=int(found[1])))
     return FleetConfig(workers=tuple(members))
+
+
+def _of_yaml(path: str) -> FleetConfig:
+    try:
+        values = read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"fleet: {error}") from error
+    try:
+        return msgspec.convert(values, FleetConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"fleet: {path}: {wrong(error, FleetConfig, values)}") from error

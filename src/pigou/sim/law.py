@@ -11,6 +11,9 @@ from pigou.config import ConfigError
 from pigou.request import SECOND, Nanos
 from pigou.sim.timing import Batch
 
+#: Seconds of each part of a step.
+_MOST = 3600
+
 
 class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds of a step with n sequences that decode, k prompts begun, and t prompt tokens.
@@ -42,13 +45,16 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         """Refuse laws by which time runs backwards, or stands still."""
         for name in ("itl_b", "prefill", "prefill_token", "mixed", "overhead"):
             value = getattr(self, name)
-            if value is not None and not 0.0 <= value < float("inf"):
-                raise ConfigError(f"{name} is {value}; it must be finite, at least 0 seconds")
-        if not 0.0 < self.itl_a < float("inf"):
-            raise ConfigError(f"itl_a is {self.itl_a}; it must be above 0 seconds")
-        if self.few < 0 or (self.few > 0) != (0.0 < self.itl_few < float("inf")):
+            if value is not None and not 0.0 <= value <= _MOST:
+                raise ConfigError(f"{name} is {value}; it must be 0 to {_MOST} seconds (an hour)")
+        if not 0.0 < self.itl_a <= _MOST:
             raise ConfigError(
-                f"few is {self.few} and itl_few {self.itl_few}; give both, above 0, or none"
+                f"itl_a is {self.itl_a}; it must be above 0, at most {_MOST} seconds (an hour)"
+            )
+        if self.few < 0 or (self.few > 0) != (0.0 < self.itl_few <= _MOST):
+            raise ConfigError(
+                f"few is {self.few} and itl_few {self.itl_few}; give both, above 0 and itl_few at "
+                f"most {_MOST} seconds (an hour), or none"
             )
 
     def decode(self, sequences: int) -> float:

@@ -11,6 +11,9 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.sim.clock import Clock, Event, Phase
 
+#: Gigabits a second: a thousand bits. Microseconds: an hour.
+_SLOWEST, _LONGEST = 1e-6, 3.6e9
+
 
 class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What each worker is linked to the others by, both ways at once.
@@ -31,9 +34,10 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def __post_init__(self) -> None:
         """Refuse links that never deliver."""
-        for name in ("gbps", "latency_us"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.gbps and not _SLOWEST <= self.gbps < math.inf:
+            raise ConfigError(f"gbps is {self.gbps}; it must be 0, or at least {_SLOWEST:g}")
+        if not 0.0 <= self.latency_us <= _LONGEST:
+            raise ConfigError(f"latency_us is {self.latency_us}; it must be 0 to {_LONGEST:g}")
 
     @property
     def nanos_per_byte(self) -> float:

@@ -110,6 +110,11 @@ def find_tables(folder: Path, model: str, gpu: str, tp: int) -> Path:
         ConfigError: there is none, or more than one.
     """
     if (folder / "dense.csv").is_file():
+        name = folder.resolve().name
+        if re.fullmatch(r"tp\d+", name) and name != f"tp{tp}":
+            raise ConfigError(
+                f"profile is {str(folder)!r}, of {name}, and tp is {tp}; give both the same"
+            )
         return folder
     found = sorted(path.parent for path in folder.rglob("dense.csv"))
     matches = [path for path in found if _matches(path, folder, model, gpu, tp)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -105,6 +106,8 @@ class Simulation:
             ConfigError: something of it cannot be had.
         """
         self.clock = Clock()
+        if control.queue_timeout >= UNLIMITED and not client.timeout:
+            _check_end(fleet)
         plants, overhead = _plants(fleet, setup, workload.longest)
         if fleet.overhead_ms is None:
             fleet = msgspec.structs.replace(fleet, overhead_ms=overhead * 1000)
@@ -150,6 +153,20 @@ class Simulation:
                 watch(self)
 
 
+def _check_end(fleet: FleetConfig) -> None:
+    """Refuse a fleet of which in the end nobody is left, where requests wait without end."""
+    if all(
+        any(each.end == math.inf for each in kind.fails)
+        for kind in fleet.workers
+        if kind.role.decodes
+    ):
+        raise ConfigError(
+            "fleet: every worker that decodes fails for good, and requests would wait for ever; "
+            "give one of them no fails without end, or give --queue-timeout, or the workload "
+            "timeout=SECONDS"
+        )
+
+
 def _plants(fleet: FleetConfig, setup: Setup, longest: int) -> tuple[list[Plant], float]:
     """Return what the kinds of workers run on, and the seconds from the client to a worker."""
     plants, overhead, vllm = [], 0.0, setup.engine == "vllm"
@@ -189,6 +206,12 @@ def _plant(kind: Members, setup: Setup, engine: EngineConfig, timing: Timing) ->
     tiers = kind.tiers or (setup.tiers if kind.prefix_caching else ())
     if not tiers:
         return Plant(kind, engine, timing, size, vllm)
+    names = [each.name for each in tiers]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"tiers are named {', '.join(names)}; give each a name of its own, by which its "
+            "figures are told"
+        )
     if not size:
         raise ConfigError("tiers are given, and no model; its KV's size is needed: give --model")
     worth = worth_of(timing, engine.block_size, engine.max_batched_tokens)

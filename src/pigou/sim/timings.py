@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, wrong
 from pigou.sim.architecture import Architecture, architecture
 from pigou.sim.capacity import kv_blocks
 from pigou.sim.gpus import gpu as find_gpu
@@ -49,6 +49,10 @@ def build_timing(text: str, model: str, gpu: str, tp: int) -> Built:
     Raises:
         ConfigError: there is none of that name, or a value is refused.
     """
+    if tp < 1:
+        raise ConfigError(f"tp is {tp}; it must be at least 1")
+    if gpu:
+        find_gpu(gpu)  # a law does not look at it, and what is misspelt is refused all the same
     name, _, rest = text.partition(":")
     if name == "law":
         return _law(rest)
@@ -125,5 +129,5 @@ def _law(text: str) -> Built:
     try:
         law = msgspec.convert(values, Law, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"timing law: {error}") from error
+        raise ConfigError(f"timing law: {wrong(error, Law, values)}") from error
     return Built(LawTiming(law), law.overhead, worker=worker)

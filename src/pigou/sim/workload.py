@@ -12,7 +12,7 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
-from pigou.sim.arrivals import renewal_times
+from pigou.sim.arrivals import LEAST_CV, MOST_CV, renewal_times
 
 #: Of a request's prompt, and of its answer.
 MOST_TOKENS = 2**24
@@ -215,9 +215,10 @@ def renewal(
     Raises:
         ConfigError: a value is out of its range.
     """
-    if not 1 / MOST_SECONDS < rate < float("inf") or not 0.0 <= cv < float("inf"):
+    if not 1 / MOST_SECONDS < rate < float("inf") or (cv and not LEAST_CV <= cv <= MOST_CV):
         raise ConfigError(
-            f"rate is {rate} and cv {cv}; rate must be above 0 (one in a year), cv at least 0"
+            f"rate is {rate} and cv {cv}; rate must be above 0 (one in a year), cv 0 or "
+            f"{LEAST_CV:g} to {MOST_CV:g}"
         )
     if count < 0 or not 0.0 <= seconds <= MOST_SECONDS or not (count or seconds):
         raise ConfigError(

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from pigou.config import ConfigError
+from pigou.sim.arrivals import LEAST_CV, MOST_CV
 
 _LENGTHS = re.compile(r"(\d+)(?::(\d+))?", re.ASCII)
 _REQUESTS = 100
@@ -107,8 +108,10 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
-        if self.cv is not None and not (math.isfinite(self.cv) and self.cv >= 0):
-            raise ConfigError(f"--cv is {self.cv}; it must be 0 (even gaps) or more")
+        if self.cv and not LEAST_CV <= self.cv <= MOST_CV:
+            raise ConfigError(
+                f"--cv is {self.cv}; it must be 0 (even gaps), or {LEAST_CV:g} to {MOST_CV:g}"
+            )
         self.inputs, self.outputs  # noqa: B018  (they raise when they cannot be read)
         self._check_url()
 

@@ -7,11 +7,11 @@ import io
 import json
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,8 @@ from pigou.workload import journal
 from pigou.workload.packed import name_of, unpacked
 from pigou.workload.rows import BailianRow, MooncakeRow, Row, VllmRow, of_rows
 from pigou.workload.trace import Session, Trace, Turn, ordered, turn
+
+T = TypeVar("T")
 
 _MOONCAKE_BLOCK = 512
 _LOG = "requests.jsonl"
@@ -46,6 +48,8 @@ def read_trace(path: str | Path) -> Trace:
     ) as error:  # fmt: skip
         if isinstance(error, ConfigError):
             raise
+        if isinstance(error, FileNotFoundError):
+            raise ConfigError(f"trace: {path} does not exist; name a file or a folder") from error
         what = f"{type(error).__name__}: {error}"
         raise ConfigError(f"trace: {path} cannot be read as a trace ({what})") from error
 
@@ -92,7 +96,7 @@ def _members(file: io.BytesIO) -> Iterator[str]:
 def _lines(data: bytes, name: str, path: str) -> Trace:
     """Read JSON lines, of the kind that the first one is of."""
     lines = [line for line in data.splitlines() if line.strip()]
-    keys = msgspec.json.decode(lines[0], type=dict[str, Any]).keys()
+    keys = _decoded(lines[:1], dict[str, Any], path)[0].keys()
     if "input_toks" in keys:
         return _vllm(_decoded(lines, VllmRow, path), path)
     if "chat_id" in keys:
@@ -137,8 +141,10 @@ def _blocks(rows: Sequence[MooncakeRow | BailianRow], block: int, unit: float, p
 
 
 def _table(text: str, path: str) -> Trace:
-    rows = list(csv.DictReader(io.StringIO(text.lstrip("\ufeff"))))
-    names = rows[0].keys() if rows else ()
+    reader = csv.DictReader(io.StringIO(text.lstrip("\ufeff")))
+    rows, names = list(reader), reader.fieldnames or ()
+    if not rows:
+        raise ConfigError(f"trace: {path} has no requests")
     if "TIMESTAMP" in names:
         return _rows(rows, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _since_first(), path)
     if "Request tokens" in names:
@@ -175,10 +181,21 @@ def _rows(
         with _row(number, path):
             if row[output] == failed:
                 continue
-            one = turn(int(row[input_]), int(row[output]))
-            sessions.append(Session(read(row[time]), str(len(sessions)), (one,)))
+            one = turn(_cell(row, input_, int), _cell(row, output, int))
+            sessions.append(Session(_cell(row, time, read), str(len(sessions)), (one,)))
         numbers.append(number)
     return ordered(1.0, sessions, numbers)
+
+
+def _cell(row: Mapping[str, str], column: str, read: Callable[[str], T]) -> T:
+    """Return what a column of a row says; one that is cut off lacks its last."""
+    text = row.get(column)
+    if text is None:
+        raise ValueError(f"it has no {column}; is the file cut off?")
+    try:
+        return read(text)
+    except ValueError as error:
+        raise ValueError(f"{column} is {text!r}: {error}") from error
 
 
 @contextmanager
@@ -198,7 +215,7 @@ def _agents(texts: Iterable[str], path: str) -> Trace:
         lacks = [name for name in _SESSION if name not in known]
         if lacks:
             raise ConfigError(f"trace: {path} is no agent session: JSON without {', '.join(lacks)}")
-        sizes.add(int(whole["block_size"]))
+        sizes.add(_size(whole["block_size"], path))
         name = str(whole["id"])
         turns = tuple(_agent_turns(whole["requests"], f"{path}, session {name}"))
         if turns:
@@ -208,6 +225,12 @@ def _agents(texts: Iterable[str], path: str) -> Trace:
     if len(sizes) != 1:
         raise ConfigError(f"trace: {path} mixes block sizes {sorted(sizes)}; give one at a time")
     return ordered(sizes.pop(), sessions)
+
+
+def _size(found: Any, path: str) -> int:
+    if not isinstance(found, int) or found < 1:
+        raise ConfigError(f"trace: block_size of {path} is {found!r}; it must be tokens, from 1 on")
+    return found
 
 
 def _agent_turns(rows: Sequence[dict[str, Any]], where: str) -> Iterator[Turn]:

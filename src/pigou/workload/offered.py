@@ -12,18 +12,19 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, wrong
 from pigou.request import SECOND
-from pigou.sim.arrivals import renewal_times
+from pigou.sim.arrivals import LEAST_CV, MOST_CV, renewal_times
 from pigou.sim.client import ClientConfig
 from pigou.sim.workload import MOST_SECONDS, ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
 from pigou.workload.formats import read_trace
 from pigou.workload.trace import Trace
 
 _CLIENT = ("pool", "take", "barging", "timeout", "retries", "backoff")
+_POOLED = ("take", "barging")
 _LENGTHS = ("in", "out", "templates")
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class _Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -62,11 +63,13 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in ("speed", "scale"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("sessions", "C", "rate", "cv"):
+        if self.cv and not LEAST_CV <= self.cv <= MOST_CV:
+            raise ConfigError(f"cv is {self.cv}; it must be 0, or {LEAST_CV:g} to {MOST_CV:g}")
+        for name in ("sessions", "C", "rate"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.C and self.rate:
-            raise ConfigError("workload: give C (sessions at once) or rate, not both")
+            raise ConfigError("give C (sessions at once) or rate, not both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +96,23 @@ def offered(text: str, seed: int = 0) -> Offered:
     kind, colon, rest = text.partition(":")
     if colon and kind in ("closed", "poisson", "gamma") and not Path(text).exists():
         values = _keys(rest)
-        client = _convert(_take(values, _CLIENT), ClientConfig)
+        client = _client(values)
         lengths = _lengths(_take(values, _LENGTHS))
         if kind == "closed":
             return Offered(_closed(values, lengths), client)
         if kind == "poisson" and "cv" in values:
             raise ConfigError("workload: gaps of poisson have cv 1; write gamma: for others")
-        shape = _convert(values, _Arrivals)
+        shape = _convert(values, _Arrivals, (*_LENGTHS, *_CLIENT))
         return Offered(renewal(lengths, shape.rate, shape.cv, shape.n, shape.hold, seed), client)
     path, _, rest = (text, "", "") if Path(text).exists() else text.partition(",")
     values = _keys(rest)
-    client = _convert(_take(values, _CLIENT), ClientConfig)
-    options = _convert(values, _Trace)
+    client = _client(values)
+    if "cv" in values and "rate" not in values:
+        raise ConfigError(
+            f"workload: cv is {values['cv']!r}, and the times are the trace's; give rate=... too, "
+            "or leave cv out"
+        )
+    options = _convert(values, _Trace, _CLIENT)
     return Offered(_open(read_trace(path).scaled(options.scale, options.speed), options, seed),
                    client)  # fmt: skip
 
@@ -141,7 +149,7 @@ def _open(trace: Trace, options: _Trace, seed: int) -> OpenLoop:
 
 
 def _closed(values: dict[str, str], lengths: Lengths) -> ClosedLoop:
-    shape = _convert(values, _Shape)
+    shape = _convert(values, _Shape, (*_LENGTHS, *_CLIENT))
     hold = 0.0 if "x" in shape.C else _hold(shape)
     phases = []
     for part in shape.C.split("/"):
@@ -168,6 +176,19 @@ def _hold(shape: _Shape) -> float:
     if not shape.n:
         raise ConfigError("closed: say how long, or how many requests: hold=SECONDS or n=COUNT")
     return MOST_SECONDS - min(max(shape.ramp, 0.0), MOST_SECONDS / 2)
+
+
+def _client(values: dict[str, str]) -> ClientConfig:
+    """Take the client's keys; those of a queue for connections are refused where there is none."""
+    given = _take(values, _CLIENT)
+    client = _convert(given, ClientConfig)
+    for name in _POOLED:
+        if name in given and not client.pool:
+            raise ConfigError(
+                f"workload: {name} is {given[name]!r}, and nobody waits for a connection; give "
+                f"pool=CONNECTIONS too, or leave {name} out"
+            )
+    return client
 
 
 def _lengths(values: Mapping[str, str]) -> Lengths:
@@ -204,8 +225,15 @@ def _take(values: dict[str, str], names: tuple[str, ...]) -> dict[str, str]:
     return {name: values.pop(name) for name in names if name in values}
 
 
-def _convert(values: Mapping[str, object], kind: type[T]) -> T:
+def _convert(values: Mapping[str, object], kind: type[T], others: tuple[str, ...] = ()) -> T:
+    """Return what keys say; `others` are those that may be given as well, and were taken."""
+    known = (*kind.__struct_fields__, *others)
+    for name in values:
+        if name not in known:
+            raise ConfigError(
+                f"workload: {name} is no key of it; there are: {', '.join(known)}; leave it out"
+            )
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"workload: {error}") from error
+        raise ConfigError(f"workload: {wrong(error, kind, values)}") from error

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from pigou.config import ConfigError
 from pigou.sim.workload import MOST_SECONDS, MOST_TOKENS
 
+#: Block ids are below.
+_IDS = 2**63
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -143,7 +146,7 @@ def turn(input_: int, output: int, blocks: Sequence[int] = (), think: float = 0.
     """Return a turn of at least one token each: where a trace has 0, 1 is taken.
 
     Raises:
-        ValueError: a length or the think time is none that a request has.
+        ValueError: a length or the think time is none that a request has, or a block id is none.
     """
     counts = int(input_), int(output)
     for name, tokens in zip(("input", "output"), counts, strict=True):
@@ -152,7 +155,10 @@ def turn(input_: int, output: int, blocks: Sequence[int] = (), think: float = 0.
     think = float(think)
     if not 0 <= think <= MOST_SECONDS:
         raise ValueError(f"think time is {think} s; it must be 0 to {MOST_SECONDS} (a year)")
-    return Turn(max(1, counts[0]), max(1, counts[1]), tuple(blocks), think)
+    ids = tuple(blocks)
+    if ids and not (min(ids) >= -_IDS and max(ids) < _IDS):
+        raise ValueError("hash_ids has one that is no integer of 64 bits; number them anew")
+    return Turn(max(1, counts[0]), max(1, counts[1]), ids, think)
 
 
 def ordered(block: float, sessions: Sequence[Session], rows: Sequence[int] = ()) -> Trace:
