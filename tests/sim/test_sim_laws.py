@@ -52,6 +52,7 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
             replay=draw(st.booleans()),
             report_every_ms=100.0,
             report_delay_ms=draw(st.sampled_from([0.0, 10.0])),
+            report_loss=draw(st.sampled_from([0.0, 0.3])),
         ),
         detect_ms=draw(st.sampled_from([0.0, 150.0])),
         overhead_ms=draw(st.sampled_from([0.0, 3.0])),

@@ -7,7 +7,7 @@ from setups import run
 
 from pigou.request import Role
 from pigou.sim.call import Outcome
-from pigou.sim.config import FleetConfig, LinkConfig, Members, Outage, Signals
+from pigou.sim.config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow
 from pigou.sim.result import Result
 from pigou.sim.workload import Lengths, OpenLoop, renewal
 
@@ -51,6 +51,21 @@ def test_lost_events_that_are_sent_again_are_late_but_not_lost() -> None:
 def test_where_no_events_are_published_caches_are_predicted() -> None:
     silent = by_prefix(Signals(), (Members(count=3, events=False),))
     assert hits(silent) > hits(by_prefix(Signals(event_loss=1.0)))
+
+
+def by_reports(signals: Signals) -> list[str]:
+    """Return where each prompt went by what workers, one of them slow, say of their load."""
+    workers = (Members(count=2), Members(slow=(Slow(factor=8.0),)))
+    fleet = FleetConfig(workers=workers, signals=signals)
+    result = run(prompts(30.0, 120, output=40), fleet, control={"policy": "llm-d-blend"})
+    return [call.decode for call in result.calls]
+
+
+def test_reports_that_are_lost_are_as_if_they_were_never_sent() -> None:
+    silent = by_reports(Signals(report_every_ms=0.0))
+    heard = by_reports(Signals(report_every_ms=50.0))
+    assert by_reports(Signals(report_every_ms=50.0, report_loss=1.0)) == silent != heard
+    assert by_reports(Signals(report_every_ms=50.0, report_loss=0.5)) not in (silent, heard)
 
 
 def split(link: LinkConfig) -> Result:

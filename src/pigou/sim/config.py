@@ -123,6 +123,7 @@ class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             known of the worker's cache is forgotten then.
         report_every_ms: between two load reports of a worker; 0 for none.
         report_delay_ms: milliseconds that they take.
+        report_loss: part of them that are lost; the control plane goes by the one before.
     """
 
     event_delay_ms: float = 0.0
@@ -130,6 +131,7 @@ class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     replay: bool = True
     report_every_ms: float = 1000.0
     report_delay_ms: float = 0.0
+    report_loss: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse delays and shares that there are none of."""
@@ -139,8 +141,9 @@ class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ConfigError(
                 f"report_every_ms is {self.report_every_ms}; it must be at least 1, or 0 for none"
             )
-        if not 0.0 <= self.event_loss <= 1.0:
-            raise ConfigError(f"event_loss is {self.event_loss}; it must be 0 to 1")
+        for name in ("event_loss", "report_loss"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 to 1")
 
 
 class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

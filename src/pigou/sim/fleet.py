@@ -261,9 +261,12 @@ class Fleet:
         self._clock.at(now + TICK, Phase.TICK, -2, self._tick)
 
     def _reports(self, now: int) -> None:
-        delay = round(self._config.signals.report_delay_ms * _MS)
+        signals = self._config.signals
+        delay = round(signals.report_delay_ms * _MS)
         for member in self.members:
             if member.sim is None:
+                continue
+            if signals.report_loss and self._rng.random() < signals.report_loss:
                 continue
             running, waiting, usage = member.sim.load(now)
             report = LoadReport(member.name, running, waiting, usage)
