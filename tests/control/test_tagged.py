@@ -26,6 +26,19 @@ def test_an_unknown_name_is_answered_with_the_known(values: dict[str, Any], know
     assert known in str(raised.value)
 
 
-def test_an_unknown_parameter_is_named() -> None:
-    with pytest.raises(ConfigError, match="unknown field `x`"):
-        ControlPlane(ControlConfig(saturation={"detector": "cusum", "x": 1}))
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"saturation": {"detector": "cusum", "x": 1}}, "saturation cusum: .* unknown field `x`"),
+        ({"controller": {"controller": "regime", "x": 1}}, "controller regime: .* field `x`; its"),
+        ({"saturation": {"detector": "second-difference"}}, "field `theta1`; its keys are: theta1"),
+        ({"saturation": {"detector": "paper", "alpha": "x"}}, "paper: alpha is 'x': expected"),
+        ({"saturation": {"detector": "paper", "alpha": 3.0}}, "paper: alpha is 3.0; it must be"),
+        ({"policy": "toll", "params": {"toll": "x"}}, "parameters: toll is 'x': expected `float`"),
+    ],
+)
+def test_a_wrong_parameter_is_told_with_its_name_its_value_and_the_known(
+    values: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ControlPlane(ControlConfig(**values))

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, wrong
 
 
 def tagged(field: str, name: str, values: Mapping[str, Any], kinds: Any) -> Any:
@@ -23,10 +23,12 @@ def tagged(field: str, name: str, values: Mapping[str, Any], kinds: Any) -> Any:
         ConfigError: there is none of that name (the message lists those that there are), it has no
             such field, or a value does not fit.
     """
-    known = sorted(str(kind.__struct_config__.tag) for kind in get_args(kinds))
-    if values.get(name) not in known:
-        raise ConfigError(f"{name} is {values.get(name)!r}; it must be one of: {', '.join(known)}")
+    known = {str(kind.__struct_config__.tag): kind for kind in get_args(kinds)}
+    chosen, own = values.get(name), {key: values[key] for key in values if key != name}
+    if chosen not in known:
+        names = ", ".join(sorted(known))
+        raise ConfigError(f"{name} is {chosen!r}; it must be one of: {names}")
     try:
-        return msgspec.convert(dict(values), kinds, strict=False)
+        return msgspec.convert(own | {name: chosen}, known[chosen], strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{field} {dict(values)}: {error}") from error
+        raise ConfigError(f"{field} {chosen}: {wrong(error, known[chosen], own)}") from error

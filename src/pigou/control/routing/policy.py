@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ConfigError, named
+from pigou.config import ConfigError, named, wrong
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
 
@@ -121,8 +121,7 @@ def _converted(kind: Any, known: Mapping[str, Any], values: Mapping[str, Any]) -
     try:
         return msgspec.convert({**known, **values}, kind, strict=False)
     except msgspec.ValidationError as error:
-        shown = ", ".join(f"{name}={value}" for name, value in values.items())
-        raise ConfigError(f"policy parameters {shown}: {error}") from None
+        raise ConfigError(f"policy parameters: {wrong(error, kind, {**known, **values})}") from None
 
 
 def load(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
