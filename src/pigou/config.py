@@ -41,14 +41,16 @@ def named(group: str, name: Any, what: str) -> Any:
     raise ConfigError(f"{what} is {name!r}; it must be one of: {names}")
 
 
-def wrong(error: msgspec.ValidationError, kind: type[msgspec.Struct], values: Any) -> str:
+def wrong(error: Exception, kind: type[msgspec.Struct], values: Any) -> str:
     """Return what is wrong with values: the field, its value, and what may be given.
 
     Args:
-        error: from `msgspec.convert(values, kind)`.
+        error: from `msgspec.convert(values, kind)`; another says it all by itself.
         kind: what they were to become.
         values: that were given.
     """
+    if not isinstance(error, msgspec.ValidationError):
+        return str(error)
     text, _, path = str(error).partition(" - at `$")
     place = path.rstrip("`").removeprefix(".").partition("[...]")[0]
     hint, value = _at(place, kind, values)

@@ -144,6 +144,8 @@ def test_parameters_are_checked() -> None:
     for wrong in ({"eta": 0}, {"margin": 0.5}, {"sample": 3}, {"prior": 0}, {"nothing": 1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             make(Price, Setting(10), wrong, "price")
+    with pytest.raises(ConfigError, match=r"price: .* unknown field `nothing`; its keys are: eta"):
+        make(Price, Setting(10), {"nothing": 1}, "price")
 
 
 def test_worth_is_the_sum_of_its_blocks() -> None:

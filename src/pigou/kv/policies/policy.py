@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pigou.config import ConfigError, named
+from pigou.config import ConfigError, named, wrong
 from pigou.kv.block import Block, Entry
 from pigou.kv.worth import Worth
 
@@ -111,9 +111,11 @@ def make(
     Raises:
         ConfigError: a parameter is not there, or its value does not fit.
     """
+    values = dict(params or {})
     try:
-        given = msgspec.convert(dict(params or {}), kind.Params, strict=False)
+        given = msgspec.convert(values, kind.Params, strict=False)
         policy: EvictionPolicy = kind(setting, given)
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"eviction policy {name or kind.__name__}: {error}") from None
+        told = wrong(error, kind.Params, values)
+        raise ConfigError(f"eviction policy {name or kind.__name__}: {told}") from None
     return policy

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pigou.config import ConfigError, EvictionConfig, named
+from pigou.config import ConfigError, EvictionConfig, named, wrong
 from pigou.request import Ints
 from pigou.runtime.config import ModelConfig
 
@@ -237,9 +237,11 @@ def make(kind: Any, setting: Setting, name: str = "") -> TokenPolicy:
     Raises:
         ConfigError: a parameter is not there, or its value does not fit.
     """
+    values = dict(setting.config.params)
     try:
-        params = msgspec.convert(dict(setting.config.params), kind.Params, strict=False)
+        params = msgspec.convert(values, kind.Params, strict=False)
         policy: TokenPolicy = kind(setting, params)
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"token eviction {name or kind.__name__}: {error}") from None
+        told = wrong(error, kind.Params, values)
+        raise ConfigError(f"token eviction {name or kind.__name__}: {told}") from None
     return policy
