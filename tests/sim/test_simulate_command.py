@@ -193,6 +193,8 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_byte(tmp_path: Path) -
         (["--timing", "law:340b,prefill=1,prefill=2"], ["prefill is given twice"]),
         (["--policy", "toll,toll=1,toll=2"], ["toll is given twice"]),
         (["--fleet", "2xprefill"], ["decode"]),
+        (["--fleet", "9999p+99999d"], ["109,998 workers", "at most 10,000"]),
+        (["--workload", "closed:C=99999999,hold=5"], ["C is 99,999,999", "at most 1,000,000"]),
         (["--fleet", "4 workers"], ["4xboth", "1p+2d"]),
         (["--fleet", "gone.yaml"], ["gone.yaml"]),
         (["--timing", "magic"], ["magic", "roofline"]),

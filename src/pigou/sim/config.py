@@ -18,6 +18,8 @@ from pigou.sim.yaml_file import read_yaml
 _PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
 #: Times as long.
 _SLOWEST = 1e6
+#: Each takes a megabyte and more, and all of them a place in every decision.
+_MOST_WORKERS = 10_000
 _ROLES = {
     "p": Role.PREFILL, "d": Role.DECODE, "both": Role.BOTH,
     "prefill": Role.PREFILL, "decode": Role.DECODE,
@@ -172,9 +174,12 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     lease_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse fleets that serve nobody."""
+        """Refuse fleets that serve nobody, or that no memory holds."""
         if not any(each.role.decodes for each in self.workers):
             raise ConfigError("fleet: nobody decodes; add a worker of role decode or both")
+        many = sum(each.count for each in self.workers)
+        if many > _MOST_WORKERS:
+            raise ConfigError(f"fleet: there are {many:,} workers; give at most {_MOST_WORKERS:,}")
         for name in ("overhead_ms", "leg_ms", "detect_ms"):
             _check_wait(name, getattr(self, name) or 0.0, 1000)
         _check_wait("lease_s", self.lease_s, 1)

@@ -19,6 +19,8 @@ MOST_TOKENS = 2**24
 #: Until the last arrival, and of a wait. Time passes for the control plane ten times a second, of
 #: idle days as well: a day takes seconds, a year the better part of an hour.
 MOST_SECONDS = 366 * 86400
+#: Of a closed loop.
+_MOST_USERS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,8 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def __post_init__(self) -> None:
         """Refuse loops that ask for nothing."""
         for users, seconds in self.phases:
+            if users > _MOST_USERS:
+                raise ConfigError(f"C is {users:,}; give at most {_MOST_USERS:,} users")
             if users < 1 or not 0.0 < seconds < float("inf"):
                 raise ConfigError(
                     f"C is {users} for {seconds} s; it takes 1 user and more, and some seconds"
