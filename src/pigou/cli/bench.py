@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pigou.cli.options import check_json
 from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.workload.bench import Result
@@ -91,8 +92,7 @@ def bench(
     file = values.pop("json")
     try:
         config = msgspec.convert(values, BenchConfig)
-        if file and not Path(file).absolute().parent.is_dir():
-            raise ConfigError(f"--json is {file!r}, and its folder does not exist; make it first")
+        check_json(file)
         result = _run(config)
     except (ConfigError, msgspec.ValidationError) as error:
         typer.echo(f"pigou bench: {error}", err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -45,3 +46,16 @@ def nanoseconds(option: str, seconds: float) -> int:
     if seconds > _MOST:
         raise ConfigError(f"{option} is {seconds}; it must be at most {_MOST} seconds")
     return int(seconds * SECOND)
+
+
+def check_json(file: str) -> None:
+    """Refuse a `--json` that cannot be written, before anything runs; "" is none.
+
+    Raises:
+        ConfigError: its folder does not exist, or it is one.
+    """
+    path = Path(file)
+    if file and not path.absolute().parent.is_dir():
+        raise ConfigError(f"--json is {file!r}, and its folder does not exist; make it first")
+    if file and path.is_dir():
+        raise ConfigError(f"--json is {file!r}, a folder; name a file in it")

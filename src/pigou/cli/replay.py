@@ -12,6 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from pigou import __version__
 from pigou.cli.named import named
+from pigou.cli.options import check_json
 from pigou.config import ConfigError
 from pigou.workload.journal import lines
 from pigou.workload.rerun import Difference, Rerun, rerun
@@ -42,8 +43,7 @@ def replay(
     Ends with 0 when all are the same, with 1 at the first that is not.
     """
     try:
-        if json and not Path(json).absolute().parent.is_dir():
-            raise ConfigError(f"--json is {json!r}, and its folder does not exist; make it first")
+        check_json(json)
         other = _rival(policy, temperature, softmax, seed)
         found = _run(journal, other)
         if json:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.named import named
-from pigou.cli.options import names, nanoseconds, typed
+from pigou.cli.options import check_json, names, nanoseconds, typed
 from pigou.cli.reporter import Reporter
 from pigou.config import ConfigError, ControlConfig, wrong
 from pigou.request import SECOND, Role
@@ -133,8 +133,7 @@ def simulate(
 ) -> None:
     """Simulate a fleet: the production scheduler, router and cache under a virtual clock."""
     try:
-        if json:
-            _check_file(Path(json))
+        check_json(json)
         name, params = named("--policy", policy)
         order, orders = named("--admission", admission)
         steering, steers = named("--controller", controller)
@@ -187,14 +186,6 @@ def simulate(
                  "fleet": members}  # fmt: skip
         reporter.write(result, document, f"{policy} on {fleet}", asked)
     _show(document)  # last, so that the files are there whoever reads along, and for how long
-
-
-def _check_file(path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is simulated."""
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--json is {str(path)!r}, and its folder does not exist; make it first")
-    if path.is_dir():
-        raise ConfigError(f"--json is {str(path)!r}, a folder; name a file in it")
 
 
 def _check_link(fleet: FleetConfig, model: str) -> None:
