@@ -19,6 +19,8 @@ from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Request, Role, Worker
 
 LAW = LatencyLaw(0.0008, 0.02)
+#: Whose streams' seconds count alike, however slow they are.
+LEAST = Toll(TollParams(fairness=0.0))
 
 
 def pairs(*found: tuple[int, int]) -> Candidates:
@@ -54,9 +56,7 @@ def test_parts_are_the_formula() -> None:
     assert parts["transfer"] == pytest.approx([0.005 + 680e-6, 0.0])
     assert parts["decode"] == pytest.approx([100 * LAW(9.0)] * 2)
     assert parts["toll_stream"] == pytest.approx([100 * LAW.toll(8.0)] * 2)
-    assert parts["toll_queue"] == pytest.approx(
-        [4 / 3 * service * delayed(wait / 0.25, 0.5, 2.0), 0.0]
-    )
+    assert parts["toll_queue"] == pytest.approx([2 * service * delayed(wait / 0.25, 0.5, 2.0), 0.0])
     assert parts["toll_stall"] == pytest.approx([0.0, alone * 8])
     costs = Toll().costs(request, fleet, pairs((0, 1), (-1, 1)))
     assert costs == pytest.approx(sum(parts.values()))
@@ -69,7 +69,7 @@ def test_a_stream_costs_what_reading_its_tokens_takes_of_all_steps_beside_it() -
     offered = pairs((-1, 0), (-1, 1))
     for prompt in (500, 20_000):
         fleet = FleetView.of(2, decode_tokens=[16_000, 90_000], **columns)
-        parts = Toll().parts(Request("r", prompt, 100), fleet, offered)
+        parts = LEAST.parts(Request("r", prompt, 100), fleet, offered)
         held = 1e-8 * np.array([0.0, 90_000 - 16_000])
         mine = 1e-8 * (prompt + 50 - 2000)
         assert parts["decode"] == pytest.approx(100 * (LAW(9.0) + held + mine))
@@ -116,7 +116,7 @@ def test_long_prompts_are_priced_by_their_attention_too() -> None:
         2, estimates=known_, overlap=[1000, 0], decode_requests=[1, 1],
         prefill_requests=[0, 1], prefill_tokens=[0, 10_000], prefill_pairs=[0, 10**9],
     )  # fmt: skip
-    parts = Toll().parts(Request("r", 40_000, 9), fleet, pairs((-1, 0), (-1, 1)))
+    parts = LEAST.parts(Request("r", 40_000, 9), fleet, pairs((-1, 0), (-1, 1)))
     attention = np.array([24_000 * 28_000, 40_000 * 20_000]) * 1e-9
     tokens = np.array([24_000, 40_000]) * 1e-4
     assert parts["prefill"] == pytest.approx(0.005 + tokens + attention)
@@ -183,7 +183,7 @@ def test_no_prompt_waits_for_a_place_that_the_next_would_have() -> None:
         prefill_tokens=[500, 0],
     )  # fmt: skip
     request, offered = Request("r", 2450, 100), pairs((-1, 0), (-1, 1))
-    costs, parts = (f(request, fleet, offered) for f in (Toll().costs, Toll().parts))
+    costs, parts = (f(request, fleet, offered) for f in (LEAST.costs, LEAST.parts))
     assert costs[0] - parts["toll_place"][0] < costs[1] < costs[0]
 
 
@@ -206,7 +206,7 @@ def test_what_a_prompt_takes_from_streams_is_the_stall_and_not_its_own_time() ->
     stall = 0.001 + 500e-6
     assert parts["toll_stall"] == pytest.approx([10 * stall])
     wait = parts["wait"][0] / 0.25
-    assert parts["toll_queue"] == pytest.approx([4 / 3 * stall * delayed(wait, 0.5, 2.0)])
+    assert parts["toll_queue"] == pytest.approx([2 * stall * delayed(wait, 0.5, 2.0)])
 
 
 def test_a_prompt_among_streams_takes_a_step_and_half_of_one_at_least() -> None:

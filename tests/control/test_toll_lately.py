@@ -141,7 +141,7 @@ def test_the_fewer_would_come_the_less_a_place_in_the_queue_costs() -> None:
 
 
 def test_the_tail_is_a_share_of_the_time_to_the_first_token() -> None:
-    toll, request, fleet = Toll(), Request("r", 500, 100), view(1000, 1)
+    toll, request, fleet = Toll(TollParams(fairness=0.0)), Request("r", 500, 100), view(1000, 1)
     for size in (100.0, 200.0, 900.0):
         toll.lately.note(size, math.nan)
     parts = toll.parts(request, fleet, WAYS)

@@ -102,7 +102,7 @@ def queues(
     Args:
         local: what the next prompt costs that no prefill worker computes (`place`), in seconds.
         ahead: has the queue in seconds in its first row, and takes the result in the next two, of
-            (4, workers).
+            (5, workers).
     """
     workers = prefills.shape[0]
     arrivals, mean, bursts, uneven = table[4], table[14], table[15], table[16]

@@ -25,6 +25,8 @@ class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     Attributes:
         toll: share of the tolls that is charged; 0 is the selfish choice.
         overlap_weight: share of its cached prefix that a request counts on.
+        fairness: how much more seconds count of streams that are slower than the fleet's mean, by
+            how much they are, to this power; 0 is the least mean time, whoever pays for it.
         host_restore: seconds that a token from host memory takes, as a share of those to compute
             it; workers tell no rates. Above 1 makes no sense: they compute what is quicker so.
         storage_restore: the same for disk and object storage.
@@ -32,11 +34,12 @@ class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     toll: float = 1.0
     overlap_weight: float = 1.0
+    fairness: float = 5.0
     host_restore: float = 0.1
     storage_restore: float = 0.5
 
     def __post_init__(self) -> None:
-        finite(self, "toll", "overlap_weight")
+        finite(self, "toll", "overlap_weight", "fairness")
         share(self, "host_restore", "storage_restore")
 
 
@@ -53,14 +56,15 @@ class Toll:
         transfer  x = transfer_base_d + transfer_token_d (tokens that d lacks), 0 where p = d
         decode    N f_d(n + 1, K + t + N / 2) + b,  b = Z_d max(0, S_d - Q_p - s - x) / S_d where p
                   is not d
-        toll of the stream    N n (f_d(n + 1, K + t + N / 2) - f_d(n, K))
-        toll of the queue     min(4/3 w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k, G_p)
-        toll of the stall     z n, where p = d
+        toll of the stream    h(T_d / T) N n (f_d(n + 1, K + t + N / 2) - f_d(n, K))
+        toll of the queue     min(2 w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k, G_p)
+        toll of the stall     h(T_d / T) z n, where p = d
         toll of memory        (r_p e_p u + r_d e_d y) (s + the two tolls before) / s
         toll of the place     min(A', A_d(n+1)) - A_d(n), where A_d(n) is the least of all
                   A_w(n) = min(z'_w n, (F - T_w)+)
         tail      (10 R^9 / 3) (wait + prefill + transfer) + integral over t from 0 to Q_p of
-                  10 F(t)^9 / 3, F(t) = 1 - exp(-t / (m_p (max(1, c) + c_p)))
+                  10 F(t)^9 / 3, F(t) = 1 - exp(-t / (m_p (max(1, c) + c_p))), + T integral over r
+                  from 1 to (T_d + N (f_d(n + 1, K + t + N / 2) - f_d(n, K))) / T of h(r) - 1
 
     with f_d(n, K) = f_d(n) + context_token_d (K - context_mean n) for the K tokens that the streams
     of d hold, f_d(n) being for n that hold as much as most: a step reads the keys and values of all
@@ -83,7 +87,8 @@ class Toll:
     Size by Levying Tolls", Econometrica 1969), whose customers choose as prompts do here, between a
     queue and another way of known price: it counts those who come to p before its queue is shorter
     than this prompt found it, each delayed by w; whoever would find it longer goes the other way.
-    Those delays are of first tokens, and count with the tail (below), which is 4/3 in the mean.
+    Those delays are of first tokens, and count with the tail (below): twice, as it is those with
+    the longest waits that are delayed.
     His queue is M/M/1, where v is 1; others are like it with v prompts for one (the diffusion
     limit, in which only v tells them apart; Kingman 1962). G_p is the most that it can be where p
     does nothing else: whoever routes the next prompt may send that the other way, and all is as if
@@ -123,6 +128,16 @@ class Toll:
     such waits ends there. The scale is that of what comes, and not of how long prompts waited of
     late: prices change that, and each time they made it shorter a shorter wait would be taken for a
     long one.
+
+    Slow streams count for more. A second on decode worker d, of its streams' or of this one's own,
+    counts h(r) = min(3, max(1, r^k)), r = T_d / T and k = `fairness`. T_d is how long a request
+    like most takes there, Q + m_d + N f_d(n, K) + Z_d with Q the mean of the decode workers' queues
+    Q_d, and T the mean of T_d over all streams. That is fairness of degree k + 2 (Mo and Walrand,
+    "Fair End-to-End Window-Based Congestion Control", IEEE/ACM Transactions on Networking 2000; the
+    sum of times has degree 2, and the slowest alone has infinity), towards those that are slower
+    than the mean and within bounds: a fleet with more to do than it can has some on time rather
+    than all late alike. Without it long contexts are put together where few streams read them: the
+    least mean, and theirs is twice the time of others.
 
     Where p would read the beginning of the prompt from another worker's cache
     (`pigou.control.peers`), u is what is left then, l is 0, and x has the seconds of reading too.
@@ -177,8 +192,9 @@ class Toll:
             fleet.output,
             self.params.toll,
             self.params.overlap_weight,
+            self.params.fairness,
             (self.params.host_restore, self.params.storage_restore),
-            np.empty((4, len(fleet.prefills))),
+            np.empty((5, len(fleet.prefills))),
             found,
         )
         return Table(PARTS, found)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pigou.compiled import bare_kernel
 from pigou.control.routing.laws_kernel import alone, among, backlogs, beside, itl
 from pigou.control.routing.queue_kernel import queues
+from pigou.control.routing.slow_kernel import request_times, slowness
 
 #: Names of the parts, in the order of the rows that `price` returns.
 PARTS = (
@@ -18,8 +19,8 @@ PARTS = (
 )  # fmt: skip
 #: The longest of so many requests is what `tail` is about.
 _SOME = 10.0
-#: What a second counts that others' first tokens are delayed: `tail` adds a third in the mean.
-_OTHERS = 4.0 / 3.0
+#: What a second counts that others' first tokens are delayed: themselves, and as much of a tail.
+_OTHERS = 2.0
 
 
 @bare_kernel
@@ -64,11 +65,11 @@ def waited(wait: float, scale: float) -> float:
 
 @bare_kernel
 def tails(table: NDArray[np.float64], ahead: NDArray[np.float64]) -> None:
-    """Write what each worker's wait adds to the longest of ten (`waited`), in the last row.
+    """Write what each worker's wait adds to the longest of ten (`waited`), in the fourth row.
 
     Args:
         table: `Estimates.table`.
-        ahead: has the waits in its first row, in seconds, (4, workers).
+        ahead: has the waits in its first row, in seconds, (5, workers).
     """
     for w in range(ahead.shape[1]):
         spread = max(1.0, table[15, w]) + table[16, w]
@@ -188,6 +189,7 @@ def price(
     output: float,
     toll: float,
     overlap_weight: float,
+    fairness: float,
     restore: tuple[float, float],
     ahead: NDArray[np.float64],
     found: NDArray[np.float64],
@@ -213,14 +215,13 @@ def price(
         prefill, decode: of the candidates, (candidates,); prefill is -1 for local.
         prompt: tokens.
         output: tokens expected.
-        toll, overlap_weight: parameters of the policy.
+        toll, overlap_weight, fairness: parameters of the policy.
         restore: shares of a token's seconds that one from host and one from storage takes.
-        ahead: to work in, (4, workers).
+        ahead: to work in, (5, workers).
         found: takes the parts in the order of `PARTS`, and the sum, shape (11, candidates).
     """
     base, token, move_base, move_token = table[0], table[1], table[2], table[3]
-    a, b, d = table[6], table[7], table[8]
-    n_sat, beta, floor = table[9], table[10], table[11]
+    a, b, d, n_sat, beta, floor = table[6], table[7], table[8], table[9], table[10], table[11]
     stall_base, stall_token, pair, each = table[12], table[13], table[17], table[18]
     held, usually, holds = table[22], table[23], prompt + 0.5 * output
     late = weigh(least(ready, prefill, decode, prompt, overlap_weight), sizes)
@@ -231,6 +232,10 @@ def price(
     best, lost, elsewhere = place(table, prefills, decodes, ahead[0], decode_requests)
     queues(table, prefills, decodes, reaches, elsewhere, ahead)
     tails(table, ahead)
+    mean = request_times(
+        table, decodes, prefill_requests, prefill_tokens, prefill_pairs, decode_requests,
+        decode_tokens, output, ahead[0], ahead[4],
+    )  # fmt: skip
     for i in range(decode.shape[0]):
         there = decode[i]
         local = prefill[i] < 0
@@ -240,13 +245,18 @@ def price(
         uncached = float(prompt - overlap_weight * ready[where])
         pairs = uncached * (prompt - 0.5 * uncached)
         service = alone(prompts, 1, uncached, pairs)
-        below = restore[0] * host[where] + restore[1] * storage[where]
-        back = overlap_weight * token[where] * block_size[where] * below
+        back = (
+            overlap_weight
+            * token[where]
+            * block_size[where]
+            * (restore[0] * host[where] + restore[1] * storage[where])
+        )
         n = float(decode_requests[there])
         law = a[there], b[there], d[there], n_sat[there], beta[there], floor[there]
         more = held[there] * (decode_tokens[there] - usually[there] * n)
         pace = itl(law, n) + more
         slower = itl(law, n + 1.0) + more + held[there] * (holds - usually[there])
+        count, slow = slowness(ahead[4, there], output * (slower - pace), mean, fairness)
         stalls = stall_base[there], stall_token[there]
         stall, delay, others = 0.0, service, 0.0
         transfer = reading[where] if reading.shape[0] else 0.0
@@ -254,7 +264,7 @@ def price(
         pushed = again[where] * each[where] * stored + again[there] * each[there] * output
         if local:
             taken = among(prompts, stalls, 1, uncached, pairs)
-            stall = toll * taken * n
+            stall = toll * count * taken * n
             if n > 0.0:  # the rest of the step that runs, and its own
                 delay, service = taken, max(service, 1.5 * pace + taken)
         else:
@@ -267,13 +277,13 @@ def price(
                 wait + service + back + transfer,
             )  # fmt: skip
         streams = output * slower + others
-        stream = toll * output * n * (slower - pace)
+        stream = toll * count * output * n * (slower - pace)
         queue = toll * min(_OTHERS * delay * ahead[1, where], ahead[2, where])
         memory = toll * pushed * (service + queue + stall) / max(service, 1e-12)
         parts = (
             wait, service + back, transfer, streams, stream, queue, stall, memory,
             toll * lost if there == best else 0.0,
-            late * (wait + service + back + transfer) + ahead[3, where],
+            late * (wait + service + back + transfer) + ahead[3, where] + slow,
         )  # fmt: skip
         # In the order of the rows, as whoever adds them up again does: sums must be the same.
         total = 0.0
