@@ -83,7 +83,7 @@ def test_workers_alike_are_priced_alike_whatever_the_fairness(streams: int, held
 
 
 def test_long_contexts_go_together_for_the_least_mean_and_apart_for_fairness() -> None:
-    """Of 8 streams with 12,000 tokens each and of 10 with 1,000: who takes the next long one?"""
+    """Of 8 streams with 12,000 tokens each and of 12 with 1,000: who takes the next long one?"""
     view, request = fleet((96_000, 12_000), (8, 12)), Request("r", 12_000, 100)
     assert LEAST.costs(request, view, BOTH).argmin() == 0
     assert Toll().costs(request, view, BOTH).argmin() == 1
