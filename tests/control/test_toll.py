@@ -13,6 +13,7 @@ from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import override
 from pigou.control.routing.queue_kernel import delayed
 from pigou.control.routing.toll import Toll, TollParams, stream_tolls
+from pigou.control.routing.toll_kernel import others
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.control.speeds.estimates import Estimates
 from pigou.games.latency import LatencyLaw
@@ -56,7 +57,9 @@ def test_parts_are_the_formula() -> None:
     assert parts["transfer"] == pytest.approx([0.005 + 680e-6, 0.0])
     assert parts["decode"] == pytest.approx([100 * LAW(9.0)] * 2)
     assert parts["toll_stream"] == pytest.approx([100 * LAW.toll(8.0)] * 2)
-    assert parts["toll_queue"] == pytest.approx([2 * service * delayed(wait / 0.25, 0.5, 2.0), 0.0])
+    second = others(wait, service, 0.25 * 2.0)
+    queue = second * service * delayed(wait / 0.25, 0.5, 2.0)
+    assert parts["toll_queue"] == pytest.approx([queue, 0.0])
     assert parts["toll_stall"] == pytest.approx([0.0, alone * 8])
     costs = Toll().costs(request, fleet, pairs((0, 1), (-1, 1)))
     assert costs == pytest.approx(sum(parts.values()))
@@ -205,8 +208,9 @@ def test_what_a_prompt_takes_from_streams_is_the_stall_and_not_its_own_time() ->
     parts = Toll().parts(Request("r", 500, 9), fleet, pairs((-1, 0)))
     stall = 0.001 + 500e-6
     assert parts["toll_stall"] == pytest.approx([10 * stall])
-    wait = parts["wait"][0] / 0.25
-    assert parts["toll_queue"] == pytest.approx([2 * stall * delayed(wait, 0.5, 2.0)])
+    wait = parts["wait"][0]
+    second = others(wait, stall, 0.25 * 2.0)
+    assert parts["toll_queue"] == pytest.approx([second * stall * delayed(wait / 0.25, 0.5, 2.0)])
 
 
 def test_a_prompt_among_streams_takes_a_step_and_half_of_one_at_least() -> None:

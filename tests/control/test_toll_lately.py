@@ -16,7 +16,7 @@ from pigou.control.routing.lately import Lately
 from pigou.control.routing.policy import Table
 from pigou.control.routing.queue_kernel import forgone, joining
 from pigou.control.routing.toll import Toll, TollParams
-from pigou.control.routing.toll_kernel import reach, waited, weigh
+from pigou.control.routing.toll_kernel import others, reach, waited, weigh
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.control.speeds.arrivals import FleetRate
 from pigou.control.speeds.estimates import Estimates
@@ -159,6 +159,17 @@ def test_the_tail_of_a_wait_is_what_it_adds_to_the_longest_of_ten(
     times = np.linspace(0.0, wait, 2001)
     longest = (1.0 - np.exp(-times / scale)) ** 9 * 10 / 3
     assert waited(wait, scale) == pytest.approx(np.trapezoid(longest, times), rel=1e-3, abs=1e-9)
+
+
+@given(st.floats(0.01, 20), st.floats(0.001, 5), st.floats(0.05, 5))
+def test_others_who_are_delayed_count_as_the_tail_counts_the_waits_that_they_come_to(
+    wait: float, delay: float, scale: float
+) -> None:
+    times = np.linspace(delay, wait + delay, 2001)
+    longest = (1.0 - np.exp(-times / scale)) ** 9 * 10 / 3
+    found = others(wait, delay, scale)
+    assert found == pytest.approx(4 / 3 + np.trapezoid(longest, times) / wait, rel=1e-3)
+    assert 4 / 3 <= found <= 4 / 3 + 10 / 3 + 1e-9
 
 
 def test_prices_alone_change_no_price() -> None:

@@ -57,7 +57,8 @@ class Toll:
         decode    N f_d(n + 1, K + t + N / 2) + b,  b = Z_d max(0, S_d - Q_p - s - x) / S_d where p
                   is not d
         toll of the stream    h(T_d / T) N n (f_d(n + 1, K + t + N / 2) - f_d(n, K))
-        toll of the queue     min(2 w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k, G_p)
+        toll of the queue     min(o w v * sum of (k - i) rho_p^i over i = 1, 2, ... below k, G_p)
+                  o = 4/3 + mean of 10 F(t)^9 / 3 over t from w to Q_p + w
         toll of the stall     h(T_d / T) z n, where p = d
         toll of memory        (r_p e_p u + r_d e_d y) (s + the two tolls before) / s
         toll of the place     min(A', A_d(n+1)) - A_d(n), where A_d(n) is the least of all
@@ -87,8 +88,9 @@ class Toll:
     Size by Levying Tolls", Econometrica 1969), whose customers choose as prompts do here, between a
     queue and another way of known price: it counts those who come to p before its queue is shorter
     than this prompt found it, each delayed by w; whoever would find it longer goes the other way.
-    Those delays are of first tokens, and count with the tail (below): twice, as it is those with
-    the longest waits that are delayed.
+    Those delays are of first tokens, and count with the tail (below): for sizes that is 4/3 in the
+    mean, and for waits what seconds of theirs do, which are w (for the last who is delayed) to Q_p
+    + w (for the next).
     His queue is M/M/1, where v is 1; others are like it with v prompts for one (the diffusion
     limit, in which only v tells them apart; Kingman 1962). G_p is the most that it can be where p
     does nothing else: whoever routes the next prompt may send that the other way, and all is as if

@@ -19,8 +19,9 @@ PARTS = (
 )  # fmt: skip
 #: The longest of so many requests is what `tail` is about.
 _SOME = 10.0
-#: What a second counts that others' first tokens are delayed: themselves, and as much of a tail.
-_OTHERS = 2.0
+#: What a second counts that others' first tokens are delayed, their waits left out: their sizes
+#: add a third in the mean (`weigh`).
+_OTHERS = 4.0 / 3.0
 
 
 @bare_kernel
@@ -64,6 +65,13 @@ def waited(wait: float, scale: float) -> float:
 
 
 @bare_kernel
+def usual_wait(table: NDArray[np.float64], w: int) -> float:
+    """Return the scale of waits at worker `w` (`waited`): prompts there times their variances."""
+    found: float = table[14, w] * (max(1.0, table[15, w]) + table[16, w])
+    return found
+
+
+@bare_kernel
 def tails(table: NDArray[np.float64], ahead: NDArray[np.float64]) -> None:
     """Write what each worker's wait adds to the longest of ten (`waited`), in the fourth row.
 
@@ -72,8 +80,37 @@ def tails(table: NDArray[np.float64], ahead: NDArray[np.float64]) -> None:
         ahead: has the waits in its first row, in seconds, (5, workers).
     """
     for w in range(ahead.shape[1]):
-        spread = max(1.0, table[15, w]) + table[16, w]
-        ahead[3, w] = waited(ahead[0, w], table[14, w] * spread) if ahead[0, w] > 0.0 else 0.0
+        ahead[3, w] = waited(ahead[0, w], usual_wait(table, w)) if ahead[0, w] > 0.0 else 0.0
+
+
+@bare_kernel
+def others(wait: float, delay: float, scale: float) -> float:
+    """Return what a second counts that those behind in a queue are delayed by one who joins it.
+
+    They come to wait from `delay` to `wait` + `delay` seconds, as many for each second between: 4/3
+    and the mean of 10 F^9 / 3 over those waits (`waited`).
+
+    Args:
+        wait: seconds of the queue that it joins, above 0.
+        delay: seconds by which it delays them.
+        scale: as of `waited`.
+    """
+    return _OTHERS + (waited(wait + delay, scale) - waited(delay, scale)) / wait
+
+
+@bare_kernel
+def joined(ahead: NDArray[np.float64], w: int, delay: float, scale: float) -> float:
+    """Return what those behind lose to one who joins the queue of worker `w`, in seconds.
+
+    Args:
+        ahead: has the waits, whom one delays, and the most that it may cost, in its first rows.
+        delay, scale: as of `others`.
+    """
+    wait, behind = ahead[0, w], ahead[1, w]
+    if behind <= 0.0 or wait <= 0.0:
+        return 0.0
+    found: float = min(others(wait, delay, scale) * delay * behind, ahead[2, w])
+    return found
 
 
 @bare_kernel
@@ -258,7 +295,7 @@ def price(
         slower = itl(law, n + 1.0) + more + held[there] * (holds - usually[there])
         count, slow = slowness(ahead[4, there], output * (slower - pace), mean, fairness)
         stalls = stall_base[there], stall_token[there]
-        stall, delay, others = 0.0, service, 0.0
+        stall, delay, waiting = 0.0, service, 0.0
         transfer = reading[where] if reading.shape[0] else 0.0
         stored = prompt - overlap_weight * cached[where]
         pushed = again[where] * each[where] * stored + again[there] * each[there] * output
@@ -271,14 +308,14 @@ def price(
             missing = prompt - overlap_weight * cached[there]
             pushed += again[there] * each[there] * missing
             transfer += move_base[there] + move_token[there] * missing
-            others = beside(
+            waiting = beside(
                 (base[there], token[there], pair[there]), stalls, prefill_requests[there],
                 float(prefill_tokens[there]), float(prefill_pairs[there]),
                 wait + service + back + transfer,
             )  # fmt: skip
-        streams = output * slower + others
+        streams = output * slower + waiting
         stream = toll * count * output * n * (slower - pace)
-        queue = toll * min(_OTHERS * delay * ahead[1, where], ahead[2, where])
+        queue = toll * joined(ahead, where, delay, usual_wait(table, where))
         memory = toll * pushed * (service + queue + stall) / max(service, 1e-12)
         parts = (
             wait, service + back, transfer, streams, stream, queue, stall, memory,
