@@ -36,11 +36,11 @@ def weigh(size: float, sizes: NDArray[np.float64]) -> float:
         size: tokens of it that are not cached.
         sizes: of the prompts before it, (prompts,).
     """
-    shorter, others = 0, 1
+    shorter, alike = 0, 1
     for each in sizes:
         shorter += each < size
-        others += each == size
-    b, u = shorter / (len(sizes) + 1), (shorter + others) / (len(sizes) + 1)
+        alike += each == size
+    b, u = shorter / (len(sizes) + 1), (shorter + alike) / (len(sizes) + 1)
     found: float = (u**_SOME - b**_SOME) / (3.0 * (u - b))
     return found
 
