@@ -180,11 +180,11 @@ def test_dtype_and_device_are_checked(folder: Callable[[str], Path]) -> None:
         load(folder("llama"), device="tpu")
 
 
-def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+def test_end_tokens_of_config_and_generation_config_are_united(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, make_config("llama"))
     assert load(folder).config.eos == {2}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert load(folder).config.eos == {5, 7}
+    assert load(folder).config.eos == {2, 5, 7}
 
 
 def test_models_of_other_weights_have_other_digests(tmp_path: Path) -> None:

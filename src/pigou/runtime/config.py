@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pigou.runtime.errors import ModelError
 from pigou.runtime.rope import Rope, read_rope
+from pigou.text.ends import read_end_tokens
 
 #: Architectures that can be run -> name of the family.
 FAMILIES = {
@@ -72,25 +73,23 @@ class ModelConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read config.json, and the end tokens of generation_config.json, of a model's folder.
+    """Read config.json, and the end tokens that any file names, of a model's folder.
 
     Raises:
         ModelError: a file is missing or not JSON, or asks for what this runtime does not do.
     """
-    source = _read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    eos = source.get("eos_token_id")
-    if generation.exists():
-        eos = _read_json(generation).get("eos_token_id", eos)
-    return parse_config(source, eos)
+    config = parse_config(_read_json(folder / "config.json"))
+    try:
+        return replace(config, eos=read_end_tokens(folder, config.vocab))
+    except ValueError as error:
+        raise ModelError(str(error)) from None
 
 
-def parse_config(source: Mapping[str, Any], eos: int | list[int] | None = None) -> ModelConfig:
+def parse_config(source: Mapping[str, Any]) -> ModelConfig:
     """Read a config.json that is already a mapping.
 
     Args:
         source: the mapping.
-        eos: end tokens; `source` is asked when None.
 
     Raises:
         ModelError: the architecture or one of its switches is not supported, or a size is
@@ -125,7 +124,7 @@ def parse_config(source: Mapping[str, Any], eos: int | list[int] | None = None) 
         mlp_bias=bool(source.get("mlp_bias", False)) and family == "llama",
         qk_norm=family == "qwen3",
         dtype=str(source.get("dtype") or source.get("torch_dtype") or "float32"),
-        eos=_tokens(source.get("eos_token_id") if eos is None else eos),
+        eos=_tokens(source.get("eos_token_id")),
     )
 
 

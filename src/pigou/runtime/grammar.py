@@ -63,7 +63,11 @@ class Grammars:
         if not ends:
             raise GrammarError("structured output needs an end token; the model names none")
         try:
-            self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab, eos_token=sorted(ends))
+            # Ids beyond the logits are cut from the masks: no logit says how likely they are.
+            known = LLTokenizer(tokenizer).vocab_size
+            self._tokenizer = LLTokenizer(
+                tokenizer, n_vocab=max(vocab, known), eos_token=sorted(ends)
+            )
         except ValueError as error:
             raise GrammarError(f"the tokenizer cannot be used for grammars: {error}") from None
         self._vocab = vocab

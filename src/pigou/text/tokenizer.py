@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from pigou.text.ends import end_tokens, read_object, read_templates
 from pigou.text.vocabulary import Vocabulary, vocabulary
 
 
@@ -23,7 +24,8 @@ class Tokenizer:
     Attributes:
         backend: the `tokenizers` object; may be used from several threads.
         vocabulary: bytes of every token.
-        eos: ids of the tokens that end a sequence.
+        eos: ids of the tokens that end a sequence: all that a file of the folder names, also
+            those that the model's logits have no row for.
         names: special tokens by role (`bos_token`, `eos_token`, ...), for chat templates.
         templates: chat templates by name; `default` is the usual one.
         generation: contents of `generation_config.json`.
@@ -64,12 +66,21 @@ class Tokenizer:
             bool(model.get("byte_fallback")),
         )
         generation = _json(folder / "generation_config.json")
+        named = _json(folder / "special_tokens_map.json")
+        templates = read_templates(folder, settings)
         return Tokenizer(
             backend=backend,
             vocabulary=words,
-            eos=_eos(backend, settings, generation, _json(folder / "config.json")),
-            names=_names(settings, _json(folder / "special_tokens_map.json")),
-            templates=_templates(folder, settings),
+            eos=_eos(
+                settings=settings,
+                special=named,
+                generation=generation,
+                config=_json(folder / "config.json"),
+                templates=templates.values(),
+                token_id=backend.token_to_id,
+            ),
+            names=_names(settings, named),
+            templates=templates,
             generation=generation,
         )
 
@@ -98,12 +109,10 @@ class Tokenizer:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} holds no JSON object")
-    return value
+    try:
+        return read_object(path)
+    except ValueError as error:
+        raise TokenizerError(str(error)) from None
 
 
 def _content(token: Any) -> str | None:
@@ -121,30 +130,11 @@ def _names(*sources: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _eos(
-    backend: Backend, settings: dict[str, Any], generation: dict[str, Any], config: dict[str, Any]
-) -> frozenset[int]:
-    ids: set[int] = set()
-    name = _content(settings.get("eos_token"))
-    if name is not None and (index := backend.token_to_id(name)) is not None:
-        ids.add(index)
-    said = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids.update([said] if isinstance(said, int) else said or [])
+def _eos(**files: Any) -> frozenset[int]:
+    try:
+        ids = end_tokens(**files)
+    except ValueError as error:
+        raise TokenizerError(str(error)) from None
     if not ids:
         raise TokenizerError("no end token: tokenizer_config, generation_config and config lack it")
-    return frozenset(ids)
-
-
-def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    said = settings.get("chat_template") or _json(folder / "chat_template.json").get(
-        "chat_template"
-    )
-    if isinstance(said, str):
-        found["default"] = said
-    elif isinstance(said, list):
-        found |= {item["name"]: item["template"] for item in said}
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        found["default"] = path.read_text(encoding="utf-8")
-    return found
+    return ids

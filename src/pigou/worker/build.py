@@ -21,6 +21,7 @@ from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.stores.device import Blocks
 from pigou.runtime.stores.mover import Mover
 from pigou.sampling import Grammar
+from pigou.text.ends import within
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.sampling import Limits
 from pigou.worker.backend import Backend
@@ -313,7 +314,7 @@ def _served(
         created=int(time.time()),
         tokenizer=tokenizer,
         template=chat_template(tokenizer),
-        eos=eos or tokenizer.eos,
+        eos=within(eos, limits.vocab_size),
         limits=limits,
         defaults=sampling_defaults(tokenizer.generation),
         seed=seeds(name, digest),
