@@ -86,6 +86,9 @@ class Request(msgspec.Struct, frozen=True, eq=False):  # made in a tenth of a da
         streamed: its driver sees tokens as they come, and tells of them.
         splits: its prompt may be computed by another worker than the one that streams.
         expiry: when what is cached under its tenure becomes void, in nanoseconds since 1970.
+        group: id of the client's request that it is one sequence of; empty for one that is alone.
+        held: sequences of that group that its driver has not submitted yet.
+        held_tokens: that those ask for, prompt and output.
     """
 
     id: str
@@ -103,6 +106,14 @@ class Request(msgspec.Struct, frozen=True, eq=False):  # made in a tenth of a da
     streamed: bool = True
     splits: bool = True
     expiry: int = NEVER
+    group: str = ""
+    held: int = 0
+    held_tokens: int = 0
+
+    @property
+    def later(self) -> bool:
+        """Whether it is a further sequence of a group, the first of which was accepted."""
+        return self.group not in ("", self.id)
 
     def keys_of(self, block_size: int) -> BlockKeys:
         """Return the router's keys of the prompt's full blocks of this size, shape (blocks,)."""

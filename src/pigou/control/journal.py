@@ -28,6 +28,7 @@ from pigou.control.messages import (
     Decision,
     Ended,
     FirstToken,
+    GroupEnded,
     LoadReport,
     Observation,
     PrefillDone,
@@ -92,6 +93,9 @@ class Submit(_Entry, tag="submit"):
     keys: dict[int, bytes] = {}
     overrides: dict[str, str] = {}
     exclude: list[str] = []
+    group: str = ""
+    held: int = 0
+    held_tokens: int = 0
 
 
 class Up(_Entry, tag="up"):
@@ -137,6 +141,12 @@ class End(_Entry, tag="end"):
 
     id: str
     reason: FinishReason
+
+
+class GroupEnd(_Entry, tag="group"):
+    """`GroupEnded`."""
+
+    id: str
 
 
 class _Stored(msgspec.Struct, tag="stored", array_like=True):
@@ -188,8 +198,8 @@ class Tick(_Entry, tag="tick"):
 
 
 Entry: TypeAlias = (
-    Submit | Up | Down | Prefilled | Unread | First | More | End | Cache | Lost | Load | Judged
-    | Tick
+    Submit | Up | Down | Prefilled | Unread | First | More | End | GroupEnd | Cache | Lost | Load
+    | Judged | Tick
 )  # fmt: skip
 
 _encoder = msgspec.json.Encoder()
@@ -243,7 +253,8 @@ def submitted(request: Request, now: int, exclude: frozenset[str]) -> Submit:
         streamed=request.streamed, splits=request.splits, hashes=_bytes(request.hashes),
         keys={size: _bytes(keys) for size, keys in request.keys.items()},
         overrides={name: repr(float(value)) for name, value in request.overrides.items()},
-        exclude=sorted(exclude),
+        exclude=sorted(exclude), group=request.group, held=request.held,
+        held_tokens=request.held_tokens,
     )  # fmt: skip
 
 
@@ -256,11 +267,12 @@ def request_of(entry: Submit) -> Request:
         remote=entry.remote, hold=entry.hold,
         keys={size: _words(keys) for size, keys in entry.keys.items()},
         overrides={name: float(value) for name, value in entry.overrides.items()},
-        streamed=entry.streamed, splits=entry.splits,
+        streamed=entry.streamed, splits=entry.splits, group=entry.group, held=entry.held,
+        held_tokens=entry.held_tokens,
     )  # fmt: skip
 
 
-def observed(observation: Observation, now: int) -> Entry:  # noqa: PLR0911 (one for each)
+def observed(observation: Observation, now: int) -> Entry:  # noqa: PLR0911, PLR0912 (one for each)
     """Return the entry of an observation.
 
     Raises:
@@ -281,6 +293,8 @@ def observed(observation: Observation, now: int) -> Entry:  # noqa: PLR0911 (one
             return More(now=now, id=request, count=count)
         case Ended(request, reason):
             return End(now=now, id=request, reason=reason)
+        case GroupEnded(group):
+            return GroupEnd(now=now, id=group)
         case CacheChanged(name, events):
             return Cache(now=now, worker=name, events=[told(each) for each in events])
         case CacheLost(name):
@@ -315,6 +329,8 @@ def observation_of(entry: Entry) -> Observation:  # noqa: PLR0911 (one for each)
             return Tokens(request, count)
         case End(id=request, reason=reason):
             return Ended(request, reason)
+        case GroupEnd(id=group):
+            return GroupEnded(group)
         case Cache(worker=name, events=events):
             return CacheChanged(name, tuple(_event(each) for each in events))
         case Lost(worker=name):

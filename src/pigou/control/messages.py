@@ -141,6 +141,12 @@ class Ended(msgspec.Struct, frozen=True):
     reason: FinishReason
 
 
+class GroupEnded(msgspec.Struct, frozen=True):
+    """No further sequence of a group is submitted: all were, or its client left."""
+
+    group: str
+
+
 class CacheChanged(msgspec.Struct, frozen=True):
     """KV events of a worker, in order: off the wire, or straight from a simulated core."""
 
@@ -185,6 +191,7 @@ Observation: TypeAlias = (
     | FirstToken
     | Tokens
     | Ended
+    | GroupEnded
     | CacheChanged
     | CacheLost
     | LoadReport

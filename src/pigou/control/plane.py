@@ -26,6 +26,7 @@ from pigou.control.messages import (
     Decision,
     Ended,
     FirstToken,
+    GroupEnded,
     LoadReport,
     Observation,
     PrefillDone,
@@ -145,6 +146,8 @@ class ControlPlane:
                 self.watch.down(worker)
                 self.desk.room.down(worker)
                 self.index.drop(worker)
+            case GroupEnded(group):
+                self.desk.queue.shares.release(group)
             case CacheLost(worker):
                 self.index.lost(worker)
             case LoadReport():
@@ -195,9 +198,10 @@ class ControlPlane:
             self.router.regime = self._regime.value
         if self._tunes:
             self._tune(now)
+        shed = self.desk.displaced()
         if not waiting:
-            return self._assess(now)
-        shed = self.desk.overdue(now)
+            return [*shed, *self._assess(now)] if shed else self._assess(now)
+        shed += self.desk.overdue(now)
         return [*shed, *self._drain(now), *self._assess(now)]
 
     def assess(self, snapshot: Snapshot) -> Assessment | None:

@@ -59,6 +59,20 @@ class PriorityFair:
         waiting = [(name, band) for name, band in self._bands.items() if not band.idle]
         return min(waiting)[1].first(now) if waiting else None
 
+    def last(self, waiting: Waiting, most: int, own: bool) -> list[Waiting]:
+        """Return requests of a higher priority number, the highest first; then as `Fair`."""
+        found: list[Waiting] = []
+        priority = waiting.request.priority
+        tenant = waiting.request.tenant if own else None
+        for name in sorted(self._bands, reverse=True):
+            if name > priority:
+                found += self._bands[name].newest(most - len(found), tenant)
+            elif name == priority:
+                found += self._bands[name].last(waiting, most - len(found), own)
+            if len(found) >= most:
+                break
+        return found
+
     def taken(self, waiting: Waiting, uncached: int) -> None:
         """Charge the prompt of a request that goes."""
         band = self._bands.get(waiting.request.priority)

@@ -12,7 +12,7 @@ from pigou.control.admission.order import load
 from pigou.control.admission.orders import Keyed
 from pigou.control.admission.queue import WaitQueue
 from pigou.control.admission.room import Room
-from pigou.control.admission.shares import Shares
+from pigou.control.admission.shares import Refusal, Shares
 from pigou.control.admission.waiting import Waiting
 from pigou.control.messages import Choice, Decision, Queue, Route, Shed
 from pigou.control.routing.view import FleetView
@@ -68,6 +68,7 @@ class Desk:
         self._weights = config.tenant_weights
         self.counts = getattr(type(order), "served", None) is not Keyed.served
         self._timeout = config.queue_timeout
+        self._displaced: list[Shed] = []
 
     def submit(
         self, waiting: Waiting, now: int, up: Collection[str], least: float, choose: Choose
@@ -83,12 +84,22 @@ class Desk:
         """
         request = waiting.request.id
         waiting.weight = self._weights.get(waiting.request.tenant, 1.0)
+        waiting.kept = waiting.request.later
         self.activity.seen(waiting.request.tenant, waiting.weight, now)
+        if waiting.request.group and not waiting.returned:
+            refusal = self.queue.refusal(waiting) if waiting.request.held else None
+            if refusal is not None and not self._displace(waiting, refusal, now):
+                return self._shed(waiting, refusal, now)
+            self.queue.shares.hold(waiting.request)
         alone = not self.queue and not waiting.returned
         if alone and (found := choose(waiting)) is not None:
             self.queue.passed(waiting, found.uncached)
             return Route(request, found.choice, found.priority)
-        refusal = self.queue.refusal(waiting)  # as it were before this one
+        late = self._late(waiting, now, least)
+        # As it were before this one; a group was asked for as a whole.
+        refusal = None if waiting.request.held else self.queue.refusal(waiting)
+        if refusal is not None and late is None and self._displace(waiting, refusal, now):
+            refusal = None
         ahead = self.queue.add(waiting)
         skip = [each for each in self._blocked(up) if each != waiting.exclude]
         if not alone and self.queue.next(now, skip) is waiting:
@@ -96,15 +107,31 @@ class Desk:
             if found is not None:
                 self.queue.take(waiting, found.uncached)
                 return Route(request, found.choice, found.priority)
-        late = self._late(waiting, now, least)
         if refusal is None and late is None:
             return Queue(request, ahead)
         self.queue.remove(request)
         if late is not None:
+            self.queue.shares.release(waiting.request.group)
             return Shed(request, late, LEAST_RETRY)
         assert refusal is not None
+        return self._shed(waiting, refusal, now)
+
+    def _shed(self, waiting: Waiting, refusal: Refusal, now: int) -> Shed:
         retry = self._retry(waiting, refusal.tenant, now)
-        return Shed(request, refusal.reason, retry, refusal.tenant)
+        return Shed(waiting.request.id, refusal.reason, retry, refusal.tenant)
+
+    def _displace(self, waiting: Waiting, refusal: Refusal, now: int) -> bool:
+        """Shed the least urgent in place of a more urgent newcomer; return whether it can wait."""
+        gone = self.queue.displace(waiting)
+        reason = "a more urgent request took its place in the full queue"
+        for each in gone:
+            self._displaced.append(self._shed(each, Refusal(reason, refusal.tenant), now))
+        return bool(gone)
+
+    def displaced(self) -> list[Shed]:
+        """Return the refusals of those that were shed for others since the last call."""
+        found, self._displaced = self._displaced, []
+        return found
 
     def drain(self, now: int, up: Collection[str], choose: Choose) -> list[Route]:
         """Route queued requests, in order, as far as workers have room.
@@ -197,7 +224,8 @@ class Desk:
     def _late(self, waiting: Waiting, now: int, least: float) -> str | None:
         """Return why there is no sense in queueing a newcomer, where the order asks that."""
         deadline = waiting.request.deadline
-        if not self.queue.order.refuses_late or waiting.returned or deadline == NEVER:
+        accepted = waiting.returned or waiting.kept
+        if not self.queue.order.refuses_late or accepted or deadline == NEVER:
             return None
         if now + least * SECOND <= deadline:
             return None

@@ -53,6 +53,18 @@ class Order(Protocol):
         """Return who goes next, and stays until it is removed or taken; None when nobody waits."""
         ...
 
+    def last(self, waiting: Waiting, most: int, own: bool) -> list[Waiting]:
+        """Return those that may be shed so that a newcomer can wait, the least urgent first.
+
+        All of them are less urgent than the newcomer. An order without this method sheds nobody.
+
+        Args:
+            waiting: the newcomer, which was not added.
+            most: requests to return at most.
+            own: only those of its own tenant.
+        """
+        ...
+
     def taken(self, waiting: Waiting, uncached: int) -> None:
         """A request was sent to a worker that has `uncached` tokens of its prompt to compute."""
         ...

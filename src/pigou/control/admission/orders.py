@@ -46,6 +46,11 @@ class Keyed:
         """Return who goes next."""
         return self._heap.first()
 
+    def last(self, waiting: Waiting, most: int, own: bool) -> list[Waiting]:
+        """Return those of greater keys, the greatest first."""
+        tenant = waiting.request.tenant if own else None
+        return self._heap.last(most, self.key(waiting), tenant)
+
     def taken(self, waiting: Waiting, uncached: int) -> None:  # noqa: ARG002 (protocol)
         """A request was sent to a worker."""
         self._heap.remove(waiting)
@@ -64,6 +69,10 @@ class Keyed:
 
 class Fcfs(Keyed):
     """First come, first served."""
+
+    def last(self, waiting: Waiting, most: int, own: bool) -> list[Waiting]:  # noqa: ARG002
+        """Return nobody: the newcomer itself is the last."""
+        return []
 
 
 class Priority(Keyed):

@@ -9,6 +9,8 @@ from pigou.control.admission.order import Order
 from pigou.control.admission.shares import Refusal, Shares
 from pigou.control.admission.waiting import Heap, Waiting
 
+#: Requests that are shed at most for one newcomer.
+_MOST_SHED = 8
 _NOBODY: frozenset[str] = frozenset()
 
 
@@ -93,18 +95,40 @@ class WaitQueue:
 
     def refusal(self, waiting: Waiting) -> Refusal | None:
         """Return why a newcomer may not wait; None when it may."""
-        return None if waiting.returned else self.shares.refusal(waiting)
+        return None if waiting.returned or waiting.kept else self.shares.refusal(waiting)
+
+    def displace(self, waiting: Waiting) -> list[Waiting]:
+        """Take out the least urgent so that a more urgent newcomer may wait; return them.
+
+        Nobody is taken out where that is not enough, or where more than `_MOST_SHED` had to go.
+        """
+        own = (refusal := self.refusal(waiting)) is not None and refusal.tenant
+        last = getattr(self.order, "last", None)  # orders of before have none
+        candidates = [] if last is None else last(waiting, _MOST_SHED, own)
+        for count in range(1, len(candidates) + 1):
+            gone = candidates[:count]
+            if self.shares.refusal(waiting, gone) is None:
+                for each in gone:
+                    self.remove(each.request.id)
+                return gone
+        return []
 
     def excluded(self) -> list[frozenset[str]]:
         """Return the sets of workers that some request excludes."""
         return [exclude for exclude in self._returned if exclude]
 
     def overdue(self, before: int) -> Iterator[Waiting]:
-        """Take out those that wait since `before` or longer, and return them."""
-        while self._all:
-            waiting = next(iter(self._all.values()))
+        """Take out those that wait since `before` or longer, and return them.
+
+        Further sequences of a group that was accepted wait as long as they must.
+        """
+        late: list[Waiting] = []
+        for waiting in self._all.values():
             if waiting.since > before:
-                return
+                break
+            if not waiting.kept:
+                late.append(waiting)
+        for waiting in late:
             self.remove(waiting.request.id)
             yield waiting
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pigou.control.admission.activity import Activity
 from pigou.control.admission.waiting import Waiting
+from pigou.request import Request
 
 #: All that wait may be this many times the bound, so that reserved shares stay open.
 _OVERFLOW = 2
@@ -26,7 +28,7 @@ class _Held:
 
 
 class Shares:
-    """Who may begin to wait; nobody who waits is ever put out for another.
+    """Who may begin to wait.
 
     While requests (and tokens) are below their bound, everybody may. When they are not, a tenant
     may as long as it holds less than its share: bound * its weight / weights of all tenants that
@@ -49,6 +51,7 @@ class Shares:
         self.tokens = 0
         self._activity = activity
         self._held: dict[str, _Held] = {}
+        self._groups: dict[str, tuple[str, int, int]] = {}
 
     def held(self, tenant: str) -> tuple[int, int]:
         """Return requests and tokens that a tenant has waiting."""
@@ -57,33 +60,47 @@ class Shares:
 
     def add(self, waiting: Waiting) -> None:
         """Count a request that waits."""
-        held = self._held.get(waiting.request.tenant)
-        if held is None:
-            held = self._held[waiting.request.tenant] = _Held()
-        held.requests += 1
-        held.tokens += waiting.tokens
-        self.requests += 1
-        self.tokens += waiting.tokens
+        self._count(waiting.request.tenant, 1, waiting.tokens)
 
     def remove(self, waiting: Waiting) -> None:
         """Count out a request that waited."""
-        held = self._held[waiting.request.tenant]
-        held.requests -= 1
-        held.tokens -= waiting.tokens
-        self.requests -= 1
-        self.tokens -= waiting.tokens
-        if held.requests == 0:
-            del self._held[waiting.request.tenant]
+        self._count(waiting.request.tenant, -1, -waiting.tokens)
 
-    def refusal(self, waiting: Waiting) -> Refusal | None:
-        """Return why a newcomer may not wait; None when it may."""
+    def hold(self, request: Request) -> None:
+        """Count the sequences of a group that follow this one, in place of those before."""
+        self.release(request.group)
+        if request.held > 0:
+            self._groups[request.group] = request.tenant, request.held, request.held_tokens
+            self._count(request.tenant, request.held, request.held_tokens)
+
+    def release(self, group: str) -> None:
+        """Count out what follows of a group; an unknown one is no error."""
+        tenant, sequences, tokens = self._groups.pop(group, ("", 0, 0))
+        if sequences:
+            self._count(tenant, -sequences, -tokens)
+
+    def _count(self, tenant: str, requests: int, tokens: int) -> None:
+        held = self._held.setdefault(tenant, _Held())
+        held.requests += requests
+        held.tokens += tokens
+        self.requests += requests
+        self.tokens += tokens
+        if held.requests == 0:
+            del self._held[tenant]
+
+    def refusal(self, waiting: Waiting, without: Sequence[Waiting] = ()) -> Refusal | None:
+        """Return why a newcomer may not wait; None when it may, were those `without` gone."""
         tenant = waiting.request.tenant
         requests, tokens = self.held(tenant)
+        own = [each for each in without if each.request.tenant == tenant]
+        requests, tokens = requests - len(own), tokens - sum(each.tokens for each in own)
         part = self._activity.part(tenant, waiting.weight)
-        found = _refusal("requests", self.most, self.requests, requests, 1, part)
+        asks, total = 1 + waiting.request.held, self.requests - len(without)
+        found = _refusal("requests", self.most, total, requests, asks, part)
         if found is None and self.most_tokens:
-            asks = waiting.tokens
-            found = _refusal("tokens", self.most_tokens, self.tokens, tokens, asks, part)
+            asks = waiting.tokens + waiting.request.held_tokens
+            total = self.tokens - sum(each.tokens for each in without)
+            found = _refusal("tokens", self.most_tokens, total, tokens, asks, part)
         return found
 
 
@@ -94,8 +111,9 @@ def _refusal(what: str, most: int, total: int, held: int, asks: int, part: float
     within = held + asks <= share or (most > 0 and held == 0 and part < 1.0)
     if within and (total + asks <= _OVERFLOW * most or held == 0):
         return None
+    several = f"; n and prompt ask for {asks} more: send fewer at once" if asks > 1 else ""
+    several = several if what == "requests" else ""
     if part < 1.0 and not within:
-        return Refusal(
-            f"the tenant's share of the queue is full: {held} of {share:.0f} {what}", tenant=True
-        )
-    return Refusal(f"the queue is full: {total} of {most} {what}", tenant=False)
+        text = f"the tenant's share of the queue is full: {held} of {share:.0f} {what}"
+        return Refusal(text + several, tenant=True)
+    return Refusal(f"the queue is full: {total} of {most} {what}{several}", tenant=False)

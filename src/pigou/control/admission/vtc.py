@@ -134,6 +134,13 @@ class Fair:
         tenant = self._least()
         return None if tenant is None else tenant.line.first()
 
+    def last(self, waiting: Waiting, most: int, own: bool) -> list[Waiting]:  # noqa: ARG002
+        """Return the tenant's own requests that go after this one; never another tenant's."""
+        tenant = self._tenants.get(waiting.request.tenant)
+        if tenant is None or self.params.within == "fcfs":
+            return []
+        return tenant.line.last(most, self._within(waiting))
+
     def taken(self, waiting: Waiting, uncached: int) -> None:
         """Charge the prompt of a request that goes."""
         self.remove(waiting)
@@ -162,6 +169,15 @@ class Fair:
         What a client asked for does not count there: it would overtake other tenants.
         """
         return int(above)
+
+    def newest(self, most: int, tenant: str | None) -> list[Waiting]:
+        """Return the newest that wait, of one tenant or of all, at most so many."""
+        if most < 1:
+            return []
+        names = self._tenants if tenant is None else (tenant,)
+        lines = [self._tenants[name].line for name in names if name in self._tenants]
+        waiting = (each for line in lines for each in line if not each.kept)
+        return heapq.nlargest(most, waiting, key=lambda each: each.serial)
 
     @property
     def idle(self) -> bool:

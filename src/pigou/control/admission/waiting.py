@@ -24,6 +24,7 @@ class Waiting(msgspec.Struct, eq=False):
         returned: it ran before, and its worker failed; it goes first, and is not shed for space.
         serial: rises with each request that is queued.
         late: it missed its deadline while it waited (`edf`).
+        kept: it was accepted with the first sequence of its group, so it is not shed any more.
     """
 
     request: Request
@@ -35,6 +36,7 @@ class Waiting(msgspec.Struct, eq=False):
     returned: bool = False
     serial: int = 0
     late: bool = False
+    kept: bool = False
 
     @property
     def tokens(self) -> int:
@@ -73,6 +75,19 @@ class Heap:
         if len(self._heap) > 2 * len(self._live) + 16:
             self._heap = list(self._live.values())
             heapq.heapify(self._heap)
+
+    def last(self, most: int, before: Any, tenant: str | None = None) -> list[Waiting]:
+        """Return requests whose keys are above `before`, the greatest first, at most so many.
+
+        Of equal keys the newest come first. Requests that were accepted for good are left out.
+        `tenant` picks those of one tenant. The cost is O(n).
+        """
+        entries = (
+            entry
+            for entry in self._live.values()
+            if entry[0] > before and not entry[2].kept and tenant in (None, entry[2].request.tenant)
+        )
+        return [entry[2] for entry in heapq.nlargest(most, entries, key=lambda each: each[:2])]
 
     def first(self) -> Waiting | None:
         """Return the least, which stays; None when nobody waits."""
