@@ -173,10 +173,10 @@ class Endpoint:
         """Wait until a Pigou worker has nothing to do and all its blocks are free."""
         end = time.monotonic() + seconds
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting",
-                 "pigou:kv_requests_held", "pigou:kv_requests_loading")  # fmt: skip
+                 "pigou_kv_requests_held", "pigou_kv_requests_loading")  # fmt: skip
         while True:
             busy = {each: value for each in names if (value := self.metric(each))}
-            free, all_ = self.metric("pigou:kv_blocks_free"), self.metric("pigou:kv_blocks_total")
+            free, all_ = self.metric("pigou_kv_blocks_free"), self.metric("pigou_kv_blocks")
             if not busy and free == all_ and self.get("/load").json["server_load"] == 0:
                 return
             assert time.monotonic() < end, f"{name}: {busy}, {free} of {all_} blocks are free"

@@ -19,7 +19,7 @@ from benchmarks.common import post_json
 from pigou.gateway.keys import make_key
 
 _HITS = re.compile(
-    r"^(?:vllm:prefix_cache_hits_total|pigou:(tier)_restored_blocks_total)(?:\{[^}]*\})? (\S+)$",
+    r"^(?:vllm:prefix_cache_hits_total|pigou_(tier)_restored_blocks_total)(?:\{[^}]*\})? (\S+)$",
     re.MULTILINE,
 )
 
@@ -35,7 +35,7 @@ class Tenants:
     @classmethod
     def make(cls, folder: Path) -> Tenants:
         """Write a keys file for tenants `one` and `other`."""
-        keys, lines = zip(*(make_key(name) for name in ("one", "other")), strict=True)
+        keys, lines = zip(*(make_key(n, admin=n == "one") for n in ("one", "other")), strict=True)
         file = folder / "keys"
         file.write_text("".join(line + "\n" for line in lines))
         return cls(file, *keys)
@@ -46,7 +46,7 @@ class Tenants:
         keys, lines = zip(*(make_key(name) for name in ("one", "other")), strict=True)
         everything = {name: ["*"] for name in FIELDS} | {"ttl": 315_360_000}
         entries = [
-            {"tenant": tenant, "sha256": digest, **rest}
+            {"tenant": tenant, "sha256": digest, "admin": tenant == "one", **rest}
             for (tenant, _, digest), rest in zip(
                 (line.partition(":") for line in lines),
                 ({"may": everything}, {"tenure": {"safety": "v1"}, "may": {"principal": ["a*"]}}),

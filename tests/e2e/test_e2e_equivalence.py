@@ -106,9 +106,9 @@ class Counts:
     def __init__(self, worker: Endpoint) -> None:
         self.values = {
             "prompt": worker.metric("vllm:prompt_tokens_by_source_total", source="local_compute"),
-            "computed": worker.metric("pigou:computed_tokens_total"),
-            "blocks": worker.metric("pigou:kv_blocks_received_total"),
-            "bytes": worker.metric("pigou:kv_bytes_received_total"),
+            "computed": worker.metric("pigou_computed_tokens_total"),
+            "blocks": worker.metric("pigou_kv_blocks_received_total"),
+            "bytes": worker.metric("pigou_kv_bytes_received_total"),
         }
 
     def since(self, before: Counts) -> dict[str, float]:
@@ -147,7 +147,7 @@ def test_a_stream_that_migrates_says_the_same(real: Fleet, reference: Reference)
                 speaks.set()
         return stream
 
-    before = real.metric("pigou:migrations_total")
+    before = real.metric("pigou_migrations_total")
     count = min(64, len(reference.prompts))
     for victim in ("decode-shm", "decode-tcp"):
         pid = real.pid(victim)
@@ -160,7 +160,7 @@ def test_a_stream_that_migrates_says_the_same(real: Fleet, reference: Reference)
                 assert reply.told[2] == "length"
                 reference.check(number, reply.tokens)
         real.recovered([pid])
-    moved = real.metric("pigou:migrations_total") - before
+    moved = real.metric("pigou_migrations_total") - before
     assert moved > 0
     report(f"{moved:.0f} moves", reference)
     real.settle()

@@ -55,9 +55,9 @@ def test_a_prefill_worker_killed_during_leg_one_costs_no_token(
         pid = sleeping.signal("prefill-0")
         assert future.result().told == expected
     sleeping.recovered([pid])
-    before = sleeping.worker("prefill-0").metric("pigou:engine_steps_total")
+    before = sleeping.worker("prefill-0").metric("pigou_engine_steps_total")
     assert sleeping.stream(**salted(sleeping)).told == expected
-    assert sleeping.worker("prefill-0").metric("pigou:engine_steps_total") > before
+    assert sleeping.worker("prefill-0").metric("pigou_engine_steps_total") > before
     sleeping.settle()
 
 
@@ -141,10 +141,10 @@ def test_a_lease_that_expires_before_the_pull_costs_no_token(
     asked = salted(sleeping)
     ticket = first.complete(**leg_one(asked, chat=False))["kv_transfer_params"]
     first.settle()  # the lease is over: the blocks are free again
-    before = second.metric("pigou:kv_blocks_received_total")
+    before = second.metric("pigou_kv_blocks_received_total")
     reply = second.complete(**leg_two(asked, ticket))
     assert reply["choices"][0]["token_ids"] == expected[1]
-    assert second.metric("pigou:kv_blocks_received_total") == before
+    assert second.metric("pigou_kv_blocks_received_total") == before
     sleeping.settle()
 
 
@@ -201,7 +201,7 @@ def test_a_transfer_that_is_cut_in_the_middle_changes_no_token(real: Fleet, most
 
 @pytest.mark.parametrize("when", ["in leg one", "while it streams", "at once"])
 def test_a_client_that_leaves_frees_everything(sleeping: Fleet, when: str) -> None:
-    before = sleeping.metric("pigou:requests_cancelled_total")
+    before = sleeping.metric("pigou_requests_cancelled_total")
     for stream in (True, False):
         connection = sleeping.connect()
         asked = salted(sleeping) | {"max_tokens": 1000, "stream": stream}
@@ -215,7 +215,7 @@ def test_a_client_that_leaves_frees_everything(sleeping: Fleet, when: str) -> No
         connection.close()
     sleeping.wait(lambda rows: not any(r["decode_requests"] for r in rows.values()), 5)
     sleeping.settle()
-    assert sleeping.metric("pigou:requests_cancelled_total") == before + 2
+    assert sleeping.metric("pigou_requests_cancelled_total") == before + 2
 
 
 @pytest.mark.slow

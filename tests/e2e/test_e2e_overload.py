@@ -72,7 +72,7 @@ def test_under_twice_its_capacity_a_gateway_sheds_and_what_is_admitted_finishes(
           f"slowest refusal {refused:.2f} s")  # fmt: skip
     assert set(counts) == {200, 503}
     assert counts[200] >= 0.5 * CAPACITY * seconds
-    assert counts[503] == fleet.metric("pigou:requests_shed_total")
+    assert counts[503] == fleet.metric("pigou_requests_shed_total")
     # Whoever is admitted waits for a queue of bounded length, and no longer.
     assert slowest < 10 * (QUEUE + SLOTS) / CAPACITY
     fleet.settle()

@@ -140,9 +140,10 @@ async def test_the_page_asks_for_a_key_and_says_when_it_is_wrong(tmp_path: Path)
     from pigou.gateway.config import GatewayConfig
     from pigou.gateway.keys import make_key
 
-    secret, line = make_key("ann")
+    secret, line = make_key("ann", admin=True)
+    tenant, other = make_key("bob")
     keys = tmp_path / "keys"
-    keys.write_text(line)
+    keys.write_text(f"{line}\n{other}\n")
     serving = Serving(
         GatewayConfig(port=0, api_keys_file=str(keys)), Control(),
         local_workers(0, 0, 1, ("--executor", "sleep"), ["cpu"]),
@@ -153,6 +154,7 @@ async def test_the_page_asks_for_a_key_and_says_when_it_is_wrong(tmp_path: Path)
         async with browsing(tmp_path / "profile") as page:
             for given, sign in (
                 ("wrong", "document.getElementById('status').textContent.includes('API key')"),
+                (tenant, "document.getElementById('model').textContent === 'tenant bob'"),
                 (secret, "document.querySelectorAll('[data-toll]').length === 1"),
             ):
                 script = f"sessionStorage.clear(); window.prompt = () => {json.dumps(given)};"

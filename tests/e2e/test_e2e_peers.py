@@ -41,7 +41,7 @@ def decision(fleet: Fleet) -> dict[str, Any]:
 def known(fleet: Fleet, worker: str) -> None:
     """Wait until the gateway has heard of what a worker has cached."""
     time.sleep(0.5)
-    assert Endpoint(fleet.rows()[worker]["url"]).metric("pigou:kv_blocks_cached") > 0
+    assert Endpoint(fleet.rows()[worker]["url"]).metric("pigou_kv_blocks_cached") > 0
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ def test_what_one_worker_has_cached_the_other_reads(pair: Fleet) -> None:
         assert tokens(second) == tokens(first)
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 1488
         assert other.metric("vllm:external_prefix_cache_hits_total") - before == 1488
-    assert pair.metric("pigou:peer_reads_total") == 4
-    assert pair.metric("pigou:peer_read_tokens_total") == 4 * 1488
-    assert pair.metric("game_peer_read_saved_seconds_total") > 0
+    assert pair.metric("pigou_peer_reads_total") == 4
+    assert pair.metric("pigou_peer_read_tokens_total") == 4 * 1488
+    assert pair.metric("pigou_game_peer_read_saved_seconds_total") > 0
     pair.settle()
 
 
@@ -84,7 +84,7 @@ def test_a_source_that_does_not_answer_or_dies_costs_only_the_computing(pair: Fl
     try:
         second = pair.complete(**body(7))
         assert decision(pair)["read"]["worker"] == had
-        assert pair.metric("pigou:peer_reads_total", outcome="late") == 1
+        assert pair.metric("pigou_peer_reads_total", outcome="late") == 1
         assert tokens(second) == tokens(first)
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     finally:
@@ -105,11 +105,11 @@ def test_nothing_is_lost_when_the_source_is_killed_amid_the_reading(pair: Fleet)
     with ThreadPoolExecutor(len(bodies)) as pool:
         replies = [pool.submit(pair.stream, **each, stream=True) for each in bodies]
         end = time.monotonic() + 20
-        while not pair.metric("pigou:peer_reads_total") and time.monotonic() < end:
+        while not pair.metric("pigou_peer_reads_total") and time.monotonic() < end:
             time.sleep(0.001)
         pid = pair.signal("both-0")
         told = [reply.result(60) for reply in replies]
-    assert pair.metric("pigou:peer_reads_total") > 0
+    assert pair.metric("pigou_peer_reads_total") > 0
     for reply, tokens_ in zip(told, expected, strict=True):
         assert reply.done
         assert reply.error is None
@@ -124,4 +124,4 @@ def test_nobody_reads_where_it_is_switched_off(start_fleet: Callable[..., Fleet]
     known(fleet, decision(fleet)["decode"])
     fleet.complete(**body(1))
     assert decision(fleet)["read"] is None
-    assert fleet.metric("pigou:peer_reads_total") == 0
+    assert fleet.metric("pigou_peer_reads_total") == 0

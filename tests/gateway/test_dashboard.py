@@ -128,7 +128,7 @@ async def test_every_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
 
 async def test_every_metric_is_documented() -> None:
     docs = (ROOT / "docs" / "observability.md").read_text()
-    named = set(re.findall(r"`((?:pigou:|game_)\w+)`", docs))
+    named = set(re.findall(r"`(pigou_\w+)`", docs))
     async with running(0, 0, 1, arguments=SLEEP, control=ControlConfig(policy="toll")) as (
         _,
         client,
@@ -138,7 +138,7 @@ async def test_every_metric_is_documented() -> None:
         for _ in range(100):
             async with client.session.get(client.url + "/metrics") as response:
                 page = await response.text()
-            if "game_poa{" in page and "game_poa_caching " in page:
+            if "pigou_game_poa{" in page and "pigou_game_poa_caching " in page:
                 break
             await asyncio.sleep(0.2)
     families = list(text_string_to_metric_families(page))
@@ -147,5 +147,5 @@ async def test_every_metric_is_documented() -> None:
         for each in families if not each.name.endswith("_created")
     }  # fmt: skip
     assert exported - named == set(), "undocumented"
-    assert named - exported <= {"pigou:requests_failed_total", "pigou:migrations_total"}
+    assert named - exported <= {"pigou_requests_failed_total", "pigou_migrations_total"}
     assert all(each.documentation for each in families)

@@ -148,20 +148,25 @@ async def test_the_gauges_say_what_the_page_says() -> None:
             page = await response.text()
         await asyncio.gather(*running)
     families = {each.name: each for each in text_string_to_metric_families(page)}
-    for name in ("game_toll", "game_social_ratio", "game_expected_itl"):
+    for name in (
+        "pigou_game_toll_seconds",
+        "pigou_game_social_ratio",
+        "pigou_game_expected_itl_seconds",
+    ):
         assert {each.labels["worker"] for each in families[name].samples} == {"a", "b"}
-    [state] = families["game_saturation_state"].samples
+    [state] = families["pigou_game_saturation_state"].samples
     assert state.value in (0, 1, 2)
-    assert families["game_router_temperature"].samples[0].value == 0
+    assert families["pigou_game_router_temperature"].samples[0].value == 0
     counts = {
         each.name: each.value
-        for name in ("game_routing_cost", "game_regret_seconds", "game_overlap_blocks",
-                     "game_overlap_ratio", "game_decision_seconds")
+        for name in ("pigou_game_routing_cost", "pigou_game_regret_seconds",
+                     "pigou_game_overlap_blocks", "pigou_game_overlap_ratio",
+                     "pigou_game_decision_seconds")
         for each in families[name].samples if each.name.endswith("_count")
     }  # fmt: skip
     assert set(counts.values()) == {6.0}
-    itl = {each.name: each.value for each in families["pigou:inter_token_latency_seconds"].samples}
-    assert itl["pigou:inter_token_latency_seconds_count"] > 6
+    itl = {each.name: each.value for each in families["pigou_inter_token_latency_seconds"].samples}
+    assert itl["pigou_inter_token_latency_seconds_count"] > 6
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 5)), max_size=60))

@@ -388,9 +388,12 @@ async def test_the_small_pages_answer() -> None:
         assert b"http" not in page.replace(b"http-equiv", b""), "the page needs nothing from afar"
         await post(fleet, TEXT, {"prompt": "x"})
         _, metrics = await get(fleet, "/metrics")
-        assert b'pigou:requests_total{route="/v1/completions",status="200"} 1.0' in metrics
-        assert b'pigou:generation_tokens_total{tenant=""} 5.0' in metrics
-        assert b"pigou:index_evicted_blocks_total 0.0" in metrics
+        assert (
+            b'pigou_requests_total{model_name="stub",route="/v1/completions",status="200"} 1.0'
+            in metrics
+        )
+        assert b'pigou_generation_tokens_total{model_name="stub",tenant=""} 5.0' in metrics
+        assert b'pigou_index_evicted_blocks_total{model_name="stub"} 0.0' in metrics
         assert json.loads((await get(fleet, "/version"))[1])["version"]
         view = json.loads((await get(fleet, "/workers"))[1])
         assert view["queued"] == 0

@@ -101,12 +101,12 @@ class TestLive:
     pytestmark = live
 
     def test_streams_pass_and_their_tokens_are_counted(self, scene: Scene) -> None:
-        before = scene.gateway.metric("pigou:generation_tokens_total")
+        before = scene.gateway.metric("pigou_generation_tokens_total")
         with ThreadPoolExecutor(8) as pool:
             told = list(pool.map(lambda n: scene.gateway.stream(**body(n)), range(24)))
         assert all(each.told[2] == "length" and each.text for each in told)
         assert all("nvext" not in str(each.chunks) for each in told)
-        assert scene.gateway.metric("pigou:generation_tokens_total") - before == 24 * 8
+        assert scene.gateway.metric("pigou_generation_tokens_total") - before == 24 * 8
 
     def test_each_request_is_served_by_the_worker_that_was_chosen(self, scene: Scene) -> None:
         served = {

@@ -63,7 +63,7 @@ async def test_a_router_that_pretends_says_that_nothing_changes() -> None:
     assert told["per_request"] is False
     assert told["wanted"]["temperature"] == 0.7
     assert told["in_force"]["temperature"] == 0.0
-    assert b"game_router_temperature 0.0" in wrapped.meters.exposition()
+    assert b"pigou_game_router_temperature 0.0" in wrapped.meters.exposition()
 
 
 async def test_every_call_carries_the_parameters_of_the_regime() -> None:
@@ -80,7 +80,7 @@ async def test_every_call_carries_the_parameters_of_the_regime() -> None:
         row = PAPER.setting(regime)
         wanted = {TEMPERATURE: row.temperature, WEIGHT: row.overlap_weight}
         assert router.overrides == [wanted] * 3
-        level = f"game_saturation_state {float(regime.level)}".encode()
+        level = f"pigou_game_saturation_state {float(regime.level)}".encode()
         assert level in wrapped.meters.exposition()
     assert control.heard == ["arrived", "first", "ended"] * 6
 

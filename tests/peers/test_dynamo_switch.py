@@ -102,7 +102,7 @@ async def test_no_request_is_dropped_while_the_regime_flaps() -> None:
         assert len(one.cold.requests) + len(one.warm.requests) == 200
         assert min(len(one.cold.requests), len(one.warm.requests)) > 0
         text = one.switch.meters.exposition().decode()
-        assert "game_retried_requests_total 0.0" in text
+        assert "pigou_game_retried_requests_total 0.0" in text
 
 
 async def test_a_frontend_that_is_gone_costs_no_request() -> None:
@@ -175,8 +175,8 @@ async def test_state_and_metrics_tell_the_regime() -> None:
         assert state["wanted"] == {"temperature": 0.7, "overlap_weight": 1.0}
         async with one.session.get(one.url + "/metrics") as reply:
             text = await reply.text()
-        assert "game_router_temperature 0.7" in text
-        assert "game_saturation_state 1.0" in text
+        assert "pigou_game_router_temperature 0.7" in text
+        assert "pigou_game_saturation_state 1.0" in text
 
 
 def test_frontends_are_read_or_refused() -> None:

@@ -119,9 +119,9 @@ def test_what_is_cached_under_an_expired_tenure_is_void(worker: Worker) -> None:
     soon = Tenure(tenant=f"{now}", expiry=now + SECOND)
     cached(soon)
     time.sleep(max(0, soon.expiry - time.time_ns()) / SECOND)
-    stored = worker.metric("pigou:kv_blocks_cached")
+    stored = worker.metric("pigou_kv_blocks_cached")
     assert [cached(soon) for _ in range(2)] == [0, 0]
-    assert worker.metric("pigou:kv_blocks_cached") <= stored, "what is void was cached"
+    assert worker.metric("pigou_kv_blocks_cached") <= stored, "what is void was cached"
 
 
 def test_choices_of_one_prompt_share_its_blocks(worker: Worker) -> None:

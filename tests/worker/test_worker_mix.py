@@ -146,7 +146,7 @@ def test_the_tokens_of_a_request_do_not_depend_on_what_else_happens(
     for worker in pair:
         worker.settle()
     assert pair[0].metric("vllm:num_preemptions_total") > 0
-    assert pair[1].metric("pigou:kv_blocks_received_total") > 0
+    assert pair[1].metric("pigou_kv_blocks_received_total") > 0
 
 
 FIELDS: list[dict[str, Any]] = [

@@ -166,6 +166,6 @@ def test_a_worker_sleeps_and_its_loads_take_the_links_time(
     ticket = first.complete(prompt, **leg)["kv_transfer_params"]
     reply = second.complete(prompt, kv_transfer_params=ticket, max_tokens=3, temperature=0)
     assert reply["usage"]["completion_tokens"] == 3
-    assert second.metric("pigou:kv_blocks_received_total") == 2
+    assert second.metric("pigou_kv_blocks_received_total") == 2
     waited = second.metric("vllm:time_to_first_token_seconds_sum")
     assert waited >= 0.3

@@ -43,16 +43,16 @@ def test_the_second_leg_computes_at_most_a_block(pair: tuple[Worker, Worker]) ->
     first, second = pair
     body = salted("legs")
     alone = first.complete(**salted("alone"))["choices"][0]
-    before = second.metric("pigou:kv_blocks_received_total")
+    before = second.metric("pigou_kv_blocks_received_total")
     ticket = prefill(first, body)
-    assert first.metric("pigou:kv_requests_held") == 1
+    assert first.metric("pigou_kv_requests_held") == 1
     assert ticket["do_remote_prefill"] is True
     reply = second.post("/v1/completions", leg_two(body, ticket)).json
     assert reply["choices"][0]["token_ids"] == alone["token_ids"]
     assert reply["choices"][0]["text"] == alone["text"]
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
     assert reply["kv_transfer_params"] is None
-    assert second.metric("pigou:kv_blocks_received_total") - before == 12
+    assert second.metric("pigou_kv_blocks_received_total") - before == 12
     assert second.metric("vllm:prompt_tokens_by_source_total", source="local_compute") <= 16
     first.settle()
     second.settle()
@@ -64,7 +64,7 @@ def test_legs_whose_tenure_has_expired_pass_their_blocks_on_and_leave_none(
     first, second = pair
     body = BODY | {"cache_salt": Tenure(expiry=1).salt()}
     alone = first.complete(**salted("alone"))["choices"][0]
-    cached = [each.metric("pigou:kv_blocks_cached") for each in pair]
+    cached = [each.metric("pigou_kv_blocks_cached") for each in pair]
     for _ in range(2):
         reply = second.post("/v1/completions", leg_two(body, prefill(first, body))).json
         assert reply["choices"][0]["token_ids"] == alone["token_ids"]
@@ -72,16 +72,16 @@ def test_legs_whose_tenure_has_expired_pass_their_blocks_on_and_leave_none(
         first.settle()
         second.settle()
     for each, before in zip(pair, cached, strict=True):
-        assert each.metric("pigou:kv_blocks_cached") <= before
+        assert each.metric("pigou_kv_blocks_cached") <= before
 
 
 def test_a_prompt_that_is_cached_there_is_not_pulled(pair: tuple[Worker, Worker]) -> None:
     first, second = pair
     body = salted("cached")
     second.complete(**body)
-    before = second.metric("pigou:kv_blocks_received_total")
+    before = second.metric("pigou_kv_blocks_received_total")
     second.post("/v1/completions", leg_two(body, prefill(first, body)))
-    assert second.metric("pigou:kv_blocks_received_total") == before
+    assert second.metric("pigou_kv_blocks_received_total") == before
     first.settle()
 
 
@@ -100,17 +100,17 @@ def test_blocks_that_nobody_pulls_are_freed_when_the_lease_ends(
 ) -> None:
     first, _ = pair
     prefill(first, salted("lease"))
-    assert first.metric("pigou:kv_requests_held") == 1
+    assert first.metric("pigou_kv_requests_held") == 1
     first.settle()
 
 
 def test_choices_of_a_second_leg_share_what_was_pulled(pair: tuple[Worker, Worker]) -> None:
     first, second = pair
     body = salted("choices") | {"n": 3, "temperature": 1.0}
-    before = second.metric("pigou:kv_blocks_received_total")
+    before = second.metric("pigou_kv_blocks_received_total")
     reply = second.post("/v1/completions", leg_two(body, prefill(first, body))).json
     assert len(reply["choices"]) == 3
-    assert second.metric("pigou:kv_blocks_received_total") - before == 12
+    assert second.metric("pigou_kv_blocks_received_total") - before == 12
     second.settle()
 
 
@@ -163,20 +163,20 @@ def test_what_one_worker_has_cached_another_reads(pair: tuple[Worker, Worker]) -
     first, second = pair
     body = salted("lent")
     alone = first.complete(**body)["choices"][0]
-    steps = first.metric("pigou:engine_steps_total")
+    steps = first.metric("pigou_engine_steps_total")
     longer = body | {"prompt": PROMPT + [7] * 100}
     ticket = offer(first, longer)
     assert ticket is not None
-    assert first.metric("pigou:kv_requests_held") == 1
-    before = second.metric("pigou:kv_blocks_received_total")
+    assert first.metric("pigou_kv_requests_held") == 1
+    before = second.metric("pigou_kv_blocks_received_total")
     reply = second.post("/v1/completions", leg_two(longer, ticket)).json
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
-    assert second.metric("pigou:kv_blocks_received_total") - before == 12
+    assert second.metric("pigou_kv_blocks_received_total") - before == 12
     assert second.complete(**body)["choices"][0]["token_ids"] == alone["token_ids"]
     first.settle()
     second.settle()
-    assert first.metric("pigou:engine_steps_total") == steps, "the source computed something"
-    assert first.metric("pigou:kv_blocks_lent_total") >= 12
+    assert first.metric("pigou_engine_steps_total") == steps, "the source computed something"
+    assert first.metric("pigou_kv_blocks_lent_total") >= 12
 
 
 def test_nothing_is_offered_of_what_is_not_cached_or_of_another_tenure(
@@ -189,7 +189,7 @@ def test_nothing_is_offered_of_what_is_not_cached_or_of_another_tenure(
     assert offer(first, body | {"cache_salt": "theirs"}) is None
     assert offer(first, BODY | {"cache_salt": Tenure(expiry=1).salt()}) is None
     assert offer(first, body | {"prompt": [5, 6, 7]}) is None
-    assert first.metric("pigou:kv_requests_held") == 0
+    assert first.metric("pigou_kv_requests_held") == 0
 
 
 def test_an_offer_of_a_chat_is_found_by_its_messages(pair: tuple[Worker, Worker]) -> None:
@@ -241,11 +241,11 @@ def test_a_first_leg_reads_from_a_third_worker_what_is_cached_there(
         third.complete(**body)
         longer = body | {"prompt": PROMPT + [7] * 100}
         alone = third.complete(**longer | {"cache_salt": "other"})["choices"][0]
-        received = first.metric("pigou:kv_blocks_received_total")
+        received = first.metric("pigou_kv_blocks_received_total")
         leg = leg_one(longer, chat=False, read=offer(third, longer))
         reply = first.post("/v1/completions", leg).json
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
-        assert first.metric("pigou:kv_blocks_received_total") - received == 12
+        assert first.metric("pigou_kv_blocks_received_total") - received == 12
         reply = second.post("/v1/completions", leg_two(longer, reply["kv_transfer_params"])).json
         assert reply["choices"][0]["token_ids"] == alone["token_ids"]
         for each in (first, second, third):

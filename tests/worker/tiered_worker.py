@@ -61,7 +61,7 @@ class TieredWorker:
 
     def figure(self, name: str, tier: str) -> float:
         """Return a gauge or a counter of a tier."""
-        names = (f"pigou:tier_{name}", f"pigou:tier_{name}_total")
+        names = (f"pigou_tier_{name}", f"pigou_tier_{name}_total")
         return sum(self.worker.metric(each, tier=tier) for each in names)
 
     def still(self, tier: str) -> None:

@@ -85,12 +85,12 @@ class Worker:
     def settle(self, seconds: float = 20.0) -> None:
         """Wait until nothing runs, waits or is held, and every block is free."""
         end = time.monotonic() + seconds
-        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "pigou:kv_requests_held")
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "pigou_kv_requests_held")
         while time.monotonic() < end:
             busy = [name for name in names if self.metric(name)]
             if not busy and self.get("/load").json["server_load"] == 0:
-                free = self.metric("pigou:kv_blocks_free")
-                assert free == self.metric("pigou:kv_blocks_total")
+                free = self.metric("pigou_kv_blocks_free")
+                assert free == self.metric("pigou_kv_blocks")
                 return
             time.sleep(0.05)
         raise AssertionError(f"still busy: {busy}")

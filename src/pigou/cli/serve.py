@@ -166,6 +166,10 @@ def serve(
             "each key may do."
         ),
     ] = None,
+    open_metrics: Annotated[
+        bool,
+        typer.Option(help="Let scrapers without a key read /metrics, but for what names tenants."),
+    ] = False,
     allow_open: Annotated[
         bool, typer.Option(help="Listen beyond loopback although there are no keys.")
     ] = False,
@@ -216,7 +220,8 @@ def serve(
         local = local_workers(*counts, [*arguments, *(worker_arguments or [])], device.split(","))
         gateway = GatewayConfig(
             host=host, port=port, max_body=max_body, api_keys_file=api_keys_file,
-            allow_open=allow_open, journal=journal, release=release, strict=not attached,
+            allow_open=allow_open, open_metrics=open_metrics, journal=journal,
+            release=release, strict=not attached,
         )  # fmt: skip
         control = _control(
             policy, controller, detector, temperature=temperature, softmax=softmax,

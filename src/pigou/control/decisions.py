@@ -39,6 +39,7 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
             (`pigou.control.routing.toll`).
         choice: what was chosen.
         reads: what each worker would have read from another's cache; None where nobody.
+        tenant: whose request it is; empty without keys.
     """
 
     request: str
@@ -56,6 +57,7 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
     priced: Table
     choice: Choice
     reads: Reads | None = None
+    tenant: str = ""
 
     @property
     def cached(self) -> NDArray[np.int64]:

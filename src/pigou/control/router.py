@@ -130,6 +130,7 @@ class Router:
                 prices,
                 choice,
                 fleet.reads,
+                request.tenant,
             )
             self.ledger.add(explanation)
         return choice

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from pigou import __version__
 from pigou.gateway.board import Board
@@ -17,13 +17,14 @@ from pigou.gateway.call import CHAT, COMPLETIONS, Call
 from pigou.gateway.closing import Closing
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.decisions import Decisions
+from pigou.gateway.exposition import page, page_without_tenants
 from pigou.gateway.facts import Facts
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.game import Game
 from pigou.gateway.generate import Generator
-from pigou.gateway.guard import current_key, guard
+from pigou.gateway.guard import current_key, guard, unauthorized
 from pigou.gateway.intake import read
-from pigou.gateway.keys import Keys
+from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.outlet import Outlet
 from pigou.gateway.overrides import HEADER, read_overrides
@@ -99,6 +100,7 @@ _PAGES = {
     "/ping": "health",
     "/metrics": "metrics",
     "/workers": "workers",
+    "/usage": "usage",
     "/decisions": "decisions",
     "/decisions/{id}": "decision",
     "/version": "version",
@@ -113,7 +115,7 @@ class _Routes:
         gateway.metrics.add(Game(gateway.board.prices))
         index = gateway.pilot.plane.index
         gateway.metrics.add_count(
-            "pigou:index_evicted_blocks",
+            "pigou_index_evicted_blocks",
             "Blocks that the prefix index forgot to stay within its limits.",
             lambda: index.evicted,
         )
@@ -229,28 +231,56 @@ class _Routes:
             return web.Response(status=200)
         raise APIError(503, "No worker that could decode is up.", retry_after=1)
 
-    async def metrics(self, _: web.Request) -> web.Response:
-        metrics = self._gateway.metrics
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Write all metrics for an admin key, its own for a tenant's, none without a key.
+
+        With `open_metrics` those that name no tenant are for everybody.
+        """
+        metrics, keys = self._gateway.metrics, self._gateway.keys
         metrics.queued.set(self._gateway.pilot.queued)
-        return web.Response(
-            body=generate_latest(metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST}
-        )
+        model, registry = self._facts().model, metrics.registry
+        key = NO_KEY if keys is None else keys.find(request.headers.get("authorization"))
+        if key is not None:
+            body = page(registry, model, tenant=None if key.admin else key.tenant)
+        elif self._gateway.config.open_metrics:
+            body = page_without_tenants(registry, model)
+        else:
+            raise unauthorized()
+        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def workers(self, _: web.Request) -> web.Response:
+        if not current_key().admin:
+            raise APIError(
+                403,
+                "The workers are shown to an administrator's key alone (`pigou key TENANT "
+                "--admin` makes one); this key sees /usage and its own /decisions.",
+                "authorization",
+            )
         return _json(self._gateway.board.view())
 
+    async def usage(self, _: web.Request) -> web.Response:
+        """Tell a key whose it is, and how many tokens that tenant used so far."""
+        key = current_key()
+        used = self._gateway.metrics.usage(key.tenant)
+        return _json({"tenant": key.tenant, "admin": key.admin, **used})
+
     async def decisions(self, request: web.Request) -> web.Response:
-        return _json(self._decisions.latest(request.query.get("limit")))
+        return _json(self._decisions.latest(request.query.get("limit"), _seen_by(current_key())))
 
     async def decision(self, request: web.Request) -> web.Response:
-        return _json(self._decisions.one(request.match_info["id"]))
+        return _json(self._decisions.one(request.match_info["id"], _seen_by(current_key())))
 
     async def version(self, _: web.Request) -> web.Response:
         return _json({"version": __version__})
 
     async def page(self, _: web.Request) -> web.Response:
         headers = {"content-security-policy": _POLICY}
-        return web.Response(text=_page(), content_type="text/html", headers=headers)
+        return web.Response(text=_html(), content_type="text/html", headers=headers)
+
+
+def _seen_by(key: Key) -> str | None:
+    """Return the tenant whose decisions a key sees; None for those of all."""
+    return None if key.admin else key.tenant
 
 
 def _decided(call: Call) -> dict[str, str]:
@@ -263,7 +293,7 @@ def _decided(call: Call) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _page() -> str:
+def _html() -> str:
     return files("pigou.gateway").joinpath("page.html").read_text(encoding="utf-8")
 
 

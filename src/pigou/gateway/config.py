@@ -26,6 +26,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         max_header: most bytes of one header; more is answered 431.
         max_headers: most headers; more is answered 431.
         api_keys_file: hashed keys; without it, whoever reaches the port is served.
+        open_metrics: let scrapers without a key read `/metrics`, without what names tenants.
         allow_open: listen beyond loopback although there are no keys.
         journal: file to which all that decisions depend on is appended, plain; None writes none.
         release: manifest of what is released together with the fleet (prompts, policies,
@@ -41,6 +42,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_header: int = 8190
     max_headers: int = 100
     api_keys_file: str | None = None
+    open_metrics: bool = False
     allow_open: bool = False
     journal: str | None = None
     release: str = ""

@@ -25,14 +25,18 @@ class Decisions:
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
 
-    def one(self, id: str) -> dict[str, Any]:
+    def one(self, id: str, tenant: str | None = None) -> dict[str, Any]:
         """Return a decision, with each candidate's cost, part by part.
+
+        Args:
+            id: of the decision.
+            tenant: who asks, to whom the decisions of others do not exist; None knows all.
 
         Raises:
             APIError: 404, it is not known.
         """
         why = self._plane.decision(id)
-        if why is None:
+        if why is None or tenant not in (None, why.tenant):
             kept = self._plane.config.max_decisions
             what = "is not known" if _ID.fullmatch(id) else "is no decision's id"
             raise APIError(
@@ -43,8 +47,12 @@ class Decisions:
             )
         return _summary(why) | {"candidates": _candidates(why)}
 
-    def latest(self, limit: str | None) -> dict[str, Any]:
+    def latest(self, limit: str | None, tenant: str | None = None) -> dict[str, Any]:
         """Return the latest decisions, newest first, without their candidates.
+
+        Args:
+            limit: at most so many.
+            tenant: of this tenant only; None for all.
 
         Raises:
             APIError: 400, the limit is no number within range.
@@ -56,8 +64,9 @@ class Decisions:
                 raise bad_request(
                     f"limit is {limit[:40]!r}; it must be a number from 1 to {MOST}.", "limit"
                 )
-        found = islice(self._plane.router.ledger.latest(), count)
-        return {"decisions": [_summary(why) for why in found]}
+        latest = self._plane.router.ledger.latest()
+        own = (why for why in latest if tenant in (None, why.tenant))
+        return {"decisions": [_summary(why) for why in islice(own, count)]}
 
 
 def _summary(why: Explanation) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def _caching(found: Caching) -> dict[str, Any]:
 
 
 class Game(Collector):
-    """The gauges `game_*`, read anew at each scrape."""
+    """The gauges `pigou_game_*`, read anew at each scrape."""
 
     def __init__(self, look: Callable[[], tuple[Status, list[Price]]]) -> None:
         """Export what `look` returns."""
@@ -124,13 +124,17 @@ class Game(Collector):
         """Yield all gauges."""
         status, prices = self._look()
         yield _gauge(
-            "game_saturation_state",
+            "pigou_game_saturation_state",
             "Regime: 0 below, 1 transition, 2 saturated.",
             [((), status.regime.level)],
         )
-        yield _gauge("game_saturation_signal", "What the detector looks at.", [((), status.signal)])
         yield _gauge(
-            "game_router_temperature", "Temperature of the choice.", [((), status.temperature)]
+            "pigou_game_saturation_signal", "What the detector looks at.", [((), status.signal)]
+        )
+        yield _gauge(
+            "pigou_game_router_temperature",
+            "Temperature of the choice.",
+            [((), status.temperature)],
         )
         parameters = [
             ((name,), float(value))
@@ -138,7 +142,7 @@ class Game(Collector):
             if isinstance(value, int | float)
         ]
         yield _gauge(
-            "game_router_parameter", "Parameters of the routing policy.", parameters, "name"
+            "pigou_game_router_parameter", "Parameters of the routing policy.", parameters, "name"
         )
         yield from _worker_gauges(prices)
         yield from _caching_gauges(status.caching)
@@ -148,10 +152,10 @@ class Game(Collector):
 
 #: Gauges of a worker: name, field of `Price`, help.
 _GAUGES = (
-    ("toll", "toll", "Seconds that one more stream on a worker would cost those there."),
+    ("toll_seconds", "toll", "Seconds that one more stream on a worker would cost those there."),
     ("social_ratio", "social_ratio", "Cost of one more stream to everybody over its own."),
     (
-        "expected_itl", "itl",
+        "expected_itl_seconds", "itl",
         "Seconds between tokens that a worker's law expects for one more stream.",
     ),
     (
@@ -162,7 +166,7 @@ _GAUGES = (
         "memory_token_seconds", "memory",
         "Seconds of prefill that a token of KV on a worker pushes out of its cache.",
     ),
-    ("prefill_busy", "busy", "Share of its time that a worker computes prompts."),
+    ("prefill_busy_ratio", "busy", "Share of its time that a worker computes prompts."),
     (
         "worker_poa", "poa",
         "Observed over best seconds of the requests that a worker had a part in.",
@@ -175,18 +179,18 @@ def _worker_gauges(prices: list[Price]) -> Iterator[Metric]:
     for name, field, help in _GAUGES:
         found = (((each.worker,), getattr(each, field)) for each in prices)
         known = ((worker, value) for worker, value in found if not math.isnan(value))
-        yield _gauge(f"game_{name}", help, known, "worker")
+        yield _gauge(f"pigou_game_{name}", help, known, "worker")
 
 
 def _caching_gauges(found: Caching) -> Iterator[Metric]:
     if not math.isnan(found.fleet_rho):
         text = "Active KV blocks of the fleet over its device blocks."
-        yield _gauge("game_rho", text, [((), found.fleet_rho)])
+        yield _gauge("pigou_game_rho", text, [((), found.fleet_rho)])
     text = "Blocks that left a device for others, as KV events tell."
-    yield CounterMetricFamily("game_evicted_blocks", text, value=found.evicted)
+    yield CounterMetricFamily("pigou_game_evicted_blocks", text, value=found.evicted)
     if found.placement is not None:
         text = "Seconds of prompts where blocks lie, over those where they would lie at best."
-        yield _gauge("game_poa_caching", text, [((), found.placement.poa)])
+        yield _gauge("pigou_game_poa_caching", text, [((), found.placement.poa)])
 
 
 def _poa_gauges(anarchy: Anarchy, legacy: float) -> Iterator[Metric]:
@@ -195,8 +199,8 @@ def _poa_gauges(anarchy: Anarchy, legacy: float) -> Iterator[Metric]:
     for suffix, of in (("", "value"), ("_low", "low"), ("_high", "high")):
         end = {"": ".", "_low": "; lower end of the interval.", "_high": "; upper end."}[suffix]
         samples = [((name,), float(getattr(each, of))) for name, each in parts.items()]
-        yield _gauge(f"game_poa{suffix}", what + end, samples, "part")
-    yield _gauge("game_poa_legacy", "The index of Georgiou 2026, Eq. 12.", [((), legacy)])
+        yield _gauge(f"pigou_game_poa{suffix}", what + end, samples, "part")
+    yield _gauge("pigou_game_poa_legacy", "The index of Georgiou 2026, Eq. 12.", [((), legacy)])
 
 
 def _gauge(

@@ -21,9 +21,10 @@ _log = logging.getLogger("pigou.gateway")
 
 #: With which key the request of the current task came.
 _key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
-#: Routes that need no key: for probes and scrapers, and the page, which holds no data itself.
+#: Routes that need no key: for probes, and the page, which holds no data itself. `/metrics` looks
+#: at the key by itself.
 _OPEN = ("/health", "/ping", "/version", "/metrics", "/")
-_KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/decisions")
+_KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/usage", "/decisions")
 _ROUTES = (COMPLETIONS, CHAT, *_KEYED, *_OPEN)
 
 
@@ -44,16 +45,18 @@ def guard(keys: Keys | None, metrics: Metrics, closing: Closing) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         route = request.path if request.path in _ROUTES else "other"
-        metrics.inflight.inc()
+        # Probes and scrapes are not work: they are counted by route alone.
+        works = request.method == "POST"
+        metrics.inflight.inc(works)
         status = "499"
         try:
             with closing.under_way():
                 response = await _answer(request, handler, keys, metrics, closing)
             status = str(response.status)
         finally:
-            metrics.inflight.dec()
+            metrics.inflight.dec(works)
             metrics.requests.labels(route, status).inc()
-            if status == "499":
+            if status == "499" and works:
                 metrics.cancelled.inc()
         if not response.prepared:
             response.headers.update(echo(request.headers.get(HEADER)))
@@ -73,7 +76,7 @@ async def _answer(
         if keys is not None and request.path not in _OPEN:
             key = keys.find(request.headers.get("authorization"))
             if key is None:
-                raise _unauthorized()
+                raise unauthorized()
             _key.set(key)
         with closing.told():
             return await handler(request)
@@ -89,7 +92,7 @@ def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Re
         case Rejected():
             return _json(error.status, error.body)
         case APIError():
-            if error.status in (429, 503):
+            if error.status in (429, 503) and request.method == "POST":
                 metrics.shed.inc()
             return error_response(error)
         case web.HTTPRequestEntityTooLarge():
@@ -105,7 +108,8 @@ def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Re
     return error_response(APIError(500, "The gateway failed; its log says why."))
 
 
-def _unauthorized() -> APIError:
+def unauthorized() -> APIError:
+    """Return the error of a request without a key that is known."""
     return APIError(
         401,
         "The request has no API key that this gateway knows: send one as the header "

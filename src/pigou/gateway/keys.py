@@ -23,15 +23,21 @@ _STRUCTURED = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The SHA-256 of a key (32 bytes), whose it is, and what it gives."""
+    """The SHA-256 of a key (32 bytes), whose it is, and what it gives.
+
+    An `admin` key sees the whole fleet and all tenants; others see what is their tenant's.
+    """
 
     tenant: str
     digest: bytes
     grant: Grant = OPEN
+    admin: bool = False
 
 
 #: What everybody has where there are no keys.
-NO_KEY = Key("", b"")
+NO_KEY = Key("", b"", admin=True)
+#: What ends the line of an administrator's key.
+_ADMIN = ":admin"
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -39,6 +45,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     sha256: str
     tenure: Fixed = Fixed()
     may: May = May()
+    admin: bool = False
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -58,9 +65,10 @@ class Keys:
     def read(cls, path: Path) -> Keys:
         """Read a file.
 
-        A `.yaml` or `.json` file has `keys`, a list of `tenant`, `sha256`, `tenure` and `may`
-        (`pigou.gateway.grant`). Any other has lines `TENANT:SHA256_HEX`, whose requests may set
-        all of their tenure; empty lines and lines with # are skipped.
+        A `.yaml` or `.json` file has `keys`, a list of `tenant`, `sha256`, `tenure`, `may`
+        (`pigou.gateway.grant`) and `admin`. Any other has lines `TENANT:SHA256_HEX` or
+        `TENANT:SHA256_HEX:admin`, whose requests may set all of their tenure; empty lines and
+        lines with # are skipped.
 
         Raises:
             ConfigError: the file cannot be read, has a bad entry, or no key, or one twice.
@@ -90,15 +98,19 @@ class Keys:
         return found if scheme.lower() == "bearer" else None
 
 
-def make_key(tenant: str) -> tuple[str, str]:
+def make_key(tenant: str, *, admin: bool = False) -> tuple[str, str]:
     """Return a new random key, and the line for the keys file.
+
+    Args:
+        tenant: whose it is.
+        admin: it sees the whole fleet.
 
     Raises:
         ConfigError: the tenant's name has other characters than letters, digits, `_`, `-`.
     """
     _check_tenant(tenant, "tenant")
     secret = f"pigou-{secrets.token_urlsafe(32)}"
-    return secret, f"{tenant}:{sha256(secret.encode()).hexdigest()}"
+    return secret, f"{tenant}:{sha256(secret.encode()).hexdigest()}{_ADMIN * admin}"
 
 
 def _lines(text: str, path: Path) -> list[Key]:
@@ -110,11 +122,15 @@ def _lines(text: str, path: Path) -> list[Key]:
 
 
 def _parse(line: str, where: str) -> Key:
-    tenant, _, digest = line.rpartition(":")
+    admin = line.endswith(_ADMIN)
+    tenant, _, digest = line.removesuffix(_ADMIN).rpartition(":")
     _check_tenant(tenant, where)
     if not _DIGEST.fullmatch(digest):
-        raise ConfigError(f"{where}: not TENANT:SHA256_HEX; `pigou key TENANT` makes such a line")
-    return Key(tenant, bytes.fromhex(digest))
+        raise ConfigError(
+            f"{where}: not TENANT:SHA256_HEX or TENANT:SHA256_HEX:admin; `pigou key TENANT` "
+            "makes such a line"
+        )
+    return Key(tenant, bytes.fromhex(digest), admin=admin)
 
 
 def _entries(text: str, path: Path) -> list[Key]:
@@ -135,7 +151,7 @@ def _key(entry: _Entry, where: str) -> Key:
         )
     grant = Grant(tenure=entry.tenure, may=entry.may)
     grant.check(where)
-    return Key(entry.tenant, bytes.fromhex(entry.sha256), grant)
+    return Key(entry.tenant, bytes.fromhex(entry.sha256), grant, entry.admin)
 
 
 def _check_tenant(tenant: str, where: str) -> None:

@@ -1,27 +1,33 @@
-"""The gateway's own metrics, under `pigou:` names."""
+"""The gateway's own metrics, under `pigou_` names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pigou.control.decisions import Explanation
 from pigou.control.messages import Read
+from pigou.gateway.exposition import BuildInfo
 from pigou.gateway.histogram import FastHistogram
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
+            300, 600)  # fmt: skip
 
 _ITL = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2,
-        0.3, 0.5, 0.75, 1, 2.5, 5, 10)  # fmt: skip
+        0.3, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # fmt: skip
 _DECISION = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 #: Costs are in the unit of the policy: seconds for Pigou's own, blocks or requests for others.
 _COST = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 100_000)
 _REGRET = (0, 0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _BLOCKS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _SHARES = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+
+#: Columns of the fleet's table that only rise, and those whose metric names their unit.
+_WORKER_COUNTERS = ("restarts", "tokens", "kv_events")
+_WORKER_UNITS = {"kv_usage": "kv_usage_ratio"}
 
 #: Rows of the fleet's table: (worker, role, name -> value).
 Rows = Iterable[tuple[str, str, dict[str, float]]]
@@ -31,84 +37,88 @@ class Metrics:
     """Counters and histograms of requests, in a registry of their own."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        self.registry.register(BuildInfo())
         self.requests = Counter(
-            "pigou:requests", "Requests by route and HTTP status.",
+            "pigou_requests", "Requests by route and HTTP status.",
             ["route", "status"], registry=self.registry,
         )  # fmt: skip
         self.prompt_tokens = Counter(
-            "pigou:prompt_tokens", "Prompt tokens of finished requests.",
+            "pigou_prompt_tokens", "Prompt tokens of finished requests.",
             ["tenant"], registry=self.registry,
         )  # fmt: skip
         self.generation_tokens = Counter(
-            "pigou:generation_tokens", "Generated tokens that passed through.",
+            "pigou_generation_tokens", "Generated tokens that passed through.",
             ["tenant"], registry=self.registry,
         )  # fmt: skip
         self.migrations = Counter(
-            "pigou:migrations", "Requests sent to another worker after one failed, by phase.",
+            "pigou_migrations", "Requests sent to another worker after one failed, by phase.",
             ["phase", "reason"], registry=self.registry,
         )  # fmt: skip
         self.unfinished = Counter(
-            "pigou:requests_failed", "Requests that no worker could finish.",
+            "pigou_requests_failed", "Requests that no worker could finish.",
             ["reason"], registry=self.registry,
         )  # fmt: skip
         self.cancelled = Counter(
-            "pigou:requests_cancelled", "Requests whose client left.", registry=self.registry
+            "pigou_requests_cancelled", "Requests whose client left.", registry=self.registry
         )
         self.shed = Counter(
-            "pigou:requests_shed", "Requests refused because the fleet was full.",
+            "pigou_requests_shed", "Requests refused because the fleet was full.",
             registry=self.registry,
         )  # fmt: skip
         self.first_token = Histogram(
-            "pigou:time_to_first_token_seconds", "From arrival to the first token relayed.",
+            "pigou_time_to_first_token_seconds", "From arrival to the first token relayed.",
             buckets=_SECONDS, registry=self.registry,
         )  # fmt: skip
         self.prefill = Histogram(
-            "pigou:prefill_leg_seconds", "From leg 1's request to its reply.",
+            "pigou_prefill_leg_seconds", "From leg 1's request to its reply.",
             buckets=_SECONDS, registry=self.registry,
         )  # fmt: skip
         self.duration = Histogram(
-            "pigou:request_duration_seconds", "From arrival to the end of the reply.",
+            "pigou_request_duration_seconds", "From arrival to the end of the reply.",
             buckets=_SECONDS, registry=self.registry,
         )  # fmt: skip
         self.reads = Counter(
-            "pigou:peer_reads", "Prompts that were to be read from another worker's cache.",
+            "pigou_peer_reads", "Prompts that were to be read from another worker's cache.",
             ["outcome"], registry=self.registry,
         )  # fmt: skip
         self.read_tokens = Counter(
-            "pigou:peer_read_tokens", "Tokens that are expected to come so.",
+            "pigou_peer_read_tokens", "Tokens that are expected to come so.",
             registry=self.registry,
         )  # fmt: skip
         self.read_saves = Counter(
-            "game_peer_read_saved_seconds", "Seconds that this is expected to save.",
+            "pigou_game_peer_read_saved_seconds", "Seconds that this is expected to save.",
             registry=self.registry,
         )  # fmt: skip
         self.inflight = Gauge(
-            "pigou:requests_inflight", "Requests being served.", registry=self.registry
+            "pigou_requests_inflight", "Requests being served.", registry=self.registry
         )
         self.queued = Gauge(
-            "pigou:requests_queued", "Requests that wait for a worker.", registry=self.registry
+            "pigou_requests_queued", "Requests that wait for a worker.", registry=self.registry
         )
 
         self.itl = self._fast(
-            "pigou:inter_token_latency_seconds",
+            "pigou_inter_token_latency_seconds",
             "Between two chunks of a stream, for each token of the later one.", _ITL,
         )  # fmt: skip
         self.decision = self._fast(
-            "game_decision_seconds", "What one routing decision takes to compute.", _DECISION
+            "pigou_game_decision_seconds", "What one routing decision takes to compute.", _DECISION
         )
         self.cost = self._fast(
-            "game_routing_cost", "Cost of the chosen workers, in the policy's unit.", _COST
+            "pigou_game_routing_cost", "Cost of the chosen workers, in the policy's unit.", _COST
         )
         self.regret = self._fast(
-            "game_regret_seconds",
+            "pigou_game_regret_seconds",
             "What a choice costs everybody more than the best candidate would have.", _REGRET,
         )  # fmt: skip
         self.overlap = self._fast(
-            "game_overlap_blocks", "Leading blocks of a prompt that its worker holds.", _BLOCKS
+            "pigou_game_overlap_blocks",
+            "Leading blocks of a prompt that its worker holds.",
+            _BLOCKS,
         )
         self.overlap_ratio = self._fast(
-            "game_overlap_ratio", "Share of a prompt that its worker holds.", _SHARES
+            "pigou_game_overlap_ratio", "Share of a prompt that its worker holds.", _SHARES
         )
 
     def decided(self, why: Explanation, block_size: int) -> None:
@@ -118,6 +128,22 @@ class Metrics:
         self.regret.observe(why.regret)
         self.overlap.observe(-(-cached // block_size))
         self.overlap_ratio.observe(cached / why.prompt)
+
+    def usage(self, tenant: str) -> dict[str, float]:
+        """Return a tenant's tokens so far, by the names of their counters."""
+        counters = {
+            "prompt_tokens": self.prompt_tokens,
+            "generation_tokens": self.generation_tokens,
+        }
+        return {
+            name: sum(
+                sample.value
+                for family in counter.collect()
+                for sample in family.samples
+                if sample.labels["tenant"] == tenant and sample.name.endswith("_total")
+            )
+            for name, counter in counters.items()
+        }
 
     def read(self, outcome: str, read: Read) -> None:
         """Count what came of asking for what another worker has cached (`gateway.lender`)."""
@@ -132,7 +158,7 @@ class Metrics:
         return made
 
     def add_fleet(self, rows: Callable[[], Rows]) -> None:
-        """Export the fleet's table, read anew at each scrape, as gauges `pigou:worker_*`."""
+        """Export the fleet's table, read anew at each scrape, as `pigou_worker_*`."""
         self.registry.register(_Fleet(rows))
 
     def add_count(self, name: str, help: str, read: Callable[[], int]) -> None:
@@ -163,16 +189,17 @@ class _Fleet(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, GaugeMetricFamily] = {}
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for worker, role, values in self._rows():
             for name, value in values.items():
-                family = families.setdefault(
-                    name,
-                    GaugeMetricFamily(
-                        f"pigou:worker_{name}",
-                        f"{name.replace('_', ' ').capitalize()} of a worker.",
-                        labels=["worker", "role"],
-                    ),
-                )
-                family.add_metric([worker, role], value)
+                if name not in families:
+                    families[name] = _worker_family(name)
+                families[name].add_metric([worker, role], value)
         yield from families.values()
+
+
+def _worker_family(name: str) -> GaugeMetricFamily | CounterMetricFamily:
+    help = f"{name.replace('_', ' ').capitalize()} of a worker."
+    made = CounterMetricFamily if name in _WORKER_COUNTERS else GaugeMetricFamily
+    name = _WORKER_UNITS.get(name, name)
+    return made(f"pigou_worker_{name}", help, labels=["worker", "role"])

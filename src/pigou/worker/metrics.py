@@ -54,7 +54,7 @@ _HISTOGRAMS = {
 }
 #: Figures that vLLM has no name for.
 _OWN_GAUGES = {
-    "kv_blocks_total": "KV blocks on the device.",
+    "kv_blocks": "KV blocks on the device.",
     "kv_blocks_free": "Of those, blocks that can be handed out, cached ones included.",
     "kv_blocks_cached": "Blocks that can be hit, in use or not.",
     "kv_requests_held": "Prompts that are held for other workers, computed or cached ones.",
@@ -93,9 +93,9 @@ class Metrics:
         self._labels = {"model_name": model, "engine": "0"}
         tokens = _tokens(max_model_len)
         self._gauge = {n: self._new_gauge(f"vllm:{n}", h) for n, h in _GAUGES.items()}
-        self._gauge |= {n: self._new_gauge(f"pigou:{n}", h) for n, h in _OWN_GAUGES.items()}
+        self._gauge |= {n: self._new_gauge(f"pigou_{n}", h) for n, h in _OWN_GAUGES.items()}
         self._counter = {n: self._new_counter(f"vllm:{n}", h) for n, h in _COUNTERS.items()}
-        self._counter |= {n: self._new_counter(f"pigou:{n}", h) for n, h in _OWN_COUNTERS.items()}
+        self._counter |= {n: self._new_counter(f"pigou_{n}", h) for n, h in _OWN_COUNTERS.items()}
         self._histogram = {
             n: self._new_histogram(n, h, buckets) for n, (h, buckets) in _HISTOGRAMS.items()
         }
@@ -115,7 +115,7 @@ class Metrics:
         info = Gauge("vllm:cache_config_info", "Of the KV cache.", [*cache, "engine"],
                      registry=self.registry)  # fmt: skip
         info.labels(**cache, engine="0").set(1)
-        self._gauge["kv_blocks_total"].set(blocks)
+        self._gauge["kv_blocks"].set(blocks)
         self._seen = Gauges()
         self._itl = self._histogram["inter_token_latency_seconds"]
 

@@ -25,12 +25,12 @@ class TierMetrics(Collector):
         """Return one family for each figure, with a sample for each tier."""
         figures = {name: _figures(self._tiers, i) for i, name in enumerate(self._tiers.names)}
         for key, text in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"pigou:tier_{key}", text, labels=_LABELS)
+            gauge = GaugeMetricFamily(f"pigou_tier_{key}", text, labels=_LABELS)
             for name, values in figures.items():
                 gauge.add_metric((self._model, "0", name), values[key])
             yield gauge
         for key, text in _COUNTERS.items():
-            counter = CounterMetricFamily(f"pigou:tier_{key}", text, labels=_LABELS)
+            counter = CounterMetricFamily(f"pigou_tier_{key}", text, labels=_LABELS)
             for name, values in figures.items():
                 counter.add_metric((self._model, "0", name), values[key])
             yield counter

@@ -17,7 +17,7 @@ class Regime(StrEnum):
 
     @property
     def level(self) -> int:
-        """0, 1 or 2: the value of the gauge `game_saturation_state`."""
+        """0, 1 or 2: the value of the gauge `pigou_game_saturation_state`."""
         return LEVELS.index(self)
 
 

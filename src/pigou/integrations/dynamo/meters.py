@@ -13,31 +13,36 @@ _DECISION_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01,
 class Meters:
     """Metrics of one router or switch, in a registry of their own.
 
-    `game_router_temperature` is the temperature in force, which is not the one that the
+    `pigou_game_router_temperature` is the temperature in force, which is not the one that the
     controller wants where it cannot be set.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._state = Gauge(
-            "game_saturation_state", "0 below, 1 transition, 2 saturated", registry=self.registry
+            "pigou_game_saturation_state",
+            "0 below, 1 transition, 2 saturated",
+            registry=self.registry,
         )
         self._temperature = Gauge(
-            "game_router_temperature", "Temperature in force", registry=self.registry
+            "pigou_game_router_temperature", "Temperature in force", registry=self.registry
         )
         self._overlap = Gauge(
-            "game_router_overlap_weight", "Overlap weight in force", registry=self.registry
+            "pigou_game_router_overlap_weight", "Overlap weight in force", registry=self.registry
         )
         self._decision = Histogram(
-            "game_decision_seconds", "Time of one routing decision", registry=self.registry,
+            "pigou_game_decision_seconds", "Time of one routing decision", registry=self.registry,
             buckets=_DECISION_BUCKETS,
         )  # fmt: skip
         self._requests = Counter(
-            "game_routed_requests", "Requests routed", ["regime", "to"], registry=self.registry
+            "pigou_game_routed_requests",
+            "Requests routed",
+            ["regime", "to"],
+            registry=self.registry,
         )
         self._moved = Counter(
-            "game_retried_requests", "Requests sent to another frontend after the first failed",
-            registry=self.registry,
+            "pigou_game_retried_requests",
+            "Requests sent to another frontend after the first failed", registry=self.registry,
         )  # fmt: skip
 
     def routed(self, regime: Regime, force: Parameters, to: str) -> None:
