@@ -8,7 +8,8 @@ import pytest
 
 from pigou.cli import main
 from pigou.fleet.config import AttachedWorker
-from pigou.fleet.member import FleetError, check_fit
+from pigou.fleet.errors import FleetError
+from pigou.fleet.member import check_fit
 from pigou.fleet.serve import local_workers
 from pigou.gateway.keys import Keys
 from pigou.gateway.upstream import Engine

@@ -15,7 +15,7 @@ from tests.fleet.harness import PROMPT, SLEEP, WATCH, Client, running, text
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import LocalWorker
-from pigou.fleet.member import FleetError
+from pigou.fleet.errors import FleetError
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role

@@ -373,7 +373,8 @@ async def test_health_says_whether_anybody_decodes() -> None:
     async with serving(Stub("p", Role.PREFILL)) as fleet:
         assert (await get(fleet, "/health"))[0] == 503
     async with serving(Stub("d", Role.DECODE)) as fleet:
-        assert await get(fleet, "/health") == (200, b"")
+        status, body = await get(fleet, "/health")
+        assert (status, json.loads(body)["status"]) == (200, "ok")
         await fleet.pilot.down("d")
         assert (await get(fleet, "/health"))[0] == 503
 

@@ -14,7 +14,7 @@ from pigou.cli.named import named
 from pigou.cli.options import names, nanoseconds, typed
 from pigou.config import ConfigError, ControlConfig, IndexConfig, wrong
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
-from pigou.fleet.member import FleetError
+from pigou.fleet.errors import FleetError
 from pigou.fleet.serve import Serving, local_workers, threads_each
 from pigou.gateway.config import GatewayConfig
 
@@ -186,11 +186,22 @@ def serve(
     ] = "",
     max_body: Annotated[int, typer.Option(help="Most bytes of a request's body.")] = 16 * 2**20,
     hang_timeout: Annotated[
-        float, typer.Option(help="Seconds without any progress after which a worker hangs; 0 off.")
+        float,
+        typer.Option(
+            help="Seconds without progress of its engine after which a worker is restarted, by its "
+            "own account; 0 for never."
+        ),
+    ] = 60.0,
+    client_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a client may take nothing of its stream before it is cut off; 0 for "
+            "ever."
+        ),
     ] = 60.0,
     drain: Annotated[
         float, typer.Option(help="Seconds that requests under way are given at the end.")
-    ] = 5.0,
+    ] = 30.0,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the workers' logs.")] = (
         False
     ),
@@ -222,6 +233,7 @@ def serve(
             host=host, port=port, max_body=max_body, api_keys_file=api_keys_file,
             allow_open=allow_open, open_metrics=open_metrics, journal=journal,
             release=release, strict=not attached,
+            client_timeout=client_timeout,
         )  # fmt: skip
         control = _control(
             policy, controller, detector, temperature=temperature, softmax=softmax,

@@ -7,8 +7,10 @@ import time
 from dataclasses import replace
 
 from pigou.fleet.config import AttachedWorker, WatchConfig
-from pigou.fleet.member import Backoff, FleetError, Member
+from pigou.fleet.errors import FleetError
+from pigou.fleet.member import Backoff, Member
 from pigou.fleet.probe import Found, ProbeFailed, Source, probe
+from pigou.fleet.pulse import Bench
 from pigou.gateway.pilot import Pilot
 
 
@@ -17,8 +19,10 @@ class AttachedMember(Member):
 
     kind = "attached"
 
-    def __init__(self, spec: AttachedWorker, pilot: Pilot, config: WatchConfig) -> None:
-        super().__init__(spec.id, spec.role, pilot, config)
+    def __init__(
+        self, spec: AttachedWorker, pilot: Pilot, config: WatchConfig, bench: Bench | None = None
+    ) -> None:
+        super().__init__(spec.id, spec.role, pilot, config, bench)
         self._spec = spec
         self._row.url = spec.url
         self._backoff = Backoff(config)
@@ -40,6 +44,9 @@ class AttachedMember(Member):
                     self._say("stopped", why)
                     self.ready.set()
                     return
+            except Exception as error:
+                self._pilot.background.failed(self.id, error)
+                why = f"{type(error).__name__}: {error}"
             wait = self._backoff.failed(time.monotonic() - began)
             self._say("down", why)
             await asyncio.sleep(wait)

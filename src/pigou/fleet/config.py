@@ -16,10 +16,10 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Attributes:
         every: between two looks at a worker.
-        timeout: that `/health` may take.
-        failures: looks in a row that may fail before a worker counts as down.
-        hang: that requests may be under way on a worker without any of them moving; 0 never
-            minds.
+        timeout: that a look waits for `/health`.
+        failures: looks in a row that may be refused before a worker counts as down.
+        hang: that an engine with work may make no progress, by its own account, or that a worker
+            may answer nothing; 10 ms more for each token that it computes. 0 for ever.
         start: that a worker may take to become ready.
         drain: that requests under way are given when the fleet ends.
         least_backoff: before the first restart; doubled by each further one.
@@ -31,7 +31,7 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     failures: int = 3
     hang: float = 60.0
     start: float = 600.0
-    drain: float = 5.0
+    drain: float = 30.0
     least_backoff: float = 0.25
     most_backoff: float = 30.0
 

@@ -7,9 +7,11 @@ import time
 from typing import Any
 
 from pigou.fleet.config import LocalWorker, WatchConfig
-from pigou.fleet.member import Backoff, FleetError, Member
+from pigou.fleet.errors import FleetError
+from pigou.fleet.member import Backoff, Member
 from pigou.fleet.probe import ProbeFailed, probe
 from pigou.fleet.process import WorkerProcess
+from pigou.fleet.pulse import Bench
 from pigou.gateway.pilot import Pilot
 
 
@@ -18,8 +20,10 @@ class LocalMember(Member):
 
     kind = "local"
 
-    def __init__(self, spec: LocalWorker, pilot: Pilot, config: WatchConfig) -> None:
-        super().__init__(spec.id, spec.role, pilot, config)
+    def __init__(
+        self, spec: LocalWorker, pilot: Pilot, config: WatchConfig, bench: Bench | None = None
+    ) -> None:
+        super().__init__(spec.id, spec.role, pilot, config, bench)
         self._spec = spec
         self._backoff = Backoff(config)
 
@@ -36,6 +40,14 @@ class LocalMember(Member):
                     self.ready.set()
                     return
                 why = str(error)
+            except Exception as error:
+                self._pilot.background.failed(self.id, error)
+                why = f"{type(error).__name__}: {error}"
+                if not self.ready.is_set():
+                    self.failed = why
+                    self._say("stopped", why)
+                    self.ready.set()
+                    return
             wait = self._backoff.failed(time.monotonic() - began)
             self._say("backoff", f"{why}; starts again in {wait:g} s")
             self._row.pid = 0
@@ -63,7 +75,7 @@ class LocalMember(Member):
     async def _until_down(self, process: WorkerProcess, line: dict[str, Any]) -> str:
         url = str(line["url"])
         found = await probe(url)
-        serving = asyncio.create_task(self.serve(url, found, "", found.sources))
+        serving = asyncio.create_task(self.serve(url, found, "", found.sources, process))
         exiting = asyncio.create_task(process.exited())
         try:
             done, _ = await asyncio.wait((serving, exiting), return_when=asyncio.FIRST_COMPLETED)

@@ -8,7 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from pigou.fleet.config import WatchConfig
+from pigou.fleet.errors import FleetError
 from pigou.fleet.probe import Found, Source
+from pigou.fleet.process import WorkerProcess
+from pigou.fleet.process_facts import ProcessFacts
+from pigou.fleet.pulse import Bench
 from pigou.fleet.watch import Watch
 from pigou.gateway.board import Row
 from pigou.gateway.pilot import Pilot
@@ -16,10 +20,6 @@ from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
 
 _log = logging.getLogger("pigou.fleet")
-
-
-class FleetError(RuntimeError):
-    """The fleet cannot be what was asked for; the message says why."""
 
 
 class Member(ABC):
@@ -32,7 +32,10 @@ class Member(ABC):
 
     kind = ""
 
-    def __init__(self, id: str, role: Role, pilot: Pilot, config: WatchConfig) -> None:
+    def __init__(
+        self, id: str, role: Role, pilot: Pilot, config: WatchConfig, bench: Bench | None = None
+    ) -> None:
+        self._bench = bench or Bench(config.hang)
         self.id = id
         self.role = role
         self.ready = asyncio.Event()
@@ -49,8 +52,22 @@ class Member(ABC):
     async def run(self) -> None:
         """Keep the worker going until cancelled."""
 
-    async def serve(self, url: str, found: Found, key: str, sources: tuple[Source, ...]) -> str:
+    async def serve(
+        self,
+        url: str,
+        found: Found,
+        key: str,
+        sources: tuple[Source, ...],
+        process: WorkerProcess | None = None,
+    ) -> str:
         """Put the worker to use until it is down; return why.
+
+        Args:
+            url: of its server.
+            found: what it told.
+            key: sent as bearer key.
+            sources: of its KV events.
+            process: that it runs in, where it was started here.
 
         Raises:
             FleetError: it does not fit the workers that are there.
@@ -73,7 +90,14 @@ class Member(ABC):
         self._say("up", "")
         self._row.url = url
         self.ready.set()
-        watch = Watch(self._pilot, self._pilot.upstreams[self.id], self._config)
+        watch = Watch(
+            self._pilot,
+            self._pilot.upstreams[self.id],
+            self._config,
+            self._bench,
+            None if process is None else ProcessFacts(process.pid),
+            None if process is None else lambda: process.heartbeat,
+        )
         try:
             return await watch.until_down(sources)
         finally:

@@ -12,7 +12,8 @@ import aiohttp
 import msgspec
 
 from pigou.control.messages import LoadReport
-from pigou.gateway.upstream import Engine
+from pigou.fleet.pulse import Sign
+from pigou.gateway.upstream import Engine, read_page
 from pigou.request import Rehearsed
 
 #: Block size that is assumed of a server that does not tell: vLLM's default on a GPU.
@@ -20,6 +21,11 @@ _BLOCK_SIZE = 16
 #: What a worker tells of its speed is believed within these: tokens, streams and steps, seconds of
 #: a step, and seconds. What is beyond them would spoil the fleet's laws, which all share.
 _MOST, _LEAST_S, _MOST_S = 2**20, 1e-6, 3600.0
+#: Bounds of what else a server says: tokens and blocks, characters of a name, bytes of a page,
+#: publishers of KV events.
+_MOST_NUMBER, _MOST_NAME, _MOST_PAGE, _MOST_SOURCES = 2**31 - 1, 512, 2**23, 64
+#: Digits that a number of a metrics page has fewer than: any such fits 31 bits.
+_DIGITS = 10
 _SAMPLE = re.compile(rb"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
@@ -89,21 +95,26 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
             cache = cache_info((await _get(session, url + "/metrics"))[1])
             sources = _json((await _get(session, url + "/kv_event_sources"))[1])
             about = _json((await _get(session, url + "/server_info"))[1])
-    except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+    except (
+        aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError,
+        RecursionError,
+    ) as error:  # fmt: skip
         raise ProbeFailed(f"{url}: {error or type(error).__name__}") from error
     if not cards:
         raise ProbeFailed(f"{url}/v1/models lists no model")
     card = cards[0]
+    if len(card.id) > _MOST_NAME:
+        raise ProbeFailed(f"{url}/v1/models names a model of {len(card.id)} characters")
     engine = Engine(
         stock=card.owned_by != "pigou",
         model=card.id,
-        max_model_len=card.max_model_len or 0,
-        version=str(version),
-        root=card.root or "",
+        max_model_len=_number(card.max_model_len),
+        version=_name(version),
+        root=_name(card.root),
         dynamo=card.owned_by == "nvidia",
         ranks=card.owned_by == "pigou" and about.get("order") == "priority",
         deadlines=card.owned_by == "pigou" and about.get("order") == "edf",
-        release=str(about.get("release") or version),
+        release=_name(about.get("release")) or _name(version),
     )
     host = urlsplit(url).hostname or ""
     return Found(
@@ -111,24 +122,59 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
         cache.get("block_size") or _BLOCK_SIZE,
         cache.get("num_gpu_blocks", 0),
         _number(about.get("max_seqs")),
-        tuple(_source(value, host) for value in sources.values() if _publishes(value)),
-        "" if engine.stock else str(about.get("kv_layout") or ""),
+        tuple(_source(value, host) for value in sources.values() if _publishes(value))[
+            :_MOST_SOURCES
+        ],
+        "" if engine.stock else _name(about.get("kv_layout")),
         () if engine.stock else rehearsed(about.get("rehearsed")),
     )
 
 
 def loads(page: bytes, worker: str) -> LoadReport:
     """Return what a metrics page says of a worker's load; zero for what it does not say."""
-    sums: dict[bytes, float] = {}
-    for name, _, value in _SAMPLE.findall(page):
-        sums[name] = sums.get(name, 0.0) + _float(value)
+    sums = _sums(page)
     usage = sums.get(b"vllm:kv_cache_usage_perc", sums.get(b"vllm:gpu_cache_usage_perc", 0.0))
     return LoadReport(
         worker,
-        int(sums.get(b"vllm:num_requests_running", 0)),
-        int(sums.get(b"vllm:num_requests_waiting", 0)),
-        usage,
+        int(_within(sums.get(b"vllm:num_requests_running", 0.0), _MOST)),
+        int(_within(sums.get(b"vllm:num_requests_waiting", 0.0), _MOST)),
+        _within(usage, 1.0),
     )
+
+
+def engine_sign(page: bytes, *, owed: int, planned_tokens: int) -> Sign | None:
+    """Return the sign of an engine that tells of itself by metrics alone, as a stock vLLM does.
+
+    Its counters and gauges change with every iteration that computes something.
+
+    Args:
+        page: of its metrics.
+        owed: requests from here whose next bytes it owes.
+        planned_tokens: of prompts that it was sent, and has not answered yet.
+
+    Returns:
+        None where the page does not tell how many requests run.
+    """
+    running = b"vllm:num_requests_running"
+    samples = [(name, labels, value) for name, labels, value in _SAMPLE.findall(page)]
+    if all(name != running for name, _, _ in samples):
+        return None
+    busy = owed > 0 or _sums(page)[running] > 0
+    return Sign(busy, hash(tuple(samples)), planned_tokens)
+
+
+def _sums(page: bytes) -> dict[bytes, float]:
+    """Return the sum of each metric over its labels; what is no finite number counts as zero."""
+    sums: dict[bytes, float] = {}
+    for name, _, text in _SAMPLE.findall(page[:_MOST_PAGE]):
+        value = _float(text)
+        sums[name] = sums.get(name, 0.0) + (value if math.isfinite(value) else 0.0)
+    return sums
+
+
+def _within(value: float, most: float) -> float:
+    """Return a value within 0 and `most`; 0 for what is no number."""
+    return min(max(value, 0.0), most) if math.isfinite(value) else 0.0
 
 
 def cache_info(page: bytes) -> dict[str, int]:
@@ -137,7 +183,11 @@ def cache_info(page: bytes) -> dict[str, int]:
         if name == b"vllm:cache_config_info":
             found = {key.decode(): value for key, value in _LABEL.findall(labels)}
             wanted = ("block_size", "num_gpu_blocks")
-            return {key: int(found[key]) for key in wanted if found.get(key, b"").isdigit()}
+            return {
+                key: int(found[key])
+                for key in wanted
+                if found.get(key, b"").isdigit() and len(found[key]) < _DIGITS
+            }
     return {}
 
 
@@ -173,14 +223,18 @@ def _finite(value: float) -> bool:
 
 
 def _publishes(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value.get("endpoint"))
+    """Whether a description names an endpoint; what it names besides must be text."""
+    if not isinstance(value, dict) or not _name(value.get("endpoint")):
+        return False
+    others = (value.get("replay_endpoint"), value.get("topic"))
+    return all(other is None or isinstance(other, str) for other in others)
 
 
 def _source(value: dict[str, Any], host: str) -> Source:
     return Source(
-        _reachable(str(value["endpoint"]), host),
-        _reachable(str(value.get("replay_endpoint") or ""), host),
-        str(value.get("topic") or ""),
+        _reachable(_name(value.get("endpoint")), host),
+        _reachable(_name(value.get("replay_endpoint")), host),
+        _name(value.get("topic")),
     )
 
 
@@ -192,20 +246,27 @@ def _reachable(endpoint: str, host: str) -> str:
 
 async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:
     async with session.get(url) as response:
-        return response.status, await response.read()
+        return response.status, await read_page(response)
 
 
 def _json(body: bytes) -> dict[str, Any]:
     """Return an optional page's object; empty where a server has no such page."""
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def _number(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+    """Return an integer within bounds; 0 for everything else."""
+    plain = isinstance(value, int) and not isinstance(value, bool)
+    return value if plain and 0 <= value <= _MOST_NUMBER else 0
+
+
+def _name(value: Any) -> str:
+    """Return a text within bounds; empty for everything else."""
+    return value if isinstance(value, str) and len(value) <= _MOST_NAME else ""
 
 
 def _float(text: bytes) -> float:

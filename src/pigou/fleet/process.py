@@ -14,14 +14,20 @@ from typing import Any, Self
 
 import msgspec
 
-from pigou.fleet.member import FleetError
+from pigou.fleet.errors import FleetError
+from pigou.fleet.pulse import Sign, read_heartbeat
 
 _log = logging.getLogger("pigou.worker")
 
 _TAIL = 20
 _LINE = 1 << 20
 #: OpenMP threads that wait must not burn the cores that others need.
-_QUIET = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0", "PYTHONUNBUFFERED": "1"}
+_QUIET = {
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+    "PYTHONUNBUFFERED": "1",
+    "PIGOU_HEARTBEAT": "1",
+}
 
 
 class WorkerProcess:
@@ -29,6 +35,7 @@ class WorkerProcess:
 
     Attributes:
         pid: of the process.
+        heartbeat: the last that it printed; None before the first.
     """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
@@ -36,7 +43,9 @@ class WorkerProcess:
         self._name = name
         self._process = process
         self._tail: deque[str] = deque(maxlen=_TAIL)
-        self._reader = asyncio.create_task(self._read_errors())
+        self.heartbeat: Sign | None = None
+        self._reader = asyncio.create_task(self._read_errors(), name=f"{name} log")
+        self._listener: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, name: str, arguments: Sequence[str]) -> Self:
@@ -66,6 +75,9 @@ class WorkerProcess:
                 while line := await stdout.readline():
                     if line.startswith(b'{"ready"'):
                         found: dict[str, Any] = msgspec.json.decode(line)
+                        self._listener = asyncio.create_task(
+                            self._listen(), name=f"{self._name} heartbeat"
+                        )
                         return found
         except TimeoutError:
             raise FleetError(f"{self._name} was not ready within {timeout_s:g} s") from None
@@ -89,6 +101,13 @@ class WorkerProcess:
             self._signal(signal.SIGKILL)
             await self._process.wait()
         await self._reader
+        if self._listener is not None:
+            await self._listener
+
+    @property
+    def code(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._process.returncode
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
@@ -97,7 +116,29 @@ class WorkerProcess:
     async def _read_errors(self) -> None:
         stderr = self._process.stderr
         assert stderr is not None
-        while line := await stderr.readline():
+        while line := await _line(stderr):
             text = line.decode("utf-8", "replace").rstrip()
             self._tail.append(text)
             _log.info("%s | %s", self._name, text)
+
+    async def _listen(self) -> None:
+        """Take in heartbeats, and whatever else it prints: a full pipe would stop it."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        while line := await _line(stdout):
+            try:
+                told = msgspec.json.decode(line, type=dict[str, Any]).get("heartbeat")
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                _log.info("%s | %s", self._name, line.decode("utf-8", "replace").rstrip())
+            else:
+                self.heartbeat = read_heartbeat(told) or self.heartbeat
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """Return the next line, empty at the end; of one that is too long, what came of it."""
+    try:
+        return await stream.readuntil(b"\n")
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.readexactly(error.consumed)

@@ -99,11 +99,17 @@ class Serving:
         await self.supervisor.stop()
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Start, call `ready`, and serve until SIGINT or SIGTERM; a second one ends at once."""
+        """Start, call `ready`, and serve until SIGINT, SIGTERM or SIGHUP.
+
+        A second SIGINT or SIGTERM ends at once. A second SIGHUP, which terminals send, changes
+        nothing, nor does any where it was ignored (`nohup`).
+        """
         over = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, over.set)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, over.set)
         starting = asyncio.create_task(self.start())
         leaving = asyncio.create_task(over.wait())
         try:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 from pigou.fleet.attach import AttachedMember
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
+from pigou.fleet.errors import FleetError
 from pigou.fleet.local import LocalMember
-from pigou.fleet.member import FleetError, Member
+from pigou.fleet.member import Member
+from pigou.fleet.pulse import Bench
 from pigou.gateway.board import Row
 from pigou.gateway.pilot import Pilot
 
@@ -31,10 +33,11 @@ class Supervisor:
         """Prepare the members; within the event loop. They begin with `start`."""
         config = config or WatchConfig()
         self._pilot = pilot
+        bench = Bench(config.hang)
         self._members: list[Member] = [
-            LocalMember(each, pilot, config)
+            LocalMember(each, pilot, config, bench)
             if isinstance(each, LocalWorker)
-            else AttachedMember(each, pilot, config)
+            else AttachedMember(each, pilot, config, bench)
             for each in workers
         ]
         self._tasks: list[asyncio.Task[None]] = []
@@ -51,7 +54,7 @@ class Supervisor:
         Raises:
             FleetError: a local worker did not come up, or one does not fit the others.
         """
-        self._tasks = [asyncio.create_task(each.run(), name=each.id) for each in self._members]
+        self._tasks = [self._pilot.background.start(each.id, each.run) for each in self._members]
         waits = {asyncio.create_task(each.ready.wait()): each for each in self._members}
         local = [task for task, each in waits.items() if isinstance(each, LocalMember)]
         if local:

@@ -3,47 +3,101 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import aiohttp
 
 from pigou.control.messages import CacheChanged, CacheLost
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.events import Subscriber
-from pigou.fleet.probe import Source, loads
+from pigou.fleet.probe import Source, engine_sign, loads
+from pigou.fleet.process_facts import ProcessFacts
+from pigou.fleet.pulse import Bench, Pulse, Sign, read_health
 from pigou.gateway.pilot import Pilot
 from pigou.gateway.upstream import Upstream
-from pigou.request import SECOND
 from pigou.wire.kv_events import WireEvent
+
+_log = logging.getLogger("pigou.fleet")
+
+#: Errors by which the other side says that nobody is there. Others may be this process's own,
+#: such as descriptors that have run out.
+_GONE = (
+    errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED, errno.EHOSTUNREACH,
+    errno.ENETUNREACH, errno.ENOENT,
+)  # fmt: skip
+#: Times the pause between two looks that count as passed, however late the watcher is.
+_LATE = 1.5
+#: What a worker of Pigou says of itself while it drains: its streams are left to end.
+_CLOSING = "closing"
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What came of asking for `/health`: why it is unwell, if it is, and what it says."""
+
+    why: str = ""
+    silent: bool = False
+    sign: Sign | None = None
 
 
 class Watch:
     """Looks at a worker until it counts as down.
 
-    A worker is down when `/health` fails several times in a row, or when requests are under way
-    on it and none has moved for `config.hang` seconds.
+    A worker is down when `/health` is refused or fails several times in a row. It is hung when
+    its engine has work and makes no progress, by its own account, or when it does not answer at
+    all. What clients take of its streams does not matter. A fleet that is slow altogether is not
+    hung, and no two workers are judged at once (`Bench`).
 
     Attributes:
         gaps: times that KV events were missed for good.
+        hung: the reason that `until_down` returned is a hang.
     """
 
-    def __init__(self, pilot: Pilot, upstream: Upstream, config: WatchConfig) -> None:
+    def __init__(
+        self,
+        pilot: Pilot,
+        upstream: Upstream,
+        config: WatchConfig,
+        bench: Bench | None = None,
+        facts: ProcessFacts | None = None,
+        heard: Callable[[], Sign | None] | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            pilot, upstream: of the worker.
+            config: how closely it is watched.
+            bench: of the fleet; None for a fleet of one.
+            facts: what the system knows of its process; None where it runs elsewhere.
+            heard: returns the heartbeat that came by another way than HTTP; None without one.
+        """
         self._pilot = pilot
         self._upstream = upstream
         self._config = config
+        self._bench = bench or Bench(config.hang)
+        self._facts = facts
+        self._heard = heard
+        self._last_heard: Sign | None = None
+        self._pulse = Pulse(config.hang, config.failures)
         self.gaps = 0
+        self.hung = False
 
     async def until_down(self, sources: Sequence[Source]) -> str:
         """Return why the worker counts as down, once it does."""
+        worker, background = self._upstream.worker.id, self._pilot.background
         subscribers = [
-            asyncio.create_task(Subscriber(source, self._apply, self._lose).run())
+            background.start(f"{worker} KV events", Subscriber(source, self._apply, self._lose).run)
             for source in sources
         ]
+        self._bench.enter(worker, self._pulse)
         try:
             return await self._look()
         finally:
+            self._bench.leave(worker)
             for task in subscribers:
                 task.cancel()
             await asyncio.gather(*subscribers, return_exceptions=True)
@@ -58,35 +112,71 @@ class Watch:
     async def _look(self) -> str:
         config, failures = self._config, 0
         while True:
+            began = time.monotonic()
             await asyncio.sleep(config.every)
-            if stuck := self._stuck():
-                return stuck
-            why = await self._unhealthy()
-            failures = failures + 1 if why else 0
+            passed_s = min(time.monotonic() - began, _LATE * config.every)
+            answer = await self._ask()
+            if answer.silent:
+                self._miss(passed_s + config.timeout)
+            elif not answer.why:
+                page = await self._report()
+                self._pulse.see(answer.sign or self._stock_sign(page), passed_s)
+            failures = failures + 1 if answer.why else 0
             if failures >= config.failures:
-                return why
-            if not why:
-                await self._report()
+                return answer.why
+            if hung := self._judge():
+                self.hung = True
+                return hung
 
-    def _stuck(self) -> str:
-        up, limit = self._upstream, self._config.hang
-        still = (time.monotonic_ns() - up.progress) / SECOND
-        if limit and up.inflight and still > limit:
-            return f"{up.inflight} requests under way, none moved for {still:.0f} s"
-        return ""
+    def _miss(self, passed_s: float) -> None:
+        """Count a look without an answer; a heartbeat may have come by another way."""
+        heard = self._heard() if self._heard is not None else None
+        fresh = heard is not self._last_heard
+        self._last_heard = heard
+        self._pulse.miss(passed_s, heard if fresh else None)
 
-    async def _unhealthy(self) -> str:
-        try:
-            status, _ = await self._upstream.get("/health", self._config.timeout)
-        except TimeoutError:
-            return f"/health did not answer within {self._config.timeout:g} s"
-        except (aiohttp.ClientError, OSError) as error:
-            return f"/health: {error or type(error).__name__}"
-        return "" if status == 200 else f"/health answered {status}"
-
-    async def _report(self) -> None:
+    def _judge(self) -> str:
+        """Return why the worker is hung, once it alone is."""
         worker = self._upstream.worker.id
-        with suppress(aiohttp.ClientError, OSError, TimeoutError):
+        stopped, computes = False, False
+        if self._pulse.silent_looks and self._facts is not None:
+            stopped, computes = self._facts.look()
+        alone = self._bench.alone(worker)
+        why = self._pulse.verdict(stopped=stopped, computes=computes, alone=alone)
+        if why and not self._bench.condemn(worker, time.monotonic()):
+            _log.warning("%s: %s; it is left alone until another is back", worker, why)
+            return ""
+        return why
+
+    async def _ask(self) -> _Answer:
+        try:
+            status, body = await self._upstream.get("/health", self._config.timeout)
+        except TimeoutError:
+            return _Answer(silent=True)
+        except (aiohttp.ClientError, OSError) as error:
+            number = getattr(error, "errno", None)
+            if number is not None and number not in _GONE:
+                _log.warning("%s: /health cannot be asked: %s", self._upstream.worker.id, error)
+                return _Answer()
+            return _Answer(f"/health: {error or type(error).__name__}")
+        health = read_health(body)
+        if status == 200 or health.status == _CLOSING:
+            return _Answer(sign=health.sign)
+        return _Answer(f"/health answered {status}")
+
+    async def _report(self) -> bytes:
+        """Pass on what the metrics page says of the load; return the page, empty without one."""
+        try:
             status, page = await self._upstream.get("/metrics", self._config.timeout)
-            if status == 200:
-                self._pilot.observe(loads(page, worker))
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return b""
+        if status != 200:
+            return b""
+        self._pilot.observe(loads(page, self._upstream.worker.id))
+        return page
+
+    def _stock_sign(self, page: bytes) -> Sign | None:
+        """Return the sign of a server that has no heartbeat, by its metrics."""
+        worker, owed = self._upstream.worker.id, self._upstream.owed
+        tokens = self._pilot.plane.state.figures(worker)["prefill_tokens"]
+        return engine_sign(page, owed=owed, planned_tokens=int(tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -26,7 +27,7 @@ from pigou.gateway.guard import current_key, guard, unauthorized
 from pigou.gateway.intake import read
 from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.outlet import Outlet
+from pigou.gateway.outlet import ClientStalled, Outlet
 from pigou.gateway.overrides import HEADER, read_overrides
 from pigou.gateway.pilot import Pilot
 from pigou.gateway.stated import read_stated
@@ -35,6 +36,8 @@ from pigou.wire.errors import APIError, bad_request
 from pigou.wire.replies import model_card
 from pigou.wire.request_id import HEADER as REQUEST_ID
 from pigou.wire.request_id import echo
+
+_log = logging.getLogger("pigou.gateway")
 
 _JSON = "application/json"
 #: The page needs nothing from elsewhere, and nobody puts it in a frame.
@@ -97,6 +100,8 @@ def build(gateway: Gateway) -> web.Application:
 _PAGES = {
     "/": "page",
     "/health": "health",
+    "/health/ready": "health",
+    "/health/live": "live",
     "/ping": "health",
     "/metrics": "metrics",
     "/workers": "workers",
@@ -149,7 +154,17 @@ class _Routes:
             reply = await self._generator.whole(call)
             return web.Response(body=reply, content_type=_JSON, headers=_decided(call))
         told = echo(request.headers.get(REQUEST_ID))
-        outlet = Outlet(request, lambda: {**told, **_decided(call)})
+        limit_s = self._gateway.config.client_timeout
+        outlet = Outlet(request, lambda: {**told, **_decided(call)}, limit_s)
+        try:
+            await self._stream(call, outlet)
+            return await outlet.close()
+        except ClientStalled as error:
+            self._gateway.metrics.stalled.inc()
+            _log.warning("request %s was cut off: %s", call.wire_id, error)
+            raise
+
+    async def _stream(self, call: Call, outlet: Outlet) -> None:
         try:
             with self._gateway.closing.told():
                 await self._generator.stream(call, outlet)
@@ -157,7 +172,6 @@ class _Routes:
             if not outlet.open:
                 raise
             await outlet.fail(error)
-        return await outlet.close()
 
     def _check_model(self, raw: msgspec.Raw | None) -> None:
         self._check_named(None if raw is None else msgspec.json.decode(raw))
@@ -226,10 +240,27 @@ class _Routes:
         raise APIError(503, f"No worker answers: {last or 'none is up'}.", retry_after=1)
 
     async def health(self, _: web.Request) -> web.Response:
+        """Answer 200 while requests can be served; 503 while the gateway starts or drains."""
+        background = self._gateway.pilot.background
         workers = (up.worker for up in self._gateway.pilot.upstreams.values())
-        if any(worker.role.decodes for worker in workers):
-            return web.Response(status=200)
-        raise APIError(503, "No worker that could decode is up.", retry_after=1)
+        decodes = any(worker.role.decodes for worker in workers)
+        body = {"status": "ok", "background": background.health()}
+        if self._gateway.closing.begun:
+            body["status"] = "closing"
+        elif not decodes:
+            body["status"] = "no decode worker is up"
+        elif background.failing:
+            body["status"] = "degraded"
+        ready = decodes and not self._gateway.closing.begun
+        if ready:
+            return _json(body)
+        response = _json(body, 503)
+        response.headers["retry-after"] = "1"
+        return response
+
+    async def live(self, _: web.Request) -> web.Response:
+        """Answer 200 for as long as the process serves, also while it starts or drains."""
+        return _json({"status": "ok"})
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Write all metrics for an admin key, its own for a tenant's, none without a key.
@@ -297,8 +328,8 @@ def _html() -> str:
     return files("pigou.gateway").joinpath("page.html").read_text(encoding="utf-8")
 
 
-def _json(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type=_JSON)
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type=_JSON, status=status)
 
 
 async def _json_body(request: web.Request) -> bytes:

@@ -69,6 +69,7 @@ class Board:
             "tokenized": self._ways(),
             "queued": self._pilot.queued,
             "shed": self._pilot.shed,
+            "background": self._pilot.background.view(),
             "tokens_per_second": round(sum(w["tokens_per_second"] for w in workers), 1),
         }
 

@@ -31,6 +31,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         journal: file to which all that decisions depend on is appended, plain; None writes none.
         release: manifest of what is released together with the fleet (prompts, policies,
             applications): another one voids all that is cached; empty for none.
+        client_timeout: seconds that a client may take nothing of its stream while bytes wait for
+            it; then it is cut off. 0 waits for ever.
         strict: refuse unknown fields of request bodies here; off in front of stock workers,
             which know fields that Pigou does not.
     """
@@ -46,6 +48,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     allow_open: bool = False
     journal: str | None = None
     release: str = ""
+    client_timeout: float = 60.0
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -55,6 +58,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name in ("max_body", "max_line", "max_header", "max_headers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.client_timeout < float("inf"):
+            raise ConfigError(
+                f"client_timeout is {self.client_timeout}; it must be 0 or more seconds"
+            )
         if self.journal is not None and (packing := Path(self.journal).suffix) in _PACKED:
             raise ConfigError(
                 f"journal is {self.journal!r}, and journals are written plain; leave {packing} "

@@ -251,7 +251,7 @@ class Generator:
             nonlocal last
             before = relay.counted
             out = relay.feed(data)
-            decode.progress = now = time.monotonic_ns()
+            now = time.monotonic_ns()
             count = relay.counted - before
             if count:
                 decode.tokens += count
@@ -275,7 +275,8 @@ class Generator:
             if data:
                 out = feed(data)
                 if out:
-                    await outlet.write(out)
+                    with decode.waiting():
+                        await outlet.write(out)
             if relay.failed is not None:
                 if isinstance(relay.failed, WorkerFailed):
                     relay.failed.workers = frozenset({decode.worker.id})
@@ -286,7 +287,8 @@ class Generator:
             if data == b"":
                 raise decode.broke("broke", EOFError("the stream ended early"))
             if data is None:
-                await outlet.drain()
+                with decode.waiting():
+                    await outlet.drain()
 
     def _first_token(self, call: Call) -> None:
         self._pilot.observe(FirstToken(call.id))

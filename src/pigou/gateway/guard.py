@@ -23,7 +23,7 @@ _log = logging.getLogger("pigou.gateway")
 _key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 #: Routes that need no key: for probes, and the page, which holds no data itself. `/metrics` looks
 #: at the key by itself.
-_OPEN = ("/health", "/ping", "/version", "/metrics", "/")
+_OPEN = ("/health", "/health/ready", "/health/live", "/ping", "/version", "/metrics", "/")
 _KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/usage", "/decisions")
 _ROUTES = (COMPLETIONS, CHAT, *_KEYED, *_OPEN)
 

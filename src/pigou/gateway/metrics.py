@@ -63,6 +63,10 @@ class Metrics:
         self.cancelled = Counter(
             "pigou_requests_cancelled", "Requests whose client left.", registry=self.registry
         )
+        self.stalled = Counter(
+            "pigou_clients_stalled", "Streams cut off because their client took nothing.",
+            registry=self.registry,
+        )  # fmt: skip
         self.shed = Counter(
             "pigou_requests_shed", "Requests refused because the fleet was full.",
             registry=self.registry,

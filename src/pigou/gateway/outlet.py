@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -19,6 +20,10 @@ _LOOK_S = 0.01
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
+class ClientStalled(ConnectionResetError):
+    """A client took nothing of its stream for too long, and was cut off."""
+
+
 class Outlet:
     """A streamed response whose head is sent with its first bytes.
 
@@ -26,9 +31,19 @@ class Outlet:
     """
 
     def __init__(
-        self, request: web.Request, headers: Callable[[], Mapping[str, str]] = dict
+        self,
+        request: web.Request,
+        headers: Callable[[], Mapping[str, str]] = dict,
+        client_timeout_s: float = 0.0,
     ) -> None:
-        """Answer a request; `headers` tells further ones once the head is sent."""
+        """Answer a request.
+
+        Args:
+            request: of the client.
+            headers: returns further ones once the head is sent.
+            client_timeout_s: that the client may take nothing of what waits for it; 0 for ever.
+        """
+        self._client_timeout_s = client_timeout_s
         self._request = request
         self._headers = headers
         self._response: web.StreamResponse | None = None
@@ -40,12 +55,20 @@ class Outlet:
         return self._response is not None
 
     async def write(self, data: bytes) -> None:
-        """Send whole SSE frames; waits while the client is slow."""
+        """Send whole SSE frames; waits while the client is slow.
+
+        Raises:
+            ConnectionResetError: the client left. ClientStalled: it takes nothing.
+        """
         response = self._response
         if response is None:
             response = self._response = web.StreamResponse(headers={**_HEADERS, **self._headers()})
             await response.prepare(self._request)
-        await response.write(data)
+        try:
+            async with asyncio.timeout(self._client_timeout_s or None):
+                await response.write(data)
+        except TimeoutError:  # the transport has the data, and goes on
+            await self.drain()
 
     @property
     def fast(self) -> bool:
@@ -61,18 +84,26 @@ class Outlet:
         transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return bool(transport.get_write_buffer_size() < _HIGH_WATER)
 
-    async def drain(self) -> None:
-        """Wait until there is room.
+    async def drain(self, most: int = _HIGH_WATER) -> None:
+        """Wait until fewer than `most` bytes wait for the client.
 
         Raises:
-            ConnectionResetError: the client left.
+            ConnectionResetError: the client left. ClientStalled: it takes nothing.
         """
+        least, since = None, time.monotonic()
         while True:
             transport = self._transport
             if transport is None or transport.is_closing():
                 raise ConnectionResetError("the client left")
-            if transport.get_write_buffer_size() < _HIGH_WATER:
+            size = transport.get_write_buffer_size()
+            if size < most:
                 return
+            now = time.monotonic()
+            if least is None or size < least:
+                least, since = size, now
+            elif self._client_timeout_s and now - since > self._client_timeout_s:
+                transport.abort()
+                raise ClientStalled(f"the client took nothing for {now - since:.0f} s")
             await asyncio.sleep(_LOOK_S)
 
     async def fail(self, error: APIError | Rejected) -> None:
@@ -88,7 +119,11 @@ class Outlet:
         if self._response is None:
             await self.write(b"")
         assert self._response is not None
-        await self._response.write_eof()
+        try:
+            async with asyncio.timeout(self._client_timeout_s or None):
+                await self._response.write_eof()
+        except TimeoutError:
+            await self.drain(1)
         return self._response
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from pigou.background import Background
 from pigou.control.messages import (
     Action,
     Assess,
@@ -51,6 +52,7 @@ class Pilot:
     Attributes:
         plane: the control plane; nobody else calls it.
         upstreams: by id, of the workers that are up.
+        background: runs what must not end.
         prompts: tokenizes; None leaves the length of prompts a guess.
         shed: requests refused so far.
         timed: called with the seconds that each request's first decision took.
@@ -64,6 +66,7 @@ class Pilot:
     ) -> None:
         self.plane = plane
         self.prompts = prompts
+        self.background = Background()
         self._journal = journal
         self._told: Driven = plane if journal is None else Recorder(plane, journal.write)
         self.upstreams: dict[str, Upstream] = {}
@@ -76,7 +79,7 @@ class Pilot:
 
     def start(self) -> None:
         """Begin to let time pass; call within the event loop."""
-        self._ticker = asyncio.create_task(self._tick(), name="pilot")
+        self._ticker = self.background.start("control plane ticks", self._tick)
 
     async def stop(self) -> None:
         """End the ticker, and all connections."""
@@ -189,6 +192,8 @@ class Pilot:
         found = None
         try:
             found = await asyncio.to_thread(self.plane.assess, asked.snapshot)
+        except Exception as error:
+            self.background.failed("assessment", error)
         finally:
             self.observe(Assessed(found))
 

@@ -104,13 +104,15 @@ class GatewayServer:
     async def stop(self) -> None:
         """Take no more requests, let those under way finish for a while, then cut them.
 
-        Those that are cut get an error, within their stream where that has begun.
+        Those that are cut get an error, within their stream where that has begun. Until then the
+        port stays open: probes are answered, further requests get 503.
         """
         server = self._runner.server
+        if server is not None:
+            await self._drain()
         if self._listener is not None:
             self._listener.close()
         if server is not None:
-            await self._drain()
             await server.shutdown(timeout=0.1)
         await self._runner.cleanup()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from pigou.gateway.lines import CONNECT_S, KEEPALIVE_S, Lines
 from pigou.request import Worker
 
 _READ_BUFFER = 256 * 1024
+#: Bytes of a page that a worker shows of itself.
+MOST_PAGE = 2**23
 _HEADERS = {"content-type": "application/json"}
 
 
@@ -67,6 +68,21 @@ class Engine:
         return {**rest, "deadline_ms": left_ms} if self.deadlines else rest
 
 
+async def read_page(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of a page that a worker shows of itself.
+
+    Raises:
+        aiohttp.ClientPayloadError: it has more than `MOST_PAGE` bytes.
+    """
+    page = bytearray()
+    async for part in response.content.iter_any():
+        page += part
+        if len(page) > MOST_PAGE:
+            response.close()
+            raise aiohttp.ClientPayloadError(f"{response.url.path} has over {MOST_PAGE} bytes")
+    return bytes(page)
+
+
 class Upstream:
     """A worker's HTTP client, without a connection limit.
 
@@ -74,7 +90,7 @@ class Upstream:
         worker: whom it speaks to.
         engine: what that runs.
         inflight: requests under way.
-        progress: when a worker last answered anything, or had nothing to do (monotonic ns).
+        paused: of those, requests whose client is slow, so that nothing is read from the worker.
         tokens: that it streamed so far.
     """
 
@@ -83,7 +99,7 @@ class Upstream:
         self.worker = worker
         self.engine = engine
         self.inflight = 0
-        self.progress = time.monotonic_ns()
+        self.paused = 0
         self.tokens = 0
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -114,8 +130,6 @@ class Upstream:
         assert task is not None
         if self.closed():
             raise self._gone()
-        if self.inflight == 0:
-            self.progress = time.monotonic_ns()
         cancelling = task.cancelling()
         self.inflight += 1
         self._tasks.add(task)
@@ -128,7 +142,20 @@ class Upstream:
         finally:
             self._tasks.discard(task)
             self.inflight -= 1
-            self.progress = time.monotonic_ns()
+
+    @property
+    def owed(self) -> int:
+        """Requests whose next bytes are the worker's to send."""
+        return self.inflight - self.paused
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it, and within `busy`, a request waits for its client, not for the worker."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
 
     @asynccontextmanager
     async def stream(self, path: str, body: Body, request_id: str) -> AsyncIterator[Line]:
@@ -184,7 +211,7 @@ class Upstream:
         async with self._session.get(
             self.worker.url + path, timeout=aiohttp.ClientTimeout(total=timeout_s)
         ) as response:
-            return response.status, await response.read()
+            return response.status, await read_page(response)
 
     async def close(self) -> None:
         """Cut all connections: whoever waits for this worker learns that it failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -49,9 +50,11 @@ class PagedAttention:
 
     Attributes:
         watch: is told of the probabilities, when it is not None.
+        beat: called before each layer: a long step is no hung one.
     """
 
     watch: Watch | None = None
+    beat: Callable[[], None] | None = None
 
     def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:
         """Bind a cache.

@@ -86,6 +86,10 @@ class TorchExecutor:
         self._sequences: dict[str, Sequence] = {}
         self._rows: dict[int, Sequence] = {}
 
+    def set_beat(self, beat: Callable[[], None]) -> None:
+        """Call `beat` before each layer of a step."""
+        self._attention.beat = beat
+
     def add(
         self,
         request: str,

@@ -17,6 +17,10 @@ OnStep: TypeAlias = Callable[[StepOutput], bool]
 class Backend(Protocol):
     """Computes plans; called from the engine thread only. `TorchExecutor` is one."""
 
+    def set_beat(self, beat: Callable[[], None]) -> None:
+        """Call `beat` while a step makes progress, at least once a second where that is known."""
+        ...
+
     def add(
         self,
         request: str,

@@ -37,6 +37,7 @@ from pigou.worker.commands import (
     Stop,
     Withdraw,
 )
+from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.loads import Transfers
 from pigou.worker.rates import RateMeter
 from pigou.worker.tiers import WorkerTiers
@@ -82,6 +83,8 @@ class EngineThread:
         self._step_seconds = 0.0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.heartbeat = Heartbeat()
+        backend.set_beat(self.heartbeat.beat)
         self.transfers: Transfers
         self.tiers: WorkerTiers | None = None
         self.meter: RateMeter | None = None
@@ -118,6 +121,7 @@ class EngineThread:
             if self.rest is not None:
                 self.rest()
             self._flush()
+            self.heartbeat.rest()
             self._await()
         while not self._inbox.empty():
             self._do(self._inbox.get())
@@ -137,6 +141,7 @@ class EngineThread:
             self._take(self._core.recall(now))
 
     def _do(self, command: Command) -> None:
+        self.heartbeat.work()
         match command:
             case Add():
                 self._add(command)
@@ -249,8 +254,11 @@ class EngineThread:
         if not plan and not plan.started and not _moves(plan):
             return False
         self._left = plan.repeat
+        self.heartbeat.work(plan.tokens * plan.repeat)
         self._entries = [self._owner[row] for row in plan.rows.tolist()]
         result = self._backend.execute(plan, self._on_step)
+        self.heartbeat.work()
+        self.heartbeat.steps += result.steps
         self._gauges.steps_total += result.steps
         self._gauges.tokens_total += plan.tokens * result.steps
         self._out.computed, self._out.steps = plan.tokens, result.steps
@@ -301,6 +309,7 @@ class EngineThread:
 
     def _on_step(self, step: StepOutput) -> bool:
         """Collect a step's tokens; send them now, if they are not the plan's last."""
+        self.heartbeat.beat()
         out = self._out
         for entry, prompt in step.prompt_logprobs.items():
             out.prompts.append((self._entries[entry], prompt))

@@ -15,12 +15,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pigou.background import Background
 from pigou.engine.warm import warm_up
 from pigou.worker.build import Parts, build, transfer_config
 from pigou.worker.commands import Release, Report, Stop
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread import EngineThread
 from pigou.worker.events import EventPublisher
+from pigou.worker.heartbeat import publish
 from pigou.worker.intake import Intake
 from pigou.worker.loads import NoTransfers, WorkerTransfers
 from pigou.worker.metrics import Metrics
@@ -54,6 +56,7 @@ class WorkerProcess:
         self._over = asyncio.Event()
         self._failed = False
         self._stopping = False
+        self._background = Background()
         model, core = parts.model, parts.core
         self._metrics = Metrics(
             model.name,
@@ -79,7 +82,8 @@ class WorkerProcess:
         about = {**self._about(), "rehearsed": parts.rehearsed}
         routes = Routes(
             model, self._intake, self._service, self._metrics,
-            events=self._events, about=about, tiers=self._tiers,
+            events=self._events, about=about, heartbeat=self.engine.heartbeat,
+            background=self._background, tiers=self._tiers,
         )  # fmt: skip
         self._runner = web.AppRunner(
             routes.application(config.max_body),
@@ -96,10 +100,13 @@ class WorkerProcess:
             self._events.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self.stop)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._config.host, self._config.port, backlog=1024)
         await site.start()
         self._announce()
+        publish(self.engine.heartbeat)
         await self._over.wait()
         await self._close()
         return 1 if self._failed else 0
@@ -113,6 +120,11 @@ class WorkerProcess:
         self._service.draining = True
         self._service.when_idle(self._over.set)
         self._loop.call_later(self._config.drain, self._over.set)
+
+    def _hang_up(self) -> None:
+        """Drain; a terminal may send SIGHUP twice, so a second one changes nothing."""
+        if not self._stopping:
+            self.stop()
 
     # --- from other threads -----------------------------------------------------------------
 

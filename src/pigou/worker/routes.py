@@ -8,11 +8,13 @@ import msgspec
 from aiohttp import web
 
 from pigou import __version__
+from pigou.background import Background
 from pigou.wire import checks, replies
 from pigou.wire.errors import bad_request
 from pigou.wire.openai import decode_cached, decode_detokenize, decode_tokenize
 from pigou.worker.events import EventPublisher
 from pigou.worker.handlers import Generation, errors, json_body
+from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.intake import Intake
 from pigou.worker.metrics import CONTENT_TYPE, Metrics
 from pigou.worker.model import ServedModel
@@ -33,10 +35,14 @@ class Routes:
         *,
         events: EventPublisher | None,
         about: dict[str, Any],
+        heartbeat: Heartbeat,
+        background: Background,
         tiers: WorkerTiers | None = None,
     ) -> None:
         """Answer for these; `about` is what `GET /server_info` says."""
         self._tiers = tiers
+        self._heartbeat = heartbeat
+        self._background = background
         self._model = model
         self._intake = intake
         self._service = service
@@ -56,6 +62,8 @@ class Routes:
                 web.get("/v1/models", self.models, allow_head=False),
                 web.get("/v1/models/{model:.+}", self.model_card, allow_head=False),
                 web.get("/health", self.health),
+                web.get("/health/ready", self.health),
+                web.get("/health/live", self.live),
                 web.get("/ping", self.health),
                 web.post("/ping", self.health),
                 web.get("/metrics", self.metrics_page),
@@ -84,18 +92,33 @@ class Routes:
         return _json(card)
 
     async def health(self, _: web.Request) -> web.Response:
-        """Answer 200 while requests are taken; else 503. The body tells of tiers, if there are.
+        """Answer 200 while requests are taken; else 503.
 
-        A tier whose store is down is not fatal: what it had is computed.
+        The body tells of the engine's heartbeat, of background tasks, and of tiers. A tier whose
+        store is down is not fatal: what it had is computed.
         """
         ready = not (self._service.dead or self._service.draining)
-        status = 200 if ready else 503
-        if self._tiers is None:
-            return web.Response(status=status)
-        tiers = health_of(self._tiers)
-        whole = all(tier["up"] for tier in tiers.values())
-        state = ("ok" if whole else "degraded") if ready else "closing"
-        return _json({"status": state, "tiers": tiers}, status)
+        whole = True
+        body: dict[str, Any] = {
+            "status": "ok",
+            "engine": self._heartbeat.view(),
+            "background": self._background.health(),
+        }
+        if self._tiers is not None:
+            body["tiers"] = tiers = health_of(self._tiers)
+            whole = all(tier["up"] for tier in tiers.values())
+        if self._service.dead:
+            body["status"] = "dead"
+        elif not ready:
+            body["status"] = "closing"
+        elif not whole or self._background.failing:
+            body["status"] = "degraded"
+        return _json(body, 200 if ready else 503)
+
+    async def live(self, _: web.Request) -> web.Response:
+        """Answer 200 until the engine dies, also while the worker drains."""
+        dead = self._service.dead
+        return _json({"status": "dead" if dead else "ok"}, 503 if dead else 200)
 
     async def metrics_page(self, _: web.Request) -> web.Response:
         """Return the metrics in the text format of Prometheus."""

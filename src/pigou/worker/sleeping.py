@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from pigou.worker.backend import OnStep
 #: Nanoseconds that a step may begin in the past, to make up for bookkeeping after the one before.
 #: Beyond them the machine does not keep up, and what is late stays late.
 CATCH_UP = 20_000_000
+#: Nanoseconds of a step between two beats.
+_BEAT_NS = SECOND // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,11 @@ class SleepingBackend:
         self._choices = [token for token in range(first, vocab) if token not in eos]
         self._sequences: dict[str, _Sequence] = {}
         self._rows: dict[int, str] = {}
+        self._beat: Callable[[], None] = _ignore
+
+    def set_beat(self, beat: Callable[[], None]) -> None:
+        """Call `beat` every half second of a step."""
+        self._beat = beat
 
     def add(
         self,
@@ -139,7 +147,7 @@ class SleepingBackend:
         steps = 0
         while True:
             steps += 1
-            _sleep_until(ends[steps - 1])
+            _sleep_until(ends[steps - 1], self._beat)
             out = self._sample(plan, steps, finished)
             going = on_step is None or on_step(out)
             late = time.monotonic_ns() >= plan.horizon
@@ -204,8 +212,14 @@ class SleepingBackend:
         return sealed
 
 
-def _sleep_until(when: int) -> None:
-    """Sleep until a monotonic time in nanoseconds."""
-    left = when - time.monotonic_ns()
+def _sleep_until(when: int, beat: Callable[[], None]) -> None:
+    """Sleep until a monotonic time in nanoseconds; call `beat` on the way."""
+    while (left := when - time.monotonic_ns()) > _BEAT_NS:
+        time.sleep(_BEAT_NS / SECOND)
+        beat()
     if left > 0:
         time.sleep(left / SECOND)
+
+
+def _ignore() -> None:
+    """Nobody asked for beats."""

@@ -50,8 +50,11 @@ class Decoder:
         """
         x = F.embedding(tokens, self.embedding)
         residual = torch.zeros_like(x)
+        beat = attention.beat
         for layer in self.layers[:-1]:
             x = layer(x, residual, attention, self.ops)
+            if beat is not None:
+                beat()
         attended = self.layers[-1].attend(x, residual, attention, self.ops)
         if wanted is not None:
             attended, residual = attended[wanted], residual[wanted]

@@ -1,0 +1,151 @@
+"""Background tasks of a process: a failure is logged, counted, and the task starts again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+_log = logging.getLogger("pigou.background")
+
+#: Seconds before the first restart; doubled by each further one, up to the latter.
+LEAST_BACKOFF_S, MOST_BACKOFF_S = 0.1, 30.0
+#: Characters of an error that are kept for `/workers`.
+_MOST_TEXT = 200
+
+
+@dataclass(slots=True)
+class TaskState:
+    """What is known of one background task.
+
+    Attributes:
+        name: unique among the live tasks of the process.
+        state: running, or backoff while it waits for its restart.
+        restarts: times that it failed and was started again.
+        error: of the last failure; empty before one.
+    """
+
+    name: str
+    state: str = "running"
+    restarts: int = 0
+    error: str = ""
+
+
+class Background:
+    """Runs tasks and threads that must not end; each failure is logged with its traceback."""
+
+    def __init__(
+        self, least_backoff_s: float = LEAST_BACKOFF_S, most_backoff_s: float = MOST_BACKOFF_S
+    ) -> None:
+        self._least_s = least_backoff_s
+        self._most_s = most_backoff_s
+        self._states: dict[str, TaskState] = {}
+        self._lock = threading.Lock()
+
+    def start(self, name: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Run `work` until it returns or is cancelled; restart it when it raises."""
+        state = self._add(name)
+        return asyncio.create_task(self._run(state, work), name=state.name)
+
+    def thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        """Return a daemon thread, not started, that runs `work` in the same way."""
+        return threading.Thread(target=self._run_thread, args=(name, work), name=name, daemon=True)
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """Count the failure of a callback or of a task that runs once."""
+        with self._lock:
+            state = self._states.setdefault(name, TaskState(name))
+        self._note(state, error, None)
+
+    @property
+    def restarts(self) -> int:
+        """Failures of all live tasks so far."""
+        return sum(state.restarts for state in self._snapshot())
+
+    @property
+    def failing(self) -> list[str]:
+        """Names of tasks that wait for their restart."""
+        return [state.name for state in self._snapshot() if state.state == "backoff"]
+
+    def view(self) -> list[dict[str, Any]]:
+        """Return name, state, restarts and last error of each task, for `/workers`."""
+        return [
+            {"name": s.name, "state": s.state, "restarts": s.restarts, "error": s.error}
+            for s in self._snapshot()
+        ]
+
+    def health(self) -> dict[str, Any]:
+        """Return what `/health` says of the tasks."""
+        return {"restarts": self.restarts, "failing": self.failing}
+
+    def _snapshot(self) -> list[TaskState]:
+        with self._lock:
+            return list(self._states.values())
+
+    def _add(self, name: str) -> TaskState:
+        with self._lock:
+            unique, number = name, 2
+            while unique in self._states:
+                unique, number = f"{name}-{number}", number + 1
+            state = self._states[unique] = TaskState(unique)
+        return state
+
+    def _drop(self, state: TaskState) -> None:
+        with self._lock:
+            if self._states.get(state.name) is state:
+                del self._states[state.name]
+
+    async def _run(self, state: TaskState, work: Callable[[], Awaitable[None]]) -> None:
+        task = asyncio.current_task()
+        wait_s = self._least_s
+        try:
+            while True:
+                began = time.monotonic()
+                try:
+                    await work()
+                    return
+                except asyncio.CancelledError as error:
+                    if task is None or task.cancelling():
+                        raise
+                    failure: BaseException = error
+                except Exception as error:
+                    failure = error
+                wait_s = self._backoff(began, wait_s)
+                self._note(state, failure, wait_s)
+                await asyncio.sleep(wait_s)
+                state.state, wait_s = "running", min(2 * wait_s, self._most_s)
+        finally:
+            self._drop(state)
+
+    def _run_thread(self, name: str, work: Callable[[], None]) -> None:
+        state, wait_s = self._add(name), self._least_s
+        try:
+            while True:
+                began = time.monotonic()
+                try:
+                    work()
+                    return
+                except Exception as error:
+                    wait_s = self._backoff(began, wait_s)
+                    self._note(state, error, wait_s)
+                time.sleep(wait_s)
+                state.state, wait_s = "running", min(2 * wait_s, self._most_s)
+        finally:
+            self._drop(state)
+
+    def _backoff(self, began: float, wait_s: float) -> float:
+        """Return the seconds before the next start; few again after a long run."""
+        lived_s = time.monotonic() - began
+        return self._least_s if lived_s > 2 * self._most_s else wait_s
+
+    def _note(self, state: TaskState, error: BaseException, wait_s: float | None) -> None:
+        state.restarts += 1
+        state.error = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+        then = "" if wait_s is None else f"; it starts again in {wait_s:g} s"
+        if wait_s is not None:
+            state.state = "backoff"
+        _log.error("background task %s failed%s", state.name, then, exc_info=error)

@@ -1,0 +1,197 @@
+"""Slow or hung: what is concluded from the signs of life of one worker. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+#: Seconds more that a plan is given for each of its tokens: a long prefill is no hang.
+TOKEN_S = 0.01
+#: Tokens beyond which a plan is not believed to be larger.
+_MOST_TOKENS = 2**20
+#: Times the limit that a worker is given whose process computes, or whose whole fleet is slow.
+PATIENCE = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What a worker says of its engine.
+
+    Attributes:
+        busy: it has work.
+        mark: differs from the mark before if the engine made progress in between.
+        planned_tokens: of the step or prompts that it computes now.
+    """
+
+    busy: bool
+    mark: Hashable
+    planned_tokens: int = 0
+
+
+class _Engine(msgspec.Struct):
+    busy: bool
+    beats: int
+    planned_tokens: int = 0
+
+
+class _Health(msgspec.Struct):
+    status: str = ""
+    engine: _Engine | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The body of a worker's `/health`: its status, and the engine's sign; None without one."""
+
+    status: str = ""
+    sign: Sign | None = None
+
+
+def read_health(body: bytes) -> Health:
+    """Return what a body of `/health` says; nothing where it has another shape."""
+    try:
+        told = msgspec.json.decode(body, type=_Health)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Health()
+    return Health(told.status, None if told.engine is None else _sign(told.engine))
+
+
+def read_heartbeat(told: Any) -> Sign | None:
+    """Return the sign in a heartbeat that was decoded from JSON; None where it has none."""
+    try:
+        return _sign(msgspec.convert(told, _Engine))
+    except msgspec.ValidationError:
+        return None
+
+
+def _sign(engine: _Engine) -> Sign:
+    tokens = min(max(engine.planned_tokens, 0), _MOST_TOKENS)
+    return Sign(engine.busy, engine.beats, tokens)
+
+
+class Pulse:
+    """Adds up the seconds without a sign of life.
+
+    Seconds are those in which the watcher itself was on time: on a machine that gives the
+    watcher no time, nobody gets older.
+
+    Attributes:
+        still_s: that the engine has been busy without progress.
+        silent_s: without any answer.
+        silent_looks: looks in a row without any answer.
+    """
+
+    def __init__(self, hang_s: float, failures: int) -> None:
+        """Begin well.
+
+        Args:
+            hang_s: seconds without progress after which an engine counts as hung; 0 for never.
+            failures: looks in a row that a stopped process may miss.
+        """
+        self._hang_s = hang_s
+        self._failures = failures
+        self._mark: Hashable = None
+        self._planned_tokens = 0
+        self._heard = False
+        self.still_s = 0.0
+        self.silent_s = 0.0
+        self.silent_looks = 0
+
+    def see(self, sign: Sign | None, passed_s: float) -> None:
+        """Take in a look at which the worker answered; None: it does not tell of its engine."""
+        self.silent_s, self.silent_looks = 0.0, 0
+        self._heard = False
+        self._compare(sign, passed_s)
+
+    def miss(self, passed_s: float, heard: Sign | None = None) -> None:
+        """Take in a look at which `/health` did not answer in time.
+
+        Args:
+            passed_s: seconds since the look before.
+            heard: heartbeat that came meanwhile by another way; None where none did.
+        """
+        self.silent_s += passed_s
+        self._heard = heard is not None
+        if heard is None:
+            self.silent_looks += 1
+        else:
+            self.silent_looks = 0
+            self._compare(heard, passed_s)
+
+    def _compare(self, sign: Sign | None, passed_s: float) -> None:
+        if sign is None or not sign.busy or sign.mark != self._mark:
+            self.still_s = 0.0
+        else:
+            self.still_s += passed_s
+        self._mark = None if sign is None else sign.mark
+        self._planned_tokens = 0 if sign is None else sign.planned_tokens
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds without progress that the present work is given; 0 for any number."""
+        return self._hang_s and self._hang_s + TOKEN_S * self._planned_tokens
+
+    @property
+    def slow(self) -> bool:
+        """Whether the worker lags noticeably, hung or not."""
+        still = bool(self.limit_s) and self.still_s > self.limit_s / 2
+        return still or self.silent_looks >= max(1, self._failures - 1)
+
+    def verdict(self, *, stopped: bool = False, computes: bool = False, alone: bool = True) -> str:
+        """Return why the worker counts as hung; empty while it does not.
+
+        Args:
+            stopped: the system says that its process is stopped.
+            computes: the system says that its process uses the processor.
+            alone: another worker of the fleet is well. If none is, the machine is slow.
+        """
+        limit_s = self.limit_s
+        patience = 1.0 if alone else PATIENCE
+        if limit_s and self.still_s > limit_s * patience:
+            return f"its engine has work, and made no progress for {self.still_s:.0f} s"
+        if stopped and alone and self.silent_looks >= self._failures:
+            return f"its process is stopped, and {self.silent_looks} looks got no answer"
+        lives = computes or self._heard
+        if limit_s and self.silent_s > limit_s * (PATIENCE if lives else patience):
+            return f"it did not answer for {self.silent_s:.0f} s"
+        return ""
+
+
+class Bench:
+    """Judges the workers of a fleet one at a time.
+
+    Attributes:
+        condemned: id of the worker that was judged last, until it is back.
+    """
+
+    def __init__(self, hang_s: float) -> None:
+        """Begin with nobody; a verdict may follow another after `hang_s` seconds at the latest."""
+        self._wait_s = hang_s
+        self._pulses: dict[str, Pulse] = {}
+        self._since_s = 0.0
+        self.condemned = ""
+
+    def enter(self, worker: str, pulse: Pulse) -> None:
+        """A worker is up, and watched."""
+        self._pulses[worker] = pulse
+        if self.condemned == worker:
+            self.condemned = ""
+
+    def leave(self, worker: str) -> None:
+        """A worker is watched no more."""
+        self._pulses.pop(worker, None)
+
+    def alone(self, worker: str) -> bool:
+        """Whether a worker is slow and another is not, or there is no other to compare it with."""
+        others = [pulse for name, pulse in self._pulses.items() if name != worker]
+        return not others or any(not pulse.slow for pulse in others)
+
+    def condemn(self, worker: str, now_s: float) -> bool:
+        """Judge a worker, unless another is judged; whether it was."""
+        if self.condemned and now_s - self._since_s < self._wait_s:
+            return False
+        self.condemned, self._since_s = worker, now_s
+        return True

@@ -1,0 +1,86 @@
+"""The engine's heartbeat: how a worker tells slow from hung."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pigou.request import SECOND
+
+#: Environment variable by which a fleet asks for heartbeats on the standard output.
+ASKED = "PIGOU_HEARTBEAT"
+#: Seconds between two of them.
+INTERVAL_S = 1.0
+
+
+class Heartbeat:
+    """Progress of the engine thread, which alone writes it; any thread reads it.
+
+    Attributes:
+        beats: rises with each command, step and layer.
+        busy: the thread does something; it does not wait for a command.
+        planned_tokens: of the plan that is computed, all its steps; 0 between plans.
+        steps: computed so far.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """Begin idle; `clock` is in nanoseconds."""
+        self._clock = clock
+        self._last_ns = clock()
+        self.beats = 0
+        self.busy = False
+        self.planned_tokens = 0
+        self.steps = 0
+
+    def beat(self) -> None:
+        """Note progress."""
+        self.beats += 1
+        self._last_ns = self._clock()
+
+    def work(self, planned_tokens: int = 0) -> None:
+        """Note that something begins."""
+        self.planned_tokens = planned_tokens
+        self.busy = True
+        self.beat()
+
+    def rest(self) -> None:
+        """Note that the thread begins to wait for a command."""
+        self.planned_tokens = 0
+        self.busy = False
+        self.beat()
+
+    def view(self) -> dict[str, Any]:
+        """Return what `/health` says of the engine; `age_s` is the last beat's."""
+        return {
+            "busy": self.busy,
+            "beats": self.beats,
+            "age_s": round((self._clock() - self._last_ns) / SECOND, 3),
+            "steps": self.steps,
+            "planned_tokens": self.planned_tokens,
+        }
+
+
+def publish(heartbeat: Heartbeat) -> None:
+    """Print the heartbeat every second, from a thread of its own, if the parent asked for it.
+
+    It reaches the parent also while the event loop is too slow to answer `/health`.
+    """
+    if os.environ.get(ASKED):
+        threading.Thread(target=_print, args=(heartbeat,), name="heartbeat", daemon=True).start()
+
+
+def _print(heartbeat: Heartbeat) -> None:
+    while True:
+        line = msgspec.json.encode({"heartbeat": heartbeat.view()}) + b"\n"
+        try:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+        except (OSError, ValueError):  # the parent is gone, or the stream closed
+            return
+        time.sleep(INTERVAL_S)
