@@ -134,3 +134,27 @@ def test_flows_refuse_what_cannot_be_carried() -> None:
         Network([("a", "b", lambda x: x)], {("b", "a"): 1.0})
     with pytest.raises(ValueError, match="flow above 0"):
         Network([("a", "b", lambda x: x)], {("a", "b"): 0.0})
+
+
+@pytest.mark.parametrize(
+    ("cost", "word"),
+    [
+        (lambda x: x - 1.0, "must be at least 0"),
+        (lambda x: -0.5, "must be at least 0"),
+        (lambda x: math.nan, "must be at least 0"),
+        (lambda x: 2.0 - x, "must never fall"),
+    ],
+)
+def test_flows_refuse_costs_below_zero_and_costs_that_fall(
+    cost: Callable[[float], float], word: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"costs\[1\] .*{word}"):
+        ParallelLinks([lambda x: 1.0, cost], 1.0)
+    with pytest.raises(ValueError, match=word):
+        Network([("a", "b", lambda x: x), ("a", "b", cost)], {("a", "b"): 1.0})
+
+
+def test_flows_refuse_tolls_that_pay_more_than_a_link_costs() -> None:
+    game = pigou(1)
+    with pytest.raises(ValueError, match="must be at least 0"):
+        game.with_tolls(np.array([-2.0, 0.0]))

@@ -26,17 +26,41 @@ def marginal(cost: Cost, flow: float) -> float:
     return (there - here) / (high - low)
 
 
+def check_cost(name: str, cost: Cost, demand: float) -> None:
+    """Refuse a cost that no link can have, as far as three flows tell.
+
+    Args:
+        name: of the cost, for the message.
+        cost: of a link, by its flow.
+        demand: most flow that the link may carry.
+
+    Raises:
+        ValueError: the cost is below 0, falls, or is no number.
+    """
+    before = 0.0
+    for flow in (0.0, 0.5 * demand, demand):
+        value = cost(flow)
+        if not value >= 0:
+            raise ValueError(f"{name} is {value} at a flow of {flow:g}; it must be at least 0")
+        if value < before:
+            raise ValueError(f"{name} falls to {value} at a flow of {flow:g}; it must never fall")
+        before = value
+
+
 class ParallelLinks:
     """A demand that spreads over parallel links, each infinitesimal part of it to its own liking.
 
     ``costs[i]`` gives the cost of link i at a flow; it must be at least 0 and never fall, and may
     be infinite (beyond a server's rate, say). ``demand`` is the total flow, above 0. Flows have
-    shape (links,). Raises ValueError when no finite cost carries the demand.
+    shape (links,). Raises ValueError when no finite cost carries the demand, and for a cost that
+    is below 0, falls or is no number at 0, half of the demand, or all of it.
     """
 
     def __init__(self, costs: Sequence[Cost], demand: float) -> None:
-        if not costs or not demand > 0:
+        if not costs or not 0 < demand < math.inf:
             raise ValueError(f"{len(costs)} links, demand {demand}: give a link, and a demand > 0")
+        for link, cost in enumerate(costs):
+            check_cost(f"costs[{link}]", cost, demand)
         self.costs = list(costs)
         self.demand = float(demand)
 

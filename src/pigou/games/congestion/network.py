@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import numpy as np
 
 from pigou.games.arrays import Floats
-from pigou.games.congestion.links import HALVINGS, marginal
+from pigou.games.congestion.links import HALVINGS, check_cost, marginal
 
 Cost = Callable[[float], float]
 Edge = tuple[Hashable, Hashable, Cost]
@@ -20,7 +20,7 @@ MAX_ROUNDS = 20_000
 class Network:
     """Flows from sources to sinks over the edges of a directed graph, each part to its own liking.
 
-    ``edges`` lists (tail, head, cost of flow); a cost must never fall. ``demands`` maps (source,
+    ``edges`` lists (tail, head, cost of flow); a cost must be at least 0, and never fall. ``demands`` maps (source,
     sink) to a flow above 0. Every simple path is listed, so graphs are to be small: ValueError
     beyond 10,000 paths, or for a demand without a path. Flows have shape (edges,).
     """
@@ -31,6 +31,9 @@ class Network:
         self.edges = list(edges)
         self.demands = dict(demands)
         self._paths: list[list[list[int]]] = []
+        total = math.fsum(self.demands.values())
+        for tail, head, cost in self.edges:
+            check_cost(f"the cost of edge {tail!r} to {head!r}", cost, max(total, 0.0))
         for (source, sink), flow in self.demands.items():
             if not flow > 0:
                 raise ValueError(f"demand {source!r} to {sink!r} is {flow}: give a flow above 0")
