@@ -25,9 +25,9 @@ from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
 from pigou.request import NEVER, SECOND, Request
-from pigou.sim.architecture import architecture
 from pigou.sim.capacity import kv_blocks
 from pigou.sim.gpus import gpu
+from pigou.sim.model_name import architecture
 from pigou.sim.profile import profile
 from pigou.sim.roofline import roofline
 from pigou.sim.timing import Batch, Timing

@@ -18,8 +18,8 @@ from pigou.kv.policies.ranked import Lru, Ranked
 from pigou.kv.tier import Tier
 from pigou.kv.worth import Worth
 from pigou.request import NEVER
-from pigou.sim.architecture import architecture
 from pigou.sim.gpus import GPUS
+from pigou.sim.model_name import architecture
 from pigou.sim.roofline import roofline
 from pigou.sim.timing import Batch
 

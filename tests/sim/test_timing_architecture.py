@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pigou.config import ConfigError
-from pigou.sim.architecture import PRESETS, architecture, read_architecture
+from pigou.sim.architecture import PRESETS, Architecture
 from pigou.sim.capacity import kv_blocks
 from pigou.sim.gpus import GPUS, gpu
+from pigou.sim.model_config import read_architecture
+from pigou.sim.model_name import architecture
+from pigou.sim.roofline import roofline
+from pigou.sim.timing import Batch
 
 QWEN = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128,
@@ -113,9 +118,167 @@ def test_unknown_names_are_refused_with_those_known() -> None:
         gpu("abacus")
 
 
-def test_quantised_weights_take_fewer_bytes(tmp_path: Path) -> None:
+LLAMA_4 = {
+    "model_type": "llama4",
+    "text_config": {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 202_048,
+        "intermediate_size": 8192, "intermediate_size_mlp": 16_384, "num_local_experts": 128,
+        "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 8192,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("drop", [(), ("model_type",)])
+def test_llama_4_is_refused_by_name(tmp_path: Path, drop: tuple[str, ...]) -> None:
+    """Counted as if all its layers had experts, Maverick came out at 778 B parameters, not 400."""
+    source = {key: value for key, value in LLAMA_4.items() if key not in drop}
+    text = source["text_config"]
+    assert isinstance(text, dict)
+    source["text_config"] = {key: value for key, value in text.items() if key not in drop}
+    with pytest.raises(ConfigError, match=r"llama4_text|chunked"):
+        read_architecture(write(tmp_path, source))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"model_type": "deepseek_v3"}, "deepseek_v3"),
+        ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({"layer_types": ["chunked_attention"]}, "chunked_attention"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window is 4096"),
+        ({"quantization_config": {"bits": 4}}, "quant_method is ''"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "3 bits"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8"}}, "W4A8"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "config_groups"),
+    ],
+)
+def test_layers_and_formats_that_nobody_described_are_refused(
+    tmp_path: Path, change: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(ConfigError, match=word):
+        read_architecture(write(tmp_path, QWEN | change))
+
+
+def compressed(kind: str, bits: int, inputs: int | None) -> dict[str, Any]:
+    activations = None if inputs is None else {"num_bits": inputs}
+    weights = {"type": kind, "num_bits": bits}
+    group = {"weights": weights, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("quantised", "dtype", "compute"),
+    [
+        ({"quant_method": "fp8"}, "fp8", "fp8"),
+        ({"quant_method": "awq", "bits": 4}, "int4", "bfloat16"),
+        ({"quant_method": "gptq", "bits": 8}, "int8", "bfloat16"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8", "bfloat16"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", "fp4"),
+        ({"quant_method": "mxfp4"}, "mxfp4", "fp4"),
+        (compressed("int", 8, 8), "int8", "int8"),
+        (compressed("int", 4, None), "int4", "bfloat16"),
+        (compressed("float", 8, 8), "fp8", "fp8"),
+        (compressed("float", 4, 4), "nvfp4", "fp4"),
+    ],
+)
+def test_formats_are_read_from_the_checkpoint(
+    tmp_path: Path, quantised: dict[str, Any], dtype: str, compute: str
+) -> None:
+    model = read_architecture(write(tmp_path, QWEN | {"quantization_config": quantised}))
+    assert (model.dtype, model.compute_dtype, model.kv_dtype) == (dtype, compute, "bfloat16")
+
+
+def test_embedding_and_output_layer_are_not_quantised(tmp_path: Path) -> None:
     path = write(tmp_path, QWEN | {"quantization_config": {"quant_method": "fp8"}})
-    assert read_architecture(path).weight_bytes == read_architecture(path).parameters
+    model = read_architecture(path)
+    assert model.weight_bytes == model.parameters + 2 * 151_936 * 2048
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "compute"),
+    [
+        ("Qwen/Qwen3-32B-FP8", "fp8", "fp8"),
+        ("Qwen/Qwen3-32B-AWQ", "int4", "bfloat16"),
+        ("Qwen/Qwen3-30B-A3B-GPTQ-Int8", "int8", "bfloat16"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "fp8", "fp8"),
+        ("nvidia/Llama-3.1-8B-Instruct-NVFP4", "nvfp4", "fp4"),
+        ("RedHatAI/Meta-Llama-3.1-70B-Instruct-quantized.w4a16", "int4", "bfloat16"),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a8", "int8", "int8"),
+        ("hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4", "int4", "bfloat16"),
+        ("llama3.1-8b", "bfloat16", "bfloat16"),
+    ],
+)
+def test_a_name_says_the_number_format(name: str, dtype: str, compute: str) -> None:
+    model = architecture(name)
+    assert (model.dtype, model.compute_dtype) == (dtype, compute)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen3-32B-GGUF", "meta-llama/Llama-3.1-8B-Guard", "llama-3.1-80b", "llama-3.1-8bx",
+        "Qwen/Qwen3-30B-A3B-FP8-AWQ", "Qwen/Qwen3-32B-Q4_K_M",
+    ],
+)  # fmt: skip
+def test_a_name_is_never_taken_for_its_neighbour(name: str) -> None:
+    with pytest.raises(ConfigError, match="model is"):
+        architecture(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+    ],
+)
+def test_a_device_is_found_by_what_its_driver_calls_it(name: str, key: str) -> None:
+    assert gpu(name) is GPUS[key]
+
+
+@pytest.mark.parametrize(
+    "name", ["RTX 4090 D", "RTX 4090 Laptop GPU", "H20", "H100 96GB", "B300", "A100X", "A1000", ""]
+)
+def test_a_device_is_never_taken_for_its_neighbour(name: str) -> None:
+    with pytest.raises(ConfigError, match="gpu is"):
+        gpu(name)
+
+
+def test_nvlink_ends_at_the_node_unless_the_gpu_is_of_a_rack() -> None:
+    model = Architecture("wide", 4, 8192, 64, 64, 128, 28_672, 128_256)
+    for device, tp in (("h100", 16), ("h100", 64), ("h100-nvl", 4), ("rtx4090", 16)):
+        for use in (roofline, kv_blocks):
+            with pytest.raises(ConfigError, match=f"tp is {tp}; links of .* join"):
+                use(model, GPUS[device], tp)
+    assert kv_blocks(model, GPUS["gb200"], 64) > 0
+
+
+def step_seconds(model: Architecture, device: str, tokens: int) -> float:
+    batch = Batch(np.array([tokens]), np.array([0]), np.array([True]))
+    return float(roofline(model, GPUS[device]).durations(batch, 1)[0]) / 1e9
+
+
+def test_four_bit_floats_are_computed_where_the_device_has_them() -> None:
+    model = PRESETS["llama-3.1-8b"]
+    four, half = model.cast("nvfp4"), model
+    flops = 2.0 * (model.parameters - 2 * model.vocab * model.hidden) * 16_384
+    saved = step_seconds(half, "b200", 16_384) - step_seconds(four, "b200", 16_384)
+    peak = 0.776 * 2250e12
+    assert saved == pytest.approx(flops / peak * (1 - 2250 / 9000), rel=0.05)
+    assert step_seconds(four, "h100", 16_384) == pytest.approx(
+        step_seconds(half, "h100", 16_384), rel=0.02
+    )
 
 
 def test_blocks_are_those_that_vllm_printed() -> None:

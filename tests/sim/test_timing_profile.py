@@ -136,18 +136,18 @@ def test_tables_are_found_by_gpu_model_and_degree(tmp_path: Path) -> None:
         folder = tmp_path / gpu / "meta-llama" / model / "bf16" / f"tp{tp}"
         folder.mkdir(parents=True)
         write_tables(folder)
-    found = find_tables(tmp_path, "meta-llama/Llama-3.1-8B", "RTXPRO6000", 2)
+    found = find_tables(tmp_path, "meta-llama/Llama-3.1-8B", "RTXPRO6000", 2, "bfloat16")
     assert found.parts[-5:] == ("RTXPRO6000", "meta-llama", "Llama-3.1-8B", "bf16", "tp2")
-    assert find_tables(found, "meta-llama/Llama-3.1-8B", "RTXPRO6000", 2) == found
+    assert find_tables(found, "meta-llama/Llama-3.1-8B", "RTXPRO6000", 2, "bfloat16") == found
     with pytest.raises(ConfigError, match="of tp2, and tp is 1"):
-        find_tables(found, "meta-llama/Llama-3.1-8B", "RTXPRO6000", 1)
+        find_tables(found, "meta-llama/Llama-3.1-8B", "RTXPRO6000", 1, "bfloat16")
     with pytest.raises(ConfigError, match="none fits"):
-        find_tables(tmp_path, "meta-llama/Llama-3.1-8B", "RTX4090", 2)
+        find_tables(tmp_path, "meta-llama/Llama-3.1-8B", "RTX4090", 2, "bfloat16")
     again = tmp_path / "RTX4090" / "other" / "Llama-3.1-8B" / "bf16" / "tp1"
     again.mkdir(parents=True)
     write_tables(again)
     with pytest.raises(ConfigError, match="more than one"):
-        find_tables(tmp_path, "Llama-3.1-8B", "RTX4090", 1)
+        find_tables(tmp_path, "Llama-3.1-8B", "RTX4090", 1, "bfloat16")
 
 
 @pytest.mark.skipif(not TABLES.is_dir(), reason="no layer tables of vLLM 0.19 (PIGOU_SHARED)")
@@ -170,3 +170,25 @@ def test_measured_tables_and_rooflines_agree(model: str, gpu: str, tp: int) -> N
         step = batch(counts, kv_lens)
         ratio = counted.durations(step, 1)[0] / measured.durations(step, 1)[0]
         assert 0.8 < ratio < 1.25, f"{counts[:2]}: {ratio:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "dtype", "word"),
+    [
+        ("Qwen/Qwen3-32B", "RTX4090", "bfloat16", "of model llama318b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "H100", "bfloat16", "of gpu rtx4090"),
+        ("meta-llama/Llama-3.1-8B", "RTX4090", "fp8", "of weights bfloat16"),
+    ],
+)
+def test_tables_of_another_model_gpu_or_format_are_refused(
+    tmp_path: Path, model: str, gpu: str, dtype: str, word: str
+) -> None:
+    folder = tmp_path / "RTX4090" / "meta-llama" / "Llama-3.1-8B" / "bf16" / "tp1"
+    folder.mkdir(parents=True)
+    write_tables(folder)
+    (folder.parent / "meta.yaml").write_text("model: meta-llama/Llama-3.1-8B\nhardware: RTX4090\n")
+    with pytest.raises(ConfigError, match=word):
+        find_tables(folder, model, gpu, 1, dtype)
+    with pytest.raises(ConfigError, match="none fits"):
+        find_tables(tmp_path, model, gpu, 1, dtype)
+    assert find_tables(folder, "Llama-3.1-8B-Instruct", "RTX4090", 1, "bfloat16") == folder

@@ -6,28 +6,18 @@ technical report, arXiv 2406.11704), so that a preset and a file give the same n
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from pigou.config import ConfigError
 
-#: Bytes of one number.
+#: Bytes of one number, the scales of 4-bit floats included: NVFP4 has one of 8 bits for 16
+#: numbers, MXFP4 for 32.
 DTYPE_BYTES = {
     "float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5,
+    "nvfp4": 0.5625, "mxfp4": 0.53125,
 }  # fmt: skip
-#: Activations whose layer has no gate: two matrices instead of three.
-_UNGATED = {"relu2", "relu", "gelu", "gelu_new"}
-#: Keys that mean a layer which these formulas do not describe.
-_FOREIGN = {
-    "kv_lora_rank": "multi-head latent attention",
-    "n_shared_experts": "shared experts",
-    "shared_expert_intermediate_size": "shared experts",
-    "linear_num_value_heads": "linear attention",
-    "mamba_d_state": "state space layers",
-}
+#: Formats that quantise the decoder layers alone: embedding and output layer stay at 16 bits.
+QUANTISED = ("fp8", "int8", "int4", "nvfp4", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +38,8 @@ class Architecture:
         qk_norm: whether queries and keys are normalised.
         experts: feed-forward layers to choose from; 0 for a dense model.
         active: of those, how many compute a token.
-        dtype: of weights and activations, one of `DTYPE_BYTES`.
+        dtype: of the decoder layers' weights, one of `DTYPE_BYTES`.
+        compute: number format that their products are computed in; empty: that of `dtype`.
         kv_dtype: of the KV cache.
         context: most tokens of a sequence.
     """
@@ -67,6 +58,7 @@ class Architecture:
     experts: int = 0
     active: int = 0
     dtype: str = "bfloat16"
+    compute: str = ""
     kv_dtype: str = "bfloat16"
     context: int = 131_072
 
@@ -128,7 +120,20 @@ class Architecture:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return int(self.parameters * DTYPE_BYTES[self.dtype])
+        words = self.vocab * self.hidden * (1 if self.tied else 2)
+        layers = (self.parameters - words) * DTYPE_BYTES[self.dtype]
+        return int(layers + words * DTYPE_BYTES[self.head_dtype])
+
+    @property
+    def head_dtype(self) -> str:
+        """Number format of the embedding and of the output layer."""
+        return "bfloat16" if self.dtype in QUANTISED else self.dtype
+
+    @property
+    def compute_dtype(self) -> str:
+        """Number format in which a GPU that has it computes the layers' products."""
+        four = {"nvfp4": "fp4", "mxfp4": "fp4", "int4": "bfloat16"}
+        return self.compute or four.get(self.dtype, self.dtype)
 
     @property
     def kv_bytes(self) -> int:
@@ -156,9 +161,9 @@ class Architecture:
             return 1.0
         return float(self.experts * (1.0 - (1.0 - self.active / self.experts) ** tokens))
 
-    def cast(self, dtype: str, kv_dtype: str | None = None) -> Architecture:
-        """Return the same shapes with other number formats."""
-        return replace(self, dtype=dtype, kv_dtype=kv_dtype or self.kv_dtype)
+    def cast(self, dtype: str, compute: str = "") -> Architecture:
+        """Return the same shapes with other weights (`dtype`, `compute`)."""
+        return replace(self, dtype=dtype, compute=compute)
 
 
 PRESETS = {
@@ -180,112 +185,3 @@ PRESETS = {
         qk_norm=True, experts=128, active=8, context=262_144,
     ),
 }  # fmt: skip
-
-
-def plain(name: str) -> str:
-    """Return a model's name as it is compared: no owner, lower case, letters and digits only."""
-    return "".join(c for c in name.rsplit("/", 1)[-1].lower() if c.isalnum())
-
-
-def architecture(model: str) -> Architecture:
-    """Find the architecture of a preset's name, a Hugging Face id of one, or a `config.json`.
-
-    Args:
-        model: "llama-3.1-8b", "Qwen/Qwen3-32B", a folder with a `config.json`, or its path.
-            A preset's suffix may be left out or added ("-Instruct").
-
-    Raises:
-        ConfigError: nothing is known by that name, or the file describes another kind of model.
-    """
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
-        return read_architecture(path)
-    wanted = plain(model)
-    for key, preset in PRESETS.items():
-        if wanted and wanted.startswith(plain(key)):
-            return preset
-    known = ", ".join(PRESETS)
-    raise ConfigError(f"model is {model!r}; it must be one of {known}, or a path to a config.json")
-
-
-def read_architecture(path: Path) -> Architecture:
-    """Read a Hugging Face `config.json`.
-
-    Raises:
-        ConfigError: a key is missing, or asks for layers that the formulas do not describe.
-    """
-    source = _source(path)
-    for key, meaning in _FOREIGN.items():
-        if source.get(key):
-            raise ConfigError(f"{path}: {key} is {source[key]!r}: {meaning} cannot be timed")
-    if source.get("mlp_only_layers") or source.get("decoder_sparse_step", 1) != 1:
-        raise ConfigError(f"{path}: only some layers have experts: that cannot be timed")
-    if "sliding_attention" in (source.get("layer_types") or ()):
-        raise ConfigError(f"{path}: layer_types has sliding_attention: that cannot be timed")
-    heads = _number(path, source, "num_attention_heads")
-    hidden = _number(path, source, "hidden_size")
-    experts = _number(path, source, "num_experts", 0)
-    experts = experts or _number(path, source, "num_local_experts", 0)
-    sparse = bool(source.get("moe_intermediate_size")) and experts > 0
-    dtype = _dtype(path, source)
-    return Architecture(
-        name=str(source.get("_name_or_path") or path.resolve().parent.name),
-        layers=_number(path, source, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_number(path, source, "num_key_value_heads", heads),
-        head_dim=_number(path, source, "head_dim", hidden // max(heads, 1)),
-        ffn=_number(path, source, "moe_intermediate_size" if sparse else "intermediate_size"),
-        vocab=_number(path, source, "vocab_size"),
-        tied=bool(source.get("tie_word_embeddings", False)),
-        gated=source.get("hidden_act", "silu") not in _UNGATED,
-        qk_norm=str(source.get("model_type", "")).startswith("qwen3"),
-        experts=experts,
-        active=_number(path, source, "num_experts_per_tok", 0) if experts else 0,
-        dtype=dtype,
-        kv_dtype="bfloat16" if dtype in ("fp8", "int8", "int4") else dtype,
-        context=_number(path, source, "max_position_embeddings", 131_072),
-    )
-
-
-def _source(path: Path) -> dict[str, Any]:
-    """Return what a file says of the model, or of the part of it that is of text."""
-    try:
-        source = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; give the config.json of a model") from None
-    text = source.get("text_config") or {} if isinstance(source, dict) else None
-    if not isinstance(text, dict):
-        raise ConfigError(f"{path}: it is no object of keys; give the config.json of a model")
-    return {**source, **text}
-
-
-def _number(path: Path, source: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a whole number; `default`, where there is one, stands for none and for null."""
-    found = source.get(key)
-    if found is None and default is not None:
-        return default
-    if not isinstance(found, int):
-        raise ConfigError(f"{path}: {key} is {found!r}; it must be a whole number")
-    return found
-
-
-def _dtype(path: Path, source: Mapping[str, Any]) -> str:
-    """Number format of the weights: of the quantisation if there is one."""
-    quantised = source.get("quantization_config") or {}
-    if not isinstance(quantised, dict):
-        raise ConfigError(f"{path}: quantization_config is {quantised!r}; it must have keys")
-    method = str(quantised.get("quant_method", ""))
-    if method:
-        bits = {"fp8": "fp8", "awq": "int4", "gptq": "int4"}.get(method, "")
-        if quantised.get("bits") == 8:
-            bits = "int8"
-        if not bits:
-            raise ConfigError(f"{path}: quant_method is {method!r}; known: fp8, awq, gptq")
-        return bits
-    dtype = str(source.get("torch_dtype") or source.get("dtype") or "bfloat16")
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"{path}: dtype is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
-    return dtype

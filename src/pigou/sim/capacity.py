@@ -59,6 +59,7 @@ def kv_blocks(
         raise ConfigError(f"utilization is {utilization}; it must be above 0, at most 1")
     if tp < 1 or model.heads % tp:
         raise ConfigError(f"tp is {tp}; it must divide the {model.heads} heads of the model")
+    device.check_tp(tp)
     room = device.memory * utilization - model.weight_bytes / tp
     room -= reserve(model, tp, max_batched_tokens, max_seqs)
     each = model.kv_bytes / min(tp, model.kv_heads) * block_size

@@ -25,6 +25,7 @@ class Gpu:
         memory: bytes of its memory, as the driver reports them.
         link_bandwidth: bytes a second to another device of its node, one way.
         link_latency: seconds until the first byte arrives there, software included.
+        link_gpus: devices that such links join: an NVLink domain, or the PCIe slots of a host.
         compute: part of `flops` that large matrix products reach.
         streaming: part of `bandwidth` that reading weights reaches.
         cache: part of `bandwidth` that reading the KV cache of many short sequences reaches.
@@ -47,6 +48,7 @@ class Gpu:
     launch: float = 2e-6
     step: float = 0.0
     source: str = ""
+    link_gpus: int = 8
 
     def all_reduce(self, size: float, devices: int) -> float:
         """Seconds to sum `size` bytes over devices in a ring.
@@ -60,6 +62,18 @@ class Gpu:
         """Seconds until each device has all `size` bytes: p - 1 hops of size / p."""
         return (devices - 1) * (self.link_latency + size / devices / self.link_bandwidth)
 
+    def check_tp(self, tp: int) -> None:
+        """Refuse tensor parallelism that reaches beyond the devices which the links join.
+
+        Raises:
+            ConfigError: there are not so many.
+        """
+        if not 1 <= tp <= self.link_gpus:
+            raise ConfigError(
+                f"tp is {tp}; links of {self.link_bandwidth / GIGA:g} GB/s join {self.link_gpus} "
+                f"x {self.name}; give 1 to {self.link_gpus}, and more workers"
+            )
+
     def peak(self, dtype: str) -> float:
         """FLOP/s at most for weights of a number format.
 
@@ -71,36 +85,80 @@ class Gpu:
         raise ConfigError(f"gpu {self.name!r} has no peak for dtype {dtype!r}")
 
 
-def _tensor(half: float, eight: float = 0.0, single: float = 0.0) -> dict[str, float]:
-    """Peaks in TFLOP/s by format: 16 bits, 8 bits, 32 bits; 0 for none."""
+def _tensor(
+    half: float, eight: float = 0.0, single: float = 0.0, four: float = 0.0
+) -> dict[str, float]:
+    """Peaks in TFLOP/s by format: 16 bits, 8 bits, 32 bits, 4 bits (float); 0 for none."""
     peaks = {"bfloat16": half * TERA, "float16": half * TERA}
     if eight:
         peaks |= {"fp8": eight * TERA, "int8": eight * TERA}
     if single:
         peaks["float32"] = single * TERA
+    if four:
+        peaks["fp4"] = four * TERA
     return peaks
 
 
+_A100 = _tensor(312, single=19.5) | {"int8": 624 * TERA}
+#: Efficiencies in the order of the fields: compute, streaming, cache, attention.
+_AMPERE = (0.859, 0.90, 0.80, 0.60)
+_HOPPER = (0.803, 0.90, 0.80, 0.60)
+_BLACKWELL = (0.776, 0.90, 0.80, 0.50)
+_MAMF = "compute: MAMF table of stas00/ml-engineering"
+_FA2, _FA3 = "attention: FlashAttention-2 paper", "attention: FlashAttention-3 paper"
+#: GB/s one way of PCIe with 16 lanes, of which about 80% arrive, and seconds of a hop over it.
+_PCIE4, _PCIE5, _PCIE_HOP = 25 * GIGA, 50 * GIGA, 16e-6
+_HOP = 0.7e-6
+
 GPUS = {
     "a100": Gpu(
-        "A100", _tensor(312, single=19.5), 2039 * GIGA, int(79.15 * GIB), 300 * GIGA, 0.7e-6,
-        compute=0.859, streaming=0.90, cache=0.80, attention=0.60,
-        source="compute: MAMF table of stas00/ml-engineering; attention: FlashAttention-2 paper",
+        "A100", _A100, 2039 * GIGA, int(79.15 * GIB), 300 * GIGA, _HOP, *_AMPERE,
+        source=f"{_MAMF}; {_FA2}",
+    ),
+    "a100-40gb": Gpu(
+        "A100-SXM4-40GB", _A100, 1555 * GIGA, int(39.39 * GIB), 300 * GIGA, _HOP, *_AMPERE,
+        source="as A100",
+    ),
+    "a100-pcie-80gb": Gpu(
+        "A100-PCIE-80GB", _A100, 1935 * GIGA, int(79.15 * GIB), _PCIE4, _PCIE_HOP, *_AMPERE,
+        source="as A100; without NVLink bridges",
+    ),
+    "a100-pcie-40gb": Gpu(
+        "A100-PCIE-40GB", _A100, 1555 * GIGA, int(39.39 * GIB), _PCIE4, _PCIE_HOP, *_AMPERE,
+        source="as A100; without NVLink bridges",
     ),
     "h100": Gpu(
-        "H100", _tensor(989.5, 1979, 67), 3350 * GIGA, int(79.11 * GIB), 450 * GIGA, 0.7e-6,
-        compute=0.803, streaming=0.90, cache=0.80, attention=0.60,
-        source="compute: MAMF table of stas00/ml-engineering; attention: FlashAttention-3 paper",
+        "H100", _tensor(989.5, 1979, 67), 3350 * GIGA, int(79.11 * GIB), 450 * GIGA, _HOP,
+        *_HOPPER, source=f"{_MAMF}; {_FA3}",
+    ),
+    "h100-pcie": Gpu(
+        "H100-PCIE", _tensor(756, 1513, 51), 2039 * GIGA, int(79.11 * GIB), _PCIE5, _PCIE_HOP,
+        *_HOPPER, source="as H100; without NVLink bridges",
+    ),
+    "h100-nvl": Gpu(
+        "H100-NVL", _tensor(835, 1671, 60), 3938 * GIGA, int(93.58 * GIB), 300 * GIGA, _HOP,
+        *_HOPPER, source="as H100", link_gpus=2,
     ),
     "h200": Gpu(
-        "H200", _tensor(989.5, 1979, 67), 4800 * GIGA, int(139.81 * GIB), 450 * GIGA, 0.7e-6,
-        compute=0.803, streaming=0.90, cache=0.80, attention=0.60,
-        source="compute: MAMF table of stas00/ml-engineering; attention: FlashAttention-3 paper",
+        "H200", _tensor(989.5, 1979, 67), 4800 * GIGA, int(139.81 * GIB), 450 * GIGA, _HOP,
+        *_HOPPER, source=f"{_MAMF}; {_FA3}",
+    ),
+    "h200-nvl": Gpu(
+        "H200-NVL", _tensor(835, 1671, 60), 4800 * GIGA, int(139.81 * GIB), 450 * GIGA, _HOP,
+        *_HOPPER, source="as H200", link_gpus=4,
     ),
     "b200": Gpu(
-        "B200", _tensor(2250, 4500, 75), 8000 * GIGA, int(178.36 * GIB), 900 * GIGA, 0.7e-6,
-        compute=0.776, streaming=0.90, cache=0.80, attention=0.50,
-        source="compute: MAMF table of stas00/ml-engineering; attention: as H100, less mature",
+        "B200", _tensor(2250, 4500, 75, 9000), 8000 * GIGA, int(178.36 * GIB), 900 * GIGA, _HOP,
+        *_BLACKWELL, source=f"{_MAMF}; attention: as H100, less mature",
+    ),
+    "gb200": Gpu(
+        "GB200", _tensor(2500, 5000, 80, 10_000), 8000 * GIGA, int(184.0 * GIB), 900 * GIGA, _HOP,
+        *_BLACKWELL, source="as B200; a rack (NVL72) is one NVLink domain", link_gpus=72,
+    ),
+    "l40s": Gpu(
+        "L40S", _tensor(362, 733, 91.6), 864 * GIGA, int(44.4 * GIB), _PCIE4, _PCIE_HOP,
+        compute=0.80, streaming=0.92, cache=0.73, attention=0.60,
+        source="assumed, between RTX4090 and RTXPRO6000",
     ),
     "rtx4090": Gpu(
         "RTX4090", _tensor(165.2, 330.3, 82.6), 1008 * GIGA, 25_250_627_584, 12 * GIGA, 16e-6,
@@ -108,8 +166,8 @@ GPUS = {
         source="layer tables of vLLM 0.19 (LLMServingSim): Llama-3.1-8B at 2,048 and 1 tokens",
     ),
     "rtxpro6000": Gpu(
-        "RTXPRO6000", _tensor(503.8, 1007.6, 126), 1597 * GIGA, int(94.97 * GIB), 17.6 * GIGA,
-        16.1e-6, compute=0.80, streaming=0.92, cache=0.706, attention=0.42,
+        "RTXPRO6000", _tensor(503.8, 1007.6, 126, 2015.2), 1597 * GIGA, int(94.97 * GIB),
+        17.6 * GIGA, 16.1e-6, compute=0.80, streaming=0.92, cache=0.706, attention=0.42,
         source="layer tables of vLLM 0.19 (LLMServingSim): Llama-3.1-8B at 2,048 and 1 tokens; "
         "links: 16.37 GiB/s and 16.1 us a hop, measured by LLMServingSim",
     ),
@@ -121,17 +179,44 @@ GPUS = {
     ),
 }  # fmt: skip
 
+#: Other names of the same devices, the driver's among them, as `_plain` writes them.
+_ALIASES = {
+    "a100": ("a10080gb", "a100sxm", "a100sxm480gb", "a100sxm80gb"),
+    "a100-40gb": ("a100sxm440gb", "a100sxm40gb"),
+    "a100-pcie-80gb": ("a10080gbpcie", "a100pcie"),
+    "a100-pcie-40gb": ("a10040gbpcie",),
+    "h100": ("h10080gbhbm3", "h100sxm", "h100sxm5", "h10080gb", "h100sxm580gb", "h100sxm80gb"),
+    "h100-pcie": ("h10080gbpcie", "h100pcie80gb"),
+    "h100-nvl": ("h10094gbnvl", "h100nvl94gb"),
+    "h200": ("h200sxm", "h200sxm141gb", "h200141gb"),
+    "h200-nvl": ("h200nvl141gb",),
+    "b200": ("b200sxm", "b200180gb", "b200192gb"),
+    "gb200": ("gb200nvl72",),
+    "l40s": ("l40s48gb",),
+    "rtx4090": ("4090", "rtx409024gb"),
+    "rtxpro6000": (
+        "rtxpro6000blackwell", "rtxpro6000blackwellserveredition", "rtxpro6000serveredition",
+        "rtxpro600096gb",
+    ),
+}  # fmt: skip
+
 
 def gpu(name: str) -> Gpu:
     """Find a GPU by its name; case, spaces and dashes do not matter ("RTX PRO 6000").
 
+    A name of another device of the family ("RTX 4090 D", "H20") is not taken for its neighbour.
+
     Raises:
         ConfigError: it is not known.
     """
-    wanted = "".join(c for c in name.lower() if c.isalnum())
-    for prefix in ("nvidia", "geforce"):
+    wanted = _plain(name)
+    for prefix in ("nvidia", "tesla", "geforce"):
         wanted = wanted.removeprefix(prefix)
-    for key, found in GPUS.items():
-        if wanted.startswith(key):
-            return found
+    for key, device in GPUS.items():
+        if wanted in (_plain(key), *_ALIASES.get(key, ())):
+            return device
     raise ConfigError(f"gpu is {name!r}; it must be one of {', '.join(GPUS)}")
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())

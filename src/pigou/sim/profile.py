@@ -62,6 +62,7 @@ class ProfileTiming:
             ConfigError: a table that the architecture needs is missing, or one is not known.
         """
         _check(tables, architecture)
+        gpu.check_tp(tp)
         self._layers = float(architecture.layers)
         self._tables = tables
         self._dense = _dense(tables, architecture, gpu, tp, graphs)
@@ -88,7 +89,7 @@ def profile(folder: Path, architecture: Architecture, gpu: Gpu, tp: int = 1) -> 
     Raises:
         ConfigError: there are no such tables, or they do not suit the model.
     """
-    found = find_tables(folder, architecture.name, gpu.name, tp)
+    found = find_tables(folder, architecture.name, gpu.name, tp, architecture.dtype)
     return ProfileTiming(read_tables(found, tp), architecture, gpu, tp)
 
 

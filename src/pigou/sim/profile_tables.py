@@ -17,12 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
-from pigou.sim.architecture import plain
+from pigou.sim.model_name import plain, shape_name
 from pigou.sim.yaml_file import read_yaml
 
 Floats = NDArray[np.float64]
 #: Nanoseconds in a microsecond.
 MICRO = 1000.0
+#: Number formats as folders of tables name them.
+_VARIANTS = {
+    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8", "int8": "int8",
+    "int4": "int4", "nvfp4": "nvfp4", "mxfp4": "mxfp4",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +102,15 @@ class Tables:
     skew: float
 
 
-def find_tables(folder: Path, model: str, gpu: str, tp: int) -> Path:
+def find_tables(folder: Path, model: str, gpu: str, tp: int, dtype: str) -> Path:
     """Find the folder with the tables of a model, a GPU and a degree of tensor parallelism.
 
     Args:
         folder: that folder itself, or any above it in GPU/owner/model/dtype/tpN.
-        model: name of the model; it has to start with the folder's, or the other way round.
+        model: name of the model; the folder's may differ by a variant of equal shape.
         gpu: name of the GPU.
         tp: GPUs that share the model.
+        dtype: number format of the weights; a folder that names another is refused.
 
     Raises:
         ConfigError: there is none, or more than one.
@@ -115,31 +121,46 @@ def find_tables(folder: Path, model: str, gpu: str, tp: int) -> Path:
             raise ConfigError(
                 f"profile is {str(folder)!r}, of {name}, and tp is {tp}; give both the same"
             )
+        _check_named(folder, model, gpu, dtype)
         return folder
     found = sorted(path.parent for path in folder.rglob("dense.csv"))
-    matches = [path for path in found if _matches(path, folder, model, gpu, tp)]
+    matches = [path for path in found if _matches(path, folder, model, gpu, tp, dtype)]
     if len(matches) == 1:
         return matches[0]
     names = ", ".join(str(path.relative_to(folder)) for path in matches or found) or "nothing"
     problem = "more than one fit" if matches else "none fits"
     raise ConfigError(
-        f"profile is {str(folder)!r}: {problem} model {model!r}, gpu {gpu!r}, tp {tp}; "
-        f"there is: {names}; name one of these folders"
+        f"profile is {str(folder)!r}: {problem} model {model!r}, gpu {gpu!r}, tp {tp}, {dtype} "
+        f"weights; there is: {names}; name one of these folders"
     )
 
 
-def _matches(path: Path, root: Path, model: str, gpu: str, tp: int) -> bool:
+def _check_named(folder: Path, model: str, gpu: str, dtype: str) -> None:
+    """Refuse a folder whose name or meta.yaml tells of another model, GPU or format."""
+    meta = _meta(folder)
+    told = {
+        "model": (shape_name(str(meta.get("model") or "")), shape_name(model)),
+        "gpu": (plain(str(meta.get("hardware") or "")), plain(gpu)),
+        "weights": (_VARIANTS.get(folder.resolve().parent.name, ""), dtype),
+    }
+    for name, (theirs, wanted) in told.items():
+        if theirs and theirs != wanted:
+            raise ConfigError(
+                f"profile is {str(folder)!r}, of {name} {theirs}, and asked for is {wanted}; give "
+                "tables of the same"
+            )
+
+
+def _matches(path: Path, root: Path, model: str, gpu: str, tp: int, dtype: str) -> bool:
     """Whether a folder's names, as far as it has them below the root, are those asked for."""
     parts = path.relative_to(root).parts
     if parts and parts[-1].startswith("tp") and parts[-1] != f"tp{tp}":
         return False
-    names = [plain(part) for part in parts]
-    wanted = plain(model)
-    if len(parts) >= 3:
-        named = names[-3]
-        if not (named.startswith(wanted) or wanted.startswith(named)):
-            return False
-    return len(parts) < 5 or names[0] == plain(gpu)
+    if len(parts) >= 2 and _VARIANTS.get(parts[-2], dtype) != dtype:
+        return False
+    if len(parts) >= 3 and shape_name(parts[-3]) != shape_name(model):
+        return False
+    return len(parts) < 5 or plain(parts[0]) == plain(gpu)
 
 
 def read_tables(folder: Path, tp: int = 1) -> Tables:

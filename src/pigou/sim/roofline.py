@@ -38,11 +38,12 @@ class RooflineTiming:
         """Work out what depends on the model and the GPU alone.
 
         Raises:
-            ConfigError: the model's heads cannot be shared among `tp` GPUs.
+            ConfigError: the model's heads cannot be shared among `tp` GPUs, or no link joins them.
         """
         if tp < 1 or model.heads % tp:
             raise ConfigError(f"tp is {tp}; it must divide the {model.heads} heads of the model")
-        self._products = _products(model, tp)
+        device.check_tp(tp)
+        self._products = _products(model, device, tp)
         self._rates = _rates(model, device, tp)
         self._experts, self._active = float(model.experts), float(model.active)
 
@@ -67,12 +68,18 @@ def roofline(model: Architecture, device: Gpu, tp: int = 1) -> Timing:
     return RooflineTiming(model, device, tp)
 
 
-def _products(model: Architecture, tp: int) -> np.ndarray:
-    """Rows for `roofline_kernels.roofline_durations`, shape (products, 4), of one GPU."""
-    weight = DTYPE_BYTES[model.dtype]
+def _products(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
+    """Rows for `roofline_kernels.roofline_durations`, shape (products, 4), of one GPU.
+
+    The kernel counts FLOPs at the layers' peak: those of the output layer, which is not
+    quantised, are scaled to it.
+    """
+    weight, head = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.head_dtype]
+    slower = device.peak(model.compute_dtype) / device.peak(model.head_dtype)
 
     def row(inner: float, outer: float, kind: int) -> list[float]:
-        return [2.0 * inner * outer, inner * outer * weight, (inner + outer) * WIDTH, float(kind)]
+        flops, size = 2.0 * inner * outer, inner * outer * weight
+        return [flops, size, (inner + outer) * WIDTH, float(kind)]
 
     queries = model.heads * model.head_dim / tp
     others = 2 * model.kv_heads * model.head_dim / min(tp, model.kv_heads)
@@ -84,6 +91,8 @@ def _products(model: Architecture, tp: int) -> np.ndarray:
         row(model.ffn / tp, model.hidden, kind),
         row(model.hidden, model.vocab / tp, 2),
     ]
+    rows[-1][0] *= slower
+    rows[-1][1] *= head / weight
     if model.experts:
         rows.append(row(model.hidden, model.experts, 0))
     return np.array(rows)
@@ -92,7 +101,7 @@ def _products(model: Architecture, tp: int) -> np.ndarray:
 def _rates(model: Architecture, device: Gpu, tp: int) -> np.ndarray:
     """The vector of `roofline_kernels`, shape (RATES,)."""
     rates = np.zeros(kernels.RATES)
-    rates[kernels.FLOP] = 1.0 / (device.peak(model.dtype) * device.compute)
+    rates[kernels.FLOP] = 1.0 / (device.peak(model.compute_dtype) * device.compute)
     rates[kernels.BYTE] = 1.0 / (device.bandwidth * device.streaming)
     rates[kernels.CACHE_BYTE] = 1.0 / (device.bandwidth * device.cache)
     rates[kernels.ATTENTION_FLOP] = 1.0 / (device.peak("bfloat16") * device.attention)

@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 
 from pigou.config import ConfigError, wrong
-from pigou.sim.architecture import Architecture, architecture
+from pigou.sim.architecture import Architecture
 from pigou.sim.capacity import kv_blocks
 from pigou.sim.gpus import gpu as find_gpu
 from pigou.sim.law import PRESET_WORKERS, PRESETS, Law, LawTiming
 from pigou.sim.measured import MeasuredTiming, read_measured
+from pigou.sim.model_name import architecture
 from pigou.sim.profile import profile
 from pigou.sim.roofline import roofline
 from pigou.sim.timing import Timing

@@ -20,9 +20,10 @@ MAX_ROUNDS = 20_000
 class Network:
     """Flows from sources to sinks over the edges of a directed graph, each part to its own liking.
 
-    ``edges`` lists (tail, head, cost of flow); a cost must be at least 0, and never fall. ``demands`` maps (source,
-    sink) to a flow above 0. Every simple path is listed, so graphs are to be small: ValueError
-    beyond 10,000 paths, or for a demand without a path. Flows have shape (edges,).
+    ``edges`` lists (tail, head, cost of flow); a cost must be at least 0, and never fall.
+    ``demands`` maps (source, sink) to a flow above 0. Every simple path is listed, so graphs are to
+    be small: ValueError beyond 10,000 paths, or for a demand without a path. Flows have shape
+    (edges,).
     """
 
     def __init__(

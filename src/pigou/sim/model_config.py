@@ -1,0 +1,175 @@
+"""Architectures out of a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pigou.config import ConfigError
+from pigou.sim.architecture import DTYPE_BYTES, QUANTISED, Architecture
+
+#: Model types whose layers the formulas describe, and whether their feed-forward has a gate.
+_TYPES = {
+    "llama": True, "mistral": True, "mixtral": True, "qwen2": True, "qwen3": True,
+    "qwen3_moe": True, "olmo": True, "olmo2": True, "olmoe": True, "granite": True,
+    "gemma": True, "phi3": True, "stablelm": True, "internlm2": True, "smollm3": True,
+    "glm": True, "glm4": True, "seed_oss": True, "cohere": True, "exaone4": True,
+    "nemotron": False, "starcoder2": False, "arcee": False, "phi": False, "gpt_neox": False,
+}  # fmt: skip
+#: Activations whose layer has no gate, where a file does not tell its type.
+_UNGATED = {"relu2", "relu", "gelu", "gelu_new"}
+_QK_NORM = ("qwen3", "olmo2", "olmoe", "exaone4")
+#: Keys that mean a layer which these formulas do not describe.
+_FOREIGN = {
+    "kv_lora_rank": "multi-head latent attention",
+    "n_shared_experts": "shared experts",
+    "shared_expert_intermediate_size": "shared experts",
+    "linear_num_value_heads": "linear attention",
+    "mamba_d_state": "state space layers",
+    "attention_chunk_size": "chunked attention",
+    "interleave_moe_layer_step": "experts in some layers, and a shared one",
+}
+
+
+def read_architecture(path: Path) -> Architecture:
+    """Read a Hugging Face `config.json`.
+
+    Raises:
+        ConfigError: a key is missing, or asks for layers that the formulas do not describe.
+    """
+    source = _source(path)
+    kind = str(source.get("model_type") or "")
+    if kind and kind not in _TYPES:
+        raise ConfigError(
+            f"{path}: model_type is {kind!r}: its layers cannot be timed; known are "
+            f"{', '.join(_TYPES)}"
+        )
+    for key, meaning in _FOREIGN.items():
+        if source.get(key):
+            raise ConfigError(f"{path}: {key} is {source[key]!r}: {meaning} cannot be timed")
+    if source.get("mlp_only_layers") or source.get("decoder_sparse_step", 1) != 1:
+        raise ConfigError(f"{path}: only some layers have experts: that cannot be timed")
+    _refuse_windows(path, source)
+    heads = _number(path, source, "num_attention_heads")
+    hidden = _number(path, source, "hidden_size")
+    experts = _number(path, source, "num_experts", 0)
+    experts = experts or _number(path, source, "num_local_experts", 0)
+    sparse = bool(source.get("moe_intermediate_size")) and experts > 0
+    dtype, compute = _formats(path, source)
+    return Architecture(
+        name=str(source.get("_name_or_path") or path.resolve().parent.name),
+        layers=_number(path, source, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_number(path, source, "num_key_value_heads", heads),
+        head_dim=_number(path, source, "head_dim", hidden // max(heads, 1)),
+        ffn=_number(path, source, "moe_intermediate_size" if sparse else "intermediate_size"),
+        vocab=_number(path, source, "vocab_size"),
+        tied=bool(source.get("tie_word_embeddings", False)),
+        gated=_TYPES.get(kind, source.get("hidden_act", "silu") not in _UNGATED),
+        qk_norm=kind.startswith(_QK_NORM),
+        experts=experts,
+        active=_number(path, source, "num_experts_per_tok", 0) if experts else 0,
+        dtype=dtype,
+        compute=compute,
+        kv_dtype="bfloat16" if dtype in QUANTISED else dtype,
+        context=_number(path, source, "max_position_embeddings", 131_072),
+    )
+
+
+def _refuse_windows(path: Path, source: Mapping[str, Any]) -> None:
+    """Refuse layers that see a part of the context only."""
+    for kind in source.get("layer_types") or ():
+        if kind != "full_attention":
+            raise ConfigError(f"{path}: layer_types has {kind}: that cannot be timed")
+    window, context = source.get("sliding_window"), source.get("max_position_embeddings")
+    used = source.get("use_sliding_window", str(source.get("model_type")) in ("mistral", "mixtral"))
+    if used and isinstance(window, int) and isinstance(context, int) and window < context:
+        raise ConfigError(f"{path}: sliding_window is {window}: that cannot be timed")
+
+
+def _source(path: Path) -> dict[str, Any]:
+    """Return what a file says of the model, or of the part of it that is of text."""
+    try:
+        source = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}; give the config.json of a model") from None
+    text = source.get("text_config") or {} if isinstance(source, dict) else None
+    if not isinstance(text, dict):
+        raise ConfigError(f"{path}: it is no object of keys; give the config.json of a model")
+    return {**source, **text}
+
+
+def _number(path: Path, source: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a whole number; `default`, where there is one, stands for none and for null."""
+    value = source.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int):
+        raise ConfigError(f"{path}: {key} is {value!r}; it must be a whole number")
+    return value
+
+
+def _formats(path: Path, source: Mapping[str, Any]) -> tuple[str, str]:
+    """Number formats of the weights, and of products where it is another."""
+    quantised = source.get("quantization_config") or {}
+    if not isinstance(quantised, dict):
+        raise ConfigError(f"{path}: quantization_config is {quantised!r}; it must have keys")
+    if quantised:
+        return _quantised(path, quantised)
+    dtype = str(source.get("torch_dtype") or source.get("dtype") or "bfloat16")
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"{path}: dtype is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
+    return dtype, ""
+
+
+def _quantised(path: Path, keys: Mapping[str, Any]) -> tuple[str, str]:  # noqa: PLR0911
+    """Formats by `quant_method`; weights of 4 or 8 bits alone are computed in bfloat16."""
+    method = str(keys.get("quant_method") or "")
+    bits = keys.get("bits", keys.get("w_bit", 4))
+    match method:
+        case "fp8" | "fbgemm_fp8":
+            return "fp8", ""
+        case "mxfp4":
+            return "mxfp4", ""
+        case "awq" | "gptq" if bits == 4:
+            return "int4", ""
+        case "awq" | "gptq" if bits == 8:
+            return "int8", "bfloat16"
+        case "bitsandbytes" if keys.get("load_in_4bit") or keys.get("load_in_8bit"):
+            return ("int4", "") if keys.get("load_in_4bit") else ("int8", "bfloat16")
+        case "modelopt" | "modelopt_fp4":
+            algorithm = str(keys.get("quant_algo") or "").upper()
+            if algorithm in ("FP8", "NVFP4"):
+                return algorithm.lower(), ""
+            raise ConfigError(f"{path}: quant_algo is {algorithm!r}; known: FP8, NVFP4")
+        case "compressed-tensors":
+            return _compressed(path, keys)
+    raise ConfigError(
+        f"{path}: quant_method is {method!r} with {bits} bits; known: fp8, fbgemm_fp8, mxfp4, "
+        "modelopt, compressed-tensors, bitsandbytes, and awq and gptq with 4 or 8 bits"
+    )
+
+
+def _compressed(path: Path, keys: Mapping[str, Any]) -> tuple[str, str]:
+    """Formats of a compressed-tensors checkpoint, all of whose groups must be alike."""
+    groups = keys.get("config_groups")
+    seen = set()
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
+        seen.add((weights.get("type"), weights.get("num_bits"), inputs.get("num_bits")))
+    known: dict[tuple[Any, Any, Any], tuple[str, str]] = {
+        ("float", 8, 8): ("fp8", ""), ("float", 8, None): ("fp8", "bfloat16"),
+        ("int", 8, 8): ("int8", ""), ("int", 8, None): ("int8", "bfloat16"),
+        ("int", 4, None): ("int4", ""), ("float", 4, 4): ("nvfp4", ""),
+        ("float", 4, None): ("nvfp4", "bfloat16"),
+    }  # fmt: skip
+    formats = known.get(next(iter(seen))) if len(seen) == 1 else None
+    if formats is None:
+        raise ConfigError(
+            f"{path}: config_groups has (type, bits, bits of activations) {sorted(map(str, seen))};"
+            f" one of {', '.join(map(str, known))} can be timed"
+        )
+    return formats
