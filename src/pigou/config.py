@@ -236,6 +236,9 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         max_inflight: most requests that one decode worker is given at once; 0 asks the worker's
             own `max_seqs`; when it did not say, there is no limit, or one that is learned where
             the order holds requests back.
+        max_request_inflight: most sequences of one client's request (`n`, and its prompts) that
+            run at once on the fleet; 0 takes as many as at most double the step of a worker
+            (`pigou.control.admission.groups`).
         max_inflight_tokens: most tokens that one decode worker is given to hold at once (uncached
             prompts and expected output); 0 takes its KV capacity, where that is known.
         prefill_ahead_ms: a worker is sent no more prompts while those it has take longer than so
@@ -258,6 +261,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_queued: int = 1024
     max_queued_tokens: int = 0
     max_inflight: int = 0
+    max_request_inflight: int = 0
     max_inflight_tokens: int = 0
     prefill_ahead_ms: int = 0
     queue_timeout: int = 60_000_000_000
@@ -267,7 +271,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """Refuse values that no control plane could work with."""
         for name in (
             "max_queued", "max_queued_tokens", "max_inflight", "max_inflight_tokens",
-            "prefill_ahead_ms", "queue_timeout", "seed", "max_decisions",
+            "max_request_inflight", "prefill_ahead_ms", "queue_timeout", "seed", "max_decisions",
         ):  # fmt: skip
             _at_least(name, getattr(self, name), 0)
         for tenant, weight in self.tenant_weights.items():

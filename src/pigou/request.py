@@ -88,7 +88,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):  # made in a tenth of a da
         expiry: when what is cached under its tenure becomes void, in nanoseconds since 1970.
         group: id of the client's request that it is one sequence of; empty for one that is alone.
         held: sequences of that group that its driver has not submitted yet.
-        held_tokens: that those ask for, prompt and output.
+        held_tokens: of the prompts of those.
     """
 
     id: str

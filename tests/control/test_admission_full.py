@@ -94,7 +94,7 @@ def test_those_that_wait_are_the_most_urgent_that_came(urgency: list[int], most:
 
 def group(number: int, held: int, **fields: Any) -> Request:
     id_ = "g" if number == 0 else f"g{number}"
-    return Request(id_, 10, 8, group="g", held=held, held_tokens=18 * held, **fields)
+    return Request(id_, 10, 8, group="g", held=held, held_tokens=10 * held, **fields)
 
 
 def test_each_sequence_of_a_request_counts_in_the_queue() -> None:

@@ -129,6 +129,13 @@ def serve(
     max_inflight: Annotated[
         int, typer.Option(help="Streams of one decode worker; 0 asks the worker.")
     ] = 0,
+    max_request_inflight: Annotated[
+        int,
+        typer.Option(
+            help="Sequences of one request (n, prompts) that run at once; 0 takes as many as at "
+            "most double a worker's step."
+        ),
+    ] = 0,
     max_inflight_tokens: Annotated[
         int, typer.Option(help="Tokens that it is given to hold; 0 takes its KV capacity.")
     ] = 0,
@@ -239,6 +246,7 @@ def serve(
             policy, controller, detector, temperature=temperature, softmax=softmax,
             admission=admission, weights=tenant_weights, max_queued=max_queued,
             max_queued_tokens=max_queued_tokens, max_inflight=max_inflight,
+            max_request_inflight=max_request_inflight,
             max_inflight_tokens=max_inflight_tokens, prefill_ahead_ms=prefill_ahead,
             queue_timeout=nanoseconds("--queue-timeout", queue_timeout), peer_reads=peer_reads,
             index={

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
 from pigou.control.admission.desk import Chosen, Desk
+from pigou.control.admission.groups import has_place, most_of_one
 from pigou.control.admission.queue import WaitQueue
 from pigou.control.admission.room import least_seconds
 from pigou.control.admission.waiting import Waiting
@@ -118,6 +119,31 @@ class ControlPlane:
         return self.desk.submit(
             waiting, now, self.state.row, least, lambda each: self._choose(each, now, fleet)
         )
+
+    def may_add(self, own: int, prompt: int, max_tokens: int, now: int) -> bool:
+        """Whether another sequence of a client's request may be submitted now.
+
+        Args:
+            own: sequences of that request which are submitted, and have not ended.
+            prompt: tokens of the next one's prompt.
+            max_tokens: most tokens that it generates.
+            now: nanoseconds.
+        """
+        if own == 0:
+            return True
+        tokens = prompt + int(self.watch.estimator.output(max_tokens))
+        most = self.config.max_request_inflight
+        known = self.watch.estimates(now)
+        room = self.desk.room
+        if own >= most_of_one(self.state, known, room, most):
+            return False
+        if len(self.queue):
+            return self.desk.queue.order.holds_back  # it decides who of them goes first
+        return has_place(tokens, self.state, known, room)
+
+    def computes(self, request: str) -> bool:
+        """Whether a routed request's prompt is still to be computed, as far as is known."""
+        return self._computes(request) is not None
 
     def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
         """Take in a fact; return the decisions that it sets free, for queued requests."""

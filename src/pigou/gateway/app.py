@@ -26,6 +26,7 @@ from pigou.gateway.generate import Generator
 from pigou.gateway.guard import current_key, guard, unauthorized
 from pigou.gateway.intake import read
 from pigou.gateway.keys import NO_KEY, Key, Keys
+from pigou.gateway.limits import KeyUsage
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.outlet import ClientStalled, Outlet
 from pigou.gateway.overrides import HEADER, read_overrides
@@ -116,6 +117,7 @@ class _Routes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._generator = Generator(gateway.pilot, gateway.metrics)
+        self._usage = KeyUsage()
         gateway.metrics.add_fleet(gateway.board.gauges)
         gateway.metrics.add(Game(gateway.board.prices))
         index = gateway.pilot.plane.index
@@ -149,6 +151,10 @@ class _Routes:
         )
         self._check_model(call.body.get("model"))
         self._check_deadline(call)
+        with self._usage.accepted(key.digest, key.limits, call):
+            return await self._serve(request, call)
+
+    async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
         await self._gateway.pilot.read(call)
         if not call.stream:
             reply = await self._generator.whole(call)

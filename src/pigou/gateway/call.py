@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pigou.control.messages import Choice
 from pigou.gateway.asked import Asked
 from pigou.request import NEVER, BlockKeys, Request
+
+if TYPE_CHECKING:
+    from pigou.gateway.limits import Share
 
 #: Fields of a JSON body, the untouched ones still encoded (`msgspec.Raw`).
 Body: TypeAlias = dict[str, Any]
@@ -46,6 +49,13 @@ class Call:
         keys: the router's keys of the prompt's blocks, by block size; none while unknown.
         overrides: parameters of the routing policy, for this request.
         choice: the workers that it was sent to last; None before.
+        choices: sequences for each prompt (`n`).
+        prompts: as the client sent them; None for the one of a chat.
+        group: id of the request that it is one sequence of; empty for one that is alone.
+        held: sequences of that request that were not sent when this one was.
+        held_tokens: of the prompts of those.
+        share: what it has of its key's limits; None without.
+        on_route: told of the workers each time that it is sent to some.
     """
 
     id: str
@@ -71,6 +81,13 @@ class Call:
     keys: Mapping[int, BlockKeys] = field(default_factory=dict, repr=False)
     overrides: Mapping[str, float] = field(default_factory=dict)
     choice: Choice | None = None
+    choices: int = 1
+    prompts: Sequence[Any] = (None,)
+    group: str = ""
+    held: int = 0
+    held_tokens: int = 0
+    share: Share | None = field(default=None, repr=False)
+    on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
 
     @property
     def path(self) -> str:
@@ -105,4 +122,7 @@ class Call:
             overrides=self.overrides,
             streamed=self.stream,
             splits=self.splits,
+            group=self.group,
+            held=self.held,
+            held_tokens=self.held_tokens,
         )

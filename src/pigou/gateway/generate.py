@@ -12,7 +12,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.messages import FirstToken, PrefillDone, ReadFailed, Route, Tokens
-from pigou.gateway import chunks
+from pigou.gateway import chunks, sequences
 from pigou.gateway.call import COMPLETIONS, Body, Call
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.lender import lent
@@ -50,6 +50,15 @@ class Generator:
         Raises:
             APIError: no worker could serve it. Rejected: a worker refused it.
         """
+        if sequences.splits(call):
+            reply = await sequences.whole(self._pilot, call, self._whole)
+        else:
+            reply = await self._whole(call)
+        self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
+        return reply
+
+    async def _whole(self, call: Call) -> bytes:
+        """Return the reply of one sequence, or of several that are not to be split."""
         reason = FinishReason.ABORT
         try:
             reply = await self._persist(Relay(call), self._fetch)
@@ -58,8 +67,7 @@ class Generator:
             reason = FinishReason.ERROR
             raise
         finally:
-            self._pilot.end(call.id, reason)
-        self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
+            self._end(call, reason)
         return reply
 
     async def stream(self, call: Call, outlet: Outlet) -> None:
@@ -69,6 +77,14 @@ class Generator:
             APIError, Rejected: as `whole`; when something was written before, the caller ends the
                 stream with an error event.
         """
+        if sequences.splits(call):
+            await sequences.stream(self._pilot, call, outlet, self._stream)
+        else:
+            await self._stream(call, outlet)
+        self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
+
+    async def _stream(self, call: Call, outlet: Outlet) -> None:
+        """Stream one sequence, or several that are not to be split."""
 
         async def attempt(relay: Relay, tried: frozenset[str]) -> bytes:
             await self._relay(relay, tried, outlet)
@@ -84,10 +100,15 @@ class Generator:
             reason = FinishReason.ERROR
             raise
         finally:
-            self._pilot.end(call.id, reason)
+            self._end(call, reason)
             self._metrics.generation_tokens.labels(call.tenant).inc(relay.counted)
             self._metrics.prompt_tokens.labels(call.tenant).inc(relay.transcript.prompt_size)
-        self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
+
+    def _end(self, call: Call, reason: FinishReason) -> None:
+        """A sequence is over."""
+        self._pilot.end(call.id, reason)
+        if call.share is not None:
+            call.share.ended(call.id)
 
     async def _persist(
         self,
@@ -118,12 +139,18 @@ class Generator:
         raise _surrender(last)
 
     async def _route(self, call: Call, relay: Relay, tried: frozenset[str]) -> Route:
+        if call.share is not None:
+            await call.share.take(call.id)
         request = call.request(len(relay.transcript.tokens))
         try:
             route = await self._pilot.route(request, tried)
         except ConfigError as error:
             raise refused(error) from error
         call.choice = route.choice
+        if call.share is not None and not tried:
+            call.share.sent()
+        if call.on_route is not None:
+            call.on_route(route.choice)
         why = self._pilot.plane.decision(call.id)
         computes = self._pilot.upstreams.get(route.choice.prefill or route.choice.decode)
         if why is not None and computes is not None:

@@ -88,7 +88,8 @@ def read(
 
 def _call(asked: Asked, body: Body, chat: bool) -> Call:
     prompts, tokens = (1, _chat_size(asked)) if chat else _prompt_size(asked.prompt)
-    single = prompts == 1 and (asked.n or 1) == 1
+    choices = max(1, asked.n or 1)
+    single = prompts == 1 and choices == 1
     stream = bool(asked.stream)
     wanted = asked.max_completion_tokens or asked.max_tokens
     call = Call(
@@ -108,6 +109,8 @@ def _call(asked: Asked, body: Body, chat: bool) -> Call:
         priority=asked.priority or 0,
         deadline_ms=asked.deadline_ms,
         asked=asked,
+        choices=choices,
+        prompts=asked.prompt if prompts > 1 else (None,) if chat else _prompts(asked.prompt),
     )
     body.pop("request_id", None)
     if stream:
@@ -129,6 +132,12 @@ def _prompt_size(prompt: Any) -> tuple[int, int]:
         if isinstance(item, str | list)
     ]
     return len(prompt), sum(sizes)
+
+
+def _prompts(prompt: Any) -> tuple[Any, ...]:
+    """Return the one prompt of a request, out of its list if it is in one."""
+    alone = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    return (prompt[0] if alone else prompt,)
 
 
 def _chat_size(asked: Asked) -> int:

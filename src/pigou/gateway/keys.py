@@ -14,7 +14,9 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.gateway.grant import OPEN, Fixed, Grant, May
+from pigou.gateway.limits import Limits
 
+NO_LIMITS = Limits()
 _TENANT = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 #: Files in which each key says what its requests may do; others have a line for each key.
@@ -32,6 +34,7 @@ class Key:
     digest: bytes
     grant: Grant = OPEN
     admin: bool = False
+    limits: Limits = NO_LIMITS
 
 
 #: What everybody has where there are no keys.
@@ -46,6 +49,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tenure: Fixed = Fixed()
     may: May = May()
     admin: bool = False
+    limits: Limits = NO_LIMITS
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -66,9 +70,9 @@ class Keys:
         """Read a file.
 
         A `.yaml` or `.json` file has `keys`, a list of `tenant`, `sha256`, `tenure`, `may`
-        (`pigou.gateway.grant`) and `admin`. Any other has lines `TENANT:SHA256_HEX` or
-        `TENANT:SHA256_HEX:admin`, whose requests may set all of their tenure; empty lines and
-        lines with # are skipped.
+        (`pigou.gateway.grant`), `admin` and `limits` (`pigou.gateway.limits`). Any other has lines
+        `TENANT:SHA256_HEX` or `TENANT:SHA256_HEX:admin`, whose requests may set all of their
+        tenure; empty lines and lines with # are skipped.
 
         Raises:
             ConfigError: the file cannot be read, has a bad entry, or no key, or one twice.
@@ -151,7 +155,8 @@ def _key(entry: _Entry, where: str) -> Key:
         )
     grant = Grant(tenure=entry.tenure, may=entry.may)
     grant.check(where)
-    return Key(entry.tenant, bytes.fromhex(entry.sha256), grant, entry.admin)
+    entry.limits.check(where)
+    return Key(entry.tenant, bytes.fromhex(entry.sha256), grant, entry.admin, entry.limits)
 
 
 def _check_tenant(tenant: str, where: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from pigou.background import Background
 from pigou.control.messages import (
@@ -74,6 +74,7 @@ class Pilot:
         self.timed: Callable[[float], None] = _ignore
         self._queued: dict[str, asyncio.Future[Route]] = {}
         self._relays: dict[str, tuple[Relay, int]] = {}
+        self._woken: set[asyncio.Event] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._assessing: asyncio.Task[None] | None = None
 
@@ -120,8 +121,22 @@ class Pilot:
 
     async def read(self, call: Call) -> None:
         """Put the prompt's tokens and block keys into a call, as far as they can be known."""
-        if self.prompts is not None:
+        if self.prompts is not None and call.single:
             await self.prompts.read(call, list(self.upstreams.values()))
+
+    def may_add(self, call: Call, own: int) -> bool:
+        """Whether another sequence of a request may be sent; `own` of them are under way."""
+        prompt = max(1, call.prompt // len(call.prompts))
+        return self.plane.may_add(own, prompt, call.max_tokens, time.monotonic_ns())
+
+    @contextmanager
+    def woken(self, event: asyncio.Event) -> Iterator[None]:
+        """Within it, an event is set at each tick."""
+        self._woken.add(event)
+        try:
+            yield
+        finally:
+            self._woken.discard(event)
 
     async def route(self, request: Request, exclude: frozenset[str]) -> Route:
         """Submit a request and wait for its route.
@@ -205,6 +220,8 @@ class Pilot:
                     self._relays[request] = (relay, relay.counted)
                     self.observe(Tokens(request, relay.counted - told))
             self._wake(self._told.tick(time.monotonic_ns()))
+            for event in self._woken:
+                event.set()
 
 
 def _ignore(_: float) -> None:

@@ -90,7 +90,7 @@ class Desk:
             refusal = self.queue.refusal(waiting) if waiting.request.held else None
             if refusal is not None and not self._displace(waiting, refusal, now):
                 return self._shed(waiting, refusal, now)
-            self.queue.shares.hold(waiting.request)
+            self.queue.shares.hold(waiting)
         alone = not self.queue and not waiting.returned
         if alone and (found := choose(waiting)) is not None:
             self.queue.passed(waiting, found.uncached)
@@ -181,12 +181,15 @@ class Desk:
         """Return the priority that workers are sent, None for the client's own.
 
         A tenant that has several requests waiting asks for more than it gets, and counts as one
-        `above` its part, unless it is alone.
+        `above` its part, unless it is alone. Further sequences of a request yield to other
+        requests inside the workers too, where neither order nor client says otherwise.
         """
         tenant, weight, order = waiting.request.tenant, waiting.weight, self.queue.order
         if not above and self.queue.shares.held(tenant)[0] > 1:
             above = not order.behind(waiting) and self.activity.part(tenant, weight) < 1.0
-        return order.priority(waiting, above)
+        told = order.priority(waiting, above)
+        background = waiting.request.later and not waiting.request.priority
+        return int(background) if told is None and background else told
 
     def began(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:
         """A request was routed to decode on worker `row`; `fleet` is as it saw it."""

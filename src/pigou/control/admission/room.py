@@ -124,6 +124,24 @@ class Room:
         found: Flags = columns.decodes & ((most == 0) | (columns.decode_requests < most))
         return found
 
+    def slots(self, state: State, unlimited: int) -> Counts:
+        """Return the streams that each worker runs at once, `unlimited` where nobody said."""
+        most: Counts = state.columns.max_seqs
+        if self._most:
+            most = np.full(len(most), self._most)
+        elif self._bound is not None:
+            most = self._bound.of(most, state.ids)
+        found: Counts = np.where(most > 0, most, unlimited)
+        return found
+
+    def budget(self, state: State) -> Counts:
+        """Return the tokens that each worker may hold at once, (workers,); 0 for no limit."""
+        columns = state.columns
+        if self._budget:
+            return np.full(len(state.ids), self._budget)
+        found: Counts = columns.blocks * columns.block_size
+        return found
+
     def held(self, state: State) -> Counts:
         """Return the tokens that each worker holds, or is to hold, (workers,)."""
         expected = [self._tokens.get(worker, 0) for worker in state.ids]

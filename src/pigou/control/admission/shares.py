@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from pigou.control.admission.activity import Activity
 from pigou.control.admission.waiting import Waiting
-from pigou.request import Request
 
 #: All that wait may be this many times the bound, so that reserved shares stay open.
 _OVERFLOW = 2
@@ -66,12 +65,13 @@ class Shares:
         """Count out a request that waited."""
         self._count(waiting.request.tenant, -1, -waiting.tokens)
 
-    def hold(self, request: Request) -> None:
+    def hold(self, waiting: Waiting) -> None:
         """Count the sequences of a group that follow this one, in place of those before."""
+        request = waiting.request
         self.release(request.group)
         if request.held > 0:
-            self._groups[request.group] = request.tenant, request.held, request.held_tokens
-            self._count(request.tenant, request.held, request.held_tokens)
+            self._groups[request.group] = request.tenant, request.held, waiting.held_tokens
+            self._count(request.tenant, request.held, waiting.held_tokens)
 
     def release(self, group: str) -> None:
         """Count out what follows of a group; an unknown one is no error."""
@@ -98,7 +98,7 @@ class Shares:
         asks, total = 1 + waiting.request.held, self.requests - len(without)
         found = _refusal("requests", self.most, total, requests, asks, part)
         if found is None and self.most_tokens:
-            asks = waiting.tokens + waiting.request.held_tokens
+            asks = waiting.tokens + waiting.held_tokens
             total = self.tokens - sum(each.tokens for each in without)
             found = _refusal("tokens", self.most_tokens, total, tokens, asks, part)
         return found

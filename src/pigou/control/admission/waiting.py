@@ -43,6 +43,11 @@ class Waiting(msgspec.Struct, eq=False):
         """What it asks of the fleet: uncached prompt plus expected output tokens."""
         return self.uncached + self.output
 
+    @property
+    def held_tokens(self) -> int:
+        """What the sequences of its group ask for that were not submitted yet."""
+        return self.request.held_tokens + self.request.held * self.output
+
 
 class Heap:
     """Waiting requests by key, the least first; those of equal keys in the order of `serial`.

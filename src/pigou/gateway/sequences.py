@@ -1,0 +1,323 @@
+"""A request of several sequences (`n`, a list of prompts), served as one request for each.
+
+Each sequence is admitted, charged, routed and retried by itself. So a few run at a time, and
+others get their turn; and each of them goes on elsewhere when its worker fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from pigou.control.messages import Choice, GroupEnded
+from pigou.gateway.call import Call
+from pigou.gateway.outlet import _HIGH_WATER as HIGH_WATER
+from pigou.gateway.outlet import Outlet
+from pigou.gateway.pilot import Pilot
+from pigou.wire.errors import bad_request
+from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
+
+#: Most sequences that one request may ask for.
+MAX_SEQUENCES = 1024
+#: Fields under which the sequences of a request depend on each other; their neutral values.
+_JOINED: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (None, False),
+    "best_of": (None, 1),
+}
+_DETAILS, _CACHED = "prompt_tokens_details", "cached_tokens"
+#: Characters of a request id that are kept before a sequence's number.
+_ID = 240
+
+
+def splits(call: Call) -> bool:
+    """Whether a request is served as one request for each of its sequences.
+
+    Raises:
+        APIError: 400, it asks for more than `MAX_SEQUENCES`.
+    """
+    total = call.choices * len(call.prompts)
+    if total > MAX_SEQUENCES:
+        raise bad_request(
+            f"prompt and n ask for {total} sequences; at most {MAX_SEQUENCES} work in one "
+            "request: send several requests.",
+            "prompt" if len(call.prompts) > 1 else "n",
+        )
+    return total > 1 and all(
+        _value(call.body.get(name)) in (*neutral, *((call.choices,) if name == "best_of" else ()))
+        for name, neutral in _JOINED.items()
+    )
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    """One sequence under way; `routed` is set once it has workers, or is over."""
+
+    call: Call
+    index: int
+    routed: asyncio.Event
+
+
+#: Serves one sequence.
+Serve = Callable[[Call, int], Awaitable[None]]
+
+
+class Sequences:
+    """Serves the sequences of one request, a few at a time.
+
+    The choices of one prompt follow once the prompt is computed for the first of them: then they
+    find its blocks in the cache.
+    """
+
+    def __init__(self, pilot: Pilot, call: Call) -> None:
+        self._pilot = pilot
+        self._call = call
+        self._total = call.choices * len(call.prompts)
+        self._first = deque(range(0, self._total, call.choices))
+        self._next: deque[int] = deque()
+        self._leading: dict[int, Call] = {}
+        self._active: dict[int, _Sequence] = {}
+        self._wake = asyncio.Event()
+
+    async def run(self, serve: Serve) -> None:
+        """Serve them all.
+
+        Raises:
+            APIError, Rejected: the first failure of any; the others are ended.
+        """
+        try:
+            with self._pilot.woken(self._wake):
+                async with asyncio.TaskGroup() as tasks:
+                    for sent in range(1, self._total + 1):
+                        index = await self._turn()
+                        sequence = self._begin(index, self._total - sent)
+                        tasks.create_task(self._one(sequence, serve))
+                        await sequence.routed.wait()  # one of them waits for a worker at a time
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        finally:
+            self._pilot.observe(GroupEnded(self._call.id))
+
+    def looked(self) -> None:
+        """Something happened that may let the next one go."""
+        self._wake.set()
+
+    async def _turn(self) -> int:
+        """Wait until another sequence may go; return its number."""
+        while True:
+            self._follow()
+            waiting = self._next or self._first
+            if waiting and self._pilot.may_add(self._call, len(self._active)):
+                return waiting.popleft()
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _follow(self) -> None:
+        """Let the other choices go of prompts that are computed."""
+        for index, leader in list(self._leading.items()):
+            if index not in self._active or not self._pilot.plane.computes(leader.id):
+                del self._leading[index]
+                self._next.extend(range(index + 1, index + self._call.choices))
+
+    def _begin(self, index: int, held: int) -> _Sequence:
+        routed = asyncio.Event()
+
+        def told(choice: Choice) -> None:
+            self._call.choice = self._call.choice or choice
+            routed.set()
+
+        prompts = -(-held // self._call.choices)  # those of the other choices are cached
+        call = one_of(self._call, index)
+        call.held, call.held_tokens = held, prompts * call.prompt
+        call.on_route = told
+        if self._call.choices > 1 and index % self._call.choices == 0:
+            self._leading[index] = call
+        found = self._active[index] = _Sequence(call, index, routed)
+        return found
+
+    async def _one(self, sequence: _Sequence, serve: Serve) -> None:
+        try:
+            await self._pilot.read(sequence.call)
+            await serve(sequence.call, sequence.index)
+        finally:
+            del self._active[sequence.index]
+            sequence.routed.set()
+            self._wake.set()
+
+
+def one_of(call: Call, index: int) -> Call:
+    """Return sequence `index` of a request as a request of its own.
+
+    Choice j of a seeded request is what the same request yields with seed + j.
+    """
+    place, sample = divmod(index, call.choices)
+    prompt = call.prompts[place]
+    body = {name: value for name, value in call.body.items() if name not in ("n", "best_of")}
+    changes: dict[str, Any] = {"n": 1}
+    if prompt is not None:
+        body["prompt"] = changes["prompt"] = prompt
+    if call.asked.seed is not None:
+        body["seed"] = changes["seed"] = call.asked.seed + sample
+    return replace(
+        call,
+        id=secrets.token_hex(16) if index else call.id,
+        wire_id=f"{call.wire_id[:_ID]}-{index}",
+        body=body,
+        prompt=max(1, call.prompt // len(call.prompts)),
+        single=True,
+        splits=not call.asked.scores_prompt(call.chat),
+        asked=msgspec.structs.replace(call.asked, **changes),
+        arrival=time.monotonic_ns() if index else call.arrival,
+        choices=1,
+        prompts=(prompt,),
+        group=call.id,
+        choice=None,
+        keys={},
+    )
+
+
+async def whole(pilot: Pilot, call: Call, serve: Callable[[Call], Awaitable[bytes]]) -> bytes:
+    """Return the JSON body of a reply with all choices, `serve` being that of one sequence."""
+    replies: dict[int, dict[str, Any]] = {}
+
+    async def one(sequence: Call, index: int) -> None:
+        replies[index] = msgspec.json.decode(await serve(sequence))
+
+    await Sequences(pilot, call).run(one)
+    usage = Usage(call.choices)
+    choices = []
+    for index in sorted(replies):
+        reply = replies[index]
+        usage.add(index, reply.get("usage"))
+        choices += [choice | {"index": index} for choice in reply.get("choices", ())]
+    first = replies[0]
+    body = first | {"id": _common(first.get("id"), call, 0), "choices": choices}
+    return msgspec.json.encode(body | ({"usage": usage.total} if usage.total else {}))
+
+
+async def stream(
+    pilot: Pilot, call: Call, outlet: Outlet, serve: Callable[[Call, Outlet], Awaitable[None]]
+) -> None:
+    """Stream all choices to `outlet`, `serve` being that of one sequence."""
+    sequences, joined = Sequences(pilot, call), _Joined(call, outlet)
+
+    async def one(sequence: Call, index: int) -> None:
+        await serve(sequence, _Choice(joined, index, sequences.looked))
+
+    await sequences.run(one)
+    await outlet.write(joined.end())
+
+
+class Usage:
+    """Adds the usage of sequences up; a prompt counts once, whatever its choices.
+
+    Attributes:
+        total: of all that were added; empty while there was none.
+    """
+
+    def __init__(self, choices: int) -> None:
+        self.total: dict[str, Any] = {}
+        self._choices = choices
+
+    def add(self, index: int, usage: dict[str, Any] | None) -> None:
+        """Add what the reply of sequence `index` said."""
+        if usage is None:
+            return
+        total, leads = self.total, index % self._choices == 0
+        for name in ("prompt_tokens", "completion_tokens"):
+            more = usage.get(name) or 0
+            total[name] = total.get(name, 0) + (more if leads or name[0] == "c" else 0)
+        total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
+        details = usage.get(_DETAILS)
+        if leads and isinstance(details, dict):
+            known = total.setdefault(_DETAILS, {_CACHED: 0})
+            known[_CACHED] += details.get(_CACHED) or 0
+
+
+class _Joined:
+    """What the chunks of all sequences have in common."""
+
+    def __init__(self, call: Call, outlet: Outlet) -> None:
+        self.call = call
+        self.outlet = outlet
+        self.usage = Usage(call.choices)
+        self._head: dict[str, Any] = {}
+        self._last: dict[str, Any] | None = None
+        self._writing = asyncio.Lock()  # the first write sends the head
+
+    async def write(self, frames: bytes) -> None:
+        """Send whole frames; waits while the client is slow."""
+        async with self._writing:
+            await self.outlet.write(frames)
+
+    def fit(self, payload: bytes, index: int) -> bytes:
+        """Return a chunk of sequence `index` for the client; empty for its usage."""
+        body: dict[str, Any] = msgspec.json.decode(payload)
+        if not self._head:
+            names = ("created", "model")
+            self._head = {name: body[name] for name in names if name in body}
+            self._head["id"] = _common(body.get("id"), self.call, index)
+        body |= self._head
+        if not body.get("choices"):
+            self.usage.add(index, body.get("usage"))
+            self._last = body
+            return b""
+        for choice in body["choices"]:
+            choice["index"] = index
+        return frame(msgspec.json.encode(body))
+
+    def end(self) -> bytes:
+        """Return the frames that end the stream."""
+        if self._last is None:
+            return DONE
+        return frame(msgspec.json.encode(self._last | {"usage": self.usage.total})) + DONE
+
+
+class _Choice(Outlet):
+    """The outlet of one sequence: its chunks become those of one choice of the reply."""
+
+    def __init__(self, joined: _Joined, index: int, looked: Callable[[], None]) -> None:
+        self._joined, self._index, self._looked = joined, index, looked
+        self._reader = Reader()
+        self._begun = False
+
+    @property
+    def open(self) -> bool:
+        """Whether the client has got anything."""
+        return self._joined.outlet.open
+
+    @property
+    def fast(self) -> bool:
+        """Chunks have to be rewritten."""
+        return False
+
+    async def write(self, data: bytes) -> None:
+        """Send whole SSE frames; waits while the client is slow."""
+        payloads = [each for each in self._reader.feed(data) if each != DONE_PAYLOAD]
+        frames = b"".join(self._joined.fit(each, self._index) for each in payloads)
+        if not self._begun:
+            self._begun = True
+            self._looked()
+        if frames:
+            await self._joined.write(frames)
+
+    async def drain(self, most: int = HIGH_WATER) -> None:
+        """Wait until the client has taken enough."""
+        await self._joined.outlet.drain(most)
+
+
+def _common(id_: Any, call: Call, index: int) -> Any:
+    """Return the reply's id for the id of sequence `index`."""
+    if not isinstance(id_, str):
+        return id_
+    return id_.replace(f"{call.wire_id[:_ID]}-{index}", call.wire_id, 1)
+
+
+def _value(raw: Any) -> Any:
+    return msgspec.json.decode(raw) if isinstance(raw, msgspec.Raw) else raw
