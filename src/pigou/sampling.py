@@ -16,10 +16,14 @@ class Grammar:
         kind: the language that `source` is written in.
         source: a JSON schema as text, a regular expression, a Lark grammar, or a JSON list of
             strings (`choice`); empty for `json_object`.
+        flexible: JSON may have white space between its parts.
+        whitespace: regular expression of that white space; None for the usual characters.
     """
 
     kind: GrammarKind
     source: str = ""
+    flexible: bool = False
+    whitespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

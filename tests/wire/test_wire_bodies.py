@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pigou.sampling import Grammar
 from pigou.wire import checks, replies
 from pigou.wire.errors import REFUSED, APIError
+from pigou.wire.grammars import grammar
 from pigou.wire.openai import WITHOUT_MEANING, ChatRequest, decode_chat, decode_completion
 from pigou.wire.replies import Chunk, Stream
 from pigou.wire.sampling import Defaults, Limits, sampling_params
@@ -28,7 +29,9 @@ def completion(**fields: Any) -> Any:
 
 
 def params(request: Any, prompt: int = 10, defaults: Defaults | None = None) -> Any:
-    return sampling_params(request, prompt, LIMITS, defaults or Defaults(), seed=3)
+    return sampling_params(
+        request, prompt, LIMITS, defaults or Defaults(), seed=3, grammar=grammar(request)
+    )
 
 
 json_values = st.recursive(

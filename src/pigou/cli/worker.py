@@ -164,6 +164,13 @@ def worker(
     kv_lease: Annotated[
         float, typer.Option(help="Seconds for which offered blocks are kept.")
     ] = _DEFAULT.kv_lease,
+    json_whitespace: Annotated[
+        str,
+        typer.Option(
+            help="White space of structured JSON: compact writes none between its parts, flexible "
+            "lets the model choose. A request may say otherwise."
+        ),
+    ] = _DEFAULT.json_whitespace,
     max_body: Annotated[str, typer.Option(help="Largest body of a request.")] = "16MiB",
     drain: Annotated[
         float, typer.Option(help="Seconds that requests in flight are given after SIGTERM.")

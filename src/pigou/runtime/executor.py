@@ -18,7 +18,7 @@ from pigou.runtime.batch import Batch, make_batch
 from pigou.runtime.cache import KVCache
 from pigou.runtime.eviction.evictor import Evictor
 from pigou.runtime.eviction.revival import Revival
-from pigou.runtime.grammar import Grammars
+from pigou.runtime.grammar import Grammars, GrammarState
 from pigou.runtime.logprobs import report
 from pigou.runtime.models.decoder import Decoder
 from pigou.runtime.ops import Ops
@@ -99,6 +99,7 @@ class TorchExecutor:
         resume: int = 0,
         *,
         hashes: BlockHashes | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         """Take up a request, before the core's plans name it.
 
@@ -110,6 +111,7 @@ class TorchExecutor:
             resume: how many of the last tokens were generated before: for penalties,
                 `min_tokens` and the grammar they are output.
             hashes: that the core was told; None stands for those of all full blocks of `tokens`.
+            grammar: state of `params.grammar` behind the resumed tokens; None to compile it here.
 
         Raises:
             GrammarError: the grammar is faulty, or the resumed tokens are against it.
@@ -130,9 +132,10 @@ class TorchExecutor:
             hashes=hashes,
         )
         if params.grammar is not None:
-            sequence.grammar = self.grammars().start(params.grammar)
-            for token in sequence.output.tolist():
-                sequence.grammar.advance(token)
+            sequence.grammar = grammar
+            if grammar is None:
+                output = sequence.output.tolist()
+                sequence.grammar = self.grammars().start(params.grammar, output)
         self._sequences[request] = sequence
 
     def drop(self, request: str) -> None:
@@ -205,7 +208,7 @@ class TorchExecutor:
             steps, finished, durations = self._steps(plan, sequences, on_step)
         result = Result(
             steps=steps,
-            finished=[Finish(entry, FinishReason.STOP, steps) for entry in finished],
+            finished=[Finish(entry, _reason(sequences[entry]), steps) for entry in finished],
             sealed=self._seal(plan, sequences, steps),
             durations=np.array(durations, dtype=np.int64),
         )
@@ -247,6 +250,8 @@ class TorchExecutor:
                 chosen, reports = sampler(self.model.logits(hidden))
                 output.logprobs = {int(batch.entries[i]): r for i, r in reports.items()}
                 self._note(batch, sampling, chosen, output)
+                if self._grammars is not None and self._grammars.budget is not None:
+                    self._grammars.budget.begin_step()
             durations.append(self._clock() - began)
             goes_on = on_step is None or on_step(output)
             began = self._clock()
@@ -274,9 +279,13 @@ class TorchExecutor:
         """Append the tokens to their sequences, and tell the output."""
         tokens = chosen.tolist()
         output.tokens[batch.entries] = tokens
-        for entry, sequence, token in zip(batch.entries, sampling, tokens, strict=True):
-            if sequence.append(token):
+        for entry, sequence, token in zip(batch.entries.tolist(), sampling, tokens, strict=True):
+            if sequence.failure is None and sequence.append(token):
                 output.finished[entry] = True
+            if sequence.failure is not None:
+                output.finished[entry], output.tokens[entry] = True, -1
+                output.failed[entry] = sequence.failure
+                output.logprobs.pop(entry, None)
 
     def _report_prompts(
         self,
@@ -339,3 +348,7 @@ class TorchExecutor:
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocab:
                 wrong = ids[(ids < 0) | (ids >= vocab)][0]
                 raise ValueError(f"{name} is {wrong}; it must be in [0, {vocab})")
+
+
+def _reason(sequence: Sequence) -> FinishReason:
+    return FinishReason.STOP if sequence.failure is None else FinishReason.ERROR

@@ -3,59 +3,122 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from pigou.runtime.errors import GrammarError
+from pigou.runtime.grammar_budget import LIMITS, Debt, WorkBudget
 from pigou.sampling import Grammar
+
+#: Bytes of compiled grammars that are kept, by the estimate of `_weight`.
+CACHE_BYTES = 64 * 2**20
+#: JSON without white space between its parts: a model cannot run away in it.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+_FLEXIBLE = {"whitespace_flexible": True}
 
 
 class GrammarState:
     """Where one sequence stands in its grammar. It only ever moves forward."""
 
-    def __init__(self, matcher: LLMatcher, vocab: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab: int,
+        budget: WorkBudget | None = None,
+        cpu_ns: Callable[[], int] = time.thread_time_ns,
+    ) -> None:
         """Start at the beginning.
 
         Args:
             matcher: fresh.
-            vocab: logits of the model, at least the tokenizer's tokens.
+            vocab: logits of the model.
+            budget: of the CPU time that it takes of the engine's steps; None for no bound.
+            cpu_ns: reads the CPU time of the calling thread.
         """
         self._matcher = matcher
         self._vocab = vocab
+        self._budget = budget
+        self._cpu_ns = cpu_ns
+        self._debt = Debt()
+        self._unpaid_ns = 0
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may come next, shape (vocab,)."""
+        """Return which tokens may come next, shape (vocab,).
+
+        Raises:
+            GrammarError: the grammar overran its limits, or no token of the model fits.
+        """
+        if self._budget is not None:
+            self._budget.check(self._debt)
+        began = self._cpu_ns()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        cost_ns = self._cpu_ns() - began + self._unpaid_ns
+        self._unpaid_ns = 0
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar cannot go on: {_first_line(self._matcher)}")
+        if self._budget is not None:
+            self._budget.charge(self._debt, cost_ns)
         flags = np.unpackbits(bits, bitorder="little")[: self._vocab].view(np.bool_)
-        if len(flags) == self._vocab:
-            return flags
-        return np.concatenate((flags, np.zeros(self._vocab - len(flags), dtype=np.bool_)))
+        if len(flags) < self._vocab:
+            missing = np.zeros(self._vocab - len(flags), dtype=np.bool_)
+            flags = np.concatenate((flags, missing))
+        if not flags.any():
+            raise GrammarError("the grammar allows no token that the model has")
+        return flags
 
     def advance(self, token: int) -> bool:
         """Move past a token; return whether the grammar allows nothing more.
 
         Raises:
-            GrammarError: the grammar does not allow this token.
+            GrammarError: the grammar does not allow this token, or overran its limits.
         """
-        if not self._matcher.consume_token(token):
-            raise GrammarError(f"token {token} is against the grammar: {self._matcher.get_error()}")
+        began = self._cpu_ns()
+        taken = self._matcher.consume_token(token)
+        self._unpaid_ns += self._cpu_ns() - began
+        if not taken:
+            raise GrammarError(
+                f"token {token} is against the grammar: {_first_line(self._matcher)}"
+            )
         return bool(self._matcher.is_stopped())
+
+    def settle(self) -> None:
+        """Charge nothing for what was done so far: it was not done in a step."""
+        self._unpaid_ns = 0
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer."""
+    """Compiles grammars for one tokenizer; may be used from several threads.
 
-    def __init__(self, tokenizer: str, vocab: int, ends: frozenset[int]) -> None:
+    Attributes:
+        tokenizer: the library's.
+        vocab: logits of the model.
+        ends: the model's end tokens.
+        budget: of the CPU time that grammars take of the engine's steps; None for no bound.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        vocab: int,
+        ends: frozenset[int],
+        *,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
         """Read a tokenizer.
 
         Args:
             tokenizer: text of a Hugging Face tokenizer.json.
             vocab: logits of the model.
             ends: the model's end tokens; one at least is needed to end an output.
+            cache_bytes: of compiled grammars that are kept, estimated.
 
         Raises:
             GrammarError: there is no end token, or the tokenizer cannot be used.
@@ -65,30 +128,69 @@ class Grammars:
         try:
             # Ids beyond the logits are cut from the masks: no logit says how likely they are.
             known = LLTokenizer(tokenizer).vocab_size
-            self._tokenizer = LLTokenizer(
+            self.tokenizer = LLTokenizer(
                 tokenizer, n_vocab=max(vocab, known), eos_token=sorted(ends)
             )
         except ValueError as error:
             raise GrammarError(f"the tokenizer cannot be used for grammars: {error}") from None
-        self._vocab = vocab
-        self._compiled = lru_cache(maxsize=64)(self._compile)
+        self.budget: WorkBudget | None = None
+        self.vocab = vocab
+        self.ends = ends
+        self._cache_bytes = cache_bytes
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._bytes = 0
 
-    def start(self, grammar: Grammar) -> GrammarState:
-        """Compile a grammar, or take the compiled one, and stand at its beginning.
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the compiled grammars that are kept, estimated."""
+        return self._bytes
+
+    def has(self, grammar: Grammar) -> bool:
+        """Whether a grammar is compiled already."""
+        with self._lock:
+            return grammar in self._compiled
+
+    def start(self, grammar: Grammar, output: Iterable[int] = ()) -> GrammarState:
+        """Compile a grammar, or take the compiled one, and stand behind an output.
+
+        Args:
+            grammar: to follow.
+            output: tokens generated so far.
+
+        Raises:
+            GrammarError: the grammar is faulty, or the output is against it; says how.
+        """
+        state = GrammarState(self._matcher(grammar).deep_copy(), self.vocab, self.budget)
+        for token in output:
+            state.advance(token)
+        state.settle()
+        return state
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+        matcher = self.compile(grammar)
+        with self._lock:
+            if grammar not in self._compiled:
+                self._compiled[grammar] = matcher
+                self._bytes += _weight(grammar)
+            while self._bytes > self._cache_bytes and len(self._compiled) > 1:
+                dropped, _ = self._compiled.popitem(last=False)
+                self._bytes -= _weight(dropped)
+        return matcher
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Compile a grammar afresh; other threads run meanwhile.
 
         Raises:
             GrammarError: the grammar is faulty; says how.
         """
-        return GrammarState(self._compiled(grammar).deep_copy(), self._vocab)
-
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        source = _translate(grammar)
-        failed, messages = LLMatcher.validate_grammar_with_warnings(source, self._tokenizer)
-        if failed:
-            raise GrammarError(f"{grammar.kind}: {_first_line(messages)}")
-        matcher = LLMatcher(self._tokenizer, source, log_level=0)
+        matcher = LLMatcher(self.tokenizer, _translate(grammar), log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise GrammarError(f"{grammar.kind}: {_first_line([matcher.get_error()])}")
+            raise GrammarError(f"{grammar.kind}: {_first_line(matcher)}")
         return matcher
 
 
@@ -104,13 +206,18 @@ def read_grammars(folder: Path, vocab: int, ends: frozenset[int]) -> Grammars:
     return Grammars(path.read_text(encoding="utf-8"), vocab, ends)
 
 
+def _weight(grammar: Grammar) -> int:
+    """Estimate the bytes of a compiled grammar, with the lexer states that its use adds."""
+    return 2**16 + 64 * len(grammar.source)
+
+
 def _translate(grammar: Grammar) -> str:
     """Put a grammar into llguidance's own terms."""
     match grammar.kind:
         case "json_schema":
-            return str(LLMatcher.grammar_from_json_schema(json.dumps(_json(grammar))))
+            return _from_schema(_json(grammar), grammar)
         case "json_object":
-            return str(LLMatcher.grammar_from_json_schema('{"type": "object"}'))
+            return _from_schema({"type": "object"}, grammar)
         case "regex":
             return str(LLMatcher.grammar_from_regex(grammar.source))
         case "choice":
@@ -119,10 +226,17 @@ def _translate(grammar: Grammar) -> str:
             return str(LLMatcher.grammar_from_lark(grammar.source))
 
 
+def _from_schema(schema: Any, grammar: Grammar) -> str:
+    options: Any = _FLEXIBLE if grammar.flexible else _COMPACT
+    if grammar.whitespace is not None:
+        options = {**_FLEXIBLE, "whitespace_pattern": grammar.whitespace}
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options))
+
+
 def _json(grammar: Grammar) -> object:
     try:
         value: object = json.loads(grammar.source)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GrammarError(f"{grammar.kind} is not JSON: {error}") from None
     if grammar.kind == "json_schema" and not isinstance(value, (dict, bool)):
         raise GrammarError("json_schema must be a JSON object")
@@ -132,8 +246,10 @@ def _json(grammar: Grammar) -> object:
 def _choice(values: object) -> str:
     if not isinstance(values, list) or not values or not all(isinstance(v, str) for v in values):
         raise GrammarError("choice must be a list of strings, at least one")
-    return "start: " + " | ".join(json.dumps(value) for value in values)
+    # One terminal, which becomes one automaton: alternatives of a rule are tried one by one.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(value) for value in values)
 
 
-def _first_line(messages: list[str]) -> str:
-    return messages[0].strip().splitlines()[0] if messages and messages[0].strip() else "not valid"
+def _first_line(matcher: LLMatcher) -> str:
+    message = matcher.get_error().strip()
+    return message.splitlines()[0] if message else "it allows nothing more"

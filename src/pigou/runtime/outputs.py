@@ -36,7 +36,8 @@ class StepOutput:
     Attributes:
         tokens: sampled, shape (n,); -1 where none was.
         finished: whether the sequence ended with this token (an end token, a stop token, or a
-            grammar that allows nothing more); the length limit is the core's affair.
+            grammar that allows nothing more), or failed; the length limit is the core's affair.
+        failed: why a sequence cannot go on, by entry; it has no token in this step.
         logprobs: of the sampled token, for entries that asked.
         prompt_logprobs: of a prompt that was finished in this step, for entries that asked: one
             for each of its tokens; None for the first, and for those whose KV was not computed
@@ -45,5 +46,6 @@ class StepOutput:
 
     tokens: Ints
     finished: NDArray[np.bool_]
+    failed: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)

@@ -30,17 +30,19 @@ def adjust(logits: Tensor, sequence: Sequence) -> None:
 
     In order: repetition penalty, frequency and presence penalty, bias, the ban on end tokens
     before `min_tokens`, the grammar. Where the last two leave nothing, end tokens are allowed.
+
+    Raises:
+        GrammarError: the grammar cannot go on.
     """
     params = sequence.params
     if params.repetition_penalty != 1.0:
         _penalize_repetition(logits, sequence)
     if params.frequency_penalty or params.presence_penalty:
-        tokens, counts = np.unique(sequence.output, return_counts=True)
-        cost = counts * params.frequency_penalty + params.presence_penalty
-        logits[_on(logits, tokens)] -= torch.from_numpy(cost).to(logits)
+        seen = sequence.output_counts
+        cost = seen.counts * params.frequency_penalty + params.presence_penalty
+        logits[_on(logits, seen.ids)] -= torch.from_numpy(cost).to(logits)
     if params.logit_bias:
-        tokens = np.fromiter(params.logit_bias, dtype=np.int64)
-        bias = np.fromiter(params.logit_bias.values(), dtype=np.float32)
+        tokens, bias = sequence.bias
         logits[_on(logits, tokens)] += torch.from_numpy(bias).to(logits)
     _forbid(logits, sequence)
 
@@ -48,21 +50,21 @@ def adjust(logits: Tensor, sequence: Sequence) -> None:
 def _penalize_repetition(logits: Tensor, sequence: Sequence) -> None:
     """Divide positive and multiply negative logits of tokens seen (arXiv 1909.05858, eq. 2)."""
     penalty = sequence.params.repetition_penalty
-    seen = _on(logits, np.unique(sequence.buffer[: sequence.length]))
+    seen = _on(logits, sequence.all_counts.ids)
     values = logits[seen]
     logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
 
 def _forbid(logits: Tensor, sequence: Sequence) -> None:
-    banned = sequence.ends if sequence.generated < sequence.params.min_tokens else frozenset()
+    banned = sequence.banned
     if sequence.grammar is None:
-        if banned:
-            logits[_on(logits, np.fromiter(banned, dtype=np.int64))] = _OUT
+        if len(banned):
+            logits[_on(logits, banned)] = _OUT
         return
     allowed = sequence.grammar.allowed()
-    if banned:
+    if len(banned):
         later = allowed.copy()
-        later[list(banned)] = False
+        later[banned] = False
         allowed = later if later.any() else allowed
     logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), _OUT)
 

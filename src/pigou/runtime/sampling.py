@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pigou.runtime.draw import choose, uniform
+from pigou.runtime.errors import GrammarError
 from pigou.runtime.logprobs import report
 from pigou.runtime.ops import Ops
 from pigou.runtime.outputs import TokenLogprobs
@@ -46,13 +47,17 @@ class Sampler:
             logits: shape (n, vocab); may be overwritten.
 
         Returns:
-            Tokens, shape (n,), int64, and reports by row for the sequences that ask for them.
+            Tokens, shape (n,), int64, and reports by row for the sequences that ask for them. A
+            sequence whose grammar cannot go on has a `failure`, and its token means nothing.
         """
         raw = logits[self._reported] if self._reported else None
         if self._adjusted:
             logits = logits.float()
         for row in self._adjusted:
-            adjust(logits[row], self._sequences[row])
+            try:
+                adjust(logits[row], self._sequences[row])
+            except GrammarError as error:
+                self._sequences[row].failure = str(error)
         if len(self._random) == len(self._sequences):
             tokens = self._draw(logits)
         else:

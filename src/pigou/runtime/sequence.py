@@ -10,9 +10,13 @@ from numpy.typing import NDArray
 
 from pigou.kv.hashing import chain
 from pigou.request import BlockHashes, Ints, no_hashes
+from pigou.runtime.errors import GrammarError
 from pigou.runtime.grammar import GrammarState
 from pigou.runtime.outputs import TokenLogprobs
+from pigou.runtime.token_counts import TokenCounts
 from pigou.sampling import SamplingParams
+
+_NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -32,6 +36,7 @@ class Sequence:
         grammar: state of the grammar, or None.
         prompt_logprobs: of the prompt's tokens, filled as they are computed; empty when not
             asked for or already reported.
+        failure: why it cannot go on; None while it can.
     """
 
     request: str
@@ -45,6 +50,11 @@ class Sequence:
     last: BlockHashes | None = None
     grammar: GrammarState | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    failure: str | None = None
+    _output_counts: TokenCounts | None = None
+    _all_counts: TokenCounts | None = None
+    _bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
+    _ends: NDArray[np.int64] | None = None
 
     @property
     def output(self) -> Ints:
@@ -56,20 +66,64 @@ class Sequence:
         """How many tokens were generated so far, here or elsewhere."""
         return self.length - self.prompt
 
+    @property
+    def output_counts(self) -> TokenCounts:
+        """Tokens generated so far, counted."""
+        if self._output_counts is None:
+            self._output_counts = TokenCounts(self.output.tolist())
+        return self._output_counts
+
+    @property
+    def all_counts(self) -> TokenCounts:
+        """Tokens of prompt and output, counted."""
+        if self._all_counts is None:
+            self._all_counts = TokenCounts(self.buffer[: self.length].tolist())
+        return self._all_counts
+
+    @property
+    def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens of `logit_bias`, and what is added to their logits."""
+        if self._bias is None:
+            given = self.params.logit_bias
+            self._bias = (
+                np.fromiter(given, dtype=np.int64, count=len(given)),
+                np.fromiter(given.values(), dtype=np.float32, count=len(given)),
+            )
+        return self._bias
+
+    @property
+    def banned(self) -> NDArray[np.int64]:
+        """End tokens that may not come yet, for `min_tokens`; empty when they may."""
+        if self.generated >= self.params.min_tokens:
+            return _NO_TOKENS
+        if self._ends is None:
+            self._ends = np.array(sorted(self.ends), dtype=np.int64)
+        return self._ends
+
     def append(self, token: int) -> bool:
-        """Note a sampled token; return whether it ends the sequence."""
+        """Note a sampled token; return whether it ends the sequence.
+
+        A grammar that cannot go on ends it too, with `failure`.
+        """
         if self.length == len(self.buffer):
             self.buffer = np.concatenate((self.buffer, np.empty_like(self.buffer)))
         self.buffer[self.length] = token
         self.length += 1
+        for counts in (self._output_counts, self._all_counts):
+            if counts is not None:
+                counts.add(token)
         done = token in self.ends
         if self.grammar is not None and not done:
-            done = self.grammar.advance(token)
+            try:
+                done = self.grammar.advance(token)
+            except GrammarError as error:
+                self.failure, done = str(error), True
         return done
 
     def truncate(self, tokens: int, block_size: int) -> None:
         """Take back the last tokens; at most those that were generated."""
         self.length -= tokens
+        self._output_counts = self._all_counts = None
         full = (self.length - 1) // block_size
         if full < self.sealed:
             self.sealed, self.last = full, None

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import msgspec
 
 from pigou.kv.tenure import salt_expiry
-from pigou.sampling import Grammar
 from pigou.wire.errors import bad_request
+from pigou.wire.grammars import grammar
 from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+#: Most characters of one stop string: what may begin one is held back, and compared at each token.
+MAX_STOP_LENGTH = 1024
+#: Most tokens that `logit_bias` and `stop_token_ids` name: each costs time at every step.
+MAX_BIASED = 4096
+MAX_STOP_TOKENS = 1024
 MAX_SALT = 128
 _SALT_FORBIDS = "@/\\\0"
 
@@ -60,69 +65,6 @@ def stops(request: GenerationRequest) -> tuple[str, ...]:
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
 
 
-def grammar(request: GenerationRequest) -> Grammar | None:
-    """Return what the output must match; raise `APIError` 400 when that is said badly."""
-    wanted, form = request.structured_outputs, request.response_format
-    if form is not None and form.type != "text":
-        if wanted is not None:
-            raise bad_request(
-                "response_format and structured_outputs are both given; keep one.",
-                "structured_outputs",
-            )
-        if form.type == "json_object":
-            return Grammar("json_object")
-        if form.json_schema is None or form.json_schema.schema is None:
-            raise bad_request(
-                "response_format.json_schema.schema is missing: json_schema needs one.",
-                "response_format",
-            )
-        return Grammar("json_schema", _text(form.json_schema.schema))
-    if wanted is None:
-        return None
-    given = [
-        name
-        for name in ("json", "regex", "choice", "grammar", "json_object")
-        if getattr(wanted, name) not in (None, False)
-    ]
-    if len(given) != 1:
-        found = ", ".join(given) or "none"
-        raise bad_request(
-            f"structured_outputs has {found}; give exactly one of json, regex, choice, grammar, "
-            "json_object.",
-            "structured_outputs",
-        )
-    return _grammar(given[0], getattr(wanted, given[0]))
-
-
-def _grammar(name: str, value: Any) -> Grammar:
-    if name == "json_object":
-        return Grammar("json_object")
-    if name == "regex":
-        return Grammar("regex", value)
-    if name == "grammar":
-        return Grammar("grammar", value)
-    if name == "choice":
-        if not value or "" in value:
-            raise bad_request(
-                "structured_outputs.choice must hold at least one string, none of them empty.",
-                "structured_outputs",
-            )
-        return Grammar("choice", _text(value))
-    schema = value
-    if isinstance(value, str):
-        try:
-            schema = msgspec.json.decode(value.encode())
-        except (msgspec.DecodeError, UnicodeEncodeError):
-            raise bad_request(
-                "structured_outputs.json is not JSON: send a schema.", "structured_outputs"
-            ) from None
-    if not isinstance(schema, dict | bool):
-        raise bad_request(
-            "structured_outputs.json must be a JSON schema (an object).", "structured_outputs"
-        )
-    return Grammar("json_schema", _text(schema))
-
-
 def _check_numbers(request: GenerationRequest) -> None:
     _within(request, "n", 1, MAX_N)
     _within(request, "max_tokens", 1, 2**31 - 1)
@@ -139,6 +81,8 @@ def _check_numbers(request: GenerationRequest) -> None:
     _within(request, "truncate_prompt_tokens", 1, 2**31 - 1)
     _above_zero(request, "top_p", 1.0)
     _above_zero(request, "repetition_penalty", 1e6)
+    _at_most(request.stop_token_ids, MAX_STOP_TOKENS, "stop_token_ids")
+    _at_most(request.logit_bias, MAX_BIASED, "logit_bias")
     for token in request.stop_token_ids or ():
         if not 0 <= token < 2**31:
             raise bad_request(f"stop_token_ids has {token}, which is no token id.",
@@ -172,6 +116,10 @@ def _check_stops(request: GenerationRequest) -> None:
         raise bad_request("stop holds an empty string: remove it.", "stop")
     if len(found) > MAX_STOPS:
         raise bad_request(f"stop has {len(found)} strings; at most {MAX_STOPS} work.", "stop")
+    if (longest := max(map(len, found), default=0)) > MAX_STOP_LENGTH:
+        raise bad_request(
+            f"stop has a string of {longest} characters; at most {MAX_STOP_LENGTH} work.", "stop"
+        )
 
 
 def _check_salt(salt: str | None) -> None:
@@ -258,6 +206,11 @@ def _within(request: msgspec.Struct, name: str, least: float, most: float) -> No
         raise bad_request(f"{name} is {value}; it must be in [{least}, {most}].", name)
 
 
+def _at_most(items: Sized | None, most: int, name: str) -> None:
+    if items is not None and len(items) > most:
+        raise bad_request(f"{name} has {len(items)} entries; at most {most} work.", name)
+
+
 def _above_zero(request: msgspec.Struct, name: str, most: float) -> None:
     value = getattr(request, name)
     if value is not None and not (0 < value <= most and math.isfinite(value)):
@@ -280,7 +233,3 @@ def _mixed() -> Exception:
         "prompt mixes kinds: it must be text, a list of texts, token ids, or a list of those.",
         "prompt",
     )
-
-
-def _text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

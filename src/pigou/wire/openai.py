@@ -47,13 +47,23 @@ class ResponseFormat(_Body):
 
 
 class StructuredOutputs(_Body):
-    """vLLM's way to ask for structured output: exactly one of these."""
+    """vLLM's way to ask for structured output: exactly one of the first five.
+
+    Attributes:
+        disable_any_whitespace: write JSON compactly; false allows white space between its parts.
+        disable_additional_properties: objects have the properties that the schema names only.
+        whitespace_pattern: regular expression of the white space between JSON's parts.
+    """
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    # How JSON is written; these may also stand beside `response_format`.
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class GenerationRequest(_Body, kw_only=True):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pigou.sampling import SamplingParams
-from pigou.wire.checks import grammar
+from pigou.sampling import Grammar, SamplingParams
 from pigou.wire.errors import bad_request
 from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
 
@@ -49,6 +48,7 @@ def sampling_params(
     limits: Limits,
     defaults: Defaults,
     seed: int,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """Return the sampling parameters of a request.
 
@@ -58,6 +58,7 @@ def sampling_params(
         limits: of the model.
         defaults: of the model.
         seed: of this sequence; choices of one request have seeds of their own.
+        grammar: of the output (`pigou.wire.grammars.grammar`, or of a tool call).
 
     Returns:
         Parameters; `max_tokens` counts from the original prompt, and fits the context.
@@ -88,7 +89,7 @@ def sampling_params(
         stop_token_ids=frozenset(_in_vocabulary(request, limits)),
         ignore_eos=bool(request.ignore_eos),
         logit_bias=_bias(request, limits),
-        grammar=grammar(request),
+        grammar=grammar,
     )
 
 

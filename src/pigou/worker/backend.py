@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pigou.engine.plan import Plan, Result
 from pigou.request import BlockHashes
 from pigou.runtime.outputs import StepOutput
 from pigou.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pigou.runtime.grammar import GrammarState
 
 #: Is called after each step; returns whether the plan's next steps may go on.
 OnStep: TypeAlias = Callable[[StepOutput], bool]
@@ -30,6 +33,7 @@ class Backend(Protocol):
         seed: bytes,
         resume: int = 0,
         hashes: BlockHashes | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         """Take a request up, before it is planned.
 
@@ -40,6 +44,7 @@ class Backend(Protocol):
             seed: of its block hashes (`Tenure.digest`).
             resume: how many of the last `tokens` were generated elsewhere.
             hashes: that the core was told; None stands for all full blocks of `tokens`.
+            grammar: state of `params.grammar` behind the resumed tokens; None without one.
 
         Raises:
             ValueError: a parameter cannot be honoured (a grammar, mostly); says which.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -20,12 +20,13 @@ from pigou.kv.layout import KVLayout
 from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.stores.device import Blocks
 from pigou.runtime.stores.mover import Mover
-from pigou.sampling import Grammar
 from pigou.text.ends import within
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.sampling import Limits
 from pigou.worker.backend import Backend
 from pigou.worker.config import WorkerConfig
+from pigou.worker.grammar_pool import GrammarPool, GrammarSource, NoGrammars
+from pigou.worker.grammar_trials import GrammarTrials
 from pigou.worker.link import Link
 from pigou.worker.model import ServedModel, chat_template, sampling_defaults, seeds
 from pigou.worker.rates import RateMeter
@@ -33,6 +34,9 @@ from pigou.worker.sleeping import SleepingBackend, TimingLaw
 from pigou.worker.tier_build import TierParts, build_tiers
 from pigou.worker.timed import Timed, timed
 from pigou.worker.transfer import BlockStore, HostStore, SharedMemory, TransferConfig
+
+if TYPE_CHECKING:
+    from pigou.runtime.grammar import Grammars
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +63,7 @@ class Parts:
         store: the KV blocks, for transfers.
         memory: shared memory that they lie in; None where they do not.
         meter: of speeds, where requests can be swapped.
-        prepare: compiles a grammar, from any thread; raises ValueError for a faulty one.
+        grammars: of requests.
         rest: is told when there is nothing to compute; None where nobody wants to know.
         link: over which blocks come, where it takes time as a timing model says.
         tiers: names of the tiers beyond the device, and what moves blocks there; None for none.
@@ -72,7 +76,7 @@ class Parts:
     store: BlockStore
     memory: SharedMemory | None
     meter: RateMeter | None
-    prepare: Callable[[Grammar], object]
+    grammars: GrammarSource
     rest: Callable[[], None] | None = None
     link: Link | None = None
     tiers: tuple[list[str], Mover] | None = None
@@ -122,6 +126,7 @@ def transfer_config(config: WorkerConfig, backends: tuple[str, ...]) -> Transfer
 
 
 def _build_torch(config: WorkerConfig) -> Parts:
+    from pigou.runtime.grammar_budget import WorkBudget
     from pigou.runtime.load import load
     from pigou.runtime.memory import free_memory
     from pigou.runtime.threads import set_threads
@@ -157,10 +162,17 @@ def _build_torch(config: WorkerConfig) -> Parts:
         swap = _swap_rate(cache.move, config.host_blocks, layout) if config.host_blocks else _SLOW
         meter = RateMeter(swap, layout.block_bytes)
 
-    def prepare(grammar: Grammar) -> object:
-        return executor.grammars().start(grammar)
+    def grammars() -> Grammars:
+        made = executor.grammars()
+        made.budget = WorkBudget()
+        return made
 
-    return Parts(model, core, executor, cache, memory, meter, prepare, tiers=_open(tiers, cache))
+    def trials() -> GrammarTrials:
+        path = loaded.folder / "tokenizer.json"
+        return GrammarTrials(path, loaded.config.vocab, loaded.config.eos)
+
+    pool = GrammarPool(grammars, trials)
+    return Parts(model, core, executor, cache, memory, meter, pool, tiers=_open(tiers, cache))
 
 
 def _swap_rate(
@@ -208,8 +220,8 @@ def _build_sleeping(config: WorkerConfig) -> Parts:
     model = _served(config, folder, eos=tokenizer.eos, digest="sleep", limits=limits)
     store = HostStore(layout, data[: blocks * _SLEEP_BYTES].reshape(blocks, _SLEEP_BYTES))
     return Parts(
-        model, core, backend, store, memory, None, backend.refuse, backend.rest, times.link,
-        _open(tiers, store),
+        model, core, backend, store, memory, None, NoGrammars(backend.refuse), backend.rest,
+        times.link, _open(tiers, store),
     )  # fmt: skip
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pigou.engine.plan import Finished
 from pigou.kv.block import Block
 from pigou.request import Request
 from pigou.runtime.outputs import TokenLogprobs
 from pigou.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pigou.runtime.grammar import GrammarState
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class Add:
         seed: of its block hashes.
         salt: its cache salt, for its KV events.
         ticket: `kv_transfer_params` of the worker that has its blocks.
+        grammar: state of `params.grammar` behind the generated tokens; None without one.
     """
 
     request: Request
@@ -33,6 +37,7 @@ class Add:
     seed: bytes
     salt: str | None = None
     ticket: dict[str, Any] | None = None
+    grammar: GrammarState | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pigou.config import ConfigError, EvictionConfig, QueueOrder
 from pigou.request import Role
 
 ExecutorKind = Literal["torch", "sleep"]
+JsonWhitespace = Literal["compact", "flexible"]
 TransferKind = Literal["auto", "shm", "tcp", "none"]
 #: Values of eviction where nobody says.
 _EVICTION = EvictionConfig()
@@ -67,6 +68,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         kv_replay_endpoint: ZMQ address that past ones can be asked for on.
         kv_transfer: how blocks move between workers.
         kv_lease: seconds for which offered blocks are kept.
+        json_whitespace: "compact" writes structured JSON without white space between its parts,
+            "flexible" lets the model choose; a request may say otherwise.
         max_body: most bytes of a request's body.
         drain: seconds that requests in flight are given after SIGTERM.
         rehearse: seconds in which it may measure its own speed before it is ready; 0 for none.
@@ -127,6 +130,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_replay_endpoint: str = "tcp://127.0.0.1:*"
     kv_transfer: TransferKind = "auto"
     kv_lease: float = 30.0
+    json_whitespace: JsonWhitespace = "compact"
     max_body: int = 16 * 2**20
     drain: float = 30.0
     rehearse: float = 0.5

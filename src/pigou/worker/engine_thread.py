@@ -177,6 +177,7 @@ class EngineThread:
                 seed=add.seed,
                 resume=add.generated,
                 hashes=request.hashes,
+                grammar=add.grammar,
             )
         except ValueError as error:
             self._refuse(add, 400, str(error))
@@ -313,6 +314,8 @@ class EngineThread:
         out = self._out
         for entry, prompt in step.prompt_logprobs.items():
             out.prompts.append((self._entries[entry], prompt))
+        for entry, message in step.failed.items():
+            out.failed.append(Failed(self._entries[entry], 400, message))
         reports = step.logprobs
         for entry, token in enumerate(step.tokens.tolist()):
             if token >= 0:

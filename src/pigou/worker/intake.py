@@ -8,15 +8,15 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pigou.kv.hashing import chain
 from pigou.kv.tenure import salt_expiry
 from pigou.request import NEVER, BlockHashes, Request, no_hashes
 from pigou.sampling import Grammar
 from pigou.text.template import ChatError
-from pigou.wire import checks
+from pigou.wire import checks, grammars
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
 from pigou.wire.sampling import sampling_params
@@ -24,11 +24,15 @@ from pigou.wire.transfer import asks_to_hold, offers_blocks
 from pigou.worker.choice import Choice, Explainer, TextOptions
 from pigou.worker.commands import Add
 from pigou.worker.config import WorkerConfig
+from pigou.worker.grammar_pool import CompileQueueFull, GrammarSource
 from pigou.worker.model import ServedModel
 from pigou.worker.reply import Reply, ReplyOptions, Sequence
 from pigou.worker.service import Service
 from pigou.worker.transfer import TransferError
 from pigou.worker.transfer.ticket import read_ticket
+
+if TYPE_CHECKING:
+    from pigou.runtime.grammar import GrammarState
 
 #: Most sequences that one request may ask for.
 MAX_SEQUENCES = 1024
@@ -48,6 +52,14 @@ class _Prompt:
     hashes: BlockHashes
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the output must match; a state for each sequence of the request."""
+
+    grammar: Grammar | None
+    states: list[GrammarState | None]
+
+
 class Intake:
     """Takes requests in. Raises `APIError` for what cannot be honoured."""
 
@@ -56,7 +68,7 @@ class Intake:
         model: ServedModel,
         config: WorkerConfig,
         service: Service,
-        prepare: Callable[[Grammar], object],
+        grammars: GrammarSource,
     ) -> None:
         """Take requests in for these.
 
@@ -64,12 +76,12 @@ class Intake:
             model: that is served.
             config: of the worker.
             service: that computes.
-            prepare: compiles a grammar, from any thread, so that the engine thread need not;
-                raises ValueError for a faulty one.
+            grammars: of requests.
         """
-        self._prepare = prepare
+        self._grammars = grammars
         self._model = model
         self._config = config
+        self._flexible = config.json_whitespace == "flexible"
         self._service = service
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._numbers = itertools.count()
@@ -87,7 +99,9 @@ class Intake:
         special = request.add_special_tokens is not False
         prompts = [await self._prompt(request, prompt, special) for prompt in found]
         echo = [self._text(prompt) for prompt in prompts] if request.echo else None
-        return self._begin(request, f"cmpl-{request_id}", prompts, echo)
+        wanted = grammars.grammar(request, self._flexible)
+        shape = await self._states(request, prompts, wanted)
+        return self._begin(request, f"cmpl-{request_id}", prompts, echo, shape)
 
     async def chat(self, request: ChatRequest, request_id: str) -> Reply:
         """Begin a chat completion; `request_id` becomes part of its id."""
@@ -103,7 +117,9 @@ class Intake:
                 "tool_choice demands a tool call; this worker calls no tools yet.", "tool_choice"
             )
         prompt = await self._prompt(request, *self._source(request))
-        return self._begin(request, f"chatcmpl-{request_id}", [prompt], None)
+        wanted = grammars.grammar(request, self._flexible)
+        shape = await self._states(request, [prompt], wanted)
+        return self._begin(request, f"chatcmpl-{request_id}", [prompt], None, shape)
 
     async def cached(self, request: CompletionRequest | ChatRequest) -> Request:
         """Return what identifies a prompt's blocks in the cache; nothing of it is computed."""
@@ -224,18 +240,33 @@ class Intake:
                 "kv_transfer_params.do_remote_decode needs one prompt, n of 1, and no stream.",
                 "kv_transfer_params",
             )
-        await self._check_grammar(request)
 
-    async def _check_grammar(self, request: GenerationRequest) -> None:
-        grammar = checks.grammar(request)
+    async def _states(
+        self, request: GenerationRequest, prompts: list[_Prompt], grammar: Grammar | None
+    ) -> _Shape:
+        """Return a grammar and its state for each sequence; compiled off loop and engine."""
+        count = len(prompts) * (request.n or 1)
         if grammar is None:
-            return
+            return _Shape(None, [None] * count)
+        first = prompts[0]
+        output = first.tokens[len(first.tokens) - first.resumed :]
+        given = request.structured_outputs is not None
+        name = "structured_outputs" if given else "response_format"
         try:
-            await self._off_loop(lambda: self._prepare(grammar))
+            tenant = self._tenant(request)
+            states = await self._grammars.prepare(grammar, tenant, count, output)
+            return _Shape(grammar, [*states])
+        except CompileQueueFull as error:
+            raise APIError(
+                503, f"{name} cannot be compiled now: {error}.", name, retry_after=1
+            ) from None
         except ValueError as error:
-            given = request.structured_outputs is not None
-            name = "structured_outputs" if given else "response_format"
             raise bad_request(f"{name} cannot be honoured: {error}", name) from None
+
+    @staticmethod
+    def _tenant(request: GenerationRequest) -> str:
+        """Return who asks, as far as a worker can tell: a gateway's salt names the tenure."""
+        return request.cache_salt or ""
 
     # --- prompts ----------------------------------------------------------------------------
 
@@ -311,6 +342,7 @@ class Intake:
         id: str,
         prompts: list[_Prompt],
         echo: list[str] | None,
+        shape: _Shape,
     ) -> Reply:
         options = self._options(request, echo)
         reply = Reply(id, int(time.time()), self._model.name, options)
@@ -319,7 +351,8 @@ class Intake:
         pairs: list[tuple[Sequence, Add]] = []
         for prompt in prompts:
             for sample in range(options.per_prompt):
-                pairs.append(self._sequence(request, reply, prompt, len(pairs), base + sample))
+                seed = base + sample
+                pairs.append(self._sequence(request, reply, prompt, len(pairs), seed, shape))
         for at in range(0, len(pairs), options.per_prompt):
             self._service.submit(reply, pairs[at : at + options.per_prompt])
         return reply
@@ -340,12 +373,20 @@ class Intake:
         )
 
     def _sequence(
-        self, request: GenerationRequest, reply: Reply, prompt: _Prompt, index: int, seed: int
+        self,
+        request: GenerationRequest,
+        reply: Reply,
+        prompt: _Prompt,
+        index: int,
+        seed: int,
+        shape: _Shape,
     ) -> tuple[Sequence, Add]:
         model, now = self._model, time.monotonic_ns()
         original = prompt.tokens[: len(prompt.tokens) - prompt.resumed]
         resumed = prompt.tokens[len(original) :]
-        params = sampling_params(request, len(original), model.limits, model.defaults, seed)
+        params = sampling_params(
+            request, len(original), model.limits, model.defaults, seed, shape.grammar
+        )
         choice = Choice(
             model.tokenizer,
             model.eos,
@@ -383,8 +424,17 @@ class Intake:
             expiry=salt_expiry(request.cache_salt or ""),
         )  # fmt: skip
         seed_bytes = self._seed(request)
-        add = Add(core, prompt.tokens, params, len(resumed), seed_bytes, request.cache_salt)
-        return sequence, replace(add, ticket=ticket[0]) if ticket else add
+        add = Add(
+            request=core,
+            tokens=prompt.tokens,
+            params=params,
+            generated=len(resumed),
+            seed=seed_bytes,
+            salt=request.cache_salt,
+            ticket=ticket[0] if ticket else None,
+            grammar=shape.states[index],
+        )
+        return sequence, add
 
     def _ticket(
         self, request: GenerationRequest, compute_all: bool

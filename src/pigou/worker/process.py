@@ -76,7 +76,7 @@ class WorkerProcess:
         self.engine.rest = parts.rest
         publish = self._events.publish if self._events is not None else _discard
         self._service = Service(self.engine.put, self._metrics, publish)
-        self._intake = Intake(model, config, self._service, parts.prepare)
+        self._intake = Intake(model, config, self._service, parts.grammars)
         self._transfers = self._start_transfers()
         self._tiers = self._start_tiers()
         about = {**self._about(), "rehearsed": parts.rehearsed}
@@ -211,6 +211,7 @@ class WorkerProcess:
         if cut := self._service.cut_off():
             log.warning("%d requests were cut off at the end, and told so", cut)
         self._intake.close()
+        self._parts.grammars.close()
         await self._runner.cleanup()
         self.engine.put(Stop())
         ended = await asyncio.to_thread(self.engine.join, _JOIN)

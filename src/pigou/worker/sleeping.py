@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from pigou.sampling import Grammar, SamplingParams
 from pigou.sim.moment import Moments, varies
 from pigou.sim.timing import Batch, Timing
 from pigou.worker.backend import OnStep
+
+if TYPE_CHECKING:
+    from pigou.runtime.grammar import GrammarState
 
 #: Nanoseconds that a step may begin in the past, to make up for bookkeeping after the one before.
 #: Beyond them the machine does not keep up, and what is late stays late.
@@ -109,6 +113,7 @@ class SleepingBackend:
         seed: bytes,
         resume: int = 0,
         hashes: BlockHashes | None = None,
+        grammar: GrammarState | None = None,  # noqa: ARG002
     ) -> None:
         """Take a request up; grammars cannot be honoured without a model."""
         if params.grammar is not None:

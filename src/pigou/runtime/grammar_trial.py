@@ -1,0 +1,99 @@
+"""Trials of grammars in a process of their own, which may crash and be killed.
+
+The library recurses over a grammar's rules: a chain of a thousand rules overflows its stack, which
+no handler can catch. So a grammar from a client is compiled here first, and some outputs are drawn
+from it at random. One that crashes, or takes too long, never enters the engine's process.
+
+Usage: `python -m pigou.runtime.grammar_trial`, with one JSON object a line on standard input: first
+`tokenizer` (a path), `vocab` and `ends`, then grammars (`kind`, `source`, `flexible`). Each is
+answered with a line `{"error": ...}`, null where the grammar may be used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from pigou.runtime.errors import GrammarError
+from pigou.runtime.grammar import Grammars, GrammarState
+from pigou.runtime.grammar_budget import WorkBudget
+from pigou.sampling import Grammar
+
+#: CPU seconds of one trial; the system ends the process soon after.
+CPU_SECONDS = 4
+#: Bytes that one trial may take.
+MEMORY = 2**30
+#: Less than an engine's thread has, so that what overflows a stack does so here.
+_STACK = 2 * 2**20
+_OUTPUTS = 2
+_TOKENS = 64
+
+
+def try_grammar(grammars: Grammars, grammar: Grammar) -> None:
+    """Compile a grammar, and draw some outputs from it.
+
+    Raises:
+        GrammarError: it is faulty, or takes too long.
+    """
+    matcher = grammars.compile(grammar)
+    for number in range(_OUTPUTS):
+        choices = random.Random(number)
+        state = GrammarState(matcher.deep_copy(), grammars.vocab, WorkBudget())
+        for _ in range(_TOKENS):
+            allowed = [int(i) for i in np.flatnonzero(state.allowed()) if i not in grammars.ends]
+            if not allowed or state.advance(choices.choice(allowed)):
+                break
+
+
+def serve(lines: TextIO, answers: TextIO) -> None:
+    """Answer trials until the input ends."""
+    first: dict[str, Any] = json.loads(lines.readline())
+    text = Path(first["tokenizer"]).read_text(encoding="utf-8")
+    grammars = Grammars(text, first["vocab"], frozenset(first["ends"]))
+    _limit_memory()
+    for line in lines:
+        _limit_cpu()
+        error = None
+        try:
+            try_grammar(grammars, Grammar(**json.loads(line)))
+        except GrammarError as refused:
+            error = str(refused)
+        answers.write(json.dumps({"error": error}) + "\n")
+        answers.flush()
+
+
+def _limit_cpu() -> None:
+    used = math.ceil(time.process_time())
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (used + CPU_SECONDS, hard))
+
+
+def _limit_memory() -> None:
+    if not sys.platform.startswith("linux"):
+        return
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    size = pages * resource.getpagesize() + MEMORY
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+
+
+def main() -> None:
+    """Serve standard input on a thread with a small stack."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(_STACK)
+    thread = threading.Thread(target=serve, args=(sys.stdin, sys.stdout))
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

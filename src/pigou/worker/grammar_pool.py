@@ -1,0 +1,249 @@
+"""Grammars of requests: tried and compiled off the loop and the engine, fairly by tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from pigou.sampling import Grammar
+
+if TYPE_CHECKING:
+    from pigou.runtime.grammar import Grammars, GrammarState
+
+log = logging.getLogger(__name__)
+
+#: Grammars that wait to be compiled, of one tenant and of all.
+MAX_QUEUED_PER_TENANT = 16
+MAX_QUEUED = 256
+#: Grammars that are compiled at once; one of each tenant.
+THREADS = 2
+_REFUSALS = 256
+
+
+class CompileQueueFull(Exception):
+    """Too many grammars wait to be compiled."""
+
+
+class Trials(Protocol):
+    """Tries grammars where they can do no harm."""
+
+    def try_grammar(self, grammar: Grammar) -> None:
+        """Raise ValueError for a grammar that is faulty or takes too long."""
+        ...
+
+    def kill(self) -> None:
+        """Break the trial under way off."""
+        ...
+
+    def close(self) -> None:
+        """End."""
+        ...
+
+
+class GrammarSource(Protocol):
+    """Where a request's grammar becomes states for its sequences."""
+
+    async def prepare(
+        self, grammar: Grammar, tenant: str, count: int, output: Sequence[int] = ()
+    ) -> list[GrammarState]:
+        """Return `count` states of a grammar behind `output`.
+
+        Raises:
+            ValueError: the grammar is faulty, or takes too long.
+            CompileQueueFull: too many wait; try again later.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+class NoGrammars:
+    """Of a worker without a model."""
+
+    def __init__(self, refuse: Callable[[Grammar], None]) -> None:
+        """Refuse every grammar with this."""
+        self._refuse = refuse
+
+    async def prepare(
+        self,
+        grammar: Grammar,
+        tenant: str,  # noqa: ARG002
+        count: int,  # noqa: ARG002
+        output: Sequence[int] = (),  # noqa: ARG002
+    ) -> list[GrammarState]:
+        """Refuse."""
+        self._refuse(grammar)
+        return []
+
+    def close(self) -> None:
+        """Do nothing: nothing was started."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    grammar: Grammar
+    count: int
+    output: tuple[int, ...]
+    done: asyncio.Future[list[GrammarState]]
+    trials: Trials | None = None
+
+
+@dataclass(slots=True)
+class _Tenant:
+    queued: deque[_Job] = field(default_factory=deque)
+    running: bool = False
+
+
+class GrammarPool:
+    """Compiles grammars on a few threads, in turn by tenant, one of each tenant at a time.
+
+    A job whose request is cancelled leaves the queue; one under way has its trial killed. Only the
+    event loop calls it.
+    """
+
+    def __init__(
+        self,
+        grammars: Callable[[], Grammars],
+        trials: Callable[[], Trials],
+        threads: int = THREADS,
+    ) -> None:
+        """Prepare; threads and processes start with the first grammar.
+
+        Args:
+            grammars: makes the grammars of the model's tokenizer; called from a thread.
+            trials: makes a place for trials, for each thread.
+            threads: that compile at once.
+        """
+        self._make = grammars
+        self._grammars: Grammars | None = None
+        self._idle = [trials() for _ in range(threads)]
+        self._all_trials = tuple(self._idle)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._refused: OrderedDict[Grammar, str] = OrderedDict()
+        self._making = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def queued(self) -> int:
+        """Grammars that wait to be compiled."""
+        return sum(len(tenant.queued) for tenant in self._tenants.values())
+
+    async def prepare(
+        self, grammar: Grammar, tenant: str, count: int, output: Sequence[int] = ()
+    ) -> list[GrammarState]:
+        """Return `count` states of a grammar behind `output`; see `GrammarSource`."""
+        if (message := self._refused.get(grammar)) is not None:
+            self._refused.move_to_end(grammar)
+            raise ValueError(message)
+        known = self._grammars
+        if known is not None and not output and known.has(grammar):
+            return [known.start(grammar) for _ in range(count)]
+        self._check_room(tenant)
+        future: asyncio.Future[list[GrammarState]] = asyncio.get_running_loop().create_future()
+        job = _Job(grammar, count, tuple(output), future)
+        self._tenants.setdefault(tenant, _Tenant()).queued.append(job)
+        self._begin()
+        try:
+            return await future
+        finally:
+            self._leave(tenant, job)
+
+    def close(self) -> None:
+        """End threads and processes; what waits fails."""
+        for tenant in self._tenants.values():
+            for job in tenant.queued:
+                job.done.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for trials in self._all_trials:
+            trials.close()
+
+    def _check_room(self, tenant: str) -> None:
+        own = self._tenants.get(tenant)
+        if own is not None and len(own.queued) >= MAX_QUEUED_PER_TENANT:
+            raise CompileQueueFull(f"{len(own.queued)} of its tenant wait to be compiled")
+        if (queued := self.queued) >= MAX_QUEUED:
+            raise CompileQueueFull(f"{queued} wait to be compiled")
+
+    def _begin(self) -> None:
+        """Begin jobs of tenants that have none under way, in turn, while threads are free."""
+        for name in list(self._tenants):
+            if not self._idle:
+                return
+            tenant = self._tenants[name]
+            if tenant.running or not tenant.queued:
+                continue
+            job = tenant.queued.popleft()
+            tenant.running = True
+            self._tenants.move_to_end(name)
+            job.trials = self._idle.pop()
+            task = asyncio.get_running_loop().create_task(self._run(name, job, job.trials))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _leave(self, tenant: str, job: _Job) -> None:
+        """Forget a job whose request no longer waits for it."""
+        own = self._tenants.get(tenant)
+        if own is not None and job in own.queued:
+            own.queued.remove(job)
+            self._forget(tenant)
+        elif job.trials is not None and job.done.cancelled():
+            job.trials.kill()
+
+    def _forget(self, tenant: str) -> None:
+        own = self._tenants.get(tenant)
+        if own is not None and not own.queued and not own.running:
+            del self._tenants[tenant]
+
+    async def _run(self, tenant: str, job: _Job, trials: Trials) -> None:
+        """Do a job on a thread, then begin the next."""
+        try:
+            await self._do(job, trials)
+        finally:
+            job.trials = None
+            self._idle.append(trials)
+            self._tenants[tenant].running = False
+            self._forget(tenant)
+            self._begin()
+
+    async def _do(self, job: _Job, trials: Trials) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with self._making:  # at most one thread reads the tokenizer
+                if self._grammars is None:
+                    self._grammars = await loop.run_in_executor(self._pool, self._make)
+            states = await loop.run_in_executor(self._pool, _compile, self._grammars, job, trials)
+        except ValueError as error:
+            if not job.done.done():
+                self._refuse(job, str(error))
+                job.done.set_exception(error)
+        except Exception as error:  # of the pool itself, at the end of the process
+            log.exception("compiling a grammar failed")
+            if not job.done.done():
+                job.done.set_exception(error)
+        else:
+            if not job.done.done():
+                job.done.set_result(states)
+
+    def _refuse(self, job: _Job, message: str) -> None:
+        """Remember a faulty grammar, so that it is not tried again."""
+        if job.output:
+            return  # the fault may be the output's
+        self._refused[job.grammar] = message
+        while len(self._refused) > _REFUSALS:
+            self._refused.popitem(last=False)
+
+
+def _compile(grammars: Grammars, job: _Job, trials: Trials) -> list[GrammarState]:
+    if job.done.cancelled():
+        raise ValueError("the client is gone")
+    if not grammars.has(job.grammar):
+        trials.try_grammar(job.grammar)
+    return [grammars.start(job.grammar, job.output) for _ in range(job.count)]

@@ -1,0 +1,173 @@
+"""Grammars are compiled in turn by tenant, off the loop, and only while somebody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from pigou.models import bundled_path
+from pigou.runtime.errors import GrammarError
+from pigou.runtime.grammar import Grammars, read_grammars
+from pigou.sampling import Grammar
+from pigou.worker.grammar_pool import MAX_QUEUED_PER_TENANT, CompileQueueFull, GrammarPool
+from pigou.worker.grammar_trials import GrammarTrials
+
+VOCAB, ENDS = 2560, frozenset({1})
+
+
+class Gate:
+    """Trials that wait until they are let through, or killed."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.kills = 0
+        self._open = threading.Event()
+
+    def try_grammar(self, grammar: Grammar) -> None:
+        self.begun.append(grammar.source)
+        assert self._open.wait(60)
+        if grammar.source.startswith("bad"):
+            raise GrammarError("it is bad")
+
+    def kill(self) -> None:
+        self.kills += 1
+        self.open()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self.open()
+
+
+def grammars() -> Grammars:
+    return read_grammars(bundled_path(), VOCAB, ENDS)
+
+
+def run(law: Callable[[GrammarPool, Gate], Coroutine[Any, Any, None]], threads: int = 1) -> None:
+    async def main() -> None:
+        gate = Gate()
+        pool = GrammarPool(grammars, lambda: gate, threads)
+        try:
+            await law(pool, gate)
+        finally:
+            pool.close()
+
+    asyncio.run(main())
+
+
+def ask(pool: GrammarPool, tenant: str, source: str) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(pool.prepare(Grammar("regex", source), tenant, 1))
+
+
+async def until(true: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to be")
+
+
+def test_tenants_take_turns_however_many_grammars_one_of_them_sends() -> None:
+    async def law(pool: GrammarPool, gate: Gate) -> None:
+        tasks = [ask(pool, "many", f"a{i}") for i in range(8)]
+        await until(lambda: gate.begun == ["a0"])
+        tasks.append(ask(pool, "one", "b"))
+        await until(lambda: pool.queued == 8)
+        gate.open()
+        await asyncio.gather(*tasks)
+        assert gate.begun[:3] == ["a0", "b", "a1"] or gate.begun[:3] == ["a0", "a1", "b"]
+        assert len(gate.begun) == 9
+
+    run(law)
+
+
+def test_one_tenant_never_takes_all_threads() -> None:
+    async def law(pool: GrammarPool, gate: Gate) -> None:
+        first = [ask(pool, "many", f"a{i}") for i in range(4)]
+        await until(lambda: gate.begun == ["a0"])
+        other = ask(pool, "one", "b")
+        await until(lambda: sorted(gate.begun) == ["a0", "b"])
+        gate.open()
+        await asyncio.gather(*first, other)
+
+    run(law, threads=2)
+
+
+def test_a_grammar_that_nobody_waits_for_leaves_the_queue_and_its_trial_is_killed() -> None:
+    async def law(pool: GrammarPool, gate: Gate) -> None:
+        under_way, queued = ask(pool, "t", "a0"), ask(pool, "t", "a1")
+        await until(lambda: gate.begun == ["a0"] and pool.queued == 1)
+        queued.cancel()
+        await until(lambda: pool.queued == 0)
+        assert gate.kills == 0
+        under_way.cancel()
+        await until(lambda: gate.kills == 1)
+        await ask(pool, "t", "a2")
+        assert gate.begun == ["a0", "a2"]
+
+    run(law)
+
+
+def test_a_tenant_with_a_full_queue_is_refused_and_others_are_not() -> None:
+    async def law(pool: GrammarPool, gate: Gate) -> None:
+        tasks = [ask(pool, "many", "a")]
+        await until(lambda: gate.begun == ["a"])
+        tasks += [ask(pool, "many", f"a{i}") for i in range(MAX_QUEUED_PER_TENANT)]
+        await until(lambda: pool.queued == MAX_QUEUED_PER_TENANT)
+        with pytest.raises(CompileQueueFull):
+            await pool.prepare(Grammar("regex", "c"), "many", 1)
+        tasks.append(ask(pool, "one", "b"))
+        await until(lambda: pool.queued == MAX_QUEUED_PER_TENANT + 1)
+        gate.open()
+        await asyncio.gather(*tasks)
+
+    run(law)
+
+
+def test_a_faulty_grammar_is_remembered_and_a_good_one_is_tried_once() -> None:
+    async def law(pool: GrammarPool, gate: Gate) -> None:
+        gate.open()
+        for _ in range(3):
+            with pytest.raises(ValueError, match="it is bad"):
+                await pool.prepare(Grammar("regex", "bad"), "t", 1)
+            assert len(await pool.prepare(Grammar("regex", "good"), "t", 3)) == 3
+        assert gate.begun == ["bad", "good"]
+
+    run(law)
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[GrammarTrials]:
+    made = GrammarTrials(bundled_path() / "tokenizer.json", VOCAB, ENDS)
+    yield made
+    made.close()
+
+
+CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("grammar", CHAIN),
+        Grammar("grammar", 'start: e\ne: e e | e e e | /[a-z]/ | ""'),
+        Grammar("grammar", 'start: e\ne: e "a" e | e e | "a"? "b"?'),
+        Grammar("regex", "([a-z]{1,1000}){1,1000}["),
+        Grammar("json_schema", json.dumps({"type": "no such type"})),
+        Grammar("json_schema", "[" * 100_000),
+    ],
+    ids=["deep chain", "ambiguous", "more ambiguous", "regex", "type", "brackets"],
+)
+def test_a_grammar_that_crashes_or_overruns_is_refused_and_the_next_is_served(
+    trials: GrammarTrials, grammar: Grammar
+) -> None:
+    with pytest.raises(GrammarError):
+        trials.try_grammar(grammar)
+    trials.try_grammar(Grammar("regex", "[a-z]{3}"))
+    trials.try_grammar(Grammar("json_object"))
