@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,11 +14,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pigou.runtime.errors import ModelError
+from pigou.runtime.weight_files import INDEX, STRAYS, find_weight_files
+
+log = logging.getLogger(__name__)
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-_INDEX = "model.safetensors.index.json"
+#: Files of a hub's repository that are not needed: see `weight_files.STRAYS`.
+_OTHERS = ["*/*", *STRAYS]
 #: Tensors that some checkpoints carry and that follow from the configuration.
-_DERIVED = (".rotary_emb.inv_freq",)
+_DERIVED = (
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def find_model(model: str | Path) -> Path:
@@ -36,7 +46,7 @@ def find_model(model: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
+        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_OTHERS))
     except LocalEntryNotFoundError:
         raise ModelError(
             f"model {name!r} is no local folder, is not in the hub's cache, and the hub cannot "
@@ -57,7 +67,7 @@ def digest_model(folder: Path) -> str:
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(find_weight_files(folder).paths):
         with path.open("rb") as file:
             size = file.read(8)
             header = file.read(int.from_bytes(size, "little"))
@@ -76,18 +86,31 @@ def digest_model(folder: Path) -> str:
 class Weights:
     """The tensors of a folder's safetensors files, taken one by one.
 
-    A context manager: on a clean exit every tensor must have been taken.
+    A context manager: on a clean exit every tensor must have been taken. A tensor that is in two
+    files is fine where both are alike; else the file that the index names has it.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Open the files.
+
+        Args:
+            folder: of the model.
+            dtype: that tensors are converted to.
+            device: that they are put on.
+
+        Raises:
+            ModelError: a file is damaged, or there is none.
+        """
         self._folder = folder
         self._dtype = dtype
         self._device = device
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
         self._taken: set[str] = set()
-        for name in self._names():
-            self._open(name)
+        self._dtypes: set[torch.dtype] = set()
+        self._source = find_weight_files(folder)
+        for path in self._source.paths:
+            self._open(path)
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -96,21 +119,23 @@ class Weights:
         """Return a tensor in the model's dtype, on its device.
 
         Raises:
-            ModelError: it is missing, or has another shape.
+            ModelError: it is missing, has another shape, or is quantized.
         """
         if name not in self._where:
-            raise ModelError(f"{self._folder}: tensor {name!r} is missing")
+            raise ModelError(f"{self._folder}: tensor {name!r} is missing{self._blame(name)}")
         tensor: Tensor = self._files[self._where[name]].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{self._folder}: tensor {name!r} has shape {tuple(tensor.shape)}, not {shape}"
             )
+        if tensor.dtype not in _FLOATS:
+            raise ModelError(
+                f"{self._folder}: tensor {name!r} has dtype {tensor.dtype}; quantized weights are "
+                "not supported; use bf16 ones"
+            )
         self._taken.add(name)
+        self._note_dtype(tensor.dtype)
         return tensor.to(device=self._device, dtype=self._dtype)
-
-    def skip(self, name: str) -> None:
-        """Say that a tensor, if it is there, is not needed."""
-        self._taken.add(name)
 
     def __enter__(self) -> Weights:
         return self
@@ -121,37 +146,59 @@ class Weights:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files; refuse tensors that nobody took."""
+        """Close the files; refuse tensors that nobody took, except the derived ones."""
         self._files.clear()
-        if kind is None:
-            left = sorted(n for n in self._where.keys() - self._taken if not n.endswith(_DERIVED))
-            if left:
-                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-                raise ModelError(f"{self._folder}: unexpected tensor {left[0]!r}{more}")
+        if kind is not None:
+            return
+        left = sorted(self._where.keys() - self._taken)
+        derived = [name for name in left if name.endswith(_DERIVED)]
+        if derived:
+            log.info("%s: %d tensors follow from config.json: %s", self._folder, len(derived),
+                     ", ".join(derived[:3]))  # fmt: skip
+        unknown = [name for name in left if name not in derived]
+        if unknown:
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            raise ModelError(
+                f"{self._folder}: unexpected tensor {unknown[0]!r}{more}; config.json describes "
+                "a model without it"
+            )
 
-    def _names(self) -> list[str]:
-        index = self._folder / _INDEX
-        if index.exists():
-            try:
-                return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
-                raise ModelError(f"{index} has no weight_map: {error!r}") from None
-        names = sorted(path.name for path in self._folder.glob("*.safetensors"))
-        if not names:
-            raise ModelError(f"{self._folder} has no *.safetensors file")
-        return names
+    def _blame(self, name: str) -> str:
+        """Say that the file which has a missing tensor is missing itself."""
+        file = self._source.index.get(name)
+        if file in self._source.missing:
+            return f": {file} is missing, though {INDEX} names it; download it"
+        return ""
 
-    def _open(self, name: str) -> None:
-        path = self._folder / name
-        if not path.exists():
-            raise ModelError(f"{path} is missing, though {_INDEX} names it")
+    def _note_dtype(self, dtype: torch.dtype) -> None:
+        if dtype is not self._dtype and dtype not in self._dtypes:
+            log.info("%s: weights in %s are converted to %s", self._folder, dtype, self._dtype)
+        self._dtypes.add(dtype)
+
+    def _open(self, path: Path) -> None:
         try:
             file = safe_open(path, framework="pt")
             keys: list[str] = list(file.keys())  # type: ignore[no-untyped-call]
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is damaged: {error}") from None
-        self._files[name] = file
+        self._files[path.name] = file
         for key in keys:
             if key in self._where:
-                raise ModelError(f"{path}: tensor {key!r} is also in {self._where[key]}")
-            self._where[key] = name
+                self._choose(key, path.name)
+            else:
+                self._where[key] = path.name
+
+    def _choose(self, key: str, file: str) -> None:
+        """Choose between two files that have the same tensor."""
+        first = self._where[key]
+        if torch.equal(self._files[first].get_tensor(key), self._files[file].get_tensor(key)):
+            return
+        named = self._source.index.get(key)
+        if named not in (first, file):
+            raise ModelError(
+                f"{self._folder}: tensor {key!r} differs between {first} and {file}; remove the "
+                f"file that is no part of the model, or name one in {INDEX}"
+            )
+        self._where[key] = named
+        log.warning("%s: tensor %r differs between %s and %s; %s names %s", self._folder, key,
+                    first, file, INDEX, named)  # fmt: skip

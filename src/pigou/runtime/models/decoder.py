@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,15 @@ from torch import Tensor
 
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.config import ModelConfig
+from pigou.runtime.errors import ModelError
 from pigou.runtime.linear import Linear
 from pigou.runtime.models.layer import Layer, load_layer
 from pigou.runtime.ops import Ops
 from pigou.runtime.weights import Weights
+
+log = logging.getLogger(__name__)
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(slots=True)
@@ -74,12 +80,7 @@ def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
     Raises:
         ModelError: one is missing or has another shape.
     """
-    embedding = weights.take("model.embed_tokens.weight", config.vocab, config.hidden)
-    if config.tied:
-        weights.skip("lm_head.weight")
-        head = embedding
-    else:
-        head = weights.take("lm_head.weight", config.vocab, config.hidden)
+    embedding, head = _ends(config, weights)
     return Decoder(
         config=config,
         embedding=embedding,
@@ -88,3 +89,35 @@ def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
         head=Linear(head),
         ops=ops,
     )
+
+
+def _ends(config: ModelConfig, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Take the embedding and the output layer; where both are there, both count.
+
+    A checkpoint whose two tensors differ has two, whatever `tie_word_embeddings` says, and where
+    a tied one has a single tensor it may be either: transformers does the same.
+    """
+    shape = config.vocab, config.hidden
+    if config.tied and _EMBEDDING not in weights and _HEAD in weights:
+        head = weights.take(_HEAD, *shape)
+        return head, head
+    embedding = weights.take(_EMBEDDING, *shape)
+    if _HEAD not in weights and config.tied:
+        return embedding, embedding
+    if _HEAD not in weights:
+        raise ModelError(
+            f"tensor {_HEAD!r} is missing; where the output layer is the embedding, config.json "
+            "must have tie_word_embeddings: true"
+        )
+    head = weights.take(_HEAD, *shape)
+    if not config.tied:
+        return embedding, head
+    if torch.equal(embedding, head):
+        return embedding, embedding
+    log.warning(
+        "%s differs from %s, so it is used, though config.json has tie_word_embeddings: true; "
+        "set that to false",
+        _HEAD,
+        _EMBEDDING,
+    )
+    return embedding, head
