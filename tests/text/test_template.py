@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,29 @@ def test_the_final_message_can_be_continued() -> None:
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
+
+
+def test_templates_are_read_from_wherever_they_are_published(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+
+    def said(value: object) -> dict[str, str]:
+        path.write_text(json.dumps({**settings, "chat_template": value}))
+        return Tokenizer.load(folder).templates
+
+    assert said("A") == {"default": "A"}
+    named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
+    assert said(named) == {"default": "A", "tool_use": "B"}
+    with pytest.raises(TokenizerError, match="chat_template"):
+        said(7)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "J"}))
+    assert said(None) == {"default": "J"}
+    assert said("A") == {"default": "A"}
+    (folder / "chat_template.jinja").write_text("F")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    assert said("A") == {"default": "F", "tool_use": "T"}

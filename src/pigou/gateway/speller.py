@@ -49,11 +49,10 @@ class Speller:
         """
         try:
             tokenizer = Tokenizer.load(folder)
-            source = tokenizer.templates.get("default")
-            template = None if source is None else ChatTemplate(source, tokenizer.names)
+            template = ChatTemplate.choose(tokenizer.templates, tokenizer.names)
         except (TokenizerError, ValueError, OSError, KeyError, TypeError) as error:
             raise ConfigError(f"the tokenizer of {folder} cannot be used: {error}") from error
-        return cls(tokenizer, template, digest(source.encode()) if source else "")
+        return cls(tokenizer, template, digest(template.identity.encode()) if template else "")
 
     @classmethod
     def named(cls, name: str) -> Speller:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 #: Files of a hub's repository that are not needed: see `weight_files.STRAYS`.
-_OTHERS = ["*/*", *STRAYS]
+_OTHERS = ["*/*.json", "*/*.safetensors", "*/*.txt", *STRAYS]
 #: Tensors that some checkpoints carry and that follow from the configuration.
 _DERIVED = (
     "rotary_emb.inv_freq",

@@ -60,9 +60,8 @@ def seeds(name: str, digest: str) -> Callable[[str], bytes]:
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the model's usual chat template; None where it has none."""
-    source = tokenizer.templates.get("default")
-    return None if source is None else ChatTemplate(source, tokenizer.names)
+    """Return the model's chat templates as one; None where it has none."""
+    return ChatTemplate.choose(tokenizer.templates, tokenizer.names)
 
 
 def sampling_defaults(generation: dict[str, Any]) -> Defaults:
