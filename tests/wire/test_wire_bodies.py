@@ -72,7 +72,7 @@ def test_bytes_that_are_no_body_are_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_other_servers_know_is_refused_with_a_remedy(name: str) -> None:
-    body = {"prompt": "a", "messages": [], name: 1}
+    body = {"prompt": "a", "messages": [], name: 7}
     with pytest.raises(APIError, match=REFUSED[name].split(";")[0]) as caught:
         decode_chat(json.dumps({k: v for k, v in body.items() if k != "prompt"}).encode())
     assert caught.value.param == name

@@ -173,15 +173,75 @@ def test_fields_without_meaning_are_accepted(worker: Worker) -> None:
     assert text(worker, max_tokens=2, **fields) == text(worker, max_tokens=2)
 
 
+def test_unknown_fields_are_told_in_a_header(worker: Worker) -> None:
+    body = {"prompt": "Hello world", "max_tokens": 2, "foo": 1, "stream_options": {"nope": 1}}
+    plain = text(worker, max_tokens=2)
+    whole = worker.post("/v1/completions", body)
+    assert whole.json["choices"][0] == plain
+    assert whole.headers["X-Pigou-Unknown-Fields"] == "foo, stream_options.nope"
+    stream = worker.post("/v1/completions", body | {"stream": True})
+    assert "".join(c["choices"][0]["text"] for c in stream.chunks) == plain["text"]
+    assert stream.headers["X-Pigou-Unknown-Fields"] == "foo, stream_options.nope"
+    chat = worker.post("/v1/chat/completions", CHAT | {"max_tokens": 1, "foo": 1})
+    assert (chat.status, chat.headers["X-Pigou-Unknown-Fields"]) == (200, "foo")
+    assert "X-Pigou-Unknown-Fields" not in worker.post("/v1/completions", {"prompt": "a"}).headers
+
+
+def test_unknown_fields_are_refused_where_that_is_asked_for(
+    start_worker: Callable[..., Worker],
+) -> None:
+    worker = start_worker("--unknown-fields", "refuse")
+    for fields, param in (({"foo": 1}, "foo"), ({"stream_options": {"x": 1}}, "stream_options.x")):
+        reply = worker.post("/v1/completions", {"prompt": "Hello", **fields})
+        assert (reply.status, reply.json["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_echo_without_output_scores_the_prompt(
+    worker: Worker, logprobs: int | None, stream: bool
+) -> None:
+    body = {"prompt": ["Hello world", "one two"], "echo": True, "max_tokens": 0,
+            "logprobs": logprobs, "return_token_ids": True}  # fmt: skip
+    if not stream:
+        reply = worker.post("/v1/completions", body).json
+        choices, usage = reply["choices"], reply["usage"]
+    else:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = worker.post("/v1/completions", body | options).chunks
+        usage, choices = last["usage"], [chunk["choices"][0] for chunk in chunks]
+        choices.sort(key=lambda choice: choice["index"])
+    assert [c["text"] for c in choices] == ["Hello world", "one two"]
+    assert [c["finish_reason"] for c in choices] == ["length", "length"]
+    assert [c["token_ids"] for c in choices] == [[], []]
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, usage["prompt_tokens"])
+    more = worker.post("/v1/completions", {**body, "max_tokens": 1}).json["choices"]
+    for choice, other in zip(choices, more, strict=True):
+        if logprobs is None:
+            assert choice["logprobs"] is None
+            continue
+        scores, tokens = choice["logprobs"]["token_logprobs"], choice["logprobs"]["tokens"]
+        assert "".join(tokens) == choice["text"]
+        assert scores == other["logprobs"]["token_logprobs"][:-1]
+        assert scores[0] is None
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored(worker: Worker) -> None:
+    body = {"prompt": [5] * 2048, "echo": True, "max_tokens": 0, "logprobs": 0}
+    reply = worker.post("/v1/completions", body)
+    assert reply.status == 200, reply.body
+    assert len(reply.json["choices"][0]["logprobs"]["tokens"]) == 2048
+
+
 REFUSED = [
-    ({"foo": 1}, "foo"),
     ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"guided_json": {}}, "guided_json"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"nope": 1}}, "stream_options.nope"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": "3"}, "max_tokens"),
+    ({"max_tokens": "three"}, "max_tokens"),
+    ({"max_tokens": 2.5}, "max_tokens"),
     ({"max_tokens": 5000}, "max_tokens"),
     ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
     ({"temperature": -1}, "temperature"),
@@ -252,7 +312,11 @@ REFUSED_CHAT = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": 3}, "logprobs"),
-    ({"functions": []}, "functions"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"echo": True}, "echo"),
+    ({"messages": [{"role": "function", "name": "f", "content": "a"}]}, "messages"),
+    ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages"),
     ({"chat_template": "x"}, "chat_template"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),

@@ -192,6 +192,13 @@ def serve(
         ),
     ] = "",
     max_body: Annotated[int, typer.Option(help="Most bytes of a request's body.")] = 16 * 2**20,
+    unknown_fields: Annotated[
+        str,
+        typer.Option(
+            help="Fields of requests that are unknown: warn (log once, name them in a header of "
+            "the reply) or refuse. With --attach, stock servers judge fields themselves."
+        ),
+    ] = "warn",
     hang_timeout: Annotated[
         float,
         typer.Option(
@@ -231,6 +238,7 @@ def serve(
         arguments += ["--threads", str(threads or threads_each(sum(counts)))]
         arguments += ["--served-model-name", served_model_name] if served_model_name else []
         arguments += ["--timing", timing] if timing else []
+        arguments += ["--unknown-fields", unknown_fields]
         if timing and not sum(counts):
             raise ConfigError(
                 f"--timing is {timing!r}, and no worker is started here; leave it out"
@@ -239,7 +247,7 @@ def serve(
         gateway = GatewayConfig(
             host=host, port=port, max_body=max_body, api_keys_file=api_keys_file,
             allow_open=allow_open, open_metrics=open_metrics, journal=journal,
-            release=release, strict=not attached,
+            release=release, strict=not attached, unknown_fields=unknown_fields,
             client_timeout=client_timeout,
         )  # fmt: skip
         control = _control(

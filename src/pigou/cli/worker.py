@@ -172,6 +172,13 @@ def worker(
         ),
     ] = _DEFAULT.json_whitespace,
     max_body: Annotated[str, typer.Option(help="Largest body of a request.")] = "16MiB",
+    unknown_fields: Annotated[
+        str,
+        typer.Option(
+            help="Fields of requests that are unknown: warn (log once, name them in a header of "
+            "the reply) or refuse."
+        ),
+    ] = _DEFAULT.unknown_fields,
     drain: Annotated[
         float, typer.Option(help="Seconds that requests in flight are given after SIGTERM.")
     ] = _DEFAULT.drain,

@@ -34,6 +34,8 @@ from pigou.gateway.pilot import Pilot
 from pigou.gateway.stated import read_stated
 from pigou.gateway.upstream import Upstream
 from pigou.wire.errors import APIError, bad_request
+from pigou.wire.fields import HEADER as UNKNOWN
+from pigou.wire.fields import UnknownFields, header_value
 from pigou.wire.replies import model_card
 from pigou.wire.request_id import HEADER as REQUEST_ID
 from pigou.wire.request_id import echo
@@ -118,6 +120,7 @@ class _Routes:
         self._gateway = gateway
         self._generator = Generator(gateway.pilot, gateway.metrics)
         self._usage = KeyUsage()
+        self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
         gateway.metrics.add_fleet(gateway.board.gauges)
         gateway.metrics.add(Game(gateway.board.prices))
         index = gateway.pilot.plane.index
@@ -143,12 +146,13 @@ class _Routes:
         call = read(
             data,
             chat=chat,
-            strict=self._gateway.config.strict,
+            strict=self._gateway.config.strict or self._pigou_only(),
             tenure=tenure,
             facts=self._facts(),
             request_id=request.headers.get(REQUEST_ID),
             overrides=read_overrides(request.headers.get(HEADER)),
         )
+        self._unknown.judge(call.unknown)
         self._check_model(call.body.get("model"))
         self._check_deadline(call)
         with self._usage.accepted(key.digest, key.limits, call):
@@ -178,6 +182,11 @@ class _Routes:
             if not outlet.open:
                 raise
             await outlet.fail(error)
+
+    def _pigou_only(self) -> bool:
+        """Whether all workers that are up are Pigou's own, which know no other fields."""
+        upstreams = self._gateway.pilot.upstreams.values()
+        return bool(upstreams) and not any(up.engine.stock for up in upstreams)
 
     def _check_model(self, raw: msgspec.Raw | None) -> None:
         self._check_named(None if raw is None else msgspec.json.decode(raw))
@@ -322,9 +331,10 @@ def _seen_by(key: Key) -> str | None:
 
 def _decided(call: Call) -> dict[str, str]:
     """Return the headers that tell who serves a request, and where the reason can be had."""
+    unknown = {UNKNOWN: header_value(call.unknown)} if call.unknown else {}
     if call.choice is None:
-        return {}
-    told = {"x-pigou-decision": call.id, "x-pigou-worker": call.choice.decode}
+        return unknown
+    told = unknown | {"x-pigou-decision": call.id, "x-pigou-worker": call.choice.decode}
     return told if call.choice.prefill is None else told | {
         "x-pigou-prefill-worker": call.choice.prefill
     }  # fmt: skip

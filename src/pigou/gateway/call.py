@@ -48,6 +48,7 @@ class Call:
         asked: the body's fields that the gateway reads.
         keys: the router's keys of the prompt's blocks, by block size; none while unknown.
         overrides: parameters of the routing policy, for this request.
+        unknown: names of fields that no worker knows, left out of the body.
         choice: the workers that it was sent to last; None before.
         choices: sequences for each prompt (`n`).
         prompts: as the client sent them; None for the one of a chat.
@@ -80,6 +81,7 @@ class Call:
     asked: Asked = field(default_factory=Asked, repr=False)
     keys: Mapping[int, BlockKeys] = field(default_factory=dict, repr=False)
     overrides: Mapping[str, float] = field(default_factory=dict)
+    unknown: Sequence[str] = ()
     choice: Choice | None = None
     choices: int = 1
     prompts: Sequence[Any] = (None,)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.wire.fields import MODES
 
 #: Addresses that only this machine reaches.
 _LOOPBACK_NAMES = ("localhost",)
@@ -33,8 +34,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             applications): another one voids all that is cached; empty for none.
         client_timeout: seconds that a client may take nothing of its stream while bytes wait for
             it; then it is cut off. 0 waits for ever.
-        strict: refuse unknown fields of request bodies here; off in front of stock workers,
-            which know fields that Pigou does not.
+        strict: judge the fields of request bodies here; off in front of stock workers, which
+            know fields that Pigou does not.
+        unknown_fields: what is done with unknown fields where they are judged here: "warn", once
+            in the log and in a header of each reply, or "refuse".
     """
 
     host: str = "127.0.0.1"
@@ -50,6 +53,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     release: str = ""
     client_timeout: float = 60.0
     strict: bool = True
+    unknown_fields: str = "warn"
 
     def __post_init__(self) -> None:
         """Refuse values that are out of range, and an open door that nobody asked for."""
@@ -61,6 +65,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if not 0 <= self.client_timeout < float("inf"):
             raise ConfigError(
                 f"client_timeout is {self.client_timeout}; it must be 0 or more seconds"
+            )
+        if self.unknown_fields not in MODES:
+            raise ConfigError(
+                f"unknown_fields is {self.unknown_fields!r}; it must be {' or '.join(MODES)}"
             )
         if self.journal is not None and (packing := Path(self.journal).suffix) in _PACKED:
             raise ConfigError(

@@ -16,7 +16,13 @@ from pigou.gateway.facts import Facts, salt
 from pigou.kv.tenure import Tenure
 from pigou.wire.checks import check
 from pigou.wire.errors import bad_request, decode_error
-from pigou.wire.openai import ChatRequest, CompletionRequest, decode_chat, decode_completion
+from pigou.wire.openai import (
+    ChatRequest,
+    CompletionRequest,
+    known_chat,
+    known_completion,
+    without_bom,
+)
 from pigou.wire.request_id import request_id as wire_id
 
 #: Bytes of text that make a token, as a guess.
@@ -49,7 +55,8 @@ def read(
     Args:
         data: as the client sent it.
         chat: whether it came to the chat route.
-        strict: refuse what Pigou's own workers would refuse; otherwise the workers judge.
+        strict: refuse what Pigou's own workers would refuse, and leave out fields that they do
+            not know; otherwise the workers judge.
         tenure: of its key and headers.
         facts: that the gateway adds to it.
         request_id: the client's `X-Request-Id`.
@@ -59,6 +66,7 @@ def read(
         APIError: 400, naming field and remedy.
     """
     arrival = time.monotonic_ns()
+    data = without_bom(data)
     try:
         asked = _asked.decode(data)
         body: Body = dict(_fields.decode(data))
@@ -69,9 +77,15 @@ def read(
             raise bad_request(f"{name} is refused: {remedy}.", name)
     if asked.cache_salt == "":
         raise bad_request("cache_salt is empty: leave it out, or send a text.", "cache_salt")
+    unknown: list[str] = []
     if strict:
-        check(decode_chat(data) if chat else decode_completion(data))
+        known = known_chat(data) if chat else known_completion(data)
+        check(known.request)
+        unknown = known.unknown
+        if known.body is not data:
+            body = dict(_fields.decode(known.body))
     call = _call(asked, body, chat)
+    call.unknown = unknown
     call.arrival, call.tenant, call.wire_id = (
         arrival,
         tenure.tenant,

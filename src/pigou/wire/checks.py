@@ -22,6 +22,11 @@ MAX_STOP_LENGTH = 1024
 MAX_BIASED = 4096
 MAX_STOP_TOKENS = 1024
 MAX_SALT = 128
+#: Fields of messages that the model cannot read, and what to do instead.
+_REFUSED_IN_MESSAGES = {
+    "audio": "the model reads text only; send its transcript as content",
+    "function_call": "it is deprecated; use tool_calls",
+}
 _SALT_FORBIDS = "@/\\\0"
 
 
@@ -36,7 +41,8 @@ def check(request: GenerationRequest) -> None:
     if isinstance(request, ChatRequest):
         _check_chat(request)
     elif isinstance(request, CompletionRequest):
-        _within(request, "logprobs", 0, MAX_LOGPROBS)
+        if not isinstance(request.logprobs, bool):
+            _within(request, "logprobs", 0, MAX_LOGPROBS)
         prompts(request)
 
 
@@ -58,6 +64,15 @@ def prompts(request: CompletionRequest) -> list[str | list[int]]:
     return found
 
 
+def scores_only(request: GenerationRequest) -> bool:
+    """Return whether the prompt is echoed and scored, and nothing generated."""
+    return (
+        isinstance(request, CompletionRequest)
+        and request.max_tokens == 0
+        and (bool(request.echo) or request.prompt_logprobs is not None)
+    )
+
+
 def stops(request: GenerationRequest) -> tuple[str, ...]:
     """Return the stop strings."""
     if request.stop is None:
@@ -67,7 +82,7 @@ def stops(request: GenerationRequest) -> tuple[str, ...]:
 
 def _check_numbers(request: GenerationRequest) -> None:
     _within(request, "n", 1, MAX_N)
-    _within(request, "max_tokens", 1, 2**31 - 1)
+    _within(request, "max_tokens", 0 if scores_only(request) else 1, 2**31 - 1)
     _within(request, "min_tokens", 0, 2**31 - 1)
     _within(request, "temperature", 0.0, 2.0)
     _within(request, "top_k", -1, 2**31 - 1)
@@ -99,7 +114,15 @@ def _check_numbers(request: GenerationRequest) -> None:
 
 
 def _check_stream(request: GenerationRequest) -> None:
-    if request.stream_options is not None and not request.stream:
+    options = request.stream_options
+    if options is not None and options.include_obfuscation:
+        raise bad_request(
+            "stream_options.include_obfuscation is refused: streams are not padded; set it to "
+            "false, or remove it.",
+            "stream_options",
+        )
+    asks = options is not None and (options.include_usage or options.continuous_usage_stats)
+    if asks and not request.stream:
         raise bad_request(
             "stream_options is given without stream: set stream to true, or remove it.",
             "stream_options",
@@ -154,7 +177,7 @@ def _check_resume(request: GenerationRequest) -> None:
 def _check_chat(request: ChatRequest) -> None:
     _within(request, "max_completion_tokens", 1, 2**31 - 1)
     _within(request, "top_logprobs", 0, MAX_LOGPROBS)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise bad_request(
             "top_logprobs is given without logprobs: set logprobs to true.", "top_logprobs"
         )
@@ -178,6 +201,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
         where = f"messages[{index}]"
         if not isinstance(message.get("role"), str):
             raise bad_request(f"{where}.role is missing or not a string.", "messages")
+        _check_message(message, where)
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue
@@ -185,6 +209,15 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
             raise bad_request(f"{where}.content must be text or a list of parts.", "messages")
         for part in content:
             _check_part(part, where)
+
+
+def _check_message(message: Mapping[str, Any], where: str) -> None:
+    """Refuse what no template shows, and would be lost in silence."""
+    if message["role"] == "function":
+        raise bad_request(f"{where}.role is 'function', which is deprecated; use tool.", "messages")
+    for name, remedy in _REFUSED_IN_MESSAGES.items():
+        if message.get(name) is not None:
+            raise bad_request(f"{where}.{name} is refused: {remedy}.", "messages")
 
 
 def _check_part(part: Any, where: str) -> None:

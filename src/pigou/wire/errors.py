@@ -38,12 +38,30 @@ REFUSED = {
     "guided_regex": "it is deprecated; use structured_outputs.regex",
     "guided_choice": "it is deprecated; use structured_outputs.choice",
     "guided_grammar": "it is deprecated; use structured_outputs.grammar",
+    "guided_json_object": "it is deprecated; use structured_outputs.json_object",
+    "guided_decoding_backend": "it is deprecated; remove it",
+    "guided_whitespace_pattern": "it is deprecated; remove it",
     "chat_template": "a request may not bring its own template; set it on the server",
+    "documents": "they reach the template as chat_template_kwargs.documents; send them there",
+    "echo": "it belongs to completions; remove it",
     "prompt_embeds": "prompts are text or token ids; use prompt",
     "audio": "output is text only; remove it",
     "modalities": "output is text only; remove it",
     "prediction": "predicted outputs are not supported; remove it",
     "web_search_options": "web search is not supported; remove it",
+    "moderation": "moderation is not supported; remove it",
+    "allowed_token_ids": "it is not supported; use structured_outputs or logit_bias",
+    "bad_words": "it is not supported; use logit_bias with the ids of their tokens",
+    "early_stopping": "it belongs to beam search, which is not supported; remove it",
+    "logits_processors": "code in requests is not supported; use logit_bias or structured_outputs",
+    "vllm_xargs": "there are no extensions to pass it to; remove it",
+    "mm_processor_kwargs": "the model reads text only; remove it",
+    "media_io_kwargs": "the model reads text only; remove it",
+    "thinking_token_budget": "it is not supported; use max_tokens",
+    "repetition_detection": "it is not supported; use frequency_penalty or repetition_penalty",
+    "truncation_side": "truncate_prompt_tokens keeps the end; remove it",
+    "include_reasoning": "reasoning is not told apart from the text; remove it",
+    "return_tokens_as_token_ids": "it is not supported; use return_token_ids",
 }
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
@@ -90,6 +108,11 @@ class APIError(Exception):
 def bad_request(message: str, param: str | None = None) -> APIError:
     """Return the error 400 for a request that cannot be honoured as it stands."""
     return APIError(400, message, param)
+
+
+def unknown_field(field: str) -> APIError:
+    """Return the error for a field that no server is known to have."""
+    return bad_request(f"Unknown field {field[:80]}: remove it, or check its spelling.", field[:80])
 
 
 def http_error(status: int, method: str, path: str, reason: str = "") -> APIError:
@@ -141,7 +164,7 @@ def _field_error(text: str, body: bytes) -> APIError:
         field = _join(match["path"], match["field"])
         if remedy := REFUSED.get(field):
             return bad_request(f"{field} is refused: {remedy}.", field)
-        return bad_request(f"Unknown field {field}: remove it, or check its spelling.", field)
+        return unknown_field(field)
     if match := _MISSING.match(text):
         field = _join(match["path"], match["field"])
         return bad_request(f"{field} is required, and missing.", field)

@@ -1,15 +1,17 @@
 """Bodies of the OpenAI API, with the fields that vLLM adds and the few that Pigou adds.
 
-Unknown fields are refused by name. `None` means "not given" everywhere.
+`None` means "not given" everywhere. Numbers and booleans may come as strings, and whole numbers
+as floats, as with vLLM. Unknown fields are refused by name, or returned by name.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from pigou.wire.errors import decode_error
+from pigou.wire.errors import decode_error, unknown_field
+from pigou.wire.fields import known_part
 
 Number: TypeAlias = float
 TokenIds: TypeAlias = list[int]
@@ -17,6 +19,7 @@ TokenIds: TypeAlias = list[int]
 Prompt: TypeAlias = str | list[str | int | list[int]]
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 _B = TypeVar("_B")
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -28,6 +31,7 @@ class StreamOptions(_Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class JsonSchema(_Body):
@@ -110,6 +114,7 @@ class GenerationRequest(_Body, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     spaces_between_special_tokens: bool | None = None
 
 
@@ -117,7 +122,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of `POST /v1/completions`."""
 
     prompt: Prompt
-    logprobs: int | None = None
+    logprobs: int | bool | None = None
     echo: bool | None = None
 
 
@@ -174,26 +179,60 @@ WITHOUT_MEANING = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "prompt_cache_options",
     "spaces_between_special_tokens",
     "verbosity",
     "parallel_tool_calls",
 )
 
-_completion = msgspec.json.Decoder(CompletionRequest)
-_chat = msgspec.json.Decoder(ChatRequest)
+#: Objects within a request, and the names of their fields.
+_NESTED = {
+    "stream_options": StreamOptions.__struct_fields__,
+    "response_format": ResponseFormat.__struct_fields__,
+    "response_format.json_schema": JsonSchema.__struct_fields__,
+    "structured_outputs": StructuredOutputs.__struct_fields__,
+}
+_BOM = b"\xef\xbb\xbf"
+
+_completion = msgspec.json.Decoder(CompletionRequest, strict=False)
+_chat = msgspec.json.Decoder(ChatRequest, strict=False)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_tokenize = msgspec.json.Decoder(TokenizeRequest)
-_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+_tokenize = msgspec.json.Decoder(TokenizeRequest, strict=False)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest, strict=False)
+
+
+class Known(NamedTuple, Generic[_B]):
+    """A decoded request.
+
+    Attributes:
+        request: what is honoured of the body.
+        body: the JSON of that.
+        unknown: names of the body's other fields, nested ones with a path.
+    """
+
+    request: _B
+    body: bytes
+    unknown: list[str]
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
     """Decode a completions body; raise `APIError` 400 that names the field at fault."""
-    return _decode(_completion, body)
+    return _all_known(known_completion(body))
 
 
 def decode_chat(body: bytes) -> ChatRequest:
     """Decode a chat body; raise `APIError` 400 that names the field at fault."""
-    return _decode(_chat, body)
+    return _all_known(known_chat(body))
+
+
+def known_completion(body: bytes) -> Known[CompletionRequest]:
+    """Decode a completions body apart from unknown fields; raise `APIError` 400 as above."""
+    return _known(_completion, CompletionRequest, body)
+
+
+def known_chat(body: bytes) -> Known[ChatRequest]:
+    """Decode a chat body apart from unknown fields; raise `APIError` 400 as above."""
+    return _known(_chat, ChatRequest, body)
 
 
 def decode_cached(body: bytes) -> CompletionRequest | ChatRequest:
@@ -212,7 +251,36 @@ def decode_detokenize(body: bytes) -> DetokenizeRequest:
     return _decode(_detokenize, body)
 
 
+def without_bom(body: bytes) -> bytes:
+    """Return a body without the byte order mark that some clients put before UTF-8."""
+    return body.removeprefix(_BOM)
+
+
+def _known(decoder: msgspec.json.Decoder[_S], kind: type[_S], body: bytes) -> Known[_S]:
+    body = without_bom(body)
+    try:
+        return Known(decoder.decode(body), body, [])
+    except msgspec.ValidationError as error:
+        if "unknown field" not in str(error):
+            raise decode_error(error, body) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise decode_error(error, body) from None
+    unknown: list[str] = []
+    try:
+        body = known_part(body, kind.__struct_fields__, _NESTED, unknown)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise decode_error(error, body) from None
+    return Known(_decode(decoder, body), body, unknown)
+
+
+def _all_known(known: Known[_S]) -> _S:
+    if known.unknown:
+        raise unknown_field(known.unknown[0])
+    return known.request
+
+
 def _decode(decoder: msgspec.json.Decoder[_B], body: bytes) -> _B:
+    body = without_bom(body)
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

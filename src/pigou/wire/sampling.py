@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pigou.sampling import Grammar, SamplingParams
+from pigou.wire.checks import scores_only
 from pigou.wire.errors import bad_request
 from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
 
@@ -96,10 +97,14 @@ def sampling_params(
 def max_tokens(request: GenerationRequest, prompt_tokens: int, max_model_len: int) -> int:
     """Return the output limit: the request's, or a default that is cut to what the context leaves.
 
+    It is 1 where nothing is to be generated: the step that scores the prompt samples one token.
+
     Raises:
         APIError: 400, the context has no room for it, or for a single token.
     """
     room = max_model_len - prompt_tokens
+    if scores_only(request) and room >= 0:
+        return 1
     if room < 1:
         raise bad_request(
             f"The model's context is {max_model_len} tokens, and the prompt has {prompt_tokens}: "
@@ -124,13 +129,15 @@ def logprobs(request: GenerationRequest) -> int | None:
     """Return how many alternatives to report beside each token; None for no report."""
     if isinstance(request, ChatRequest):
         return (request.top_logprobs or 0) if request.logprobs else None
-    return request.logprobs if isinstance(request, CompletionRequest) else None
+    if not isinstance(request, CompletionRequest) or request.logprobs is False:
+        return None
+    return None if request.logprobs is None else int(request.logprobs)
 
 
 def prompt_logprobs(request: GenerationRequest) -> int | None:
     """Return the same for tokens of the prompt; echo with logprobs wants them, too."""
     if request.prompt_logprobs is None and isinstance(request, CompletionRequest) and request.echo:
-        return request.logprobs
+        return logprobs(request)
     return request.prompt_logprobs
 
 

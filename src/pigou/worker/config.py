@@ -12,6 +12,7 @@ from pigou.request import Role
 ExecutorKind = Literal["torch", "sleep"]
 JsonWhitespace = Literal["compact", "flexible"]
 TransferKind = Literal["auto", "shm", "tcp", "none"]
+UnknownFieldsMode = Literal["warn", "refuse"]
 #: Values of eviction where nobody says.
 _EVICTION = EvictionConfig()
 _EVICTION_FIELDS = tuple(name for name in EvictionConfig.__struct_fields__ if name != "policy")
@@ -71,6 +72,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         json_whitespace: "compact" writes structured JSON without white space between its parts,
             "flexible" lets the model choose; a request may say otherwise.
         max_body: most bytes of a request's body.
+        unknown_fields: what is done with fields of requests that are unknown: "warn", once in
+            the log and in a header of each reply, or "refuse".
         drain: seconds that requests in flight are given after SIGTERM.
         rehearse: seconds in which it may measure its own speed before it is ready; 0 for none.
         exit_with_parent: end when the process that started this one is gone.
@@ -132,6 +135,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_lease: float = 30.0
     json_whitespace: JsonWhitespace = "compact"
     max_body: int = 16 * 2**20
+    unknown_fields: UnknownFieldsMode = "warn"
     drain: float = 30.0
     rehearse: float = 0.5
     exit_with_parent: bool = False

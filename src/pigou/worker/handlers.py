@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from pigou.wire.errors import APIError, bad_request, http_error, too_large
-from pigou.wire.openai import decode_chat, decode_completion
+from pigou.wire.fields import UnknownFields
+from pigou.wire.openai import known_chat, known_completion
 from pigou.wire.request_id import HEADER, echo, request_id
 from pigou.wire.sse import DONE, frame
 from pigou.worker.intake import Intake
@@ -24,40 +25,48 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Generation:
     """`POST /v1/completions` and `POST /v1/chat/completions`."""
 
-    def __init__(self, intake: Intake, service: Service) -> None:
+    def __init__(self, intake: Intake, service: Service, unknown: UnknownFields) -> None:
+        """Answer by these; `unknown` judges the fields that no request has."""
         self._intake = intake
         self._service = service
+        self._unknown = unknown
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete a prompt, or several."""
-        body = decode_completion(await json_body(request))
-        reply = await self._intake.completion(body, _id(request, body.request_id))
-        return await self._send(request, reply)
+        known = known_completion(await json_body(request))
+        told = self._unknown.judge(known.unknown)
+        reply = await self._intake.completion(known.request, _id(request, known.request.request_id))
+        return await self._send(request, reply, told)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
-        body = decode_chat(await json_body(request))
-        reply = await self._intake.chat(body, _id(request, body.request_id))
-        return await self._send(request, reply)
+        known = known_chat(await json_body(request))
+        told = self._unknown.judge(known.unknown)
+        reply = await self._intake.chat(known.request, _id(request, known.request.request_id))
+        return await self._send(request, reply, told)
 
-    async def _send(self, request: web.Request, reply: Reply) -> web.StreamResponse:
+    async def _send(
+        self, request: web.Request, reply: Reply, headers: dict[str, str]
+    ) -> web.StreamResponse:
         try:
             if reply.options.stream:
-                return await self._stream(request, reply)
+                return await self._stream(request, reply, headers)
             while not reply.done:
                 await reply.wait()
             if (failure := reply.failure()) is not None:
                 raise failure
-            return web.Response(body=reply.body(), content_type="application/json")
+            return web.Response(body=reply.body(), content_type="application/json", headers=headers)
         finally:
             # Also when the client went away: its requests are computed no further.
             self._service.cancel(reply)
 
-    async def _stream(self, request: web.Request, reply: Reply) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, reply: Reply, headers: dict[str, str]
+    ) -> web.StreamResponse:
         await reply.wait()
         if (failure := reply.failure()) is not None:
             raise failure  # before the first byte it can still have a status
-        response = web.StreamResponse(headers=_echo(request))
+        response = web.StreamResponse(headers=_echo(request) | headers)
         response.content_type = "text/event-stream"
         response.charset = "utf-8"
         await response.prepare(request)

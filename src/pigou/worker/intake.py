@@ -370,6 +370,7 @@ class Intake:
             resumed=request.resume_tokens or 0,
             hold=asks_to_hold(request.kv_transfer_params),
             per_prompt=request.n or 1,
+            scores_only=checks.scores_only(request),
         )
 
     def _sequence(
@@ -453,4 +454,4 @@ class Intake:
 def _wants_logprobs(request: GenerationRequest) -> bool:
     if isinstance(request, ChatRequest):
         return bool(request.logprobs)
-    return isinstance(request, CompletionRequest) and request.logprobs is not None
+    return isinstance(request, CompletionRequest) and request.logprobs not in (None, False)

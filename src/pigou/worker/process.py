@@ -84,6 +84,7 @@ class WorkerProcess:
             model, self._intake, self._service, self._metrics,
             events=self._events, about=about, heartbeat=self.engine.heartbeat,
             background=self._background, tiers=self._tiers,
+            unknown_fields=config.unknown_fields,
         )  # fmt: skip
         self._runner = web.AppRunner(
             routes.application(config.max_body),

@@ -27,7 +27,7 @@ class Sequence:
         begun: when it first took a row; 0 before.
         first: when its first token came; 0 before.
         last: when its last token came.
-        cached: tokens of the prompt that were not computed here.
+        cached: tokens of the prompt that were not computed here, those of other workers included.
         loaded: of those, tokens that came from another worker.
         preemptions: times that it lost its row.
         explainer: puts log-probabilities into words; None where nobody asked.
@@ -72,6 +72,7 @@ class ReplyOptions:
         resumed: tokens that were generated and sent elsewhere.
         hold: blocks are kept for another worker, and the reply carries their ticket.
         per_prompt: choices of one prompt.
+        scores_only: the prompt is scored, and nothing is generated.
     """
 
     chat: bool
@@ -84,6 +85,7 @@ class ReplyOptions:
     resumed: int = 0
     hold: bool = False
     per_prompt: int = 1
+    scores_only: bool = False
 
     @property
     def bare(self) -> bool:
@@ -119,6 +121,9 @@ class Reply:
 
     def take(self, sequence: Sequence, token: int, report: Report | None) -> bool:
         """Take a token of a sequence; return whether that ended it."""
+        if self.options.scores_only:
+            self.end(sequence, "length")  # the step that scored the prompt sampled it: no output
+            return True
         choice = sequence.choice
         text = choice.take(token)
         ended = choice.finish is not None
@@ -195,11 +200,13 @@ class Reply:
         return usage + DONE
 
     def usage(self) -> Usage:
-        """Return the usage of the whole reply."""
+        """Return the usage of the whole reply; what came from another worker is not cached."""
         firsts = self.sequences[:: self.options.per_prompt]
         prompt = sum(len(sequence.prompt) for sequence in firsts)
         completion = sum(sequence.choice.count for sequence in self.sequences)
-        cached = sum(min(sequence.cached, len(sequence.prompt)) for sequence in firsts)
+        cached = sum(
+            min(sequence.cached - sequence.loaded, len(sequence.prompt)) for sequence in firsts
+        )
         return replies.usage(prompt, completion, cached)
 
     def body(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from pigou import __version__
 from pigou.background import Background
 from pigou.wire import checks, replies
 from pigou.wire.errors import bad_request
+from pigou.wire.fields import UnknownFields
 from pigou.wire.openai import decode_cached, decode_detokenize, decode_tokenize
 from pigou.worker.events import EventPublisher
 from pigou.worker.handlers import Generation, errors, json_body
@@ -21,6 +23,8 @@ from pigou.worker.model import ServedModel
 from pigou.worker.service import Service
 from pigou.worker.tier_metrics import health_of
 from pigou.worker.tiers import WorkerTiers
+
+_log = logging.getLogger(__name__)
 
 
 class Routes:
@@ -38,8 +42,10 @@ class Routes:
         heartbeat: Heartbeat,
         background: Background,
         tiers: WorkerTiers | None = None,
+        unknown_fields: str = "warn",
     ) -> None:
         """Answer for these; `about` is what `GET /server_info` says."""
+        self._unknown = UnknownFields(unknown_fields, _log.warning)
         self._tiers = tiers
         self._heartbeat = heartbeat
         self._background = background
@@ -53,7 +59,7 @@ class Routes:
     def application(self, max_body: int) -> web.Application:
         """Return the application with all routes; bodies have at most `max_body` bytes."""
         app = web.Application(client_max_size=max_body, middlewares=[errors])
-        generation = Generation(self._intake, self._service)
+        generation = Generation(self._intake, self._service, self._unknown)
         app.add_routes(
             [
                 web.post("/v1/completions", generation.completions),
