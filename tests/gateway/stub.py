@@ -44,7 +44,9 @@ class Script:
     """How a worker misbehaves; everything off is a good worker.
 
     `*_after` count content chunks that are sent before; `times` bounds how often it happens.
-    `held`: nothing is answered before it is set.
+    `held`: nothing is answered before it is set. `odd` is sent before each content chunk,
+    `opening` before the whole stream, `done` at its end; `cached` are the tokens that a whole
+    reply says were cached.
     """
 
     die_after: int | None = None
@@ -60,6 +62,10 @@ class Script:
     no_ticket: bool = False
     times: int = 1_000_000
     held: asyncio.Event | None = None
+    odd: bytes = b""
+    opening: bytes = b""
+    done: bytes = b"data: [DONE]\n\n"
+    cached: int | None = None
 
 
 @dataclass
@@ -191,6 +197,7 @@ class Stub:
                 "prompt_tokens": len(ids),
                 "total_tokens": len(ids) + last,
                 "completion_tokens": last,
+                "prompt_tokens_details": {"cached_tokens": self.script.cached},
             },
             "kv_transfer_params": None if self.script.no_ticket else ticket,
         }
@@ -203,6 +210,8 @@ class Stub:
         await response.prepare(request)
         wants = body.get("return_token_ids")
         prefix = "chatcmpl" if chat else "cmpl"
+        if self.script.opening:
+            await response.write(self.script.opening)
         head = {
             "id": f"{prefix}-{request.headers['x-request-id']}",
             "object": "chat.completion.chunk" if chat else "text_completion",
@@ -231,6 +240,8 @@ class Stub:
                 choice["prompt_token_ids"] = prompt if sent == 0 else None
             if over:
                 choice["stop_reason"] = None
+            if self.script.odd:
+                await response.write(self.script.odd)
             await self._send(response, {**head, "choices": [choice]})
             sent += 1
             await asyncio.sleep(self.script.delay_s)
@@ -241,7 +252,7 @@ class Stub:
                      "completion_tokens": last,
                      "prompt_tokens_details": {"cached_tokens": len(ids) + first}}  # fmt: skip
             await self._send(response, {**head, "choices": [], "usage": usage})
-        await response.write(b"data: [DONE]\n\n")
+        await response.write(self.script.done)
         return response
 
     async def _misbehave(

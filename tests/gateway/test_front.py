@@ -110,7 +110,7 @@ BAD: list[tuple[str, Any, str | None]] = [
     (TEXT, {"prompt": []}, "prompt"),
     (TEXT, {"prompt": 3}, "prompt"),
     (TEXT, {"prompt": {"a": 1}}, "prompt"),
-    (TEXT, {"prompt": "x", "nonsense": 1}, "nonsense"),
+    (TEXT, {"prompt": "x", "guided_json": {}}, "guided_json"),
     (TEXT, {"prompt": "x", "max_tokens": "many"}, "max_tokens"),
     (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
     (TEXT, {"prompt": "x", "n": 0}, "n"),
@@ -120,12 +120,42 @@ BAD: list[tuple[str, Any, str | None]] = [
     (TEXT, {"prompt": "x", "kv_transfer_params": {"x": 1}}, "kv_transfer_params"),
     (TEXT, {"prompt": "x", "resume_tokens": 1}, "resume_tokens"),
     (TEXT, {"prompt": "x", "request_id": "a b"}, "request_id"),
-    (TEXT, {"prompt": "x", "stream_options": {}}, "stream_options"),
+    (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
     (CHAT, {}, "messages"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "x"}, "messages"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages"),
 ]  # fmt: skip
+
+
+async def test_unknown_fields_reach_no_worker_and_are_told() -> None:
+    body = {"prompt": "x", "nonsense": 1, "stream_options": {"every": 2}}
+    async with serving(Stub("a")) as fleet:
+        for more in ({}, {"stream": True}):
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(fleet.url + TEXT, json=body | more) as response,
+            ):
+                assert response.status == 200
+                told = response.headers["x-pigou-unknown-fields"]
+                assert told == "nonsense, stream_options.every"
+        for seen in fleet.stubs["a"].seen:
+            assert "nonsense" not in seen.body
+            assert seen.body["stream_options"] == {}
+
+
+async def test_unknown_fields_are_refused_where_that_is_asked_for() -> None:
+    async with serving(Stub("a"), unknown_fields="refuse") as fleet:
+        status, answer, _ = await post(fleet, TEXT, {"prompt": "x", "nonsense": 1})
+        assert (status, answer["error"]["param"]) == (400, "nonsense")
+        assert fleet.stubs["a"].seen == []
+
+
+async def test_stock_workers_judge_fields_themselves() -> None:
+    async with serving(Stub("a", stock=True), strict=False, unknown_fields="refuse") as fleet:
+        status, _, _ = await post(fleet, TEXT, {"prompt": "x", "nonsense": 1})
+        assert status == 200
+        assert fleet.stubs["a"].seen[0].body["nonsense"] == 1
 
 
 async def test_every_malformed_request_gets_the_documented_error() -> None:
@@ -281,7 +311,7 @@ async def test_every_reply_tells_the_clients_request_id_again(given: str) -> Non
     asked: list[tuple[str, str, Any, int]] = [
         ("POST", TEXT, {"prompt": "x"}, 200),
         ("POST", TEXT, {"prompt": "x", "stream": True}, 200),
-        ("POST", TEXT, {"prompt": "x", "nonsense": 1}, 400),
+        ("POST", TEXT, {"prompt": "x", "guided_json": {}}, 400),
         ("POST", CHAT, {"messages": [], "stream": True}, 400),
         ("GET", "/v1/models", None, 200),
         ("GET", "/nowhere", None, 404),

@@ -48,7 +48,7 @@ def encode(body: dict[str, Any], spaced: bool) -> bytes:
 
 
 def relayed(parts: list[bytes], stock: bool, wants_ids: bool) -> tuple[bytes, Relay]:
-    relay = Relay(cast(Call, SimpleNamespace(single=True, wants_ids=wants_ids)))
+    relay = Relay(cast(Call, SimpleNamespace(single=True, wants_ids=wants_ids, cached=None)))
     relay.begin(stock=stock, mapped=False)
     return b"".join(relay.feed(part) for part in parts), relay
 
@@ -126,7 +126,7 @@ def cut(stream: bytes, places: set[int]) -> list[bytes]:
 
 def until_failed(parts: list[bytes], stock: bool, wants_ids: bool) -> tuple[object, ...]:
     """What a client and the gateway know after these parts, or those before one that fails."""
-    relay = Relay(cast(Call, SimpleNamespace(single=True, wants_ids=wants_ids)))
+    relay = Relay(cast(Call, SimpleNamespace(single=True, wants_ids=wants_ids, cached=None)))
     relay.begin(stock=stock, mapped=False)
     got = b""
     for part in parts:
@@ -172,7 +172,7 @@ def test_tokens_that_come_alone_are_not_parsed(
         body = f'{{"id":"a","choices":[{{"index":0,{shown},"finish_reason":{finish},"token_ids":'
         return frame(f"{body}[{token}]}}]}}".encode())
 
-    relay = Relay(cast(Call, SimpleNamespace(single=True, wants_ids=True)))
+    relay = Relay(cast(Call, SimpleNamespace(single=True, wants_ids=True, cached=None)))
     relay.begin(stock=stock, mapped=False)
     relay.feed(event(" a", 1))
     relay.feed(event(" b", 2))

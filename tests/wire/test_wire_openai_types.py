@@ -45,7 +45,7 @@ NEUTRAL: dict[str, Any] = {
 _SCALARS: dict[Any, list[Any]] = {str: ["a"], int: [1], float: [0.5, 1], bool: [True, False]}
 
 
-def values(kind: Any, depth: int = 0) -> list[Any]:
+def values(kind: Any, depth: int = 0) -> list[Any]:  # noqa: PLR0911
     """Return plausible values of a type of the `openai` package, at least one a variant."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is type(None):
@@ -88,7 +88,6 @@ def outcome(chat: bool, body: dict[str, Any]) -> APIError | ChatRequest | Comple
         assert not known.unknown, "a field of the API is not known by name"
         check(known.request)
     except APIError as error:
-        assert error.status == 400
         return error
     return known.request
 
@@ -114,6 +113,7 @@ def test_each_field_is_honoured_or_refused_by_name(chat: bool, name: str) -> Non
     for value in values(hints[name]):
         found = outcome(chat, base(chat, name) | {name: value})
         if isinstance(found, APIError):
+            assert found.status == 400
             assert (found.param or "").split(".")[0] == name, (value, found.message)
             assert name in found.message, (value, found.message)
             continue

@@ -49,6 +49,7 @@ class Call:
         keys: the router's keys of the prompt's blocks, by block size; none while unknown.
         overrides: parameters of the routing policy, for this request.
         unknown: names of fields that no worker knows, left out of the body.
+        cached: tokens of the prompt that the worker of leg 1 had cached; None without one.
         choice: the workers that it was sent to last; None before.
         choices: sequences for each prompt (`n`).
         prompts: as the client sent them; None for the one of a chat.
@@ -82,6 +83,7 @@ class Call:
     keys: Mapping[int, BlockKeys] = field(default_factory=dict, repr=False)
     overrides: Mapping[str, float] = field(default_factory=dict)
     unknown: Sequence[str] = ()
+    cached: int | None = None
     choice: Choice | None = None
     choices: int = 1
     prompts: Sequence[Any] = (None,)

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from pigou.gateway.regular import regular
+
 #: What opens a choice's token ids, as compact encoders write it.
 IDS = b'"token_ids":['
 PROMPT_IDS = b'"prompt_token_ids":['
@@ -19,11 +21,25 @@ def given(raw: msgspec.Raw) -> bool:
     return len(memoryview(raw)) > 4 or bytes(raw) not in (b"", b"null")
 
 
+class Delta(msgspec.Struct):
+    """What a chat chunk adds."""
+
+    content: str | None = None
+
+
 class Choice(msgspec.Struct):
     """What is read of each choice."""
 
+    index: int = 0
+    text: str = ""
+    delta: Delta = msgspec.field(default_factory=Delta)
     token_ids: list[int] | None = None
     finish_reason: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The text that the client sees of it."""
+        return self.text or self.delta.content or ""
 
 
 class Extension(msgspec.Struct):
@@ -36,29 +52,12 @@ class Chunk(msgspec.Struct):
     """A chunk, or an error in its place."""
 
     choices: list[Choice] = []
+    usage: msgspec.Raw = ABSENT
     nvext: Extension | None = None
     error: dict[str, Any] | None = None
 
 
-class Delta(msgspec.Struct):
-    """What a chat chunk adds."""
-
-    content: str | None = None
-
-
-class ShownChoice(Choice):
-    """A choice with its text."""
-
-    text: str | None = None
-    delta: Delta | None = None
-
-    @property
-    def shown(self) -> str:
-        """The text that the client sees of it."""
-        return self.text or (self.delta is not None and self.delta.content) or ""
-
-
-class FullChoice(ShownChoice):
+class FullChoice(Choice):
     """A choice with what matters only at a stream's beginning."""
 
     prompt_token_ids: msgspec.Raw = ABSENT
@@ -79,6 +78,7 @@ class FullChunk(msgspec.Struct):
     created: int = 0
     model: str = ""
     choices: list[FullChoice] = []
+    usage: msgspec.Raw = ABSENT
     nvext: Extension | None = None
     prompt_token_ids: msgspec.Raw = ABSENT
     error: dict[str, Any] | None = None
@@ -93,24 +93,31 @@ class FullChunk(msgspec.Struct):
         return next((bytes(raw) for raw in places if given(raw)), b"")
 
 
-class Counted(msgspec.Struct):
-    """Usage of a whole reply."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class Whole(msgspec.Struct):
-    """A reply that is not streamed."""
-
-    choices: list[Choice] = []
-    usage: Counted | None = None
-
-
-chunk = msgspec.json.Decoder(Chunk).decode
-full_chunk = msgspec.json.Decoder(FullChunk).decode
-whole = msgspec.json.Decoder(Whole).decode
+_chunk = msgspec.json.Decoder(Chunk).decode
+_full_chunk = msgspec.json.Decoder(FullChunk).decode
 ids = msgspec.json.Decoder(list[int]).decode
+
+
+def chunk(payload: bytes) -> tuple[Chunk, bytes]:
+    """Return a chunk and its JSON, made regular where it was not.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError: it is not JSON.
+    """
+    try:
+        return _chunk(payload), payload
+    except msgspec.ValidationError:
+        value = regular(payload)
+        return msgspec.convert(value, Chunk), msgspec.json.encode(value)
+
+
+def full_chunk(payload: bytes) -> tuple[FullChunk, bytes]:
+    """Return the same with the prompt's ids and the text; raise as `chunk`."""
+    try:
+        return _full_chunk(payload), payload
+    except msgspec.ValidationError:
+        payload = msgspec.json.encode(regular(payload))
+        return _full_chunk(payload), payload
 
 
 def without_ids(payload: bytes, prompt: bool) -> bytes:
@@ -149,7 +156,7 @@ def without_extension(payload: bytes) -> bytes:
 
 def _recoded(payload: bytes) -> bytes:
     body: dict[str, Any] = msgspec.json.decode(payload)
-    for each in [body, *body.get("choices", [])]:
+    for each in [body, *(body.get("choices") or [])]:
         for name in ("token_ids", "prompt_token_ids"):
             if each.get(name) is not None:
                 each[name] = None

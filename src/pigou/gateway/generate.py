@@ -12,7 +12,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.messages import FirstToken, PrefillDone, ReadFailed, Route, Tokens
-from pigou.gateway import chunks, sequences
+from pigou.gateway import sequences
 from pigou.gateway.call import COMPLETIONS, Body, Call
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.lender import lent
@@ -21,12 +21,14 @@ from pigou.gateway.metrics import Metrics
 from pigou.gateway.outlet import Outlet
 from pigou.gateway.overrides import refused
 from pigou.gateway.pilot import Pilot, Refused
+from pigou.gateway.regular import cached_tokens, whole, with_cached_tokens
 from pigou.gateway.relay import Relay
 from pigou.gateway.resume import can_resume, sending
 from pigou.gateway.splice import closing, out_of_room
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import SECOND, FinishReason
 from pigou.wire.errors import APIError
+from pigou.wire.openai import without_bom
 from pigou.wire.transfer import leg_one, leg_two, ticket
 
 #: Failures in a row, none with a token between them, after which a request is given up: it may
@@ -181,7 +183,7 @@ class Generator:
             reply = await decode.whole(call.path, body, call.wire_id)
         me = frozenset({decode.worker.id})
         try:
-            found = chunks.whole(reply)
+            found = whole(without_bom(reply))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WorkerFailed("garbage", f"{decode.worker.id}: {error}", me) from error
         if any(choice.finish_reason in ("abort", "error") for choice in found.choices):
@@ -192,11 +194,12 @@ class Generator:
             labels = call.tenant
             self._metrics.generation_tokens.labels(labels).inc(found.usage.completion_tokens)
             self._metrics.prompt_tokens.labels(labels).inc(found.usage.prompt_tokens)
-        return reply
+        return reply if call.cached is None else with_cached_tokens(reply, call.cached)
 
     async def _prefilled(self, call: Call, route: Route, path: str, body: Body) -> Body:
         """Run leg 1 where the route has one; return the body for the decode worker."""
         read = await self._read(call, route, body)
+        call.cached = None
         if route.choice.prefill is None:
             return body if read is None else leg_two(body, read)
         start = time.monotonic_ns()
@@ -208,6 +211,7 @@ class Generator:
             with prefill.busy():
                 reply = await prefill.whole(path, leg, call.wire_id)
             params = ticket(reply)
+            call.cached = None if params is None else cached_tokens(reply)
             well = True
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             me = frozenset({prefill.worker.id})
@@ -310,6 +314,9 @@ class Generator:
                 raise relay.failed
             if transcript.done:
                 await _to_end(line)
+                return
+            if data == b"" and (out := relay.end()):
+                await outlet.write(out)
                 return
             if data == b"":
                 raise decode.broke("broke", EOFError("the stream ended early"))

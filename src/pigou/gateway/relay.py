@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -10,6 +11,7 @@ from pigou.gateway import chunks
 from pigou.gateway.call import Call
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.mould import Mould
+from pigou.gateway.regular import count, with_cached_tokens
 from pigou.gateway.splice import Splice
 from pigou.gateway.transcript import Transcript
 from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
@@ -82,12 +84,18 @@ class Relay:
             self.transcript.shown = len(tokens)
         return data if self.call.wants_ids else bare
 
+    def end(self) -> bytes:
+        """Take the end of the worker's bytes: a last `[DONE]` needs no blank line after it."""
+        if not self._reader.ends_done:
+            return b""
+        return self._parse(b"\n\n")
+
     def _parse(self, data: bytes) -> bytes:
         out: list[bytes] = []
         payloads = self._reader.feed(data)
         self._learns = self._moulds > 0 and len(payloads) == 1
         for payload in payloads:
-            if payload == DONE_PAYLOAD:
+            if payload.strip() == DONE_PAYLOAD:
                 self.transcript.done = True
                 out.append(DONE)
                 break
@@ -113,12 +121,17 @@ class Relay:
             self._mould = Mould.of(frame(payload)) or self._mould
 
     def _take(self, payload: bytes) -> bytes:
-        """Note one chunk; return what the client gets of it."""
+        """Note one chunk; return what the client gets of it, nothing where it is no chunk."""
+        if not payload:
+            return b""
         if self._full:
             return self._take_full(payload)
-        chunk = chunks.chunk(payload)
-        if chunk.error is not None:
-            raise _error(payload)
+        chunk, payload = chunks.chunk(payload)
+        if chunk.error:
+            raise _error(chunk.error, payload)
+        if not chunk.choices and not chunks.given(chunk.usage):
+            return b"" if chunk.nvext is None else payload
+        payload = self._cached(payload, chunk.usage)
         has_ids = self._count(chunk.choices)
         if chunk.nvext is not None:
             payload = self._extended(payload, chunk.nvext)
@@ -132,9 +145,12 @@ class Relay:
 
     def _take_full(self, payload: bytes) -> bytes:
         """Do the same where a chunk may hold the prompt's ids, or its text matters."""
-        chunk = chunks.full_chunk(payload)
-        if chunk.error is not None:
-            raise _error(payload)
+        chunk, payload = chunks.full_chunk(payload)
+        if chunk.error:
+            raise _error(chunk.error, payload)
+        if not chunk.choices and not chunks.given(chunk.usage) and chunk.nvext is None:
+            return b""
+        payload = self._cached(payload, chunk.usage)
         transcript = self.transcript
         has_ids = self._count(chunk.choices)
         if chunk.nvext is not None:
@@ -155,11 +171,18 @@ class Relay:
             return chunks.without_ids(payload, bool(prompt))
         return payload
 
+    def _cached(self, payload: bytes, usage: msgspec.Raw) -> bytes:
+        """Return a chunk with what the prefill worker had cached, where that is known."""
+        cached = self.call.cached
+        if cached is None or not chunks.given(usage):
+            return payload
+        return with_cached_tokens(payload, cached)
+
     def _count(self, choices: Sequence[chunks.Choice]) -> bool:
         """Note tokens and ends; return whether there are token ids."""
         found = False
         for choice in choices:
-            if choice.finish_reason is not None:
+            if choice.finish_reason:
                 if choice.finish_reason in _GAVE_UP:
                     raise WorkerFailed(choice.finish_reason, "the worker gave the request up")
                 self.transcript.finish = choice.finish_reason
@@ -181,19 +204,9 @@ class Relay:
         return chunks.without_extension(payload)
 
 
-class _ErrorBody(msgspec.Struct):
-    code: int | str | None = None
-    message: str = ""
-
-
-class _Error(msgspec.Struct):
-    error: _ErrorBody
-
-
-def _error(payload: bytes) -> WorkerFailed | Rejected:
+def _error(error: dict[str, Any], payload: bytes) -> WorkerFailed | Rejected:
     """Return what an error chunk means: the request's fault (4xx), or the worker's."""
-    found = msgspec.json.decode(payload, type=_Error).error
-    status = found.code if isinstance(found.code, int) else 500
+    status = count(error.get("code")) or 500
     if 400 <= status < 500:
         return Rejected(status, payload)
-    return WorkerFailed("error", f"the worker said: {found.message}", status=status)
+    return WorkerFailed("error", f"the worker said: {error.get('message')}", status=status)

@@ -37,7 +37,7 @@ class Splice:
         if body.get("usage") is not None:
             body["usage"] = _whole(body["usage"], self._transcript)
         body.pop("prompt_token_ids", None)
-        choices = body.get("choices", [])
+        choices = body.get("choices") or []
         if self._mapped:
             body["object"] = _CHUNK
             body["choices"] = choices = [self._chat(choice) for choice in choices]
@@ -52,7 +52,7 @@ class Splice:
 
     def _says_nothing_new(self, choice: dict[str, Any]) -> bool:
         """Take the role out of a delta; return whether nothing is left."""
-        delta = choice.get("delta", {})
+        delta = choice.get("delta") or {}
         if delta.pop("role", None) is None:
             return False
         return not delta.get("content") and choice.get("finish_reason") is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 DONE = b"data: [DONE]\n\n"
 #: Payload of the frame that ends a stream.
 DONE_PAYLOAD = b"[DONE]"
+_BOM = b"\xef\xbb\xbf"
 
 
 def frame(payload: bytes) -> bytes:
@@ -17,21 +18,34 @@ class Reader:
 
     Comments and fields other than `data` are skipped; data lines of one event are joined with a
     line break, as the specification of server-sent events says. An event counts when the blank
-    line that ends it has arrived.
+    line that ends it has arrived. A byte order mark before the stream is skipped.
     """
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_begun", "_rest")
 
     def __init__(self) -> None:
         self._rest = b""
+        self._begun = False
 
     @property
     def pending(self) -> bool:
         """Whether the bytes so far end inside an event."""
         return bool(self._rest)
 
+    @property
+    def ends_done(self) -> bool:
+        """Whether the bytes so far end with a last event that lacks its blank line."""
+        return self._rest.rstrip().endswith(DONE_PAYLOAD)
+
     def feed(self, data: bytes) -> list[bytes]:
         """Take the next bytes; return the payloads of the events that they complete."""
+        if not self._begun:
+            data, self._rest = self._rest + data, b""
+            if len(data) < len(_BOM) and _BOM.startswith(data):
+                self._rest = data
+                return []
+            self._begun = True
+            data = data.removeprefix(_BOM)
         if self._rest:
             data = self._rest + data
         if b"\r" in data:
