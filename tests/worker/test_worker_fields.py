@@ -226,13 +226,6 @@ def test_echo_without_output_scores_the_prompt(
         assert scores[0] is None
 
 
-def test_a_prompt_that_fills_the_context_can_be_scored(worker: Worker) -> None:
-    body = {"prompt": [5] * 2048, "echo": True, "max_tokens": 0, "logprobs": 0}
-    reply = worker.post("/v1/completions", body)
-    assert reply.status == 200, reply.body
-    assert len(reply.json["choices"][0]["logprobs"]["tokens"]) == 2048
-
-
 REFUSED = [
     ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),

@@ -103,7 +103,7 @@ def max_tokens(request: GenerationRequest, prompt_tokens: int, max_model_len: in
         APIError: 400, the context has no room for it, or for a single token.
     """
     room = max_model_len - prompt_tokens
-    if scores_only(request) and room >= 0:
+    if scores_only(request) and room >= 1:
         return 1
     if room < 1:
         raise bad_request(
