@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.errors import FleetError
@@ -15,11 +17,17 @@ from pigou.fleet.process_facts import ProcessFacts
 from pigou.fleet.pulse import Bench
 from pigou.fleet.watch import Watch
 from pigou.gateway.board import Row
+from pigou.gateway.failure import End
 from pigou.gateway.pilot import Pilot
 from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
 
 _log = logging.getLogger("pigou.fleet")
+
+#: Signals that a process does not send itself.
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: Seconds that a process whose server is gone is given to end.
+_EXIT_S = 0.5
 
 
 class Member(ABC):
@@ -99,10 +107,23 @@ class Member(ABC):
             None if process is None else lambda: process.heartbeat,
         )
         try:
-            return await watch.until_down(sources)
+            why = await watch.until_down(sources)
+            if process is not None and not watch.hung:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_EXIT_S):
+                        await process.exited()
+            return why
         finally:
             self._row.gaps += watch.gaps
-            await self._pilot.down(self.id)
+            await self._pilot.down(self.id, self._end(watch, process))
+
+    def _end(self, watch: Watch, process: WorkerProcess | None) -> End:
+        """Return how the worker ended."""
+        if watch.hung:
+            return End.KILLED if watch.stopped else End.CRASHED
+        if process is None or process.code is None:
+            return End.LOST
+        return End.KILLED if -process.code in _OUTSIDE else End.CRASHED
 
     def _say(self, state: str, note: str) -> None:
         if note:

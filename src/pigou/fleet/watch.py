@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,17 +17,11 @@ from pigou.fleet.probe import Source, engine_sign, loads
 from pigou.fleet.process_facts import ProcessFacts
 from pigou.fleet.pulse import Bench, Pulse, Sign, read_health
 from pigou.gateway.pilot import Pilot
-from pigou.gateway.upstream import Upstream
+from pigou.gateway.upstream import GONE, Upstream
 from pigou.wire.kv_events import WireEvent
 
 _log = logging.getLogger("pigou.fleet")
 
-#: Errors by which the other side says that nobody is there. Others may be this process's own,
-#: such as descriptors that have run out.
-_GONE = (
-    errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED, errno.EHOSTUNREACH,
-    errno.ENETUNREACH, errno.ENOENT,
-)  # fmt: skip
 #: Times the pause between two looks that count as passed, however late the watcher is.
 _LATE = 1.5
 #: What a worker of Pigou says of itself while it drains: its streams are left to end.
@@ -55,6 +48,7 @@ class Watch:
     Attributes:
         gaps: times that KV events were missed for good.
         hung: the reason that `until_down` returned is a hang.
+        stopped: its process was stopped from outside then.
     """
 
     def __init__(
@@ -85,6 +79,7 @@ class Watch:
         self._pulse = Pulse(config.hang, config.failures)
         self.gaps = 0
         self.hung = False
+        self.stopped = False
 
     async def until_down(self, sources: Sequence[Source]) -> str:
         """Return why the worker counts as down, once it does."""
@@ -146,6 +141,7 @@ class Watch:
         if why and not self._bench.condemn(worker, time.monotonic()):
             _log.warning("%s: %s; it is left alone until another is back", worker, why)
             return ""
+        self.stopped = stopped
         return why
 
     async def _ask(self) -> _Answer:
@@ -155,7 +151,7 @@ class Watch:
             return _Answer(silent=True)
         except (aiohttp.ClientError, OSError) as error:
             number = getattr(error, "errno", None)
-            if number is not None and number not in _GONE:
+            if number is not None and number not in GONE:
                 _log.warning("%s: /health cannot be asked: %s", self._upstream.worker.id, error)
                 return _Answer()
             return _Answer(f"/health: {error or type(error).__name__}")

@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from enum import Enum
+
+import msgspec
+
+from pigou.wire.errors import REQUEST_FAILED
+
+
+class End(Enum):
+    """How a worker ended.
+
+    CRASHED: of itself: its process failed, its engine died or hung. KILLED: by a signal from
+    outside, or stopped by one. LOST: nobody knows. LIVES: it did not end.
+    """
+
+    LIVES = "lives"
+    CRASHED = "crashed"
+    KILLED = "killed"
+    LOST = "lost"
+
 
 class WorkerFailed(Exception):
     """A worker could not serve a request; another one may.
@@ -11,6 +31,7 @@ class WorkerFailed(Exception):
         workers: ids of those that are not to be asked again first.
         status: HTTP status that the worker answered with, 0 when it did not answer.
         body: what it answered, empty when nothing useful.
+        fate: returns how the worker ended, if it did; None where that cannot be asked.
     """
 
     def __init__(
@@ -21,19 +42,27 @@ class WorkerFailed(Exception):
         *,
         status: int = 0,
         body: bytes = b"",
+        fate: Callable[[], Awaitable[End]] | None = None,
     ) -> None:
         super().__init__(message)
         self.reason = reason
         self.workers = workers
         self.status = status
         self.body = body
+        self.fate = fate
+
+    @property
+    def may_be_death(self) -> bool:
+        """Whether the request was under way, and the worker may have ended meanwhile."""
+        died = self.reason in ("broke", "down", "error")
+        return died or (self.reason == "refused" and self.status == 500)
 
 
 class Rejected(Exception):
     """A worker refused a request for what is in it; every worker would.
 
     Attributes:
-        status: HTTP status, 4xx.
+        status: HTTP status, 4xx; 500 where its content made the engine fail.
         body: the worker's answer, JSON.
     """
 
@@ -41,3 +70,19 @@ class Rejected(Exception):
         super().__init__(f"the worker answered {status}")
         self.status = status
         self.body = body
+
+
+class _Body(msgspec.Struct):
+    type: str = ""
+
+
+class _Failure(msgspec.Struct):
+    error: _Body
+
+
+def is_request_failure(body: bytes) -> bool:
+    """Whether an error body says that the request failed in the engine by itself."""
+    try:
+        return msgspec.json.decode(body, type=_Failure).error.type == REQUEST_FAILED
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from pigou.config import ConfigError
 from pigou.control.messages import FirstToken, PrefillDone, ReadFailed, Route, Tokens
 from pigou.gateway import sequences
 from pigou.gateway.call import COMPLETIONS, Body, Call
-from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.failure import End, Rejected, WorkerFailed
 from pigou.gateway.lender import lent
 from pigou.gateway.line import Line, LineError
 from pigou.gateway.metrics import Metrics
@@ -27,15 +28,19 @@ from pigou.gateway.resume import can_resume, sending
 from pigou.gateway.splice import closing, out_of_room
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import SECOND, FinishReason
-from pigou.wire.errors import APIError
+from pigou.wire.errors import SUSPECT, APIError
 from pigou.wire.openai import without_bom
 from pigou.wire.transfer import leg_one, leg_two, ticket
+
+_log = logging.getLogger("pigou.gateway")
 
 #: Failures in a row, none with a token between them, after which a request is given up: it may
 #: be the request that breaks the workers.
 MAX_FAILURES = 4
 #: Failures of one request altogether.
 MAX_MOVES = 16
+#: Deaths of workers with the same request under way, after which it is not sent again.
+MAX_DEATHS = 2
 _END_S = 1.0
 
 
@@ -128,6 +133,7 @@ class Generator:
                 failures = 1 if relay.counted > before else failures + 1
                 tried = failure.workers | (tried if relay.counted == before else frozenset())
                 last = failure
+                await self._suspect(relay, failure, relay.counted > before)
             except Refused as refused:
                 message = f"The fleet is busy: {refused}. Try again later."
                 raise APIError(
@@ -139,6 +145,34 @@ class Generator:
             self._metrics.migrations.labels(phase, last.reason).inc()
         self._metrics.unfinished.labels(last.reason).inc()
         raise _surrender(last)
+
+    async def _suspect(self, relay: Relay, failure: WorkerFailed, progressed: bool) -> None:
+        """Count a worker's death against the request that was under way on it.
+
+        A death from outside says nothing against a request that got tokens until then.
+
+        Raises:
+            APIError: it was under way at too many deaths, and is not sent again.
+        """
+        if failure.fate is None or not failure.may_be_death:
+            return
+        end = await failure.fate()
+        if end is End.LIVES or (progressed and end is not End.CRASHED):
+            return
+        relay.deaths += sorted(failure.workers) or ["a worker"]
+        call, workers = relay.call, ", ".join(relay.deaths)
+        _log.warning("request %s was under way when %s ended (%s)", call.wire_id, workers, failure)
+        if len(relay.deaths) < MAX_DEATHS:
+            return
+        self._metrics.unfinished.labels("suspect").inc()
+        _log.error("request %s is refused: %s ended with it under way", call.wire_id, workers)
+        raise APIError(
+            502,
+            f"Request {call.wire_id} was under way when {len(relay.deaths)} workers ended "
+            f"({workers}); it may be what ends them, and is not sent again. The gateway's log "
+            "says more.",
+            type=SUSPECT,
+        )
 
     async def _route(self, call: Call, relay: Relay, tried: frozenset[str]) -> Route:
         if call.share is not None:
@@ -311,6 +345,7 @@ class Generator:
             if relay.failed is not None:
                 if isinstance(relay.failed, WorkerFailed):
                     relay.failed.workers = frozenset({decode.worker.id})
+                    relay.failed.fate = decode.fate
                 raise relay.failed
             if transcript.done:
                 await _to_end(line)

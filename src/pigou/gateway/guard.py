@@ -13,7 +13,7 @@ from pigou.gateway.closing import Closing
 from pigou.gateway.failure import Rejected
 from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.metrics import Metrics
-from pigou.wire.errors import APIError, http_error, too_large
+from pigou.wire.errors import SUSPECT, APIError, http_error, too_large
 from pigou.wire.request_id import HEADER, echo
 
 _log = logging.getLogger("pigou.gateway")
@@ -127,6 +127,8 @@ def error_response(error: APIError) -> web.Response:
     response = _json(error.status, error.body())
     if error.retry_after is not None:
         response.headers["retry-after"] = str(error.retry_after)
+    if error.type == SUSPECT:
+        response.headers["x-should-retry"] = "false"  # clients of OpenAI retry 5xx otherwise
     if error.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     return response

@@ -49,7 +49,12 @@ class Lines:
             except LineError as error:
                 if not error.fresh:
                     raise
-        line = await self._open()
+        try:
+            line = await self._open()
+        except (OSError, TimeoutError) as error:
+            if kept is None:
+                raise
+            raise LineError(f"it ended with the request: {error}", fresh=True) from error
         return line, await self._send(line, request)
 
     def give_back(self, line: Line) -> None:

@@ -25,6 +25,7 @@ from pigou.control.messages import (
 from pigou.control.plane import ControlPlane
 from pigou.control.recorder import Driven, Recorder
 from pigou.gateway.call import Call
+from pigou.gateway.failure import End
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompts import Prompts
 from pigou.gateway.relay import Relay
@@ -112,12 +113,12 @@ class Pilot:
         self.upstreams[worker.id] = upstream
         self.observe(WorkerUp(worker))
 
-    async def down(self, worker: str) -> None:
+    async def down(self, worker: str, end: End = End.LOST) -> None:
         """A worker is gone: cut its connections, so that its requests go elsewhere."""
         upstream = self.upstreams.pop(worker, None)
         self.observe(WorkerDown(worker))
         if upstream is not None:
-            await upstream.close()
+            await upstream.close(end)
 
     async def read(self, call: Call) -> None:
         """Put the prompt's tokens and block keys into a call, as far as they can be known."""

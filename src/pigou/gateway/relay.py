@@ -14,6 +14,7 @@ from pigou.gateway.mould import Mould
 from pigou.gateway.regular import count, with_cached_tokens
 from pigou.gateway.splice import Splice
 from pigou.gateway.transcript import Transcript
+from pigou.wire.errors import REQUEST_FAILED
 from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
 
 #: Finish reasons that say the worker gave up; no client knows them.
@@ -32,6 +33,7 @@ class Relay:
     Attributes:
         transcript: what the client was told.
         counted: tokens of all choices so far.
+        deaths: ids of the workers that ended with this request under way.
         failed: why the attempt cannot go on, set by `feed`; None while it can.
     """
 
@@ -39,6 +41,7 @@ class Relay:
         self.call = call
         self.transcript = Transcript()
         self.counted = 0
+        self.deaths: list[str] = []
         self.failed: WorkerFailed | Rejected | None = None
         self._reader = Reader()
         self._stock = False
@@ -207,6 +210,6 @@ class Relay:
 def _error(error: dict[str, Any], payload: bytes) -> WorkerFailed | Rejected:
     """Return what an error chunk means: the request's fault (4xx), or the worker's."""
     status = count(error.get("code")) or 500
-    if 400 <= status < 500:
+    if 400 <= status < 500 or error.get("type") == REQUEST_FAILED:
         return Rejected(status, payload)
     return WorkerFailed("error", f"the worker said: {error.get('message')}", status=status)

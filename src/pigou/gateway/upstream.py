@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,18 @@ import aiohttp
 import msgspec
 
 from pigou.gateway.call import Body
-from pigou.gateway.failure import Rejected, WorkerFailed
-from pigou.gateway.line import Line
+from pigou.gateway.failure import End, Rejected, WorkerFailed, is_request_failure
+from pigou.gateway.line import Line, LineError
 from pigou.gateway.lines import CONNECT_S, KEEPALIVE_S, Lines
 from pigou.request import Worker
 
 _READ_BUFFER = 256 * 1024
+#: Errors by which the other side says that nobody is there. Others may be this process's own,
+#: such as descriptors that have run out.
+GONE = (
+    errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED, errno.EHOSTUNREACH,
+    errno.ENETUNREACH, errno.ENOENT,
+)  # fmt: skip
 #: Bytes of a page that a worker shows of itself.
 MOST_PAGE = 2**23
 _HEADERS = {"content-type": "application/json"}
@@ -102,6 +109,7 @@ class Upstream:
         self.paused = 0
         self.tokens = 0
         self._closed = False
+        self._end: asyncio.Future[End] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._headers = _HEADERS | ({"authorization": f"Bearer {secret}"} if secret else {})
         if engine.pin:
@@ -169,6 +177,8 @@ class Upstream:
         """
         try:
             line, head = await self._lines.ask(path, msgspec.json.encode(body), request_id)
+        except LineError as error:  # the request was sent
+            raise self.broke("broke", error) from error
         except (OSError, TimeoutError) as error:
             raise self.broke("connect", error) from error
         try:
@@ -190,15 +200,18 @@ class Upstream:
     def broke(self, reason: str, error: BaseException) -> WorkerFailed:
         """Return what to raise when the connection to this worker fails."""
         words = str(error) or type(error).__name__
-        return WorkerFailed(reason, f"{self.worker.id}: {words}", frozenset({self.worker.id}))
+        me = frozenset({self.worker.id})
+        return WorkerFailed(reason, f"{self.worker.id}: {words}", me, fate=self.fate)
 
     def _refusal(self, status: int, answer: bytes) -> Rejected | WorkerFailed:
         if 400 <= status < 500 and status not in (408, 429):
             return Rejected(status, answer)
+        if status == 500 and is_request_failure(answer):
+            return Rejected(status, answer)
         worker = self.worker.id
         return WorkerFailed(
             "refused", f"{worker} answered {status}", frozenset({worker}), status=status,
-            body=answer,
+            body=answer, fate=self.fate,
         )  # fmt: skip
 
     async def whole(self, path: str, body: Body, request_id: str) -> bytes:
@@ -213,9 +226,44 @@ class Upstream:
         ) as response:
             return response.status, await read_page(response)
 
-    async def close(self) -> None:
+    async def fate(self, timeout_s: float = 1.0) -> End:
+        """Return how the worker ended; `End.LIVES` while it answers, or where nobody can tell.
+
+        A worker that refuses connections, or says that its engine is dead, has ended: it is
+        waited for up to `timeout_s` seconds until the fleet says how.
+        """
+        if not self._closed:
+            try:
+                status, body = await self.get("/health", timeout_s)
+            except TimeoutError:
+                return self._known(End.LIVES)
+            except (aiohttp.ClientError, OSError, RuntimeError) as error:
+                number = getattr(error, "errno", None)
+                if number is not None and number not in GONE and not self._closed:
+                    return End.LIVES  # this process cannot ask
+            else:
+                if status < 500 or b'"closing"' in body[:256]:
+                    return self._known(End.LIVES)
+        if self._end is None:
+            self._end = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._end)
+        except TimeoutError:
+            return End.LOST
+
+    def _known(self, otherwise: End) -> End:
+        """Return how it ended if that was told meanwhile."""
+        told = self._end is not None and self._end.done() and not self._end.cancelled()
+        return self._end.result() if told and self._end is not None else otherwise
+
+    async def close(self, end: End = End.LOST) -> None:
         """Cut all connections: whoever waits for this worker learns that it failed."""
         self._closed = True
+        if self._end is None:
+            self._end = asyncio.get_running_loop().create_future()
+        if not self._end.done():
+            self._end.set_result(end)
         for task in self._tasks:
             task.cancel()
         self._lines.close()
@@ -223,4 +271,4 @@ class Upstream:
 
     def _gone(self) -> WorkerFailed:
         worker = self.worker.id
-        return WorkerFailed("down", f"{worker} went down", frozenset({worker}))
+        return WorkerFailed("down", f"{worker} went down", frozenset({worker}), fate=self.fate)

@@ -16,9 +16,11 @@ from pigou.request import BlockHashes, FinishReason, Ints
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.batch import Batch, make_batch
 from pigou.runtime.cache import KVCache
+from pigou.runtime.containment import described, is_contained
 from pigou.runtime.eviction.evictor import Evictor
 from pigou.runtime.eviction.revival import Revival
 from pigou.runtime.grammar import Grammars, GrammarState
+from pigou.runtime.isolation import IsolatedSampler
 from pigou.runtime.logprobs import report
 from pigou.runtime.models.decoder import Decoder
 from pigou.runtime.ops import Ops
@@ -205,10 +207,10 @@ class TorchExecutor:
             return Result()
         sequences = [self._rows[row] for row in plan.rows.tolist()]
         with torch.inference_mode():
-            steps, finished, durations = self._steps(plan, sequences, on_step)
+            steps, ended, durations = self._steps(plan, sequences, on_step)
         result = Result(
             steps=steps,
-            finished=[Finish(entry, _reason(sequences[entry]), steps) for entry in finished],
+            finished=[Finish(entry, reason, steps) for entry, reason in ended.items()],
             sealed=self._seal(plan, sequences, steps),
             durations=np.array(durations, dtype=np.int64),
         )
@@ -219,10 +221,11 @@ class TorchExecutor:
 
     def _steps(
         self, plan: Plan, sequences: list[Sequence], on_step: OnStep | None
-    ) -> tuple[int, list[int], list[int]]:
+    ) -> tuple[int, dict[int, FinishReason], list[int]]:
+        """Do the plan's steps; return how many, who ended in the last one, and durations."""
         batch = self._lay_out(plan, sequences)
         sampling = [sequences[entry] for entry in batch.entries.tolist()]
-        sampler = self.sampler(sampling, self.model.ops, self._device)
+        sampler = IsolatedSampler(self.sampler, sampling, self.model.ops, self._device)
         asked = [s for s in sequences if s.prompt_logprobs]
         wanted = torch.from_numpy(batch.last[batch.entries]).to(self._device)
         speaks = self.evictor is not None and bool(self.evictor.policy.spoken)
@@ -247,15 +250,17 @@ class TorchExecutor:
             if len(hidden) != len(wanted):
                 hidden = hidden[wanted]
             if sampling:
-                chosen, reports = sampler(self.model.logits(hidden))
+                chosen, reports, failed = sampler(self.model.logits, hidden)
                 output.logprobs = {int(batch.entries[i]): r for i, r in reports.items()}
+                output.broken |= {int(batch.entries[i]): why for i, why in failed.items()}
                 self._note(batch, sampling, chosen, output)
                 if self._grammars is not None and self._grammars.budget is not None:
                     self._grammars.budget.begin_step()
             durations.append(self._clock() - began)
             goes_on = on_step is None or on_step(output)
             began = self._clock()
-            ended = np.flatnonzero(output.finished).tolist()
+            ended = dict.fromkeys(np.flatnonzero(output.finished).tolist(), FinishReason.STOP)
+            ended |= dict.fromkeys([*output.failed, *output.broken], FinishReason.ERROR)
             last = len(durations) == plan.repeat or began >= plan.horizon
             if ended or last or not goes_on:
                 return len(durations), ended, durations
@@ -278,13 +283,22 @@ class TorchExecutor:
     ) -> None:
         """Append the tokens to their sequences, and tell the output."""
         tokens = chosen.tolist()
-        output.tokens[batch.entries] = tokens
         for entry, sequence, token in zip(batch.entries.tolist(), sampling, tokens, strict=True):
-            if sequence.failure is None and sequence.append(token):
+            if entry in output.broken:
                 output.finished[entry] = True
+                continue
+            output.tokens[entry] = token
+            try:
+                if sequence.failure is None and sequence.append(token):
+                    output.finished[entry] = True
+            except BaseException as error:
+                if not is_contained(error):
+                    raise
+                output.broken[entry] = described(error)
             if sequence.failure is not None:
-                output.finished[entry], output.tokens[entry] = True, -1
                 output.failed[entry] = sequence.failure
+            if entry in output.broken or sequence.failure is not None:
+                output.finished[entry], output.tokens[entry] = True, -1
                 output.logprobs.pop(entry, None)
 
     def _report_prompts(
@@ -305,7 +319,14 @@ class TorchExecutor:
             if known:
                 states = hidden[first : first + known]
                 given = sequence.buffer[start + 1 : start + 1 + known]
-                reports = self._report_prompt(states, given, sequence.params)
+                try:
+                    reports = self._report_prompt(states, given, sequence.params)
+                except Exception as error:
+                    if not is_contained(error):
+                        raise
+                    output.broken[entry], output.finished[entry] = described(error), True
+                    sequence.prompt_logprobs = []
+                    continue
                 sequence.prompt_logprobs[start + 1 : start + 1 + known] = reports
             if plan.samples[entry]:
                 output.prompt_logprobs[entry] = sequence.prompt_logprobs
@@ -348,7 +369,3 @@ class TorchExecutor:
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocab:
                 wrong = ids[(ids < 0) | (ids >= vocab)][0]
                 raise ValueError(f"{name} is {wrong}; it must be in [0, {vocab})")
-
-
-def _reason(sequence: Sequence) -> FinishReason:
-    return FinishReason.STOP if sequence.failure is None else FinishReason.ERROR

@@ -42,6 +42,7 @@ class StepOutput:
         prompt_logprobs: of a prompt that was finished in this step, for entries that asked: one
             for each of its tokens; None for the first, and for those whose KV was not computed
             here but found in the cache.
+        broken: what was raised for one entry alone; it has no token, and finished with this step.
     """
 
     tokens: Ints
@@ -49,3 +50,4 @@ class StepOutput:
     failed: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
+    broken: dict[int, str] = field(default_factory=dict)

@@ -26,6 +26,12 @@ TYPES = {
     504: "GatewayTimeoutError",
 }
 
+#: `type` of the error 500 of a request whose own content made the engine fail: the worker is well,
+#: and sending the request to another changes nothing.
+REQUEST_FAILED = "RequestFailedError"
+#: `type` of the error of a request that was under way when several workers ended.
+SUSPECT = "SuspectRequestError"
+
 #: Fields that other servers know and this one does not honour, and what to do instead.
 REFUSED = {
     "best_of": "it is not supported; ask for n completions and choose among them",

@@ -165,11 +165,13 @@ class Failed:
         request: its id.
         status: HTTP status that says so.
         message: for the client.
+        type: of the error body; empty for that of the status.
     """
 
     request: str
     status: int
     message: str
+    type: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from pigou.engine.core import EngineCore
 from pigou.engine.errors import QueueFull, UnknownLoad
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.events import BlockRemoved, BlockStored, KVEvent, Medium
 from pigou.kv.worth import Worth
 from pigou.request import SECOND, FinishReason, Request
+from pigou.runtime.containment import described, is_contained
 from pigou.runtime.outputs import StepOutput
+from pigou.wire.errors import REQUEST_FAILED
 from pigou.wire.kv_events import cleared_map, removed_map, stored_map
 from pigou.worker.backend import Backend
 from pigou.worker.commands import (
@@ -182,6 +186,12 @@ class EngineThread:
         except ValueError as error:
             self._refuse(add, 400, str(error))
             return
+        except BaseException as error:
+            if not is_contained(error):
+                raise
+            log.error("request %s cannot be taken up", request.id, exc_info=error)
+            self._refuse(add, 500, _failure(described(error)), REQUEST_FAILED)
+            return
         try:
             self._core.add(request)
         except ValueError as error:  # too large, or its id is taken
@@ -194,12 +204,12 @@ class EngineThread:
             self._adds[request.id] = add
             self._tokens[request.id] = list(add.tokens)
 
-    def _refuse(self, add: Add, status: int, message: str) -> None:
+    def _refuse(self, add: Add, status: int, message: str, type: str = "") -> None:
         if add.request.id not in self._adds:
             self._backend.drop(add.request.id)
         if add.ticket is not None:
             self.transfers.decline(add.ticket)
-        self._out.failed.append(Failed(add.request.id, status, message))
+        self._out.failed.append(Failed(add.request.id, status, message, type))
 
     def _abort(self, request: str) -> None:
         add = self._adds.get(request)
@@ -211,7 +221,11 @@ class EngineThread:
     def _lend(self, request: Request) -> None:
         """Offer what is cached of a prompt; the answer does not wait for the next step."""
         core, ticket = self._core, None
-        held = core.hold_cached(request, time.monotonic_ns())
+        try:
+            held = core.hold_cached(request, time.monotonic_ns())
+        except ValueError as error:
+            log.warning("nothing is lent to request %s: %s", request.id, error)
+            held = np.empty(0, dtype=np.int32)
         if len(held):
             ticket = self.transfers.offer(request.id, held, core.config.block_size)
             self._gauges.blocks_lent_total += len(held)
@@ -322,6 +336,10 @@ class EngineThread:
                 request = self._entries[entry]
                 self._tokens[request].append(token)
                 out.tokens.append((request, token, reports.get(entry) if reports else None))
+        for entry, why in step.broken.items():
+            request = self._entries[entry]
+            log.error("request %s failed in the engine, alone: %s", request, why)
+            out.failed.append(Failed(request, 500, _failure(why), REQUEST_FAILED))
         self._left -= 1
         if not self._inbox.empty():
             return False
@@ -399,6 +417,10 @@ def _give_way() -> None:
     """
     if hasattr(os, "sched_yield"):
         os.sched_yield()
+
+
+def _failure(why: str) -> str:
+    return f"The engine failed on this request alone ({why}); change it before it is sent again."
 
 
 def _moves(plan: Plan) -> bool:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVarTuple
 
 from pigou.engine.plan import Finished
 from pigou.request import FinishReason, Request
 from pigou.runtime.outputs import TokenLogprobs as Report
-from pigou.wire.errors import APIError
+from pigou.wire.errors import REQUEST_FAILED, APIError
 from pigou.worker.commands import Abort, Add, Begun, ClearCache, Command, Gauges, Lend, Withdraw
 from pigou.worker.commands import Report as EngineReport
 from pigou.worker.metrics import Metrics
 from pigou.worker.reply import Reply, Sequence
 
 log = logging.getLogger(__name__)
+
+_Arguments = TypeVarTuple("_Arguments")
 
 #: Seconds after which a client may try again when the queue is full.
 RETRY_AFTER = 1
@@ -162,20 +164,46 @@ class Service:
         for _ in range(report.steps):
             self._metrics.step(report.computed)
         for begun in report.begun:
-            self._begin(begun)
+            self._isolated(begun.request, self._begin, begun)
         for request, prompt in report.prompts:
-            self._explain_prompt(request, prompt)
+            self._isolated(request, self._explain_prompt, request, prompt)
         if report.tokens:
             self._take_tokens(report)
         for request, ticket in report.lent.items():
             self._lent(request, ticket)
         for failed in report.failed:
             retry = RETRY_AFTER if failed.status == 503 else None
-            self._fail(failed.request, APIError(failed.status, failed.message, retry_after=retry))
+            error = APIError(
+                failed.status, failed.message, type=failed.type or None, retry_after=retry
+            )
+            self._fail(failed.request, error)
         for finished in report.finished:
-            self._finish(finished, report.tickets.get(finished.request))
+            self._isolated(finished.request, self._finish, finished, report.tickets)
         if report.events:
             self._publish(report.events)
+
+    def _isolated(
+        self, request: str, work: Callable[[*_Arguments], None], *args: *_Arguments
+    ) -> None:
+        """Do what concerns one request; an exception fails that one, and not its batch."""
+        flight = self._flights.get(request)
+        try:
+            work(*args)
+        except Exception as error:
+            self._broke(request, None if flight is None else flight[1], error)
+
+    def _broke(self, request: str, reply: Reply | None, error: Exception) -> None:
+        """Fail a request whose tokens cannot be turned into a reply."""
+        log.error("request %s failed on its way out, alone", request, exc_info=error)
+        self._flights.pop(request, None)
+        self._put(Abort(request))
+        if reply is None:
+            return
+        why = f"{type(error).__name__}: {error}"[:300]
+        message = f"The worker failed on this request alone ({why})."
+        reply.fail(APIError(500, message, type=REQUEST_FAILED))
+        self.cancel(reply)
+        self._settled()
 
     def _begin(self, begun: Begun) -> None:
         flight = self._flights.get(begun.request)
@@ -214,8 +242,11 @@ class Service:
             if self._followers:
                 self._follow(request)
             metrics.token(sequence, now)
-            if reply.take(sequence, token, logprobs) and sequence.choice.stopped_by_text:
-                self._put(Abort(request))
+            try:
+                if reply.take(sequence, token, logprobs) and sequence.choice.stopped_by_text:
+                    self._put(Abort(request))
+            except Exception as error:
+                self._broke(request, reply, error)
         metrics.tokens(len(report.tokens))
 
     def _fail(self, request: str, error: APIError) -> None:
@@ -225,7 +256,7 @@ class Service:
             self.cancel(flight[1])
             self._settled()
 
-    def _finish(self, finished: Finished, ticket: dict[str, Any] | None) -> None:
+    def _finish(self, finished: Finished, tickets: dict[str, dict[str, Any]]) -> None:
         flight = self._flights.pop(finished.request, None)
         if flight is None:
             return
@@ -239,7 +270,7 @@ class Service:
         else:
             reply.fail(APIError(500, f"The engine ended the request: {reason}."))
         self._metrics.finished(sequence, finished, reason, add.params.max_tokens)
-        reply.hand_over(ticket)
+        reply.hand_over(tickets.get(finished.request))
         self._settled()
 
     def _settled(self) -> None:
