@@ -44,6 +44,8 @@ if "NUMBA_CACHE_DIR" not in os.environ and (_folder := cache_folder(Path(__file_
 
 from numba import njit  # noqa: E402  (numba reads NUMBA_CACHE_DIR when it is imported)
 
+from pigou.kernel_cache import share  # noqa: E402
+
 
 def kernel(function: Function) -> Function:
     """Compile a function of arrays and integers to machine code, free of the GIL, and cache it.
@@ -51,7 +53,7 @@ def kernel(function: Function) -> Function:
     numba notices a change of the file that a kernel is in, not of files whose kernels it calls:
     kernels that call one another live in one file.
     """
-    return cast(Function, njit(cache=True, nogil=True)(function))
+    return cast(Function, share(njit(cache=True, nogil=True)(function)))
 
 
 #: `_nrt` is numba's own switch for the runtime that counts references; it has no public name.
@@ -75,11 +77,9 @@ def bare_kernel_over(*packages: str) -> Callable[[Function], Function]:
 
 
 def _bare(function: Function, *folders: Path) -> Function:
-    made = njit(cache=True, **_BARE)(function)
-    kept = getattr(made._cache, "_cache_file", None)
-    if kept is not None:  # as of the folders, where numba has only the kernel's own file
-        kept._source_stamp = tuple(each for folder in folders for each in _stamp(folder))
-    return cast(Function, made)
+    # As of the folders, where numba has only the kernel's own file.
+    stamp = tuple(each for folder in folders for each in _stamp(folder))
+    return cast(Function, share(njit(cache=True, **_BARE)(function), stamp))
 
 
 @lru_cache

@@ -8,9 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+from pigou import __version__
 
 #: Command -> `module:function`, in the order of the help; an application where it has commands.
 COMMANDS = {
@@ -18,7 +20,7 @@ COMMANDS = {
     "worker": "pigou.cli.worker:worker",
     "key": "pigou.cli.key:key",
     "bench": "pigou.cli.bench:bench",
-    "simulate": "pigou.cli.simulate:simulate",
+    "simulate": "pigou.cli.simulate:simulate",  # noqa: E501
     "experiment": "pigou.cli.experiment:experiment",
     "report": "pigou.cli.report:report",
     "profile": "pigou.cli.profile:profile",
@@ -28,6 +30,28 @@ COMMANDS = {
 }
 
 
+#: The first line of each command's help, so that the list of all loads none.
+SUMMARIES = {
+    "serve": "Serve a model on a fleet: a gateway, and the workers behind it.",
+    "worker": "Run one worker: an OpenAI-compatible server over one model.",
+    "key": "Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash.",
+    "bench": "Load an OpenAI endpoint, and measure what comes back.",
+    "simulate": "Simulate a fleet: the production scheduler, router and cache under a virtual clock.",  # noqa: E501
+    "experiment": 'Run an experiment of "The Price of Anarchy in Disaggregated Inference" again.',
+    "report": "Lay runs beside each other, or draw an experiment: one page, and pictures.",
+    "profile": "Measure what the steps of a live, idle worker take, for simulations of it.",
+    "replay": "Make a gateway's decisions again from its journal, and compare.",
+    "trace": "Find, download, describe, convert and cut recorded traces.",
+    "version": "Print the versions of Pigou, torch and Python.",
+}
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"pigou {__version__}")
+        raise typer.Exit
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command that `argv` names (default: the process's own arguments).
 
@@ -35,19 +59,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: always; 0 after success, 1 when the command failed, 2 after wrong usage.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    named = args[:1] if args and args[0] in COMMANDS else COMMANDS
-    build(named)(args, prog_name="pigou")
+    if args and args[0] in COMMANDS:
+        app = build(args[:1])
+    else:
+        app = _application()
+        for name, summary in SUMMARIES.items():
+            app.command(name, help=summary)(_pigou)
+    app(args, prog_name="pigou")
 
 
 def build(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     """Return the Typer application with these commands, whose modules are imported."""
-    app = typer.Typer(
-        help="LLM serving on disaggregated fleets.",
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback()(_pigou)
+    app = _application()
     for name in names:
         command = _load(COMMANDS[name])
         if isinstance(command, typer.Typer):
@@ -57,8 +80,29 @@ def build(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     return app
 
 
-def _pigou() -> None:
+def _application() -> typer.Typer:
+    app = typer.Typer(
+        help="LLM serving on disaggregated fleets.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    return app
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", "-V", help="Show the version, and exit.", callback=_show_version,
+                     is_eager=True),
+    ] = False,
+) -> None:  # fmt: skip
     """LLM serving on disaggregated fleets that puts a price on every externality."""
+
+
+def _pigou() -> None:
+    """Stand for a command in the list of all, which is shown without loading them."""
 
 
 def _load(path: str) -> Any:

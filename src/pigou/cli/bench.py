@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -18,12 +18,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from pigou.cli.options import check_json
 from pigou.config import ConfigError
 from pigou.request import SECOND
-from pigou.workload.bench import Result
-from pigou.workload.bench import bench as run_bench
-from pigou.workload.config import BenchConfig
-from pigou.workload.drive import Drive
-from pigou.workload.endpoint import EndpointError
-from pigou.workload.report import describe, document, tables
+
+if TYPE_CHECKING:
+    from pigou.workload.bench import Result
+    from pigou.workload.config import BenchConfig
+    from pigou.workload.drive import Drive
 
 _INTERRUPTED = 130
 _EXAMPLE = 200
@@ -89,6 +88,10 @@ def bench(
 ) -> None:
     """Load an OpenAI endpoint, and measure what comes back."""
     values = dict(locals())
+    from pigou.workload.config import BenchConfig
+    from pigou.workload.endpoint import EndpointError
+    from pigou.workload.report import document
+
     file = values.pop("json")
     try:
         config = msgspec.convert(values, BenchConfig)
@@ -116,6 +119,8 @@ def bench(
 
 
 def _run(config: BenchConfig) -> Result | None:
+    from pigou.workload.bench import bench as run_bench
+
     async def main() -> Result | None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -166,6 +171,8 @@ def _watcher(config: BenchConfig, progress: Progress) -> Callable[[Drive], None]
 
 
 def _show(config: BenchConfig, result: Result) -> None:
+    from pigou.workload.report import describe, tables
+
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=100)

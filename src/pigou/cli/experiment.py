@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,11 +15,11 @@ from rich.table import Table
 
 from pigou.cli.options import typed
 from pigou.config import ConfigError
-from pigou.engine.warm import warm_up
-from pigou.experiments.document import document, prepared, write
-from pigou.experiments.fleets import READINGS, Fleet, Reading, fleet
-from pigou.experiments.registry import EXPERIMENTS, Experiment
-from pigou.experiments.rows import COMPARED, Row
+
+if TYPE_CHECKING:
+    from pigou.experiments.fleets import Fleet, Reading
+    from pigou.experiments.registry import Experiment
+    from pigou.experiments.rows import Row
 
 _ALL = "all"
 _UNITS = {"ttft_p99_s": "TTFT P99 s", "itl_p99_s": "ITL P99 s", "poa_legacy": "PoA^",
@@ -54,6 +54,11 @@ def experiment(
     seed: Annotated[int, typer.Option(help="The first of the seeds.")] = 1,
 ) -> None:
     """Run an experiment of "The Price of Anarchy in Disaggregated Inference" again."""
+    from pigou.engine.warm import warm_up
+    from pigou.experiments.document import prepared, write
+    from pigou.experiments.fleets import fleet
+    from pigou.experiments.registry import EXPERIMENTS
+
     try:
         if runs < 0 or seed < 0:
             raise ConfigError(f"--runs is {runs} and --seed {seed}; both must be at least 0")
@@ -80,6 +85,8 @@ def experiment(
 
 
 def _reading(text: str) -> Reading:
+    from pigou.experiments.fleets import READINGS
+
     if not text:
         return "client-pool"
     for each in READINGS:
@@ -89,6 +96,8 @@ def _reading(text: str) -> Reading:
 
 
 def _levels(name: str, text: str, asked: str) -> Sequence[int]:
+    from pigou.experiments.registry import EXPERIMENTS
+
     one = EXPERIMENTS.get(name)
     if one is None:
         known = ", ".join([*EXPERIMENTS, _ALL])
@@ -111,6 +120,8 @@ def _run(
     users: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip
     """Run an experiment, and show how far it is."""
+    from pigou.experiments.document import document
+
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     rows: list[Row] = []
@@ -139,6 +150,8 @@ def _together(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _show(one: Experiment, found: Mapping[str, Any]) -> None:
+    from pigou.experiments.rows import COMPARED
+
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)

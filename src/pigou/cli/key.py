@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from pigou.config import ConfigError
-from pigou.gateway.keys import make_key
 
 
 def key(
@@ -21,6 +20,8 @@ def key(
     ] = False,
 ) -> None:
     """Make an API key, and what `pigou serve --api-keys-file` needs of it: its hash."""
+    from pigou.gateway.keys import make_key
+
     try:
         secret, line = make_key(tenant, admin=admin)
     except ConfigError as error:

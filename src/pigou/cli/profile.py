@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -14,11 +14,11 @@ from rich.table import Table
 
 from pigou.cli.options import names, typed
 from pigou.config import ConfigError
-from pigou.sim.measured import Measured
-from pigou.workload.endpoint import EndpointError
-from pigou.workload.profiling.config import ProfileConfig
-from pigou.workload.profiling.profile import Profile
-from pigou.workload.profiling.profile import profile as run_profile
+
+if TYPE_CHECKING:
+    from pigou.sim.measured import Measured
+    from pigou.workload.profiling.config import ProfileConfig
+    from pigou.workload.profiling.profile import Profile
 
 
 def profile(
@@ -54,6 +54,9 @@ def profile(
 ) -> None:
     """Measure what the steps of a live, idle worker take, for simulations of it."""
     values = dict(locals())
+    from pigou.workload.endpoint import EndpointError
+    from pigou.workload.profiling.config import ProfileConfig
+
     file = Path(values.pop("out"))
     try:
         if file.suffix != ".json" or not file.absolute().parent.is_dir():
@@ -71,6 +74,8 @@ def profile(
 
 
 def _run(config: ProfileConfig) -> Profile:
+    from pigou.workload.profiling.profile import profile as run_profile
+
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
                TimeElapsedColumn())  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 import typer
@@ -14,9 +14,10 @@ from pigou import __version__
 from pigou.cli.named import named
 from pigou.cli.options import check_json
 from pigou.config import ConfigError
-from pigou.workload.journal import lines
-from pigou.workload.rerun import Difference, Rerun, rerun
-from pigou.workload.rival import Rival
+
+if TYPE_CHECKING:
+    from pigou.workload.rerun import Difference, Rerun
+    from pigou.workload.rival import Rival
 
 
 def replay(
@@ -57,6 +58,8 @@ def replay(
 
 
 def _rival(policy: str, temperature: float | None, softmax: str, seed: int | None) -> Rival | None:
+    from pigou.workload.rival import Rival
+
     if not policy and temperature is None and not softmax and seed is None:
         return None
     if softmax not in ("", "raw", "min-max"):
@@ -71,6 +74,9 @@ def _rival(policy: str, temperature: float | None, softmax: str, seed: int | Non
 
 
 def _run(journal: str, other: Rival | None) -> Rerun:
+    from pigou.workload.journal import lines
+    from pigou.workload.rerun import rerun
+
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(

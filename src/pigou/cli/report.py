@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from pigou.report import compare, levels, run
-from pigou.report.files import ReportError, as_record, load, prepare, write
-from pigou.report.page import Page
-from pigou.report.record import Record
+if TYPE_CHECKING:
+    from pigou.report.page import Page
+    from pigou.report.record import Record
 
 
 def report(
@@ -30,6 +29,8 @@ def report(
 
     Ratios are to the first run. One run alone gets its own page again.
     """
+    from pigou.report.files import ReportError, prepare
+
     try:
         page = _page(paths)
         publish(page, prepare(out, "--out"))
@@ -44,6 +45,8 @@ def publish(page: Page, folder: Path, data: Any = None) -> None:
     Raises:
         ReportError: a file cannot be written.
     """
+    from pigou.report.files import write
+
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"))
     with Progress(
@@ -57,6 +60,9 @@ def publish(page: Page, folder: Path, data: Any = None) -> None:
 
 
 def _page(paths: Sequence[str]) -> Page:
+    from pigou.report import compare
+    from pigou.report.files import ReportError, as_record, load
+
     labels, names = zip(*(_labelled(each) for each in paths), strict=True)
     found = [load(name) for name in names]
     rows = [isinstance(each, dict) and isinstance(each.get("rows"), list) for each in found]
@@ -73,12 +79,17 @@ def _page(paths: Sequence[str]) -> Page:
 
 
 def _experiment(name: str, found: dict[str, Any]) -> Page:
+    from pigou.report import levels
+
     title = str(found.get("experiment") or Path(name).stem)
     about = [f"{key} {found[key]}" for key in ("fleet", "reading") if found.get(key)]
     return levels.page(found["rows"], title=title, subtitle=", ".join(about))
 
 
 def _alone(name: str, found: Record) -> Page:
+    from pigou.report import run
+    from pigou.report.files import ReportError
+
     if not found.curves:
         raise ReportError(
             f"{name} has figures only; give the folder of `pigou simulate --report`, or two runs "

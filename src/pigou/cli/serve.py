@@ -5,29 +5,23 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from pigou.cli.named import named
 from pigou.cli.options import names, nanoseconds, typed
+from pigou.cli.ports import check_port
+from pigou.cli.progress import StageProgress
 from pigou.config import ConfigError, ControlConfig, IndexConfig, wrong
-from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
-from pigou.fleet.errors import FleetError
-from pigou.fleet.serve import Serving, local_workers, threads_each
-from pigou.gateway.config import GatewayConfig
+
+if TYPE_CHECKING:
+    from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
+    from pigou.fleet.serve import Serving
+    from pigou.gateway.config import GatewayConfig
 
 _LOCAL = (1, 2, 0)
-_OPTIONS = {
-    **names(
-        GatewayConfig, ControlConfig, WatchConfig, hang="hang_timeout",
-        prefill_ahead_ms="prefill_ahead",
-    ),
-    "detector": "--detector",
-    **{f"index.{name}": f"--index-{name.replace('_', '-')}" for name in
-       IndexConfig.__struct_fields__},
-}  # fmt: skip
 
 
 def serve(
@@ -221,6 +215,18 @@ def serve(
     ),
 ) -> None:
     """Serve a model on a fleet: a gateway, and the workers behind it."""
+    try:
+        check_port(host, port)
+    except ConfigError as error:
+        typer.echo(f"pigou serve: {error}", err=True)
+        raise typer.Exit(2) from None
+    progress = StageProgress()
+    progress.report("gateway", "loading its code")
+    from pigou.fleet.config import AttachedWorker, WatchConfig
+    from pigou.fleet.errors import FleetError
+    from pigou.fleet.serve import local_workers, threads_each
+    from pigou.gateway.config import GatewayConfig
+
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("pigou").setLevel(logging.INFO if verbose else logging.WARNING)
     try:
@@ -264,9 +270,9 @@ def serve(
             },
         )  # fmt: skip
         watch = WatchConfig(hang=hang_timeout, drain=drain)
-        _run(gateway, control, [*local, *attached], watch, tokenizer)
+        _run(gateway, control, [*local, *attached], watch, tokenizer, progress)
     except ConfigError as error:
-        typer.echo(f"pigou serve: {typed(str(error), _OPTIONS)}", err=True)
+        typer.echo(f"pigou serve: {typed(str(error), _options())}", err=True)
         raise typer.Exit(2) from None
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
@@ -301,11 +307,20 @@ def _run(
     workers: list[LocalWorker | AttachedWorker],
     watch: WatchConfig,
     tokenizer: str,
+    progress: StageProgress,
 ) -> None:
+    from pigou.fleet.serve import Serving
+
     async def main() -> None:
-        serving = Serving(gateway, control, workers, watch, tokenizer)
+        serving = Serving(gateway, control, workers, watch, tokenizer, progress.report)
         typer.echo(f"Starting {_roles(workers)} ...")
-        await serving.run(lambda: _ready(_banner(serving, gateway.host)))
+
+        def ready() -> None:
+            progress.close()
+            _ready(_banner(serving, gateway.host))
+
+        with progress:
+            await serving.run(ready)
         typer.echo("Stopped.")
 
     with asyncio.Runner(loop_factory=_loop) as runner:
@@ -359,3 +374,19 @@ def _banner(serving: Serving, host: str) -> str:
             "Ctrl-C ends it.",
         ]
     )
+
+
+def _options() -> dict[str, str]:
+    """Return the option of each field of the configuration."""
+    from pigou.fleet.config import WatchConfig
+    from pigou.gateway.config import GatewayConfig
+
+    return {
+        **names(
+            GatewayConfig, ControlConfig, WatchConfig, hang="hang_timeout",
+            prefill_ahead_ms="prefill_ahead",
+        ),
+        "detector": "--detector",
+        **{f"index.{name}": f"--index-{name.replace('_', '-')}" for name in
+           IndexConfig.__struct_fields__},
+    }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -15,23 +15,17 @@ from rich.table import Table
 
 from pigou.cli.named import named
 from pigou.cli.options import check_json, names, nanoseconds, typed
-from pigou.cli.reporter import Reporter
 from pigou.config import ConfigError, ControlConfig, wrong
 from pigou.request import SECOND, Role
-from pigou.sim.clock import EPOCH
-from pigou.sim.config import FleetConfig, read_fleet
-from pigou.sim.network import LinkConfig
-from pigou.sim.result import Result
-from pigou.sim.simulate import UNLIMITED, Setup, Simulation
-from pigou.sim.tiers import TierConfig
-from pigou.sim.warm import warm_up
-from pigou.workload.offered import offered
+
+if TYPE_CHECKING:
+    from pigou.sim.config import FleetConfig
+    from pigou.sim.result import Result
+    from pigou.sim.simulate import Setup, Simulation
+    from pigou.sim.tiers import TierConfig
 
 _LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "client_wait_s")
 _FIGURES = ("mean", "p50", "p90", "p95", "p99")
-_OPTIONS = {
-    **names(Setup, ControlConfig, tiers="tier"), "detector": "--detector", "fleet": "--fleet",
-}  # fmt: skip
 
 
 def simulate(
@@ -132,6 +126,12 @@ def simulate(
     ] = "",
 ) -> None:
     """Simulate a fleet: the production scheduler, router and cache under a virtual clock."""
+    from pigou.cli.reporter import Reporter
+    from pigou.sim.config import read_fleet
+    from pigou.sim.simulate import UNLIMITED, Simulation
+    from pigou.sim.warm import warm_up
+    from pigou.workload.offered import offered
+
     try:
         check_json(json)
         name, params = named("--policy", policy)
@@ -190,6 +190,8 @@ def simulate(
 
 def _check_link(fleet: FleetConfig, model: str) -> None:
     """Refuse a bandwidth that says nothing: how much there is to move, a model tells."""
+    from pigou.sim.network import LinkConfig
+
     gbps = fleet.link.gbps
     splits = any(kind.role is Role.PREFILL for kind in fleet.workers)
     if splits and gbps not in (0.0, LinkConfig().gbps) and not model:
@@ -200,6 +202,8 @@ def _check_link(fleet: FleetConfig, model: str) -> None:
 
 
 def _setup(values: dict[str, Any]) -> Setup:
+    from pigou.sim.simulate import Setup
+
     try:
         return msgspec.convert(values, Setup)
     except msgspec.ValidationError as error:
@@ -208,6 +212,8 @@ def _setup(values: dict[str, Any]) -> Setup:
 
 def _tier(text: str) -> TierConfig:
     """Read `NAME,key=value,...`; the keys are those of `TierConfig`."""
+    from pigou.sim.tiers import TierConfig
+
     name, params = named("--tier", text)
     values = {"name": name, **params}
     try:
@@ -218,10 +224,12 @@ def _tier(text: str) -> TierConfig:
 
 def _told(message: str) -> str:
     """Return a message in the names of the options, unless it is of a fleet's file."""
-    return message if message.startswith("fleet: ") else typed(message, _OPTIONS)
+    return message if message.startswith("fleet: ") else typed(message, _options())
 
 
 def _run(simulation: Simulation) -> Result:
+    from pigou.sim.clock import EPOCH
+
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(
@@ -268,3 +276,12 @@ def _figure(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.4g}" if value else "0"
+
+
+def _options() -> dict[str, str]:
+    """Return the option of each field of the configuration."""
+    from pigou.sim.simulate import Setup
+
+    return {
+        **names(Setup, ControlConfig, tiers="tier"), "detector": "--detector", "fleet": "--fleet",
+    }  # fmt: skip

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -17,14 +16,11 @@ from rich.table import Table
 
 from pigou.cli.options import typed
 from pigou.config import ConfigError
-from pigou.workload.catalogue import TRACES, listed
-from pigou.workload.download import DownloadError, Watch, download
-from pigou.workload.formats import read_trace
-from pigou.workload.packed import packing
-from pigou.workload.rows import Row, to_rows
-from pigou.workload.sample import some, window
-from pigou.workload.sharing import hit_ratio, sharing
-from pigou.workload.trace import Trace
+
+if TYPE_CHECKING:
+    from pigou.workload.download import Watch
+    from pigou.workload.rows import Row
+    from pigou.workload.trace import Trace
 
 trace = typer.Typer(
     help="Find, download, describe, convert and cut recorded traces.", no_args_is_help=True
@@ -39,6 +35,8 @@ def list_() -> None:
 
     Those that are marked with a star have no checksum: what comes is taken as it is.
     """
+    from pigou.workload.catalogue import TRACES
+
     table = Table("name", "MB", "format", "licence", "what", "owner")
     for each in TRACES:
         size = f"{each.size / 1e6:.1f}" if each.size else ""
@@ -58,6 +56,9 @@ def fetch(
     ] = "",
 ) -> None:
     """Download a public trace from its owner; what broke off is gone on with."""
+    from pigou.workload.catalogue import listed
+    from pigou.workload.download import download
+
     with _failing("download"):
         entry = listed(name)
         if not Path(out).is_dir():
@@ -81,6 +82,8 @@ def info(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Describe a trace: requests, lengths, rate, and what its prompts share."""
+    from pigou.workload.formats import read_trace
+
     with _failing("info"):
         found = _describe(read_trace(file), [_tokens(each) for each in cache or []])
     if json:
@@ -101,6 +104,9 @@ def convert(
     ],
 ) -> None:
     """Write any trace, or the workload of a journal, as Pigou's own JSON lines."""
+    from pigou.workload.formats import read_trace
+    from pigou.workload.rows import to_rows
+
     with _failing("convert"):
         typer.echo(f"{_write(Path(out), to_rows(read_trace(file)))} requests in {out}")
 
@@ -122,6 +128,12 @@ def sample(
     speed: Annotated[float, typer.Option(help="All times by this.")] = 1.0,
 ) -> None:
     """Write a part of a trace: a window of time, some of its sessions, scaled."""
+    import numpy as np
+
+    from pigou.workload.formats import read_trace
+    from pigou.workload.rows import to_rows
+    from pigou.workload.sample import some, window
+
     with _failing("sample"):
         for name, value in (("--scale", scale), ("--speed", speed)):
             if not 0.0 < value < math.inf:
@@ -138,6 +150,8 @@ def sample(
 @contextmanager
 def _failing(command: str) -> Iterator[None]:
     """Tell of what went wrong in a line."""
+    from pigou.workload.download import DownloadError
+
     try:
         yield
     except (ConfigError, OSError) as error:
@@ -161,6 +175,8 @@ def _bar() -> Iterator[Watch]:
 
 
 def _write(path: Path, rows: Iterable[Row]) -> int:
+    from pigou.workload.packed import packing
+
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {str(path)!r} does not exist; make it first")
     encode: Callable[[Row], bytes] = msgspec.json.Encoder().encode
@@ -173,6 +189,10 @@ def _write(path: Path, rows: Iterable[Row]) -> int:
 
 
 def _describe(found: Trace, caches: list[float]) -> dict[str, Any]:
+    import numpy as np
+
+    from pigou.workload.sharing import hit_ratio, sharing
+
     turns = [turn for session in found.sessions for turn in session.turns]
     span = found.sessions[-1].start
     gaps = np.diff([session.start for session in found.sessions])
@@ -202,6 +222,8 @@ def _describe(found: Trace, caches: list[float]) -> dict[str, Any]:
 
 
 def _lengths(values: list[int]) -> dict[str, float]:
+    import numpy as np
+
     found = {"mean": float(np.mean(values))}
     found |= {f"p{q}": float(np.percentile(values, q)) for q in _PERCENTILES}
     return found | {"max": float(max(values))}

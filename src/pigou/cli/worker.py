@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from pigou.cli.options import names, typed
+from pigou.cli.ports import check_port
 from pigou.config import ConfigError, EvictionConfig, wrong
 from pigou.request import Role
 from pigou.worker.config import WorkerConfig
@@ -235,6 +236,7 @@ def worker(
                          ("eviction_floor", "eviction_floors")):  # fmt: skip
         values[name] = _numbers(option, values.pop(option) or [])
     try:
+        check_port(host, port)
         config = msgspec.convert(values, WorkerConfig)
         from pigou.worker.process import run
 

@@ -57,13 +57,14 @@ class LocalMember(Member):
 
     async def _live(self) -> str:
         """Run one process from start to end; return why it ended."""
+        self._report("starting its process")
         process = await WorkerProcess.start(
             self.id, ["--role", self.role.value, *self._spec.arguments]
         )
         self._row.pid = process.pid
         drain = 0.0
         try:
-            line = await process.ready(self._config.start)
+            line = await process.ready(self._config.start, self._report)
             return await self._until_down(process, line)
         except asyncio.CancelledError:
             drain = self._config.drain  # the fleet ends, the worker has done nothing wrong

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from pigou.fleet.config import WatchConfig
@@ -36,6 +36,7 @@ class Member(ABC):
     Attributes:
         ready: set once the worker was up for the first time, or failed for good.
         failed: why it never came up; empty otherwise.
+        on_stage: gets its id and the stage of its start.
     """
 
     kind = ""
@@ -48,6 +49,7 @@ class Member(ABC):
         self.role = role
         self.ready = asyncio.Event()
         self.failed = ""
+        self.on_stage: Callable[[str, str], None] | None = None
         self._pilot = pilot
         self._config = config
         self._row = Row(id=id, url="", role=role.value, state="starting", kind=self.kind)
@@ -94,7 +96,11 @@ class Member(ABC):
             found.layout,
             found.rehearsed,
         )
+        if not self._pilot.compiled.is_set():
+            self._report("waiting for the gateway's kernels")
+            await self._pilot.compiled.wait()
         await self._pilot.up(worker, found.engine, key)
+        self._report("ready")
         self._say("up", "")
         self._row.url = url
         self.ready.set()
@@ -124,6 +130,13 @@ class Member(ABC):
         if process is None or process.code is None:
             return End.LOST
         return End.KILLED if -process.code in _OUTSIDE else End.CRASHED
+
+    def _report(self, stage: str) -> None:
+        """Tell the stage of a start."""
+        if self._row.state == "starting":
+            self._row.note = stage
+        if self.on_stage is not None:
+            self.on_stage(self.id, stage)
 
     def _say(self, state: str, note: str) -> None:
         if note:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
@@ -56,14 +56,20 @@ class WorkerProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **_QUIET, "PIGOU_PARENT": str(os.getpid())},
+            env={**os.environ, **_QUIET, "PIGOU_PARENT": str(os.getpid()), "PIGOU_STAGES": "1"},
             start_new_session=True,
             limit=_LINE,
         )  # fmt: skip
         return cls(name, process)
 
-    async def ready(self, timeout_s: float) -> dict[str, Any]:
+    async def ready(
+        self, timeout_s: float, on_stage: Callable[[str], None] | None = None
+    ) -> dict[str, Any]:
         """Wait for the line that says where it listens; return it.
+
+        Args:
+            timeout_s: seconds that it may take.
+            on_stage: gets each stage of its start.
 
         Raises:
             FleetError: it ended before, or took too long; the message has its last words.
@@ -79,6 +85,8 @@ class WorkerProcess:
                             self._listen(), name=f"{self._name} heartbeat"
                         )
                         return found
+                    if on_stage is not None and line.startswith(b'{"stage"'):
+                        on_stage(str(msgspec.json.decode(line)["stage"]))
         except TimeoutError:
             raise FleetError(f"{self._name} was not ready within {timeout_s:g} s") from None
         code = await self._process.wait()

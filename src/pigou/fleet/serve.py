@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pigou.config import ControlConfig
@@ -24,6 +26,8 @@ from pigou.gateway.pilot import Pilot
 from pigou.gateway.prompts import Prompts
 from pigou.gateway.server import GatewayServer
 from pigou.gateway.speller import Speller
+from pigou.gateway.startup import StageListener, Startup
+from pigou.kernel_cache import told_of_compiling
 from pigou.request import Role
 
 #: Options of a worker that name a place which no other worker may use.
@@ -36,6 +40,7 @@ class Serving:
     Attributes:
         pilot: drives the control plane.
         supervisor: runs the workers.
+        startup: how far the start is.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Serving:
         workers: Sequence[LocalWorker | AttachedWorker],
         watch: WatchConfig | None = None,
         tokenizer: str = "",
+        on_stage: StageListener | None = None,
     ) -> None:
         """Put the parts together; within a running event loop.
 
@@ -54,6 +60,7 @@ class Serving:
             workers: of the fleet.
             watch: how closely they are watched.
             tokenizer: folder or hub id of the model's tokenizer; empty asks the workers.
+            on_stage: gets the stages of the start, of the gateway and of each worker.
 
         Raises:
             ConfigError: the policy is unknown, the keys file is not readable, the journal not
@@ -66,6 +73,8 @@ class Serving:
         journal = None if gateway.journal is None else Journal(Path(gateway.journal), control)
         self.pilot = Pilot(plane, prompts, journal)
         self.supervisor = Supervisor(self.pilot, workers, self._watch)
+        self.startup = Startup(on_stage)
+        self.supervisor.report_stages(self.startup.report)
         self._server = GatewayServer(
             Gateway(
                 config=gateway,
@@ -74,6 +83,7 @@ class Serving:
                 board=Board(self.pilot, self.supervisor.rows),
                 keys=keys,
                 created=int(time.time()),
+                startup=self.startup,
             ),
             shutdown_s=self._watch.drain,
         )
@@ -84,14 +94,52 @@ class Serving:
         return self._server.port
 
     async def start(self) -> None:
-        """Listen, then start the workers, and wait for them.
+        """Listen, then start the workers, compile meanwhile, and wait for both.
+
+        Until a worker that decodes is up, requests are answered 503 with the stage of the start.
 
         Raises:
             OSError: the address is taken. FleetError: a worker did not come up.
         """
+        self.pilot.compiled.clear()
+        self.startup.active = True
         await self._server.start()
-        await asyncio.to_thread(warm_up)
-        await self.supervisor.start()
+        try:
+            await asyncio.gather(self._compile(), self.supervisor.start())
+        finally:
+            self.startup.active = False
+            self.pilot.compiled.set()
+
+    async def _compile(self) -> None:
+        """Compile or load the gateway's kernels, on a thread that nobody waits for at the end."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        config, compiled = self.pilot.plane.config, 0
+
+        def tell(stage: str) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self.startup.report, "gateway", stage)
+
+        def begun(_: str) -> None:
+            nonlocal compiled
+            compiled += 1
+            tell(f"compiling kernel {compiled} (first start only)")
+
+        def work() -> None:
+            error: BaseException | None = None
+            try:
+                with told_of_compiling(begun):
+                    warm_up(config)
+            except Exception as raised:
+                error = raised
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(_settle, done, error)
+
+        tell("loading kernels")
+        threading.Thread(target=work, name="compile", daemon=True).start()
+        await done
+        self.pilot.compiled.set()
+        self.startup.report("gateway", "ready")
 
     async def stop(self) -> None:
         """Finish what is under way, then end the workers."""
@@ -125,6 +173,15 @@ class Serving:
             leaving.cancel()
             await asyncio.gather(starting, leaving, return_exceptions=True)
             await self.stop()
+
+
+def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 def local_workers(

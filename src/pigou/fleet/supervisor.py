@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pigou.fleet.attach import AttachedMember
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
@@ -41,6 +41,11 @@ class Supervisor:
             for each in workers
         ]
         self._tasks: list[asyncio.Task[None]] = []
+
+    def report_stages(self, listener: Callable[[str, str], None]) -> None:
+        """Tell `listener` the id of a worker and the stage of its start, at each change."""
+        for member in self._members:
+            member.on_stage = listener
 
     def rows(self) -> list[Row]:
         """Return what the board shows of each member."""

@@ -31,6 +31,7 @@ from pigou.gateway.metrics import Metrics
 from pigou.gateway.outlet import ClientStalled, Outlet
 from pigou.gateway.overrides import HEADER, read_overrides
 from pigou.gateway.pilot import Pilot
+from pigou.gateway.startup import Startup
 from pigou.gateway.stated import read_stated
 from pigou.gateway.upstream import Upstream
 from pigou.wire.errors import APIError, bad_request
@@ -62,6 +63,7 @@ class Gateway:
         keys: accepted API keys; None lets everybody in.
         created: Unix time in seconds, which the model card shows.
         closing: knows who is under way, and ends that.
+        startup: knows whether the fleet is still starting.
     """
 
     config: GatewayConfig
@@ -71,6 +73,7 @@ class Gateway:
     keys: Keys | None
     created: int
     closing: Closing = field(default_factory=Closing)
+    startup: Startup = field(default_factory=Startup)
 
 
 def build(gateway: Gateway) -> web.Application:
@@ -140,6 +143,7 @@ class _Routes:
 
     async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         self._gateway.closing.check_open()
+        self._check_started()
         key, stated = current_key(), read_stated(request.headers)
         tenure = key.grant.apply(key.tenant, stated, time.time_ns())
         data = await _json_body(request)
@@ -187,6 +191,10 @@ class _Routes:
         """Whether all workers that are up are Pigou's own, which know no other fields."""
         upstreams = self._gateway.pilot.upstreams.values()
         return bool(upstreams) and not any(up.engine.stock for up in upstreams)
+
+    def _check_started(self) -> None:
+        ups = self._gateway.pilot.upstreams.values()
+        self._gateway.startup.check(any(up.worker.role.decodes for up in ups))
 
     def _check_model(self, raw: msgspec.Raw | None) -> None:
         self._check_named(None if raw is None else msgspec.json.decode(raw))
@@ -239,6 +247,7 @@ class _Routes:
 
     async def forward(self, request: web.Request) -> web.Response:
         """Pass a request of `/tokenize` or `/detokenize` to any worker."""
+        self._check_started()
         data = await _json_body(request)
         try:
             body = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
@@ -260,8 +269,11 @@ class _Routes:
         workers = (up.worker for up in self._gateway.pilot.upstreams.values())
         decodes = any(worker.role.decodes for worker in workers)
         body = {"status": "ok", "background": background.health()}
+        startup = self._gateway.startup
         if self._gateway.closing.begun:
             body["status"] = "closing"
+        elif startup.active and not decodes:
+            body |= {"status": "starting", "stages": startup.stages}
         elif not decodes:
             body["status"] = "no decode worker is up"
         elif background.failing:

@@ -57,6 +57,7 @@ class Pilot:
         prompts: tokenizes; None leaves the length of prompts a guess.
         shed: requests refused so far.
         timed: called with the seconds that each request's first decision took.
+        compiled: set while the plane's kernels are there; nobody is to call it otherwise.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class Pilot:
         self._told: Driven = plane if journal is None else Recorder(plane, journal.write)
         self.upstreams: dict[str, Upstream] = {}
         self.shed = 0
+        self.compiled = asyncio.Event()
+        self.compiled.set()
         self.timed: Callable[[float], None] = _ignore
         self._queued: dict[str, asyncio.Future[Route]] = {}
         self._relays: dict[str, tuple[Relay, int]] = {}
@@ -216,6 +219,7 @@ class Pilot:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
+            await self.compiled.wait()
             for request, (relay, told) in list(self._relays.items()):
                 if relay.counted > told:
                     self._relays[request] = (relay, relay.counted)

@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 
 import pigou.compiled  # noqa: F401  (chooses where numba keeps what it compiled)
+from pigou.kernel_cache import share
 from pigou.runtime.simd import bits_of, float_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -21,7 +22,7 @@ def fast(function: Function) -> Function:
     """Compile; sums may be reordered and fused, but infinities and NaN keep their meaning."""
     math = {"reassoc", "contract", "arcp", "nsz"}
     compiler = njit(cache=True, nogil=True, fastmath=math, error_model="numpy")
-    return cast(Function, compiler(function))
+    return cast(Function, share(compiler(function)))
 
 
 @fast

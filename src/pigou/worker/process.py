@@ -17,6 +17,7 @@ from aiohttp import web
 
 from pigou.background import Background
 from pigou.engine.warm import warm_up
+from pigou.kv import xxh3
 from pigou.worker.build import Parts, build, transfer_config
 from pigou.worker.commands import Release, Report, Stop
 from pigou.worker.config import WorkerConfig
@@ -30,6 +31,7 @@ from pigou.worker.parent import watch_parent
 from pigou.worker.rehearsal import rehearse
 from pigou.worker.routes import Routes
 from pigou.worker.service import Service
+from pigou.worker.stages import compiling_reported, report_stage
 from pigou.worker.tier_metrics import TierMetrics
 from pigou.worker.tiers import WorkerTiers
 from pigou.worker.transfer import Receiver, Sender
@@ -270,9 +272,14 @@ def _prepare(config: WorkerConfig) -> Parts:
     thread has its own, and where there are more of them than cores, OpenMP no longer lets any
     look out for work before it sleeps.
     """
-    parts = build(config)
-    warm_up()
-    warm_backend(parts.core, parts.backend)
+    with compiling_reported("loading the model"):
+        parts = build(config)
+    with compiling_reported("warming up"):
+        warm_up()
+        warm_backend(parts.core, parts.backend)
+        if config.kv_transfer != "none":
+            xxh3.warm_up()
+    report_stage("measuring its speed")
     measured = rehearse(parts.core, parts.backend, config.rehearse, parts.rest)
     return replace(parts, rehearsed=measured)
 

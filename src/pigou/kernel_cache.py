@@ -1,0 +1,133 @@
+"""numba's cache of compiled kernels, shared by the processes of a fleet that start together.
+
+One process compiles a kernel, the others wait and load it. A cache file that is damaged counts as
+missing, and a cache that cannot be written is done without.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from numba.core.caching import IndexDataCacheFile
+from numba.core.compiler_lock import global_compiler_lock
+
+_log = logging.getLogger(__name__)
+
+#: Seconds that another process is given to compile one kernel, before this one does it too.
+WAIT_S = 120.0
+#: Seconds between looks at a kernel that another process compiles.
+_POLL_S = 0.02
+
+Listener = Callable[[str], None]
+_listeners: list[Listener] = []
+
+
+@contextmanager
+def told_of_compiling(listener: Listener) -> Iterator[None]:
+    """Within it, `listener` gets the name of each kernel that this process begins to compile."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+class KernelCacheFile(IndexDataCacheFile):
+    """The files of one kernel's cache; what cannot be read or written is no error."""
+
+    def load(self, key: Any) -> Any:
+        """Return a cached entry, None where it must be compiled."""
+        entry = super().load(key)
+        if entry is None:
+            name = self._index_name.rsplit("-", 1)[0]
+            for listener in tuple(_listeners):
+                listener(name)
+        return entry
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keep an entry, where the folder can be written."""
+        try:
+            super().save(key, data)
+        except OSError as error:
+            _log.warning("a compiled kernel cannot be kept in %s: %s", self._cache_path, error)
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            index: dict[Any, str] = super()._load_index()
+        except Exception as error:  # unpickling damaged bytes can raise anything
+            _log.warning("%s cannot be read, and is made anew: %s", self._index_path, error)
+            return {}
+        return index
+
+    def _load_data(self, name: str) -> Any:
+        try:
+            return super()._load_data(name)
+        except OSError:
+            raise
+        except Exception as error:
+            _log.warning("%s is damaged, and is made anew: %s", self._data_path(name), error)
+            raise OSError(str(error)) from error
+
+
+def share(kernel: Any, stamp: Any = None) -> Any:
+    """Let one process at a time compile a kernel of numba's; return it.
+
+    Args:
+        kernel: a dispatcher of `njit(cache=True)`.
+        stamp: what its source must be like for a cached entry to hold; None leaves it to numba,
+            which looks at the kernel's own file.
+    """
+    cache, compile_ = kernel._cache, kernel.compile
+    if not hasattr(cache, "_cache_file"):
+        return kernel  # it is compiled without a cache
+    of_numba = cache._cache_file
+    file = KernelCacheFile(
+        cache._cache_path,
+        cache._impl.filename_base,
+        of_numba._source_stamp if stamp is None else stamp,
+    )
+    cache._cache_file = file
+    lock = file._index_path.removesuffix(".nbi") + ".lock"
+
+    def compile(sig: Any) -> Any:
+        # The order of the locks matters: a thread that holds a kernel's must not wait for numba's.
+        with global_compiler_lock, _locked(lock):
+            return compile_(sig)
+
+    kernel.compile = compile
+    return kernel
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold a file's lock among processes, where there can be such a lock."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:  # a cache that is only read
+        yield
+        return
+    try:
+        _wait(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _wait(descriptor: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return  # whoever holds it hangs; a kernel compiled twice does no harm
+            time.sleep(_POLL_S)
+        except OSError:  # the file system has no locks
+            return
