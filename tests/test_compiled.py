@@ -36,3 +36,88 @@ def test_the_environment_has_the_last_word(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == str(tmp_path)
+
+
+KERNELS = """
+import os, sys, time
+from numba.core import event
+from pigou import kernel_cache
+from pigou.compiled import kernel
+
+compiled = []
+class Count(event.Listener):
+    def on_start(self, event):
+        compiled.append(event.data["dispatcher"].__name__)
+    def on_end(self, event):
+        pass
+event.register("numba:compile", Count())
+
+@kernel
+def inner(x):
+    return x + 1
+
+@kernel
+def outer(x):
+    return inner(x) * 2
+
+begun = []
+with kernel_cache.told_of_compiling(begun.append):
+    assert outer(20) == 42
+print(len(compiled), len(begun))
+"""
+
+
+def _program(folder: Path) -> tuple[list[str], dict[str, str]]:
+    path = folder / "kernels.py"
+    if not path.exists():
+        path.write_text(KERNELS)
+    return [sys.executable, str(path)], {**os.environ, "NUMBA_CACHE_DIR": str(folder / "cache")}
+
+
+def _compiled(folder: Path) -> str:
+    command, env = _program(folder)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_of_processes_that_start_together_one_compiles_a_kernel(tmp_path: Path) -> None:
+    command, env = _program(tmp_path)
+    processes = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    told = [process.communicate(timeout=200)[0].strip() for process in processes]
+    assert sorted(told) == ["0 0", "0 0", "2 2"]
+
+
+def test_a_damaged_cache_is_compiled_anew(tmp_path: Path) -> None:
+    assert _compiled(tmp_path) == "2 2"
+    assert _compiled(tmp_path) == "0 0"
+    for ending in ("nbi", "nbc"):
+        for path in (tmp_path / "cache").rglob(f"*.{ending}"):
+            path.write_bytes(path.read_bytes()[:20] if ending == "nbc" else b"\x00damaged")
+        assert _compiled(tmp_path) == "2 2"
+        assert _compiled(tmp_path) == "0 0"
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    """The index is a folder here: it can be neither read nor replaced, whoever runs this."""
+    assert _compiled(tmp_path) == "2 2"
+    for path in list((tmp_path / "cache").rglob("*.nbi")):
+        path.unlink()
+        path.mkdir()
+        (path / "file").touch()
+    assert _compiled(tmp_path) == "2 2"
+
+
+def test_threads_of_one_process_wait_for_each_other_without_a_deadlock(tmp_path: Path) -> None:
+    command, env = _program(tmp_path)
+    path = Path(command[1])
+    path.write_text(
+        KERNELS.split("begun = []", maxsplit=1)[0]
+        + "import threading\n"
+        + "threads = [threading.Thread(target=f, args=(1,)) for f in (inner, outer) * 4]\n"
+        + "[t.start() for t in threads]; [t.join(100) for t in threads]\n"
+        + "print(len(compiled), any(t.is_alive() for t in threads))\n"
+    )
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2 False"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from pigou.cli import main
+from pigou import __version__
+from pigou.cli import COMMANDS, SUMMARIES, build, main
 
 
 def test_importing_the_command_line_imports_neither_torch_nor_a_command() -> None:
@@ -32,3 +36,64 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         main(["version", "--nope"])
     assert end.value.code == 2
     assert "--nope" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], ["nope"], ["--version"]])
+def test_the_list_of_commands_loads_none_of_them(arguments: list[str]) -> None:
+    code = (
+        "import sys, pigou.cli\n"
+        "try: pigou.cli.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "heavy = ('torch', 'numba', 'numpy', 'aiohttp', 'scipy')\n"
+        "print([m for m in sys.modules if m in heavy or m.startswith('pigou.cli.')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_loads_nothing_heavy(command: str) -> None:
+    code = (
+        "import sys, pigou.cli\n"
+        "try: pigou.cli.main([sys.argv[1], '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = ('torch', 'numba', 'aiohttp', 'scipy', 'matplotlib', 'plotly', 'tokenizers')\n"
+        "print([m for m in sys.modules if m in heavy])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, command], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_of_commands_says_of_each_what_its_own_help_says(command: str) -> None:
+    parser = get_command(build([command]))
+    own: Any = parser.commands[command]  # type: ignore[attr-defined]
+    assert own.help.splitlines()[0] == SUMMARIES[command]
+
+
+def test_the_version_is_an_option_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"pigou {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_taken_port_is_said_before_anything_starts(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit) as end:
+            main([command, "--port", str(port)])
+    assert end.value.code == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error == (
+        f"pigou {command}: --port is {port}, and another process listens there; "
+        "give another --port, or 0 for a free one\n"
+    )

@@ -20,7 +20,7 @@ COMMANDS = {
     "worker": "pigou.cli.worker:worker",
     "key": "pigou.cli.key:key",
     "bench": "pigou.cli.bench:bench",
-    "simulate": "pigou.cli.simulate:simulate",  # noqa: E501
+    "simulate": "pigou.cli.simulate:simulate",
     "experiment": "pigou.cli.experiment:experiment",
     "report": "pigou.cli.report:report",
     "profile": "pigou.cli.profile:profile",

@@ -221,7 +221,6 @@ def serve(
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(2) from None
     progress = StageProgress()
-    progress.report("gateway", "loading its code")
     from pigou.fleet.config import AttachedWorker, WatchConfig
     from pigou.fleet.errors import FleetError
     from pigou.fleet.serve import local_workers, threads_each
