@@ -80,8 +80,12 @@ class Queue(msgspec.Struct, frozen=True):
 
 
 class Shed(msgspec.Struct, frozen=True):
-    """The request is refused, for the given reason; trying again makes sense after `retry_after`
-    nanoseconds. `tenant`: its tenant's own share of the queue is full (429), not the fleet (503).
+    """The request is refused, for the given reason.
+
+    Trying again makes sense after `retry_after` nanoseconds. The request waits in the queue, or,
+    where it was routed, inside a worker that has not begun it: then the driver takes it from there,
+    unless it has seen a token. `tenant`: its tenant's own share of the queue is full (429), not the
+    fleet (503).
     """
 
     request: str
@@ -90,7 +94,17 @@ class Shed(msgspec.Struct, frozen=True):
     tenant: bool = False
 
 
-Decision: TypeAlias = Route | Queue | Shed
+class Recall(msgspec.Struct, frozen=True):
+    """Take a routed request that has no token from its worker, and submit it again without that.
+
+    Another worker came up that has room. A driver that has seen a token leaves it where it is.
+    """
+
+    request: str
+    worker: str
+
+
+Decision: TypeAlias = Route | Queue | Shed | Recall
 
 
 class WorkerUp(msgspec.Struct, frozen=True):
@@ -199,4 +213,4 @@ Observation: TypeAlias = (
 )
 
 #: What `tick` may ask for. Parameters, role changes and scaling join the queue's decisions here.
-Action: TypeAlias = Route | Shed | Assess
+Action: TypeAlias = Route | Shed | Recall | Assess

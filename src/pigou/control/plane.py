@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
 from pigou.control.admission.desk import Chosen, Desk
-from pigou.control.admission.groups import has_place, most_of_one
+from pigou.control.admission.groups import UNLIMITED, has_place, most_of_one
 from pigou.control.admission.queue import WaitQueue
 from pigou.control.admission.room import least_seconds
 from pigou.control.admission.waiting import Waiting
@@ -32,11 +32,14 @@ from pigou.control.messages import (
     Observation,
     PrefillDone,
     ReadFailed,
+    Recall,
     Route,
+    Shed,
     Tokens,
     WorkerDown,
     WorkerUp,
 )
+from pigou.control.recall import Returning, overdue, to_move
 from pigou.control.regimes.regime import StaticConfig, controller, controller_config
 from pigou.control.router import Router
 from pigou.control.routing.policy import RoutingPolicy, load, params_of
@@ -47,7 +50,7 @@ from pigou.control.saturation.paper import detector, detector_config
 from pigou.control.state import both, everybody
 from pigou.control.status import Status
 from pigou.control.watch import Watch
-from pigou.request import NEVER, SECOND, Request
+from pigou.request import NEVER, SECOND, Request, Worker
 
 #: Nanoseconds between two assessments of the Price of Anarchy.
 ASSESSED_EVERY = 5 * SECOND
@@ -86,6 +89,7 @@ class ControlPlane:
         self.index = PrefixIndex(limits.max_blocks, limits.max_total, limits.ttl)
         self.caching = CachingWatch()
         self.desk = Desk(config)
+        self.returning = Returning(config.queue_timeout)
         self._assessment: Assessment | None = None
         self._assessing = False
         self._assessed = 0
@@ -164,11 +168,9 @@ class ControlPlane:
             case ReadFailed(request):
                 self.watch.read_failed(request, now)
             case WorkerUp(worker):
-                self.watch.up(worker, now)
-                self.index.expect(worker.id, worker.blocks)
-                self.queue.readmit(worker.id)
-                return self._drain(now)
+                return self._up(worker, now)
             case WorkerDown(worker):
+                self._expect_back(worker, now)
                 self.watch.down(worker)
                 self.desk.room.down(worker)
                 self.index.drop(worker)
@@ -224,7 +226,7 @@ class ControlPlane:
             self.router.regime = self._regime.value
         if self._tunes:
             self._tune(now)
-        shed = self.desk.displaced()
+        shed = [*self.desk.displaced(), *self._overdue_inside(now)]
         if not waiting:
             return [*shed, *self._assess(now)] if shed else self._assess(now)
         shed += self.desk.overdue(now)
@@ -286,6 +288,40 @@ class ControlPlane:
         self._assessing = True
         return (Assess(snapshot),)
 
+    def _up(self, worker: Worker, now: int) -> Sequence[Decision]:
+        """A worker is there: it takes from the queue, and from those that have too much."""
+        new = worker.id not in self.state.row
+        self.returning.up(worker.id, now)
+        self.watch.up(worker, now)
+        self.index.expect(worker.id, worker.blocks)
+        self.queue.readmit(worker.id)
+        routes = self._drain(now)
+        if not new:
+            return routes
+        moves = to_move(self.state, self._slots(), worker.id)
+        return [*routes, *(Recall(load.request.id, other) for load, other in moves)]
+
+    def _expect_back(self, worker: str, now: int) -> None:
+        """A worker went down: keep in mind how many streams it ran at once."""
+        row = self.state.row.get(worker)
+        if row is not None:
+            decodes = bool(self.state.columns.decodes[row])
+            self.returning.down(worker, int(self._slots()[row]) if decodes else 0, now)
+
+    def _slots(self) -> NDArray[np.int64]:
+        return self.desk.room.slots(self.state, UNLIMITED)
+
+    def _overdue_inside(self, now: int) -> list[Shed]:
+        """Give up what waits inside workers for longer than a request may wait; once each."""
+        if not np.count_nonzero(self.state.columns.waiting):
+            return []
+        found = []
+        for late, worker in list(overdue(self.state, now - self.config.queue_timeout)):
+            if not late.given_up:
+                late.given_up = True
+                found.append(self.desk.give_up(late.request, worker, now))
+        return found
+
     def _ended(self, request: str, now: int) -> Sequence[Route]:
         load = self.state.loads.get(request)
         if self.desk.queue.remove(request) or load is None:
@@ -319,7 +355,7 @@ class ControlPlane:
         """Choose workers and charge them; None when none can take the request."""
         request, admits = waiting.request, self.desk.room
         above = self.desk.above(waiting)
-        streams = admits.streams(self.state, above)
+        streams = self._shared(waiting, admits.streams(self.state, above), now)
         open_ = self._open(waiting.exclude)
         if not np.count_nonzero(both(streams, open_)):  # quicker than `any`
             return None
@@ -342,6 +378,16 @@ class ControlPlane:
         self.caching.routed(computes, request, choice.cached, known, now)
         self._predict(request, choice, now)
         return Chosen(choice, self.state.loads[request.id].uncached, told)
+
+    def _shared(self, waiting: Waiting, streams: NDArray[np.bool_], now: int) -> NDArray[np.bool_]:
+        """Leave out the workers that have their share, where others are expected back."""
+        if not self.returning:
+            return streams
+        requests = len(self.state.loads) + max(1, len(self.queue))
+        shares = self.returning.shares(self._slots(), requests, waiting.since, now)
+        if shares is None:
+            return streams
+        return streams & (self.state.columns.decode_requests < shares)
 
     def _overtake(self, fleet: FleetView) -> None:
         """Leave out of a view the prompts that its request will not wait for."""

@@ -106,6 +106,7 @@ class Load(msgspec.Struct, eq=False):
         background: whether its prompt is overtaken where it is computed.
         read: where the beginning of its prompt is read; None where nowhere.
         cached: tokens of the prompt that its worker had itself.
+        given_up: its driver was told that it waited too long.
         seats: where its tokens are counted, under the number `seat`; -1 once it is over.
         last: its tokens then.
     """
@@ -129,6 +130,7 @@ class Load(msgspec.Struct, eq=False):
     pairs: int = 0
     read: Read | None = None
     cached: int = 0
+    given_up: bool = False
 
     @property
     def remote(self) -> bool:

@@ -21,7 +21,7 @@ from pigou.gateway.line import Line, LineError
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.outlet import Outlet
 from pigou.gateway.overrides import refused
-from pigou.gateway.pilot import Pilot, Refused
+from pigou.gateway.pilot import Pilot, Recalled, Refused
 from pigou.gateway.regular import cached_tokens, whole, with_cached_tokens
 from pigou.gateway.relay import Relay
 from pigou.gateway.resume import can_resume, sending
@@ -125,10 +125,16 @@ class Generator:
         """Attempt until it is served, or there is no sense in trying again."""
         tried: frozenset[str] = frozenset()
         failures = 0
+        last = WorkerFailed("recalled", "it was taken from worker to worker")
         for _ in range(MAX_MOVES):
             before = relay.counted
             try:
-                return await attempt(relay, tried)
+                with self._pilot.attempting(relay):
+                    return await attempt(relay, tried)
+            except Recalled as recalled:
+                tried = frozenset({recalled.worker})
+                self._metrics.migrations.labels("prompt", "recalled").inc()
+                continue
             except WorkerFailed as failure:
                 failures = 1 if relay.counted > before else failures + 1
                 tried = failure.workers | (tried if relay.counted == before else frozenset())

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from pigou.background import Background
 from pigou.control.messages import (
@@ -16,6 +17,7 @@ from pigou.control.messages import (
     Ended,
     Observation,
     Queue,
+    Recall,
     Route,
     Shed,
     Tokens,
@@ -45,6 +47,23 @@ class Refused(Exception):
         super().__init__(shed.reason)
         self.retry_after = max(1, -(-shed.retry_after // SECOND))
         self.status = 429 if shed.tenant else 503
+
+
+class Recalled(Exception):
+    """A request that has no token is to go to another worker than `worker`."""
+
+    def __init__(self, worker: str) -> None:
+        super().__init__(f"it is taken from {worker}, where it waits")
+        self.worker = worker
+
+
+@dataclass(eq=False, slots=True)
+class _Attempt:
+    """One attempt at a request, and why it is broken off; None while it is not."""
+
+    relay: Relay
+    task: asyncio.Task[object]
+    why: Recalled | Refused | None = None
 
 
 class Pilot:
@@ -78,6 +97,7 @@ class Pilot:
         self.timed: Callable[[float], None] = _ignore
         self._queued: dict[str, asyncio.Future[Route]] = {}
         self._relays: dict[str, tuple[Relay, int]] = {}
+        self._attempts: dict[str, _Attempt] = {}
         self._woken: set[asyncio.Event] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._assessing: asyncio.Task[None] | None = None
@@ -193,12 +213,48 @@ class Pilot:
         """Requests that wait for a worker."""
         return len(self.plane.queue)
 
+    @contextmanager
+    def attempting(self, relay: Relay) -> Iterator[None]:
+        """Within it, the current task attempts a request, as long as that need not go elsewhere.
+
+        Raises:
+            Recalled: another worker has room for it. Refused: it waited too long in its worker.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        attempt = self._attempts[relay.call.id] = _Attempt(relay, task)
+        cancelling = task.cancelling()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if attempt.why is not None and task.uncancel() <= cancelling:
+                raise attempt.why from None
+            raise  # the client is gone
+        finally:
+            self._attempts.pop(relay.call.id, None)
+
+    def _break_off(self, request: str, why: Recalled | Refused) -> None:
+        """End an attempt, unless a token of it came meanwhile."""
+        attempt = self._attempts.get(request)
+        if attempt is None or attempt.why is not None or attempt.relay.started:
+            return
+        if isinstance(why, Refused):
+            self.shed += 1
+        attempt.why = why
+        attempt.relay.muted = True  # what still arrives belongs to the attempt that ends
+        attempt.task.cancel()
+
     def _wake(self, decisions: Sequence[Decision] | Sequence[Action]) -> None:
         for decision in decisions:
             if isinstance(decision, Assess):
                 self._assessing = asyncio.create_task(self._assess(decision), name="assess")
                 continue
+            if isinstance(decision, Recall):
+                self._break_off(decision.request, Recalled(decision.worker))
+                continue
             future = self._queued.get(decision.request)
+            if future is None and isinstance(decision, Shed):
+                self._break_off(decision.request, Refused(decision))
             if future is None or future.done():
                 continue
             if isinstance(decision, Route):

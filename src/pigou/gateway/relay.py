@@ -34,6 +34,7 @@ class Relay:
         transcript: what the client was told.
         counted: tokens of all choices so far.
         deaths: ids of the workers that ended with this request under way.
+        muted: what comes is dropped, until the next attempt.
         failed: why the attempt cannot go on, set by `feed`; None while it can.
     """
 
@@ -42,6 +43,7 @@ class Relay:
         self.transcript = Transcript()
         self.counted = 0
         self.deaths: list[str] = []
+        self.muted = False
         self.failed: WorkerFailed | Rejected | None = None
         self._reader = Reader()
         self._stock = False
@@ -52,6 +54,11 @@ class Relay:
         self._moulds = 0
         self._learns = False
 
+    @property
+    def started(self) -> bool:
+        """Whether a token came. A stock worker that tells no ids begins with its first one."""
+        return self.counted > 0 or (self._stock and self.transcript.begun)
+
     def begin(self, *, stock: bool, mapped: bool) -> None:
         """Start an attempt.
 
@@ -60,6 +67,7 @@ class Relay:
             mapped: a chat is continued on the completions route.
         """
         self.failed = None
+        self.muted = False
         self._reader = Reader()
         self._stock = stock
         self._full = stock or not self.transcript.begun or not self.call.single
@@ -74,6 +82,8 @@ class Relay:
         When the worker sends an error, or what is no chunk, `failed` is set, and what came
         before it is returned.
         """
+        if self.muted:
+            return b""
         found = None if self._ready is None else self._ready.token(data)
         if found is None:
             out = self._parse(data)

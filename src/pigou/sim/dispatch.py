@@ -18,6 +18,7 @@ from pigou.control.messages import (
     PrefillDone,
     Queue,
     ReadFailed,
+    Recall,
     Route,
     Shed,
 )
@@ -153,6 +154,8 @@ class Dispatcher:
                     self.shed += 1
                     trip.call.retry_after = decision.retry_after
                     self._end(trip, Outcome.SHED, FinishReason.ERROR, decision.reason, now)
+            elif isinstance(decision, Recall):
+                self._recall(decision, now)
             elif isinstance(decision, Assess):
                 self._assess(decision, now)
             else:
@@ -321,6 +324,19 @@ class Dispatcher:
         """A leg's worker died under it."""
         if leg in (leg.trip.prefill, leg.trip.decode):
             self._failed(leg, "its worker died", now)
+
+    def _recall(self, recall: Recall, now: int) -> None:
+        """Take a trip that has no token from its worker, and submit it anew."""
+        trip = self._trips.get(recall.request)
+        if trip is None or trip.call.tokens or trip.call.first:
+            return
+        if trip.prefill is not None:
+            self.observe(PrefillDone(trip.id, False), now)
+        self._leave(trip, now)
+        trip.moves += 1
+        trip.call.moves += 1
+        trip.tried = frozenset({recall.worker})
+        self._submit(trip, now)
 
     def _failed(self, leg: Leg, why: str, now: int) -> None:
         """A worker failed a trip: try others, unless there is no sense in it."""

@@ -168,6 +168,15 @@ class Desk:
         self.queue.forgive(now - EXCLUDED_FOR)
         return shed
 
+    def give_up(self, request: Request, worker: str, now: int) -> Shed:
+        """Return the refusal of a request that waited too long inside a worker."""
+        waited_s = (now - request.arrival) / SECOND
+        reason = (
+            f"it waited {waited_s:.0f} s, the last of them inside {worker}, without being begun"
+        )
+        retry = self.rate.retry_after(len(self.queue) + 1, self.queue.shares.tokens, now)
+        return Shed(request.id, reason, retry)
+
     def above(self, waiting: Waiting) -> bool:
         """Whether its tenant has more than its part of the fleet.
 
