@@ -47,6 +47,23 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """The split of the workers between prefill and decode that costs the requests least.
+
+    Attributes:
+        prefill: ids of the workers that only prefill under it.
+        decode: ids of the others.
+        moves: ids of those whose role would change.
+        saves: seconds that it would save a request, in the mean.
+    """
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    moves: tuple[str, ...]
+    saves: float
+
+
+@dataclass(frozen=True, slots=True)
 class Assessment:
     """The Price of Anarchy of a window.
 
@@ -55,9 +72,11 @@ class Assessment:
         legacy: the paper's index (`LegacyEstimator`); neither a bound nor an estimate.
         requests: that were scored.
         by_worker: observed over best seconds of the requests that each worker computed a part of.
+        split: a better split than the present one; None where there is none.
     """
 
     anarchy: Anarchy
     legacy: float
     requests: int
     by_worker: Mapping[str, float] = field(default_factory=dict)
+    split: Split | None = None

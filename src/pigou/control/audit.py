@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.assessment import Assessment, Record, Snapshot
+from pigou.control.assessment import Assessment, Record, Snapshot, Split
 from pigou.control.speeds.estimates import Estimates
 from pigou.control.state import Load
-from pigou.games.anarchy import LegacyEstimator, calibrated
+from pigou.games.anarchy import Anarchy, LegacyEstimator, calibrated
 from pigou.games.latency import LatencyLaw, OnlineFit
 from pigou.games.window import LOCAL, Window
 from pigou.request import SECOND
@@ -54,6 +54,18 @@ class Audit:
         self._decode.pop(worker, None)
         self._prefill.pop(worker, None)
 
+    def unknown(self, now: int) -> str:
+        """Return why the last minute says nothing of the Price of Anarchy; empty where it does."""
+        lately = 0
+        for each in reversed(self._ended):
+            if now - each.ended > SPAN or lately == LEAST:
+                break
+            lately += 1
+        if lately >= LEAST:
+            return ""
+        span_s = SPAN // SECOND
+        return f"{lately} requests ended in the last {span_s} s; at least {LEAST} are needed"
+
     def snapshot(
         self, loads: Iterable[Load], row: Mapping[str, int], prefill: Sequence[int],
         estimates: Estimates, now: int,
@@ -91,7 +103,8 @@ class Audit:
             return None
         shares = zip(snapshot.workers, anarchy.workers, strict=True)
         by_worker = {worker: share for worker, share in shares if share is not None}
-        return Assessment(anarchy, _legacy(window, len(laws)), len(window.decode), by_worker)
+        legacy, split = _legacy(window, len(laws)), _split(anarchy, snapshot)
+        return Assessment(anarchy, legacy, len(window.decode), by_worker, split)
 
     def _learn(self, window: Window, workers: Sequence[str]) -> None:
         """Take the window's stages into the laws."""
@@ -181,6 +194,18 @@ def _filled(fits: Sequence[OnlineFit | None]) -> list[LatencyLaw] | None:
     if not known:
         return None
     return [known[len(known) // 2] if law is None else law for law in laws]
+
+
+def _split(anarchy: Anarchy, snapshot: Snapshot) -> Split | None:
+    """Return the split that would be better than the present one, by name; None for none."""
+    best = frozenset(anarchy.prefill_workers)
+    if best == frozenset(snapshot.prefill) or anarchy.split_saves <= 0.0:
+        return None
+    names = snapshot.workers
+    prefill = tuple(names[row] for row in sorted(best))
+    decode = tuple(each for each in names if each not in prefill)
+    moves = tuple(names[row] for row in sorted(best ^ frozenset(snapshot.prefill)))
+    return Split(prefill, decode, moves, anarchy.split_saves)
 
 
 def _legacy(window: Window, workers: int) -> float:

@@ -244,6 +244,7 @@ class ControlPlane:
         """Return the present prices and parameters; asking changes no decision."""
         columns, estimates = self.state.columns, self.watch.estimator.peek(now)
         output = self.watch.estimator.output(NEVER)
+        unknown = self._unknown(now)
         return Status(
             policy=self.router.name,
             controller=str(self.config.controller["controller"]),
@@ -251,7 +252,8 @@ class ControlPlane:
             signal=self.watch.detector.signal,
             temperature=self.router.temperature,
             parameters=dict(params_of(self.router.policy)),
-            assessment=self._assessment,
+            assessment=None if unknown else self._assessment,
+            unknown=unknown,
             caching=self.caching.status(self.state),
             workers=self.state.ids,
             tolls=stream_tolls(estimates, columns.decode_requests, output),
@@ -270,6 +272,14 @@ class ControlPlane:
         Its arrays are the control plane's own, and change with the next call.
         """
         return self.watch.view(request, self.index, now)
+
+    def _unknown(self, now: int) -> str:
+        """Return why the Price of Anarchy is not known now; empty where it is."""
+        if away := self.returning.away(now):
+            return f"the fleet is incomplete: {', '.join(sorted(away))} is down"
+        if unknown := self.watch.audit.unknown(now):
+            return unknown
+        return "" if self._assessment is not None else "it was not assessed yet"
 
     def _tune(self, now: int) -> None:
         """Route by what the controller says now."""

@@ -24,7 +24,8 @@ class Status:
         signal: what the detector looks at: smoothed TTFT P99, or its own statistic.
         temperature: of the choice.
         parameters: of the policy, by name.
-        assessment: the last Price of Anarchy; None before there was one.
+        assessment: the Price of Anarchy of the last minute; None while it is unknown.
+        unknown: why it is; empty where it is known.
         caching: how full memory is, what was evicted, and the Price of Anarchy of the placement.
         workers: ids, in the order of the arrays.
         tolls: seconds that one more stream on each worker would cost those there, (workers,).
@@ -46,3 +47,4 @@ class Status:
     memory: NDArray[np.float64]
     estimates: Estimates
     output: float
+    unknown: str = ""

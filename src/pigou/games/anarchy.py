@@ -111,6 +111,10 @@ class Anarchy:
     ``prefill_workers`` names that split's prefill pool. ``workers`` has a ratio for each worker:
     observed seconds over the best ones, of the requests that it had a part in; None where none
     had. A worker above the whole serves its requests at more than the fleet's own excess.
+    ``split_saves`` is what that split would save a request in the mean, in seconds.
+
+    All are ratios of the same requests' seconds, and at least 1: what was observed is one of the
+    things that could be had, so the least is at most that.
     """
 
     whole: Estimate
@@ -119,6 +123,7 @@ class Anarchy:
     queueing: Estimate
     prefill_workers: tuple[int, ...]
     workers: tuple[float | None, ...] = ()
+    split_saves: float = 0.0
 
 
 def calibrated(
@@ -144,8 +149,7 @@ def calibrated(
     as many others in all, over its stage, as it did, and they are spread over the pool at least
     cost (`Levelling`). Savings are counted by the `RoutingGame` of the window. Intervals are of
     ``draws`` seeded draws of a circular block bootstrap at ``level``, and hold the laws fixed.
-    On serial workers with about one request each the whole reads low (0.9): there, the mean
-    over requests is under the mean over those present.
+    A draw in which an optimum comes out above what was observed counts as 1 (`_least`).
     Raises ValueError for missing laws, pools that leave a stage without workers, or an optimum
     that is not above 0.
     """
@@ -159,16 +163,30 @@ def calibrated(
     if not (expected.sum() > 0 and here.sum() > 0 and best.sum() > 0):
         raise ValueError("savings exceed what the laws say: a ratio needs costs above 0")
     draw = _bootstrap(len(best), draws, seed)
-    chain = [window.observed, expected, here, best]
+    chain = np.stack([window.observed, expected, here, best], axis=1)
+    totals, drawn = _least(chain.sum(axis=0)[None])[0], _least(draw @ chain)
 
-    def ratio(above: Floats, below: Floats) -> Estimate:
-        low, high = np.quantile(draw @ above / (draw @ below), [(1 - level) / 2, (1 + level) / 2])
-        return Estimate(float(above.sum() / below.sum()), float(low), float(high))
+    def ratio(above: int, below: int) -> Estimate:
+        ends = [(1 - level) / 2, (1 + level) / 2]
+        low, high = np.quantile(drawn[:, above] / drawn[:, below], ends)
+        return Estimate(float(totals[above] / totals[below]), float(low), float(high))
 
-    queueing, routing, prefill_decode = (ratio(chain[i], chain[i + 1]) for i in range(3))
-    whole = ratio(chain[0], chain[3])
+    queueing, routing, prefill_decode = (ratio(i, i + 1) for i in range(3))
     shares = _by_worker(window, best, len(laws))
-    return Anarchy(whole, routing, prefill_decode, queueing, tuple(sorted(split)), shares)
+    saves = float(totals[2] - totals[3]) / len(best)
+    pool = tuple(sorted(split))
+    return Anarchy(ratio(0, 3), routing, prefill_decode, queueing, pool, shares, saves)
+
+
+def _least(chain: Floats) -> Floats:
+    """Return the least of each total and those before it, (rows, 4).
+
+    What was observed, or is expected of the loads that were met, could be had: so no optimum is
+    above it. Where noise of the laws puts it above, the fleet did as well as is known to be
+    possible, and the ratio is 1.
+    """
+    least: Floats = np.minimum.accumulate(chain, axis=1)
+    return least
 
 
 def _by_worker(window: Window, best: Floats, workers: int) -> tuple[float | None, ...]:
@@ -178,7 +196,8 @@ def _by_worker(window: Window, best: Floats, workers: int) -> tuple[float | None
     for worker in range(workers):
         own = (window.decode == worker) | (window.prefill == worker)
         least = float(best[own].sum())
-        found.append(float(observed[own].sum()) / least if least > 0.0 else None)
+        taken = float(observed[own].sum())
+        found.append(max(1.0, taken / least) if least > 0.0 else None)
     return tuple(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -82,9 +83,17 @@ class Board:
     def prices(self) -> tuple[Status, list[game.Price]]:
         """Return what the control plane says of itself, and each worker's prices."""
         plane = self._pilot.plane
-        status = plane.status(time.monotonic_ns())
+        status = self._whole(plane.status(time.monotonic_ns()))
         streams = plane.state.columns.decode_requests.tolist()
         return status, game.prices(status, streams)
+
+    def _whole(self, status: Status) -> Status:
+        """Return the status without a Price of Anarchy where the fleet is not complete."""
+        away = [row.id for row in self._rows() if row.state not in ("up", "stopped")]
+        if not away:
+            return status
+        why = f"the fleet is incomplete: {', '.join(away)} is not up"
+        return replace(status, assessment=None, unknown=why)
 
     def gauges(self) -> Iterator[tuple[str, str, dict[str, float]]]:
         """Return the numbers of the table, for `/metrics`."""

@@ -11,6 +11,7 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pigou.control.assessment import Assessment
 from pigou.control.caching import Caching
 from pigou.control.status import Status
 from pigou.games.anarchy import Anarchy, Estimate
@@ -87,7 +88,29 @@ def view(status: Status) -> dict[str, Any]:
         "poa": None if found is None else _anarchy(found.anarchy),
         "poa_legacy": None if found is None else plain(found.legacy),
         "poa_requests": 0 if found is None else found.requests,
+        "poa_unknown": status.unknown or None,
+        "poa_split": None if found is None or found.split is None else _split(found),
         "caching": _caching(status.caching),
+    }
+
+
+def _split(found: Assessment) -> dict[str, Any] | None:
+    """Return the better split, and what it would gain.
+
+    `gain` is a ratio as all of the Price of Anarchy; the split is `certain` where even the lower
+    end of its interval is above 1.
+    """
+    split = found.split
+    if split is None:
+        return None
+    gain = found.anarchy.prefill_decode
+    return {
+        "prefill": list(split.prefill),
+        "decode": list(split.decode),
+        "moves": list(split.moves),
+        "saves_seconds_per_request": plain(split.saves),
+        "gain": _estimate(gain),
+        "certain": gain.low > 1.0,
     }
 
 
@@ -146,8 +169,12 @@ class Game(Collector):
         )
         yield from _worker_gauges(prices)
         yield from _caching_gauges(status.caching)
+        known = float(status.assessment is not None)
+        text = "Whether the Price of Anarchy of the last minute is known."
+        yield _gauge("pigou_game_poa_known", text, [((), known)])
         if status.assessment is not None:
             yield from _poa_gauges(status.assessment.anarchy, status.assessment.legacy)
+            yield from _split_gauges(status.assessment, status.workers)
 
 
 #: Gauges of a worker: name, field of `Price`, help.
@@ -201,6 +228,17 @@ def _poa_gauges(anarchy: Anarchy, legacy: float) -> Iterator[Metric]:
         samples = [((name,), float(getattr(each, of))) for name, each in parts.items()]
         yield _gauge(f"pigou_game_poa{suffix}", what + end, samples, "part")
     yield _gauge("pigou_game_poa_legacy", "The index of Georgiou 2026, Eq. 12.", [((), legacy)])
+
+
+def _split_gauges(found: Assessment, workers: Sequence[str]) -> Iterator[Metric]:
+    """Yield what the best split of the workers would save, and whose role it would change."""
+    split = found.split
+    text = "Seconds that the best prefill/decode split would save a request; 0: it is the present."
+    yield _gauge("pigou_game_split_saves_seconds", text, [((), split.saves if split else 0.0)])
+    moves = split.moves if split else ()
+    text = "Whether the best prefill/decode split would change a worker's role."
+    samples = [((worker,), float(worker in moves)) for worker in workers]
+    yield _gauge("pigou_game_split_moves", text, samples, "worker")
 
 
 def _gauge(
