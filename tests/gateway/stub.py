@@ -89,6 +89,9 @@ class Stub:
     port: int = 0
     health: int = 200
     about: dict[str, Any] = field(default_factory=dict)
+    routes: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = field(
+        default_factory=dict
+    )
 
     async def start(self) -> web.AppRunner:
         app = web.Application(client_max_size=2**26)
@@ -98,6 +101,8 @@ class Stub:
         for path in ("/v1/models", "/version", "/metrics", "/health", "/kv_event_sources",
                      "/server_info"):  # fmt: skip
             app.router.add_get(path, self._tell)
+        for path, handler in self.routes.items():
+            app.router.add_route("*", path, handler)
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )

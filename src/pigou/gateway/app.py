@@ -30,6 +30,7 @@ from pigou.gateway.limits import KeyUsage
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.outlet import ClientStalled, Outlet
 from pigou.gateway.overrides import HEADER, read_overrides
+from pigou.gateway.passing import ROOT_PATHS, Passing
 from pigou.gateway.pilot import Pilot
 from pigou.gateway.startup import Startup
 from pigou.gateway.stated import read_stated
@@ -91,6 +92,9 @@ def build(gateway: Gateway) -> web.Application:
     app.router.add_post("/detokenize", routes.forward)
     for path, handler in _PAGES.items():
         app.router.add_get(path, getattr(routes, handler))
+    for path in ROOT_PATHS:
+        app.router.add_post(path, routes.passed)
+    app.router.add_route("*", "/v1/{path:.*}", routes.passed)
 
     async def start(_: web.Application) -> None:
         gateway.pilot.start()
@@ -123,6 +127,7 @@ class _Routes:
         self._gateway = gateway
         self._generator = Generator(gateway.pilot, gateway.metrics)
         self._usage = KeyUsage()
+        self._passing = Passing(gateway.pilot, gateway.config, self._usage, self._facts)
         self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
         gateway.metrics.add_fleet(gateway.board.gauges)
         gateway.metrics.add(Game(gateway.board.prices))
@@ -140,6 +145,13 @@ class _Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, chat=True)
+
+    async def passed(self, request: web.Request) -> web.StreamResponse:
+        """Pass a request of another route to an attached server that has it."""
+        self._gateway.closing.check_open()
+        key, stated = current_key(), read_stated(request.headers)
+        tenure = key.grant.apply(key.tenant, stated, time.time_ns())
+        return await self._passing.answer(request, key, tenure)
 
     async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         self._gateway.closing.check_open()

@@ -74,7 +74,7 @@ async def _answer(
 ) -> web.StreamResponse:
     try:
         if keys is not None and request.path not in _OPEN:
-            key = keys.find(request.headers.get("authorization"))
+            key = keys.find(request.headers.get("authorization") or _x_api_key(request))
             if key is None:
                 raise unauthorized()
             _key.set(key)
@@ -84,6 +84,12 @@ async def _answer(
         raise  # the client is gone: there is nobody to tell
     except Exception as error:
         return _refusal(request, error, metrics)
+
+
+def _x_api_key(request: web.Request) -> str | None:
+    """Return the key that clients of Anthropic's API send, as the header of all others."""
+    key = request.headers.get("x-api-key")
+    return None if key is None else f"Bearer {key}"
 
 
 def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Response:

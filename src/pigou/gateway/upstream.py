@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from pigou.gateway.call import Body
 from pigou.gateway.failure import End, Rejected, WorkerFailed, is_request_failure
@@ -225,6 +226,23 @@ class Upstream:
             self.worker.url + path, timeout=aiohttp.ClientTimeout(total=timeout_s)
         ) as response:
             return response.status, await read_page(response)
+
+    @asynccontextmanager
+    async def passing(
+        self, method: str, path: str, headers: dict[str, str], data: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request of any route; within the block its answer can be read.
+
+        Raises:
+            WorkerFailed: the worker went down. aiohttp.ClientError, OSError: the connection broke.
+        """
+        own = {name: value for name, value in self._headers.items() if name != "content-type"}
+        url = URL(self.worker.url + path, encoded=True)
+        with self.busy():
+            async with self._session.request(
+                method, url, headers=headers | own, data=data, allow_redirects=False
+            ) as response:
+                yield response
 
     async def fate(self, timeout_s: float = 1.0) -> End:
         """Return how the worker ended; `End.LIVES` while it answers, or where nobody can tell.

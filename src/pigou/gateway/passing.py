@@ -1,0 +1,413 @@
+"""Routes that Pigou does not have itself, passed on to attached servers that have them.
+
+A request goes through admission and routing as a completion does, and weighs on its server while
+it is there. What a server has, its `/openapi.json` tells, or its 404.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from pigou.control.messages import FirstToken
+from pigou.gateway.asked import Asked
+from pigou.gateway.call import CHAT, COMPLETIONS, Body, Call
+from pigou.gateway.config import GatewayConfig
+from pigou.gateway.facts import Facts, salt
+from pigou.gateway.failure import WorkerFailed
+from pigou.gateway.keys import Key
+from pigou.gateway.limits import KeyUsage
+from pigou.gateway.pilot import Pilot, Refused
+from pigou.gateway.upstream import Upstream
+from pigou.kv.tenure import Tenure
+from pigou.request import FinishReason
+from pigou.wire.errors import APIError, bad_request, error_body, too_large
+from pigou.wire.openai import without_bom
+from pigou.wire.request_id import HEADER as REQUEST_ID
+from pigou.wire.request_id import request_id
+
+#: Routes outside `/v1` that are passed on, too.
+ROOT_PATHS = ("/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
+#: What the gateway answers itself below `/v1`, with the methods that it takes.
+_OWN = {COMPLETIONS: "POST", CHAT: "POST", "/v1/models": "GET"}
+#: Never passed on: they change a server, or belong to the fleet alone.
+_CLOSED = ("kv", "load_lora_adapter", "unload_lora_adapter")
+#: Collections that servers keep, which a key could read of another one.
+_KEPT = ("files", "batches", "conversations", "vector_stores", "uploads", "containers",
+         "threads", "assistants", "fine_tuning", "evals")  # fmt: skip
+_ATTACH = "attach a server that has it (--attach URL)"
+#: Routes that are known, and what to do where no server has them.
+_REMEDIES = {
+    "responses": f"use /v1/chat/completions (Vercel AI SDK: openai.chat('MODEL')), or {_ATTACH}",
+    "messages": f"use /v1/chat/completions, or {_ATTACH}",
+    **dict.fromkeys(("embeddings", "audio", "rerank", "score", "pooling", "classify", "images",
+                     "moderations", "realtime", *_KEPT), _ATTACH),
+}  # fmt: skip
+_PATH = re.compile(r"(/[A-Za-z0-9_~:-][A-Za-z0-9._~:-]{0,255}){1,8}")
+_REQUEST_HEADERS = ("accept", "content-type", "anthropic-version", "anthropic-beta", "openai-beta")
+_REPLY_HEADERS = ("content-type", "cache-control", "content-disposition", "retry-after",
+                  "request-id")  # fmt: skip
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
+_MOST_OWNERS = 10_000
+_HEAD_BYTES = 16 * 1024
+_TIMEOUT_S = 5.0
+_BYTES_PER_TOKEN = 4
+_TOKENS = 256
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Passing:
+    """Passes requests on; one for each gateway."""
+
+    def __init__(
+        self, pilot: Pilot, config: GatewayConfig, usage: KeyUsage, facts: Callable[[], Facts]
+    ) -> None:
+        self._pilot = pilot
+        self._config = config
+        self._usage = usage
+        self._facts = facts
+        self._routes: WeakKeyDictionary[Upstream, list[tuple[re.Pattern[str], set[str]]] | None]
+        self._routes = WeakKeyDictionary()
+        self._lacks: WeakKeyDictionary[Upstream, set[tuple[str, str]]] = WeakKeyDictionary()
+        self._learning = asyncio.Lock()
+        self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
+
+    async def answer(self, request: web.Request, key: Key, tenure: Tenure) -> web.StreamResponse:
+        """Answer a request of a path that is not the gateway's own.
+
+        Raises:
+            APIError: 404 or 501 where no server has it, 4xx for what is wrong with it, 503 where
+                the fleet is full. web.HTTPMethodNotAllowed: the path is the gateway's own.
+        """
+        path = request.rel_url.raw_path
+        _check_path(path, request)
+        servers = [up for up in self._pilot.upstreams.values() if up.engine.stock]
+        servers = await self._having(servers, request.method, path)
+        if not servers:
+            raise _absent(request.method, path, self._known())
+        servers = self._owned(servers, path, key)
+        body: Body | None = None
+        data: bytes | AsyncIterator[bytes] | None = None
+        if request.content_type == "application/json" or request.content_type.endswith("+json"):
+            sent = await request.read()
+            body = _object(sent)
+            servers = self._continuing(servers, body, key)
+            data = self._salted(sent, body, tenure)
+        elif request.can_read_body:
+            if (request.content_length or 0) > self._config.max_body:
+                raise too_large(self._config.max_body)
+            data = _streamed(request, self._config.max_body)
+        call = _call(request, body, data, key)
+        if request.method != "POST":
+            return await self._passed(request, call, min(servers, key=lambda up: up.inflight), data)
+        with self._usage.accepted(key.digest, key.limits, call):
+            return await self._admitted(request, call, servers, data)
+
+    async def _admitted(
+        self, request: web.Request, call: Call, servers: list[Upstream], data: Any
+    ) -> web.StreamResponse:
+        """Pass it to the server that admission and routing choose, or the next that has it."""
+        reason = FinishReason.ERROR
+        left = {up.worker.id for up in servers if up.worker.role.decodes}
+        try:
+            while left:
+                others = frozenset(self._pilot.upstreams.keys() - left)
+                if call.share is not None:
+                    await call.share.take(call.id)
+                try:
+                    route = await self._pilot.route(call.request(), others)
+                except Refused as refused:
+                    raise APIError(
+                        refused.status, f"The fleet is busy: {refused}. Try again later.",
+                        retry_after=refused.retry_after,
+                    ) from refused  # fmt: skip
+                if call.share is not None:
+                    call.share.sent()
+                upstream = self._pilot.upstreams.get(route.choice.decode)
+                left.discard(route.choice.decode)
+                if upstream is None:
+                    continue
+                try:
+                    answer = await self._passed(request, call, upstream, data)
+                except _NotHere:
+                    if not isinstance(data, bytes):
+                        break
+                    continue
+                reason = FinishReason.STOP
+                return answer
+            raise _absent(request.method, request.rel_url.raw_path, self._known())
+        except asyncio.CancelledError:
+            reason = FinishReason.ABORT
+            raise
+        finally:
+            self._pilot.end(call.id, reason)
+            if call.share is not None:
+                call.share.ended(call.id)
+
+    async def _passed(
+        self, request: web.Request, call: Call, upstream: Upstream, data: Any
+    ) -> web.StreamResponse:
+        """Pass a request to one server, and its answer back.
+
+        Raises:
+            _NotHere: the server has no such route. APIError: 502, it failed before it answered.
+        """
+        headers = {name: request.headers[name] for name in _REQUEST_HEADERS
+                   if name in request.headers}  # fmt: skip
+        headers |= {"x-request-id": call.wire_id, "accept-encoding": "identity"}
+        path = request.rel_url.raw_path
+        query = f"?{request.rel_url.raw_query_string}" if request.query_string else ""
+        out: web.StreamResponse | None = None
+        try:
+            async with upstream.passing(request.method, path + query, headers, data) as reply:
+                refused = reply.status in (404, 405, 501)
+                first = await reply.content.read(_HEAD_BYTES) if refused else b""
+                if refused and _is_absent(reply.status, first):
+                    self._lacks.setdefault(upstream, set()).add((request.method, _kind(path)))
+                    raise _NotHere
+                out = web.StreamResponse(status=reply.status, headers=_reply_headers(reply, call))
+                out.headers["x-pigou-worker"] = upstream.worker.id
+                await out.prepare(request)
+                await out.write(first)
+                await self._copy(reply, out, call, upstream)
+        except (aiohttp.ClientError, OSError, WorkerFailed) as error:
+            if isinstance(error, ConnectionResetError) and _gone(request):
+                raise
+            if out is None:
+                if isinstance(error.__cause__, APIError):
+                    raise error.__cause__ from None  # of the client's body, as it was passed on
+                raise APIError(502, f"{upstream.worker.id} failed: {error}.") from error
+            await _break_off(request, out, str(error))
+        await out.write_eof()
+        return out
+
+    async def _copy(
+        self, reply: aiohttp.ClientResponse, out: web.StreamResponse, call: Call, up: Upstream
+    ) -> None:
+        head = b""
+        async for data in reply.content.iter_any():
+            if not head:
+                self._pilot.observe(FirstToken(call.id))
+            if len(head) < _HEAD_BYTES:
+                head += data[:_HEAD_BYTES]
+                self._note_owner(head, call, up)
+            async with asyncio.timeout(self._config.client_timeout or None):
+                await out.write(data)
+
+    # --- which server ----------------------------------------------------------------------
+
+    async def _having(self, servers: list[Upstream], method: str, path: str) -> list[Upstream]:
+        """Return the servers that have a route, or may have it."""
+        async with self._learning:  # one at a time: many requests ask for the same page
+            for upstream in servers:
+                if upstream not in self._routes:
+                    self._routes[upstream] = await _routes(upstream)
+        found = []
+        for upstream in servers:
+            routes = self._routes.get(upstream)
+            lacks = self._lacks.get(upstream, ())
+            listed = routes is None or any(
+                pattern.fullmatch(path) and method in methods for pattern, methods in routes
+            )
+            if listed and (method, _kind(path)) not in lacks:
+                found.append(upstream)
+        return found
+
+    def _known(self) -> list[str]:
+        """Return what attached servers have beside the gateway's own routes."""
+        told = [route for routes in list(self._routes.values()) for route in routes or ()]
+        paths = {pattern.pattern for pattern, methods in told if "POST" in methods}
+        return sorted(path for path in paths if path.startswith("/v1/") and path not in _OWN
+                      and "[" not in path and path.split("/")[2] not in _CLOSED)  # fmt: skip
+
+    def _owned(self, servers: list[Upstream], path: str, key: Key) -> list[Upstream]:
+        """Return the servers for a path below a kept object: the one that keeps it."""
+        parts = path.split("/")
+        if parts[2] in _KEPT and key.tenant:
+            raise APIError(
+                501, f"{path} is not passed on where there are keys: servers keep such objects "
+                "without saying whose they are.",
+            )  # fmt: skip
+        if parts[2] != "responses" or len(parts) < 4 or not parts[3].startswith("resp_"):
+            return servers
+        return self._keeper(servers, parts[3], key, "id")
+
+    def _continuing(self, servers: list[Upstream], body: Body, key: Key) -> list[Upstream]:
+        raw = body.get("previous_response_id")
+        before = None if raw is None else msgspec.json.decode(raw)
+        if before is None:
+            return servers
+        return self._keeper(servers, str(before), key, "previous_response_id")
+
+    def _keeper(
+        self, servers: list[Upstream], response: str, key: Key, param: str
+    ) -> list[Upstream]:
+        worker, tenant = self._owners.get(response, ("", ""))
+        found = [up for up in servers if up.worker.id == worker]
+        if not found or tenant != key.tenant:
+            raise APIError(
+                404, f"No server here keeps the response {response[:80]!r} of this key: send the "
+                "conversation itself.", param,
+            )  # fmt: skip
+        return found
+
+    def _note_owner(self, head: bytes, call: Call, upstream: Upstream) -> None:
+        """Remember who keeps a response, and whose it is."""
+        match = _RESPONSE_ID.search(head)
+        if match is None:
+            return
+        self._owners.setdefault(match[1].decode(), (upstream.worker.id, call.tenant))
+        while len(self._owners) > _MOST_OWNERS:
+            self._owners.popitem(last=False)
+
+    def _salted(self, sent: bytes, body: Body, tenure: Tenure) -> bytes:
+        """Return what is sent with the cache salt of its tenure, as completions have it."""
+        asked = Asked(model=_text(body, "model"), cache_salt=_text(body, "cache_salt"))
+        whole = self._facts().joined(tenure, asked, body, chat=True)
+        if whole == Tenure():
+            return sent
+        expired = time.time_ns() >= whole.expiry
+        body["cache_salt"] = f"expired-{secrets.token_hex(16)}" if expired else salt(whole)
+        return msgspec.json.encode(body)
+
+
+class _NotHere(Exception):
+    """The server has no such route."""
+
+
+def _check_path(path: str, request: web.Request) -> None:
+    own = _OWN.get(path) or ("GET" if path.startswith("/v1/models/") else None)
+    if own is not None:
+        raise web.HTTPMethodNotAllowed(request.method, [own])
+    if not _PATH.fullmatch(path) or path.split("/")[2:3] in [[name] for name in _CLOSED]:
+        raise APIError(404, f"There is no path {path[:200]}.")
+    if "upgrade" in request.headers.get("connection", "").lower():
+        raise APIError(501, f"{path} is not served over WebSockets here.")
+
+
+def _absent(method: str, path: str, attached: list[str]) -> APIError:
+    """Return the error for a route that no server has."""
+    here = ", ".join([*_OWN, "/tokenize", "/detokenize", *attached[:40]])
+    parts = path.split("/")
+    kind = parts[2] if parts[1] in ("v1", "v2") and len(parts) > 2 else parts[1]
+    remedy = _REMEDIES.get(kind)
+    if remedy is None:
+        return APIError(404, f"There is no path {path}. This fleet has {here}.")
+    return APIError(
+        501, f"No server of this fleet has {method} {path}: {remedy}. This fleet has {here}."
+    )
+
+
+def _call(request: web.Request, body: Body | None, data: Any, key: Key) -> Call:
+    size = len(data) if isinstance(data, bytes) else (request.content_length or 0)
+    wanted = None
+    for name in ("max_output_tokens", "max_completion_tokens", "max_tokens"):
+        raw = (body or {}).get(name)
+        value = None if raw is None else msgspec.json.decode(raw)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
+            wanted = value
+    call = Call(
+        id=secrets.token_hex(16),
+        wire_id=request_id(request.headers.get(REQUEST_ID), None),
+        chat=False,
+        stream=True,
+        body={},
+        prompt=max(1, size // _BYTES_PER_TOKEN),
+        max_tokens=wanted or _TOKENS,
+        splits=False,
+        portable=False,
+    )
+    call.arrival, call.tenant = time.monotonic_ns(), key.tenant
+    return call
+
+
+def _object(data: bytes) -> Body:
+    data = without_bom(data)
+    try:
+        return dict(_fields.decode(data)) if data else {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"The body is not a JSON object: {error}.") from None
+
+
+def _text(body: Mapping[str, Any], name: str) -> str | None:
+    raw = body.get(name)
+    value = None if raw is None else msgspec.json.decode(raw)
+    if value is not None and not isinstance(value, str):
+        raise bad_request(f"{name} must be a text.", name)
+    return value
+
+
+async def _streamed(request: web.Request, most: int) -> AsyncIterator[bytes]:
+    """Yield a body as it comes, up to `most` bytes."""
+    size = 0
+    async for data in request.content.iter_any():
+        size += len(data)
+        if size > most:
+            raise too_large(most)
+        yield data
+
+
+async def _routes(upstream: Upstream) -> list[tuple[re.Pattern[str], set[str]]] | None:
+    """Return what a server's `/openapi.json` lists; None where it does not say."""
+    try:
+        status, page = await upstream.get("/openapi.json", _TIMEOUT_S)
+        paths = msgspec.json.decode(page).get("paths") if status == 200 else None
+        if not isinstance(paths, dict):
+            return None
+        found = []
+        for path, methods in paths.items():
+            pattern = "".join(
+                "[^/]+" if part.startswith("{") else re.escape(part).replace("\\-", "-")
+                for part in re.split(r"(\{[^{}]*\})", str(path))
+            )
+            found.append((re.compile(pattern), {str(name).upper() for name in methods}))
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, AttributeError, TypeError,
+            re.error, RecursionError):  # fmt: skip
+        return None
+    return found
+
+
+def _is_absent(status: int, answer: bytes) -> bool:
+    """Whether a refusal means that the route is not there, and not that an object is not."""
+    if status != 404:
+        return True
+    try:
+        body = json.loads(answer)
+    except (ValueError, RecursionError):
+        return True
+    return not isinstance(body, dict) or "error" not in body
+
+
+def _kind(path: str) -> str:
+    """Return what stands for a path where a server lacks it: its first parts."""
+    return "/".join(path.split("/")[:4])
+
+
+def _reply_headers(reply: aiohttp.ClientResponse, call: Call) -> dict[str, str]:
+    headers = {name: reply.headers[name] for name in _REPLY_HEADERS if name in reply.headers}
+    return headers | {"x-request-id": call.wire_id}
+
+
+def _gone(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
+async def _break_off(request: web.Request, out: web.StreamResponse, why: str) -> None:
+    """End an answer whose server failed: by an error event, or by cutting it."""
+    if out.content_type == "text/event-stream":
+        error = error_body(f"The server failed: {why[:500]}.", "BadGatewayError", None, 502)
+        await out.write(b"event: error\ndata: " + error + b"\n\n")
+    elif request.transport is not None:
+        request.transport.abort()
