@@ -92,7 +92,7 @@ async def test_who_leaves_while_waiting_for_its_turn_takes_none() -> None:
         await asyncio.sleep(0.2)
         assert (await post(fleet, {"prompt": "z"}))[0] == 429
         gone.cancel()
-        await asyncio.sleep(0.2)
+        await eventually(lambda: fleet.metrics.cancelled._value.get() == 1)
         last = asyncio.create_task(post(fleet, {"prompt": "z"}))
         held.set()
         assert ((await first)[0], (await last)[0]) == (200, 200)

@@ -212,7 +212,8 @@ async def test_a_worker_that_hangs_is_left_once_it_is_declared_down(k: int) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_the_worker(stream: bool) -> None:
-    stub = Stub("a", script=Script(delay_s=0.05))
+    held = None if stream else asyncio.Event()
+    stub = Stub("a", script=Script(delay_s=0.05, held=held))
     async with serving(stub) as fleet:
         body = {"prompt": PROMPT, "max_tokens": 1000, "stream": stream}
         session = aiohttp.ClientSession()

@@ -193,6 +193,24 @@ def serve(
             "the reply) or refuse. With --attach, stock servers judge fields themselves."
         ),
     ] = "warn",
+    max_connections: Annotated[
+        int,
+        typer.Option(help="Client connections at once; 0 takes what the limit of files allows."),
+    ] = 0,
+    max_peer_connections: Annotated[
+        int, typer.Option(help="The same for one address; 0 for no limit.")
+    ] = 0,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin whose pages may use the gateway, or *. Repeat it for more."),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name by which a gateway on a loopback address may be called besides loopback "
+            "ones. Repeat it for more."
+        ),
+    ] = None,
     hang_timeout: Annotated[
         float,
         typer.Option(
@@ -254,6 +272,8 @@ def serve(
             allow_open=allow_open, open_metrics=open_metrics, journal=journal,
             release=release, strict=not attached, unknown_fields=unknown_fields,
             client_timeout=client_timeout,
+            max_connections=max_connections, max_peer_connections=max_peer_connections,
+            cors_origins=tuple(cors_origin or ()), allowed_hosts=tuple(allowed_host or ()),
         )  # fmt: skip
         control = _control(
             policy, controller, detector, temperature=temperature, softmax=softmax,
@@ -385,7 +405,7 @@ def _options() -> dict[str, str]:
             GatewayConfig, ControlConfig, WatchConfig, hang="hang_timeout",
             prefill_ahead_ms="prefill_ahead",
         ),
-        "detector": "--detector",
+        "detector": "--detector", "cors_origins": "--cors-origin", "allowed_hosts": "--allowed-host",
         **{f"index.{name}": f"--index-{name.replace('_', '-')}" for name in
            IndexConfig.__struct_fields__},
     }  # fmt: skip

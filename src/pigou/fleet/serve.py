@@ -29,6 +29,7 @@ from pigou.gateway.speller import Speller
 from pigou.gateway.startup import StageListener, Startup
 from pigou.kernel_cache import told_of_compiling
 from pigou.request import Role
+from pigou.wire import shape
 
 #: Options of a worker that name a place which no other worker may use.
 OWN = ("--disk-path", "--bucket-url")
@@ -130,6 +131,7 @@ class Serving:
             try:
                 with told_of_compiling(begun):
                     warm_up(config)
+                    shape.warm_up()
             except Exception as raised:
                 error = raised
             with suppress(RuntimeError):

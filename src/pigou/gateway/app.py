@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -14,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pigou import __version__
 from pigou.gateway.board import Board
+from pigou.gateway.browsers import add_cors, browsers
 from pigou.gateway.call import CHAT, COMPLETIONS, Call
 from pigou.gateway.closing import Closing
 from pigou.gateway.config import GatewayConfig
@@ -35,16 +38,21 @@ from pigou.gateway.pilot import Pilot
 from pigou.gateway.startup import Startup
 from pigou.gateway.stated import read_stated
 from pigou.gateway.upstream import Upstream
+from pigou.wire.bodies import no_interim_answer, read_json
+from pigou.wire.connections import close_old_streams
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.fields import HEADER as UNKNOWN
 from pigou.wire.fields import UnknownFields, header_value
+from pigou.wire.off_loop import OffLoop
 from pigou.wire.replies import model_card
 from pigou.wire.request_id import HEADER as REQUEST_ID
 from pigou.wire.request_id import echo
+from pigou.wire.shape import SMALL, check_body, check_fields
 
 _log = logging.getLogger("pigou.gateway")
 
 _JSON = "application/json"
+_T = TypeVar("_T")
 #: The page needs nothing from elsewhere, and nobody puts it in a frame.
 _POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
@@ -81,15 +89,18 @@ def build(gateway: Gateway) -> web.Application:
     """Return the application, whose start and end also start and end the pilot."""
     app = web.Application(
         client_max_size=gateway.config.max_body,
-        middlewares=[guard(gateway.keys, gateway.metrics, gateway.closing)],
+        middlewares=[
+            browsers(gateway.config),
+            guard(gateway.keys, gateway.metrics, gateway.closing),
+        ],
     )
     routes = _Routes(gateway)
-    app.router.add_post(COMPLETIONS, routes.completions)
-    app.router.add_post(CHAT, routes.chat)
+    app.router.add_post(COMPLETIONS, routes.completions, expect_handler=no_interim_answer)
+    app.router.add_post(CHAT, routes.chat, expect_handler=no_interim_answer)
     app.router.add_get("/v1/models", routes.models, allow_head=False)
     app.router.add_get("/v1/models/{model:.+}", routes.model, allow_head=False)
-    app.router.add_post("/tokenize", routes.forward)
-    app.router.add_post("/detokenize", routes.forward)
+    app.router.add_post("/tokenize", routes.forward, expect_handler=no_interim_answer)
+    app.router.add_post("/detokenize", routes.forward, expect_handler=no_interim_answer)
     for path, handler in _PAGES.items():
         app.router.add_get(path, getattr(routes, handler))
     for path in ROOT_PATHS:
@@ -100,8 +111,11 @@ def build(gateway: Gateway) -> web.Application:
         gateway.pilot.start()
 
     async def stop(_: web.Application) -> None:
+        routes.close()
         await gateway.pilot.stop()
 
+    app.on_response_prepare.append(close_old_streams)
+    app.on_response_prepare.append(add_cors(gateway.config))
     app.on_startup.append(start)
     app.on_cleanup.append(stop)
     return app
@@ -125,6 +139,7 @@ _PAGES = {
 class _Routes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._large = OffLoop()
         self._generator = Generator(gateway.pilot, gateway.metrics)
         self._usage = KeyUsage()
         self._passing = Passing(gateway.pilot, gateway.config, self._usage, self._facts)
@@ -139,6 +154,10 @@ class _Routes:
         )
         self._decisions = Decisions(gateway.pilot.plane)
         gateway.pilot.timed = gateway.metrics.decision.observe
+
+    def close(self) -> None:
+        """End the threads."""
+        self._large.close()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, chat=False)
@@ -158,16 +177,20 @@ class _Routes:
         self._check_started()
         key, stated = current_key(), read_stated(request.headers)
         tenure = key.grant.apply(key.tenant, stated, time.time_ns())
-        data = await _json_body(request)
-        call = read(
+        overrides = read_overrides(request.headers.get(HEADER))
+        data = await read_json(request, self._gateway.config.max_body)
+        work = partial(
+            read,
             data,
             chat=chat,
             strict=self._gateway.config.strict or self._pigou_only(),
             tenure=tenure,
             facts=self._facts(),
             request_id=request.headers.get(REQUEST_ID),
-            overrides=read_overrides(request.headers.get(HEADER)),
+            overrides=overrides,
+            context=self._context(),
         )
+        call = await self._off_loop(data, work)
         self._unknown.judge(call.unknown)
         self._check_model(call.body.get("model"))
         self._check_deadline(call)
@@ -207,6 +230,17 @@ class _Routes:
     def _check_started(self) -> None:
         ups = self._gateway.pilot.upstreams.values()
         self._gateway.startup.check(any(up.worker.role.decodes for up in ups))
+
+    async def _off_loop(self, data: bytes, work: Callable[[], _T]) -> _T:
+        """Return what work on a body returns; that on a large one is done on a thread."""
+        if len(data) <= SMALL:
+            return work()
+        return await self._large.run(current_key().tenant, work)
+
+    def _context(self) -> int:
+        """Return the tokens that any worker can hold; 0 where one did not say."""
+        sizes = [up.engine.max_model_len for up in self._gateway.pilot.upstreams.values()]
+        return max(sizes) if sizes and all(sizes) else 0
 
     def _check_model(self, raw: msgspec.Raw | None) -> None:
         self._check_named(None if raw is None else msgspec.json.decode(raw))
@@ -260,11 +294,8 @@ class _Routes:
     async def forward(self, request: web.Request) -> web.Response:
         """Pass a request of `/tokenize` or `/detokenize` to any worker."""
         self._check_started()
-        data = await _json_body(request)
-        try:
-            body = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise APIError(400, f"The body is not a JSON object: {error}.") from error
+        data = await read_json(request, self._gateway.config.max_body)
+        body = await self._off_loop(data, partial(_fields_of, data))
         last: WorkerFailed | None = None
         for upstream in list(self._gateway.pilot.upstreams.values()):
             try:
@@ -372,9 +403,11 @@ def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type=_JSON, status=status)
 
 
-async def _json_body(request: web.Request) -> bytes:
-    if request.content_type != _JSON:
-        raise APIError(
-            400, f"Unsupported Media Type {request.content_type!r}: send application/json."
-        )
-    return await request.read()
+def _fields_of(data: bytes) -> dict[str, msgspec.Raw]:
+    check_body(data)
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise APIError(400, f"The body is not a JSON object: {error}.") from error
+    check_fields(fields)
+    return fields

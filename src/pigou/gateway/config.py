@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from pigou.wire.fields import MODES
 
 #: Addresses that only this machine reaches.
 _LOOPBACK_NAMES = ("localhost",)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
 #: Endings of files that are unpacked when they are read.
 _PACKED = (".gz", ".zst")
 
@@ -26,6 +28,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         max_line: most bytes of the request line; more is answered 431.
         max_header: most bytes of one header; more is answered 431.
         max_headers: most headers; more is answered 431.
+        max_connections: client connections at once; 0 takes what the limit of open files allows.
+            A new one takes the place of one that has no request under way.
+        max_peer_connections: the same for one address; 0 for no limit.
+        head_timeout: seconds in which a request's head must have come.
+        keepalive: seconds for which an idle connection is kept.
+        cors_origins: origins whose pages may use this gateway from a browser; `*` for all.
+        allowed_hosts: names by which a gateway on a loopback address may be called, besides
+            loopback ones; elsewhere, the only ones, if there are any.
         api_keys_file: hashed keys; without it, whoever reaches the port is served.
         open_metrics: let scrapers without a key read `/metrics`, without what names tenants.
         allow_open: listen beyond loopback although there are no keys.
@@ -46,6 +56,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_line: int = 8190
     max_header: int = 8190
     max_headers: int = 100
+    max_connections: int = 0
+    max_peer_connections: int = 0
+    head_timeout: float = 15.0
+    keepalive: float = 120.0
+    cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     api_keys_file: str | None = None
     open_metrics: bool = False
     allow_open: bool = False
@@ -70,6 +86,18 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(
                 f"unknown_fields is {self.unknown_fields!r}; it must be {' or '.join(MODES)}"
             )
+        for name in ("max_connections", "max_peer_connections"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        for name in ("head_timeout", "keepalive"):
+            if not 0 < getattr(self, name) <= 86_400:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be in (0, 86400]")
+        for origin in self.cors_origins:
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origins has {origin!r}; an origin is SCHEME://HOST[:PORT], without a "
+                    "path, or *"
+                )
         if self.journal is not None and (packing := Path(self.journal).suffix) in _PACKED:
             raise ConfigError(
                 f"journal is {self.journal!r}, and journals are written plain; leave {packing} "

@@ -13,6 +13,7 @@ from pigou.gateway.closing import Closing
 from pigou.gateway.failure import Rejected
 from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.metrics import Metrics
+from pigou.wire.connections import is_reserved, too_many_connections
 from pigou.wire.errors import SUSPECT, APIError, http_error, too_large
 from pigou.wire.request_id import HEADER, echo
 
@@ -24,6 +25,7 @@ _key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 #: Routes that need no key: for probes, and the page, which holds no data itself. `/metrics` looks
 #: at the key by itself.
 _OPEN = ("/health", "/health/ready", "/health/live", "/ping", "/version", "/metrics", "/")
+_PROBES = ("/health", "/health/ready", "/health/live", "/ping", "/metrics")
 _KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/usage", "/decisions")
 _ROUTES = (COMPLETIONS, CHAT, *_KEYED, *_OPEN)
 
@@ -78,6 +80,8 @@ async def _answer(
             if key is None:
                 raise unauthorized()
             _key.set(key)
+        if is_reserved(request) and (keys is None or request.path in _OPEN):
+            _check_reserved(request.path)
         with closing.told():
             return await handler(request)
     except (ConnectionError, TimeoutError):
@@ -112,6 +116,12 @@ def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Re
             return response
     _log.error("%s %s failed", request.method, request.path, exc_info=error)
     return error_response(APIError(500, "The gateway failed; its log says why."))
+
+
+def _check_reserved(path: str) -> None:
+    """Let only probes in over a connection above the cap, where no key tells who comes."""
+    if path not in _PROBES:
+        raise too_many_connections()
 
 
 def unauthorized() -> APIError:

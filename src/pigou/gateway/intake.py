@@ -24,6 +24,7 @@ from pigou.wire.openai import (
     without_bom,
 )
 from pigou.wire.request_id import request_id as wire_id
+from pigou.wire.shape import check_body, check_fields
 
 #: Bytes of text that make a token, as a guess.
 _BYTES_PER_TOKEN = 4
@@ -49,8 +50,9 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def read(
     data: bytes, *, chat: bool, strict: bool, tenure: Tenure = NOTHING, facts: Facts = NO_FACTS,
     request_id: str | None = None, overrides: Mapping[str, float] | None = None,
+    context: int = 0,
 ) -> Call:  # fmt: skip
-    """Read a body.
+    """Read a body; a large one is to be read on a thread (`pigou.wire.shape.SMALL`).
 
     Args:
         data: as the client sent it.
@@ -61,15 +63,18 @@ def read(
         facts: that the gateway adds to it.
         request_id: the client's `X-Request-Id`.
         overrides: of the routing policy's parameters, for this request.
+        context: tokens that the model can hold; 0 where that is not known.
 
     Raises:
         APIError: 400, naming field and remedy.
     """
     arrival = time.monotonic_ns()
     data = without_bom(data)
+    check_body(data)
     try:
-        asked = _asked.decode(data)
         body: Body = dict(_fields.decode(data))
+        check_fields(body, context)
+        asked = _asked.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise decode_error(error, data) from None
     for name, remedy in _RESERVED.items():

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from pigou.gateway.failure import Rejected
 from pigou.gateway.splice import error_frames
+from pigou.wire.connections import mark_event_stream
 from pigou.wire.errors import TYPES, APIError
 from pigou.wire.sse import DONE, frame
 
@@ -63,6 +64,7 @@ class Outlet:
         response = self._response
         if response is None:
             response = self._response = web.StreamResponse(headers={**_HEADERS, **self._headers()})
+            mark_event_stream(self._request)
             await response.prepare(self._request)
         try:
             async with asyncio.timeout(self._client_timeout_s or None):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +21,7 @@ from pigou.gateway.speller import Speller, Unspellable, first_prompt
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import BlockKeys
 from pigou.text.folder import find_tokenizer
+from pigou.wire.off_loop import OffLoop
 
 _log = logging.getLogger("pigou.gateway")
 
@@ -79,11 +79,11 @@ class Prompts:
         self._ways: dict[str, tuple[Way, Way]] = {}
         self._warned: set[str] = set()
         self._finding = asyncio.Lock()
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._pool = OffLoop()
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
 
     @property
     def template(self) -> str:
@@ -126,7 +126,7 @@ class Prompts:
     async def _spelt(self, call: Call, upstreams: Collection[Upstream]) -> _Spelt:
         asked, chat = call.asked, call.chat
         sizes = {up.worker.block_size for up in upstreams}
-        source = None if chat else first_prompt(asked.prompt)
+        source = None if chat else _first(asked.prompt)
         way, speller = self.way(chat=chat), self._speller
         if isinstance(source, list) or (way is Way.HERE and speller is not None):
 
@@ -134,13 +134,13 @@ class Prompts:
                 return _spell(speller if way is Way.HERE else None, call, upstreams, sizes)
 
             size = len(memoryview(asked.messages)) if source is None else len(source)
-            return work() if size <= LONG else await self._off_loop(work)
+            return work() if size <= LONG else await self._pool.run(call.tenant, work)
         if way is not Way.WORKER:
             raise Unspellable("there is no tokenizer")
         tokens = _cut(await self._ask_any(call, source, upstreams), asked)
         if len(tokens) <= LONG:
             return _keyed(tokens, call.salt, sizes)
-        return await self._off_loop(lambda: _keyed(tokens, call.salt, sizes))
+        return await self._pool.run(call.tenant, lambda: _keyed(tokens, call.salt, sizes))
 
     async def _compare(self, upstream: Upstream, *, chat: bool) -> Way:
         """Return how prompts of a route can be tokenized for this worker."""
@@ -195,7 +195,7 @@ class Prompts:
             _log.warning(words)
 
     async def _off_loop(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        return await self._pool.run("", work)
 
 
 def _find(engine: Engine) -> Speller | None:
@@ -237,6 +237,15 @@ def _spell(
     if not (wanted and asked.truncate_prompt_tokens is None and 0 < len(tokens) <= most):
         return spelt
     return replace(spelt, ids=msgspec.Raw(msgspec.json.encode(tokens)))
+
+
+def _first(prompt: Any) -> str | list[Any]:
+    """Return the first prompt of a completion, whose ids are checked where they are used."""
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if not isinstance(prompt, str | list):
+        raise Unspellable("prompt is neither text nor token ids")
+    return prompt
 
 
 def _ids(prompt: str | list[int]) -> list[int]:

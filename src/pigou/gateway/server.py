@@ -5,59 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
-from aiohttp.web_protocol import RequestHandler
 
 from pigou.gateway.app import Gateway, build
-from pigou.gateway.guard import error_response
-from pigou.wire.errors import APIError, bad_request
+from pigou.wire.connections import ConnectionLimits, Factory
 
 _log = logging.getLogger("pigou.gateway")
 
 _BACKLOG = 4096
-_READ_BUFFER = 256 * 1024
 #: Seconds in which those that are cut off must take what they are told.
 _TELL_S = 0.5
-
-
-class _Protocol(RequestHandler):
-    """Tells of unreadable requests in the shape that all errors have."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if request.writer.output_size > 0:
-            raise ConnectionError("part of a response was already sent")
-        if isinstance(exc, LineTooLong) or (message or "").startswith("Too many headers"):
-            response = error_response(APIError(431, "The headers are too large or too many."))
-        elif status == 400:
-            response = error_response(bad_request(f"The request is not valid HTTP: {message}."))
-        else:
-            self.log_exception("Error handling request from %s", request.remote, exc_info=exc)
-            response = error_response(APIError(status, "The gateway failed; its log says why."))
-        response.force_close()
-        return response
-
-
-class _Factory:
-    """Makes a `_Protocol` a connection, where aiohttp would make its own."""
-
-    def __init__(self, server: web.Server, arguments: dict[str, Any]) -> None:
-        self._server = server
-        self._arguments = arguments
-
-    def __call__(self) -> _Protocol:
-        loop = asyncio.get_running_loop()
-        return _Protocol(self._server, loop=loop, **self._arguments)
 
 
 class GatewayServer:
@@ -86,15 +45,17 @@ class GatewayServer:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        factory = _Factory(
+        factory = Factory(
             server,
-            {
-                "access_log": None,
-                "max_line_size": config.max_line,
-                "max_field_size": config.max_header,
-                "max_headers": config.max_headers,
-                "read_bufsize": _READ_BUFFER,
-            },
+            ConnectionLimits(
+                max_connections=config.max_connections,
+                max_peer_connections=config.max_peer_connections,
+                head_timeout_s=config.head_timeout,
+                keepalive_s=config.keepalive,
+                max_line=config.max_line,
+                max_header=config.max_header,
+                max_headers=config.max_headers,
+            ),
         )
         self._listener = await asyncio.get_running_loop().create_server(
             factory, config.host, config.port, backlog=_BACKLOG

@@ -8,16 +8,21 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from pigou.wire.errors import APIError, bad_request, http_error, too_large
+from pigou.wire.connections import is_reserved, mark_event_stream, too_many_connections
+from pigou.wire.errors import APIError, http_error, too_large
 from pigou.wire.fields import UnknownFields
 from pigou.wire.openai import known_chat, known_completion
 from pigou.wire.request_id import HEADER, echo, request_id
 from pigou.wire.sse import DONE, frame
+from pigou.worker.bodies import Bodies
 from pigou.worker.intake import Intake
 from pigou.worker.reply import Reply
 from pigou.worker.service import Service
 
 log = logging.getLogger(__name__)
+
+#: What is answered also over connections above the cap.
+_PROBES = ("/health", "/ping", "/metrics")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -25,22 +30,25 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Generation:
     """`POST /v1/completions` and `POST /v1/chat/completions`."""
 
-    def __init__(self, intake: Intake, service: Service, unknown: UnknownFields) -> None:
+    def __init__(
+        self, intake: Intake, service: Service, bodies: Bodies, unknown: UnknownFields
+    ) -> None:
         """Answer by these; `unknown` judges the fields that no request has."""
         self._intake = intake
         self._service = service
+        self._bodies = bodies
         self._unknown = unknown
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete a prompt, or several."""
-        known = known_completion(await json_body(request))
+        known = await self._bodies.read(request, known_completion)
         told = self._unknown.judge(known.unknown)
         reply = await self._intake.completion(known.request, _id(request, known.request.request_id))
         return await self._send(request, reply, told)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
-        known = known_chat(await json_body(request))
+        known = await self._bodies.read(request, known_chat)
         told = self._unknown.judge(known.unknown)
         reply = await self._intake.chat(known.request, _id(request, known.request.request_id))
         return await self._send(request, reply, told)
@@ -69,6 +77,7 @@ class Generation:
         response = web.StreamResponse(headers=_echo(request) | headers)
         response.content_type = "text/event-stream"
         response.charset = "utf-8"
+        mark_event_stream(request)
         await response.prepare(request)
         data = reply.opening()
         while True:
@@ -88,19 +97,12 @@ class Generation:
         return response
 
 
-async def json_body(request: web.Request) -> bytes:
-    """Return a request's body, which must be declared as JSON."""
-    if request.content_type != "application/json":
-        raise bad_request(
-            f"Content-Type is {request.content_type!r}; send application/json.", "content-type"
-        )
-    return await request.read()
-
-
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every failure into an error body, and echo the request's id."""
     try:
+        if is_reserved(request) and request.path not in _PROBES:
+            raise too_many_connections()
         response = await handler(request)
     except APIError as error:
         response = _error(error)

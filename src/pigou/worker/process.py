@@ -18,6 +18,8 @@ from aiohttp import web
 from pigou.background import Background
 from pigou.engine.warm import warm_up
 from pigou.kv import xxh3
+from pigou.wire import shape
+from pigou.wire.connections import ConnectionLimits, Factory
 from pigou.worker.build import Parts, build, transfer_config
 from pigou.worker.commands import Release, Report, Stop
 from pigou.worker.config import WorkerConfig
@@ -93,8 +95,9 @@ class WorkerProcess:
             access_log=None,
             handler_cancellation=True,
             shutdown_timeout=1.0,
-            keepalive_timeout=_KEEPALIVE,
         )
+        self._routes = routes
+        self._listener: asyncio.Server | None = None
 
     async def serve(self) -> int:
         """Serve until a signal or a crash; return the exit status."""
@@ -106,13 +109,22 @@ class WorkerProcess:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
             self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._config.host, self._config.port, backlog=1024)
-        await site.start()
-        self._announce()
+        self._announce(await self._listen())
         publish(self.engine.heartbeat)
         await self._over.wait()
         await self._close()
         return 1 if self._failed else 0
+
+    async def _listen(self) -> tuple[str, int]:
+        """Listen; return address and port."""
+        server = self._runner.server
+        assert server is not None
+        factory = Factory(server, ConnectionLimits(keepalive_s=_KEEPALIVE))
+        self._listener = await self._loop.create_server(
+            factory, self._config.host, self._config.port, backlog=1024
+        )
+        name = self._listener.sockets[0].getsockname()
+        return name[0], name[1]
 
     def stop(self) -> None:
         """Take no more requests; end when those in flight have, or at the second call."""
@@ -201,9 +213,8 @@ class WorkerProcess:
             return ""
         return f"{transfer}:{self._parts.store.layout.fingerprint()}"
 
-    def _announce(self) -> None:
+    def _announce(self, address: tuple[str, int]) -> None:
         """Print one line of JSON that says where this worker is."""
-        address = self._runner.addresses[0]
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         line = {"ready": True, "url": f"http://{host}:{address[1]}", **self._about()}
         if self._events is not None:
@@ -215,6 +226,9 @@ class WorkerProcess:
             log.warning("%d requests were cut off at the end, and told so", cut)
         self._intake.close()
         self._parts.grammars.close()
+        self._routes.close()
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
         self.engine.put(Stop())
         ended = await asyncio.to_thread(self.engine.join, _JOIN)
@@ -276,6 +290,7 @@ def _prepare(config: WorkerConfig) -> Parts:
         parts = build(config)
     with compiling_reported("warming up"):
         warm_up()
+        shape.warm_up()
         warm_backend(parts.core, parts.backend)
         if config.kv_transfer != "none":
             xxh3.warm_up()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,11 +12,14 @@ from aiohttp import web
 from pigou import __version__
 from pigou.background import Background
 from pigou.wire import checks, replies
+from pigou.wire.bodies import no_interim_answer
+from pigou.wire.connections import close_old_streams
 from pigou.wire.errors import bad_request
 from pigou.wire.fields import UnknownFields
 from pigou.wire.openai import decode_cached, decode_detokenize, decode_tokenize
+from pigou.worker.bodies import Bodies
 from pigou.worker.events import EventPublisher
-from pigou.worker.handlers import Generation, errors, json_body
+from pigou.worker.handlers import Generation, errors
 from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.intake import Intake
 from pigou.worker.metrics import CONTENT_TYPE, Metrics
@@ -59,12 +63,15 @@ class Routes:
     def application(self, max_body: int) -> web.Application:
         """Return the application with all routes; bodies have at most `max_body` bytes."""
         app = web.Application(client_max_size=max_body, middlewares=[errors])
-        generation = Generation(self._intake, self._service, self._unknown)
+        app.on_response_prepare.append(close_old_streams)
+        bodies = self._bodies = Bodies(max_body, self._model.limits.max_model_len)
+        post = partial(web.post, expect_handler=no_interim_answer)
+        generation = Generation(self._intake, self._service, bodies, self._unknown)
         app.add_routes(
             [
-                web.post("/v1/completions", generation.completions),
-                web.post("/v1/chat/completions", generation.chat),
-                web.post("/v1/kv/offer", self.offer),
+                post("/v1/completions", generation.completions),
+                post("/v1/chat/completions", generation.chat),
+                post("/v1/kv/offer", self.offer),
                 web.get("/v1/models", self.models, allow_head=False),
                 web.get("/v1/models/{model:.+}", self.model_card, allow_head=False),
                 web.get("/health", self.health),
@@ -78,11 +85,15 @@ class Routes:
                 web.get("/server_info", self.server_info),
                 web.get("/kv_event_sources", self.event_sources),
                 web.post("/reset_prefix_cache", self.reset_prefix_cache),
-                web.post("/tokenize", self.tokenize),
-                web.post("/detokenize", self.detokenize),
+                post("/tokenize", self.tokenize),
+                post("/detokenize", self.detokenize),
             ]
         )
         return app
+
+    def close(self) -> None:
+        """End the threads."""
+        self._bodies.close()
 
     async def models(self, _: web.Request) -> web.Response:
         """List the one model."""
@@ -152,7 +163,7 @@ class Routes:
         The body is one of a completion or of a chat (it has `messages`), as it would be sent to
         be computed here. The ticket is null where nothing of it is cached.
         """
-        body = decode_cached(await json_body(request))
+        body = await self._bodies.read(request, decode_cached)
         ticket = await self._service.lend(await self._intake.cached(body))
         return _json({"kv_transfer_params": ticket})
 
@@ -164,7 +175,7 @@ class Routes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Return the tokens of a text, or of rendered messages."""
-        body = decode_tokenize(await json_body(request))
+        body = await self._bodies.read(request, decode_tokenize)
         self._intake.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("Give prompt or messages, and only one of them.", "prompt")
@@ -188,7 +199,7 @@ class Routes:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """Return the text of tokens."""
-        body = decode_detokenize(await json_body(request))
+        body = await self._bodies.read(request, decode_detokenize)
         self._intake.check_model(body.model)
         return _json({"prompt": await self._intake.decode(body.tokens)})
 

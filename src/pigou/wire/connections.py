@@ -1,0 +1,384 @@
+"""Client connections of an HTTP server: how many, for how long, and how each may end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, cast
+
+from aiohttp import HttpVersion11, StreamReader, web
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.web_protocol import RequestHandler
+
+from pigou.wire.errors import APIError, bad_request, error_body
+
+_log = logging.getLogger("pigou.http")
+
+#: Descriptors that are left for files, workers and event sockets.
+_OTHER_DESCRIPTORS = 128
+#: Below so many, there is a warning.
+_FEW_DESCRIPTORS = 4096
+#: Connections above the cap for health probes and keyed requests, as a share of the cap.
+_RESERVE_SHARE = 16
+#: Seconds after which a client that has closed its sending side is asked whether it still reads.
+_PROBES_S = (0.5, 5.0, 20.0)
+_LOOK_S = 0.25
+#: `TCP_INFO` state of a connection that was reset.
+_TCP_CLOSE = 7
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_COMMENT = b"3\r\n:\n\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limits of a server's connections; times in seconds.
+
+    Attributes:
+        max_connections: connections at once; 0 takes what the descriptors allow.
+        max_peer_connections: connections at once from one address; 0 for no limit.
+        head_timeout_s: from a connection, or a request's first byte, to the end of its head.
+        keepalive_s: how long an idle connection is kept.
+        max_line: bytes of the request line.
+        max_header: bytes of one header.
+        max_headers: headers.
+        read_buffer: bytes that are read before the handler has taken them.
+    """
+
+    max_connections: int = 0
+    max_peer_connections: int = 0
+    head_timeout_s: float = 15.0
+    keepalive_s: float = 120.0
+    max_line: int = 8190
+    max_header: int = 8190
+    max_headers: int = 100
+    read_buffer: int = 256 * 1024
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files to the hard one; return the limit, 0 where unknown."""
+    try:
+        import resource
+    except ImportError:  # not on this platform
+        return 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1_048_576 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError):
+            pass
+    return wanted if soft == resource.RLIM_INFINITY else soft
+
+
+def connection_cap(limits: ConnectionLimits, descriptors: int) -> int:
+    """Return the most connections: each may need a second descriptor, to a worker."""
+    fitting = max(16, (descriptors - _OTHER_DESCRIPTORS) // 2) if descriptors else 16_384
+    wanted = limits.max_connections or 16_384
+    return min(wanted, fitting)
+
+
+class Connections:
+    """The connections of one server.
+
+    When the cap is reached, a new connection takes the place of one that has no request under
+    way: first of those whose client never sent a whole request, from the address that has most
+    of them, the oldest. Where all are at work, a few more are let in, for health probes and
+    requests with a key (`reserved`); the rest is answered 503.
+    """
+
+    def __init__(self, cap: int, max_peer: int = 0) -> None:
+        self._cap = cap
+        self._reserve = max(4, cap // _RESERVE_SHARE)
+        self._max_peer = max_peer
+        self._open: dict[LimitedHandler, None] = {}
+        self._peers: Counter[str] = Counter()
+        self.evicted = 0
+        self.refused = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def admit(self, connection: LimitedHandler) -> bool:
+        """Count a new connection; return whether it may stay."""
+        if self._max_peer and self._peers[connection.peer] >= self._max_peer:
+            self.refused += 1
+            return False
+        if len(self._open) >= self._cap and not self._evict():
+            if len(self._open) >= self._cap + self._reserve:
+                self.refused += 1
+                return False
+            connection.reserved = True
+        self._open[connection] = None
+        self._peers[connection.peer] += 1
+        return True
+
+    def remove(self, connection: LimitedHandler) -> None:
+        """Forget a connection that ended."""
+        if connection in self._open:
+            del self._open[connection]
+            self._peers[connection.peer] -= 1
+            if self._peers[connection.peer] <= 0:
+                del self._peers[connection.peer]
+
+    def _evict(self) -> bool:
+        waiting = [each for each in self._open if each.waits]
+        if not waiting:
+            return False
+        strangers = [each for each in waiting if not each.served]
+        peers = Counter(each.peer for each in strangers)
+        victim = max(strangers, key=lambda each: peers[each.peer], default=waiting[0])
+        self.evicted += 1
+        self.remove(victim)
+        victim.force_close()
+        return True
+
+
+class LimitedHandler(RequestHandler):
+    """One connection: bounded in time, answered in the shape that all errors have.
+
+    Attributes:
+        peer: the client's address.
+        served: a request of it was answered with less than 400.
+        reserved: it was let in above the cap.
+        streams_events: the response under way is an event stream, which may hold comments.
+    """
+
+    __slots__ = ("_connections", "_content", "_half_open", "_head_s", "_head_timer", "_probe_timer",
+                 "peer", "reserved", "served", "streams_events")  # fmt: skip
+
+    def __init__(
+        self, server: web.Server, connections: Connections, limits: ConnectionLimits
+    ) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=limits.keepalive_s,
+            max_line_size=limits.max_line,
+            max_field_size=limits.max_header,
+            max_headers=limits.max_headers,
+            read_bufsize=limits.read_buffer,
+            lingering_time=2.0,
+            auto_decompress=False,
+        )
+        self._connections = connections
+        self._head_s = limits.head_timeout_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._half_open = False
+        self._content: StreamReader | None = None
+        self.peer = ""
+        self.served = False
+        self.reserved = False
+        self.streams_events = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether no request is under way: its head has not come, or the last was answered."""
+        if self._messages:
+            return False
+        waiter = self._waiter
+        return self._request_count == 0 or (waiter is not None and not waiter.done())
+
+    # --- the event loop's side --------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take a place, or answer that there is none."""
+        name = transport.get_extra_info("peername")
+        self.peer = str(name[0]) if isinstance(name, tuple) and name else ""
+        if not self._connections.admit(self):
+            self._manager = None  # it never joins the server's connections
+            _refuse(transport)
+            return
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Give the place back."""
+        self._connections.remove(self)
+        self._cancel_timers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; a head must end in time."""
+        if self._manager is None:
+            return
+        if self._head_timer is None and self.waits and data:
+            self._await_head()
+        super().data_received(data)
+        if self._messages:
+            self._content = self._messages[-1][1]
+        if not self.waits:
+            self._end_head()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Let a client that only closed its sending side have its answer."""
+        if self.waits or self._content is None or not self._content.is_eof():
+            return False
+        self._half_open = True
+        self._look_after(0, 0.0)
+        return True
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send the end of a response, and note what became of the connection."""
+        self.streams_events = False
+        if resp.status < 400:
+            self.served = True
+        if self.reserved or (self._half_open and not self._messages):
+            resp.force_close()
+        return await super().finish_response(request, resp, start_time)
+
+    # --- time -------------------------------------------------------------------------------
+
+    def _await_head(self) -> None:
+        self._head_timer = self._loop.call_later(self._head_s, self._head_late)
+
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        if self.waits and self.transport is not None:
+            self.transport.write(_raw(APIError(408, "The request's head did not end in time.")))
+            self.force_close()
+
+    def _look_after(self, probes: int, waited_s: float) -> None:
+        """See whether a half-closed client is still there, until its answer is sent.
+
+        A client that has closed both sides looks the same, until something is sent to it: then
+        its system resets the connection.
+        """
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        if _was_reset(transport):
+            self._half_open = False
+            transport.abort()
+            return
+        if probes < len(_PROBES_S) and waited_s >= _PROBES_S[probes]:
+            self._probe(transport)
+            probes += 1
+        self._probe_timer = self._loop.call_later(
+            _LOOK_S, self._look_after, probes, waited_s + _LOOK_S
+        )
+
+    def _probe(self, transport: asyncio.Transport) -> None:
+        request = self._current_request
+        if request is None or request.version < HttpVersion11:
+            return
+        if request.writer.output_size == 0:
+            transport.write(_CONTINUE)
+        elif self.streams_events:
+            transport.write(_COMMENT)
+
+    def _cancel_timers(self) -> None:
+        self._end_head()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+            self._probe_timer = None
+
+    # --- errors -----------------------------------------------------------------------------
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Tell of an unreadable request in the shape that all errors have."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of a response was already sent")
+        if isinstance(exc, LineTooLong) or (message or "").startswith("Too many headers"):
+            error = APIError(431, "The headers are too large or too many.")
+        elif status == 400:
+            error = bad_request(f"The request is not valid HTTP: {message}.")
+        else:
+            self.log_exception("Error handling request from %s", request.remote, exc_info=exc)
+            error = APIError(status, "The server failed; its log says why.")
+        response = web.Response(
+            status=error.status, body=error.body(), content_type="application/json"
+        )
+        response.force_close()
+        return response
+
+
+class Factory:
+    """Makes a `LimitedHandler` for each connection of a server."""
+
+    def __init__(self, server: web.Server, limits: ConnectionLimits) -> None:
+        self._server = server
+        self._limits = limits
+        descriptors = raise_descriptor_limit()
+        cap = connection_cap(limits, descriptors)
+        if 0 < descriptors < _FEW_DESCRIPTORS:
+            _log.warning(
+                "at most %d files may be open (RLIMIT_NOFILE), so that %d connections fit; "
+                "raise it with `ulimit -Hn` or LimitNOFILE=",
+                descriptors,
+                cap,
+            )
+        self.connections = Connections(cap, limits.max_peer_connections)
+
+    def __call__(self) -> LimitedHandler:
+        """Return the handler of a new connection."""
+        return LimitedHandler(self._server, self.connections, self._limits)
+
+
+async def close_old_streams(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """End a response of unknown length to an HTTP/1.0 client with its connection.
+
+    To be added to an application's `on_response_prepare`: such a client knows no other end.
+    """
+    if request.version < HttpVersion11 and not isinstance(response, web.Response):
+        response.force_close()
+
+
+def mark_event_stream(request: web.BaseRequest) -> None:
+    """Say that a request is about to be answered with an event stream."""
+    protocol: Any = request.protocol
+    if isinstance(protocol, LimitedHandler):
+        protocol.streams_events = True
+
+
+def is_reserved(request: web.BaseRequest) -> bool:
+    """Whether a request came over a connection above the cap."""
+    protocol: Any = request.protocol
+    return isinstance(protocol, LimitedHandler) and protocol.reserved
+
+
+def too_many_connections() -> APIError:
+    """Return the error for a connection above the cap."""
+    return APIError(503, "The server has too many connections. Try again later.", retry_after=1)
+
+
+def _refuse(transport: asyncio.BaseTransport) -> None:
+    cast(asyncio.Transport, transport).write(_raw(too_many_connections()))
+    transport.close()
+
+
+def _raw(error: APIError) -> bytes:
+    body = error_body(error.message, error.type, None, error.code)
+    return (
+        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+        b"retry-after: 1\r\nconnection: close\r\n\r\n%b"
+    ) % (error.status, error.type.encode(), len(body), body)
+
+
+def _was_reset(transport: asyncio.Transport) -> bool:
+    sock = transport.get_extra_info("socket")
+    if sock is None or not hasattr(socket, "TCP_INFO"):
+        return False
+    try:
+        state: bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    except OSError:
+        return False
+    return state[0] == _TCP_CLOSE

@@ -1,0 +1,189 @@
+"""The shape of a JSON text: how many values, how deep, known before any of it is decoded.
+
+A decoder holds Python's interpreter lock for as long as it works, so that a large body stops
+every stream of its process. The kernel here reads without that lock, in one pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.compiled import kernel
+from pigou.wire.errors import APIError, bad_request
+from pigou.wire.limits import (
+    MAX_BIASED,
+    MAX_DEPTH,
+    MAX_FIELD_BYTES,
+    MAX_FIELDS,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_STOP_TOKENS,
+    MAX_TOKEN_IDS,
+    MAX_TOOLS,
+    MAX_VALUES,
+)
+
+#: Bytes up to which a body is decoded on the event loop: well under a millisecond of work.
+SMALL = 64 * 1024
+
+_IDS = ("prompt", "prompt_token_ids", "tokens")
+_LONG = (*_IDS, "messages")
+#: Most items of a list or an object, by field.
+_ITEMS = {
+    "messages": MAX_MESSAGES,
+    "logit_bias": MAX_BIASED,
+    "stop_token_ids": MAX_STOP_TOKENS,
+    "tools": MAX_TOOLS,
+    "functions": MAX_TOOLS,
+}
+_REMEDY = {
+    "messages": "leave out the oldest, or join them",
+    "logit_bias": "leave out those that matter least",
+    "stop_token_ids": "leave some out",
+    "tools": "leave out those that the chat does not need",
+    "functions": "leave out those that the chat does not need",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Counts of a JSON text.
+
+    Attributes:
+        values: members and items of all its objects and lists, as far as commas tell.
+        items: those of the outermost one.
+        depth: of nesting.
+    """
+
+    values: int
+    items: int
+    depth: int
+
+
+@kernel
+def _measure(data: NDArray[np.uint8], out: NDArray[np.int64]) -> None:
+    """Count commas, commas at depth 1, and the greatest depth, outside strings."""
+    commas, outer, depth, deepest = 0, 0, 0, 0
+    quoted, escaped = False, False
+    for i in range(data.shape[0]):
+        byte = data[i]
+        if quoted:
+            if escaped:
+                escaped = False
+            elif byte == 0x5C:
+                escaped = True
+            elif byte == 0x22:
+                quoted = False
+        elif byte == 0x22:
+            quoted = True
+        elif byte == 0x2C:
+            commas += 1
+            if depth == 1:
+                outer += 1
+        elif byte | 0x20 == 0x7B:  # { or [
+            depth += 1
+            deepest = max(deepest, depth)
+        elif byte | 0x20 == 0x7D:  # } or ]
+            depth -= 1
+    out[0], out[1], out[2] = commas, outer, deepest
+
+
+def measure(data: bytes | memoryview) -> Shape:
+    """Return the shape of a JSON text, valid or not; does not hold the interpreter lock."""
+    out = np.zeros(3, dtype=np.int64)
+    _measure(np.frombuffer(data, dtype=np.uint8), out)
+    return Shape(int(out[0]) + 1, int(out[1]) + 1, int(out[2]))
+
+
+def check_body(data: bytes) -> None:
+    """Check a whole body, before it is decoded at all.
+
+    Raises:
+        APIError: 400, it is nested too deeply, or has too many fields.
+    """
+    if len(data) <= SMALL and data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
+    shape = measure(data)
+    if shape.depth > MAX_DEPTH:
+        raise bad_request(
+            f"The body is nested too deeply: {shape.depth} levels; at most {MAX_DEPTH} work."
+        )
+    if shape.items > MAX_FIELDS:
+        raise bad_request(f"The body has {shape.items} fields; at most {MAX_FIELDS} work.")
+
+
+def check_fields(fields: dict[str, msgspec.Raw], context: int = 0) -> None:
+    """Check the counts and sizes of a body's fields, which are still encoded.
+
+    Args:
+        fields: of a completion, a chat or a tokenize request.
+        context: tokens that the model can hold; 0 where that is not known.
+
+    Raises:
+        APIError: 400 for the first field that is too large, with its count and the bound.
+    """
+    cut = "truncate_prompt_tokens" in fields
+    for name, raw in fields.items():
+        view = memoryview(raw)
+        if name not in _LONG and len(view) > MAX_FIELD_BYTES:
+            raise bad_request(
+                f"{name[:80]} has {len(view)} bytes; at most {MAX_FIELD_BYTES} work: shorten it.",
+                name[:80],
+            )
+        if len(view) < 2 * MAX_TOOLS:
+            continue  # too short for any of the bounds, but for the model's context
+        shape = measure(view)
+        if name in _IDS:
+            _check_ids(name, view, shape, 0 if cut else context)
+            continue
+        if shape.items > (most := _ITEMS.get(name, MAX_VALUES)):
+            remedy = _REMEDY.get(name, "shorten it")
+            raise bad_request(
+                f"{name[:80]} has {shape.items} entries; at most {most} work: {remedy}.", name[:80]
+            )
+        if shape.values > MAX_VALUES:
+            raise bad_request(
+                f"{name[:80]} has {shape.values} values; at most {MAX_VALUES} work: shorten it.",
+                name[:80],
+            )
+
+
+def _check_ids(name: str, view: memoryview, shape: Shape, context: int) -> None:
+    """Check token ids, or several prompts."""
+    if shape.depth == 0:
+        return
+    if shape.depth == 1:
+        text = bytes(view[:64]).lstrip(b"[ \t\r\n").startswith(b'"')
+        if text and shape.items > MAX_PROMPTS:
+            raise _too_many_prompts(name, shape.items)
+        if not text and context and shape.items > context:
+            raise bad_request(
+                f"{name} has {shape.items} token ids; the model's context is {context} tokens: "
+                "shorten it.",
+                name,
+            )
+    elif shape.items > MAX_PROMPTS:
+        raise _too_many_prompts(name, shape.items)
+    if shape.values > MAX_TOKEN_IDS:
+        raise bad_request(
+            f"{name} has {shape.values} token ids; at most {MAX_TOKEN_IDS} work in one request: "
+            "send several requests.",
+            name,
+        )
+
+
+def _too_many_prompts(name: str, count: int) -> APIError:
+    return bad_request(
+        f"{name} has {count} prompts; at most {MAX_PROMPTS} work in one request: send several "
+        "requests.",
+        name,
+    )
+
+
+def warm_up() -> None:
+    """Compile and load the kernel."""
+    measure(b'{"a":[1]}')

@@ -1,0 +1,56 @@
+"""Request bodies of a worker: small ones are decoded at once, large ones on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from pigou.wire.bodies import read_json
+from pigou.wire.errors import decode_error
+from pigou.wire.off_loop import OffLoop
+from pigou.wire.openai import without_bom
+from pigou.wire.shape import SMALL, check_body, check_fields
+
+_B = TypeVar("_B")
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+#: Large bodies that may wait for a thread.
+_MOST_WAITING = 1024
+
+
+class Bodies:
+    """Reads and decodes bodies within bounds."""
+
+    def __init__(self, most: int, context: int) -> None:
+        """Read bodies of at most `most` bytes, for a model that holds `context` tokens."""
+        self._most = most
+        self._context = context
+        self._large = OffLoop(most_waiting=_MOST_WAITING)
+
+    async def read(self, request: web.Request, decode: Callable[[bytes], _B]) -> _B:
+        """Return what `decode` makes of a request's body, which must be declared as JSON.
+
+        Raises:
+            APIError: as `pigou.wire.bodies.read_json`; 400 for a body out of bounds. Whatever
+                `decode` raises.
+        """
+        data = await read_json(request, self._most)
+        if len(data) <= SMALL:
+            return self._decode(data, decode)
+        return await self._large.run("", lambda: self._decode(data, decode))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._large.close()
+
+    def _decode(self, data: bytes, decode: Callable[[bytes], _B]) -> _B:
+        data = without_bom(data)
+        check_body(data)
+        try:
+            fields = _fields.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise decode_error(error, data) from None
+        check_fields(fields, self._context)
+        return decode(data)
