@@ -405,7 +405,8 @@ def _options() -> dict[str, str]:
             GatewayConfig, ControlConfig, WatchConfig, hang="hang_timeout",
             prefill_ahead_ms="prefill_ahead",
         ),
-        "detector": "--detector", "cors_origins": "--cors-origin", "allowed_hosts": "--allowed-host",
+        "detector": "--detector", "cors_origins": "--cors-origin",
+        "allowed_hosts": "--allowed-host",
         **{f"index.{name}": f"--index-{name.replace('_', '-')}" for name in
            IndexConfig.__struct_fields__},
     }  # fmt: skip

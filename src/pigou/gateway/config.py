@@ -86,6 +86,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(
                 f"unknown_fields is {self.unknown_fields!r}; it must be {' or '.join(MODES)}"
             )
+        self._check_connections()
+        if self.journal is not None and (packing := Path(self.journal).suffix) in _PACKED:
+            raise ConfigError(
+                f"journal is {self.journal!r}, and journals are written plain; leave {packing} "
+                "away, and pack the file afterwards"
+            )
+        if not is_loopback(self.host) and self.api_keys_file is None and not self.allow_open:
+            raise ConfigError(
+                f"host is {self.host!r}, which other machines reach, and there are no API keys; "
+                "give --api-keys-file FILE, or --allow-open if the network is trusted"
+            )
+
+    def _check_connections(self) -> None:
+        """Refuse limits of connections that are out of range, and origins that are none."""
         for name in ("max_connections", "max_peer_connections"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
@@ -98,16 +112,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                     f"cors_origins has {origin!r}; an origin is SCHEME://HOST[:PORT], without a "
                     "path, or *"
                 )
-        if self.journal is not None and (packing := Path(self.journal).suffix) in _PACKED:
-            raise ConfigError(
-                f"journal is {self.journal!r}, and journals are written plain; leave {packing} "
-                "away, and pack the file afterwards"
-            )
-        if not is_loopback(self.host) and self.api_keys_file is None and not self.allow_open:
-            raise ConfigError(
-                f"host is {self.host!r}, which other machines reach, and there are no API keys; "
-                "give --api-keys-file FILE, or --allow-open if the network is trusted"
-            )
 
 
 def is_loopback(host: str) -> bool:
