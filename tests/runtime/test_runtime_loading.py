@@ -92,7 +92,7 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "'mrope'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is None"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "odd": 1}}, "'odd'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -109,7 +109,7 @@ def test_a_sliding_window_bounds_the_context() -> None:
     assert parse_config(make_config("mistral", sliding_window=100)).context == 100
     assert parse_config(make_config("mistral", sliding_window=None)).context == 512
     assert parse_config(make_config("qwen2", sliding_window=100)).context == 512
-    sliding = make_config("qwen2", sliding_window=100, use_sliding_window=True)
+    sliding = make_config("qwen2", sliding_window=100, use_sliding_window=True, max_window_layers=0)
     assert parse_config(sliding).context == 100
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pigou.runtime.errors import ModelError
-from pigou.runtime.rope import Rope, read_rope
+from pigou.runtime.rope import Rope, read_rope, scaled_context
 from pigou.text.ends import read_end_tokens
 
 #: Architectures that can be run -> name of the family.
@@ -18,6 +18,40 @@ FAMILIES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+}
+#: What transformers fills in where a family's config.json lacks a key; None: worked out.
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": None,
+}
+_QWEN2 = _LLAMA | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA
+    | {
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN2 | {"head_dim": 128},
 }
 
 
@@ -96,6 +130,7 @@ def parse_config(source: Mapping[str, Any]) -> ModelConfig:
             missing or impossible.
     """
     family = _family(source)
+    source = {**DEFAULTS[family], **source}
     _refuse(source)
     heads = _size(source, "num_attention_heads")
     hidden = _size(source, "hidden_size")
@@ -116,7 +151,7 @@ def parse_config(source: Mapping[str, Any]) -> ModelConfig:
         ffn=_size(source, "intermediate_size"),
         vocab=_size(source, "vocab_size"),
         context=_context(source, family),
-        norm_eps=float(source.get("rms_norm_eps", 1e-6)),
+        norm_eps=_epsilon(source),
         rope=read_rope(source, head_dim),
         tied=bool(source.get("tie_word_embeddings", False)),
         qkv_bias=biased or family == "qwen2",
@@ -145,13 +180,16 @@ def _family(source: Mapping[str, Any]) -> str:
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
+    if not names and source.get("model_type") in FAMILIES.values():
+        return str(source["model_type"])
     raise ModelError(f"architectures {names} are not supported; supported: {', '.join(FAMILIES)}")
 
 
 def _refuse(source: Mapping[str, Any]) -> None:
     """Refuse switches that would change the result if they were ignored."""
-    if source.get("quantization_config"):
-        raise ModelError("quantization_config: quantized weights are not supported; use bf16 ones")
+    for name in ("quantization_config", "compression_config"):
+        if source.get(name):
+            raise ModelError(f"{name}: quantized weights are not supported; use bf16 ones")
     activation = source.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"hidden_act {activation!r} is not supported; supported: 'silu'")
@@ -165,11 +203,32 @@ def _size(source: Mapping[str, Any], name: str, default: int | None = None) -> i
     return value
 
 
+def _epsilon(source: Mapping[str, Any]) -> float:
+    value = source["rms_norm_eps"]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ModelError(f"config.json: rms_norm_eps is {value!r}; it must be a number in [0, 1)")
+    return float(value)
+
+
 def _context(source: Mapping[str, Any], family: str) -> int:
-    context = _size(source, "max_position_embeddings")
-    window = source.get("sliding_window")
-    slides = family == "mistral" or bool(source.get("use_sliding_window", False))
-    return min(context, int(window)) if window and slides and family != "llama" else context
+    """Return the longest sequence, bounded by a window where one slides in any layer."""
+    _size(source, "max_position_embeddings")
+    context = scaled_context(source)
+    if family == "llama" or source["sliding_window"] is None:
+        return context
+    if family != "mistral" and not _slides(source):
+        return context
+    return min(context, _size(source, "sliding_window"))
+
+
+def _slides(source: Mapping[str, Any]) -> bool:
+    """Whether a window slides in any of Qwen's layers: those from `max_window_layers` on."""
+    if not source["use_sliding_window"]:
+        return False
+    if source.get("layer_types") is not None:
+        return "sliding_attention" in source["layer_types"]
+    whole: int = source["max_window_layers"]
+    return whole < _size(source, "num_hidden_layers")
 
 
 def _tokens(value: Any) -> frozenset[int]:

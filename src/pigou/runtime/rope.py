@@ -12,25 +12,33 @@ from numpy.typing import NDArray
 
 from pigou.runtime.errors import ModelError
 
+Frequencies = NDArray[np.float32]
+
+_ORIGINAL = "original_max_position_embeddings"
 _KEYS = {
     "default": set[str](),
     "linear": {"factor"},
-    "llama3": {
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    },
+    "dynamic": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": {
         "factor",
         "beta_fast",
         "beta_slow",
         "attention_factor",
-        "original_max_position_embeddings",
+        "mscale",
+        "mscale_all_dim",
         "truncate",
     },
+    "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
 }
-_COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+_ALIASES = {"su": "longrope"}
+#: Known to every type; `finetuned` is a note of old checkpoints.
+_COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "factor", "finetuned",
+           _ORIGINAL}  # fmt: skip
+#: Types whose `max_position_embeddings` says the scaled length already, as vLLM reads them.
+_SCALED_ALREADY = {"default", "llama3", "longrope"}
+#: Base where no key says one (transformers' default of all families here).
+_BASE = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +47,42 @@ class Rope:
 
     Attributes:
         frequencies: radians per position, shape (head_dim / 2,), float32.
-        amplitude: that cosines and sines are multiplied by (1 except for YaRN).
+        amplitude: that cosines and sines are multiplied by (1 except for YaRN and LongRoPE).
+        long: frequencies of an engine for more than `trained` positions (LongRoPE), or None.
+        trained: positions up to which nothing is scaled (dynamic, LongRoPE).
+        growth: base and factor of dynamic scaling, or None.
     """
 
-    frequencies: NDArray[np.float32]
+    frequencies: Frequencies
     amplitude: float = 1.0
+    long: Frequencies | None = None
+    trained: int = 0
+    growth: tuple[float, float] | None = None
+
+    def angles(self, positions: int) -> Frequencies:
+        """Return the angle of each position, shape (positions, head_dim / 2).
+
+        Dynamic scaling gives position p the frequencies of a sequence of p + 1 tokens, so that
+        what a token's keys are does not depend on what follows; transformers computes the same
+        when it decodes. LongRoPE goes by the engine's length, as in vLLM.
+        """
+        at = np.arange(positions, dtype=np.float32)[:, None]
+        if self.long is not None and positions > self.trained:
+            return at * self.long
+        if self.growth is None or positions <= self.trained:
+            return at * self.frequencies
+        return at * self._grown(positions)
+
+    def _grown(self, positions: int) -> Frequencies:
+        """Return NTK-scaled frequencies by position, shape (positions, head_dim / 2)."""
+        assert self.growth is not None
+        base, factor = self.growth
+        dims = 2 * len(self.frequencies)
+        length = np.maximum(np.arange(1, positions + 1), self.trained).astype(np.float64)
+        bases = base * (factor * length / self.trained - (factor - 1)) ** (dims / (dims - 2))
+        exponents = np.arange(0, dims, 2) / dims
+        grown: Frequencies = (1.0 / bases[:, None] ** exponents).astype(np.float32)
+        return grown
 
 
 def read_rope(source: Mapping[str, Any], head_dim: int) -> Rope:
@@ -52,53 +91,109 @@ def read_rope(source: Mapping[str, Any], head_dim: int) -> Rope:
     Raises:
         ModelError: the type is not supported, or a parameter is missing or unknown.
     """
-    given = dict(source.get("rope_parameters") or source.get("rope_scaling") or {})
-    kind = str(given.get("rope_type") or given.get("type") or "default")
-    if kind not in _KEYS:
-        raise ModelError(f"rope_type {kind!r} is not supported; supported: {', '.join(_KEYS)}")
-    known = {"factor"} | _COMMON | _KEYS[kind]
-    for name in given.keys() - known:
+    given, kind = _given(source)
+    for name in given.keys() - (_COMMON | _KEYS[kind]):
         raise ModelError(f"rope parameter {name!r} of {kind!r} is not supported")
     partial = given.get("partial_rotary_factor", source.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    if partial not in (None, 1.0):
         raise ModelError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
-    base = float(given.get("rope_theta") or source.get("rope_theta") or 10_000.0)
+    base = float(given.get("rope_theta") or source.get("rope_theta") or _BASE)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = (np.float32(1.0) / np.float32(base) ** exponents).astype(np.float32)
-    if kind == "linear":
-        return Rope((frequencies / _number(given, "factor")).astype(np.float32))
-    if kind == "llama3":
-        return Rope(_llama3(frequencies, given))
+    match kind:
+        case "linear":
+            rope = Rope((frequencies / _number(given, "factor")).astype(np.float32))
+        case "dynamic":
+            growth = (base, _number(given, "factor"))
+            rope = Rope(frequencies, trained=_longest(source), growth=growth)
+        case "llama3":
+            rope = Rope(_llama3(frequencies, given, _trained(source, given)))
+        case "yarn":
+            rope = _yarn(frequencies, given, base, _factors(source, given))
+        case "longrope":
+            rope = _longrope(frequencies, given, _factors(source, given))
+        case _:
+            rope = Rope(frequencies)
+    return rope
+
+
+def scaled_context(source: Mapping[str, Any]) -> int:
+    """Return how many positions the embedding reaches, as vLLM works out a model's context.
+
+    YaRN multiplies `original_max_position_embeddings`, linear and dynamic scaling multiply
+    `max_position_embeddings`; the others' is the scaled length already.
+
+    Raises:
+        ModelError: a number is missing or impossible.
+    """
+    given, kind = _given(source)
+    if kind in _SCALED_ALREADY:
+        return _longest(source)
     if kind == "yarn":
-        trained = given.get("original_max_position_embeddings") or source.get(
-            "max_position_embeddings", 0
-        )
-        return _yarn(frequencies, given, base, float(trained))
-    return Rope(frequencies)
+        trained, factor = _factors(source, given)
+        return int(trained * factor)
+    return int(_longest(source) * _number(given, "factor"))
+
+
+def _given(source: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the parameters that hold, and their type."""
+    given = source.get("rope_scaling") or source.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config.json: rope parameters are {given!r}; they must be an object")
+    if isinstance(given.get("full_attention"), Mapping):  # by type of layer
+        if any(other not in (None, given["full_attention"]) for other in given.values()):
+            raise ModelError("rope_parameters that differ by type of layer are not supported")
+        given = given["full_attention"]
+    said = str(given.get("rope_type") or given.get("type") or "default")
+    kind = _ALIASES.get(said, said)
+    if kind not in _KEYS:
+        raise ModelError(f"rope_type {kind!r} is not supported; supported: {', '.join(_KEYS)}")
+    return dict(given), kind
 
 
 def _number(given: Mapping[str, Any], name: str) -> float:
     value = given.get(name)
-    if not isinstance(value, (int, float)) or value <= 0:
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not usable or not 0 < value < math.inf:  # type: ignore[operator]
         raise ModelError(f"rope parameter {name} is {value!r}; it must be a number above 0")
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
-def _llama3(frequencies: NDArray[np.float32], given: Mapping[str, Any]) -> NDArray[np.float32]:
+def _longest(source: Mapping[str, Any]) -> int:
+    return int(_number(source, "max_position_embeddings"))
+
+
+def _trained(source: Mapping[str, Any], given: Mapping[str, Any]) -> float:
+    """Return the positions that the model was trained for before it was scaled."""
+    for place in (source, given):
+        if place.get(_ORIGINAL) is not None:
+            return _number(place, _ORIGINAL)
+    return float(_longest(source))
+
+
+def _factors(source: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[float, float]:
+    """Return trained positions, and the factor; by default that to `max_position_embeddings`."""
+    trained = _trained(source, given)
+    if given.get("factor") is None:
+        return trained, _longest(source) / trained
+    return trained, _number(given, "factor")
+
+
+def _llama3(frequencies: Frequencies, given: Mapping[str, Any], trained: float) -> Frequencies:
     """Slow down long waves by `factor`, leave short ones, blend between (Llama 3.1)."""
     factor = _number(given, "factor")
     low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
-    turns = _number(given, "original_max_position_embeddings") * frequencies / (2 * math.pi)
+    turns = trained * frequencies / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    blended: NDArray[np.float32] = (1 - kept) * frequencies / factor + kept * frequencies
+    blended: Frequencies = (1 - kept) * frequencies / factor + kept * frequencies
     return blended.astype(np.float32)
 
 
 def _yarn(
-    frequencies: NDArray[np.float32], given: Mapping[str, Any], base: float, trained: float
+    frequencies: Frequencies, given: Mapping[str, Any], base: float, factors: tuple[float, float]
 ) -> Rope:
     """Blend by the number of turns within the trained length (arXiv 2309.00071, section 3.2)."""
-    factor = _number(given, "factor")
+    trained, factor = factors
     dims = 2 * len(frequencies)
 
     def dim_of(turns: float) -> float:
@@ -112,7 +207,43 @@ def _yarn(
     span = high - low if high > low else 0.001
     slowed = np.clip((np.arange(len(frequencies)) - low) / span, 0.0, 1.0)
     blended = frequencies / factor * slowed + frequencies * (1 - slowed)
+    return Rope(blended.astype(np.float32), _yarn_amplitude(given, factor))
+
+
+def _yarn_amplitude(given: Mapping[str, Any], factor: float) -> float:
+    def amplitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return amplitude(given["mscale"]) / amplitude(given["mscale_all_dim"])
+    return amplitude(1.0)
+
+
+def _longrope(
+    frequencies: Frequencies, given: Mapping[str, Any], factors: tuple[float, float]
+) -> Rope:
+    """Divide each frequency by a factor of its own (arXiv 2402.13753)."""
+    trained, factor = factors
     amplitude = given.get("attention_factor")
     if amplitude is None:
-        amplitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-    return Rope(blended.astype(np.float32), float(amplitude))
+        grown = 1 + math.log(factor) / math.log(trained) if factor > 1 else 1.0
+        amplitude = math.sqrt(grown)
+    short = _list(given, "short_factor", len(frequencies))
+    long = _list(given, "long_factor", len(frequencies))
+    return Rope(
+        (frequencies / short).astype(np.float32),
+        float(amplitude),
+        long=(frequencies / long).astype(np.float32),
+        trained=int(trained),
+    )
+
+
+def _list(given: Mapping[str, Any], name: str, length: int) -> Frequencies:
+    values = given.get(name)
+    if not isinstance(values, list) or len(values) != length or not all(
+        isinstance(value, (int, float)) and value > 0 for value in values
+    ):  # fmt: skip
+        raise ModelError(f"rope parameter {name} must be a list of {length} numbers above 0")
+    return np.array(values, dtype=np.float32)

@@ -10,8 +10,7 @@ from pigou.runtime.rope import Rope
 
 def rotary_table(rope: Rope, positions: int, device: torch.device) -> Tensor:
     """Return cosines, then sines, of each position, shape (positions, head_dim), float32."""
-    frequencies = torch.from_numpy(rope.frequencies)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    angles = torch.from_numpy(rope.angles(positions))
     table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.amplitude
     return table.to(device)
 
