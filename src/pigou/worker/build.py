@@ -195,7 +195,7 @@ def _build_sleeping(config: WorkerConfig) -> Parts:
     folder = bundled() if config.model == "bundled" else Path(config.model)
     spec = _read_spec(folder)
     vocab = int(spec.get("vocab_size", 0))
-    longest = config.max_model_len or int(spec.get("max_position_embeddings", 2048))
+    longest = config.max_model_len or _context(spec)
     layout = KVLayout(
         model=config.model,
         digest="sleep",
@@ -233,6 +233,18 @@ def _times(config: WorkerConfig, folder: Path) -> Timed:
         config.timing, config.timing_model or str(folder), config.timing_gpu, config.timing_tp,
         config.timing_link, config.block_size,
     )  # fmt: skip
+
+
+def _context(spec: dict[str, Any]) -> int:
+    """Return the context of a model that is not computed, of whatever family."""
+    from pigou.runtime.errors import ModelError
+    from pigou.runtime.rope import scaled_context
+
+    spec = {"max_position_embeddings": 2048, **spec}
+    try:
+        return scaled_context(spec)
+    except ModelError:
+        return int(spec["max_position_embeddings"])
 
 
 def _read_spec(folder: Path) -> dict[str, Any]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from pigou.config import ConfigError
 from pigou.kv.tenure import Tenure, salt_expiry
 from pigou.text.template import ChatTemplate
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.sampling import Defaults, Limits
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,40 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     return ChatTemplate.choose(tokenizer.templates, tokenizer.names)
 
 
+#: Range of each sampling value of a generation config: least, most, and whether the least counts.
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, 2.0, True),
+    "top_p": (0.0, 1.0, False),
+    "top_k": (-1, 2**31 - 1, True),
+    "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, 10.0, False),
+}
+
+
 def sampling_defaults(generation: dict[str, Any]) -> Defaults:
     """Return the sampling that `generation_config.json` asks for, as vLLM reads it.
 
-    Raises:
-        ConfigError: a value is out of range.
+    `do_sample` is not looked at, as in vLLM: a temperature of 0 is greedy. A value that no
+    request could ask for is left out with a warning, so that a published file with a slip does
+    not keep its model from being served.
     """
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = {name: generation[name] for name in names if generation.get(name) is not None}
-    defaults = Defaults(**given)
-    if not (0 <= defaults.temperature <= 2 and 0 < defaults.top_p <= 1 and defaults.top_k >= -1):
-        raise ConfigError(f"generation_config.json asks for {given}; a value is out of range")
-    return defaults
+    given: dict[str, Any] = {}
+    for name, (least, most, inclusive) in _RANGES.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        if _is_within(value, least, most, inclusive):
+            given[name] = int(value) if name == "top_k" else float(value)
+            continue
+        log.warning(
+            "generation_config.json: %s is %r, which is left out; it must be in %s%g, %g]",
+            name, value, "[" if inclusive else "(", least, most,
+        )  # fmt: skip
+    return Defaults(**given)
+
+
+def _is_within(value: object, least: float, most: float, inclusive: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value <= most:
+        return False
+    whole = isinstance(least, float) or value == int(value)
+    return whole and (value >= least if inclusive else value > least)
