@@ -72,14 +72,14 @@ def test_sentencepiece_spaces_and_bytes_are_understood() -> None:
             {"type": "Fuse"},
         ],
     }
-    words = vocabulary(names, {0, 1}, decoder, byte_fallback=True)
+    words = vocabulary(names, {0, 1}, decoder)
     detokenizer = Detokenizer(words)
     assert [detokenizer.next(i) for i in (2, 4, 5, 6, 3, 1)] == [" Hello", "", "", "€", " ", ""]
 
 
 def test_an_unknown_decoder_is_refused_by_name() -> None:
-    with pytest.raises(VocabularyError, match="WordPiece"):
-        vocabulary({"a": 0}, set(), {"type": "WordPiece"}, byte_fallback=False)
+    with pytest.raises(VocabularyError, match="Strange"):
+        vocabulary({"a": 0}, set(), {"type": "Strange"})
 
 
 def test_an_id_without_a_token_has_no_text() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pigou.text.vocabulary import Vocabulary
+
+#: Tokens at most that may belong to one incomplete character.
+_MOST_HELD = 16
 
 
 class Detokenizer:
@@ -16,19 +19,26 @@ class Detokenizer:
     far, drops the text, and goes on.
     """
 
-    __slots__ = ("_hidden", "_pending", "_texts", "_vocabulary")
+    __slots__ = ("_hidden", "_pending", "_start", "_strip", "_texts", "_vocabulary", "_window")
 
-    def __init__(self, vocabulary: Vocabulary, skip_special: bool = True) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, skip_special: bool = True, *, begins: bool = True
+    ) -> None:
         """Begin at no text.
 
         Args:
             vocabulary: bytes of the tokens.
             skip_special: leave control tokens out of the text.
+            begins: the first token begins a text, where many tokenizers drop a space; False for
+                tokens that go on after a prompt.
         """
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts
         self._hidden = vocabulary.special if skip_special else frozenset[int]()
         self._pending = b""
+        self._start = begins
+        self._strip = vocabulary.strip if begins else b""
+        self._window = None if vocabulary.whole is None else _Window(vocabulary.whole)
 
     def feed(self, tokens: Iterable[int]) -> str:
         """Take further tokens; return the text that they complete."""
@@ -38,16 +48,74 @@ class Detokenizer:
         """Take one further token; return the text that it completes, "" within a character."""
         if token in self._hidden:
             return ""
+        if self._window is not None:
+            return self._window.next(token)
+        if self._start or self._strip:
+            return self._text_of(self._first_bytes(token))
         if not self._pending:
             text = self._texts[token] if 0 <= token < len(self._texts) else ""
             if text is not None:
                 return text
-        data = self._pending + self._vocabulary.bytes_of(token)
-        text, used = codecs.utf_8_decode(data, "replace", False)
-        self._pending = data[used:]
-        return text
+        return self._text_of(self._vocabulary.bytes_of(token))
 
     def flush(self) -> str:
         """End the text: return U+FFFD for a character that stayed incomplete, else ""."""
+        if self._window is not None:
+            return self._window.flush()
         pending, self._pending = self._pending, b""
         return pending.decode(errors="replace")
+
+    def _first_bytes(self, token: int) -> bytes:
+        """Return a token's bytes at the beginning of the text, without what is stripped there."""
+        data = self._vocabulary.bytes_of(token)
+        if self._start:
+            self._start = not 0 <= token < len(self._texts)
+            data = self._vocabulary.starts.get(token, data)
+        while data and self._strip:
+            if data[:1] != self._strip[:1]:
+                self._strip = b""
+                break
+            data, self._strip = data[1:], self._strip[1:]
+        return data
+
+    def _text_of(self, data: bytes) -> str:
+        text, used = codecs.utf_8_decode(self._pending + data, "replace", False)
+        self._pending = (self._pending + data)[used:]
+        return text
+
+
+class _Window:
+    """The last tokens of a text that only a decoder of whole lists can read.
+
+    Text that was shown stays as it is: a decoder that would change it, such as a replacement
+    across tokens, gives other text streamed than whole.
+    """
+
+    __slots__ = ("_decode", "_kept", "_shown", "_tokens")
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        """Begin at no text."""
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._kept = 0
+        self._shown = 0
+
+    def next(self, token: int) -> str:
+        """Take one further token; return the text that it completes."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if text.endswith("\ufffd") and len(self._tokens) < _MOST_HELD:
+            return ""
+        new = text[self._shown :]
+        if new:
+            # These tokens stay, for what the decoder puts between them and the next one.
+            self._tokens = self._tokens[self._kept :]
+            self._kept = len(self._tokens)
+            self._shown = len(self._decode(self._tokens))
+        return new
+
+    def flush(self) -> str:
+        """Return the text of the tokens that were held."""
+        text = self._decode(self._tokens)[self._shown :]
+        self._tokens, self._kept, self._shown = [], 0, 0
+        return text

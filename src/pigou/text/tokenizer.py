@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from pigou.text.detokenizer import Detokenizer
 from pigou.text.ends import end_tokens, read_object, read_templates
 from pigou.text.vocabulary import Vocabulary, vocabulary
 
@@ -58,12 +60,11 @@ class Tokenizer:
         special = {
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         }
-        model = spec.get("model") or {}
         words = vocabulary(
             backend.get_vocab(with_added_tokens=True),
             special,
             spec.get("decoder"),
-            bool(model.get("byte_fallback")),
+            partial(backend.decode, skip_special_tokens=False),
         )
         generation = _json(folder / "generation_config.json")
         named = _json(folder / "special_tokens_map.json")
@@ -99,9 +100,12 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """Return the text of token ids; invalid bytes become U+FFFD, unknown ids nothing."""
-        hidden = self.vocabulary.special if skip_special else frozenset[int]()
-        bytes_of = self.vocabulary.bytes_of
-        return b"".join(bytes_of(i) for i in ids if i not in hidden).decode(errors="replace")
+        whole = self.vocabulary.whole
+        if whole is not None:
+            hidden = self.vocabulary.special if skip_special else frozenset[int]()
+            return whole([i for i in ids if i not in hidden])
+        detokenizer = Detokenizer(self.vocabulary, skip_special)
+        return detokenizer.feed(ids) + detokenizer.flush()
 
     def name(self, token: int) -> str:
         """Return the text of one token, special ones by name; invalid bytes become U+FFFD."""

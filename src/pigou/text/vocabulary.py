@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_META = "\u2581"  # SentencePiece's visible space
+from pigou.text.decoders import read_chain
 
 
 class VocabularyError(ValueError):
@@ -23,10 +21,16 @@ class Vocabulary:
     Attributes:
         tokens: bytes by token id; None where the id has no token.
         special: ids of control tokens (begin, end, roles), which text does not show.
+        starts: bytes of tokens that differ at the beginning of a text.
+        strip: bytes that the beginning of a text loses, each once, in this order.
+        whole: decodes a list of ids where tokens do not stand for bytes one by one; else None.
     """
 
     tokens: tuple[bytes | None, ...]
     special: frozenset[int]
+    starts: Mapping[int, bytes] = field(default_factory=dict)
+    strip: bytes = b""
+    whole: Callable[[list[int]], str] | None = None
 
     @cached_property
     def texts(self) -> list[str | None]:
@@ -47,7 +51,10 @@ class Vocabulary:
 
 
 def vocabulary(
-    names: Mapping[str, int], special: Iterable[int], decoder: Any, byte_fallback: bool
+    names: Mapping[str, int],
+    special: Iterable[int],
+    decoder: Any,
+    whole: Callable[[list[int]], str] | None = None,
 ) -> Vocabulary:
     """Return the vocabulary of a `tokenizer.json`.
 
@@ -55,50 +62,27 @@ def vocabulary(
         names: token -> id, added tokens included.
         special: ids of control tokens.
         decoder: its `decoder` part.
-        byte_fallback: whether tokens like `<0x0A>` stand for a byte.
+        whole: decodes a list of ids, for decoders that do not work token by token.
 
     Raises:
-        VocabularyError: the decoder is neither byte-level nor SentencePiece's.
+        VocabularyError: the decoder does not work token by token, and there is no `whole`.
     """
-    kinds = set(_kinds(decoder))
-    if "ByteLevel" in kinds:
-        to_bytes = _byte_level
-    elif kinds & {"Metaspace", "Replace", "ByteFallback"}:
-        to_bytes = _fallback if byte_fallback else _meta
-    else:
-        raise VocabularyError(
-            f"the decoder of tokenizer.json is {sorted(kinds) or None}; "
-            "byte-level and SentencePiece tokenizers are supported"
-        )
+    chain = read_chain(decoder)
+    if chain is None and whole is None:
+        raise VocabularyError(f"the decoder of tokenizer.json is {decoder!r}, which is unknown")
     tokens: list[bytes | None] = [None] * (max(names.values(), default=-1) + 1)
-    hidden = frozenset(special)
+    starts: dict[int, bytes] = {}
     for name, index in names.items():
-        tokens[index] = name.encode() if index in hidden else to_bytes(name)
-    return Vocabulary(tuple(tokens), hidden)
-
-
-def _kinds(decoder: Any) -> Iterable[str]:
-    if isinstance(decoder, dict):
-        yield decoder.get("type", "")
-        for part in decoder.get("decoders", ()):
-            yield from _kinds(part)
-
-
-def _byte_level(name: str) -> bytes:
-    try:
-        return bytes(_CHARS[char] for char in name)
-    except KeyError:
-        return name.encode()  # an added token, written as it is
-
-
-def _meta(name: str) -> bytes:
-    return name.replace(_META, " ").encode()
-
-
-def _fallback(name: str) -> bytes:
-    if match := _BYTE_TOKEN.fullmatch(name):
-        return bytes([int(match[1], 16)])
-    return _meta(name)
+        tokens[index] = name.encode() if chain is None else chain.decode(name, first=False)
+        if chain is not None and (start := chain.decode(name, first=True)) != tokens[index]:
+            starts[index] = start
+    return Vocabulary(
+        tuple(tokens),
+        frozenset(special),
+        starts,
+        b"" if chain is None else chain.strip,
+        whole if chain is None else None,
+    )
 
 
 def _text(token: bytes | None) -> str | None:
@@ -106,16 +90,3 @@ def _text(token: bytes | None) -> str | None:
         return (token or b"").decode()
     except UnicodeDecodeError:
         return None
-
-
-def _byte_chars() -> dict[str, int]:
-    """Return GPT-2's map between bytes and printable characters: 33-126, 161-172 and 174-255
-    stand for themselves, the others for U+0100 and on.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    chars = {chr(byte): byte for byte in printable}
-    hidden = [byte for byte in range(256) if byte not in set(printable)]
-    return chars | {chr(256 + index): byte for index, byte in enumerate(hidden)}
-
-
-_CHARS = _byte_chars()

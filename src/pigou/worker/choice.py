@@ -74,7 +74,7 @@ class Choice:
         self._ends = self._eos | params.stop_token_ids
         self._least, self._most = params.min_tokens, params.max_tokens
         self._options = options
-        self._detokenizer = Detokenizer(tokenizer.vocabulary, options.skip_special)
+        self._detokenizer = Detokenizer(tokenizer.vocabulary, options.skip_special, begins=False)
         self._stops = None
         if options.stops:
             self._stops = Stops(options.stops, options.include_stop, params.min_tokens)
@@ -126,15 +126,15 @@ class Explainer:
 
     __slots__ = ("_detokenizer", "_tokenizer", "length")
 
-    def __init__(self, tokenizer: Tokenizer, resumed: list[int]) -> None:
-        """Begin after `resumed`."""
+    def __init__(self, tokenizer: Tokenizer, resumed: list[int], *, begins: bool = False) -> None:
+        """Begin after `resumed`, or after a prompt; `begins`: with the prompt."""
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer.vocabulary, skip_special=False)
+        self._detokenizer = Detokenizer(tokenizer.vocabulary, skip_special=False, begins=begins)
         self.length = len(self._detokenizer.feed(resumed))
 
     def fresh(self) -> Explainer:
         """Return one that begins at no text."""
-        return Explainer(self._tokenizer, [])
+        return Explainer(self._tokenizer, [], begins=True)
 
     def explain(self, report: Report) -> TokenLogprobs:
         """Explain the next token."""

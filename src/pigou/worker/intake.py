@@ -409,7 +409,9 @@ class Intake:
         if params.logprobs is not None or params.prompt_logprobs is not None:
             echoed = original if resumed and reply.options.echo is not None else []
             sequence.explainer = Explainer(model.tokenizer, resumed)
-            sequence.offset = Explainer(model.tokenizer, echoed).length + sequence.explainer.length
+            sequence.offset = (
+                Explainer(model.tokenizer, echoed, begins=True).length + sequence.explainer.length
+            )
         ticket = None if index else self._ticket(request, params.prompt_logprobs is not None)
         core = Request(
             id=id,

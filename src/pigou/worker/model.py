@@ -88,7 +88,7 @@ def sampling_defaults(generation: dict[str, Any]) -> Defaults:
         value = generation.get(name)
         if value is None:
             continue
-        if _is_within(value, least, most, inclusive):
+        if _is_within(value, least, most, inclusive) and (name != "top_k" or value == int(value)):
             given[name] = int(value) if name == "top_k" else float(value)
             continue
         log.warning(
@@ -101,5 +101,4 @@ def sampling_defaults(generation: dict[str, Any]) -> Defaults:
 def _is_within(value: object, least: float, most: float, inclusive: bool) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value <= most:
         return False
-    whole = isinstance(least, float) or value == int(value)
-    return whole and (value >= least if inclusive else value > least)
+    return value >= least if inclusive else value > least
