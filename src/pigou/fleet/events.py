@@ -25,6 +25,10 @@ _log = logging.getLogger("pigou.fleet")
 #: Batches that may wait at the subscriber before ZMQ drops some (which a replay then fills).
 _HIGH_WATER = 100_000
 _REPLAY_S = 5.0
+#: Bytes of one message, beyond which ZMQ ends the connection; batches and bytes of one replay.
+_MOST_MESSAGE, _MOST_REPLAY, _MOST_REPLAY_BYTES = 2**24, 100_000, 2**28
+#: Bytes above which a batch is decoded off the event loop; events applied between two turns of it.
+_LARGE, _SLICE = 2**16, 512
 #: Seconds after which a publisher that nobody has met is reported.
 _UNMET_S = 10.0
 
@@ -80,6 +84,7 @@ class Subscriber:
             socket = context.socket(zmq.SUB)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+            socket.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE)
             socket.setsockopt_string(zmq.SUBSCRIBE, self._source.topic)
             # Watched before it connects: a handshake that nobody watches is not told of later.
             monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
@@ -125,14 +130,25 @@ class Subscriber:
             self._lose()
             verdict = "apply"
         if verdict == "apply":
-            self._accept(number, payload)
+            await self._accept(number, payload)
 
-    def _accept(self, number: int, payload: bytes) -> None:
+    async def _accept(self, number: int, payload: bytes) -> None:
+        """Apply a batch; whatever is wrong with it costs what is known of this cache, no more."""
         self._order.next = number + 1
         try:
-            self._apply(decode_batch(payload).events)
+            if len(payload) > _LARGE:
+                batch = await asyncio.to_thread(decode_batch, payload)
+            else:
+                batch = decode_batch(payload)
+            for start in range(0, len(batch.events), _SLICE):
+                if start:
+                    await asyncio.sleep(0)
+                self._apply(batch.events[start : start + _SLICE])
         except EventError as error:
             _log.warning("%s: batch %d: %s", self._source.endpoint, number, error)
+            self._lose()
+        except Exception:
+            _log.exception("%s: batch %d cannot be applied", self._source.endpoint, number)
             self._lose()
 
     async def _catch_up(self, context: zmq.asyncio.Context, until: int | None) -> bool:
@@ -148,16 +164,18 @@ class Subscriber:
         if found[0][0] > wanted:
             self._lose()
         for number, payload in found:
-            self._accept(number, payload)
+            await self._accept(number, payload)
         return True
 
     async def _past(self, context: zmq.asyncio.Context, start: int) -> list[tuple[int, bytes]]:
         """Ask for past batches; return them in order, none when nobody answers in time."""
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self._source.replay)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE)
         found: list[tuple[int, bytes]] = []
+        size = 0
         try:
+            socket.connect(self._source.replay)
             async with asyncio.timeout(_REPLAY_S):
                 await _send(socket, [b"", sequence_frame(start)])
                 while True:
@@ -167,8 +185,12 @@ class Subscriber:
                     number = sequence_number(sequence)
                     if number is None:
                         return found
-                    found.append((number, payload))
-        except (TimeoutError, EventError, IndexError) as error:
+                    size += len(payload)
+                    if len(found) == _MOST_REPLAY or size > _MOST_REPLAY_BYTES:
+                        raise EventError(f"it has over {_MOST_REPLAY} batches, or is too large")
+                    if number >= (found[-1][0] + 1 if found else start):
+                        found.append((number, payload))
+        except (TimeoutError, EventError, IndexError, zmq.ZMQError) as error:
             _log.warning("%s: no replay: %s", self._source.replay, error or "no answer")
             return []
         finally:

@@ -27,6 +27,7 @@ _MOST_NUMBER, _MOST_NAME, _MOST_PAGE, _MOST_SOURCES = 2**31 - 1, 512, 2**23, 64
 #: Digits that a number of a metrics page has fewer than: any such fits 31 bits.
 _DIGITS = 10
 _SAMPLE = re.compile(rb"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_ENDPOINT = re.compile(r"(tcp|ipc)://\S+$")
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
@@ -224,10 +225,11 @@ def _finite(value: float) -> bool:
 
 def _publishes(value: Any) -> bool:
     """Whether a description names an endpoint; what it names besides must be text."""
-    if not isinstance(value, dict) or not _name(value.get("endpoint")):
+    if not isinstance(value, dict) or not _ENDPOINT.match(_name(value.get("endpoint"))):
         return False
-    others = (value.get("replay_endpoint"), value.get("topic"))
-    return all(other is None or isinstance(other, str) for other in others)
+    replay, topic = value.get("replay_endpoint"), value.get("topic")
+    reachable = not replay or bool(_ENDPOINT.match(_name(replay)))
+    return reachable and (topic is None or isinstance(topic, str))
 
 
 def _source(value: dict[str, Any], host: str) -> Source:

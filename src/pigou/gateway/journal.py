@@ -93,6 +93,9 @@ class Journal:
                 self._flush()
             except OSError as error:
                 self._fail(error.strerror or str(error))
+            except Exception as error:
+                _log.exception("the journal's thread failed")
+                self._fail(repr(error))
         os.close(self._file)
 
     def _flush(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -85,6 +85,10 @@ class Batch:
     rank: int | None = None
 
 
+#: Bounds of one event: blocks, tokens in a block, bytes of a hash, characters of a name.
+_MOST_BLOCKS, _MOST_BLOCK_SIZE, _MOST_HASH, _MOST_NAME = 2**16, 2**16, 64, 1024
+_Tokens = list[Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**32)]]
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 #: Order of the fields of the array shape, after the type.
@@ -156,12 +160,12 @@ def decode_batch(payload: bytes) -> Batch:
     """
     try:
         raw = _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise EventError(f"not MessagePack: {error}") from None
     if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[1], list):
         raise EventError("a batch is [timestamp, [events], rank?]")
     if not isinstance(raw[0], int | float):
-        raise EventError(f"timestamp is {raw[0]!r}; it must be a number")
+        raise EventError(f"timestamp is {_shown(raw[0])}; it must be a number")
     events = tuple(event for item in raw[1] if (event := _event(item)) is not None)
     rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
     return Batch(float(raw[0]), events, rank)
@@ -192,52 +196,74 @@ def _event(item: Any) -> WireEvent | None:
         names = _STORED if kind == "BlockStored" else _REMOVED
         fields = dict(zip(names, item[1:], strict=False))
     else:
-        raise EventError(f"an event is a map or a non-empty array, not {item!r}")
+        raise EventError(f"an event is a map or a non-empty array, not {_shown(item)}")
     if kind == "AllBlocksCleared":
         return Cleared()
     if kind not in ("BlockStored", "BlockRemoved"):
         return None
-    hashes = tuple(_hash(value) for value in _list(fields, "block_hashes"))
-    medium = fields.get("medium")
+    blocks = _list(fields, "block_hashes")
+    if len(blocks) > _MOST_BLOCKS:
+        raise EventError(f"an event has {len(blocks)} blocks; it may have {_MOST_BLOCKS}")
+    hashes = tuple(_hash(value) for value in blocks)
+    medium = _text(fields, "medium")
     if kind == "BlockRemoved":
         return Removed(hashes, medium)
     parent = fields.get("parent_block_hash")
     size = fields.get("block_size")
-    if not isinstance(size, int) or size < 1:
-        raise EventError(f"block_size is {size!r}; it must be a positive integer")
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MOST_BLOCK_SIZE:
+        raise EventError(f"block_size is {_shown(size)}; it must be in [1, {_MOST_BLOCK_SIZE}]")
     return Stored(
         hashes=hashes,
         parent=None if parent is None else _hash(parent),
-        token_ids=tuple(_list(fields, "token_ids")),
+        token_ids=_tokens(fields),
         block_size=size,
         medium=medium,
         salt=_salt(fields),
-        lora=fields.get("lora_name"),
+        lora=_text(fields, "lora_name"),
     )
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message, shortened; deep ones cannot be shown."""
+    return f"{value!r:.80}" if isinstance(value, str | int | float) else type(value).__name__
+
+
+def _text(fields: dict[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    if value is None or (isinstance(value, str) and len(value) <= _MOST_NAME):
+        return value
+    raise EventError(f"{name} is {_shown(value)}; it must be a short text or null")
+
+
+def _tokens(fields: dict[str, Any]) -> tuple[int, ...]:
+    try:
+        return tuple(msgspec.convert(_list(fields, "token_ids"), _Tokens, strict=True))
+    except msgspec.ValidationError as error:
+        raise EventError(f"token_ids: {error}") from None
 
 
 def _list(fields: dict[str, Any], name: str) -> list[Any]:
     value = fields.get(name)
     if not isinstance(value, list):
-        raise EventError(f"{name} is {value!r}; it must be a list")
+        raise EventError(f"{name} is {_shown(value)}; it must be a list")
     return value
 
 
 def _hash(value: Any) -> WireHash:
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return value & 0xFFFF_FFFF_FFFF_FFFF  # some engines send it signed
-    if isinstance(value, bytes):
+    if isinstance(value, bytes) and 0 < len(value) <= _MOST_HASH:
         return value
-    raise EventError(f"a block hash is an integer or bytes, not {value!r}")
+    raise EventError(f"a block hash is an integer or bytes, not {_shown(value)}")
 
 
 def _salt(fields: dict[str, Any]) -> str | None:
     """Return SGLang's `cache_salt`, or the salt that vLLM puts among the first block's keys."""
     salt = fields.get("cache_salt")
     if isinstance(salt, str):
-        return salt
+        return _text(fields, "cache_salt")
     keys = fields.get("extra_keys")
     if isinstance(keys, list) and keys and isinstance(keys[0], list):
         texts = [key for key in keys[0] if isinstance(key, str)]
-        return texts[-1] if texts else None
+        return texts[-1] if texts and len(texts[-1]) <= _MOST_NAME else None
     return None

@@ -12,6 +12,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from pigou.background import Background
 from pigou.config import ConfigError
 from pigou.wire.kv_events import END_OF_REPLAY, encode_batch, sequence_frame
 
@@ -52,9 +53,9 @@ class EventPublisher:
         self._past: deque[tuple[bytes, bytes]] = deque(maxlen=BUFFER)
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self, background: Background | None = None) -> None:
         """Begin to answer replays; within a running event loop."""
-        self._task = asyncio.create_task(self._replay(), name="kv-replay")
+        self._task = (background or Background()).start("KV event replay", self._replay)
 
     def publish(self, events: list[dict[str, Any]]) -> None:
         """Send the events of a step, as maps of the wire."""

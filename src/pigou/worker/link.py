@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import threading
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable
 
 from pigou.request import SECOND
 from pigou.sim.network import LinkConfig
+
+_log = logging.getLogger(__name__)
 
 
 class Link:
@@ -51,7 +54,10 @@ class Link:
 
     def _run(self) -> None:
         while (action := self._next()) is not None:
-            action()
+            try:
+                action()
+            except Exception:
+                _log.exception("an arrival could not be told")
 
     def _next(self) -> Callable[[], None] | None:
         """Wait for the next arrival; None when the link is closed and empty."""

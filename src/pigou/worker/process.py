@@ -103,7 +103,7 @@ class WorkerProcess:
         """Serve until a signal or a crash; return the exit status."""
         self.engine.start()
         if self._events is not None:
-            self._events.start()
+            self._events.start(self._background)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self.stop)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
@@ -144,7 +144,13 @@ class WorkerProcess:
     # --- from other threads -----------------------------------------------------------------
 
     def _report(self, report: Report) -> None:
-        self._loop.call_soon_threadsafe(self._service.deliver, report)
+        self._loop.call_soon_threadsafe(self._deliver, report)
+
+    def _deliver(self, report: Report) -> None:
+        try:
+            self._service.deliver(report)
+        except Exception as error:
+            self._background.failed("engine reports", error)
 
     def _crashed(self, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._die, error)
@@ -171,8 +177,16 @@ class WorkerProcess:
             self._config.kv_transfer, ("shm", "tcp") if parts.memory is not None else ("tcp",)
         )
         limits = transfer_config(self._config, backends)
-        sender = Sender(parts.store, lambda request: put(Release(request)), limits, parts.memory)
-        transfers = WorkerTransfers(sender, Receiver(parts.store, limits), put, parts.link)
+        sender = Sender(
+            parts.store,
+            lambda request: put(Release(request)),
+            limits,
+            parts.memory,
+            background=self._background,
+        )
+        transfers = WorkerTransfers(
+            sender, Receiver(parts.store, limits, self._background), put, parts.link
+        )
         self.engine.transfers = transfers
         return transfers
 

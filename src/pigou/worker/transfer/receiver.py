@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from pigou.background import Background
 from pigou.kv import xxh3
 from pigou.request import Ints
 from pigou.worker.transfer.config import TransferConfig
@@ -52,12 +53,18 @@ class Pull:
 class Receiver:
     """Pulls blocks that other workers offer, on threads of its own."""
 
-    def __init__(self, store: BlockStore, config: TransferConfig | None = None) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        config: TransferConfig | None = None,
+        background: Background | None = None,
+    ) -> None:
         """Start the threads.
 
         Args:
             store: where pulled blocks are written.
             config: limits.
+            background: runs the threads.
         """
         xxh3.warm_up()
         self._config = config or TransferConfig()
@@ -68,9 +75,9 @@ class Receiver:
         self._wake = threading.Condition()
         self._waiting: deque[Pull] = deque()
         self._closed = False
+        background = background or Background()
         self._threads = [
-            threading.Thread(target=self._run, name=f"kv-pull-{i}", daemon=True)
-            for i in range(self._config.threads)
+            background.thread(f"kv-pull-{i}", self._run) for i in range(self._config.threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -164,13 +171,19 @@ class Receiver:
             ticket = read_ticket(pull.params)
         except TransferError as error:
             return Outcome("", 0, 0, error.reason, error.detail)
-        return self._puller.pull(ticket, pull.first, pull.dest, lambda: pull.cancelled)
+        try:
+            return self._puller.pull(ticket, pull.first, pull.dest, lambda: pull.cancelled)
+        except Exception as error:  # whoever waits for the blocks must be answered
+            log.exception("a pull of request %s failed", ticket.remote_request_id)
+            return Outcome(ticket.remote_request_id, 0, 0, Reason.STORE, repr(error))
 
     def _decline(self, pull: Pull) -> None:
         try:
             self._puller.decline(read_ticket(pull.params))
         except TransferError as error:
             log.info("an offer could not be declined, and will expire: %s", str(error))
+        except Exception:
+            log.exception("an offer could not be declined, and will expire")
 
     def _finish(self, pull: Pull, outcome: Outcome) -> None:
         if outcome.reason is not Reason.OK:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+from pigou.background import Background
 from pigou.kv import xxh3
 from pigou.request import SECOND, Ints
 from pigou.worker.transfer.book import Offer, OfferBook
@@ -40,6 +40,7 @@ class Sender:
         on_release: Callable[[str], None],
         config: TransferConfig | None = None,
         memory: SharedMemory | None = None,
+        background: Background | None = None,
     ) -> None:
         """Bind the side channel and start the threads.
 
@@ -49,12 +50,14 @@ class Sender:
                 request's id, when its blocks were taken, declined, released, or have expired.
             config: limits.
             memory: the shared memory that the blocks lie in; without it `shm` is not offered.
+            background: runs the threads.
 
         Raises:
             OSError: the address cannot be bound.
             ValueError: the blocks do not lie in `memory`.
         """
         xxh3.warm_up()
+        background = background or Background()
         self._config = config or TransferConfig()
         self._store = store
         self._fingerprint = store.layout.fingerprint()
@@ -71,11 +74,12 @@ class Sender:
             book=self._book,
             exports=self._exports,
             tally=self._tally,
+            background=background,
         )
         self.port = self._channel.port
         self._threads = [
-            threading.Thread(target=self._hash, name="kv-checksum", daemon=True),
-            threading.Thread(target=self._book.reap, name="kv-lease", daemon=True),
+            background.thread("kv-checksum", self._hash),
+            background.thread("kv-lease", self._book.reap),
         ]
         for thread in self._threads:
             thread.start()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 
+from pigou.background import Background
 from pigou.kv import checksum
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND
@@ -45,6 +46,7 @@ class SideChannel:
         book: OfferBook,
         exports: Mapping[str, Export],
         tally: Tally,
+        background: Background,
     ) -> None:
         """Bind and begin to answer.
 
@@ -63,7 +65,7 @@ class SideChannel:
         self._closed = False
         self._listener = _listen(config.host, config.port)
         self.port: int = self._listener.getsockname()[1]
-        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._acceptor = background.thread("kv-accept", self._accept)
         self._acceptor.start()
 
     def close(self) -> None:
