@@ -332,19 +332,25 @@ def test_each_step_costs_the_same_however_many_wait(order: str) -> None:
             plane.tick(1)
         return time.process_time() - start
 
-    few, many = (min(seconds(waiting) for _ in range(3)) for waiting in (500, 10_000))
-    assert many < 4 * few, f"{many:.3f} s with 10,000 waiting, {few:.3f} s with 500"
+    pairs = [(seconds(500), seconds(10_000)) for _ in range(5)]
+    few, many = (min(times) for times in zip(*pairs, strict=True))
+    assert many < 8 * few, f"{many:.3f} s with 10,000 waiting, {few:.3f} s with 500"
 
 
 def test_those_that_exclude_a_worker_do_not_slow_the_others_down() -> None:
-    plane = fleet(1, max_seqs=4, max_inflight=4)
-    for number in range(2000):
-        plane.submit(Request(f"x{number}", 1, 1), 0, frozenset({"w0"}))
-    start = time.perf_counter()
-    for number in range(500):
-        assert isinstance(plane.submit(Request(f"r{number}", 1, 1), 0), Route)
-        plane.observe(Ended(f"r{number}", FinishReason.STOP), 1)
-    assert time.perf_counter() - start < 5.0
+    def seconds(excluding: int) -> tuple[float, ControlPlane]:
+        plane = fleet(1, max_seqs=4, max_inflight=4)
+        for number in range(excluding):
+            plane.submit(Request(f"x{number}", 1, 1), 0, frozenset({"w0"}))
+        start = time.process_time()
+        for number in range(500):
+            assert isinstance(plane.submit(Request(f"r{number}", 1, 1), 0), Route)
+            plane.observe(Ended(f"r{number}", FinishReason.STOP), 1)
+        return time.process_time() - start, plane
+
+    few, _ = min((seconds(4) for _ in range(3)), key=lambda each: each[0])
+    many, plane = min((seconds(2000) for _ in range(3)), key=lambda each: each[0])
+    assert many < 20 * few, f"{many:.3f} s with 2,000 that exclude it, {few:.3f} s with 4"
     assert ids(plane.tick(2 * SECOND)) == ["x0", "x1", "x2", "x3"]
 
 

@@ -372,6 +372,9 @@ def test_the_papers_controller_sets_temperature_and_overlap_weight_by_regime(
         state = (status.regime, status.temperature, status.parameters[parameter])
         if not seen or seen[-1] != state:
             seen.append(state)
-    assert ("saturated", 0.8, 0.1) in seen
-    assert ("transition", 0.7, 1.0) in seen
-    assert seen[-1][0] != "saturated"
+    assert seen == [
+        ("below", 0.0, 1.0),
+        ("transition", 0.7, 1.0),
+        ("saturated", 0.8, 0.1),
+        ("transition", 0.7, 1.0),
+    ]

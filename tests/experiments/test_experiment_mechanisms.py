@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pigou.cli import build
+from pigou.config import ControlConfig
 from pigou.experiments import adaptive
 from pigou.experiments.detect import Poller, Watcher, regime_of
 from pigou.experiments.fleets import Reading, fleet
@@ -18,6 +19,9 @@ from pigou.experiments.rows import COMPARED
 from pigou.experiments.table4 import errors, table4
 from pigou.experiments.window import Measured
 from pigou.sim.client import ClientConfig
+from pigou.sim.config import read_fleet
+from pigou.sim.simulate import Setup, Simulation
+from pigou.sim.workload import Lengths, renewal
 
 ONE = fleet("340b-1p2d")
 
@@ -74,12 +78,30 @@ def test_the_regime_depends_on_who_looks() -> None:
     assert regime_of(calls, 40.0, Thresholds(0.05, 0.06), server=True) == "saturated"
 
 
-def test_all_cached_blocks_are_on_the_device() -> None:
+def test_the_papers_memory_is_nearly_empty_and_nothing_is_evicted() -> None:
     watcher = Watcher()
     run(Level(ONE, "fair", 16, hold=10.0), 1, (watcher.follow,))
-    tiers = watcher.tiers()
-    assert (tiers["g1"], tiers["g2"], tiers["g3"]) == (1.0, 0.0, 0.0)
-    assert 0.0 < tiers["g1_used_at_most"] < 0.05
+    memory = watcher.memory()
+    assert 0.0 < memory["g1_used_at_most"] < 0.05
+    assert memory["g1_cached_blocks"] > 0
+    assert memory["g1_evicted_blocks"] == 0
+
+
+def test_a_watcher_sees_evictions_where_memory_is_short() -> None:
+    watcher = Watcher()
+    made = Simulation(
+        renewal(Lengths(input=(20, 400), output=(1, 60), templates=5), 20.0, 1.5, 60, 0.0, 1),
+        read_fleet("1xboth"),
+        Setup(timing="law:itl_a=0.008,itl_b=0.0003,prefill=0.004", blocks=60, max_seqs=16),
+        ControlConfig(),
+        ClientConfig(),
+        seed=0,
+    )
+    watcher.follow(made)
+    made.run()
+    memory = watcher.memory()
+    assert memory["g1_evicted_blocks"] > 0
+    assert memory["g1_cached_blocks"] <= 60
 
 
 def test_the_controller_sets_the_router_when_the_client_s_latency_rises() -> None:

@@ -331,15 +331,16 @@ async def serving(
     *stubs: Stub,
     control: ControlConfig | None = None,
     keys: Keys | None = None,
+    drain_s: float = 0.2,
     **limits: Any,
 ) -> AsyncIterator[Fleet]:
-    """Run a gateway over these stubs, all of them up."""
+    """Run a gateway over these stubs, all of them up; its end waits `drain_s` for requests."""
     runners = [await stub.start() for stub in stubs]
     pilot = Pilot(ControlPlane(control or ControlConfig()))
     metrics = Metrics()
     config = GatewayConfig(port=0, **limits)
     board = Board(pilot, list)
-    server = GatewayServer(Gateway(config, pilot, metrics, board, keys, 1), shutdown_s=0.2)
+    server = GatewayServer(Gateway(config, pilot, metrics, board, keys, 1), shutdown_s=drain_s)
     try:
         async with server:
             for stub in stubs:

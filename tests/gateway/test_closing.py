@@ -43,7 +43,7 @@ async def test_a_stream_that_outlasts_the_drain_ends_in_an_error_event_and_done(
                 await under_way(stub, 3)
                 await asyncio.sleep(0.1)
                 before = time.monotonic()
-            assert time.monotonic() - before < 2.0
+            assert time.monotonic() - before < 20.0
         for status, text in await asyncio.gather(*going):
             *chunks, last, done, rest = text.split("\n\n")
             assert (status, done, rest) == (200, "data: [DONE]", "")
@@ -70,7 +70,7 @@ async def test_what_ends_within_the_drain_is_whole_and_nothing_is_logged(
 ) -> None:
     stub = Stub("a", script=Script(delay_s=0.05))
     async with aiohttp.ClientSession() as session:
-        async with serving(stub) as fleet:
+        async with serving(stub, drain_s=60.0) as fleet:
             going = asyncio.create_task(fetch(session, fleet.url, stream=False, tokens=5))
             await under_way(stub, 1)
         status, text = await going
@@ -79,8 +79,9 @@ async def test_what_ends_within_the_drain_is_whole_and_nothing_is_logged(
 
 
 async def test_a_gateway_that_drains_takes_no_more_requests_on_an_open_connection() -> None:
-    stub = Stub("a", script=Script(held=asyncio.Event()))
-    async with aiohttp.ClientSession() as session, serving(stub) as fleet:
+    held = asyncio.Event()
+    stub = Stub("a", script=Script(held=held))
+    async with aiohttp.ClientSession() as session, serving(stub, drain_s=60.0) as fleet:
         async with session.get(fleet.url + "/version") as response:
             await response.read()
         async with aiohttp.ClientSession() as other:
@@ -89,6 +90,7 @@ async def test_a_gateway_that_drains_takes_no_more_requests_on_an_open_connectio
             stopping = asyncio.create_task(fleet.stop())
             await asyncio.sleep(0.05)
             status, text = await fetch(session, fleet.url, stream=False)
+            held.set()
             await asyncio.gather(going, stopping)
     assert (status, len(stub.seen)) == (503, 1)
     assert "shutting down" in json.loads(text)["error"]["message"]

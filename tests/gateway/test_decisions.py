@@ -139,8 +139,9 @@ def test_a_header_is_read_or_refused(text: str) -> None:
 
 async def test_the_gauges_say_what_the_page_says() -> None:
     async with serving(Stub("a", script=Script(delay_s=0.02)), Stub("b")) as fleet:
-        running = [asyncio.create_task(ask(fleet, stream=True, max_tokens=20)) for _ in range(6)]
-        await asyncio.sleep(0.15)
+        running = [asyncio.create_task(ask(fleet, stream=True, max_tokens=60)) for _ in range(6)]
+        while sum(fleet.metrics.itl._counts) <= 6:
+            await asyncio.sleep(0.01)
         async with (
             aiohttp.ClientSession() as session,
             session.get(fleet.url + "/metrics") as response,

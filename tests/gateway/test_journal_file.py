@@ -15,7 +15,7 @@ from pigou.gateway.journal import Journal
 CONFIG = ControlConfig(policy="toll", seed=3)
 
 
-def wait(law: object, seconds: float = 5.0) -> None:
+def wait(law: object, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not law():  # type: ignore[operator]
         assert time.monotonic() < end

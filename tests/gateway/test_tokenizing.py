@@ -76,11 +76,12 @@ async def decided(
 
 async def settled(serving: Serving) -> None:
     """Wait until KV events have been quiet for a while."""
-    index, last = serving.pilot.plane.index, -1
-    for _ in range(100):
+    index, last, quiet = serving.pilot.plane.index, -1, 0
+    for _ in range(400):
         await asyncio.sleep(0.05)
         events = sum(index.cache(worker).events for worker in serving.pilot.upstreams)
-        if events == last and events:
+        quiet = quiet + 1 if events == last and events else 0
+        if quiet == 6:
             return
         last = events
     raise AssertionError("KV events never stop")

@@ -18,3 +18,12 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += round(seconds * SECOND)
+
+
+@dataclass
+class TickingClock(Clock):
+    """Time that also passes by a millisecond at each look: a budget of it is one of looks."""
+
+    def monotonic_ns(self) -> int:
+        self.now += SECOND // 1000
+        return self.now

@@ -135,16 +135,21 @@ def test_lower_priority_numbers_go_first(start_worker: Callable[..., Worker]) ->
     worker = start_worker("--max-seqs", "1", "--sleep-base", "20000000", "--repeat", "1")
     from concurrent.futures import ThreadPoolExecutor
 
-    def run(name: str, priority: int) -> tuple[str, float]:
-        worker.complete("Hello", max_tokens=5, priority=priority)
+    def run(name: str, priority: int, tokens: int = 5) -> tuple[str, float]:
+        worker.complete("Hello", max_tokens=tokens, priority=priority)
         return name, time.monotonic()
 
+    def until(metric: str, count: int) -> None:
+        while worker.metric(metric) != count:
+            time.sleep(0.01)
+
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(run, "first", 0)
-        time.sleep(0.06)
+        first = pool.submit(run, "first", 0, 200)
+        until("vllm:num_requests_running", 1)
         low = pool.submit(run, "low", 5)
-        time.sleep(0.03)
+        until("vllm:num_requests_waiting", 1)
         high = pool.submit(run, "high", -5)
+        until("vllm:num_requests_waiting", 2)
         ends = sorted((future.result() for future in (first, low, high)), key=lambda end: end[1])
     assert [name for name, _ in ends] == ["first", "high", "low"]
 

@@ -30,7 +30,7 @@ def begin(worker: Worker, body: dict[str, object]) -> socket.socket:
     return peer
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -102,7 +102,7 @@ def test_a_request_larger_than_the_pool_is_refused(start_worker: Callable[..., W
 def test_sigterm_lets_streams_end_and_takes_no_more(start_worker: Callable[..., Worker]) -> None:
     worker = start_worker("--sleep-base", "20000000")
     with ThreadPoolExecutor(1) as pool:
-        body = {"prompt": "Hello", "max_tokens": 40, "stream": True}
+        body = {"prompt": "Hello", "max_tokens": 250, "stream": True}
         running = pool.submit(worker.post, "/v1/completions", body)
         wait_for(lambda: worker.metric("vllm:num_requests_running") == 1)
         worker.process.send_signal(signal.SIGTERM)
@@ -110,8 +110,8 @@ def test_sigterm_lets_streams_end_and_takes_no_more(start_worker: Callable[..., 
         refused = worker.post("/v1/completions", {"prompt": "a"})
         assert refused.status == 503
         assert "Retry-After" in refused.headers
-        assert len(running.result().chunks) == 40
-    assert worker.process.wait(20) == 0
+        assert len(running.result().chunks) == 250
+    assert worker.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("signals", [1, 2], ids=["drain", "second-signal"])
@@ -136,16 +136,16 @@ def test_what_outlasts_the_drain_is_told_so(
             assert "shutting down" in error["message"]
         assert plain.result().status == 503
         assert plain.result().headers["Retry-After"] == "1"
-    assert worker.process.wait(20) == 0
-    assert time.monotonic() - before < 4
+    assert worker.process.wait(60) == 0
+    assert time.monotonic() - before < 25  # the requests would take 30
 
 
 def test_an_idle_worker_ends_at_once(start_worker: Callable[..., Worker]) -> None:
     worker = start_worker()
     before = time.monotonic()
     worker.process.send_signal(signal.SIGTERM)
-    assert worker.process.wait(20) == 0
-    assert time.monotonic() - before < 10
+    assert worker.process.wait(60) == 0
+    assert time.monotonic() - before < 20
 
 
 def test_a_worker_ends_with_its_parent(model_folder: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_worker_ends_with_its_parent(model_folder: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_for(lambda: not _alive(pid), 10)
+    wait_for(lambda: not _alive(pid))
 
 
 def _alive(pid: int) -> bool:
@@ -183,5 +183,5 @@ def test_no_shared_memory_is_left_behind(start_worker: Callable[..., Worker]) ->
     mine = [name for name in os.listdir("/dev/shm") if name.startswith(f"pigou-kv-{pid}-")]
     assert len(mine) == 1
     worker.process.send_signal(signal.SIGTERM)
-    assert worker.process.wait(20) == 0
+    assert worker.process.wait(60) == 0
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"pigou-kv-{pid}-")]

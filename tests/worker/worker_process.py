@@ -82,7 +82,7 @@ class Worker:
                 total += float(value)
         return total
 
-    def settle(self, seconds: float = 20.0) -> None:
+    def settle(self, seconds: float = 60.0) -> None:
         """Wait until nothing runs, waits or is held, and every block is free."""
         end = time.monotonic() + seconds
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "pigou_kv_requests_held")

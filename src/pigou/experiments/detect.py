@@ -9,20 +9,15 @@ from typing import Any
 
 from pigou.control.saturation.detector import LEVELS, Regime, Sample
 from pigou.control.saturation.paper import PaperConfig, PaperDetector
-from pigou.experiments.fleets import LENGTHS
 from pigou.experiments.paper import Thresholds
 from pigou.experiments.window import at
-from pigou.request import SECOND, Request
+from pigou.request import SECOND
 from pigou.sim.call import Call
 from pigou.sim.clock import EPOCH, Phase
-from pigou.sim.hashes import block_hashes
 from pigou.sim.result import Result
 from pigou.sim.simulate import Simulation
-from pigou.sim.workload import Job
 
 POLL = 5.0
-BLOCK = 16
-_TIERS = {"g1": "device", "g2": "host", "g3": "storage"}
 _PARTS = ("whole", "queueing", "routing", "prefill_decode")
 
 
@@ -67,24 +62,20 @@ class Watcher:
         self._simulation = simulation
         simulation.clock.at(EPOCH, Phase.TICK, -91, self._look)
 
-    def tiers(self) -> dict[str, float]:
-        """Return the shares of cached template blocks by tier, and how full the device's was.
+    def memory(self) -> dict[str, float]:
+        """Return what the workers' KV caches hold at the end, and what they gave up.
 
-        They are what the control plane's index knows at the end; 0 each where nothing is cached.
+        `g1_cached_blocks` and `g1_evicted_blocks` count all workers; `g1_used_at_most` is the
+        largest share in use on any worker at any look.
         """
         assert self._simulation is not None
-        plane = self._simulation.fleet.plane
-        counts = dict.fromkeys(("device", "host", "storage"), 0)
-        for template in range(LENGTHS.templates):
-            tokens, output = LENGTHS.input[0], LENGTHS.output[0]
-            job = Job(tokens, output, (template,), scope=1, block=float(tokens))
-            request = Request("probe", tokens, output, block_hashes(job, 0, BLOCK))
-            found = plane.index.overlaps(plane.state.ids, request.keys_of(BLOCK))
-            for name in counts:
-                counts[name] += int(getattr(found, name).sum())
-        held = sum(counts.values()) or 1
-        shares = {tier: counts[name] / held for tier, name in _TIERS.items()}
-        return {**shares, "g1_used_at_most": self.usage}
+        fleet = self._simulation.fleet
+        cores = [member.sim.core for member in fleet.members if member.sim is not None]
+        return {
+            "g1_used_at_most": self.usage,
+            "g1_cached_blocks": sum(core.cached_blocks for core in cores),
+            "g1_evicted_blocks": fleet.plane.index.removed,
+        }
 
     def anarchy(self, result: Result) -> dict[str, float] | None:
         """Return the calibrated Price of Anarchy of the last window, and its parts."""

@@ -47,7 +47,7 @@ def regimes(
             regime_client=regime_of(calls, level.end, thresholds),
             regime_server=regime_of(calls, level.end, thresholds, server=True),
             regime_plane=max((each for _, each in watchers[0].regimes), key=_level).value,
-            kv_tiers=watchers[0].tiers(),
+            kv_memory=watchers[0].memory(),
         )  # fmt: skip
         ttft = found["ttft_p99_s"]
         found["slope_s"] = None if last is None else (ttft - last[1]) / (users - last[0])

@@ -32,7 +32,7 @@ def table4(
             NAME, users, [each.measured for each in seen], seeds,
             EXPERIMENT1[fleet.name].get(users),
             regime=regime_of(first.result.calls, level.end, THRESHOLDS_OF_TABLE_4),
-            kv_tiers=watchers[0].tiers(), poa_calibrated=watchers[0].anarchy(first.result),
+            kv_memory=watchers[0].memory(), poa_calibrated=watchers[0].anarchy(first.result),
             equilibrium=estimate(fleet, first.measured),
         )  # fmt: skip
 

@@ -90,7 +90,7 @@ class Wait:
             self.outcomes.append(outcome)
             self._came.notify_all()
 
-    def one(self, seconds: float = 20) -> Outcome:
+    def one(self, seconds: float = 60) -> Outcome:
         with self._came:
             assert self._came.wait_for(lambda: self.outcomes, seconds), "the pull never ended"
             assert len(self.outcomes) == 1
@@ -103,7 +103,7 @@ def pull(receiver: Receiver, params: object, dest: Any, first: int = 0) -> Outco
     return wait.one()
 
 
-def eventually(true: Callable[[], object], seconds: float = 20) -> None:
+def eventually(true: Callable[[], object], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it never came true"
