@@ -125,3 +125,80 @@ def test_an_end_without_a_token_is_a_failure() -> None:
     tally.feed(b"[DONE]", 0)
     with pytest.raises(Broken, match="no tokens"):
         tally.close()
+
+
+def streamed(counts: list[int], told: Any, final: Any = None) -> Any:
+    """A stream of chunks with so many tokens, 1 s apart; `told(seen, new, at)` is their usage."""
+    tally, seen = Tally(), 0
+    for at, new in enumerate(counts):
+        seen += new
+        value = told(seen, new, at)
+        more = {} if value is None else {"usage": usage(value)}
+        feed(tally, at * 1000, **text("x" * new), **more)
+    if final is not None:
+        feed(tally, len(counts) * 1000, choices=[], usage=usage(final))
+    tally.feed(b"[DONE]", 0)
+    return tally.close()
+
+
+ONES, SEVERAL = [1] * 308, [1, 3, 2, 4, 1, 1] * 20
+ODD_USAGE = {
+    "zero until the end": lambda seen, new, at: 0,
+    "null until the end": lambda seen, new, at: None,
+    "the total from the start": lambda seen, new, at: 308,
+    "each chunk's own": lambda seen, new, at: new,
+    "running": lambda seen, new, at: seen,
+    "one for ever": lambda seen, new, at: 1,
+    "counts down": lambda seen, new, at: 308 - seen,
+}
+
+
+@pytest.mark.parametrize("final", [308, None])
+@pytest.mark.parametrize("told", ODD_USAGE.values(), ids=ODD_USAGE)
+def test_gaps_are_those_of_the_chunks_whatever_usage_says(told: Any, final: int | None) -> None:
+    stream = streamed(ONES, told, final)
+    assert stream.tokens == 308
+    assert stream.gaps.tolist() == [1000] * 307
+    assert (stream.first, stream.last) == (0, 307_000)
+
+
+def test_usage_that_tells_each_chunks_own_tokens_is_known_from_a_running_one() -> None:
+    for told, way in ((ODD_USAGE["running"], "usage"),
+                      (ODD_USAGE["each chunk's own"], "usage_per_chunk")):  # fmt: skip
+        for final in (sum(SEVERAL), None):
+            stream = streamed(SEVERAL, told, final)
+            assert (stream.counted, stream.tokens) == (way, sum(SEVERAL))
+            assert stream.chunks == len(SEVERAL)
+            assert stream.gaps.sum() == stream.last
+
+
+def test_a_usage_that_tells_nothing_until_the_end_gives_way_to_token_ids() -> None:
+    tally = Tally()
+    for now in range(4):
+        feed(tally, now, **text("ab", token_ids=[1, 2]), usage=usage(0))
+    feed(tally, 9, choices=[], usage=usage(8))
+    tally.feed(b"[DONE]", 9)
+    stream = tally.close()
+    assert (stream.counted, stream.tokens) == ("token_ids", 8)
+    assert stream.gaps.tolist() == [0, 1, 0, 1, 0, 1, 0]
+
+
+def test_a_zero_total_on_the_last_chunk_is_not_believed() -> None:
+    tally = Tally()
+    for now in range(10):
+        feed(tally, now, **text(finish="length" if now == 9 else None), usage=usage(0))
+    tally.feed(b"[DONE]", 9)
+    assert tally.close().tokens == 10
+
+
+@pytest.mark.parametrize("payload", [b"", b'{"choices": null}', b'{"usage": {}}', b"{}",
+                                     b'{"choices": [{"delta": null}], "usage": null}',
+                                     b'{"choices": [], "usage": {"completion_tokens": 2.0}}',
+                                     b'{"choices": [], "error": null}'])  # fmt: skip
+def test_harmless_chunks_break_no_measurement(payload: bytes) -> None:
+    tally = Tally()
+    for now in range(2):
+        tally.feed(payload, now)
+        feed(tally, now, **text())
+    tally.feed(b"[DONE]", 3)
+    assert tally.close().tokens == 2

@@ -8,8 +8,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-#: What told how many tokens a chunk held: usage on every chunk, token ids, or nothing (one each).
-Counted = Literal["usage", "token_ids", "chunks"]
+#: What told how many tokens a chunk held: a running usage, a usage of each chunk's own, token ids,
+#: or nothing (one each).
+Counted = Literal["usage", "usage_per_chunk", "token_ids", "chunks"]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,14 +15,17 @@ from pigou.workload.outcome import Counted, Failure, Stream
 #: Ends of a stream that are no result (vLLM ends an aborted request so, with status 200).
 _ABORTED = frozenset({"abort", "error"})
 
+#: A final count below the chunks with text by this factor is not the whole's.
+_DOUBT = 4
+
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -48,12 +52,12 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = msgspec.field(default_factory=list)
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
 
 
-_DECODER = msgspec.json.Decoder(_Chunk)
+_DECODER = msgspec.json.Decoder(_Chunk, strict=False)  # counts may be floats
 
 
 class Broken(Exception):
@@ -64,24 +68,32 @@ class Broken(Exception):
         self.failure = Failure(reason, detail)
 
 
+class _Event(NamedTuple):
+    """A chunk of the choice: when it came, its tokens by usage and by ids, whether it has text."""
+
+    now: int
+    usage: int | None
+    ids: int | None
+    text: bool
+
+
 class Tally:
     """One choice's tokens: when they came, and how many at a time.
 
-    A chunk's tokens are counted, in this order of preference, by the growth of its `usage`, by its
-    `token_ids`, or as one when it brings text; the first chunk with tokens decides which. The
-    final usage, where there is one, decides the number of tokens of the whole.
+    A chunk's tokens are counted in the first of these ways that fits the whole stream: by the
+    growth of its `usage`, by a `usage` that tells each chunk's own, by its `token_ids`, or as one
+    where it brings text. A usage that is zero or the total until the end fits none of the first
+    two. The final usage, where there is one, decides the number of tokens of the whole.
     """
 
-    __slots__ = ("_counted", "_counts", "_seen", "_times", "_usage", "done", "finished")
+    __slots__ = ("_events", "_final", "_usage", "done", "finished")
 
     def __init__(self) -> None:
         self.done = False
         self.finished = False
-        self._counted: Counted | None = None
-        self._counts: list[int] = []
-        self._times: list[int] = []
-        self._seen = 0
+        self._events: list[_Event] = []
         self._usage: _Usage | None = None
+        self._final: int | None = None
 
     def feed(self, payload: bytes, now: int) -> None:
         """Take one event's payload, which arrived at `now` (nanoseconds).
@@ -89,43 +101,30 @@ class Tally:
         Raises:
             Broken: it is an error event, an aborted end, or no chunk of a completion.
         """
-        if payload == DONE_PAYLOAD:
+        if payload.strip() == DONE_PAYLOAD:
             self.done = True
+            return
+        if not payload.strip():
             return
         try:
             chunk = _DECODER.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Broken("malformed chunk", f"{error}: {payload[:200]!r}") from error
-        if chunk.error is not None:
+        if chunk.error:
             raise Broken("error event", _message(chunk.error))
+        usage = chunk.usage.completion_tokens if chunk.usage is not None else None
         if chunk.choices:
             choice = chunk.choices[0]
-            self._count(choice, chunk.usage, now)
-            if choice.finish_reason is not None:
+            ids = None if choice.token_ids is None else len(choice.token_ids)
+            self._events.append(_Event(now, usage, ids, not choice.empty))
+            if choice.finish_reason:
                 self.finished = True
                 if choice.finish_reason in _ABORTED:
                     raise Broken("aborted", f"finish_reason is {choice.finish_reason!r}")
+        elif usage is not None:
+            self._final = usage
         if chunk.usage is not None:
             self._usage = chunk.usage
-
-    def _count(self, choice: _Choice, usage: _Usage | None, now: int) -> None:
-        if self._counted is None:
-            if usage is not None:
-                self._counted = "usage"
-            elif choice.token_ids:
-                self._counted = "token_ids"
-            elif not choice.empty:
-                self._counted = "chunks"
-        if self._counted == "usage":
-            count = usage.completion_tokens - self._seen if usage else 0
-        elif self._counted == "token_ids":
-            count = len(choice.token_ids or ())
-        else:
-            count = int(not choice.empty)
-        if count > 0:
-            self._seen += count
-            self._times.append(now)
-            self._counts.append(count)
 
     def close(self) -> Stream:
         """Return what the stream brought, once its connection has ended it.
@@ -134,22 +133,78 @@ class Tally:
             Broken: it ended before its end was told, or brought no token.
         """
         if not (self.done or self.finished):
-            raise Broken("broken stream", f"it ended after {self._seen} tokens, without an end")
-        if self._counted is None or not self._times:
+            seen = sum(event.text for event in self._events)
+            raise Broken("broken stream", f"it ended after {seen} chunks, without an end")
+        counted, counts = self._counts()
+        times = [event.now for event, n in zip(self._events, counts, strict=True) if n > 0]
+        counts = [n for n in counts if n > 0]
+        if not times:
             raise Broken("no tokens", "the stream ended without a token")
         usage = self._usage
-        tokens = usage.completion_tokens if usage and usage.completion_tokens else self._seen
         details = usage.prompt_tokens_details if usage else None
         return Stream(
-            first=self._times[0],
-            last=self._times[-1],
-            tokens=tokens,
+            first=times[0],
+            last=times[-1],
+            tokens=self._total(counted, counts),
             prompt_tokens=usage.prompt_tokens if usage else None,
             cached_tokens=details.cached_tokens if details else None,
-            chunks=len(self._times),
-            counted=self._counted,
-            gaps=_gaps(self._times, self._counts),
+            chunks=len(times),
+            counted=counted,
+            gaps=_gaps(times, counts),
         )
+
+    def _counts(self) -> tuple[Counted, list[int]]:
+        """Return the tokens of each chunk, and what told them."""
+        events = self._events
+        told = [event.usage for event in events]
+        if any(value is not None for value in told):
+            own = self._own_usage()
+            if own is not None:
+                return "usage_per_chunk", own
+            growth = self._growth()
+            if growth is not None:
+                return "usage", growth
+        if any(event.ids for event in events):
+            return "token_ids", [event.ids or 0 for event in events]
+        return "chunks", [int(event.text) for event in events]
+
+    def _growth(self) -> list[int] | None:
+        """Return how much each chunk's usage grew; None unless it is a running total."""
+        growth, last, texts, grew = [], 0, 0, 0
+        for event in self._events:
+            now = last if event.usage is None else event.usage
+            if now < last:
+                return None
+            growth.append(now - last)
+            texts += event.text
+            grew += event.text and now > last
+            last = now
+        # A total that stands still while text comes is told at one end of the stream alone.
+        return growth if last > 0 and 2 * grew >= texts else None
+
+    def _own_usage(self) -> list[int] | None:
+        """Return each chunk's usage; None unless it tells that chunk's own tokens."""
+        told = [event.usage or 0 for event in self._events]
+        texts = [event.usage for event in self._events if event.text]
+        if len(texts) < 2 or not all(texts):
+            return None
+        falls = any(b < a for a, b in itertools.pairwise(told) if b)
+        if self._final is not None:
+            same = sum(told) == self._final != max(told)
+            return told if same else None
+        level = len(set(texts)) == 1
+        # Equal counts without a final one: each chunk's own, unless they are the whole's.
+        return told if falls or (level and texts[0] != len(texts)) else None
+
+    def _total(self, counted: Counted, counts: list[int]) -> int:
+        """Return the tokens of the whole: as told at the end, where that can be believed."""
+        seen = sum(counts)
+        final = self._final
+        if final is None and counted in ("token_ids", "chunks") and self._usage is not None:
+            final = self._usage.completion_tokens
+        if not final or _DOUBT * final < len(counts):
+            return seen
+        return final
 
 
 def _gaps(times: list[int], counts: list[int]) -> npt.NDArray[np.int64]:
