@@ -46,9 +46,9 @@ def test_lengths_that_no_request_has_are_refused_with_their_row(
         text(tmp_path / "azure.csv", AZURE + f"2024-05-10 00:00:01.0,{ins},{outs}\n"),
     ]  # fmt: skip
     for path in files:
-        with pytest.raises(ConfigError, match="row 2"):
+        with pytest.raises(ConfigError, match="line 3" if path.suffix == ".csv" else "line 2"):
             read_trace(path)
-    with pytest.raises(ConfigError, match="row 3"):
+    with pytest.raises(ConfigError, match="line 4"):
         read_trace(text(tmp_path / "burst.csv", BURST + f"5,{ins},{outs}\n"))
     session = {"id": "s", "block_size": 64, "requests": [
         {"in": 9, "out": 1, "hash_ids": []}, {"in": ins, "out": outs, "hash_ids": []}]}  # fmt: skip
@@ -69,19 +69,19 @@ def test_block_ids_of_more_than_64_bits_are_refused_with_their_row(
         rows(tmp_path / "s.json", session),
     ]
     for path in files:
-        with pytest.raises(ConfigError, match=r"row 2.*hash_ids"):
+        with pytest.raises(ConfigError, match=r"(line|request) 2.*hash_ids"):
             read_trace(path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", AZURE + "2024-05-10 00:00:01.0,9\n", "row 2 .*: it has no GeneratedTokens"),
-        ("a.csv", AZURE + "2024-05-10 00:00:01.0,x,1\n", "row 2 .*: ContextTokens is 'x'"),
-        ("a.csv", AZURE + "yesterday,9,1\n", "row 2 .*: TIMESTAMP is 'yesterday'"),
+        ("a.csv", AZURE + "2024-05-10 00:00:01.0,9\n", "line 3 .*: it has no GeneratedTokens"),
+        ("a.csv", AZURE + "2024-05-10 00:00:01.0,x,1\n", "line 3 .*: ContextTokens is 'x'"),
+        ("a.csv", AZURE + "yesterday,9,1\n", "line 3 .*: TIMESTAMP is 'yesterday'"),
         ("a.csv", AZURE.splitlines()[0] + "\n", "a.csv has no requests"),
         ("a.csv", "", "a.csv has no requests"),
-        ("b.csv", BURST + "x,9,1\n", "row 3 .*: Timestamp is 'x'"),
+        ("b.csv", BURST + "x,9,1\n", "line 4 .*: Timestamp is 'x'"),
         ("s.json", '{"id": 1, "block_size": "x", "requests": []}', "block_size of .* is 'x'"),
         ("s.json", '{"id": 1, "block_size": 0, "requests": []}', "block_size of .* is 0"),
         ("t.jsonl", '{"timestamp": 1, "inp', "line 1 of .*t.jsonl"),
@@ -106,7 +106,7 @@ def test_no_tokens_of_another_format_count_as_one(tmp_path: Path) -> None:
 
 
 def test_a_row_of_a_table_that_is_cut_off_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"row 2 of .*t\.csv"):
+    with pytest.raises(ConfigError, match=r"line 3 of .*t\.csv"):
         read_trace(text(tmp_path / "t.csv", AZURE + "2024-05-10 00:00:01.0,7\n"))
 
 
@@ -116,9 +116,9 @@ def test_an_arrival_after_more_than_a_year_is_refused_with_its_row(
 ) -> None:
     follows = {"think_s": 1.0, "input": 9, "output": 1, "session": "a"}
     path = rows(tmp_path / "t.jsonl", OWN | {"session": "a"}, follows, OWN | {"arrival_s": start})
-    with pytest.raises(ConfigError, match="row 3 starts"):
+    with pytest.raises(ConfigError, match="line 3 starts"):
         read_trace(path)
-    with pytest.raises(ConfigError, match="row 2: think time"):
+    with pytest.raises(ConfigError, match="line 2: think time"):
         read_trace(rows(path, OWN | {"session": "a"}, follows | {"think_s": start}))
 
 

@@ -222,6 +222,15 @@ async def _load(config: BenchConfig, ready: _Prepared, drive: Drive) -> bool:
     return True
 
 
+#: How tokens of a chunk were told, in words, where that needs saying.
+_COUNTED_BY = {
+    "usage_per_chunk": "by a usage that tells each chunk's own, not a running total",
+    "token_ids": "by its token ids; no running usage was told",
+    "chunks": "one each, as no running usage or token ids were told",
+    "mixed": "told in different ways by different streams",
+}
+
+
 def _replayed(replay: Replay | None) -> list[str]:
     if replay is None:
         return []
@@ -245,6 +254,8 @@ def _notes(config: BenchConfig, dialect: Dialect, summary: Summary) -> list[str]
             "The endpoint does not tell the tokens of a chunk: ITL is between chunks, of which "
             f"each holds {summary.tokens_per_chunk:.2f} tokens."
         )
+    elif summary.counted_by in _COUNTED_BY:
+        notes.append(f"Tokens of a chunk: {_COUNTED_BY[summary.counted_by]}.")
     wait = summary.queue_wait
     if config.max_inflight is None and config.rate is not None and wait and wait.p99 > 50:
         notes.append("The client itself was late: its queue wait is part of TTFT and end-to-end.")

@@ -9,7 +9,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,11 @@ T = TypeVar("T")
 _MOONCAKE_BLOCK = 512
 _LOG = "requests.jsonl"
 _SESSION = ("block_size", "requests", "id")
+_BOM = b"\xef\xbb\xbf"
+_TIME = re.compile(
+    r"(?P<date>\d{4}-\d\d-\d\d)[T ](?P<time>\d\d:\d\d(?::\d\d)?)(?:[.,](?P<fraction>\d+))?"
+    r" ?(?P<offset>Z|z|UTC|[+-]\d\d(?::?\d\d)?)?"
+)
 _BLOCK_IN_NAME = re.compile(r"blksz_(\d+)")
 
 
@@ -64,10 +69,10 @@ def _read(path: Path) -> Trace:
         first = file.readline()
         if journal.is_journal(first):
             return journal.read_workload(path)
-        data = first + file.read()
+        data = (first + file.read()).removeprefix(_BOM)
     if name.endswith(".json"):
         return _agents([data.decode("utf-8")], str(path))
-    if first.lstrip()[:1] == b"{":
+    if data.lstrip()[:1] == b"{":
         return _lines(data, name, str(path))
     return _table(data.decode("utf-8"), str(path))
 
@@ -82,7 +87,7 @@ def _folder(path: Path) -> Trace:
             f"trace: {path} has no agent sessions (*.json) and no {_LOG} of a vLLM log; "
             "name the folder that has them"
         )
-    return _agents((each.read_text("utf-8") for each in sessions), str(path))
+    return _agents((each.read_text("utf-8-sig") for each in sessions), str(path))
 
 
 def _members(file: io.BytesIO) -> Iterator[str]:
@@ -90,66 +95,81 @@ def _members(file: io.BytesIO) -> Iterator[str]:
         for member in sorted(archive.getmembers(), key=lambda each: each.name):
             opened = archive.extractfile(member) if member.name.endswith(".json") else None
             if opened is not None:
-                yield opened.read().decode("utf-8")
+                yield opened.read().decode("utf-8-sig")
 
 
 def _lines(data: bytes, name: str, path: str) -> Trace:
-    """Read JSON lines, of the kind that the first one is of."""
-    lines = [line for line in data.splitlines() if line.strip()]
+    """Read JSON lines, of the kind that the first one is of; blank lines are skipped."""
+    lines = [(at, line) for at, line in enumerate(data.splitlines(), 1) if line.strip()]
+    numbers = [number for number, _ in lines]
     keys = _decoded(lines[:1], dict[str, Any], path)[0].keys()
     if "input_toks" in keys:
-        return _vllm(_decoded(lines, VllmRow, path), path)
+        return _vllm(_decoded(lines, VllmRow, path), numbers, path)
     if "chat_id" in keys:
         found = _BLOCK_IN_NAME.search(name)
         if found is None:
             raise ConfigError(f"trace: the name of {path} lacks the block size, like blksz_16")
-        return _blocks(_decoded(lines, BailianRow, path), int(found[1]), 1.0, path)
+        return _blocks(_decoded(lines, BailianRow, path), int(found[1]), 1.0, numbers, path)
     if "timestamp" in keys:
-        return _blocks(_decoded(lines, MooncakeRow, path), _MOONCAKE_BLOCK, 1e-3, path)
-    return of_rows(_decoded(lines, Row, path))
+        return _blocks(_decoded(lines, MooncakeRow, path), _MOONCAKE_BLOCK, 1e-3, numbers, path)
+    return of_rows(_decoded(lines, Row, path), numbers)
 
 
-def _decoded(lines: Sequence[bytes], kind: type[Any], path: str) -> list[Any]:
-    decoder = msgspec.json.Decoder(kind)
+def _decoded(lines: Sequence[tuple[int, bytes]], kind: type[Any], path: str) -> list[Any]:
+    """Return the rows of numbered lines; whole numbers may be floats, or in quotes."""
+    decoder = msgspec.json.Decoder(kind, strict=False)
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         try:
             rows.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"trace: line {number} of {path}: {error}") from error
     return rows
 
 
-def _vllm(rows: Sequence[VllmRow], path: str) -> Trace:
-    sessions = []
-    for number, row in enumerate(rows, 1):
-        with _row(number, path):
+def _vllm(rows: Sequence[VllmRow], numbers: Sequence[int], path: str) -> Trace:
+    sessions: list[Session] = []
+    for number, row in zip(numbers, rows, strict=True):
+        with _line(number, path):
             one = turn(row.input_toks, row.output_toks)
-        sessions.append(Session(row.seconds, str(number - 1), (one,)))
-    return ordered(1.0, sessions)
+        sessions.append(Session(row.seconds, str(len(sessions)), (one,)))
+    return ordered(1.0, sessions, numbers)
 
 
-def _blocks(rows: Sequence[MooncakeRow | BailianRow], block: int, unit: float, path: str) -> Trace:
+def _blocks(
+    rows: Sequence[MooncakeRow | BailianRow], block: int, unit: float, numbers: Sequence[int],
+    path: str,
+) -> Trace:  # fmt: skip
     """Return rows with block ids that all share, `timestamp` in `unit` seconds."""
     sessions = []
-    for number, row in enumerate(rows, 1):
-        with _row(number, path):
+    for number, row in zip(numbers, rows, strict=True):
+        with _line(number, path):
             one = turn(row.input_length, row.output_length, row.hash_ids)
         name = str(row.chat_id) if isinstance(row, BailianRow) else ""
         sessions.append(Session(row.timestamp * unit, "trace", (one,), name=name))
-    return ordered(block, sessions)
+    return ordered(block, sessions, numbers)
 
 
 def _table(text: str, path: str) -> Trace:
-    reader = csv.DictReader(io.StringIO(text.lstrip("\ufeff")))
-    rows, names = list(reader), reader.fieldnames or ()
+    """Read CSV: cells may be quoted, and have blanks around them; blank lines are skipped."""
+    reader = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
+    names: list[str] = []
+    rows: list[tuple[int, dict[str, str]]] = []
+    for found in reader:
+        cells = [cell.strip() for cell in found]
+        if not any(cells):
+            continue
+        if names:
+            rows.append((reader.line_num, dict(zip(names, cells, strict=False))))
+        else:
+            names = cells
     if not rows:
         raise ConfigError(f"trace: {path} has no requests")
     if "TIMESTAMP" in names:
         return _rows(rows, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _since_first(), path)
     if "Request tokens" in names:
         columns = ("Timestamp", "Request tokens", "Response tokens")
-        return _rows(rows, columns, float, path, failed="0")
+        return _rows(rows, columns, float, path, failed=0)
     raise ConfigError(f"trace: {path} has columns {', '.join(names) or 'none'}, of no known trace")
 
 
@@ -158,7 +178,7 @@ def _since_first() -> Callable[[str], float]:
     first: list[datetime] = []
 
     def read(text: str) -> float:
-        at = datetime.fromisoformat(text[:26])
+        at = _time(text)
         if not first:
             first.append(at)
         return (at - first[0]).total_seconds()
@@ -166,25 +186,57 @@ def _since_first() -> Callable[[str], float]:
     return read
 
 
+def _time(text: str) -> datetime:
+    """Return a time as ISO 8601 writes it, any digits of a second; without an offset it is UTC.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError("it is no time like 2023-11-16 18:15:46.68, with an offset or without")
+    fraction = (match["fraction"] or "")[:6].ljust(6, "0")
+    time = match["time"] if len(match["time"]) == len("18:15:46") else match["time"] + ":00"
+    at = datetime.fromisoformat(f"{match['date']}T{time}.{fraction}")
+    offset = (match["offset"] or "Z").replace(":", "")
+    if offset in ("Z", "z", "UTC"):
+        return at.replace(tzinfo=UTC)
+    minutes = int(offset[1:3]) * 60 + int(offset[3:] or 0)
+    sign = -1 if offset[0] == "-" else 1
+    return at.replace(tzinfo=timezone(sign * timedelta(minutes=minutes)))
+
+
 def _rows(
-    rows: Sequence[dict[str, str]], columns: tuple[str, str, str], read: Callable[[str], float],
-    path: str, failed: str = "",
+    rows: Sequence[tuple[int, dict[str, str]]], columns: tuple[str, str, str],
+    read: Callable[[str], float], path: str, failed: int | None = None,
 ) -> Trace:  # fmt: skip
-    """Return the rows of a table, read from its columns of times, inputs and outputs.
+    """Return the numbered rows of a table, read from its columns of times, inputs and outputs.
 
     Those whose output is `failed` are left out.
     """
     time, input_, output = columns
     sessions: list[Session] = []
     numbers: list[int] = []
-    for number, row in enumerate(rows, 1):
-        with _row(number, path):
-            if row[output] == failed:
+    for number, row in rows:
+        with _line(number, path):
+            tokens = _cell(row, output, _whole)
+            if tokens == failed:
                 continue
-            one = turn(_cell(row, input_, int), _cell(row, output, int))
+            one = turn(_cell(row, input_, _whole), tokens)
             sessions.append(Session(_cell(row, time, read), str(len(sessions)), (one,)))
         numbers.append(number)
     return ordered(1.0, sessions, numbers)
+
+
+def _whole(text: str) -> int:
+    """Return a whole number, which may be written as a float (`374.0`)."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+    if not number.is_integer():
+        raise ValueError("it is no whole number")
+    return int(number)
 
 
 def _cell(row: Mapping[str, str], column: str, read: Callable[[str], T]) -> T:
@@ -194,17 +246,17 @@ def _cell(row: Mapping[str, str], column: str, read: Callable[[str], T]) -> T:
         raise ValueError(f"it has no {column}; is the file cut off?")
     try:
         return read(text)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{column} is {text!r}: {error}") from error
 
 
 @contextmanager
-def _row(number: int, path: str) -> Iterator[None]:
-    """Let what is wrong with a row be said with its number."""
+def _line(number: int, path: str, what: str = "line") -> Iterator[None]:
+    """Let what is wrong with a line be said with its number."""
     try:
         yield
     except (ValueError, TypeError, OverflowError) as error:
-        raise ConfigError(f"trace: row {number} of {path}: {error}") from error
+        raise ConfigError(f"trace: {what} {number} of {path}: {error}") from error
 
 
 def _agents(texts: Iterable[str], path: str) -> Trace:
@@ -237,6 +289,6 @@ def _agent_turns(rows: Sequence[dict[str, Any]], where: str) -> Iterator[Turn]:
     """The session's own requests; subagents, which are nested, are left out."""
     for number, row in enumerate(rows, 1):
         if "in" in row and "out" in row:
-            with _row(number, where):
+            with _line(number, where, "request"):
                 one = turn(row["in"], row["out"], row["hash_ids"], row.get("think_time") or 0.0)
             yield one

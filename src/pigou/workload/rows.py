@@ -95,8 +95,8 @@ class _Open:
         return Session(self.start, scope, tuple(self.turns), self.tenant, self.name)
 
 
-def of_rows(rows: Sequence[Row]) -> Trace:
-    """Return the trace of its rows.
+def of_rows(rows: Sequence[Row], numbers: Sequence[int] = ()) -> Trace:
+    """Return the trace of its rows; `numbers` are their lines in the file, by default from 1 on.
 
     A row with `arrival_s` begins a session; one with `think_s` goes on with that of its name.
 
@@ -106,26 +106,26 @@ def of_rows(rows: Sequence[Row]) -> Trace:
     block = _block(rows)
     opened: list[_Open] = []
     last: dict[str, _Open] = {}
-    for number, row in enumerate(rows, 1):
+    for number, row in zip(numbers or count(1), rows, strict=False):
         name = str(row.session)
         if (row.arrival_s is None) == (row.think_s is None):
-            raise ConfigError(f"trace: row {number} needs arrival_s or think_s, and not both")
+            raise ConfigError(f"trace: line {number} needs arrival_s or think_s, and not both")
         if row.input < 1 or row.output < 1:
-            raise ConfigError(f"trace: row {number} has no tokens in input or output")
+            raise ConfigError(f"trace: line {number} has no tokens in input or output")
         if (len(row.hash_ids) - 1) * block >= row.input:
             raise ConfigError(
-                f"trace: row {number} has {len(row.hash_ids)} hash_ids of {block:g} tokens for "
+                f"trace: line {number} has {len(row.hash_ids)} hash_ids of {block:g} tokens for "
                 f"an input of {row.input}; give `block`"
             )
         try:
             one = turn(row.input, row.output, row.hash_ids, row.think_s or 0.0)
         except ValueError as error:
-            raise ConfigError(f"trace: row {number}: {error}") from error
+            raise ConfigError(f"trace: line {number}: {error}") from error
         if row.arrival_s is not None:
             last[name] = _Open(row.arrival_s, number, str(row.tenant), name)
             opened.append(last[name])
         elif not name or name not in last:
-            raise ConfigError(f"trace: row {number} has think_s, and no session before it")
+            raise ConfigError(f"trace: line {number} has think_s, and no session before it")
         last[name].turns.append(one)
     places = [each.row for each in opened]
     return ordered(block, [each.session() for each in opened], places)

@@ -167,7 +167,7 @@ def ordered(block: float, sessions: Sequence[Session], rows: Sequence[int] = ())
     Args:
         block: tokens in a block.
         sessions: in any order.
-        rows: where each is in its file; left out, they are one after another from row 1 on.
+        rows: line of each in its file; left out, they are one after another from line 1 on.
 
     Raises:
         ConfigError: there are none, or one begins at no time, or over a year after the first.
@@ -178,7 +178,7 @@ def ordered(block: float, sessions: Sequence[Session], rows: Sequence[int] = ())
     for number, each in zip(rows or count(1), sessions, strict=False):
         if not each.start - first <= MOST_SECONDS:  # a start that is no number is refused, too
             raise ConfigError(
-                f"trace: row {number} starts {each.start - first} s after the first; it must be "
+                f"trace: line {number} starts {each.start - first} s after the first; it must be "
                 f"at most {MOST_SECONDS} (a year)"
             )
     moved = [replace(each, start=each.start - first) for each in sessions]
