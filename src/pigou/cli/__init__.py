@@ -64,19 +64,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         app = _application()
         for name, summary in SUMMARIES.items():
-            app.command(name, help=summary)(_pigou)
+            app.command(name, help=summary, short_help=summary)(_pigou)
     app(args, prog_name="pigou")
 
 
 def build(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     """Return the Typer application with these commands, whose modules are imported."""
+    from pigou.cli.configured import configured
+    from pigou.cli.groups import GroupedCommand
+
     app = _application()
     for name in names:
         command = _load(COMMANDS[name])
         if isinstance(command, typer.Typer):
+            for each in command.registered_commands:
+                assert each.callback is not None
+                inner = each.name or each.callback.__name__.replace("_", "-")
+                each.callback = configured(each.callback, f"{name} {inner}")
+                each.cls = GroupedCommand
             app.add_typer(command, name=name)
         else:
-            app.command(name, no_args_is_help=False)(command)
+            function = configured(command, name)
+            app.command(name, cls=GroupedCommand, no_args_is_help=False)(function)
     return app
 
 
@@ -85,7 +94,11 @@ def _application() -> typer.Typer:
         help="LLM serving on disaggregated fleets.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode=None,  # in which brackets are text, and long names are not cut
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": 120,
+        },
     )
     app.callback()(_root)
     return app

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from pigou import logs
 from pigou.cli.named import named
 from pigou.cli.options import names, nanoseconds, typed
 from pigou.cli.ports import check_port
 from pigou.cli.progress import StageProgress
 from pigou.config import ConfigError, ControlConfig, IndexConfig, wrong
+from pigou.logs import LogFormat, LogLevel
 
 if TYPE_CHECKING:
     from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
@@ -228,9 +229,21 @@ def serve(
     drain: Annotated[
         float, typer.Option(help="Seconds that requests under way are given at the end.")
     ] = 30.0,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the workers' logs.")] = (
-        False
-    ),
+    log_format: Annotated[LogFormat, typer.Option(help="Of the lines on stderr.")] = "text",
+    log_level: Annotated[LogLevel, typer.Option(help="Least level of them.")] = "warning",
+    access_log: Annotated[
+        bool,
+        typer.Option(
+            help="Log each request once it is answered: status, tenant, tokens, times; never "
+            "prompts or keys."
+        ),
+    ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="As --log-level info, which shows the workers' logs, too."
+        ),
+    ] = False,
 ) -> None:
     """Serve a model on a fleet: a gateway, and the workers behind it."""
     try:
@@ -244,8 +257,8 @@ def serve(
     from pigou.fleet.serve import local_workers, threads_each
     from pigou.gateway.config import GatewayConfig
 
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("pigou").setLevel(logging.INFO if verbose else logging.WARNING)
+    level: LogLevel = "info" if verbose and log_level == "warning" else log_level
+    logs.configure(log_format, level, access=access_log, times=False)
     try:
         attached = [AttachedWorker.parse(text, i) for i, text in enumerate(attach or [])]
         counts = (
@@ -261,6 +274,9 @@ def serve(
         arguments += ["--threads", str(threads or threads_each(sum(counts)))]
         arguments += ["--served-model-name", served_model_name] if served_model_name else []
         arguments += ["--timing", timing] if timing else []
+        arguments += ["--log-format", log_format] if log_format != "text" else []
+        arguments += ["--log-level", level] if level == "debug" else []
+        arguments += ["--access-log"] if access_log else []
         arguments += ["--unknown-fields", unknown_fields]
         if timing and not sum(counts):
             raise ConfigError(

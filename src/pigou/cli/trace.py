@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from pigou.workload.trace import Trace
 
 trace = typer.Typer(
-    help="Find, download, describe, convert and cut recorded traces.", no_args_is_help=True
+    help="Find, download, describe, convert and cut recorded traces.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 _PERCENTILES = (50, 90, 99)
 _OPTIONS = {"sessions": "--sessions"}

@@ -11,6 +11,7 @@ import typer
 from pigou.cli.options import names, typed
 from pigou.cli.ports import check_port
 from pigou.config import ConfigError, EvictionConfig, wrong
+from pigou.logs import LogFormat, LogLevel
 from pigou.request import Role
 from pigou.worker.config import WorkerConfig
 
@@ -189,6 +190,15 @@ def worker(
             help="Seconds in which it may measure its own speed before it is ready; 0 for none."
         ),
     ] = _DEFAULT.rehearse,
+    log_format: Annotated[LogFormat, typer.Option(help="Of the lines on stderr.")] = "text",
+    log_level: Annotated[LogLevel, typer.Option(help="Least level of them.")] = _DEFAULT.log_level,
+    access_log: Annotated[
+        bool,
+        typer.Option(
+            help="Log each request once it is answered: status, tenant, tokens, times; never "
+            "prompts or keys."
+        ),
+    ] = False,
     exit_with_parent: Annotated[
         bool, typer.Option(help="End when the process that started this one is gone.")
     ] = _DEFAULT.exit_with_parent,

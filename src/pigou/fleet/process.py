@@ -16,6 +16,7 @@ import msgspec
 
 from pigou.fleet.errors import FleetError
 from pigou.fleet.pulse import Sign, read_heartbeat
+from pigou.logs import relay
 
 _log = logging.getLogger("pigou.worker")
 
@@ -127,7 +128,7 @@ class WorkerProcess:
         while line := await _line(stderr):
             text = line.decode("utf-8", "replace").rstrip()
             self._tail.append(text)
-            _log.info("%s | %s", self._name, text)
+            relay(_log, self._name, text)
 
     async def _listen(self) -> None:
         """Take in heartbeats, and whatever else it prints: a full pipe would stop it."""

@@ -38,6 +38,8 @@ from pigou.gateway.pilot import Pilot
 from pigou.gateway.startup import Startup
 from pigou.gateway.stated import read_stated
 from pigou.gateway.upstream import Upstream
+from pigou.logs import describe_access
+from pigou.request import SECOND
 from pigou.wire.bodies import no_interim_answer, read_json
 from pigou.wire.connections import close_old_streams
 from pigou.wire.errors import APIError, bad_request
@@ -194,8 +196,25 @@ class _Routes:
         self._unknown.judge(call.unknown)
         self._check_model(call.body.get("model"))
         self._check_deadline(call)
-        with self._usage.accepted(key.digest, key.limits, call):
-            return await self._serve(request, call)
+        try:
+            with self._usage.accepted(key.digest, key.limits, call):
+                return await self._serve(request, call)
+        finally:
+            self._describe_access(call)
+
+    def _describe_access(self, call: Call) -> None:
+        """Tell the access log what came of a call."""
+        stats, first = call.stats, call.stats.first_token
+        describe_access(
+            request_id=call.wire_id,
+            tenant=call.tenant,
+            model=self._facts().model,
+            stream=call.stream,
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.completion_tokens,
+            ttft_s=round((first - call.arrival) / SECOND, 6) if first else None,
+            worker=stats.worker,
+        )
 
     async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
         await self._gateway.pilot.read(call)

@@ -22,6 +22,29 @@ _MILLISECOND = 1_000_000
 
 
 @dataclass(slots=True)
+class CallStats:
+    """What came of a request so far, all its sequences together.
+
+    Attributes:
+        first_token: when the first token was passed on, in nanoseconds of the gateway's clock;
+            0 before.
+        prompt_tokens: of its prompts; 0 while unknown.
+        completion_tokens: that were generated.
+        worker: id of the last worker that decoded it.
+    """
+
+    first_token: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    worker: str | None = None
+
+    def add(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """A sequence ended, or another part of it."""
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+
+
+@dataclass(slots=True)
 class Call:
     """One request of a client.
 
@@ -51,6 +74,7 @@ class Call:
         unknown: names of fields that no worker knows, left out of the body.
         cached: tokens of the prompt that the worker of leg 1 had cached; None without one.
         choice: the workers that it was sent to last; None before.
+        stats: what came of it, shared by its sequences.
         choices: sequences for each prompt (`n`).
         prompts: as the client sent them; None for the one of a chat.
         group: id of the request that it is one sequence of; empty for one that is alone.
@@ -85,6 +109,7 @@ class Call:
     unknown: Sequence[str] = ()
     cached: int | None = None
     choice: Choice | None = None
+    stats: CallStats = field(default_factory=CallStats, repr=False)
     choices: int = 1
     prompts: Sequence[Any] = (None,)
     group: str = ""

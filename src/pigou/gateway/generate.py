@@ -110,10 +110,13 @@ class Generator:
             self._end(call, reason)
             self._metrics.generation_tokens.labels(call.tenant).inc(relay.counted)
             self._metrics.prompt_tokens.labels(call.tenant).inc(relay.transcript.prompt_size)
+            call.stats.add(relay.transcript.prompt_size, relay.counted)
 
     def _end(self, call: Call, reason: FinishReason) -> None:
         """A sequence is over."""
         self._pilot.end(call.id, reason)
+        if call.choice is not None:
+            call.stats.worker = call.choice.decode
         if call.share is not None:
             call.share.ended(call.id)
 
@@ -234,6 +237,7 @@ class Generator:
             labels = call.tenant
             self._metrics.generation_tokens.labels(labels).inc(found.usage.completion_tokens)
             self._metrics.prompt_tokens.labels(labels).inc(found.usage.prompt_tokens)
+            call.stats.add(found.usage.prompt_tokens, found.usage.completion_tokens)
         return reply if call.cached is None else with_cached_tokens(reply, call.cached)
 
     async def _prefilled(self, call: Call, route: Route, path: str, body: Body) -> Body:
@@ -367,7 +371,9 @@ class Generator:
 
     def _first_token(self, call: Call) -> None:
         self._pilot.observe(FirstToken(call.id))
-        self._metrics.first_token.observe((time.monotonic_ns() - call.arrival) / SECOND)
+        now = time.monotonic_ns()
+        call.stats.first_token = call.stats.first_token or now
+        self._metrics.first_token.observe((now - call.arrival) / SECOND)
 
 
 async def _to_end(line: Line) -> None:

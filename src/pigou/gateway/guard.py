@@ -13,6 +13,7 @@ from pigou.gateway.closing import Closing
 from pigou.gateway.failure import Rejected
 from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.metrics import Metrics
+from pigou.logs import accessed
 from pigou.wire.connections import is_reserved, too_many_connections
 from pigou.wire.errors import SUSPECT, APIError, http_error, too_large
 from pigou.wire.request_id import HEADER, echo
@@ -46,6 +47,12 @@ def guard(keys: Keys | None, metrics: Metrics, closing: Closing) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with accessed(request.method, request.path) as fields:
+            response = await counted(request, handler)
+            fields["status"] = response.status
+        return response
+
+    async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
         route = request.path if request.path in _ROUTES else "other"
         # Probes and scrapes are not work: they are counted by route alone.
         works = request.method == "POST"

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from pigou.config import ConfigError, EvictionConfig, QueueOrder
+from pigou.logs import LogFormat, LogLevel
 from pigou.request import Role
 
 ExecutorKind = Literal["torch", "sleep"]
@@ -77,6 +78,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         drain: seconds that requests in flight are given after SIGTERM.
         rehearse: seconds in which it may measure its own speed before it is ready; 0 for none.
         exit_with_parent: end when the process that started this one is gone.
+        log_format: of the lines on stderr.
+        log_level: least level of them.
+        access_log: log each HTTP request once it is answered.
         executor: "torch" computes; "sleep" has no model, and takes time by a law.
         timing: timing model of the simulator by which the worker sleeps, in place of computing.
         timing_model: whose timing that is; empty for `model`.
@@ -139,6 +143,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     drain: float = 30.0
     rehearse: float = 0.5
     exit_with_parent: bool = False
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+    access_log: bool = False
     executor: ExecutorKind = "torch"
     timing: str = ""
     timing_model: str = ""

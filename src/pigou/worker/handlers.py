@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from pigou.logs import accessed, describe_access
+from pigou.request import SECOND
 from pigou.wire.connections import is_reserved, mark_event_stream, too_many_connections
 from pigou.wire.errors import APIError, http_error, too_large
 from pigou.wire.fields import UnknownFields
@@ -67,6 +69,7 @@ class Generation:
         finally:
             # Also when the client went away: its requests are computed no further.
             self._service.cancel(reply)
+            _describe(reply)
 
     async def _stream(
         self, request: web.Request, reply: Reply, headers: dict[str, str]
@@ -97,9 +100,31 @@ class Generation:
         return response
 
 
+def _describe(reply: Reply) -> None:
+    """Tell the access log what came of a reply."""
+    sequences = reply.sequences
+    first = min((each.first for each in sequences if each.first), default=0)
+    began = min((each.arrival for each in sequences), default=0)
+    describe_access(
+        request_id=reply.id,
+        model=reply.model,
+        stream=reply.options.stream,
+        prompt_tokens=sum(len(each.prompt) for each in sequences[:: reply.options.per_prompt]),
+        completion_tokens=sum(len(each.choice.tokens) for each in sequences),
+        ttft_s=round((first - began) / SECOND, 6) if first else None,
+    )
+
+
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every failure into an error body, and echo the request's id."""
+    """Turn every failure into an error body, echo the request's id, and log the access."""
+    with accessed(request.method, request.path) as fields:
+        response = await _answered(request, handler)
+        fields["status"] = response.status
+    return response
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         if is_reserved(request) and request.path not in _PROBES:
             raise too_many_connections()

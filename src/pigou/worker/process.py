@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pigou import logs
 from pigou.background import Background
 from pigou.engine.warm import warm_up
 from pigou.kv import xxh3
@@ -267,11 +268,7 @@ def run(config: WorkerConfig) -> int:
         TokenizerError: its tokenizer cannot be used.
         OSError: the address cannot be bound.
     """
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    logs.configure(config.log_format, config.log_level, access=config.access_log)
     # Bytes that are not HTTP are answered with 400; what fails in a handler is logged there.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     if config.exit_with_parent:

@@ -1,0 +1,146 @@
+"""Options from a file (`--config FILE.yaml`) and from the environment (`PIGOU_COMMAND_OPTION`).
+
+The command line goes before the environment, the environment before the file, the file before
+the defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from typer.models import OptionInfo
+
+_OPTION = "config"
+_MARK = "__configured__"
+
+
+def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the command with `--config`, and a variable of the environment for each option.
+
+    Args:
+        function: of a command; its parameters are the keys that the file may have.
+        name: of the command, as it is typed: "serve", "trace sample".
+    """
+    if hasattr(function, _MARK):
+        return function
+
+    @functools.wraps(function)
+    def command(**options: Any) -> Any:
+        options.pop(_OPTION)
+        return function(**options)
+
+    prefix = f"PIGOU_{name}_".upper().replace(" ", "_").replace("-", "_")
+    signature = inspect.signature(function, eval_str=True)
+    variables = {f"{prefix}CONFIG"}
+    for each in signature.parameters.values():
+        variables |= _give_variable(each, prefix)
+
+    def read(context: typer.Context, file: str) -> str:
+        _warn_of_unknown(name, prefix, variables)
+        return _read(context, file)
+
+    example = f"{prefix}PORT" if f"{prefix}PORT" in variables else f"{prefix}OPTION"
+    file = inspect.Parameter(
+        _OPTION, inspect.Parameter.KEYWORD_ONLY, default="",
+        annotation=Annotated[str, typer.Option(
+            "--config", callback=read, is_eager=True, metavar="FILE.yaml",
+            envvar=f"{prefix}CONFIG", show_envvar=False,
+            help="YAML file with options by name, as in `port: 8000`. Before it goes the "
+            f"environment, as in {example}=..., and before that what is typed.",
+        )],
+    )  # fmt: skip
+    parameters = [*signature.parameters.values(), file]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    setattr(command, _MARK, True)
+    return command
+
+
+def _give_variable(parameter: inspect.Parameter, prefix: str) -> set[str]:
+    """Let an option be set by the environment; return the variable's name, none for an argument."""
+    _, *infos = get_args(parameter.annotation) or (None,)
+    info = next((each for each in infos if isinstance(each, OptionInfo)), None)
+    if info is None:
+        return set()
+    typed = [each[2:] for each in info.param_decls or () if each.startswith("--")]
+    option = typed[0].split("/")[0] if typed else parameter.name
+    variable = prefix + option.upper().replace("-", "_")
+    own = [info.envvar] if isinstance(info.envvar, str) else list(info.envvar or ())
+    info.envvar = [variable, *(each for each in own if each != variable)]
+    info.show_envvar = bool(own)
+    return {variable}
+
+
+def _warn_of_unknown(name: str, prefix: str, known: set[str]) -> None:
+    """Tell of variables that look like options of a command, and are none."""
+    for variable in sorted(os.environ):
+        if variable.startswith(prefix) and variable not in known:
+            near = difflib.get_close_matches(variable, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            print(f"pigou {name}: {variable} is set, and names no option{hint}", file=sys.stderr)
+
+
+def _read(context: typer.Context, file: str) -> str:
+    """Take the defaults of the other options from a file."""
+    if file:
+        values = _load(file)
+        context.default_map = {
+            _key(context, key, file): _value(key, value, file) for key, value in values.items()
+        }
+    return file
+
+
+def _load(file: str) -> Mapping[Any, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise typer.BadParameter(f"{file!r} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        words = " ".join(str(error).split())
+        raise typer.BadParameter(f"{file!r} is not YAML: {words}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise typer.BadParameter(f"{file!r} must hold options by name, as in `port: 8000`")
+    return values
+
+
+def _key(context: typer.Context, key: Any, file: str) -> str:
+    """Return the parameter that a key of the file names."""
+    known = {}
+    for each in context.command.params:
+        if each.name in (None, _OPTION, "help"):
+            continue
+        known[each.name] = each.name
+        for option in (*each.opts, *each.secondary_opts):
+            if option.startswith("--") and not option.startswith("--no-"):
+                known[option[2:].replace("-", "_")] = each.name
+    name = known.get(str(key).replace("-", "_"))
+    if name is None:
+        near = difflib.get_close_matches(str(key).replace("-", "_"), known, 1)
+        hint = f"did you mean {near[0].replace('_', '-')!r}?" if near else "see --help"
+        raise typer.BadParameter(f"{file!r} has {key!r}, which is no option; {hint}")
+    return str(name)
+
+
+def _value(key: Any, value: Any, file: str) -> Any:
+    """Return a value as if it had been typed, so that it is checked as what is typed."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    if isinstance(value, list) and all(isinstance(each, (str, int, float)) for each in value):
+        return [str(each) for each in value]
+    raise typer.BadParameter(
+        f"{file!r} has {key}: {value!r}; give a text, a number, true, false, or a list of texts"
+    )

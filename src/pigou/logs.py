@@ -1,0 +1,127 @@
+"""Logs as text or as lines of JSON, and the access log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+#: Level of records by their name in a line of JSON.
+_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
+#: What the access log says of the request that the current task serves.
+_fields: ContextVar[dict[str, Any] | None] = ContextVar("access", default=None)
+_access = logging.getLogger("pigou.access")
+
+
+class JsonFormatter(logging.Formatter):
+    """One line of JSON a record: time, level, logger, message, and the record's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line: dict[str, Any] = {
+            "time": _time(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+class TextFormatter(logging.Formatter):
+    """One line of text a record, its fields after the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        fields = getattr(record, "fields", {})
+        shown = "".join(f" {key}={_shown(value)}" for key, value in fields.items())
+        text = super().format(record)
+        first, newline, rest = text.partition("\n")
+        return f"{first}{shown}{newline}{rest}"
+
+
+def configure(
+    log_format: LogFormat, level: LogLevel, *, access: bool, times: bool = True,
+    stream: TextIO | None = None,
+) -> None:  # fmt: skip
+    """Set up the logs of this process; what was set up before is replaced.
+
+    Args:
+        log_format: of each line.
+        level: least level of Pigou's own records; others are shown from warnings on.
+        access: log each HTTP request once it is answered, whatever the level.
+        times: whether lines of text begin with the time.
+        stream: is written to; by default stderr.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(
+        JsonFormatter()
+        if log_format == "json"
+        else TextFormatter(text if times else text.partition(" ")[2])
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("pigou").setLevel(_LEVELS[level])
+    _access.setLevel(logging.INFO if access else logging.CRITICAL)
+
+
+def relay(logger: logging.Logger, worker: str, line: str) -> None:
+    """Log a line that a worker logged; where it is JSON, with its own level and fields."""
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+        level, message = _LEVELS[fields.pop("level")], str(fields.pop("message"))
+    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError):
+        logger.info("%s | %s", worker, line)
+        return
+    fields.pop("time", None)
+    source = fields.pop("logger", "")
+    told = {"worker": worker, "source": source, **fields}
+    (_access if source == _access.name else logger).log(
+        level, "%s", message, extra={"fields": told}
+    )
+
+
+@contextmanager
+def accessed(method: str, path: str) -> Iterator[dict[str, Any]]:
+    """Log one request once it is answered; `status` is to be set, 499 stands for a lost client."""
+    if not _access.isEnabledFor(logging.INFO):
+        yield {}
+        return
+    fields: dict[str, Any] = {"method": method, "path": path, "status": 499}
+    token, began = _fields.set(fields), time.monotonic()
+    try:
+        yield fields
+    finally:
+        _fields.reset(token)
+        fields["duration_s"] = round(time.monotonic() - began, 6)
+        _access.info("request", extra={"fields": fields})
+
+
+def describe_access(**fields: Any) -> None:
+    """Add to what the access log says of the current request; never prompts, replies or keys."""
+    current = _fields.get()
+    if current is not None:
+        current.update({key: value for key, value in fields.items() if value is not None})
+
+
+def _shown(value: Any) -> str:
+    """Return a value that cannot break its line, nor be taken for several."""
+    text = str(value)
+    plain = text.isprintable() and text and not set(text) & set(' "=')
+    return text if plain else msgspec.json.encode(text).decode()
+
+
+def _time(seconds: float) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"

@@ -1,0 +1,131 @@
+"""Laws of options from a file and from the environment, and of the help."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from pigou.cli import COMMANDS, build, main
+from pigou.cli.groups import GROUPS
+
+#: Sample of a trace, whose options tell where a value came from.
+ARGUMENTS = ["trace", "sample", "FROM", "TO"]
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "environment", "typed", "shown"),
+    [
+        ("speed: -1", "", [], "--speed is -1.0"),
+        ("speed: -1", "-2", [], "--speed is -2.0"),
+        ("speed: -1", "-2", ["--speed", "-3"], "--speed is -3.0"),
+        ("", "-2", [], "--speed is -2.0"),
+        ("speed: no-number", "", [], "--speed"),
+    ],
+)
+def test_what_is_typed_goes_before_the_environment_and_that_before_the_file(
+    file: str, environment: str, typed: list[str], shown: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = tmp_path / "options.yaml"
+    path.write_text(file)
+    if environment:
+        monkeypatch.setenv("PIGOU_TRACE_SAMPLE_SPEED", environment)
+    assert shown in refusal([*ARGUMENTS, "--config", str(path), *typed], capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", "'prot', which is no option; did you mean 'port'?"),
+        ("config: other.yaml", "'config', which is no option"),
+        ("help: true", "'help', which is no option"),
+        ("port: {a: 1}", "give a text, a number"),
+        ("port: null", "give a text, a number"),
+        ("- port", "must hold options by name"),
+        ("port: [", "is not YAML"),
+        ("port: 70000", "--port is 70000"),
+        ("max-queued: -1", "--max-queued is -1"),
+        ("max_queued: -1", "--max-queued is -1"),
+        ("peer-reads: maybe", "--peer-reads"),
+        ("attach: [here]", "no base URL"),
+    ],
+)
+def test_a_file_is_honoured_or_refused_by_name(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(text)
+    error = refusal(["serve", "--config", str(path)], capsys)
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot be read" in refusal(["serve", "--config", "/nowhere/x.yaml"], capsys)
+
+
+def test_the_environment_can_name_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.yaml").write_text("port: 70000")
+    monkeypatch.setenv("PIGOU_SERVE_CONFIG", str(tmp_path / "x.yaml"))
+    assert "--port is 70000" in refusal(["serve"], capsys)
+
+
+def test_a_variable_that_names_no_option_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIGOU_SERVE_PROT", "1")
+    monkeypatch.setenv("PIGOU_SERVE_PORT", "70000")
+    error = refusal(["serve"], capsys)
+    assert "PIGOU_SERVE_PROT is set, and names no option; did you mean PIGOU_SERVE_PORT?" in error
+
+
+def parsers() -> dict[str, Any]:
+    root: Any = get_command(build())
+    return dict(root.commands)
+
+
+@pytest.mark.parametrize("command", GROUPS)
+def test_groups_name_options_that_exist_and_each_once(command: str) -> None:
+    options = [name for names in GROUPS[command].values() for name in names.split()]
+    known = {parameter.name for parameter in parsers()[command].params}
+    assert len(options) == len(set(options))
+    assert not set(options) - known
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_at_80_columns_the_help_has_every_option_whole(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pigou", command, "--help"],
+        env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for parameter in parsers()[command].params:
+        for option in parameter.opts if parameter.param_type_name == "option" else ():
+            assert option in done.stdout
+
+
+def test_the_help_shows_defaults_under_headings() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pigou", "serve", "--help"],
+        env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    text = " ".join(done.stdout.split())
+    assert "Prefill workers to start. [default: 1; 0 with --attach]" in text
+    assert "[default: 8000]" in text
+    assert [f"{group}:" in done.stdout for group in GROUPS["serve"]] == [True] * 5
