@@ -12,7 +12,7 @@ from pigou.control.state import State
 #: The sequences of one request may make a step of a worker this many times as long as one alone.
 MOST_SLOWDOWN = 2.0
 #: They take at least and at most these parts of a worker's slots.
-LEAST_PART, MOST_PART = 1.0 / 16.0, 1.0 / 2.0
+LEAST_PART, MOST_PART = 1.0 / 64.0, 1.0 / 2.0
 #: Part of each worker's slots and tokens that further sequences leave to other requests.
 RESERVE = 1.0 / 8.0
 #: No further sequence is sent while all workers have prompts for more than this many seconds.
