@@ -41,7 +41,7 @@ async def first_token_s(session: aiohttp.ClientSession, url: str, number: int) -
 async def measure(arguments: argparse.Namespace) -> None:
     """Run the fleet, and print the figures."""
     if arguments.unsplit:
-        sequences.splits = lambda _: False
+        sequences.splits = lambda call: False  # noqa: ARG005
     workers = local_workers(0, 0, arguments.workers, tuple(arguments.worker_arguments), ["cpu"])
     serving = Serving(GatewayConfig(port=0), ControlConfig(), workers, WatchConfig(start=600.0))
     await serving.start()

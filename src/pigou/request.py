@@ -86,6 +86,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):  # made in a tenth of a da
         streamed: its driver sees tokens as they come, and tells of them.
         splits: its prompt may be computed by another worker than the one that streams.
         expiry: when what is cached under its tenure becomes void, in nanoseconds since 1970.
+        sequences: that its worker computes for it together, at least 1.
         group: id of the client's request that it is one sequence of; empty for one that is alone.
         held: sequences of that group that its driver has not submitted yet.
         held_tokens: of the prompts of those.
@@ -106,6 +107,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):  # made in a tenth of a da
     streamed: bool = True
     splits: bool = True
     expiry: int = NEVER
+    sequences: int = 1
     group: str = ""
     held: int = 0
     held_tokens: int = 0

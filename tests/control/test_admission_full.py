@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.config import ControlConfig
-from pigou.control.messages import Ended, GroupEnded, Queue, Route, Shed, WorkerUp
+from pigou.control.messages import Ended, GroupEnded, Queue, Route, Shed, WorkerDown, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.request import SECOND, FinishReason, Request, Worker
 
@@ -118,3 +118,32 @@ def test_an_accepted_sequence_does_not_time_out_while_it_waits() -> None:
     assert shed(plane, 3 * SECOND) == ["g"], "the first one may still be refused"
     plane.observe(Ended("runs", FinishReason.STOP), 4 * SECOND)
     assert plane.state.loads.keys() == {"g1"}
+
+
+def test_accepted_sequences_time_out_where_there_is_no_worker() -> None:
+    plane = full("fcfs", [], queue_timeout=SECOND)
+    plane.submit(group(0, 1), 5)
+    plane.submit(group(1, 0), 6)
+    plane.observe(WorkerDown("w"), 7)
+    assert set(shed(plane, 3 * SECOND)) >= {"g", "g1"}
+
+
+def test_sequences_that_a_worker_computes_together_count_each() -> None:
+    plane = ControlPlane(ControlConfig())
+    plane.observe(WorkerUp(Worker("a", "u", max_seqs=8)), 0)
+    plane.observe(WorkerUp(Worker("b", "u", max_seqs=8)), 0)
+    first = plane.submit(Request("beams", 10, 8, sequences=6), 1)
+    assert isinstance(first, Route)
+    assert plane.state.figures(first.choice.decode)["decode_requests"] == 6
+    other = [plane.submit(Request(f"r{n}", 10, 8), 2) for n in range(6)]
+    assert {each.choice.decode for each in other if isinstance(each, Route)} == (
+        {"a", "b"} - {first.choice.decode}
+    )
+    assert isinstance(plane.submit(Request("more", 10, 8, sequences=6), 3), Queue)
+    assert plane.queue.shares.requests == 6
+    plane.observe(Ended("beams", FinishReason.STOP), 4)
+    assert plane.queue.shares.requests == 0
+    for name in ("more", *(f"r{n}" for n in range(6))):
+        plane.observe(Ended(name, FinishReason.STOP), 5)
+    assert not plane.state.columns.decode_requests.any()
+    assert not plane.state.columns.decoding.any()

@@ -11,9 +11,10 @@ import aiohttp
 import msgspec
 import pytest
 
-from pigou.config import ConfigError
+from pigou.config import ConfigError, ControlConfig
 from pigou.gateway.keys import Key, Keys
 from pigou.gateway.limits import Limits
+from pigou.request import SECOND
 from stub import Script, Stub, serving
 
 TEXT = "/v1/completions"
@@ -97,6 +98,21 @@ async def test_who_leaves_while_waiting_for_its_turn_takes_none() -> None:
         held.set()
         assert ((await first)[0], (await last)[0]) == (200, 200)
         assert {seen.body["prompt"] for seen in stub.seen} == {"x", "z"}
+
+
+async def test_waiting_for_ones_own_sequences_ends_with_the_queue_timeout() -> None:
+    held = asyncio.Event()
+    stub = Stub("a", script=Script(held=held))
+    control = ControlConfig(queue_timeout=SECOND // 5)
+    async with serving(stub, keys=keys(sequences=1), control=control) as fleet:
+        first = asyncio.create_task(post(fleet, {"prompt": "x"}))
+        await eventually(lambda: stub.active == 1)
+        status, reply, _ = await post(fleet, {"prompt": "y"})
+        assert status == 429
+        assert "limits.sequences of this API key is 1" in reply["error"]["message"]
+        held.set()
+        assert (await first)[0] == 200
+        assert (await post(fleet, {"prompt": "z"}))[0] == 200
 
 
 def entry(limits: dict[str, Any]) -> bytes:

@@ -93,6 +93,7 @@ class Submit(_Entry, tag="submit"):
     keys: dict[int, bytes] = {}
     overrides: dict[str, str] = {}
     exclude: list[str] = []
+    sequences: int = 1
     group: str = ""
     held: int = 0
     held_tokens: int = 0
@@ -253,7 +254,8 @@ def submitted(request: Request, now: int, exclude: frozenset[str]) -> Submit:
         streamed=request.streamed, splits=request.splits, hashes=_bytes(request.hashes),
         keys={size: _bytes(keys) for size, keys in request.keys.items()},
         overrides={name: repr(float(value)) for name, value in request.overrides.items()},
-        exclude=sorted(exclude), group=request.group, held=request.held,
+        exclude=sorted(exclude), sequences=request.sequences, group=request.group,
+        held=request.held,
         held_tokens=request.held_tokens,
     )  # fmt: skip
 
@@ -267,7 +269,8 @@ def request_of(entry: Submit) -> Request:
         remote=entry.remote, hold=entry.hold,
         keys={size: _words(keys) for size, keys in entry.keys.items()},
         overrides={name: float(value) for name, value in entry.overrides.items()},
-        streamed=entry.streamed, splits=entry.splits, group=entry.group, held=entry.held,
+        streamed=entry.streamed, splits=entry.splits, sequences=entry.sequences, group=entry.group,
+        held=entry.held,
         held_tokens=entry.held_tokens,
     )  # fmt: skip
 

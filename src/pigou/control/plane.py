@@ -229,7 +229,7 @@ class ControlPlane:
         shed = [*self.desk.displaced(), *self._overdue_inside(now)]
         if not waiting:
             return [*shed, *self._assess(now)] if shed else self._assess(now)
-        shed += self.desk.overdue(now)
+        shed += self.desk.overdue(now, bool(self.state.workers))
         return [*shed, *self._drain(now), *self._assess(now)]
 
     def assess(self, snapshot: Snapshot) -> Assessment | None:
@@ -366,6 +366,8 @@ class ControlPlane:
         request, admits = waiting.request, self.desk.room
         above = self.desk.above(waiting)
         streams = self._shared(waiting, admits.streams(self.state, above), now)
+        if request.sequences > 1:
+            streams = streams & admits.several(request, self.state)
         open_ = self._open(waiting.exclude)
         if not np.count_nonzero(both(streams, open_)):  # quicker than `any`
             return None

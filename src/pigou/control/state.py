@@ -257,7 +257,7 @@ class State:
             uncached: tokens of its prompt that are to be computed.
             now: nanoseconds.
             priority: as its workers are told.
-            output: tokens that it is expected to generate.
+            output: tokens that each of its sequences is expected to generate.
         """
         computes = self.row[choice.prefill or choice.decode]
         load = Load(
@@ -276,7 +276,8 @@ class State:
             cached=choice.cached,
         )
         row = self.row[choice.decode]
-        load.seat = self.seats.take(load, row, request.prompt, request.prompt + output)
+        expected = request.prompt + output * request.sequences
+        load.seat = self.seats.take(load, row, request.prompt, expected)
         self.loads[request.id] = load
         self.lines.join(computes, request.id, uncached, load.pairs, now)
         self.columns.served[row] += 1
@@ -304,7 +305,7 @@ class State:
         if load.decode is not None:
             load.decoding = True
             row = self.row[load.decode]
-            self.columns.decoding[row] += 1
+            self.columns.decoding[row] += load.request.sequences
             self.columns.coming[row] -= load.request.prompt
 
     def end(self, request: str, now: int) -> Load | None:
@@ -316,7 +317,7 @@ class State:
         if load.decode is not None:
             row = self.row[load.decode]
             if load.decoding:
-                self.columns.decoding[row] -= 1
+                self.columns.decoding[row] -= load.request.sequences
             else:
                 self.columns.coming[row] -= load.request.prompt
         self._charge_decode(load, -1)
@@ -370,5 +371,5 @@ class State:
     def _charge_decode(self, load: Load, sign: int) -> None:
         if load.decode is not None:
             row = self.row[load.decode]
-            self.columns.decode_requests[row] += sign
+            self.columns.decode_requests[row] += sign * load.request.sequences
             self.columns.decode_tokens[row] += sign * load.tokens

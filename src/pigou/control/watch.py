@@ -118,7 +118,7 @@ class Watch:
         self.detector.update(now, sample)
         self.controller.observe(now, sample)
         if row is not None:
-            self.estimator.flow.change(row, 1)
+            self.estimator.flow.change(row, load.request.sequences)
 
     def came(self, seats: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """More tokens of requests came; as `ControlPlane.came`."""
@@ -134,7 +134,7 @@ class Watch:
             return False
         generated = load.generated
         if generated:
-            self.estimator.generated(generated)
+            self.estimator.generated(max(1, generated // load.request.sequences))
             self.audit.ended(load, now)
             known = self.estimates(now)
             if not isinstance(self.controller, Static):  # which learns nothing
@@ -265,7 +265,7 @@ class Watch:
             row = self.state.row[load.decode]
             self._advance(row, now)
             if load.first:
-                self.estimator.flow.change(row, -1)
+                self.estimator.flow.change(row, -load.request.sequences)
         return self.state.end(request, now)
 
     def _advance(self, row: int, now: int) -> None:

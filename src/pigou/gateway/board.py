@@ -69,6 +69,7 @@ class Board:
             "game": game.view(status),
             "tokenized": self._ways(),
             "queued": self._pilot.queued,
+            "held_sequences": self._pilot.held,
             "shed": self._pilot.shed,
             "background": self._pilot.background.view(),
             "tokens_per_second": round(sum(w["tokens_per_second"] for w in workers), 1),

@@ -151,6 +151,7 @@ class Call:
             overrides=self.overrides,
             streamed=self.stream,
             splits=self.splits,
+            sequences=self.choices * len(self.prompts),
             group=self.group,
             held=self.held,
             held_tokens=self.held_tokens,

@@ -185,7 +185,9 @@ class Generator:
 
     async def _route(self, call: Call, relay: Relay, tried: frozenset[str]) -> Route:
         if call.share is not None:
-            await call.share.take(call.id)
+            # Further sequences of a request were accepted with its first one.
+            later = call.group not in ("", call.id)
+            await call.share.take(call.id, None if later else self._pilot.queue_timeout_s)
         request = call.request(len(relay.transcript.tokens))
         try:
             route = await self._pilot.route(request, tried)

@@ -120,11 +120,26 @@ class Share:
         self._running: set[str] = set()
         self._count(sequences)
 
-    async def take(self, call: str) -> None:
-        """Wait until a sequence may run; does nothing where it has run already."""
-        if call not in self._running:
-            await self._usage._take()
-            self._running.add(call)
+    async def take(self, call: str, timeout_s: float | None) -> None:
+        """Wait until a sequence may run; does nothing where it has run already.
+
+        Raises:
+            APIError: 429, it waited for so many seconds.
+        """
+        if call in self._running:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._usage._take()
+        except TimeoutError:
+            most = self._usage.limits.sequences
+            raise APIError(
+                429,
+                f"limits.sequences of this API key is {most}: so many run, and this request waited "
+                f"{timeout_s:g} s for one of them to end; send fewer at once.",
+                retry_after=_RETRY_AFTER,
+            ) from None
+        self._running.add(call)
 
     def sent(self) -> None:
         """A sequence is at a worker: it waits no more."""

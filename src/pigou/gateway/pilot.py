@@ -209,6 +209,16 @@ class Pilot:
         return any(up.engine.deadlines for up in self.upstreams.values())
 
     @property
+    def queue_timeout_s(self) -> float:
+        """Seconds that a request may wait before it runs."""
+        return self.plane.config.queue_timeout / SECOND
+
+    @property
+    def held(self) -> int:
+        """Sequences of accepted requests that were not sent yet, besides those `queued`."""
+        return self.plane.queue.shares.held_back
+
+    @property
     def queued(self) -> int:
         """Requests that wait for a worker."""
         return len(self.plane.queue)

@@ -42,15 +42,15 @@ class Activity:
         _, before = self._seen.get(tenant, (0, 0.0))
         return weight / max(weight, self._weights - before + weight)
 
-    def began(self, tenant: str) -> None:
+    def began(self, tenant: str, sequences: int = 1) -> None:
         """A request of a tenant was sent to a worker."""
-        self._streams[tenant] += 1
-        self._total += 1
+        self._streams[tenant] += sequences
+        self._total += sequences
 
-    def ended(self, tenant: str) -> None:
+    def ended(self, tenant: str, sequences: int = 1) -> None:
         """A request of a tenant left its worker."""
-        self._total -= 1
-        self._streams[tenant] -= 1
+        self._total -= sequences
+        self._streams[tenant] -= sequences
         if not self._streams[tenant]:
             del self._streams[tenant]
 

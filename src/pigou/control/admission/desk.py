@@ -159,10 +159,13 @@ class Desk:
                 skip.append(waiting.exclude)
         return routes
 
-    def overdue(self, now: int) -> list[Shed]:
-        """Take out those that waited too long; the others may soon use any worker again."""
+    def overdue(self, now: int, up: bool = True) -> list[Shed]:
+        """Take out those that waited too long; the others may soon use any worker again.
+
+        `up`: there are workers, so that accepted sequences will find one in the end.
+        """
         shed = []
-        for waiting in self.queue.overdue(now - self._timeout):
+        for waiting in self.queue.overdue(now - self._timeout, up):
             retry = self._retry(waiting, False, now)
             shed.append(Shed(waiting.request.id, "it waited too long for a worker", retry))
         self.queue.forgive(now - EXCLUDED_FOR)
@@ -203,17 +206,17 @@ class Desk:
     def began(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:
         """A request was routed to decode on worker `row`; `fleet` is as it saw it."""
         self.room.take(request, choice, row, fleet, now)
-        self.activity.began(request.tenant)
+        self.activity.began(request.tenant, request.sequences)
 
     def failed(self, request: Request) -> None:
         """A routed request lost its worker."""
         self.room.free(request.id)
-        self.activity.ended(request.tenant)
+        self.activity.ended(request.tenant, request.sequences)
 
     def ended(self, request: Request, now: int) -> None:
         """A routed request left the fleet."""
         self.rate.ended(now, self.room.free(request.id))
-        self.activity.ended(request.tenant)
+        self.activity.ended(request.tenant, request.sequences)
         self.activity.seen(request.tenant, self._weights.get(request.tenant, 1.0), now)
 
     def came(self, who: Seats[Load], seats: Counts, counts: Counts) -> None:

@@ -117,16 +117,16 @@ class WaitQueue:
         """Return the sets of workers that some request excludes."""
         return [exclude for exclude in self._returned if exclude]
 
-    def overdue(self, before: int) -> Iterator[Waiting]:
+    def overdue(self, before: int, keep: bool = True) -> Iterator[Waiting]:
         """Take out those that wait since `before` or longer, and return them.
 
-        Further sequences of a group that was accepted wait as long as they must.
+        `keep`: further sequences of a group that was accepted wait as long as they must.
         """
         late: list[Waiting] = []
         for waiting in self._all.values():
             if waiting.since > before:
                 break
-            if not waiting.kept:
+            if not (keep and waiting.kept):
                 late.append(waiting)
         for waiting in late:
             self.remove(waiting.request.id)

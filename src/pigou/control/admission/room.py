@@ -66,7 +66,7 @@ class Room:
 
     def take(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:
         """A request was routed to decode on worker `row`; `fleet` is as it saw it."""
-        output = int(fleet.output)
+        output = int(fleet.output) * request.sequences
         need = request.prompt - fleet.resident_on(row, request.prompt) + output
         self._held[request.id] = _Held(choice.decode, need - output, output)
         self._tokens[choice.decode] = self._tokens.get(choice.decode, 0) + need
@@ -124,6 +124,13 @@ class Room:
         found: Flags = columns.decodes & ((most == 0) | (columns.decode_requests < most))
         return found
 
+    def several(self, request: Request, state: State) -> Flags:
+        """Return which workers can take all sequences of a request together, (workers,)."""
+        streams = state.columns.decode_requests
+        most = self.slots(state, 2**62)
+        found: Flags = (streams == 0) | (streams + request.sequences <= most)
+        return found
+
     def slots(self, state: State, unlimited: int) -> Counts:
         """Return the streams that each worker runs at once, `unlimited` where nobody said."""
         most: Counts = state.columns.max_seqs
@@ -152,7 +159,8 @@ class Room:
         """Return which workers have the tokens for a request, (workers,)."""
         if not self._budget and not state.sized:
             return everybody(len(fleet.ids))
-        most = self._total + state.beyond + request.prompt + int(fleet.output)
+        output = int(fleet.output) * request.sequences
+        most = self._total + state.beyond + request.prompt + output
         if most <= self._budget * (self._open if above else 1.0):
             return everybody(len(fleet.ids))  # any worker has room for all that there is
         columns = state.columns
@@ -219,5 +227,6 @@ def _need(request: Request, fleet: FleetView) -> Counts:
 
     What comes back from a tier takes room on the device as what is computed does.
     """
-    found: Counts = request.prompt - fleet.resident(request.prompt) + int(fleet.output)
+    output = int(fleet.output) * request.sequences
+    found: Counts = request.prompt - fleet.resident(request.prompt) + output
     return found

@@ -59,11 +59,11 @@ class Shares:
 
     def add(self, waiting: Waiting) -> None:
         """Count a request that waits."""
-        self._count(waiting.request.tenant, 1, waiting.tokens)
+        self._count(waiting.request.tenant, waiting.request.sequences, waiting.tokens)
 
     def remove(self, waiting: Waiting) -> None:
         """Count out a request that waited."""
-        self._count(waiting.request.tenant, -1, -waiting.tokens)
+        self._count(waiting.request.tenant, -waiting.request.sequences, -waiting.tokens)
 
     def hold(self, waiting: Waiting) -> None:
         """Count the sequences of a group that follow this one, in place of those before."""
@@ -79,6 +79,11 @@ class Shares:
         if sequences:
             self._count(tenant, -sequences, -tokens)
 
+    @property
+    def held_back(self) -> int:
+        """Sequences of groups that were not submitted yet."""
+        return sum(sequences for _, sequences, _ in self._groups.values())
+
     def _count(self, tenant: str, requests: int, tokens: int) -> None:
         held = self._held.setdefault(tenant, _Held())
         held.requests += requests
@@ -93,9 +98,11 @@ class Shares:
         tenant = waiting.request.tenant
         requests, tokens = self.held(tenant)
         own = [each for each in without if each.request.tenant == tenant]
-        requests, tokens = requests - len(own), tokens - sum(each.tokens for each in own)
+        requests -= sum(each.request.sequences for each in own)
+        tokens -= sum(each.tokens for each in own)
         part = self._activity.part(tenant, waiting.weight)
-        asks, total = 1 + waiting.request.held, self.requests - len(without)
+        asks = waiting.request.sequences + waiting.request.held
+        total = self.requests - sum(each.request.sequences for each in without)
         found = _refusal("requests", self.most, total, requests, asks, part)
         if found is None and self.most_tokens:
             asks = waiting.tokens + waiting.held_tokens

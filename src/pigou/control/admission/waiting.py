@@ -41,7 +41,7 @@ class Waiting(msgspec.Struct, eq=False):
     @property
     def tokens(self) -> int:
         """What it asks of the fleet: uncached prompt plus expected output tokens."""
-        return self.uncached + self.output
+        return self.uncached + self.output * self.request.sequences
 
     @property
     def held_tokens(self) -> int:

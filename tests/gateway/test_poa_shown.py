@@ -1,0 +1,84 @@
+"""Laws of what is shown of the Price of Anarchy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pigou.config import ControlConfig
+from pigou.control.assessment import Assessment, Split
+from pigou.control.messages import WorkerUp
+from pigou.control.plane import ControlPlane
+from pigou.control.status import Status
+from pigou.games.anarchy import Anarchy, Estimate
+from pigou.gateway import game
+from pigou.gateway.board import Board, Row
+from pigou.gateway.pilot import Pilot
+from pigou.request import Worker
+
+GAIN = Estimate(1.5, 1.25, 2.0)
+FOUND = Assessment(
+    Anarchy(GAIN, Estimate(1.0, 1.0, 1.0), GAIN, Estimate(1.0, 1.0, 1.0), (0, 1)),
+    3.0,
+    40,
+    {},
+    Split(("w", "v"), ("u",), ("v",), 0.5),
+)
+
+
+def plane() -> ControlPlane:
+    made = ControlPlane(ControlConfig())
+    made.observe(WorkerUp(Worker("w", "u")), 0)
+    return made
+
+
+def status(assessment: Assessment | None, why: str = "") -> Status:
+    return replace(plane().status(1), assessment=assessment, unknown=why)
+
+
+def metrics(found: Status) -> str:
+    registry = CollectorRegistry()
+    registry.register(game.Game(lambda: (found, [])))
+    return generate_latest(registry).decode()
+
+
+def test_what_is_unknown_is_null_with_its_reason() -> None:
+    told = game.view(status(None, "nothing ended"))
+    assert (told["poa"], told["poa_split"], told["poa_unknown"]) == (None, None, "nothing ended")
+    page = metrics(status(None, "nothing ended"))
+    assert "pigou_game_poa_known 0.0" in page
+    assert "pigou_game_poa{" not in page
+
+
+def test_what_is_known_has_its_interval_and_the_better_split_its_gain() -> None:
+    told: dict[str, Any] = game.view(status(FOUND))
+    assert told["poa_unknown"] is None
+    assert told["poa"]["whole"] == {"value": 1.5, "low": 1.25, "high": 2.0}
+    assert told["poa_split"] == {
+        "prefill": ["w", "v"],
+        "decode": ["u"],
+        "moves": ["v"],
+        "saves_seconds_per_request": 0.5,
+        "gain": {"value": 1.5, "low": 1.25, "high": 2.0},
+        "certain": True,
+    }
+    page = metrics(status(FOUND))
+    assert "pigou_game_poa_known 1.0" in page
+    assert "pigou_game_split_saves_seconds 0.5" in page
+    assert 'pigou_game_poa_low{part="whole"} 1.25' in page
+
+
+def test_a_worker_of_the_fleet_that_is_not_up_makes_it_unknown() -> None:
+    made, rows = plane(), [Row(id="w", url="", role="both", state="up", kind="local")]
+    made.status = lambda now: status(FOUND)  # type: ignore[method-assign, assignment]
+    board = Board(Pilot(made), lambda: rows)
+    assert board.prices()[0].assessment is FOUND
+    for state in ("starting", "down", "backoff"):
+        rows[1:] = [Row(id="other", url="", role="both", state=state, kind="attached")]
+        found, prices = board.prices()
+        assert found.assessment is None
+        assert "other" in found.unknown
+        assert all(math.isnan(each.poa) for each in prices)
