@@ -125,7 +125,7 @@ class Passing:
             while left:
                 others = frozenset(self._pilot.upstreams.keys() - left)
                 if call.share is not None:
-                    await call.share.take(call.id)
+                    await call.share.take(call.id, self._pilot.queue_timeout_s)
                 try:
                     route = await self._pilot.route(call.request(), others)
                 except Refused as refused:
