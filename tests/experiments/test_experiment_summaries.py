@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from pigou.cli import build
 from pigou.cli.experiment import _together
 from pigou.experiments import adaptive, counterfactual, knee, mechanisms, pareto, regimes
 from pigou.experiments.document import document
@@ -123,3 +126,16 @@ def test_all_experiments_together_keep_their_names() -> None:
     assert set(both["summary"]) == {"table4", "knee"}
     assert found[0]["constants"]["pool"] == 100
     assert {"table4", "regimes", "adaptive", "pareto-below", "pareto-at"} <= set(EXPERIMENTS)
+
+
+def test_an_experiment_draws_its_page_and_shows_no_empty_column(tmp_path: Path) -> None:
+    command = ["toll", "--levels", "2", "--runs", "1", "--out", str(tmp_path)]
+    result = CliRunner().invoke(build(["experiment"]), ["experiment", *command])
+    assert result.exit_code == 0, result.output
+    assert "paper" not in result.stdout.partition("\n")[2]
+    assert "inf" not in result.stdout
+    assert 'id="verdict"' in (tmp_path / "index.html").read_text()
+    bare = [*command, "--no-report"]
+    bare[-2] = str(tmp_path / "bare")
+    assert CliRunner().invoke(build(["experiment"]), ["experiment", *bare]).exit_code == 0
+    assert [each.name for each in (tmp_path / "bare").iterdir()] == ["results.json"]

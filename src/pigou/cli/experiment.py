@@ -52,6 +52,9 @@ def experiment(
         str, typer.Option(help="Levels of concurrency, as in 96,128; all unless given.")
     ] = "",
     seed: Annotated[int, typer.Option(help="The first of the seeds.")] = 1,
+    report: Annotated[
+        bool, typer.Option(help="Draw the page of the results, index.html beside them.")
+    ] = True,
 ) -> None:
     """Run an experiment of "The Price of Anarchy in Disaggregated Inference" again."""
     from pigou.engine.warm import warm_up
@@ -78,6 +81,8 @@ def experiment(
             _show(one, found[-1])
         if name == _ALL:
             write(folder, _together(found))
+        if report:
+            _draw(folder, _together(found) if name == _ALL else found[0])
     except (ConfigError, ValueError) as error:
         told = typed(str(error), {"fleet": "--fleet"})
         typer.echo(f"pigou experiment: {told}", err=True)
@@ -158,29 +163,46 @@ def _show(one: Experiment, found: Mapping[str, Any]) -> None:
     reads = found["reading"] if one.reads else "each its own"
     console.print(f"{one.about}: fleet {found['fleet']}, reading {reads}, "
                   f"{len(found['seeds'])} runs a row")  # fmt: skip
-    table = Table("C", *one.columns)
+    headings = ["C", *one.columns]
     for key in COMPARED:
-        table.add_column(_UNITS[key], justify="right")
-        table.add_column("paper", justify="right")
-        table.add_column("error", justify="right")
+        headings += [_UNITS[key], "paper", "error"]
+    rows = []
     for row in found["rows"]:
         cells = [str(row["concurrency"]), *(_text(row.get(each)) for each in one.columns)]
         for key in COMPARED:
             paper = row.get("paper", {}).get(key)
             error = row.get("relative_error", {}).get(key)
-            cells += [_text(row[key]), _text(paper), "" if error is None else f"{error:+.1%}"]
-        table.add_row(*cells)
+            cells += [_text(row[key]), _text(paper), "-" if error is None else f"{error:+.1%}"]
+        rows.append(cells)
+    filled = [place for place in range(len(headings)) if any(row[place] != "-" for row in rows)]
+    table = Table()
+    for place in filled:
+        left = place <= len(one.columns)
+        table.add_column(headings[place], justify="left" if left else "right")
+    for cells in rows:
+        table.add_row(*(cells[place] for place in filled))
     console.print(table)
     for key, value in found["summary"].items():
         console.print(f"{key}: {_text(value)}")
     console.print()
 
 
+def _draw(folder: Path, found: Mapping[str, Any]) -> None:
+    """Write the page of results beside them; what cannot be drawn is said, and no error."""
+    from pigou.cli.report import experiment_page, publish
+    from pigou.report.files import ReportError
+
+    try:
+        publish(experiment_page(folder.name, found), folder)
+    except (ReportError, ValueError) as error:
+        typer.echo(f"pigou experiment: no page was drawn: {error}", err=True)
+
+
 def _text(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return "-" if math.isnan(value) else f"{value:.4g}"
+        return f"{value:.4g}" if math.isfinite(value) else "-"
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_text(each)}" for key, each in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):

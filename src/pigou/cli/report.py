@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,14 +71,19 @@ def _page(paths: Sequence[str]) -> Page:
             raise ReportError(
                 f"{names[rows.index(True)]} is an experiment; give it alone, or give runs only"
             )
-        return _experiment(names[0], found[0])
+        return experiment_page(names[0], found[0])
     runs = [as_record(name, each) for name, each in zip(names, found, strict=True)]
     if len(runs) == 1:
         return _alone(names[0], runs[0])
     return compare.page(runs, _different(labels, names))
 
 
-def _experiment(name: str, found: dict[str, Any]) -> Page:
+def experiment_page(name: str, found: Mapping[str, Any]) -> Page:
+    """Return the page of the document of an experiment; `name` where it does not tell its own.
+
+    Raises:
+        ValueError: it has nothing to draw.
+    """
     from pigou.report import levels
 
     title = str(found.get("experiment") or Path(name).stem)

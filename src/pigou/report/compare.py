@@ -14,6 +14,7 @@ from pigou.report.palette import LINES, STROKES
 from pigou.report.record import Attainment, Curve, Record
 from pigou.report.run import COUNTS, flat, notices, said
 from pigou.report.table import Cell, Form, Table
+from pigou.report.verdict import of_runs
 
 #: Runs that can be told apart by colour and stroke.
 MOST = LINES * len(STROKES)
@@ -55,6 +56,7 @@ def page(runs: Sequence[Record], labels: Sequence[str]) -> Page:
         title=f"{len(runs)} runs beside each other",
         subtitle=f"Ratios are to the first, {labels[0]}.",
         notices=tuple(found),
+        verdict=of_runs(runs, labels),
         sections=(
             Section("summary", "Summary", (counts(runs, labels), *_latencies(runs, labels))),
             Section("latency", "Latency", tuple(_cdf(name, runs, labels) for name in _CDFS)),

@@ -10,6 +10,7 @@ from pigou.report.figure import Axis, Chart, Figure, Line
 from pigou.report.page import Page, Section
 from pigou.report.palette import LINES, STROKES
 from pigou.report.table import Cell, Form, Table
+from pigou.report.verdict import of_rows
 
 Row = Mapping[str, Any]
 
@@ -63,7 +64,9 @@ def page(
         mine = [row for row in rows if str(row.get("experiment", "")) == name]
         front = f"{name}-" if len(names) > 1 else ""
         sections += _sections(mine, against or _level(mine), paper, figures, name, front)
-    return Page(title, subtitle or f"{len(rows)} rows", tuple(sections))
+    titles = {key: name for key, (name, _) in FIGURES.items()}
+    verdict = of_rows(rows, titles)
+    return Page(title, subtitle or f"{len(rows)} rows", tuple(sections), verdict=verdict)
 
 
 def _sections(

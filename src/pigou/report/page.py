@@ -17,6 +17,7 @@ from pigou.report.interactive import drawing
 from pigou.report.numbers import numbers
 from pigou.report.palette import COLOURS
 from pigou.report.table import Cell, Table
+from pigou.report.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Page:
         sections: from top to bottom.
         tiles: before them.
         notices: what a reader must know first, such as that nothing was served.
+        verdict: shown above all else; None where there is none.
     """
 
     title: str
@@ -68,6 +70,7 @@ class Page:
     sections: tuple[Section, ...]
     tiles: tuple[Tile, ...] = ()
     notices: tuple[str, ...] = field(default=())
+    verdict: Verdict | None = None
 
     @property
     def figures(self) -> list[Figure]:
@@ -82,6 +85,7 @@ def html(page: Page) -> str:
     found = _template().render(
         page=page,
         is_table=lambda item: isinstance(item, Table),
+        compact=lambda table: table.compact(),
         numbers=numbers,
         style=Markup(_style()),
         data=Markup(_data(page.figures)),

@@ -11,6 +11,7 @@ from pigou.report.figure import Figure
 from pigou.report.page import Page, Section, Tile
 from pigou.report.record import Record
 from pigou.report.table import Cell, Form, Table, Value
+from pigou.report.verdict import of_run
 
 #: Figure -> how it is called, and how it reads. What is nested has tables of its own.
 COUNTS: dict[str, tuple[str, Form]] = {
@@ -43,6 +44,7 @@ def page(run: Record) -> Page:
         subtitle=f"{_workload(run)}{figures['offered']:,} requests offered, "
         f"{figures['simulated_s']:,.1f} s simulated, seed {run.seed}, pigou {run.pigou}",
         notices=notices(run),
+        verdict=of_run(run),
         tiles=_tiles(figures),
         sections=(
             Section("summary", "Summary", (counts(figures), _outcomes(run), anarchy(figures))),

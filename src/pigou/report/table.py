@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pigou.report.figure import duration, significant
@@ -41,12 +41,19 @@ class Cell:
         return isinstance(self.value, int | float)
 
     @property
+    def filled(self) -> bool:
+        """Whether it has a value: a finite figure, or a text."""
+        if isinstance(self.value, str):
+            return self.value not in ("", "–")
+        return self.value is not None and math.isfinite(self.value)
+
+    @property
     def text(self) -> str:
         """How it reads."""
         value = self.value
         if isinstance(value, str):
             return value
-        if value is None or math.isnan(value):
+        if value is None or not math.isfinite(value):
             return "–"
         if self.form:
             return _FORMS[self.form](value)
@@ -77,6 +84,21 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
     folded: bool = False
+
+    def compact(self) -> Table:
+        """Return the table without columns that no row has a value in; the first one stays."""
+        kept = [
+            place
+            for place in range(len(self.columns))
+            if not place or not self.rows or any(cells[place].filled for cells in self.rows)
+        ]
+        if len(kept) == len(self.columns):
+            return self
+        return replace(
+            self,
+            columns=tuple(self.columns[place] for place in kept),
+            rows=tuple(tuple(cells[place] for place in kept) for cells in self.rows),
+        )
 
     @property
     def figures(self) -> tuple[bool, ...]:
