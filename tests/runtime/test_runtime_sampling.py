@@ -145,7 +145,7 @@ def test_cuts_keep_what_their_definitions_keep(
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed))
     cut = logits.clone()
     cut_min_p(cut, torch.tensor([min_p] * 3))
-    cut_top_k(cut, torch.tensor([top_k] * 3))
+    cut_top_k(cut, torch.tensor([top_k] * 3), max(1, top_k))
     cut_top_p(cut, torch.tensor([top_p] * 3, dtype=torch.float64))
     params = SamplingParams(max_tokens=1, top_k=top_k, top_p=top_p, min_p=min_p)
     for row, plain in zip(cut, logits.double().numpy(), strict=True):

@@ -17,6 +17,7 @@ from pigou.runtime.cache import KVCache
 from pigou.runtime.config import ModelConfig
 from pigou.runtime.eviction.watch import Watch
 from pigou.runtime.rotary import rotary_table, rotate
+from pigou.runtime.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +109,15 @@ class PagedAttention:
         return out.view(batch.size, -1)
 
     def _place(self, batch: Batch) -> None:
-        blocks = self.tables[batch.rows, batch.slots // self.block_size]
-        self._blocks = self._index(blocks)
-        self._offsets = self._index(batch.slots % self.block_size)
-        turns = self.turns[self._index(batch.positions)]
+        places = np.stack(
+            (
+                self.tables[batch.rows, batch.slots // self.block_size],
+                batch.slots % self.block_size,
+                batch.positions,
+            )
+        )
+        self._blocks, self._offsets, positions = self._index(places).unbind()
+        turns = self.turns[positions]
         self._turns = turns.to(self.cache.data.dtype).unsqueeze(1)
 
     def _rotated(
@@ -136,9 +142,8 @@ class PagedAttention:
         width = int(slots.max()) // self.block_size + 1
         used = np.arange(width) <= (slots // self.block_size)[:, None]
         blocks = np.where(used, self.tables[rows, :width], 0)
-        mask = np.arange(width * self.block_size) <= slots[:, None]
-        seen = torch.from_numpy(mask).to(self.device)[:, None, None]
-        return Past(self._index(blocks.reshape(-1)), len(rows), seen)
+        seen = self._entries(width) <= self._index(slots)[:, None]
+        return Past(self._index(blocks.reshape(-1)), len(rows), seen[:, None, None])
 
     def _chunk_past(self, chunk: Chunk) -> Past | None:
         """Return None where a chunk sees nothing but itself, and is not watched."""
@@ -146,8 +151,8 @@ class PagedAttention:
             return None
         last = chunk.past + chunk.count - 1
         width = last // self.block_size + 1
-        queries = np.arange(chunk.past, last + 1)[:, None]
-        mask = torch.from_numpy(np.arange(width * self.block_size) <= queries).to(self.device)
+        queries = torch.arange(chunk.past, last + 1, device=self.device)[:, None]
+        mask = self._entries(width) <= queries
         return Past(self._index(self.tables[chunk.row, :width]), 1, mask[None, None])
 
     def _decode(self, layer: int, query: Tensor, out: Tensor) -> None:
@@ -162,10 +167,12 @@ class PagedAttention:
             self.watch.stats.add_all(layer, self._decodes.blocks, sums)
             out.copy_((chances @ values.float().unsqueeze(2)).view_as(out))
             return
-        result = F.scaled_dot_product_attention(
-            query.unsqueeze(2), keys, values, attn_mask=self._decodes.mask, enable_gqa=True
-        )
-        out.copy_(result.squeeze(2))
+        # Query heads of a group stand as its queries: so no kernel must know of groups, and
+        # those of CUDA that take a mask do not.
+        config = self.config
+        grouped = query.view(len(query), config.kv_heads, config.group, config.head_dim)
+        result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._decodes.mask)
+        out.copy_(result.view_as(out))
 
     def _chunk(
         self, layer: int, own: tuple[Tensor, Tensor, Tensor], past: Past | None, out: Tensor
@@ -182,14 +189,11 @@ class PagedAttention:
         queries = query.transpose(0, 1).unsqueeze(0)
         if past is None:
             keys, values = key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
-            result = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, enable_gqa=True
-            )
+            keys, values = self._repeat(keys), self._repeat(values)
+            result = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         else:
-            keys, values = self._gather(layer, past)
-            result = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=past.mask, enable_gqa=True
-            )
+            keys, values = map(self._repeat, self._gather(layer, past))
+            result = F.scaled_dot_product_attention(queries, keys, values, attn_mask=past.mask)
         out.copy_(result.squeeze(0).transpose(0, 1))
 
     def _watched_chunk(self, layer: int, query: Tensor, chunk: Chunk, out: Tensor) -> None:
@@ -240,5 +244,13 @@ class PagedAttention:
         flat = (past.sequences, config.kv_heads, -1, config.head_dim)
         return keys.reshape(flat), values.reshape(flat)
 
+    def _repeat(self, part: Tensor) -> Tensor:
+        """Give each query head its keys or values, shape (sequences, heads, entries, head_dim)."""
+        return part if self.config.group == 1 else part.repeat_interleave(self.config.group, 1)
+
+    def _entries(self, width: int) -> Tensor:
+        """Number the entries of so many blocks, on the device."""
+        return torch.arange(width * self.block_size, device=self.device)
+
     def _index(self, ids: Ints) -> Tensor:
-        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
+        return upload(ids.astype(np.int64), self.device)

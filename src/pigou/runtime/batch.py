@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pigou.engine.plan import Plan
 from pigou.request import Ints
+from pigou.runtime.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> Batch:
     last[order] = ends - 1
     ids = np.concatenate([tokens[entry] for entry in order])
     return Batch(
-        tokens=torch.from_numpy(ids).to(device),
+        tokens=upload(ids, device),
         places=places,
         singles=singles,
         chunks=[

@@ -12,6 +12,8 @@ from torch import Tensor
 from pigou.kv.layout import KVLayout
 from pigou.request import Ints
 from pigou.runtime.config import ModelConfig
+from pigou.runtime.device_copies import DeviceCopies
+from pigou.runtime.upload import upload
 
 #: Blocks as bytes, shape (blocks, block_bytes).
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -73,8 +75,8 @@ class KVCache:
         raw = _bytes(blocks * layout.block_bytes, device, memory)
         self.data: Tensor = raw.view(getattr(torch, layout.dtype)).view(shape)
         self._raw = raw.view(blocks, layout.block_bytes)
-        host = torch.from_numpy(np.zeros((host_blocks, layout.block_bytes), dtype=np.uint8))
-        self.host = host.pin_memory() if device.type == "cuda" and host_blocks else host
+        self.host = _host(host_blocks, layout.block_bytes, device)
+        self._copies = DeviceCopies(self._raw) if device.type == "cuda" else None
 
     @property
     def layout(self) -> KVLayout:
@@ -107,12 +109,17 @@ class KVCache:
 
     def read(self, ids: Ints) -> Bytes:
         """Copy blocks out, shape (n, block_bytes), in the order of `ids`."""
-        return np.asarray(self._raw[_index(ids, self._raw.device)].cpu().numpy())
+        if self._copies is not None:
+            return self._copies.read(np.asarray(ids))
+        return np.asarray(self._raw[_index(ids, self._raw.device)].numpy())
 
     def write(self, ids: Ints, data: Bytes) -> None:
         """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
+        if self._copies is not None:
+            self._copies.write(np.asarray(ids), data)
+            return
         source = torch.from_numpy(np.ascontiguousarray(data))
-        self._raw[_index(ids, self._raw.device)] = source.to(self._raw.device)
+        self._raw[_index(ids, self._raw.device)] = source
 
     def move(self, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
         """Do a plan's moves, in this order; each of shape (n, 2), from and to.
@@ -124,8 +131,15 @@ class KVCache:
 
 
 def move_blocks(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
-    """Do a plan's moves on rows of `raw`, on the device, and of `host`, alike in shape."""
+    """Do a plan's moves on rows of `raw`, on the device, and of `host`, alike in shape.
+
+    On CUDA each block is one copy from or to pinned memory, queued behind the steps before: the
+    host waits for none, and the order of the queue is the order of the moves.
+    """
     cpu = host.device
+    if raw.device.type == "cuda":
+        queue_moves(raw, host, swap_out, copies, swap_in)
+        return
     if len(swap_out):
         rows = raw[_index(swap_out[:, 0], raw.device)]
         host[_index(swap_out[:, 1], cpu)] = rows.to(cpu)
@@ -134,6 +148,16 @@ def move_blocks(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in
     if len(swap_in):
         rows = host[_index(swap_in[:, 0], cpu)]
         raw[_index(swap_in[:, 1], raw.device)] = rows.to(raw.device)
+
+
+def queue_moves(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
+    """Queue a plan's moves, block by block, without waiting for any."""
+    for source, target in swap_out.tolist():
+        host[target].copy_(raw[source], non_blocking=True)
+    if len(copies):
+        raw[_index(copies[:, 1], raw.device)] = raw[_index(copies[:, 0], raw.device)]
+    for source, target in swap_in.tolist():
+        raw[target].copy_(host[source], non_blocking=True)
 
 
 def _bytes(size: int, device: torch.device, memory: memoryview | None) -> Tensor:
@@ -148,5 +172,12 @@ def _bytes(size: int, device: torch.device, memory: memoryview | None) -> Tensor
     return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 
 
+def _host(blocks: int, block_bytes: int, device: torch.device) -> Tensor:
+    """Return zeroed host memory, pinned where a CUDA device copies from and to it."""
+    if device.type == "cuda" and blocks:
+        return torch.zeros((blocks, block_bytes), dtype=torch.uint8, pin_memory=True)
+    return torch.from_numpy(np.zeros((blocks, block_bytes), dtype=np.uint8))
+
+
 def _index(ids: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.asarray(ids, dtype=np.int64)).to(device)
+    return upload(np.asarray(ids, dtype=np.int64), device)

@@ -27,6 +27,7 @@ from pigou.runtime.ops import Ops
 from pigou.runtime.outputs import StepOutput, TokenLogprobs
 from pigou.runtime.sampling import Sampler
 from pigou.runtime.sequence import Sequence, make_sequence
+from pigou.runtime.upload import upload
 from pigou.sampling import SamplingParams
 
 #: Tokens of a prompt whose logits, each as wide as the vocabulary, are held at once.
@@ -227,7 +228,7 @@ class TorchExecutor:
         sampling = [sequences[entry] for entry in batch.entries.tolist()]
         sampler = IsolatedSampler(self.sampler, sampling, self.model.ops, self._device)
         asked = [s for s in sequences if s.prompt_logprobs]
-        wanted = torch.from_numpy(batch.last[batch.entries]).to(self._device)
+        wanted = upload(batch.last[batch.entries], self._device)
         speaks = self.evictor is not None and bool(self.evictor.policy.spoken)
         durations: list[int] = []
         began = self._clock()
@@ -336,7 +337,7 @@ class TorchExecutor:
         self, states: Tensor, tokens: Ints, params: SamplingParams
     ) -> list[TokenLogprobs]:
         """Report tokens given the hidden states before them, some at a time to spare memory."""
-        ids = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
+        ids = upload(tokens.astype(np.int64), self._device)
         reports = []
         for some, part in zip(
             torch.split(states, _AT_ONCE), torch.split(ids, _AT_ONCE), strict=True

@@ -110,7 +110,7 @@ class LoadedModel:
             ends=self.config.eos,
             evictor=evictor,
         )
-        if kind is CPUAttention and max_model_len >= WARM_UP_TOKENS:
+        if max_model_len >= WARM_UP_TOKENS:
             warm_up(executor)
         return executor
 

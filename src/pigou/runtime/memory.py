@@ -7,9 +7,15 @@ import ctypes
 import psutil
 import torch
 
+from pigou.runtime.config import ModelConfig
+
 #: Parameters of glibc's mallopt (malloc.h), and what they are set to.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 29
+#: Share of a GPU's free memory that is shared out; the rest is for the libraries' own needs.
+GPU_SHARE = 0.9
+#: Bytes for each logit: itself, as float32, its probability, and the float64 of their sums.
+_LOGIT_BYTES = 2 + 4 + 4 + 8
 
 
 def free_memory(device: torch.device) -> int:
@@ -17,6 +23,28 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+def kv_room(
+    free: int, config: ModelConfig, itemsize: int, max_seqs: int, max_batched_tokens: int
+) -> int:
+    """Return the bytes of a GPU that KV blocks may take, so that a full batch still fits.
+
+    Left out are the largest logits with what sampling makes of them, the activations of the
+    longest step, and three copies of one layer's keys and values, which a step gathers.
+
+    Args:
+        free: bytes that are free with the weights loaded.
+        config: of the model.
+        itemsize: bytes of a number.
+        max_seqs: sequences of a step at most.
+        max_batched_tokens: tokens of a step at most.
+    """
+    logits = max_seqs * config.vocab * _LOGIT_BYTES
+    width = 4 * config.hidden + 3 * config.ffn + 4 * config.heads * config.head_dim
+    activations = 2 * max_batched_tokens * width * itemsize
+    left = GPU_SHARE * free - logits - activations
+    return max(0, int(left / (1 + 3 / config.layers)))
 
 
 def keep_memory() -> None:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pigou.runtime.sequence import Sequence
+from pigou.runtime.upload import upload
 from pigou.sampling import SamplingParams
 
 _OUT = float("-inf")
@@ -40,10 +41,10 @@ def adjust(logits: Tensor, sequence: Sequence) -> None:
     if params.frequency_penalty or params.presence_penalty:
         seen = sequence.output_counts
         cost = seen.counts * params.frequency_penalty + params.presence_penalty
-        logits[_on(logits, seen.ids)] -= torch.from_numpy(cost).to(logits)
+        logits[_on(logits, seen.ids)] -= upload(cost, logits.device).to(logits.dtype)
     if params.logit_bias:
         tokens, bias = sequence.bias
-        logits[_on(logits, tokens)] += torch.from_numpy(bias).to(logits)
+        logits[_on(logits, tokens)] += upload(bias, logits.device).to(logits.dtype)
     _forbid(logits, sequence)
 
 
@@ -66,8 +67,8 @@ def _forbid(logits: Tensor, sequence: Sequence) -> None:
         later = allowed.copy()
         later[banned] = False
         allowed = later if later.any() else allowed
-    logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), _OUT)
+    logits.masked_fill_(~upload(allowed, logits.device), _OUT)
 
 
 def _on(logits: Tensor, tokens: NDArray[np.integer]) -> Tensor:
-    return torch.from_numpy(tokens.astype(np.int64)).to(logits.device)
+    return upload(tokens.astype(np.int64), logits.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from pigou.runtime.outputs import TokenLogprobs
 from pigou.runtime.penalties import adjust, adjusts
 from pigou.runtime.sequence import Sequence
 from pigou.runtime.truncation import cut_min_p, cut_top_k, cut_top_p
+from pigou.runtime.upload import upload
 from pigou.sampling import SamplingParams
 
 #: Logits beyond this are as good as certain.
@@ -50,7 +52,7 @@ class Sampler:
             Tokens, shape (n,), int64, and reports by row for the sequences that ask for them. A
             sequence whose grammar cannot go on has a `failure`, and its token means nothing.
         """
-        raw = logits[self._reported] if self._reported else None
+        raw = logits[self._index(self._reported)] if self._reported else None
         if self._adjusted:
             logits = logits.float()
         for row in self._adjusted:
@@ -68,9 +70,10 @@ class Sampler:
 
     def _prepare(self, params: list[SamplingParams]) -> None:
         def column(get: Callable[[SamplingParams], float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor([get(p) for p in params], dtype=dtype, device=self._device)
+            return upload(np.array([get(p) for p in params]), self._device).to(dtype)
 
-        self._rows = torch.tensor(self._random, dtype=torch.int64, device=self._device)
+        self._rows = self._index(self._random)
+        self._largest_k = max(1, *(p.top_k for p in params))
         self._scale = column(lambda p: 1.0 / p.temperature, torch.float32).unsqueeze(-1)
         self._min_p = column(lambda p: p.min_p, torch.float32)
         self._top_k = column(lambda p: p.top_k, torch.int64)
@@ -89,16 +92,19 @@ class Sampler:
         if min_p:
             cut_min_p(logits, self._min_p)
         if top_k:
-            cut_top_k(logits, self._top_k)
+            cut_top_k(logits, self._top_k, self._largest_k)
         if top_p:
             cut_top_p(logits, self._top_p)
         sequences = [self._sequences[i] for i in self._random]
         uniforms = [uniform(s.params.seed, s.length) for s in sequences]
         return choose(
-            logits.softmax(-1), torch.tensor(uniforms, dtype=torch.float64, device=self._device)
+            logits.softmax(-1), upload(np.array(uniforms, dtype=np.float64), self._device)
         )
+
+    def _index(self, rows: list[int]) -> Tensor:
+        return upload(np.array(rows, dtype=np.int64), self._device)
 
     def _report(self, raw: Tensor, tokens: Tensor) -> dict[int, TokenLogprobs]:
         tops = [self._sequences[i].params.logprobs or 0 for i in self._reported]
-        reports = report(raw, tokens[self._reported], tops)
+        reports = report(raw, tokens[self._index(self._reported)], tops)
         return dict(zip(self._reported, reports, strict=True))

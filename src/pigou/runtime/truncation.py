@@ -21,16 +21,17 @@ def cut_min_p(logits: Tensor, min_p: Tensor) -> None:
     logits.masked_fill_(logits < least.unsqueeze(-1), _OUT)
 
 
-def cut_top_k(logits: Tensor, top_k: Tensor) -> None:
+def cut_top_k(logits: Tensor, top_k: Tensor, largest: int) -> None:
     """Keep, in place, the k most probable tokens, and those as probable as the k-th.
 
     Args:
         logits: shape (n, vocab).
         top_k: shape (n,), int64; 0 keeps all.
+        largest: of `top_k`, at least 1; known to the host, so that it need not ask the device.
     """
     vocab = logits.shape[-1]
     ks = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab))
-    largest = int(torch.where(top_k == 0, 1, ks).max())
+    largest = min(largest, vocab)
     values = logits.topk(largest, dim=-1).values
     least = values.gather(-1, (ks.clamp(max=largest) - 1).unsqueeze(-1))
     least.masked_fill_((top_k == 0).unsqueeze(-1), _OUT)

@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 #: Bytes of KV blocks at most, where nobody says and the device is a CPU.
 CPU_MEMORY = 2**30
-#: Share of a GPU's free memory that KV blocks get, where nobody says.
-GPU_SHARE = 0.9
 #: Sequences of full length that the KV blocks hold at most, where nobody says.
 SEQUENCES = 64
 #: Bytes a second at which nothing is worth being swapped.
@@ -128,7 +126,7 @@ def transfer_config(config: WorkerConfig, backends: tuple[str, ...]) -> Transfer
 def _build_torch(config: WorkerConfig) -> Parts:
     from pigou.runtime.grammar_budget import WorkBudget
     from pigou.runtime.load import load
-    from pigou.runtime.memory import free_memory
+    from pigou.runtime.memory import free_memory, kv_room
     from pigou.runtime.threads import set_threads
 
     set_threads(config.threads)
@@ -138,7 +136,15 @@ def _build_torch(config: WorkerConfig) -> Parts:
     longest = config.max_model_len or loaded.config.context
     on_cpu = loaded.device.type == "cpu"
     free = free_memory(loaded.device)
-    room = min(CPU_MEMORY, free // 4) if on_cpu else int(free * GPU_SHARE)
+    room = min(CPU_MEMORY, free // 4)
+    if not on_cpu:
+        room = kv_room(
+            free,
+            loaded.config,
+            loaded.dtype.itemsize,
+            config.max_seqs,
+            config.max_batched_tokens,
+        )
     blocks = _blocks(config, layout, longest, room)
     tiers = build_tiers(config, layout, blocks)
     core = _core(config, blocks, longest, tiers)

@@ -1,0 +1,55 @@
+"""Copies of KV blocks between a CUDA device and the host, beside what is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pigou.kv.layout import Bytes
+from pigou.request import Ints
+
+
+class DeviceCopies:
+    """Reads and writes blocks on a stream of its own, from any thread.
+
+    A copy begins after everything that was queued on the compute stream when it was asked for,
+    and both methods return when it is done: so what is queued later sees it, and steps that
+    are queued meanwhile need not wait. A block that is being copied must not be computed on.
+    """
+
+    def __init__(self, raw: Tensor, cuda: Any = torch.cuda) -> None:
+        """Bind the blocks.
+
+        Args:
+            raw: blocks on the device, as bytes, shape (blocks, block_bytes).
+            cuda: the module of streams and events.
+        """
+        self._raw = raw
+        self._cuda = cuda
+        self._stream = cuda.Stream(raw.device)
+
+    def read(self, ids: Ints) -> Bytes:
+        """Copy blocks out, shape (n, block_bytes), into pinned memory."""
+        shape = (len(ids), self._raw.shape[1])
+        host = torch.empty(shape, dtype=torch.uint8, pin_memory=self._raw.is_cuda)
+        self._copy([(host[row], self._raw[block]) for row, block in enumerate(ids.tolist())])
+        return np.asarray(host.numpy())
+
+    def write(self, ids: Ints, data: Bytes) -> None:
+        """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
+        host = torch.from_numpy(np.ascontiguousarray(data))
+        if self._raw.is_cuda and not host.is_pinned():
+            host = host.pin_memory()
+        self._copy([(self._raw[block], host[row]) for row, block in enumerate(ids.tolist())])
+
+    def _copy(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Copy from the second of each pair to the first; each is one run of bytes."""
+        self._stream.wait_stream(self._cuda.default_stream(self._raw.device))
+        with self._cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            done = self._stream.record_event()
+        done.synchronize()
