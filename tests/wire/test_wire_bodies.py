@@ -83,7 +83,7 @@ def test_fields_without_meaning_are_fields() -> None:
 
 
 def test_what_openai_clients_send_without_meaning_here_is_taken() -> None:
-    sent = {"store": True, "service_tier": "auto", "verbosity": "low", "parallel_tool_calls": True}
+    sent = {"store": True, "service_tier": "auto", "verbosity": "low"}
     body = {"messages": [{"role": "developer", "content": "a"}], **sent}
     assert decode_chat(json.dumps(body).encode()).verbosity == "low"
     with pytest.raises(APIError, match="Unknown field loudness"):

@@ -173,6 +173,13 @@ def worker(
             "lets the model choose. A request may say otherwise."
         ),
     ] = _DEFAULT.json_whitespace,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help="Format of the tool calls that the model makes of its own accord: hermes, "
+            "llama3_json, mistral, none, or auto for what its chat template asks for."
+        ),
+    ] = _DEFAULT.tool_call_parser,
     max_body: Annotated[str, typer.Option(help="Largest body of a request.")] = "16MiB",
     unknown_fields: Annotated[
         str,

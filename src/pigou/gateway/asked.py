@@ -59,6 +59,7 @@ class Asked(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Any = None
     tools: list[Any] | None = None
+    tool_choice: Any = None
 
     def scores_prompt(self, chat: bool) -> bool:
         """Whether the prompt's log-probabilities are wanted.

@@ -35,8 +35,8 @@ _CHAT = [{"role": "user", "content": _TEXT}, {"role": "assistant", "content": "Y
 #: Fields that a worker's `/tokenize` reads as well, and those that only other makes' read.
 _SHARED = ("add_special_tokens",)
 _CHAT_SHARED = ("messages", "add_generation_prompt", "continue_final_message",
-                "chat_template_kwargs", *_SHARED)  # fmt: skip
-_CHAT_STOCK = ("tools", "chat_template")
+                "chat_template_kwargs", "tools", *_SHARED)  # fmt: skip
+_CHAT_STOCK = ("chat_template",)
 _T = TypeVar("_T")
 
 

@@ -94,7 +94,8 @@ class Speller:
         Args:
             asked: the request.
             chat: whether it came to the chat route.
-            stock: it is for a server that calls tools, and shows them to the template.
+            stock: it is for a server that is not Pigou's own: that shows tools to the template
+                also where none may be called.
 
         Raises:
             Unspellable: it cannot be rendered here.
@@ -110,7 +111,7 @@ class Speller:
             raise Unspellable("the template's variables are fields of their own")
         if asked.reasoning_effort is not None:
             variables["reasoning_effort"] = asked.reasoning_effort
-        if stock and asked.tools:
+        if asked.tools and (stock or asked.tool_choice != "none"):
             variables["tools"] = asked.tools
         try:
             messages = _messages.decode(asked.messages)

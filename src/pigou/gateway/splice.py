@@ -55,7 +55,8 @@ class Splice:
         delta = choice.get("delta") or {}
         if delta.pop("role", None) is None:
             return False
-        return not delta.get("content") and choice.get("finish_reason") is None
+        says = delta.get("content") or delta.get("tool_calls")
+        return not says and choice.get("finish_reason") is None
 
     def _chat(self, choice: dict[str, Any]) -> dict[str, Any]:
         found = {

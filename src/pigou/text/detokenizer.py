@@ -22,19 +22,25 @@ class Detokenizer:
     __slots__ = ("_hidden", "_pending", "_start", "_strip", "_texts", "_vocabulary", "_window")
 
     def __init__(
-        self, vocabulary: Vocabulary, skip_special: bool = True, *, begins: bool = True
+        self,
+        vocabulary: Vocabulary,
+        skip_special: bool = True,
+        *,
+        shown: frozenset[int] = frozenset(),
+        begins: bool = True,
     ) -> None:
         """Begin at no text.
 
         Args:
             vocabulary: bytes of the tokens.
             skip_special: leave control tokens out of the text.
+            shown: control tokens that are not left out.
             begins: the first token begins a text, where many tokenizers drop a space; False for
                 tokens that go on after a prompt.
         """
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts
-        self._hidden = vocabulary.special if skip_special else frozenset[int]()
+        self._hidden = vocabulary.special - shown if skip_special else frozenset[int]()
         self._pending = b""
         self._start = begins
         self._strip = vocabulary.strip if begins else b""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from pigou.text.model_files import read_object, read_templates
 
 log = logging.getLogger(__name__)
 
@@ -84,39 +85,6 @@ def within(ids: frozenset[int], rows: int) -> frozenset[int]:
             "eos_token_id names %s, outside the vocabulary of %d tokens: dropped", outside, rows
         )
     return ids.difference(outside)
-
-
-def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return a folder's chat templates by name; `settings` is its `tokenizer_config.json`."""
-    found: dict[str, str] = {}
-    said = settings.get("chat_template") or read_object(folder / "chat_template.json").get(
-        "chat_template"
-    )
-    if isinstance(said, str):
-        found["default"] = said
-    elif isinstance(said, list):
-        found |= {item["name"]: item["template"] for item in said}
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        found["default"] = path.read_text(encoding="utf-8")
-    return found
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON file's object; an empty one where the file is missing.
-
-    Raises:
-        ValueError: it is not JSON, or no object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return value
 
 
 class _Names:

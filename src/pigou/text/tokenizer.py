@@ -11,7 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from pigou.text.detokenizer import Detokenizer
-from pigou.text.ends import end_tokens, read_object, read_templates
+from pigou.text.ends import end_tokens
+from pigou.text.model_files import read_object, read_templates
 from pigou.text.vocabulary import Vocabulary, vocabulary
 
 
@@ -68,7 +69,7 @@ class Tokenizer:
         )
         generation = _json(folder / "generation_config.json")
         named = _json(folder / "special_tokens_map.json")
-        templates = read_templates(folder, settings)
+        templates = _templates(folder, settings)
         return Tokenizer(
             backend=backend,
             vocabulary=words,
@@ -145,31 +146,7 @@ def _eos(**files: Any) -> frozenset[int]:
 
 
 def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Return chat templates by name, from wherever transformers looks for them.
-
-    Files of their own come before `tokenizer_config.json`.
-    """
-    files: dict[str, str] = {}
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        files["default"] = path.read_text(encoding="utf-8")
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        files[path.stem] = path.read_text(encoding="utf-8")
-    if files:
-        return files
-    for source in (settings, _json(folder / "chat_template.json")):
-        if templates := _named(source.get("chat_template")):
-            return templates
-    return {}
-
-
-def _named(value: Any) -> dict[str, str]:
-    """Return templates by name: one text is `default`; several come as a list or as a map."""
-    if isinstance(value, str):
-        return {"default": value}
-    if isinstance(value, list):
-        value = {item["name"]: item["template"] for item in value}
-    value = value or {}
-    if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
-        return value
-    raise TokenizerError("chat_template must be a text, or texts by name")
+    try:
+        return read_templates(folder, settings)
+    except ValueError as error:
+        raise TokenizerError(str(error)) from None

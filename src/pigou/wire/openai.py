@@ -147,7 +147,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: str | None = None
     prompt_token_ids: TokenIds | None = None
     verbosity: str | None = None  # without meaning here, as those of every request
-    parallel_tool_calls: bool | None = None  # without meaning while tools are refused
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(_Body, kw_only=True):
@@ -159,6 +159,7 @@ class TokenizeRequest(_Body, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -182,7 +183,6 @@ WITHOUT_MEANING = (
     "prompt_cache_options",
     "spaces_between_special_tokens",
     "verbosity",
-    "parallel_tool_calls",
 )
 
 #: Objects within a request, and the names of their fields.

@@ -166,11 +166,15 @@ def chat_choice(
     *,
     logprobs: Json | None = None,
     token_ids: list[int] | None = None,
+    tool_calls: list[Json] | None = None,
 ) -> Json:
-    """Return one choice of a whole chat completion."""
+    """Return one choice of a whole chat completion; without text, its tool calls stand alone."""
+    message: Json = {"role": "assistant", "content": text, "refusal": None}
+    if tool_calls:
+        message |= {"content": text or None, "tool_calls": tool_calls}
     return {
         "index": index,
-        "message": {"role": "assistant", "content": text, "refusal": None},
+        "message": message,
         "logprobs": logprobs,
         "finish_reason": finish,
         "stop_reason": stop,
@@ -237,6 +241,7 @@ class Chunk(msgspec.Struct):
 
     Attributes:
         text: new text, may be empty.
+        delta: what a chat's chunk adds, in place of text.
         finish: why the choice ended, on its last chunk.
         stop: the stop string or token id that ended it.
         token_ids: new token ids, where the client wants them.
@@ -246,6 +251,7 @@ class Chunk(msgspec.Struct):
     """
 
     text: str
+    delta: Json | None = None
     finish: str | None = None
     stop: str | int | None = None
     token_ids: list[int] | None = None
@@ -287,9 +293,13 @@ class Stream:
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """Return the frame of a chunk."""
-        parts = [self._head(index), encode(chunk.text)]
-        if self._chat:
-            parts.append(b"}")
+        if chunk.delta is not None:
+            parts = [b"data: ", self._open, b'{"index":', str(index).encode(), b',"delta":']
+            parts.append(encode(chunk.delta))
+        else:
+            parts = [self._head(index), encode(chunk.text)]
+            if self._chat:
+                parts.append(b"}")
         parts += [b',"logprobs":', encode(chunk.logprobs)]
         parts += [b',"finish_reason":', encode(chunk.finish)]
         if not self._chat or chunk.finish is not None:

@@ -28,7 +28,7 @@ from pigou.worker.config import WorkerConfig
 from pigou.worker.grammar_pool import GrammarPool, GrammarSource, NoGrammars
 from pigou.worker.grammar_trials import GrammarTrials
 from pigou.worker.link import Link
-from pigou.worker.model import ServedModel, chat_template, sampling_defaults, seeds
+from pigou.worker.model import ServedModel, chat_template, sampling_defaults, seeds, tool_format
 from pigou.worker.rates import RateMeter
 from pigou.worker.sleeping import SleepingBackend, TimingLaw
 from pigou.worker.tier_build import TierParts, build_tiers
@@ -338,12 +338,14 @@ def _served(
     tokenizer = Tokenizer.load(folder)
     bundled_name = "pigou-tiny" if config.model == "bundled" else config.model
     name = config.served_model_name or bundled_name
+    template = chat_template(tokenizer)
     return ServedModel(
         name=name,
         root=str(folder) if config.model != "bundled" else "bundled",
         created=int(time.time()),
         tokenizer=tokenizer,
-        template=chat_template(tokenizer),
+        template=template,
+        tool_format=tool_format(template, config.tool_call_parser),
         eos=within(eos, limits.vocab_size),
         limits=limits,
         defaults=sampling_defaults(tokenizer.generation),

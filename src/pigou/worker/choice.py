@@ -20,11 +20,13 @@ class TextOptions:
         stops: stop strings.
         include_stop: what stops the text is shown.
         skip_special: control tokens are not shown.
+        shown: control tokens that are shown all the same.
     """
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+    shown: frozenset[int] = frozenset()
 
 
 class Choice:
@@ -35,6 +37,7 @@ class Choice:
         count: tokens generated, resumed ones included.
         finish: why it ended; None before.
         stop: the stop string or stop token that ended it, if one did.
+        replayed: text of the resumed tokens.
     """
 
     __slots__ = (
@@ -48,6 +51,7 @@ class Choice:
         "_tokenizer",
         "count",
         "finish",
+        "replayed",
         "stop",
         "tokens",
     )
@@ -74,7 +78,9 @@ class Choice:
         self._ends = self._eos | params.stop_token_ids
         self._least, self._most = params.min_tokens, params.max_tokens
         self._options = options
-        self._detokenizer = Detokenizer(tokenizer.vocabulary, options.skip_special, begins=False)
+        self._detokenizer = Detokenizer(
+            tokenizer.vocabulary, options.skip_special, shown=options.shown, begins=False
+        )
         self._stops = None
         if options.stops:
             self._stops = Stops(options.stops, options.include_stop, params.min_tokens)
@@ -82,8 +88,7 @@ class Choice:
         self.count = 0
         self.finish: str | None = None
         self.stop: str | int | None = None
-        for token in resumed:
-            self.take(token)
+        self.replayed = "".join([self.take(token) for token in resumed])
         self.tokens.clear()
 
     def take(self, token: int) -> str:

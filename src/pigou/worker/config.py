@@ -12,6 +12,7 @@ from pigou.request import Role
 
 ExecutorKind = Literal["torch", "sleep"]
 JsonWhitespace = Literal["compact", "flexible"]
+ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 TransferKind = Literal["auto", "shm", "tcp", "none"]
 UnknownFieldsMode = Literal["warn", "refuse"]
 #: Values of eviction where nobody says.
@@ -72,6 +73,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         kv_lease: seconds for which offered blocks are kept.
         json_whitespace: "compact" writes structured JSON without white space between its parts,
             "flexible" lets the model choose; a request may say otherwise.
+        tool_call_parser: format of the tool calls that the model makes of its own accord; "auto"
+            takes what its chat template asks for, "none" reads none.
         max_body: most bytes of a request's body.
         unknown_fields: what is done with fields of requests that are unknown: "warn", once in
             the log and in a header of each reply, or "refuse".
@@ -138,6 +141,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_transfer: TransferKind = "auto"
     kv_lease: float = 30.0
     json_whitespace: JsonWhitespace = "compact"
+    tool_call_parser: ToolCallParser = "auto"
     max_body: int = 16 * 2**20
     unknown_fields: UnknownFieldsMode = "warn"
     drain: float = 30.0

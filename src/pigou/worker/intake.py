@@ -28,6 +28,7 @@ from pigou.worker.grammar_pool import CompileQueueFull, GrammarSource
 from pigou.worker.model import ServedModel
 from pigou.worker.reply import Reply, ReplyOptions, Sequence
 from pigou.worker.service import Service
+from pigou.worker.tools import Tools, ToolStream, request_tools
 from pigou.worker.transfer import TransferError
 from pigou.worker.transfer.ticket import read_ticket
 
@@ -54,10 +55,11 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the output must match; a state for each sequence of the request."""
+    """What the output must match, a state for each sequence of the request, and tools."""
 
     grammar: Grammar | None
     states: list[GrammarState | None]
+    tools: Tools | None = None
 
 
 class Intake:
@@ -106,19 +108,12 @@ class Intake:
     async def chat(self, request: ChatRequest, request_id: str) -> Reply:
         """Begin a chat completion; `request_id` becomes part of its id."""
         await self._check(request)
-        if request.tools and request.tool_choice != "none":
-            raise bad_request(
-                "tools is given; this worker calls no tools yet: remove tools, or set "
-                'tool_choice to "none".',
-                "tools",
-            )
-        if request.tool_choice not in (None, "none", "auto"):
-            raise bad_request(
-                "tool_choice demands a tool call; this worker calls no tools yet.", "tool_choice"
-            )
+        tools = request_tools(request, self._model.tool_format)
         prompt = await self._prompt(request, *self._source(request))
-        wanted = grammars.grammar(request, self._flexible)
-        shape = await self._states(request, [prompt], wanted)
+        wanted = tools.use.grammar if tools is not None else None
+        if wanted is None:
+            wanted = grammars.grammar(request, self._flexible)
+        shape = await self._states(request, [prompt], wanted, tools)
         return self._begin(request, f"chatcmpl-{request_id}", [prompt], None, shape)
 
     async def cached(self, request: CompletionRequest | ChatRequest) -> Request:
@@ -155,6 +150,8 @@ class Intake:
         variables = dict(request.chat_template_kwargs or {})
         if getattr(request, "reasoning_effort", None) is not None:
             variables["reasoning_effort"] = request.reasoning_effort
+        if request.tools and getattr(request, "tool_choice", None) != "none":
+            variables["tools"] = request.tools
         if reserved := {"messages", "add_generation_prompt"} & variables.keys():
             raise bad_request(
                 f"chat_template_kwargs has {', '.join(sorted(reserved))}; that is a field of its "
@@ -242,20 +239,26 @@ class Intake:
             )
 
     async def _states(
-        self, request: GenerationRequest, prompts: list[_Prompt], grammar: Grammar | None
+        self,
+        request: GenerationRequest,
+        prompts: list[_Prompt],
+        grammar: Grammar | None,
+        tools: Tools | None = None,
     ) -> _Shape:
         """Return a grammar and its state for each sequence; compiled off loop and engine."""
         count = len(prompts) * (request.n or 1)
         if grammar is None:
-            return _Shape(None, [None] * count)
+            return _Shape(None, [None] * count, tools)
         first = prompts[0]
         output = first.tokens[len(first.tokens) - first.resumed :]
         given = request.structured_outputs is not None
         name = "structured_outputs" if given else "response_format"
+        if tools is not None and grammar is tools.use.grammar:
+            name = "tools"
         try:
             tenant = self._tenant(request)
             states = await self._grammars.prepare(grammar, tenant, count, output)
-            return _Shape(grammar, [*states])
+            return _Shape(grammar, [*states], tools)
         except CompileQueueFull as error:
             raise APIError(
                 503, f"{name} cannot be compiled now: {error}.", name, retry_after=1
@@ -396,6 +399,7 @@ class Intake:
                 checks.stops(request),
                 bool(request.include_stop_str_in_output),
                 request.skip_special_tokens is not False,
+                shape.tools.markup(model.tokenizer) if shape.tools else frozenset(),
             ),
             resumed,
         )
@@ -406,6 +410,8 @@ class Intake:
             )
         id = f"{reply.id}-{index}-{next(self._numbers):x}"
         sequence = Sequence(id, index, original, choice, now)
+        if shape.tools is not None:
+            sequence.tools = ToolStream(shape.tools, f"{reply.id}-{index}", choice.replayed)
         if params.logprobs is not None or params.prompt_logprobs is not None:
             echoed = original if resumed and reply.options.echo is not None else []
             sequence.explainer = Explainer(model.tokenizer, resumed)

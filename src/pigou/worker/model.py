@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from pigou.kv.tenure import Tenure, salt_expiry
 from pigou.text.template import ChatTemplate
 from pigou.text.tokenizer import Tokenizer
+from pigou.text.tool_calls import ParserName, detect_parser
 from pigou.wire.sampling import Defaults, Limits
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class ServedModel:
         defaults: sampling that holds where a request says nothing.
         seed: from a cache salt to the seed of block hashes.
         release: digest of its weights, which is in all seeds.
+        tool_format: in which it calls tools of its own accord; None where it is not known.
     """
 
     name: str
@@ -43,6 +45,7 @@ class ServedModel:
     defaults: Defaults
     seed: Callable[[str], bytes]
     release: str
+    tool_format: ParserName | None = None
 
 
 def seeds(name: str, digest: str) -> Callable[[str], bytes]:
@@ -64,6 +67,18 @@ def seeds(name: str, digest: str) -> Callable[[str], bytes]:
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the model's chat templates as one; None where it has none."""
     return ChatTemplate.choose(tokenizer.templates, tokenizer.names)
+
+
+def tool_format(template: ChatTemplate | None, option: str) -> ParserName | None:
+    """Return the format of a model's tool calls.
+
+    Args:
+        template: of the model.
+        option: "auto" for what the template asks for, "none", or a format.
+    """
+    if option == "auto":
+        return detect_parser(None if template is None else template.identity)
+    return None if option == "none" else cast("ParserName", option)
 
 
 #: Range of each sampling value of a generation config: least, most, and whether the least counts.

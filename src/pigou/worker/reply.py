@@ -12,6 +12,7 @@ from pigou.wire.errors import APIError
 from pigou.wire.replies import Chunk, Json, Stream, TokenLogprobs, Usage
 from pigou.wire.sse import DONE
 from pigou.worker.choice import Choice, Explainer
+from pigou.worker.tools import ToolStream
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class Sequence:
         text: all text so far, of a reply that is not streamed.
         offset: length of the text of the tokens whose log-probabilities were sent.
         opened: whether a chunk was sent.
+        tools: its tool calls; None where it may make none.
     """
 
     id: str
@@ -55,6 +57,16 @@ class Sequence:
     text: list[str] = field(default_factory=list)
     offset: int = 0
     opened: bool = False
+    tools: ToolStream | None = None
+
+    @property
+    def finish(self) -> str | None:
+        """Why it ended, as clients are told; None while it runs."""
+        choice = self.choice
+        called = self.tools is not None and bool(self.tools.calls)
+        if called and choice.finish == "stop" and not choice.stopped_by_text:
+            return "tool_calls"
+        return choice.finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +139,8 @@ class Reply:
         choice = sequence.choice
         text = choice.take(token)
         ended = choice.finish is not None
+        if sequence.tools is not None:
+            return self._take_with_tools(sequence, token, text, report)
         if self._plain and not ended and sequence.opened:
             self._frames.append(self._stream.text(sequence.index, text))
             self._wake.set()
@@ -141,11 +155,28 @@ class Reply:
             self._close()
         return ended
 
+    def _take_with_tools(
+        self, sequence: Sequence, token: int, text: str, report: Report | None
+    ) -> bool:
+        """Take a token of a sequence that may call tools; return whether that ended it."""
+        assert sequence.tools is not None
+        ended = sequence.choice.finish is not None
+        delta = sequence.tools.feed(text, ended)
+        if report is not None and sequence.explainer is not None:
+            sequence.logprobs.append(sequence.explainer.explain(report))
+        # One chunk for a token: a stream that goes on elsewhere begins between two of them.
+        if self.options.stream and (delta or ended or not self.options.bare):
+            self._chunk(sequence, text, [token], delta)
+        if ended:
+            self._close()
+        return ended
+
     def end(self, sequence: Sequence, reason: str) -> None:
         """End a sequence that the engine ended, and no token did."""
         text = sequence.choice.end(reason)
+        delta = None if sequence.tools is None else sequence.tools.feed(text, True)
         if self.options.stream:
-            self._chunk(sequence, text, [])
+            self._chunk(sequence, text, [], delta)
         else:
             sequence.text.append(text)
         self._close()
@@ -244,7 +275,9 @@ class Reply:
             return None
         return replies.usage(len(sequence.prompt), count)
 
-    def _chunk(self, sequence: Sequence, text: str, tokens: list[int]) -> None:
+    def _chunk(
+        self, sequence: Sequence, text: str, tokens: list[int], delta: Json | None = None
+    ) -> None:
         """Append the frame of a chunk."""
         choice, options = sequence.choice, self.options
         first, sequence.opened = not sequence.opened, True
@@ -256,7 +289,8 @@ class Reply:
             text = options.echo[sequence.index // options.per_prompt] + text
         chunk = Chunk(
             text=text,
-            finish=choice.finish,
+            delta=delta,
+            finish=sequence.finish,
             stop=choice.stop,
             token_ids=tokens if options.token_ids else None,
             logprobs=logprobs,
@@ -291,14 +325,15 @@ class Reply:
         )
 
     def _chat_choice(self, sequence: Sequence) -> Json:
-        choice = sequence.choice
+        choice, tools = sequence.choice, sequence.tools
         return replies.chat_choice(
             sequence.index,
-            "".join(sequence.text),
-            choice.finish,
+            "".join(sequence.text if tools is None else tools.content),
+            sequence.finish,
             choice.stop,
             logprobs=self._all_logprobs(sequence),
             token_ids=choice.tokens if self.options.token_ids else None,
+            tool_calls=None if tools is None else tools.calls,
         )
 
     def _all_logprobs(self, sequence: Sequence) -> Json | None:

@@ -1,0 +1,148 @@
+"""Tool calls are told from content, however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pigou.text.call_reader import CallArguments, CallStart, JsonEnd
+from pigou.text.tool_calls import (
+    PARSERS,
+    NamedParser,
+    RequiredParser,
+    ToolParser,
+    detect_parser,
+    make_parser,
+)
+
+NAMES = ("f", "get_weather")
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "}]</tool_call>\\"{"}}\n</tool_call>'
+
+
+def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the content and the calls of a text that comes in pieces."""
+    content, calls = "", list[tuple[str, str]]()
+    for piece in [*pieces, None]:
+        for event in parser.finish() if piece is None else parser.feed(piece):
+            if isinstance(event, str):
+                content += event
+            elif isinstance(event, CallStart):
+                assert event.index == len(calls)
+                calls.append((event.name, ""))
+            elif isinstance(event, CallArguments):
+                assert event.index == len(calls) - 1
+                name, said = calls[-1]
+                calls[-1] = (name, said + event.text)
+    assert parser.calls == len(calls)
+    return content, calls
+
+
+CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    ("hermes", "Hello there. ", "Hello there. ", []),
+    ("hermes", " \n", " \n", []),
+    ("hermes", "a <tool_cal and <b>", "a <tool_cal and <b>", []),
+    ("hermes", HERMES, "", [("f", {"a": '}]</tool_call>"{'})]),
+    ("hermes", f"I look.\n\n{HERMES}\n", "I look.", [("f", {"a": '}]</tool_call>"{'})]),
+    ("hermes", HERMES + "\n" + HERMES.replace('"f"', '"g"'), "",
+     [("f", {"a": '}]</tool_call>"{'}), ("g", {"a": '}]</tool_call>"{'})]),
+    ("hermes", '<tool_call>{"arguments": {"a": [1, {}]}, "name": "f"}</tool_call>', "",
+     [("f", {"a": [1, {}]})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
+     [("f", {"a": 1})]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null, "id": {"x": "}"}}</tool_call> so',
+     " so", [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", {})]),
+    ("hermes", 'x<tool_call>no call</tool_call>y', "xno cally", []),
+    ("hermes", 'x<tool_call>{"name": "f", "argum', "x", []),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
+    ("llama3_json", '{"name": "f", "parameters": {}}; {"name": "get_weather", "arguments": {}}', "",
+     [("f", {}), ("get_weather", {})]),
+    ("llama3_json", '{"answer": {"a": 42}}', '{"answer": {"a": 42}}', []),
+    ("llama3_json", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
+    ("llama3_json", '{"name": "f", "age": 3}', '{"name": "f", "age": 3}', []),
+    ("llama3_json", "<|python_tag|>search.call(q='x')", "search.call(q='x')", []),
+    ("llama3_json", "Plain {text}.", "Plain {text}.", []),
+    ("llama3_json", '{"answer": 4', '{"answer": 4', []),
+    ("mistral",
+     '[TOOL_CALLS][{"name": "f", "arguments": {"a": "]"}}, {"name": "g", "arguments": {}}]', "",
+     [("f", {"a": "]"}), ("g", {})]),
+    ("mistral", 'Yes. [TOOL_CALLS] [{"name": "f", "arguments": {}}]', "Yes.", [("f", {})]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": {}}', "",
+     [("f", {"a": 1}), ("g", {"b": {}})]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"a": 1}', "", [("f", {"a": 1})]),
+    ("mistral", "[TOOL] [1, 2]", "[TOOL] [1, 2]", []),
+    ("required", '[{"name":"f","arguments":{"a":"x"}},{"name":"f","arguments":{}}]', "",
+     [("f", {"a": "x"}), ("f", {})]),
+    ("named", '{"a":"b"}', "", [("f", {"a": "b"})]),
+]  # fmt: skip
+
+
+def parser(name: str) -> ToolParser:
+    if name == "required":
+        return RequiredParser()
+    if name == "named":
+        return NamedParser("f")
+    return make_parser(next(each for each in PARSERS if each == name), NAMES)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES, ids=lambda x: str(x)[:40])
+def test_calls_and_content_are_told_apart_however_the_text_is_cut(
+    name: str, text: str, content: str, calls: list[tuple[str, Any]]
+) -> None:
+    for size in (1, 2, 3, 7, len(text)):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        said, found = read(parser(name), pieces)
+        assert said == content
+        assert [(function, json.loads(arguments)) for function, arguments in found] == calls
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([*PARSERS, "required", "named"]),
+    st.lists(
+        st.sampled_from(
+            ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": ', '"f"',
+             ', "arguments": ', "{}", "}", "]", "[", '"', "\\", ",", " ", "\n", "x", "é", ";", "f"]
+        ),
+        max_size=25,
+    ),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_any_text_means_the_same_in_any_pieces(name: str, parts: list[str], random: Any) -> None:
+    text = "".join(parts)
+    whole = read(parser(name), [text])
+    pieces, at = [], 0
+    while at < len(text):
+        size = random.randint(1, 6)
+        pieces.append(text[at : at + size])
+        at += size
+    assert read(parser(name), pieces) == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+        max_leaves=8,
+    )
+)
+def test_the_end_of_a_json_value_is_where_json_says(value: Any) -> None:
+    text = json.dumps({"a": value}, ensure_ascii=False)
+    end = JsonEnd()
+    assert end.feed(text + ', "b": {}}') == len(text)
+    assert end.done
+
+
+def test_every_known_template_is_detected() -> None:
+    assert detect_parser("<tools>...<tool_call>") == "hermes"
+    assert detect_parser("{{ '[TOOL_CALLS]' }}") == "mistral"
+    assert detect_parser('<|start_header_id|>{"name": f, "parameters": d}') == "llama3_json"
+    assert detect_parser("<|im_start|>") is None
+    assert detect_parser(None) is None
