@@ -99,11 +99,16 @@ class Near(float):
         return isinstance(other, float) and abs(float(self) - float(other)) < 1e-3
 
 
-class Endpoint:
-    """A server's address."""
+#: What the fleets of these tests prove to each other to know; workers are asked with it.
+SECRET = "the secret of the fleets of these tests"
 
-    def __init__(self, url: str) -> None:
+
+class Endpoint:
+    """A server's address, and the bearer key that it wants."""
+
+    def __init__(self, url: str, bearer: str = "") -> None:
         self.url = url
+        self.headers = {"authorization": f"Bearer {bearer}"} if bearer else {}
 
     def connect(self, timeout: float = 120) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=timeout)
@@ -111,7 +116,7 @@ class Endpoint:
     def call(self, method: str, path: str, body: bytes | None = None, headers: Any = None) -> Reply:
         connection = self.connect()
         try:
-            connection.request(method, path, body, headers or {})
+            connection.request(method, path, body, self.headers | (headers or {}))
             answer = connection.getresponse()
             headers = {name.lower(): value for name, value in answer.getheaders()}
             return Reply(answer.status, headers, answer.read())
@@ -149,7 +154,8 @@ class Endpoint:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         connection = self.connect()
         try:
-            connection.request("POST", path, json.dumps(body | {"stream": True}), JSON)
+            data = json.dumps(body | {"stream": True})
+            connection.request("POST", path, data, self.headers | JSON)
             answer = connection.getresponse()
             assert answer.status == 200, answer.read()
             for line in answer:

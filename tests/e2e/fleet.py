@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.e2e.client import Endpoint
+from tests.e2e.client import SECRET, Endpoint
+
+from pigou.wire.fleet_secret import VARIABLE
 
 START = 180.0
 #: Looks often, and restarts at once, so that tests wait for little.
@@ -66,7 +68,8 @@ class Fleet(Endpoint):
         with log.open("w") as errors:
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+                     VARIABLE: SECRET},
             )  # fmt: skip
         fleet = cls(process, log)
         try:
@@ -83,7 +86,7 @@ class Fleet(Endpoint):
 
     def worker(self, name: str) -> Endpoint:
         """Return a worker's own address."""
-        return Endpoint(self.rows()[name]["url"])
+        return Endpoint(self.rows()[name]["url"], SECRET)
 
     def pid(self, name: str) -> int:
         return int(self.rows()[name]["pid"])
@@ -119,7 +122,7 @@ class Fleet(Endpoint):
         """Wait until no worker computes, holds, awaits or has lost a block."""
         self.recovered()
         for name, row in self.rows().items():
-            Endpoint(row["url"]).settle(name)
+            Endpoint(row["url"], SECRET).settle(name)
         self.wait(lambda rows: not any(r["decode_requests"] or r["prefill_requests"]
                                        for r in rows.values()))  # fmt: skip
 

@@ -19,6 +19,7 @@ from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
+from pigou.wire.fleet_secret import FleetSecret
 
 
 async def main(settings: dict[str, Any]) -> None:
@@ -31,6 +32,7 @@ async def main(settings: dict[str, Any]) -> None:
         msgspec.convert(settings["control"], ControlConfig),
         workers,
         msgspec.convert(settings["watch"], WatchConfig),
+        secret=FleetSecret.given(),
     )
     await serving.run(lambda: print(json.dumps({"port": serving.port}), flush=True))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests.e2e.client import SECRET
 from tests.gateway.tenure_requests import pairs
 
 from benchmarks.common import post_json
@@ -213,7 +214,9 @@ def hits(urls: Sequence[str], tiers: bool = False) -> float:
     """
     total = 0.0
     for url in urls:
-        with urllib.request.urlopen(url + "/metrics", timeout=30) as reply:
+        headers = {"authorization": f"Bearer {SECRET}"}
+        asked = urllib.request.Request(url + "/metrics", headers=headers)
+        with urllib.request.urlopen(asked, timeout=30) as reply:
             found = _HITS.findall(reply.read().decode())
         total += sum(float(value) for below, value in found if tiers or not below)
     return total

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.e2e.client import Endpoint
 from tests.e2e.conftest import REAL
 from tests.e2e.fleet import Fleet
 
@@ -41,7 +40,7 @@ def decision(fleet: Fleet) -> dict[str, Any]:
 def known(fleet: Fleet, worker: str) -> None:
     """Wait until the gateway has heard of what a worker has cached."""
     time.sleep(0.5)
-    assert Endpoint(fleet.rows()[worker]["url"]).metric("pigou_kv_blocks_cached") > 0
+    assert fleet.worker(worker).metric("pigou_kv_blocks_cached") > 0
 
 
 @pytest.fixture

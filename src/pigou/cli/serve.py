@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
     from pigou.fleet.serve import Serving
     from pigou.gateway.config import GatewayConfig
+    from pigou.wire.fleet_secret import FleetSecret
 
 _LOCAL = (1, 2, 0)
 
@@ -168,6 +169,13 @@ def serve(
             "each key may do."
         ),
     ] = None,
+    fleet_secret_file: Annotated[
+        str,
+        typer.Option(
+            help="File with the secret that workers on other hosts were started with, too; by "
+            "default PIGOU_FLEET_SECRET of the environment, or a new one for the local workers."
+        ),
+    ] = "",
     open_metrics: Annotated[
         bool,
         typer.Option(help="Let scrapers without a key read /metrics, but for what names tenants."),
@@ -256,6 +264,7 @@ def serve(
     from pigou.fleet.errors import FleetError
     from pigou.fleet.serve import local_workers, threads_each
     from pigou.gateway.config import GatewayConfig
+    from pigou.wire.fleet_secret import FleetSecret
 
     level: LogLevel = "info" if verbose and log_level == "warning" else log_level
     logs.configure(log_format, level, access=access_log, times=False)
@@ -305,7 +314,8 @@ def serve(
             },
         )  # fmt: skip
         watch = WatchConfig(hang=hang_timeout, drain=drain)
-        _run(gateway, control, [*local, *attached], watch, tokenizer, progress)
+        secret = FleetSecret.given(fleet_secret_file)
+        _run(gateway, control, [*local, *attached], watch, tokenizer, progress, secret)
     except ConfigError as error:
         typer.echo(f"pigou serve: {typed(str(error), _options())}", err=True)
         raise typer.Exit(2) from None
@@ -343,11 +353,12 @@ def _run(
     watch: WatchConfig,
     tokenizer: str,
     progress: StageProgress,
+    secret: FleetSecret | None,
 ) -> None:
     from pigou.fleet.serve import Serving
 
     async def main() -> None:
-        serving = Serving(gateway, control, workers, watch, tokenizer, progress.report)
+        serving = Serving(gateway, control, workers, watch, tokenizer, progress.report, secret)
         typer.echo(f"Starting {_roles(workers)} ...")
 
         def ready() -> None:
@@ -422,7 +433,7 @@ def _options() -> dict[str, str]:
             prefill_ahead_ms="prefill_ahead",
         ),
         "detector": "--detector", "cors_origins": "--cors-origin",
-        "allowed_hosts": "--allowed-host",
+        "allowed_hosts": "--allowed-host", "fleet_secret_file": "--fleet-secret-file",
         **{f"index.{name}": f"--index-{name.replace('_', '-')}" for name in
            IndexConfig.__struct_fields__},
     }  # fmt: skip

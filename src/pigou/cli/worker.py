@@ -180,6 +180,16 @@ def worker(
             "llama3_json, mistral, none, or auto for what its chat template asks for."
         ),
     ] = _DEFAULT.tool_call_parser,
+    fleet_secret_file: Annotated[
+        str,
+        typer.Option(
+            help="File with the secret that whoever speaks to this worker must know; by default "
+            "PIGOU_FLEET_SECRET of the environment, or none."
+        ),
+    ] = _DEFAULT.fleet_secret_file,
+    allow_open: Annotated[
+        bool, typer.Option(help="Listen beyond loopback although there is no fleet secret.")
+    ] = _DEFAULT.allow_open,
     max_body: Annotated[str, typer.Option(help="Largest body of a request.")] = "16MiB",
     unknown_fields: Annotated[
         str,

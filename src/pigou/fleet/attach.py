@@ -9,9 +9,10 @@ from dataclasses import replace
 from pigou.fleet.config import AttachedWorker, WatchConfig
 from pigou.fleet.errors import FleetError
 from pigou.fleet.member import Backoff, Member
-from pigou.fleet.probe import Found, ProbeFailed, Source, probe
+from pigou.fleet.probe import Found, ProbeFailed, Source, fleet_key, probe
 from pigou.fleet.pulse import Bench
 from pigou.gateway.pilot import Pilot
+from pigou.wire.fleet_secret import FleetSecret
 
 
 class AttachedMember(Member):
@@ -20,9 +21,14 @@ class AttachedMember(Member):
     kind = "attached"
 
     def __init__(
-        self, spec: AttachedWorker, pilot: Pilot, config: WatchConfig, bench: Bench | None = None
+        self,
+        spec: AttachedWorker,
+        pilot: Pilot,
+        config: WatchConfig,
+        bench: Bench | None = None,
+        secret: FleetSecret | None = None,
     ) -> None:
-        super().__init__(spec.id, spec.role, pilot, config, bench)
+        super().__init__(spec.id, spec.role, pilot, config, bench, secret)
         self._spec = spec
         self._row.url = spec.url
         self._backoff = Backoff(config)
@@ -32,9 +38,9 @@ class AttachedMember(Member):
         while True:
             began = time.monotonic()
             try:
-                found = await probe(self._spec.url, self._spec.key)
-                found = self._pinned(found)
-                why = await self.serve(self._spec.url, found, self._spec.key, self._sources(found))
+                key = await self._key()
+                found = self._pinned(await probe(self._spec.url, key))
+                why = await self.serve(self._spec.url, found, key, self._sources(found))
                 self._row.restarts += 1
             except ProbeFailed as error:
                 why = str(error)
@@ -51,6 +57,12 @@ class AttachedMember(Member):
             self._say("down", why)
             await asyncio.sleep(wait)
 
+    async def _key(self) -> str:
+        """Return the bearer key of the server: its own, or the fleet's if it is of the fleet."""
+        if self._spec.key or self._secret is None:
+            return self._spec.key
+        return await fleet_key(self._spec.url, self._secret)
+
     def _pinned(self, found: Found) -> Found:
         """Return what was found, meant for one worker where the description names one."""
         spec = self._spec
@@ -63,5 +75,6 @@ class AttachedMember(Member):
     def _sources(self, found: Found) -> tuple[Source, ...]:
         spec = self._spec
         if spec.events:
-            return (Source(spec.events, spec.replay, spec.topic),)
+            encrypted = any(each.encrypted for each in found.sources)
+            return (Source(spec.events, spec.replay, spec.topic, encrypted),)
         return found.sources

@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from pigou.fleet.probe import Source
+from pigou.wire.curve import secure_client
 from pigou.wire.kv_events import (
     EventError,
     WireEvent,
@@ -85,6 +86,7 @@ class Subscriber:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
             socket.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE)
+            self._secure(socket)
             socket.setsockopt_string(zmq.SUBSCRIBE, self._source.topic)
             # Watched before it connects: a handshake that nobody watches is not told of later.
             monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
@@ -99,6 +101,10 @@ class Subscriber:
                 await asyncio.gather(meeting, return_exceptions=True)
                 socket.disable_monitor()
                 socket.close(0)
+
+    def _secure(self, socket: zmq.asyncio.Socket) -> None:
+        if self._source.secret is not None:
+            secure_client(socket, self._source.secret)
 
     async def _meet(self, monitor: zmq.asyncio.Socket) -> None:
         """Report it when nobody publishes there: a subscriber by itself would wait in silence."""
@@ -172,6 +178,7 @@ class Subscriber:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE)
+        self._secure(socket)
         found: list[tuple[int, bytes]] = []
         size = 0
         try:

@@ -13,6 +13,7 @@ from pigou.fleet.probe import ProbeFailed, probe
 from pigou.fleet.process import WorkerProcess
 from pigou.fleet.pulse import Bench
 from pigou.gateway.pilot import Pilot
+from pigou.wire.fleet_secret import FleetSecret
 
 
 class LocalMember(Member):
@@ -21,9 +22,14 @@ class LocalMember(Member):
     kind = "local"
 
     def __init__(
-        self, spec: LocalWorker, pilot: Pilot, config: WatchConfig, bench: Bench | None = None
+        self,
+        spec: LocalWorker,
+        pilot: Pilot,
+        config: WatchConfig,
+        bench: Bench | None = None,
+        secret: FleetSecret | None = None,
     ) -> None:
-        super().__init__(spec.id, spec.role, pilot, config, bench)
+        super().__init__(spec.id, spec.role, pilot, config, bench, secret)
         self._spec = spec
         self._backoff = Backoff(config)
 
@@ -59,7 +65,7 @@ class LocalMember(Member):
         """Run one process from start to end; return why it ended."""
         self._report("starting its process")
         process = await WorkerProcess.start(
-            self.id, ["--role", self.role.value, *self._spec.arguments]
+            self.id, ["--role", self.role.value, *self._spec.arguments], self._secret
         )
         self._row.pid = process.pid
         drain = 0.0
@@ -75,8 +81,9 @@ class LocalMember(Member):
 
     async def _until_down(self, process: WorkerProcess, line: dict[str, Any]) -> str:
         url = str(line["url"])
-        found = await probe(url)
-        serving = asyncio.create_task(self.serve(url, found, "", found.sources, process))
+        key = "" if self._secret is None else self._secret.token
+        found = await probe(url, key)
+        serving = asyncio.create_task(self.serve(url, found, key, found.sources, process))
         exiting = asyncio.create_task(process.exited())
         try:
             done, _ = await asyncio.wait((serving, exiting), return_when=asyncio.FIRST_COMPLETED)

@@ -8,6 +8,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from pigou.fleet.config import WatchConfig
 from pigou.fleet.errors import FleetError
@@ -21,6 +22,7 @@ from pigou.gateway.failure import End
 from pigou.gateway.pilot import Pilot
 from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
+from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")
 
@@ -42,7 +44,13 @@ class Member(ABC):
     kind = ""
 
     def __init__(
-        self, id: str, role: Role, pilot: Pilot, config: WatchConfig, bench: Bench | None = None
+        self,
+        id: str,
+        role: Role,
+        pilot: Pilot,
+        config: WatchConfig,
+        bench: Bench | None = None,
+        secret: FleetSecret | None = None,
     ) -> None:
         self._bench = bench or Bench(config.hang)
         self.id = id
@@ -52,6 +60,7 @@ class Member(ABC):
         self.on_stage: Callable[[str, str], None] | None = None
         self._pilot = pilot
         self._config = config
+        self._secret = secret
         self._row = Row(id=id, url="", role=role.value, state="starting", kind=self.kind)
 
     def row(self) -> Row:
@@ -82,6 +91,7 @@ class Member(ABC):
         Raises:
             FleetError: it does not fit the workers that are there.
         """
+        sources = self._readable(sources)
         others = [up for up in self._pilot.upstreams.values() if up.worker.id != self.id]
         check_fit([(self.role, found.engine), *((up.worker.role, up.engine) for up in others)])
         worker = Worker(
@@ -137,6 +147,19 @@ class Member(ABC):
             self._row.note = stage
         if self.on_stage is not None:
             self.on_stage(self.id, stage)
+
+    def _readable(self, sources: tuple[Source, ...]) -> tuple[Source, ...]:
+        """Return the sources of KV events with what is needed to read them."""
+        if any(each.encrypted for each in sources) and self._secret is None:
+            _log.error(
+                "%s encrypts its KV events, and there is no fleet secret here, so what is cached "
+                "there is not seen: give --fleet-secret-file or PIGOU_FLEET_SECRET",
+                self.id,
+            )
+            return ()
+        return tuple(
+            replace(each, secret=self._secret) if each.encrypted else each for each in sources
+        )
 
     def _say(self, state: str, note: str) -> None:
         if note:

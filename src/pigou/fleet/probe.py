@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from pigou.control.messages import LoadReport
 from pigou.fleet.pulse import Sign
 from pigou.gateway.upstream import Engine, read_page
 from pigou.request import Rehearsed
+from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
 
 #: Block size that is assumed of a server that does not tell: vLLM's default on a GPU.
 _BLOCK_SIZE = 16
@@ -37,11 +39,16 @@ class ProbeFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where KV events come from: ZMQ addresses; `replay` is empty where there is none."""
+    """Where KV events come from: ZMQ addresses; `replay` is empty where there is none.
+
+    Where they are `encrypted` (ZMQ CURVE), `secret` is what both ends know.
+    """
 
     endpoint: str
     replay: str = ""
     topic: str = ""
+    encrypted: bool = False
+    secret: FleetSecret | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,25 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
         "" if engine.stock else _name(about.get("kv_layout")),
         () if engine.stock else rehearsed(about.get("rehearsed")),
     )
+
+
+async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> str:
+    """Return what requests to a server must carry: the fleet's token, if it knows the secret.
+
+    A server is told the token only after it has proved that it knows the secret itself; a stock
+    server gets nothing. Empty where it does not prove it, or does not answer.
+    """
+    nonce = secrets.token_hex(16)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(url + "/v1/models", headers={NONCE: nonce}) as response,
+        ):
+            shown = response.headers.get(PROOF, "") if response.status == 401 else ""
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return ""  # the probe that follows says why
+    return secret.token if shown and secret.proves(nonce, shown) else ""
 
 
 def loads(page: bytes, worker: str) -> LoadReport:
@@ -237,6 +263,7 @@ def _source(value: dict[str, Any], host: str) -> Source:
         _reachable(_name(value.get("endpoint")), host),
         _reachable(_name(value.get("replay_endpoint")), host),
         _name(value.get("topic")),
+        value.get("encryption") == "curve",
     )
 
 

@@ -17,6 +17,7 @@ import msgspec
 from pigou.fleet.errors import FleetError
 from pigou.fleet.pulse import Sign, read_heartbeat
 from pigou.logs import relay
+from pigou.wire.fleet_secret import DESCRIPTOR, FleetSecret
 
 _log = logging.getLogger("pigou.worker")
 
@@ -49,19 +50,45 @@ class WorkerProcess:
         self._listener: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, name: str, arguments: Sequence[str]) -> Self:
-        """Start it on a free port of the loopback interface; it ends when this process does."""
-        process = await asyncio.create_subprocess_exec(
+    async def start(
+        cls, name: str, arguments: Sequence[str], secret: FleetSecret | None = None
+    ) -> Self:
+        """Start it on a free port of the loopback interface; it ends when this process does.
+
+        It reads the fleet's secret from a pipe: no command line and no environment shows it.
+        """
+        environment = {
+            **os.environ,
+            **_QUIET,
+            "PIGOU_PARENT": str(os.getpid()),
+            "PIGOU_STAGES": "1",
+        }
+        if secret is None:
+            return cls(name, await cls._execute(arguments, environment, ()))
+        reading, writing = os.pipe()
+        try:
+            os.write(writing, secret.text())  # less than a pipe holds
+            os.close(writing)
+            environment[DESCRIPTOR] = str(reading)
+            return cls(name, await cls._execute(arguments, environment, (reading,)))
+        finally:
+            os.close(reading)
+
+    @staticmethod
+    async def _execute(
+        arguments: Sequence[str], environment: dict[str, str], descriptors: Sequence[int]
+    ) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "pigou", "worker",
             "--host", "127.0.0.1", "--port", "0", "--exit-with-parent", *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **_QUIET, "PIGOU_PARENT": str(os.getpid()), "PIGOU_STAGES": "1"},
+            env=environment,
+            pass_fds=descriptors,
             start_new_session=True,
             limit=_LINE,
         )  # fmt: skip
-        return cls(name, process)
 
     async def ready(
         self, timeout_s: float, on_stage: Callable[[str], None] | None = None

@@ -30,6 +30,7 @@ from pigou.gateway.startup import StageListener, Startup
 from pigou.kernel_cache import told_of_compiling
 from pigou.request import Role
 from pigou.wire import shape
+from pigou.wire.fleet_secret import FleetSecret
 
 #: Options of a worker that name a place which no other worker may use.
 OWN = ("--disk-path", "--bucket-url")
@@ -52,6 +53,7 @@ class Serving:
         watch: WatchConfig | None = None,
         tokenizer: str = "",
         on_stage: StageListener | None = None,
+        secret: FleetSecret | None = None,
     ) -> None:
         """Put the parts together; within a running event loop.
 
@@ -62,6 +64,7 @@ class Serving:
             watch: how closely they are watched.
             tokenizer: folder or hub id of the model's tokenizer; empty asks the workers.
             on_stage: gets the stages of the start, of the gateway and of each worker.
+            secret: what the processes of the fleet prove to each other to know; None makes one.
 
         Raises:
             ConfigError: the policy is unknown, the keys file is not readable, the journal not
@@ -73,7 +76,7 @@ class Serving:
         plane = ControlPlane(control)
         journal = None if gateway.journal is None else Journal(Path(gateway.journal), control)
         self.pilot = Pilot(plane, prompts, journal)
-        self.supervisor = Supervisor(self.pilot, workers, self._watch)
+        self.supervisor = Supervisor(self.pilot, workers, self._watch, secret or FleetSecret.make())
         self.startup = Startup(on_stage)
         self.supervisor.report_stages(self.startup.report)
         self._server = GatewayServer(

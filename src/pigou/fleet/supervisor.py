@@ -14,6 +14,7 @@ from pigou.fleet.member import Member
 from pigou.fleet.pulse import Bench
 from pigou.gateway.board import Row
 from pigou.gateway.pilot import Pilot
+from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")
 
@@ -29,15 +30,19 @@ class Supervisor:
         pilot: Pilot,
         workers: Sequence[LocalWorker | AttachedWorker],
         config: WatchConfig | None = None,
+        secret: FleetSecret | None = None,
     ) -> None:
-        """Prepare the members; within the event loop. They begin with `start`."""
+        """Prepare the members; within the event loop. They begin with `start`.
+
+        Local workers are given the `secret`; None leaves them open to this machine.
+        """
         config = config or WatchConfig()
         self._pilot = pilot
         bench = Bench(config.hang)
         self._members: list[Member] = [
-            LocalMember(each, pilot, config, bench)
+            LocalMember(each, pilot, config, bench, secret)
             if isinstance(each, LocalWorker)
-            else AttachedMember(each, pilot, config, bench)
+            else AttachedMember(each, pilot, config, bench, secret)
             for each in workers
         ]
         self._tasks: list[asyncio.Task[None]] = []

@@ -24,7 +24,8 @@ class Add:
         tokens: of its prompt, and those generated elsewhere.
         params: how it is sampled.
         generated: how many of the last `tokens` were generated elsewhere.
-        seed: of its block hashes.
+        seed: of its block hashes; empty where none of it is cached.
+        tenure: seed of the hashes that tickets name, whether or not anything is cached.
         salt: its cache salt, for its KV events.
         ticket: `kv_transfer_params` of the worker that has its blocks.
         grammar: state of `params.grammar` behind the generated tokens; None without one.
@@ -38,6 +39,7 @@ class Add:
     salt: str | None = None
     ticket: dict[str, Any] | None = None
     grammar: GrammarState | None = None
+    tenure: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

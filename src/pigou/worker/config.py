@@ -75,6 +75,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "flexible" lets the model choose; a request may say otherwise.
         tool_call_parser: format of the tool calls that the model makes of its own accord; "auto"
             takes what its chat template asks for, "none" reads none.
+        fleet_secret_file: file with the secret that whoever speaks to this worker must know; empty
+            for the environment's, PIGOU_FLEET_SECRET, or none.
+        allow_open: listen beyond loopback although there is no secret.
         max_body: most bytes of a request's body.
         unknown_fields: what is done with fields of requests that are unknown: "warn", once in
             the log and in a header of each reply, or "refuse".
@@ -142,6 +145,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_lease: float = 30.0
     json_whitespace: JsonWhitespace = "compact"
     tool_call_parser: ToolCallParser = "auto"
+    fleet_secret_file: str = ""
+    allow_open: bool = False
     max_body: int = 16 * 2**20
     unknown_fields: UnknownFieldsMode = "warn"
     drain: float = 30.0

@@ -16,6 +16,7 @@ from pigou.engine.core import EngineCore
 from pigou.engine.errors import QueueFull, UnknownLoad
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.events import BlockRemoved, BlockStored, KVEvent, Medium
+from pigou.kv.hashing import chain
 from pigou.kv.worth import Worth
 from pigou.request import SECOND, FinishReason, Request
 from pigou.runtime.containment import described, is_contained
@@ -45,6 +46,7 @@ from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.loads import Transfers
 from pigou.worker.rates import RateMeter
 from pigou.worker.tiers import WorkerTiers
+from pigou.worker.transfer.ticket import hash_text
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +229,8 @@ class EngineThread:
             log.warning("nothing is lent to request %s: %s", request.id, error)
             held = np.empty(0, dtype=np.int32)
         if len(held):
-            ticket = self.transfers.offer(request.id, held, core.config.block_size)
+            last = hash_text(request.hashes[len(held) - 1])
+            ticket = self.transfers.offer(request.id, held, core.config.block_size, last)
             self._gauges.blocks_lent_total += len(held)
             if ticket is None:
                 self._take(core.release(request.id))
@@ -358,21 +361,29 @@ class EngineThread:
         request = finished.request
         add = self._adds.pop(request, None)
         if add is not None and add.request.hold:
-            self._offer(finished)
+            self._offer(finished, add)
         self._tokens.pop(request, None)
         self._loaded.pop(request, None)
         self._backend.drop(request)
         self._out.finished.append(finished)
 
-    def _offer(self, finished: Finished) -> None:
+    def _offer(self, finished: Finished, add: Add) -> None:
         if not len(finished.held):
             return
         size = self._core.config.block_size
-        ticket = self.transfers.offer(finished.request, finished.held, size)
+        last = self._last_hash(add, len(finished.held))
+        ticket = self.transfers.offer(finished.request, finished.held, size, last)
         if ticket is None:
             self.put(Release(finished.request))
         elif finished.reason is not FinishReason.ABORT:
             self._out.tickets[finished.request] = ticket
+
+    def _last_hash(self, add: Add, blocks: int) -> str:
+        """Return the hash of the last of a prompt's first `blocks` blocks, as tickets write it."""
+        hashes, size = add.request.hashes, self._core.config.block_size
+        if len(hashes) < blocks:
+            hashes = chain(self._tokens[add.request.id][: blocks * size], size, add.tenure)
+        return hash_text(hashes[blocks - 1])
 
     def _map(self, event: KVEvent) -> dict[str, Any]:
         if isinstance(event, BlockStored):

@@ -14,6 +14,8 @@ import zmq.asyncio
 
 from pigou.background import Background
 from pigou.config import ConfigError
+from pigou.wire.curve import secure_server
+from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.kv_events import END_OF_REPLAY, encode_batch, sequence_frame
 
 log = logging.getLogger(__name__)
@@ -33,18 +35,27 @@ class EventPublisher:
         replay_endpoint: address of the latter.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str) -> None:
+    def __init__(
+        self, endpoint: str, replay_endpoint: str, secret: FleetSecret | None = None
+    ) -> None:
         """Bind both sockets; a port `*` takes a free one.
 
+        Args:
+            endpoint, replay_endpoint: ZMQ addresses.
+            secret: what subscribers must know (ZMQ CURVE); None publishes in clear, to everybody.
+
         Raises:
-            ConfigError: an address cannot be bound.
+            ConfigError: an address cannot be bound, or there is no CURVE here.
         """
+        self._encrypted = secret is not None
         self._context = zmq.asyncio.Context()
         self._pub = zmq.Socket(zmq.Context(self._context), zmq.PUB)
         self._router = self._context.socket(zmq.ROUTER)
         for socket in (self._pub, self._router):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+            if secret is not None:
+                secure_server(socket, secret)
         self._bind(self._pub, "kv_events_endpoint", endpoint)
         self._bind(self._router, "kv_replay_endpoint", replay_endpoint)
         self.endpoint = _bound(self._pub)
@@ -77,6 +88,7 @@ class EventPublisher:
             "buffer_steps": BUFFER,
             "hwm": HIGH_WATER,
             "topic": TOPIC.decode(),
+            **({"encryption": "curve"} if self._encrypted else {}),
         }
 
     async def close(self) -> None:

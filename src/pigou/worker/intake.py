@@ -28,9 +28,9 @@ from pigou.worker.grammar_pool import CompileQueueFull, GrammarSource
 from pigou.worker.model import ServedModel
 from pigou.worker.reply import Reply, ReplyOptions, Sequence
 from pigou.worker.service import Service
+from pigou.worker.tickets import checked_ticket
 from pigou.worker.tools import Tools, ToolStream, request_tools
-from pigou.worker.transfer import TransferError
-from pigou.worker.transfer.ticket import read_ticket
+from pigou.worker.transfer.ticket import Ticket
 
 if TYPE_CHECKING:
     from pigou.runtime.grammar import GrammarState
@@ -71,6 +71,7 @@ class Intake:
         config: WorkerConfig,
         service: Service,
         grammars: GrammarSource,
+        key: bytes = b"",
     ) -> None:
         """Take requests in for these.
 
@@ -79,7 +80,9 @@ class Intake:
             config: of the worker.
             service: that computes.
             grammars: of requests.
+            key: of the fleet, by which tickets of other workers are signed; empty takes any.
         """
+        self._key = key
         self._grammars = grammars
         self._model = model
         self._config = config
@@ -103,7 +106,8 @@ class Intake:
         echo = [self._text(prompt) for prompt in prompts] if request.echo else None
         wanted = grammars.grammar(request, self._flexible)
         shape = await self._states(request, prompts, wanted)
-        return self._begin(request, f"cmpl-{request_id}", prompts, echo, shape)
+        ticket = await self._ticket(request, prompts[0])
+        return self._begin(request, f"cmpl-{request_id}", prompts, echo, shape, ticket)
 
     async def chat(self, request: ChatRequest, request_id: str) -> Reply:
         """Begin a chat completion; `request_id` becomes part of its id."""
@@ -114,7 +118,8 @@ class Intake:
         if wanted is None:
             wanted = grammars.grammar(request, self._flexible)
         shape = await self._states(request, [prompt], wanted, tools)
-        return self._begin(request, f"chatcmpl-{request_id}", [prompt], None, shape)
+        ticket = await self._ticket(request, prompt)
+        return self._begin(request, f"chatcmpl-{request_id}", [prompt], None, shape, ticket)
 
     async def cached(self, request: CompletionRequest | ChatRequest) -> Request:
         """Return what identifies a prompt's blocks in the cache; nothing of it is computed."""
@@ -346,6 +351,7 @@ class Intake:
         prompts: list[_Prompt],
         echo: list[str] | None,
         shape: _Shape,
+        ticket: Ticket | None,
     ) -> Reply:
         options = self._options(request, echo)
         reply = Reply(id, int(time.time()), self._model.name, options)
@@ -354,8 +360,8 @@ class Intake:
         pairs: list[tuple[Sequence, Add]] = []
         for prompt in prompts:
             for sample in range(options.per_prompt):
-                seed = base + sample
-                pairs.append(self._sequence(request, reply, prompt, len(pairs), seed, shape))
+                seed, shown = base + sample, None if pairs else ticket
+                pairs.append(self._sequence(request, reply, prompt, len(pairs), seed, shape, shown))
         for at in range(0, len(pairs), options.per_prompt):
             self._service.submit(reply, pairs[at : at + options.per_prompt])
         return reply
@@ -384,6 +390,7 @@ class Intake:
         index: int,
         seed: int,
         shape: _Shape,
+        ticket: Ticket | None,
     ) -> tuple[Sequence, Add]:
         model, now = self._model, time.monotonic_ns()
         original = prompt.tokens[: len(prompt.tokens) - prompt.resumed]
@@ -418,7 +425,10 @@ class Intake:
             sequence.offset = (
                 Explainer(model.tokenizer, echoed, begins=True).length + sequence.explainer.length
             )
-        ticket = None if index else self._ticket(request, params.prompt_logprobs is not None)
+        # Where the prompt's log-probabilities are asked for, all of it is computed.
+        wanted = (
+            0 if ticket is None or params.prompt_logprobs is not None else ticket.remote_num_tokens
+        )
         core = Request(
             id=id,
             prompt=len(prompt.tokens),
@@ -428,7 +438,7 @@ class Intake:
             arrival=now,
             deadline=NEVER if request.deadline_ms is None
             else now + request.deadline_ms * _MILLISECOND,
-            remote=min(ticket[1], len(prompt.tokens)) if ticket else 0,
+            remote=wanted,
             hold=reply.options.hold,
             expiry=salt_expiry(request.cache_salt or ""),
         )  # fmt: skip
@@ -440,23 +450,27 @@ class Intake:
             generated=len(resumed),
             seed=seed_bytes,
             salt=request.cache_salt,
-            ticket=ticket[0] if ticket else None,
+            ticket=None if ticket is None else request.kv_transfer_params,
             grammar=shape.states[index],
+            tenure=self._tenure(request),
         )
         return sequence, add
 
-    def _ticket(
-        self, request: GenerationRequest, compute_all: bool
-    ) -> tuple[dict[str, Any], int] | None:
-        """Return the ticket of a second leg, and how many of the tokens it offers are wanted."""
+    async def _ticket(self, request: GenerationRequest, prompt: _Prompt) -> Ticket | None:
+        """Return the ticket of a second leg; None where there is none, or it is refused."""
         params = request.kv_transfer_params
         if params is None or not offers_blocks(params):
             return None
-        try:
-            offered = read_ticket(params).remote_num_tokens
-        except TransferError as error:
-            raise bad_request(error.detail, "kv_transfer_params") from None
-        return params, 0 if compute_all else offered
+        tokens, hashes, seed = prompt.tokens, prompt.hashes, self._tenure(request)
+
+        def check() -> Ticket | None:
+            return checked_ticket(params, self._key, tokens, hashes, seed)
+
+        return check() if len(tokens) <= LONG else await self._off_loop(check)
+
+    def _tenure(self, request: GenerationRequest) -> bytes:
+        """Return the seed of the hashes that tickets name, whether or not anything is cached."""
+        return self._model.seed(request.cache_salt or "")
 
 
 def _wants_logprobs(request: GenerationRequest) -> bool:

@@ -34,8 +34,13 @@ class Transfers(Protocol):
         """Note that a request's load was answered."""
         ...
 
-    def offer(self, request: str, blocks: Ints, block_size: int) -> dict[str, Any] | None:
-        """Keep blocks for another worker; return the ticket, or None where that fails."""
+    def offer(
+        self, request: str, blocks: Ints, block_size: int, last_hash: str
+    ) -> dict[str, Any] | None:
+        """Keep blocks for another worker; return the ticket, or None where that fails.
+
+        `last_hash` is that of the last of them, as tickets write it.
+        """
         ...
 
     def withdraw(self, request: str) -> None:
@@ -120,12 +125,15 @@ class WorkerTransfers:
         """Forget a pull that has ended."""
         self._pulls.pop(request, None)
 
-    def offer(self, request: str, blocks: Ints, block_size: int) -> dict[str, Any] | None:
+    def offer(
+        self, request: str, blocks: Ints, block_size: int, last_hash: str
+    ) -> dict[str, Any] | None:
         """Offer full blocks."""
         if not len(blocks):
             return None
         try:
-            return self._sender.offer(request, np.asarray(blocks), len(blocks) * block_size)
+            tokens = len(blocks) * block_size
+            return self._sender.offer(request, np.asarray(blocks), tokens, last_hash)
         except TransferError:
             return None  # the sender is closing: the caller frees the blocks
 

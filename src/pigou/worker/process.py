@@ -21,11 +21,13 @@ from pigou.engine.warm import warm_up
 from pigou.kv import xxh3
 from pigou.wire import shape
 from pigou.wire.connections import ConnectionLimits, Factory
+from pigou.wire.fleet_secret import FleetSecret
 from pigou.worker.build import Parts, build, transfer_config
 from pigou.worker.commands import Release, Report, Stop
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread import EngineThread
 from pigou.worker.events import EventPublisher
+from pigou.worker.fleet_guard import check_exposure
 from pigou.worker.heartbeat import publish
 from pigou.worker.intake import Intake
 from pigou.worker.loads import NoTransfers, WorkerTransfers
@@ -37,7 +39,7 @@ from pigou.worker.service import Service
 from pigou.worker.stages import compiling_reported, report_stage
 from pigou.worker.tier_metrics import TierMetrics
 from pigou.worker.tiers import WorkerTiers
-from pigou.worker.transfer import Receiver, Sender
+from pigou.worker.transfer import Receiver, Sender, transfer_key
 from pigou.worker.warm import warm_backend
 
 log = logging.getLogger(__name__)
@@ -53,8 +55,17 @@ _JOIN = 5.0
 class WorkerProcess:
     """One worker, from its parts to its end."""
 
-    def __init__(self, config: WorkerConfig, parts: Parts) -> None:
-        """Put the process together; within a running event loop."""
+    def __init__(
+        self, config: WorkerConfig, parts: Parts, secret: FleetSecret | None = None
+    ) -> None:
+        """Put the process together; within a running event loop.
+
+        Args:
+            config: of the worker.
+            parts: built for it.
+            secret: what whoever speaks to it must know; None lets everybody in.
+        """
+        self._secret = secret
         self._config = config
         self._parts = parts
         self._loop = asyncio.get_running_loop()
@@ -81,7 +92,8 @@ class WorkerProcess:
         self.engine.rest = parts.rest
         publish = self._events.publish if self._events is not None else _discard
         self._service = Service(self.engine.put, self._metrics, publish)
-        self._intake = Intake(model, config, self._service, parts.grammars)
+        key = b"" if secret is None else transfer_key(secret)
+        self._intake = Intake(model, config, self._service, parts.grammars, key)
         self._transfers = self._start_transfers()
         self._tiers = self._start_tiers()
         about = {**self._about(), "rehearsed": parts.rehearsed}
@@ -89,7 +101,7 @@ class WorkerProcess:
             model, self._intake, self._service, self._metrics,
             events=self._events, about=about, heartbeat=self.engine.heartbeat,
             background=self._background, tiers=self._tiers,
-            unknown_fields=config.unknown_fields,
+            unknown_fields=config.unknown_fields, secret=secret,
         )  # fmt: skip
         self._runner = web.AppRunner(
             routes.application(config.max_body),
@@ -167,7 +179,7 @@ class WorkerProcess:
         config = self._config
         if not (config.kv_events and config.prefix_caching):
             return None
-        return EventPublisher(config.kv_events_endpoint, config.kv_replay_endpoint)
+        return EventPublisher(config.kv_events_endpoint, config.kv_replay_endpoint, self._secret)
 
     def _start_transfers(self) -> WorkerTransfers | None:
         parts, put = self._parts, self.engine.put
@@ -178,16 +190,17 @@ class WorkerProcess:
             self._config.kv_transfer, ("shm", "tcp") if parts.memory is not None else ("tcp",)
         )
         limits = transfer_config(self._config, backends)
+        key = b"" if self._secret is None else transfer_key(self._secret)
         sender = Sender(
             parts.store,
             lambda request: put(Release(request)),
             limits,
             parts.memory,
             background=self._background,
+            key=key,
         )
-        transfers = WorkerTransfers(
-            sender, Receiver(parts.store, limits, self._background), put, parts.link
-        )
+        receiver = Receiver(parts.store, limits, self._background, key)
+        transfers = WorkerTransfers(sender, receiver, put, parts.link)
         self.engine.transfers = transfers
         return transfers
 
@@ -271,6 +284,8 @@ def run(config: WorkerConfig) -> int:
     logs.configure(config.log_format, config.log_level, access=config.access_log)
     # Bytes that are not HTTP are answered with 400; what fails in a handler is logged there.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+    secret = FleetSecret.given(config.fleet_secret_file)
+    check_exposure(config, secret)
     if config.exit_with_parent:
         watch_parent()
     if not config.sleeps:
@@ -282,7 +297,7 @@ def run(config: WorkerConfig) -> int:
         parts = preparation.submit(_prepare, config).result()
 
     async def main() -> int:
-        return await WorkerProcess(config, parts).serve()
+        return await WorkerProcess(config, parts, secret).serve()
 
     status: int = _runner()(main())
     if threading.active_count() > 1 and status:

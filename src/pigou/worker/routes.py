@@ -16,9 +16,11 @@ from pigou.wire.bodies import no_interim_answer
 from pigou.wire.connections import close_old_streams
 from pigou.wire.errors import bad_request
 from pigou.wire.fields import UnknownFields
+from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.openai import decode_cached, decode_detokenize, decode_tokenize
 from pigou.worker.bodies import Bodies
 from pigou.worker.events import EventPublisher
+from pigou.worker.fleet_guard import fleet_guard
 from pigou.worker.handlers import Generation, errors
 from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.intake import Intake
@@ -47,9 +49,11 @@ class Routes:
         background: Background,
         tiers: WorkerTiers | None = None,
         unknown_fields: str = "warn",
+        secret: FleetSecret | None = None,
     ) -> None:
-        """Answer for these; `about` is what `GET /server_info` says."""
+        """Answer for these, to those who know `secret`; `about` is what `GET /server_info` says."""
         self._unknown = UnknownFields(unknown_fields, _log.warning)
+        self._secret = secret
         self._tiers = tiers
         self._heartbeat = heartbeat
         self._background = background
@@ -62,7 +66,9 @@ class Routes:
 
     def application(self, max_body: int) -> web.Application:
         """Return the application with all routes; bodies have at most `max_body` bytes."""
-        app = web.Application(client_max_size=max_body, middlewares=[errors])
+        app = web.Application(
+            client_max_size=max_body, middlewares=[errors, fleet_guard(self._secret)]
+        )
         app.on_response_prepare.append(close_old_streams)
         bodies = self._bodies = Bodies(max_body, self._model.limits.max_model_len)
         post = partial(web.post, expect_handler=no_interim_answer)

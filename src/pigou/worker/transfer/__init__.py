@@ -4,6 +4,7 @@ A `Sender` offers blocks under a lease, and answers with an opaque ticket; a `Re
 by shared memory or TCP, verifies every block, and says how many it has.
 """
 
+from pigou.worker.transfer.auth import transfer_key
 from pigou.worker.transfer.config import TransferConfig
 from pigou.worker.transfer.memory import SharedMemory, remove_orphans
 from pigou.worker.transfer.outcome import Outcome, Reason, Stats, TransferError
@@ -24,4 +25,5 @@ __all__ = [
     "TransferConfig",
     "TransferError",
     "remove_orphans",
+    "transfer_key",
 ]

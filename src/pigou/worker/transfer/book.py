@@ -27,6 +27,7 @@ class Offer:
         request: id of the request.
         blocks: device blocks in prompt order, shape (n,).
         tokens: tokens whose KV is in them.
+        last_hash: of the prompt's block that is the last of them; empty where nobody said.
         secret: what a receiver must show.
         checksums: of the blocks, valid once `ready` is set and `error` is empty.
         error: why there are no checksums.
@@ -37,6 +38,7 @@ class Offer:
     request: str
     blocks: Ints
     tokens: int
+    last_hash: str = ""
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
     checksums: Checksums | None = None
     error: str = ""
@@ -67,7 +69,7 @@ class OfferBook:
         with self._change:
             return len(self._offers)
 
-    def add(self, request: str, blocks: Ints, tokens: int) -> Offer:
+    def add(self, request: str, blocks: Ints, tokens: int, last_hash: str = "") -> Offer:
         """Begin an offer.
 
         Raises:
@@ -79,7 +81,7 @@ class OfferBook:
                 raise TransferError(Reason.CLOSED, "the sender is closed")
             if request in self._offers:
                 raise ValueError(f"request {request!r} is offered already")
-            offer = Offer(self._next, request, blocks, tokens)
+            offer = Offer(self._next, request, blocks, tokens, last_hash)
             self._next += 1
             expiry = self._leases.grant(offer.number, time.monotonic_ns())
             self._offers[request] = self._numbers[offer.number] = offer

@@ -2,6 +2,9 @@
 
 ```
 receiver                        sender
+Hello     ------------------->          where there is a fleet secret: first, once a connection
+          <-------------------  Challenge  the sender's proof of it
+Proof     ------------------->          the receiver's
 Open      ------------------->          which blocks, by which backend
           <-------------------  Grant   what the backend needs; or Refuse
           <-------------------  Checksums of the blocks, as soon as they are there
@@ -37,8 +40,30 @@ _IOV_MAX = 512
 _AHEAD = 4096
 
 
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Begins a conversation between two who both know a secret; 16 to 64 random bytes."""
+
+    nonce: bytes
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """Shows that the sender knows the secret, and asks the receiver for the same."""
+
+    nonce: bytes
+    mac: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, tag="proof"):
+    """Shows that the receiver knows the secret."""
+
+    mac: bytes
+
+
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """Asks for blocks `first` to `first + count` of an offer."""
+    """Asks for blocks `first` to `first + count` of an offer.
+
+    `last_hash` is that of the prompt's block that is the offer's last, as the ticket says it.
+    """
 
     engine: str
     request: str
@@ -47,6 +72,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     first: int
     count: int
     backend: str
+    last_hash: str = ""
 
 
 class Decline(msgspec.Struct, frozen=True, tag="decline"):
@@ -104,8 +130,8 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
     held: bool
 
 
-Request: TypeAlias = Open | Decline | Renew | Done
-Reply: TypeAlias = Grant | Checksums | Refuse | Data | Confirm
+Request: TypeAlias = Hello | Proof | Open | Decline | Renew | Done
+Reply: TypeAlias = Challenge | Grant | Checksums | Refuse | Data | Confirm
 _Frame = TypeVar("_Frame")
 
 _encode = msgspec.msgpack.Encoder().encode

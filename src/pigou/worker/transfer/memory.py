@@ -119,7 +119,7 @@ def _unlink(path: Path, fd: int, creator: int) -> None:
 def _create() -> tuple[Path, int]:
     """Create and lock a file; a remover that locked it first has taken it away: try again."""
     while True:
-        path = SHARED_DIR / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        path = SHARED_DIR / f"{PREFIX}{os.getpid()}-{secrets.token_hex(16)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
         if path.exists():

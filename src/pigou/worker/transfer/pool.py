@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from pigou.request import SECOND
+from pigou.worker.transfer.auth import prove_as_receiver
 from pigou.worker.transfer.frames import Link
 from pigou.worker.transfer.outcome import Reason, TransferError
 
@@ -19,8 +20,14 @@ Address: TypeAlias = tuple[str, int]
 class LinkPool:
     """Lends connections; one that went well is kept for a while, any other is closed."""
 
-    def __init__(self, timeout: int) -> None:
-        """Begin with none; `timeout` (nanoseconds) bounds each wait, and half of it idleness."""
+    def __init__(self, timeout: int, key: bytes = b"") -> None:
+        """Begin with none.
+
+        Args:
+            timeout: nanoseconds that bound each wait, and half of them idleness.
+            key: that both ends of each connection must prove to know; empty asks for no proof.
+        """
+        self._key = key
         self._timeout = timeout
         self._lock = threading.Lock()
         self._lent: set[Link] = set()
@@ -43,6 +50,8 @@ class LinkPool:
         if link is None:
             link = self._connect(address)
         try:
+            if self._key and not used:
+                prove_as_receiver(link, self._key)
             yield link, used
         except BaseException:
             with self._lock:

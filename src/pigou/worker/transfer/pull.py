@@ -36,12 +36,19 @@ class Puller:
     """Runs pulls for the threads of a Receiver; keeps the open connections, to cut at `close`."""
 
     def __init__(
-        self, store: BlockStore, imports: Sequence[Import], config: TransferConfig
+        self,
+        store: BlockStore,
+        imports: Sequence[Import],
+        config: TransferConfig,
+        key: bytes = b"",
     ) -> None:
-        """Prepare to pull into `store` by the first of `imports` that reaches the sender."""
+        """Prepare to pull into `store` by the first of `imports` that reaches the sender.
+
+        Where there is a `key`, senders must prove that they know it.
+        """
         self._store = store
         self._imports = imports
-        self._links = LinkPool(config.timeout)
+        self._links = LinkPool(config.timeout, key)
         self._fingerprint = store.layout.fingerprint()
 
     def pull(
@@ -153,6 +160,7 @@ class Puller:
                 request=ticket.remote_request_id,
                 secret=ticket.remote_secret,
                 layout=self._fingerprint,
+                last_hash=ticket.remote_last_hash,
                 first=run.first,
                 count=count,
                 backend=backend,

@@ -58,6 +58,7 @@ class Receiver:
         store: BlockStore,
         config: TransferConfig | None = None,
         background: Background | None = None,
+        key: bytes = b"",
     ) -> None:
         """Start the threads.
 
@@ -65,13 +66,15 @@ class Receiver:
             store: where pulled blocks are written.
             config: limits.
             background: runs the threads.
+            key: of the fleet, by which tickets and senders are known; empty trusts all.
         """
+        self._key = key
         xxh3.warm_up()
         self._config = config or TransferConfig()
         self._store = store
         self._tally = Tally()
         self._imports = [self._import(name) for name in self._config.backends]
-        self._puller = Puller(store, self._imports, self._config)
+        self._puller = Puller(store, self._imports, self._config, key)
         self._wake = threading.Condition()
         self._waiting: deque[Pull] = deque()
         self._closed = False
@@ -168,7 +171,7 @@ class Receiver:
 
     def _pull(self, pull: Pull) -> Outcome:
         try:
-            ticket = read_ticket(pull.params)
+            ticket = read_ticket(pull.params, self._key)
         except TransferError as error:
             return Outcome("", 0, 0, error.reason, error.detail)
         try:
@@ -179,7 +182,7 @@ class Receiver:
 
     def _decline(self, pull: Pull) -> None:
         try:
-            self._puller.decline(read_ticket(pull.params))
+            self._puller.decline(read_ticket(pull.params, self._key))
         except TransferError as error:
             log.info("an offer could not be declined, and will expire: %s", str(error))
         except Exception:

@@ -20,7 +20,7 @@ from pigou.worker.transfer.server import SideChannel
 from pigou.worker.transfer.shm import ShmExport
 from pigou.worker.transfer.store import BlockStore
 from pigou.worker.transfer.tcp import TcpExport
-from pigou.worker.transfer.ticket import Ticket
+from pigou.worker.transfer.ticket import Ticket, signed
 from pigou.worker.transfer.transport import Export
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Sender:
         config: TransferConfig | None = None,
         memory: SharedMemory | None = None,
         background: Background | None = None,
+        key: bytes = b"",
     ) -> None:
         """Bind the side channel and start the threads.
 
@@ -51,6 +52,8 @@ class Sender:
             config: limits.
             memory: the shared memory that the blocks lie in; without it `shm` is not offered.
             background: runs the threads.
+            key: of the fleet: receivers must prove that they know it, and tickets are signed with
+                it; empty serves all.
 
         Raises:
             OSError: the address cannot be bound.
@@ -60,6 +63,7 @@ class Sender:
         background = background or Background()
         self._config = config or TransferConfig()
         self._store = store
+        self._key = key
         self._fingerprint = store.layout.fingerprint()
         self._host_id = host_id()
         self._tally = Tally()
@@ -75,6 +79,7 @@ class Sender:
             exports=self._exports,
             tally=self._tally,
             background=background,
+            key=key,
         )
         self.port = self._channel.port
         self._threads = [
@@ -84,7 +89,7 @@ class Sender:
         for thread in self._threads:
             thread.start()
 
-    def offer(self, request: str, blocks: Ints, tokens: int) -> dict[str, Any]:
+    def offer(self, request: str, blocks: Ints, tokens: int, last_hash: str = "") -> dict[str, Any]:
         """Keep blocks for another worker, and return the `kv_transfer_params` to pull them.
 
         Returns at once: checksums are computed by a thread of the sender.
@@ -93,6 +98,8 @@ class Sender:
             request: unique among the offers that are held.
             blocks: device blocks in prompt order, at least one, shape (n,).
             tokens: tokens whose KV is in them.
+            last_hash: hash of the last of them, in the chain of the prompt's blocks under its
+                tenure, 32 hexadecimal digits. A receiver must know it.
 
         Raises:
             ValueError: the request is offered already, or the blocks do not fit the tokens.
@@ -104,9 +111,9 @@ class Sender:
                 f"{len(blocks)} blocks for {tokens} tokens; blocks of {size} tokens make it "
                 f"{-(-tokens // size)}"
             )
-        offer = self._book.add(request, blocks.copy(), tokens)
+        offer = self._book.add(request, blocks.copy(), tokens, last_hash)
         self._offered.put(offer)
-        return self._ticket(offer).to_params()
+        return signed(self._ticket(offer), self._key).to_params()
 
     def release(self, request: str) -> bool:
         """Free a request's blocks now; False when they were free already."""
@@ -151,6 +158,7 @@ class Sender:
             remote_block_size=self._store.layout.block_size,
             remote_layout=self._fingerprint,
             remote_secret=offer.secret,
+            remote_last_hash=offer.last_hash,
             remote_backends=list(self._exports),
             remote_lease_seconds=self._config.lease / SECOND,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import socket
 import threading
@@ -12,6 +13,7 @@ from pigou.background import Background
 from pigou.kv import checksum
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND
+from pigou.worker.transfer.auth import prove_as_sender
 from pigou.worker.transfer.book import Offer, OfferBook
 from pigou.worker.transfer.config import TransferConfig
 from pigou.worker.transfer.frames import (
@@ -22,6 +24,7 @@ from pigou.worker.transfer.frames import (
     Decline,
     Done,
     Grant,
+    Hello,
     Link,
     Open,
     Refuse,
@@ -47,8 +50,9 @@ class SideChannel:
         exports: Mapping[str, Export],
         tally: Tally,
         background: Background,
+        key: bytes = b"",
     ) -> None:
-        """Bind and begin to answer.
+        """Bind and begin to answer; where there is a `key`, those who prove that they know it.
 
         Raises:
             OSError: the address cannot be bound.
@@ -60,6 +64,7 @@ class SideChannel:
         self._book = book
         self._exports = exports
         self._tally = tally
+        self._key = key
         self._lock = threading.Lock()
         self._links: dict[Link, threading.Thread] = {}
         self._closed = False
@@ -111,6 +116,8 @@ class SideChannel:
 
     def _serve(self, link: Link) -> None:
         try:
+            if self._key:
+                prove_as_sender(link, self._key)
             while (request := self._next(link)) is not None:
                 self._answer(link, request)
         except TransferError as error:
@@ -143,6 +150,10 @@ class SideChannel:
             raise
 
     def _answer(self, link: Link, request: Request) -> None:
+        if isinstance(request, Hello):
+            raise TransferError(
+                Reason.UNPROVEN, "this sender has no fleet secret; start it with the receiver's"
+            )
         if not isinstance(request, Open | Decline):
             raise TransferError(Reason.PROTOCOL, f"{type(request).__name__} out of turn")
         if request.engine != self._engine:
@@ -177,6 +188,10 @@ class SideChannel:
         if request.layout != self._fingerprint:
             raise TransferError(
                 Reason.LAYOUT, f"the sender's blocks are {self._layout}; yours are not"
+            )
+        if not hmac.compare_digest(request.last_hash.encode(), offer.last_hash.encode()):
+            raise TransferError(
+                Reason.OTHER_PROMPT, "the offered blocks are of another prompt than the ticket says"
             )
         if request.first < 0 or request.count < 0:
             raise TransferError(Reason.BAD_PARAMS, "first and count must be at least 0")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
+from hashlib import sha256
 from typing import Annotated, Any
 
 import msgspec
 
+from pigou.request import BlockHashes
 from pigou.worker.transfer.outcome import Reason, TransferError
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -25,6 +28,9 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         remote_layout: fingerprint of the sender's layout.
         remote_secret: what a receiver must show to get the blocks.
         remote_backends: how the blocks can be had.
+        remote_last_hash: of the last block offered, in the chain of the prompt's blocks under its
+            tenure: 32 hexadecimal digits; empty where the sender did not say.
+        remote_mac: HMAC-SHA256 of all other fields under the fleet's key; empty without one.
         remote_lease_seconds: how long they are kept for a receiver that does not call.
     """
 
@@ -39,6 +45,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     remote_secret: _Name
     remote_backends: Annotated[list[str], msgspec.Meta(min_length=1, max_length=16)]
     remote_lease_seconds: float
+    remote_last_hash: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
+    remote_mac: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")] = ""
     do_remote_prefill: bool = True
     do_remote_decode: bool = False
 
@@ -58,11 +66,26 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return params
 
 
-def read_ticket(params: object) -> Ticket:
+def signed(ticket: Ticket, key: bytes) -> Ticket:
+    """Return a ticket with its signature; as it is where there is no key."""
+    return msgspec.structs.replace(ticket, remote_mac=_mac(ticket, key)) if key else ticket
+
+
+def hash_text(hash: BlockHashes) -> str:
+    """Return a block's hash, shape (2,), as tickets write it."""
+    return hash.astype(">u8").tobytes().hex()
+
+
+def read_ticket(params: object, key: bytes = b"") -> Ticket:
     """Return the ticket in `kv_transfer_params`.
 
+    Args:
+        params: as they came.
+        key: of the fleet, by which the ticket must be signed; empty takes any.
+
     Raises:
-        TransferError: BAD_PARAMS, naming the field that is missing, unknown or wrong.
+        TransferError: BAD_PARAMS, naming the field that is missing, unknown or wrong; FORGED, when
+            no sender of this fleet made it.
     """
     try:
         ticket = msgspec.convert(params, Ticket)
@@ -72,4 +95,16 @@ def read_ticket(params: object) -> Ticket:
         raise TransferError(
             Reason.BAD_PARAMS, "kv_transfer_params: do_remote_prefill is false; nothing is offered"
         )
+    if key and not hmac.compare_digest(ticket.remote_mac, _mac(ticket, key)):
+        raise TransferError(
+            Reason.FORGED, f"the ticket {ticket.remote_request_id!r} is not signed by this fleet"
+        )
     return ticket
+
+
+def _mac(ticket: Ticket, key: bytes) -> str:
+    values = msgspec.to_builtins(ticket)
+    # Either leg's flag is the gateway's to set, where a ticket is passed on.
+    unsigned = ("remote_mac", "do_remote_decode")
+    fields = sorted((name, value) for name, value in values.items() if name not in unsigned)
+    return hmac.new(key, b"ticket:" + msgspec.msgpack.encode(fields), sha256).hexdigest()

@@ -1,0 +1,130 @@
+"""The fleet secret: what the processes of one fleet know, and by which they prove who they are.
+
+Every use has a key of its own, derived by HMAC-SHA256 (RFC 2104) from the secret and the name of
+the use, so that what one channel shows is of no use on another.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from collections.abc import MutableMapping
+from hashlib import sha256
+from pathlib import Path
+
+from pigou.config import ConfigError
+
+#: Environment variable with the secret; it is removed once it is read.
+VARIABLE = "PIGOU_FLEET_SECRET"
+#: Environment variable with the number of a file descriptor that the secret can be read from.
+DESCRIPTOR = "PIGOU_FLEET_SECRET_FD"
+#: Header in which whoever is asked for a proof gets a nonce, and that of the answer.
+NONCE = "x-pigou-fleet-nonce"
+PROOF = "x-pigou-fleet-proof"
+_LEAST, _MOST = 16, 4096
+_PERSON = b"pigou-fleet-1:"
+
+
+class FleetSecret:
+    """A secret, and the keys that are derived from it; printing it shows nothing."""
+
+    def __init__(self, text: str, where: str = "the fleet secret") -> None:
+        """Take a secret of 16 to 4,096 characters.
+
+        Raises:
+            ConfigError: it is shorter or longer; `where` says where it came from.
+        """
+        text = text.strip()
+        if not _LEAST <= len(text) <= _MOST:
+            raise ConfigError(
+                f"{where} has {len(text)} characters; it must have {_LEAST} to {_MOST}: "
+                "`openssl rand -hex 32` makes one"
+            )
+        self._secret = text.encode("utf-8", "surrogateescape")
+
+    def __repr__(self) -> str:
+        return "FleetSecret(...)"
+
+    @classmethod
+    def make(cls) -> FleetSecret:
+        """Return a new random secret."""
+        return cls(secrets.token_hex(32))
+
+    @classmethod
+    def read(cls, path: str) -> FleetSecret:
+        """Read a file that holds the secret alone.
+
+        Raises:
+            ConfigError: it cannot be read, or holds no secret.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"fleet_secret_file {path}: {error}") from error
+        return cls(text, f"fleet_secret_file {path}")
+
+    @classmethod
+    def given(
+        cls, path: str = "", environment: MutableMapping[str, str] | None = None
+    ) -> FleetSecret | None:
+        """Return the secret of a file, else that of the environment; None where there is none.
+
+        What the environment has of it is removed, so that no child inherits it.
+
+        Raises:
+            ConfigError: what is given is no secret, or cannot be read.
+        """
+        environment = os.environ if environment is None else environment
+        text, descriptor = environment.pop(VARIABLE, None), environment.pop(DESCRIPTOR, None)
+        if descriptor is not None:
+            text = _read_descriptor(descriptor)
+        if path:
+            return cls.read(path)
+        return None if text is None else cls(text, VARIABLE)
+
+    def key(self, use: str) -> bytes:
+        """Return the key of one use, 32 bytes."""
+        return hmac.digest(self._secret, _PERSON + use.encode(), "sha256")
+
+    def text(self) -> bytes:
+        """Return the secret itself, to hand it to a process of the fleet."""
+        return self._secret
+
+    @property
+    def token(self) -> str:
+        """What a request to a worker carries, as `Authorization: Bearer TOKEN`."""
+        return self.key("http").hex()
+
+    def admits(self, authorization: str | None) -> bool:
+        """Whether an `Authorization` header carries the token, or the secret itself.
+
+        Both are compared in constant time.
+        """
+        scheme, _, value = (authorization or "").partition(" ")
+        shown = _digest(value.strip().encode("utf-8", "surrogateescape"))
+        good = hmac.compare_digest(shown, _digest(self.token.encode()))
+        good |= hmac.compare_digest(shown, _digest(self._secret))
+        return good and scheme.lower() == "bearer"
+
+    def proof(self, nonce: str) -> str:
+        """Return what proves to whoever chose `nonce` that the secret is known here."""
+        data = nonce.encode("utf-8", "surrogateescape")
+        return hmac.new(self.key("http-proof"), data, sha256).hexdigest()
+
+    def proves(self, nonce: str, proof: str) -> bool:
+        """Whether `proof` is that of `nonce`."""
+        shown = proof.encode("utf-8", "surrogateescape")
+        return hmac.compare_digest(self.proof(nonce).encode(), shown)
+
+
+def _digest(data: bytes) -> bytes:
+    return sha256(data).digest()
+
+
+def _read_descriptor(text: str) -> str:
+    try:
+        with os.fdopen(int(text), "rb") as source:
+            return source.read(_MOST + 1).decode("utf-8", "surrogateescape")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{DESCRIPTOR} is {text!r}, which cannot be read: {error}") from error

@@ -1,0 +1,87 @@
+"""Who may speak to a worker: whoever shows the fleet secret, where there is one."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from pigou.config import ConfigError
+from pigou.wire.errors import APIError
+from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
+from pigou.worker.config import WorkerConfig
+
+#: Routes whose status, without a body, is for probes that know no secret.
+_PROBES = ("/health", "/ping", "/health/live", "/health/ready")
+#: Longest nonce that is answered.
+_NONCE_CHARACTERS = 128
+_WILD = ("", "0.0.0.0", "::", "*")
+
+
+def fleet_guard(secret: FleetSecret | None) -> Middleware:
+    """Return the middleware that refuses what does not carry the secret, before a body is read.
+
+    Without a secret everybody is let in.
+    """
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if secret is None or secret.admits(request.headers.get("authorization")):
+            return await handler(request)
+        if request.path in _PROBES:
+            return web.Response(status=(await handler(request)).status)
+        return _refusal(request, secret)
+
+    return middleware
+
+
+def _refusal(request: web.Request, secret: FleetSecret) -> web.Response:
+    error = APIError(
+        401,
+        "This worker belongs to a fleet: send its secret as `Authorization: Bearer SECRET`, or ask "
+        "the fleet's gateway.",
+        "authorization",
+    )
+    response = web.Response(status=401, body=error.body(), content_type="application/json")
+    response.headers["www-authenticate"] = "Bearer"
+    nonce = request.headers.get(NONCE, "")
+    if 0 < len(nonce) <= _NONCE_CHARACTERS:
+        response.headers[PROOF] = secret.proof(nonce)
+    return response
+
+
+def check_exposure(config: WorkerConfig, secret: FleetSecret | None) -> None:
+    """Refuse to listen beyond this machine without a secret, unless that was asked for.
+
+    Raises:
+        ConfigError: naming the address and the remedies.
+    """
+    if secret is not None or config.allow_open:
+        return
+    addresses = {"host": config.host}
+    if config.kv_events and config.prefix_caching:
+        addresses["kv_events_endpoint"] = _host(config.kv_events_endpoint)
+        addresses["kv_replay_endpoint"] = _host(config.kv_replay_endpoint)
+    for field, host in addresses.items():
+        if not _local(host):
+            raise ConfigError(
+                f"{field} is {getattr(config, field)!r}, which other machines reach, and there is "
+                "no fleet secret; give --fleet-secret-file FILE or PIGOU_FLEET_SECRET, or "
+                "--allow-open if the network is trusted"
+            )
+
+
+def _host(endpoint: str) -> str:
+    """Return the host of a ZMQ address; one of this machine for all that is no TCP."""
+    scheme, _, rest = endpoint.partition("://")
+    return rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else "127.0.0.1"
+
+
+def _local(host: str) -> bool:
+    if host in _WILD:
+        return False
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
