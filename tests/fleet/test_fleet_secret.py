@@ -18,6 +18,8 @@ from pigou.fleet.probe import fleet_key
 from pigou.fleet.process import WorkerProcess
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
+from pigou.gateway.upstream import Engine, Upstream
+from pigou.request import Role, Worker
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
 
 SECRET = FleetSecret.make()
@@ -87,6 +89,29 @@ async def test_a_server_that_cannot_prove_the_secret_is_told_no_token() -> None:
         await runner.cleanup()
     assert len(seen) == 1
     assert SECRET.token not in str(seen)
+
+
+async def test_health_and_load_are_asked_for_with_the_key_too() -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.path, request.headers.get("authorization")))
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/{path}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    upstream = Upstream(Worker("a", url, Role.BOTH), Engine(), SECRET.token)
+    try:
+        for path in ("/health", "/metrics"):
+            assert (await upstream.get(path, 5))[0] == 200
+    finally:
+        await upstream.close()
+        await runner.cleanup()
+    assert seen == [(path, f"Bearer {SECRET.token}") for path in ("/health", "/metrics")]
 
 
 @pytest.mark.parametrize("stock", [False, True])

@@ -112,11 +112,13 @@ class Upstream:
         self._closed = False
         self._end: asyncio.Future[End] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._headers = _HEADERS | ({"authorization": f"Bearer {secret}"} if secret else {})
+        bearer = {"authorization": f"Bearer {secret}"} if secret else {}
+        self._headers = _HEADERS | bearer
         if engine.pin:
             self._headers["x-dynamo-worker-instance-id"] = engine.pin
         self._lines = Lines(worker.url, self._headers)
         self._session = aiohttp.ClientSession(
+            headers=bearer,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             auto_decompress=False,
