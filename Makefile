@@ -44,7 +44,7 @@ clean:
 
 $(VENV)/.serve: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[worker]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.serve

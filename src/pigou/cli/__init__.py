@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from pigou import __version__
+from pigou.extras import extra_of, remedy
 
 #: Command -> `module:function`, in the order of the help; an application where it has commands.
 COMMANDS = {
@@ -26,6 +27,7 @@ COMMANDS = {
     "profile": "pigou.cli.profile:profile",
     "replay": "pigou.cli.replay:replay",
     "trace": "pigou.cli.trace:trace",
+    "warm": "pigou.cli.warm:warm",
     "version": "pigou.cli.version:version",
 }
 
@@ -42,6 +44,7 @@ SUMMARIES = {
     "profile": "Measure what the steps of a live, idle worker take, for simulations of it.",
     "replay": "Make a gateway's decisions again from its journal, and compare.",
     "trace": "Find, download, describe, convert and cut recorded traces.",
+    "warm": "Compile the kernels now, so that the first start of a fleet loads them.",
     "version": "Print the versions of Pigou, torch and Python.",
 }
 
@@ -59,13 +62,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: always; 0 after success, 1 when the command failed, 2 after wrong usage.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _app(args)(args, prog_name="pigou")
+    except ModuleNotFoundError as error:
+        if (extra := extra_of(error.name or "")) is None:
+            raise
+        typer.echo(f"pigou {args[0]}: {error.name} is not installed; {remedy(extra)}", err=True)
+        raise SystemExit(1) from None
+
+
+def _app(args: Sequence[str]) -> typer.Typer:
+    """Return the application with the command that is named, or a list of all commands."""
     if args and args[0] in COMMANDS:
-        app = build(args[:1])
-    else:
-        app = _application()
-        for name, summary in SUMMARIES.items():
-            app.command(name, help=summary, short_help=summary)(_pigou)
-    app(args, prog_name="pigou")
+        return build(args[:1])
+    app = _application()
+    for name, summary in SUMMARIES.items():
+        app.command(name, help=summary, short_help=summary)(_pigou)
+    return app
 
 
 def build(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:

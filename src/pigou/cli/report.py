@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from pigou.config import ConfigError
+from pigou.extras import require
+
 if TYPE_CHECKING:
     from pigou.report.page import Page
     from pigou.report.record import Record
@@ -29,6 +32,11 @@ def report(
 
     Ratios are to the first run. One run alone gets its own page again.
     """
+    try:
+        require("report", "a report")
+    except ConfigError as error:
+        typer.echo(f"pigou report: {error}", err=True)
+        raise typer.Exit(2) from None
     from pigou.report.files import ReportError, prepare
 
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -15,6 +16,7 @@ from pigou.cli.options import names, nanoseconds, typed
 from pigou.cli.ports import check_port
 from pigou.cli.progress import StageProgress
 from pigou.config import ConfigError, ControlConfig, IndexConfig, wrong
+from pigou.extras import require
 from pigou.logs import LogFormat, LogLevel
 
 if TYPE_CHECKING:
@@ -279,6 +281,8 @@ def serve(
             counts = (0, *counts[1:])
         if min(counts) < 0 or not (attached or counts[1] + counts[2]):
             raise ConfigError("there is nobody to decode; start --decode or --both workers")
+        if sum(counts) and not timing and not _sleeps(worker_arguments or []):
+            require("worker", "a worker that computes")
         arguments = ["--model", model, "--dtype", dtype, "--kv-transfer", kv_transfer]
         arguments += ["--threads", str(threads or threads_each(sum(counts)))]
         arguments += ["--served-model-name", served_model_name] if served_model_name else []
@@ -322,6 +326,13 @@ def serve(
     except (FleetError, OSError) as error:
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _sleeps(arguments: list[str]) -> bool:
+    """Whether workers are told to sleep in place of computing."""
+    return any(each.startswith(("--timing", "--executor=sleep")) for each in arguments) or (
+        ("--executor", "sleep") in itertools.pairwise(arguments)
+    )
 
 
 def _control(

@@ -16,6 +16,7 @@ from rich.table import Table
 from pigou.cli.named import named
 from pigou.cli.options import check_json, names, nanoseconds, typed
 from pigou.config import ConfigError, ControlConfig, wrong
+from pigou.extras import require
 from pigou.request import SECOND, Role
 
 if TYPE_CHECKING:
@@ -126,7 +127,6 @@ def simulate(
     ] = "",
 ) -> None:
     """Simulate a fleet: the production scheduler, router and cache under a virtual clock."""
-    from pigou.cli.reporter import Reporter
     from pigou.sim.config import read_fleet
     from pigou.sim.simulate import UNLIMITED, Simulation
     from pigou.sim.warm import warm_up
@@ -134,6 +134,10 @@ def simulate(
 
     try:
         check_json(json)
+        if report:
+            require("report", "--report")
+        from pigou.cli.reporter import Reporter
+
         name, params = named("--policy", policy)
         order, orders = named("--admission", admission)
         steering, steers = named("--controller", controller)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import platform
+from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 
 import typer
 
 from pigou import __version__
+from pigou.extras import remedy
 
 
 def version() -> None:
     """Print the versions of Pigou, torch and Python."""
     typer.echo(f"pigou {__version__}")
-    typer.echo(f"torch {version_of('torch')}")
+    try:
+        torch = version_of("torch")
+    except PackageNotFoundError:
+        torch = f"is not installed ({remedy('worker')})"
+    typer.echo(f"torch {torch}")
     typer.echo(f"python {platform.python_version()}")

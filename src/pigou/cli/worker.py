@@ -11,6 +11,7 @@ import typer
 from pigou.cli.options import names, typed
 from pigou.cli.ports import check_port
 from pigou.config import ConfigError, EvictionConfig, wrong
+from pigou.extras import require
 from pigou.logs import LogFormat, LogLevel
 from pigou.request import Role
 from pigou.worker.config import WorkerConfig
@@ -265,6 +266,8 @@ def worker(
     try:
         check_port(host, port)
         config = msgspec.convert(values, WorkerConfig)
+        if not config.sleeps:
+            require("worker", "a worker that computes")
         from pigou.worker.process import run
 
         status = run(config)

@@ -312,6 +312,29 @@ def _prepare(config: WorkerConfig) -> Parts:
     thread has its own, and where there are more of them than cores, OpenMP no longer lets any
     look out for work before it sleeps.
     """
+    parts = build_warm(config)
+    report_stage("measuring its speed")
+    measured = rehearse(parts.core, parts.backend, config.rehearse, parts.rest)
+    return replace(parts, rehearsed=measured)
+
+
+def warm_all(config: WorkerConfig) -> None:
+    """Compile all kernels that a worker of this configuration needs, and end.
+
+    Raises:
+        ConfigError, ModelError, TokenizerError: as `run`.
+    """
+    if not config.sleeps:
+        from pigou.runtime.threads import prepare_environment
+
+        prepare_environment(config.threads)
+    parts = build_warm(config)
+    if parts.memory is not None:
+        parts.memory.close()
+
+
+def build_warm(config: WorkerConfig) -> Parts:
+    """Build a worker's parts, and compile or load the kernels that they run."""
     with compiling_reported("loading the model"):
         parts = build(config)
     with compiling_reported("warming up"):
@@ -320,9 +343,7 @@ def _prepare(config: WorkerConfig) -> Parts:
         warm_backend(parts.core, parts.backend)
         if config.kv_transfer != "none":
             xxh3.warm_up()
-    report_stage("measuring its speed")
-    measured = rehearse(parts.core, parts.backend, config.rehearse, parts.rest)
-    return replace(parts, rehearsed=measured)
+    return parts
 
 
 def _runner() -> Any:
