@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,34 @@ async def test_prices_move_on_the_page_and_decisions_explain_themselves(tmp_path
         assert (tmp_path / "page.png").stat().st_size > 20_000
         assert page.faults == []
         assert all(name.startswith(client.url) for name in await page.value(ASKED))
+
+
+async def test_history_events_and_chat_are_on_the_page(tmp_path: Path) -> None:
+    async with (
+        running(0, 0, 1, arguments=SLEEP) as (serving, client),
+        browsing(tmp_path / "profile") as page,
+    ):
+        await load(client, waves=1, width=4)
+        await page.open(client.url + "/")
+        await page.until("document.querySelectorAll('.uplot').length >= 6")
+        await page.until("document.querySelector('#ttft-card b').textContent.includes('s')")
+        await page.value(
+            "document.getElementById('words').value = 'Where is the market?';"
+            "document.getElementById('ask').requestSubmit()"
+        )
+        await page.until("document.getElementById('measured').textContent.includes('TTFT')")
+        assert await page.value("document.querySelector('.said.failed')") is None
+        os.kill(serving.supervisor.rows()[0].pid, signal.SIGKILL)
+        await page.until("document.querySelector('#events .restart')", 90)
+        assert "1" in await page.value("document.querySelector('.figure.bad b').textContent")
+        await page.send("Emulation.setDeviceMetricsOverride", width=390, height=800,
+                        deviceScaleFactor=1, mobile=True)  # fmt: skip
+        wide = "document.documentElement.scrollWidth"
+        await page.until(f"innerWidth === 390 && {wide} <= 390")
+        async with client.session.get(client.url + "/") as reply:
+            policy = reply.headers["content-security-policy"]
+        assert "unsafe" not in policy
+        assert page.faults == []
 
 
 #: The paper's detector, looking ten times as often, at a fleet that answers within 0.2 s at rest.
@@ -157,9 +186,15 @@ async def test_the_page_asks_for_a_key_and_says_when_it_is_wrong(tmp_path: Path)
                 (tenant, "document.getElementById('model').textContent === 'tenant bob'"),
                 (secret, "document.querySelectorAll('[data-toll]').length === 1"),
             ):
-                script = f"sessionStorage.clear(); window.prompt = () => {json.dumps(given)};"
-                await page.send("Page.addScriptToEvaluateOnNewDocument", source=script)
                 await page.open(url)
+                await page.until("document.readyState === 'complete'")
+                await page.value("sessionStorage.clear()")
+                await page.open(url)
+                await page.until("document.getElementById('key').open")
+                await page.value(
+                    f"document.getElementById('key-value').value = {json.dumps(given)};"
+                    "document.getElementById('key-form').requestSubmit()"
+                )
                 await page.until(sign)
     finally:
         await serving.stop()

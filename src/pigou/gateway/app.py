@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.resources import files
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +15,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pigou import __version__
+from pigou.gateway.assets import ASSETS, asset
 from pigou.gateway.board import Board
 from pigou.gateway.browsers import add_cors, browsers
 from pigou.gateway.call import CHAT, COMPLETIONS, Call
@@ -27,6 +28,7 @@ from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.game import Game
 from pigou.gateway.generate import Generator
 from pigou.gateway.guard import current_key, guard, unauthorized
+from pigou.gateway.history import History
 from pigou.gateway.intake import read
 from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.limits import KeyUsage
@@ -55,11 +57,6 @@ _log = logging.getLogger("pigou.gateway")
 
 _JSON = "application/json"
 _T = TypeVar("_T")
-#: The page needs nothing from elsewhere, and nobody puts it in a frame.
-_POLICY = (
-    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +102,15 @@ def build(gateway: Gateway) -> web.Application:
     app.router.add_post("/detokenize", routes.forward, expect_handler=no_interim_answer)
     for path, handler in _PAGES.items():
         app.router.add_get(path, getattr(routes, handler))
+    for path in ASSETS:
+        app.router.add_get(path, asset)
     for path in ROOT_PATHS:
         app.router.add_post(path, routes.passed)
     app.router.add_route("*", "/v1/{path:.*}", routes.passed)
 
     async def start(_: web.Application) -> None:
         gateway.pilot.start()
+        routes.begin()
 
     async def stop(_: web.Application) -> None:
         routes.close()
@@ -124,7 +124,7 @@ def build(gateway: Gateway) -> web.Application:
 
 
 _PAGES = {
-    "/": "page",
+    "/history": "history",
     "/health": "health",
     "/health/ready": "health",
     "/health/live": "live",
@@ -142,6 +142,9 @@ class _Routes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._large = OffLoop()
+        board = gateway.board
+        self._history = History(board, gateway.metrics, board.rows)
+        self._sampling: asyncio.Task[None] | None = None
         self._generator = Generator(gateway.pilot, gateway.metrics)
         self._usage = KeyUsage()
         self._passing = Passing(gateway.pilot, gateway.config, self._usage, self._facts)
@@ -157,9 +160,16 @@ class _Routes:
         self._decisions = Decisions(gateway.pilot.plane)
         gateway.pilot.timed = gateway.metrics.decision.observe
 
+    def begin(self) -> None:
+        """Begin the history."""
+        run = self._gateway.pilot.background.start
+        self._sampling = run("history of the page", self._history.run)
+
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and the history."""
         self._large.close()
+        if self._sampling is not None:
+            self._sampling.cancel()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, chat=False)
@@ -369,14 +379,18 @@ class _Routes:
         return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def workers(self, _: web.Request) -> web.Response:
-        if not current_key().admin:
-            raise APIError(
-                403,
-                "The workers are shown to an administrator's key alone (`pigou key TENANT "
-                "--admin` makes one); this key sees /usage and its own /decisions.",
-                "authorization",
-            )
+        _check_admin()
         return _json(self._gateway.board.view())
+
+    async def history(self, request: web.Request) -> web.Response:
+        """Tell samples and events after `since`, Unix time in seconds."""
+        _check_admin()
+        text = request.query.get("since", "0")
+        try:
+            since = float(text)
+        except ValueError:
+            raise bad_request(f"since is {text[:40]!r}; it must be seconds.", "since") from None
+        return _json(self._history.view(since))
 
     async def usage(self, _: web.Request) -> web.Response:
         """Tell a key whose it is, and how many tokens that tenant used so far."""
@@ -393,9 +407,15 @@ class _Routes:
     async def version(self, _: web.Request) -> web.Response:
         return _json({"version": __version__})
 
-    async def page(self, _: web.Request) -> web.Response:
-        headers = {"content-security-policy": _POLICY}
-        return web.Response(text=_html(), content_type="text/html", headers=headers)
+
+def _check_admin() -> None:
+    if not current_key().admin:
+        raise APIError(
+            403,
+            "The workers are shown to an administrator's key alone (`pigou key TENANT "
+            "--admin` makes one); this key sees /usage and its own /decisions.",
+            "authorization",
+        )
 
 
 def _seen_by(key: Key) -> str | None:
@@ -412,10 +432,6 @@ def _decided(call: Call) -> dict[str, str]:
     return told if call.choice.prefill is None else told | {
         "x-pigou-prefill-worker": call.choice.prefill
     }  # fmt: skip
-
-
-def _html() -> str:
-    return files("pigou.gateway").joinpath("page.html").read_text(encoding="utf-8")
 
 
 def _json(value: object, status: int = 200) -> web.Response:

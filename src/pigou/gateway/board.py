@@ -49,11 +49,14 @@ class Board:
     """Joins what the fleet's keeper, the control plane and the upstreams know.
 
     `tokens_per_second` is measured between two looks at least half a second apart.
+
+    Attributes:
+        rows: what whoever runs the fleet says of its workers.
     """
 
     def __init__(self, pilot: Pilot, rows: Rows) -> None:
         self._pilot = pilot
-        self._rows = rows
+        self.rows = rows
         self._last: dict[str, tuple[int, int, float]] = {}
 
     def view(self) -> dict[str, Any]:
@@ -62,7 +65,7 @@ class Board:
         priced = {each.worker: each for each in prices}
         workers = [
             msgspec.to_builtins(row) | self._load(row.id) | _priced(priced.get(row.id))
-            for row in self._rows()
+            for row in self.rows()
         ]
         return {
             "workers": workers,
@@ -90,7 +93,7 @@ class Board:
 
     def _whole(self, status: Status) -> Status:
         """Return the status without a Price of Anarchy where the fleet is not complete."""
-        away = [row.id for row in self._rows() if row.state not in ("up", "stopped")]
+        away = [row.id for row in self.rows() if row.state not in ("up", "stopped")]
         if not away:
             return status
         why = f"the fleet is incomplete: {', '.join(away)} is not up"
@@ -98,7 +101,7 @@ class Board:
 
     def gauges(self) -> Iterator[tuple[str, str, dict[str, float]]]:
         """Return the numbers of the table, for `/metrics`."""
-        for row in self._rows():
+        for row in self.rows():
             load = self._load(row.id)
             load.pop("tokens_per_second")
             load.pop("model")

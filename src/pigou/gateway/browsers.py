@@ -12,7 +12,10 @@ from pigou.gateway.config import GatewayConfig, is_loopback
 from pigou.gateway.guard import error_response
 from pigou.wire.errors import APIError, bad_request
 
-_EXPOSED = "x-request-id, x-pigou-decision, x-pigou-worker, x-pigou-prefill-worker, retry-after"
+_EXPOSED = (
+    "x-request-id, x-pigou-decision, x-pigou-worker, x-pigou-prefill-worker, retry-after, "
+    "x-pigou-unknown-fields"
+)
 _METHODS = "GET, POST, OPTIONS"
 _HEADERS = "authorization, content-type, x-request-id"
 _MAX_AGE_S = "600"

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from pigou.gateway.assets import ASSETS
 from pigou.gateway.call import CHAT, COMPLETIONS
 from pigou.gateway.closing import Closing
 from pigou.gateway.failure import Rejected
@@ -25,9 +26,10 @@ _log = logging.getLogger("pigou.gateway")
 _key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 #: Routes that need no key: for probes, and the page, which holds no data itself. `/metrics` looks
 #: at the key by itself.
-_OPEN = ("/health", "/health/ready", "/health/live", "/ping", "/version", "/metrics", "/")
+_OPEN = ("/health", "/health/ready", "/health/live", "/ping", "/version", "/metrics",
+         *ASSETS)  # fmt: skip
 _PROBES = ("/health", "/health/ready", "/health/live", "/ping", "/metrics")
-_KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/usage", "/decisions")
+_KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/history", "/usage", "/decisions")
 _ROUTES = (COMPLETIONS, CHAT, *_KEYED, *_OPEN)
 
 

@@ -1,0 +1,183 @@
+"""The history: what the page's charts show, sampled by the gateway, and the fleet's events."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from pigou.gateway.board import Board, Row
+from pigou.gateway.metrics import Metrics
+
+#: Seconds between samples, and how many of them, and of events, are kept: half an hour.
+STEP_S, MOST_SAMPLES, MOST_EVENTS = 2.0, 900, 200
+_REGIMES = ("below", "transition", "saturated")
+_WORK = ("/v1/completions", "/v1/chat/completions", "other")
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to a worker.
+
+    Attributes:
+        time: Unix time in seconds.
+        worker: its id.
+        kind: up, down or restart.
+        text: why, in words; may be empty.
+    """
+
+    time: float
+    worker: str
+    kind: str
+    text: str
+
+
+class History:
+    """Keeps samples and events of the last half hour, in bounded rings."""
+
+    def __init__(
+        self, board: Board, metrics: Metrics, rows: Callable[[], list[Row]],
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self._board = board
+        self._metrics = metrics
+        self._rows = rows
+        self._clock = clock
+        self._samples: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
+        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._states: dict[str, tuple[str, int]] = {}
+        self._counts: dict[str, float] = {}
+        self._buckets: dict[str, dict[float, float]] = {}
+        self._last = 0.0
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(STEP_S)
+
+    def sample(self) -> None:
+        """Take one sample, and note what happened since the last."""
+        now = round(self._clock(), 3)
+        self._note_events(now)
+        view = self._board.view()
+        workers = view["workers"]
+        poa = view["game"]["poa"]
+        elapsed = now - self._last if self._last else 0.0
+        requests, errors = self._requests()
+        first = self._since("ttft", self._metrics.first_token)
+        itl = self._since("itl", self._metrics.itl)
+        self._samples.append(
+            {
+                "time": now,
+                "ttft_p50_s": quantile(first, 0.5),
+                "ttft_p95_s": quantile(first, 0.95),
+                "itl_p50_s": quantile(itl, 0.5),
+                "itl_p95_s": quantile(itl, 0.95),
+                "requests_per_s": self._rate("requests", requests, elapsed),
+                "errors_per_s": self._rate("errors", errors, elapsed),
+                "refused_per_s": self._rate("refused", view["shed"], elapsed),
+                "tokens_per_s": view["tokens_per_second"],
+                "queued": view["queued"],
+                "streams": sum(worker["decode_requests"] for worker in workers),
+                "workers_up": sum(worker["state"] == "up" for worker in workers),
+                "kv_usage": max((worker["kv_usage"] for worker in workers), default=None),
+                "toll_s": max((w["toll"] for w in workers if w["toll"] is not None), default=None),
+                "regime": _REGIMES.index(view["game"]["regime"]),
+                "poa": None if poa is None else poa["whole"]["value"],
+                "poa_low": None if poa is None else poa["whole"]["low"],
+                "poa_high": None if poa is None else poa["whole"]["high"],
+            }
+        )
+        self._last = now
+
+    def view(self, since: float = 0.0) -> dict[str, Any]:
+        """Return samples and events after `since` (Unix seconds), as columns."""
+        kept = [sample for sample in self._samples if sample["time"] > since]
+        names = self._samples[-1].keys() if self._samples else ()
+        return {
+            "step_s": STEP_S,
+            "kept_s": STEP_S * MOST_SAMPLES,
+            "series": {name: [sample[name] for sample in kept] for name in names},
+            "totals": {
+                "requests": self._counts.get("requests", 0.0),
+                "errors": self._counts.get("errors", 0.0),
+                "refused": self._counts.get("refused", 0.0),
+                "restarts": sum(row.restarts for row in self._rows()),
+            },
+            "events": [msgspec.to_builtins(event) for event in self._events if event.time > since],
+        }
+
+    def _note_events(self, now: float) -> None:
+        rows = self._rows()
+        for row in rows:
+            state, restarts = self._states.get(row.id, ("", row.restarts))
+            if row.restarts > restarts:
+                self._events.append(Event(now, row.id, "restart", row.note))
+            if row.state != state and "up" in (row.state, state):
+                kind = "up" if row.state == "up" else "down"
+                self._events.append(Event(now, row.id, kind, row.note))
+            self._states[row.id] = (row.state, row.restarts)
+        for gone in self._states.keys() - {row.id for row in rows}:
+            del self._states[gone]
+
+    def _requests(self) -> tuple[float, float]:
+        """Return requests for work so far, and those that ended in an error of the fleet."""
+        requests = errors = 0.0
+        for family in self._metrics.requests.collect():
+            for sample in family.samples:
+                if not sample.name.endswith("_total") or sample.labels["route"] not in _WORK:
+                    continue
+                requests += sample.value
+                errors += sample.value * (sample.labels["status"] >= "500")
+        return requests, errors
+
+    def _rate(self, name: str, total: float, elapsed: float) -> float | None:
+        before = self._counts.get(name, total)
+        self._counts[name] = total
+        return round(max(0.0, total - before) / elapsed, 3) if elapsed > 0 else None
+
+    def _since(self, name: str, histogram: Collector) -> dict[float, float]:
+        """Return the cumulative counts of a histogram since the last sample."""
+        now = buckets(histogram.collect())
+        before = self._buckets.get(name, {})
+        self._buckets[name] = now
+        return {bound: count - before.get(bound, 0.0) for bound, count in now.items()}
+
+
+def buckets(families: Iterable[Metric]) -> dict[float, float]:
+    """Return a histogram's cumulative counts by upper bound."""
+    return {
+        float(sample.labels["le"]): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.endswith("_bucket")
+    }
+
+
+def quantile(cumulative: Mapping[float, float], share: float) -> float | None:
+    """Return a quantile by interpolation within its bucket; None without observations.
+
+    What is in the last, open bucket counts as its lower bound.
+    """
+    bounds = sorted(cumulative)
+    total = cumulative[bounds[-1]] if bounds else 0.0
+    if total <= 0:
+        return None
+    wanted = share * total
+    for low, high in pairwise([0.0, *bounds]):
+        count = cumulative[high]
+        if count < wanted:
+            continue
+        if math.isinf(high):
+            return low
+        below = cumulative.get(low, 0.0)
+        return low + (high - low) * (wanted - below) / max(count - below, 1e-12)
+    return None
