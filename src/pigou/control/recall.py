@@ -15,8 +15,9 @@ from pigou.request import SECOND
 RETURN_WITHIN = 300 * SECOND
 #: After one worker came back, the shares of those still expected are kept for this time at most.
 HOLD_SHARES = 30 * SECOND
-#: Part of the queue timeout after which a request waits for no share any more.
-LATEST = 0.75
+#: A request waits for no share any more so long before its time is over, in nanoseconds, but for
+#: three quarters of the queue timeout in any case.
+MARGIN = 3 * SECOND
 
 
 def unstarted(state: State, worker: str) -> list[Load]:
@@ -107,7 +108,7 @@ class Returning:
     """
 
     def __init__(self, queue_timeout: int) -> None:
-        self._latest = int(LATEST * queue_timeout)
+        self._latest = queue_timeout - min(MARGIN, queue_timeout // 4)
         self._hold = min(HOLD_SHARES, self._latest)
         self._away: dict[str, tuple[int, int]] = {}
         self._until = 0

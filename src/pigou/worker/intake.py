@@ -217,8 +217,15 @@ class Intake:
         self._service.check_open()
         self.check_model(request.model)
         checks.check(request)
-        limit, waiting = self._config.max_waiting, self._service.gauges.waiting
-        if limit and waiting >= limit:
+        waiting = self._service.gauges.waiting + self._service.held
+        limit, asks = self._config.max_waiting, _sequences(request)
+        if limit and asks > max(limit, self._config.max_seqs):
+            raise bad_request(
+                f"prompt and n ask for {asks} sequences; {limit} may wait at this worker: send "
+                "fewer at once, or start it with a larger --max-waiting.",
+                "n" if (request.n or 1) > 1 else "prompt",
+            )
+        if limit and waiting and waiting + asks > limit:
             raise APIError(503, f"The queue is full: {waiting} requests wait.", retry_after=1)
         order = self._config.order
         if request.priority and order != "priority":
@@ -434,7 +441,8 @@ class Intake:
             prompt=len(prompt.tokens),
             max_tokens=params.max_tokens - len(resumed),
             hashes=prompt.hashes,
-            priority=request.priority or 0,
+            # Further sequences of a request yield to other requests.
+            priority=request.priority or int(index > 0 and self._config.order == "priority"),
             arrival=now,
             deadline=NEVER if request.deadline_ms is None
             else now + request.deadline_ms * _MILLISECOND,
@@ -477,3 +485,9 @@ def _wants_logprobs(request: GenerationRequest) -> bool:
     if isinstance(request, ChatRequest):
         return bool(request.logprobs)
     return isinstance(request, CompletionRequest) and request.logprobs not in (None, False)
+
+
+def _sequences(request: GenerationRequest) -> int:
+    """Return how many sequences a request asks for."""
+    prompts = checks.prompts(request) if isinstance(request, CompletionRequest) else [None]
+    return len(prompts) * max(1, request.n or 1)

@@ -91,7 +91,8 @@ class WorkerProcess:
         self.engine.meter = parts.meter
         self.engine.rest = parts.rest
         publish = self._events.publish if self._events is not None else _discard
-        self._service = Service(self.engine.put, self._metrics, publish)
+        most = max(1, core.config.max_seqs // 2)  # half is left to other requests
+        self._service = Service(self.engine.put, self._metrics, publish, most)
         key = b"" if secret is None else transfer_key(secret)
         self._intake = Intake(model, config, self._service, parts.grammars, key)
         self._transfers = self._start_transfers()

@@ -13,6 +13,7 @@ from pigou.runtime.outputs import TokenLogprobs as Report
 from pigou.wire.errors import REQUEST_FAILED, APIError
 from pigou.worker.commands import Abort, Add, Begun, ClearCache, Command, Gauges, Lend, Withdraw
 from pigou.worker.commands import Report as EngineReport
+from pigou.worker.held import Held
 from pigou.worker.metrics import Metrics
 from pigou.worker.reply import Reply, Sequence
 
@@ -32,6 +33,7 @@ class Service:
         put: Callable[[Command], None],
         metrics: Metrics,
         publish: Callable[[list[dict[str, Any]]], None],
+        most: int = 0,
     ) -> None:
         """Begin with nothing in flight.
 
@@ -39,7 +41,9 @@ class Service:
             put: sends a command to the engine thread.
             metrics: counts what passes.
             publish: sends KV events.
+            most: sequences of one request that are in the engine at once; 0 for all.
         """
+        self._held = Held(most)
         self._put = put
         self._metrics = metrics
         self._publish = publish
@@ -56,6 +60,11 @@ class Service:
     def in_flight(self) -> int:
         """Sequences that the engine has not finished."""
         return len(self._flights)
+
+    @property
+    def held(self) -> int:
+        """Sequences of accepted requests that are not in the engine yet."""
+        return len(self._held)
 
     def check_open(self) -> None:
         """Raise `APIError` 503 or 500 when no request can be taken."""
@@ -83,13 +92,25 @@ class Service:
         leader = pairs[0][1]
         if len(pairs) > 1:
             self._followers[leader.request.id] = [add for _, add in pairs[1:]]
-        self._put(leader)
+        self._send(reply, leader)
+
+    def _send(self, reply: Reply, add: Add) -> None:
+        """Give a sequence to the engine, or keep it until others of its request have ended."""
+        if self._held.enters(id(reply), add):
+            self._put(add)
+
+    def _left(self, reply: Reply) -> None:
+        """A sequence left the engine: the next one of its request may go."""
+        if (add := self._held.left(id(reply))) is not None:
+            self._put(add)
 
     def cancel(self, reply: Reply) -> None:
         """Abort what is still computed for a reply that nobody waits for."""
         for sequence in reply.sequences:
             for add in self._followers.pop(sequence.id, ()):
                 self._flights.pop(add.request.id, None)
+        for add in self._held.drop(id(reply)):
+            self._flights.pop(add.request.id, None)
         for sequence in reply.sequences:
             if sequence.id in self._flights:
                 self._put(Abort(sequence.id))
@@ -97,7 +118,9 @@ class Service:
     def _follow(self, leader: str) -> None:
         """Submit the choices that waited for this one."""
         for add in self._followers.pop(leader, ()):
-            self._put(add)
+            flight = self._flights.get(add.request.id)
+            if flight is not None:
+                self._send(flight[1], add)
 
     async def lend(self, request: Request) -> dict[str, Any] | None:
         """Offer what is cached of a prompt to another worker; return the ticket, None without.
@@ -129,6 +152,7 @@ class Service:
         self.dead = True
         self._fail_all(APIError(500, f"The engine died: {type(error).__name__}."))
         self._flights.clear()
+        self._held.clear()
 
     def cut_off(self) -> int:
         """Fail everything that has not ended, and all that still comes: the process ends.
@@ -254,6 +278,7 @@ class Service:
         if flight is not None:
             flight[1].fail(error)
             self.cancel(flight[1])
+            self._left(flight[1])
             self._settled()
 
     def _finish(self, finished: Finished, tickets: dict[str, dict[str, Any]]) -> None:
@@ -262,6 +287,7 @@ class Service:
             return
         sequence, reply, add = flight
         self._follow(finished.request)
+        self._left(reply)
         reason = finished.reason.value
         if sequence.choice.finish is not None:
             reason = sequence.choice.finish
