@@ -20,6 +20,10 @@ from pigou.worker.grammar_trials import GrammarTrials
 VOCAB, ENDS = 2560, frozenset({1})
 
 
+class PanicException(BaseException):
+    """As libraries in Rust raise it."""
+
+
 class Gate:
     """Trials that wait until they are let through, or killed."""
 
@@ -31,6 +35,8 @@ class Gate:
     def try_grammar(self, grammar: Grammar) -> None:
         self.begun.append(grammar.source)
         assert self._open.wait(60)
+        if grammar.source.startswith("panic"):
+            raise PanicException("index out of bounds")
         if grammar.source.startswith("bad"):
             raise GrammarError("it is bad")
 
@@ -138,6 +144,16 @@ def test_a_faulty_grammar_is_remembered_and_a_good_one_is_tried_once() -> None:
                 await pool.prepare(Grammar("regex", "bad"), "t", 1)
             assert len(await pool.prepare(Grammar("regex", "good"), "t", 3)) == 3
         assert gate.begun == ["bad", "good"]
+
+    run(law)
+
+
+def test_a_panic_of_the_library_is_answered() -> None:
+    async def law(pool: GrammarPool, gate: Gate) -> None:
+        gate.open()
+        with pytest.raises(ValueError, match="index out of bounds"):
+            await pool.prepare(Grammar("regex", "panic"), "t", 1)
+        assert await pool.prepare(Grammar("regex", "good"), "t", 1)
 
     run(law)
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from pigou.runtime.containment import described, is_contained
 from pigou.sampling import Grammar
 
 if TYPE_CHECKING:
@@ -244,6 +245,12 @@ class GrammarPool:
 def _compile(grammars: Grammars, job: _Job, trials: Trials) -> list[GrammarState]:
     if job.done.cancelled():
         raise ValueError("the client is gone")
-    if not grammars.has(job.grammar):
-        trials.try_grammar(job.grammar)
-    return [grammars.start(job.grammar, job.output) for _ in range(job.count)]
+    try:
+        if not grammars.has(job.grammar):
+            trials.try_grammar(job.grammar)
+        return [grammars.start(job.grammar, job.output) for _ in range(job.count)]
+    except BaseException as error:
+        # A panic of the library is no `Exception`; unanswered, the request would wait for ever.
+        if isinstance(error, ValueError) or not is_contained(error):
+            raise
+        raise ValueError(f"{job.grammar.kind}: {described(error)}") from None
