@@ -9,10 +9,14 @@ export OMP_NUM_THREADS ?= 1
 # What needs no peer, no GPU, and not much time.
 FAST   := not slow and not vllm and not dynamo and not gpu
 
-.PHONY: serve test test-all explore lint format bench docs clean
+.PHONY: serve gpu test test-all explore lint format bench docs clean
 
 serve: $(VENV)/.serve
 	$(BIN)/pigou serve $(ARGS)
+
+# Needs a CUDA device, and no tools: says what works on it and how fast; exit code 3 without CUDA.
+gpu: $(VENV)/.serve
+	$(BIN)/python -m pigou.gpu_check $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)

@@ -19,7 +19,7 @@ FLOORS = {
     "runtime": 4, "sim": 4, "worker": 4, "gateway": 4,
     "fleet": 5, "workload": 5, "report": 5, "integrations": 5,
     "experiments": 5,
-    "cli": 6, "__main__": 7,
+    "cli": 6, "gpu_check": 6, "__main__": 7,
 }  # fmt: skip
 PURE = {"games", "kv", "engine", "control"}
 IMPURE_MODULES = {"asyncio", "socket", "socketserver", "time", "zmq", "aiohttp", "threading"}

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pigou.config import EngineConfig
 from pigou.engine.plan import Plan
 from pigou.runtime import upload as upload_module
 from pigou.runtime.attention import PagedAttention
@@ -28,6 +29,9 @@ from pigou.runtime.batch import make_batch
 from pigou.runtime.cache import KVCache, make_layout, queue_moves
 from pigou.runtime.config import ModelConfig, parse_config
 from pigou.runtime.device_copies import DeviceCopies
+from pigou.runtime.engine import LocalEngine
+from pigou.runtime.gpu.profile import waits_per_step
+from pigou.runtime.gpu.random_model import TINY, random_model
 from pigou.runtime.load import LoadedModel
 from pigou.runtime.memory import kv_room
 from pigou.runtime.models.decoder import Decoder, load_decoder
@@ -274,3 +278,44 @@ def test_kv_blocks_leave_room_for_a_full_step(free_gib: int) -> None:
     assert 0 <= room < free
     assert room + gathered + logits < free or room == 0
     assert kv_room(free, config, 2, 64, 2048) > room
+
+
+# --- on a GPU ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu() -> str:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return "cuda"
+
+
+@pytest.mark.gpu
+def test_blocks_come_back_from_a_gpu_as_they_went(gpu: str) -> None:
+    model = random_model(TINY, gpu, torch.bfloat16)
+    cache = model.cache(8, 16, host_blocks=4)
+    data = np.random.default_rng(0).integers(0, 256, (3, cache.layout.block_bytes), dtype=np.uint8)
+    ids = np.array([5, 0, 7], dtype=np.int32)
+    cache.write(ids, data)
+    assert np.array_equal(cache.read(ids), data)
+    none = np.empty((0, 2), dtype=np.int32)
+    out, back = np.array([[5, 1], [7, 3]]), np.array([[3, 2], [1, 4]])
+    cache.move(out.astype(np.int32), none, back.astype(np.int32))
+    assert np.array_equal(cache.read(np.array([4, 2], dtype=np.int32)), data[[0, 2]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_gpu_chooses_the_tokens_of_the_cpu_whatever_the_sampling(gpu: str, mix: str) -> None:
+    outputs = []
+    for device in ("cpu", gpu):
+        model = random_model(TINY, device, torch.float32)
+        engine = LocalEngine(model, EngineConfig(blocks=64, max_model_len=128))
+        prompts = [[3 + i, 7, 11 * i + 5] * 9 for i in range(4)]
+        outputs.append([o.tokens for o in engine.generate(prompts, MIXES[mix])])
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+def test_a_greedy_step_waits_for_its_token_alone(gpu: str) -> None:
+    assert waits_per_step(random_model(TINY, gpu, torch.bfloat16), 8) <= 1

@@ -118,7 +118,7 @@ class KVCache:
         if self._copies is not None:
             self._copies.write(np.asarray(ids), data)
             return
-        source = torch.from_numpy(np.ascontiguousarray(data))
+        source = torch.from_numpy(np.require(data, requirements=["C", "W"]))
         self._raw[_index(ids, self._raw.device)] = source
 
     def move(self, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:

@@ -40,7 +40,7 @@ class DeviceCopies:
 
     def write(self, ids: Ints, data: Bytes) -> None:
         """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
-        host = torch.from_numpy(np.ascontiguousarray(data))
+        host = torch.from_numpy(np.require(data, requirements=["C", "W"]))
         if self._raw.is_cuda and not host.is_pinned():
             host = host.pin_memory()
         self._copy([(self._raw[block], host[row]) for row, block in enumerate(ids.tolist())])

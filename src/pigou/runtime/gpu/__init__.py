@@ -1,0 +1,1 @@
+"""What `pigou.gpu_check` measures and compares with torch."""

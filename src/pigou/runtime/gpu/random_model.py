@@ -1,0 +1,83 @@
+"""Models of random weights in the shape of published ones: to be measured, not to be read."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pigou.runtime.config import parse_config
+from pigou.runtime.load import LoadedModel
+from pigou.runtime.models.decoder import load_decoder
+from pigou.runtime.ops import KernelOps, TorchOps
+
+#: The shape of Qwen3-0.6B.
+QWEN3_600M: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+#: Small enough for any CPU.
+TINY = QWEN3_600M | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 320,
+    "max_position_embeddings": 2048,
+}
+#: How far the logits spread; else all tokens were about as probable.
+_SPREAD = 4.0
+
+
+class RandomWeights:
+    """Weights that depend on their names alone, made on one device and put on another."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, source: torch.device) -> None:
+        """Make weights in `dtype` for `device`; equal ones come from an equal `source`."""
+        self._dtype, self._device, self._source = dtype, device, source
+
+    def __contains__(self, name: str) -> bool:
+        return name != "lm_head.weight"
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return a weight: ones for a norm, else normal numbers scaled by their inputs."""
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        generator = torch.Generator(self._source).manual_seed(zlib.crc32(name.encode()))
+        weight = torch.randn(shape, generator=generator, device=self._source)
+        scale = shape[-1] ** -0.5 * (_SPREAD if "embed" in name else 1.0)
+        return weight.mul_(scale).to(device=self._device, dtype=self._dtype)
+
+
+def random_model(
+    shape: dict[str, Any], device: str, dtype: torch.dtype, *, source: str = "cpu"
+) -> LoadedModel:
+    """Make a model.
+
+    Args:
+        shape: its config.json.
+        device: where it is.
+        dtype: of weights and cache.
+        source: where the random numbers are drawn; models with an equal one are equal.
+    """
+    config, place = parse_config(shape), torch.device(device)
+    weights: Any = RandomWeights(dtype, place, torch.device(source))
+    with torch.inference_mode():
+        ops = KernelOps() if place.type == "cpu" else TorchOps()
+        decoder = load_decoder(config, weights, ops)
+    return LoadedModel("random", Path(), "random", config, decoder, dtype, place)
