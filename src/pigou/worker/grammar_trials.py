@@ -32,6 +32,7 @@ class GrammarTrials:
         """
         self._first = {"tokenizer": str(tokenizer), "vocab": vocab, "ends": sorted(ends)}
         self._process: subprocess.Popen[str] | None = None
+        self._killed: subprocess.Popen[str] | None = None
         self._closed = False
         self.started = 0
 
@@ -57,7 +58,7 @@ class GrammarTrials:
         finally:
             timer.cancel()
         if not answer:
-            self.kill()
+            self._end(process)
             raise GrammarError(
                 f"{grammar.kind}: compiling it took too long, too much memory or too deep a "
                 "recursion: make it smaller"
@@ -70,6 +71,7 @@ class GrammarTrials:
         """End the process, and with it the trial under way; from any thread."""
         process = self._process
         if process is not None:
+            self._killed = process
             process.kill()
 
     def close(self) -> None:
@@ -81,10 +83,11 @@ class GrammarTrials:
         if self._closed:
             raise GrammarError("this worker is shutting down")
         process = self._process
-        if process is not None and process.poll() is None:
-            return process
         if process is not None:
-            _reap(process)
+            # A process that was killed may look alive for a moment.
+            if process is not self._killed and process.poll() is None:
+                return process
+            self._end(process)
         process = subprocess.Popen(
             [sys.executable, "-m", "pigou.runtime.grammar_trial"],
             stdin=subprocess.PIPE,
@@ -98,6 +101,11 @@ class GrammarTrials:
         process.stdin.write(json.dumps(self._first) + "\n")
         process.stdin.flush()
         return process
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        process.kill()
+        _reap(process)
+        self._process = None
 
 
 def _reap(process: subprocess.Popen[str]) -> None:
