@@ -218,7 +218,7 @@ def test_a_request_that_waits_inside_a_worker_is_shed_when_its_time_is_over() ->
 
 def test_a_prompt_that_takes_long_is_not_shed() -> None:
     driver = inside()
-    driver.plane.observe(LoadReport("w0", 5, 3, 0.9), 50 * SECOND)
+    driver.plane.observe(LoadReport("w0", 5, 3, 0.9), 299 * SECOND)
     driver.tick(300 * SECOND)
     assert driver.shed == {"r5", "r6", "r7"}, "the worker is at the prompt of the oldest"
     driver.plane.observe(LoadReport("w0", 5, 0, 0.9), 301 * SECOND)
@@ -231,6 +231,16 @@ def test_a_reply_that_runs_long_is_not_shed_for_what_others_have_waiting() -> No
     driver.up(0, 0)
     for number in range(6):
         driver.submit(number, SECOND, streamed=False)
-    driver.plane.observe(LoadReport("w0", 6, 50, 0.9), 100 * SECOND)
+    driver.plane.observe(LoadReport("w0", 6, 50, 0.9), 199 * SECOND)
     driver.tick(200 * SECOND)
     assert not driver.shed
+
+
+def test_what_a_worker_said_long_ago_sheds_nobody() -> None:
+    driver = inside()
+    driver.plane.observe(LoadReport("w0", 4, 4, 0.9), 30 * SECOND)
+    driver.tick(100 * SECOND)
+    assert not driver.shed
+    driver.plane.observe(LoadReport("w0", 4, 4, 0.9), 101 * SECOND)
+    driver.tick(101 * SECOND)
+    assert len(driver.shed) == 4

@@ -39,7 +39,7 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
-from pigou.control.recall import Returning, overdue, to_move
+from pigou.control.recall import REPORT_HOLDS, Returning, overdue, to_move
 from pigou.control.regimes.regime import StaticConfig, controller, controller_config
 from pigou.control.router import Router
 from pigou.control.routing.policy import RoutingPolicy, load, params_of
@@ -90,6 +90,7 @@ class ControlPlane:
         self.caching = CachingWatch()
         self.desk = Desk(config)
         self.returning = Returning(config.queue_timeout)
+        self._reported: dict[str, int] = {}
         self._assessment: Assessment | None = None
         self._assessing = False
         self._assessed = 0
@@ -171,6 +172,7 @@ class ControlPlane:
                 return self._up(worker, now)
             case WorkerDown(worker):
                 self._expect_back(worker, now)
+                self._reported.pop(worker, None)
                 self.watch.down(worker)
                 self.desk.room.down(worker)
                 self.index.drop(worker)
@@ -179,6 +181,7 @@ class ControlPlane:
             case CacheLost(worker):
                 self.index.lost(worker)
             case LoadReport():
+                self._reported[observation.worker] = now
                 self.state.report(observation)
                 self.desk.room.report(observation, self.state)
             case Assessed(assessment):
@@ -327,7 +330,7 @@ class ControlPlane:
             return []
         found = []
         for late, worker in list(overdue(self.state, now - self.config.queue_timeout)):
-            if not late.given_up:
+            if not late.given_up and now - self._reported.get(worker, 0) <= REPORT_HOLDS:
                 late.given_up = True
                 found.append(self.desk.give_up(late.request, worker, now))
         return found

@@ -15,6 +15,8 @@ from pigou.request import SECOND
 RETURN_WITHIN = 300 * SECOND
 #: After one worker came back, the shares of those still expected are kept for this time at most.
 HOLD_SHARES = 30 * SECOND
+#: What a worker said of itself holds for this time, in nanoseconds.
+REPORT_HOLDS = 15 * SECOND
 #: A request waits for no share any more so long before its time is over, in nanoseconds, but for
 #: three quarters of the queue timeout in any case.
 MARGIN = 3 * SECOND
