@@ -156,3 +156,19 @@ def wait_busy(url: str) -> None:
                 return
         time.sleep(0.05)
     raise AssertionError("the worker has nothing to do")
+
+
+def test_a_profile_beyond_its_budget_is_smaller_and_says_so(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = start("--max-model-len", "192", "--max-batched-tokens", "96", "--max-seqs", "4")
+    file = tmp_path / "timing.json"
+    found = profile(url, file, "--steps", "8", "--budget", "0.001")
+    assert found.about["repeats"] == 1
+    assert [n for n, _ in found.decodes] == [1]
+    first, second = found.about["notes"]
+    assert "no more than 1 decodes" in first
+    assert "1 of 5 rounds" in second
+    out, err = capsys.readouterr()
+    assert first in out
+    assert " left" in err

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
     from pigou.sim.measured import Measured
     from pigou.workload.profiling.config import ProfileConfig
     from pigou.workload.profiling.profile import Profile
+
+
+#: Seconds between two lines that tell how far it is, where there is no terminal.
+_TELL_S = 10.0
 
 
 def profile(
@@ -51,6 +58,13 @@ def profile(
         int | None, typer.Option(help="Of the prompts; by default they are others each time.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request failed.")] = 120.0,
+    budget: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that it may take: fewer rounds and streams are measured where they would "
+            "take longer; 0 for no limit. The first round is always whole."
+        ),
+    ] = 240.0,
 ) -> None:
     """Measure what the steps of a live, idle worker take, for simulations of it."""
     values = dict(locals())
@@ -70,6 +84,8 @@ def profile(
         typer.echo(f"pigou profile: {error}", err=True)
         raise typer.Exit(1) from None
     _show(found)
+    for note in found.notes:
+        typer.echo(f"Note: {note}.")
     typer.echo(f"Written to {file}: pigou simulate --timing {file} ...")
 
 
@@ -86,10 +102,30 @@ def _run(config: ProfileConfig) -> Profile:
     ) as progress:  # fmt: skip
         task = progress.add_task("getting ready", total=None)
 
-        def watch(done: int, total: int, what: str) -> None:
-            progress.update(task, completed=done, total=total, description=what)
+        told = 0.0
 
-        return asyncio.run(run_profile(config, watch))
+        def watch(done: int, total: int, what: str, left_s: float | None) -> None:
+            nonlocal told
+            left = "" if left_s is None else f", about {_time(left_s)} left"
+            progress.update(task, completed=done, total=total, description=what + left)
+            if progress.disable and time.monotonic() - told >= _TELL_S:
+                told = time.monotonic()
+                typer.echo(f"{done} of {total}: {what}{left}", err=True)
+
+        async def main() -> Profile:
+            stop = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            with suppress(NotImplementedError, ValueError, RuntimeError):  # no main thread
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    loop.add_signal_handler(number, stop.set)
+            return await run_profile(config, watch, stop)
+
+        return asyncio.run(main())
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _show(found: Profile) -> None:

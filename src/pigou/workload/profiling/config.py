@@ -26,6 +26,8 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         seed: of the prompts; None for others each time, as a worker's cache may still hold the
             last ones.
         timeout: seconds after which a request has failed.
+        budget: seconds that all may take: fewer rounds, and fewer streams at once, are measured
+            where they would take longer. 0 for no limit. The first round is always whole.
     """
 
     url: str
@@ -38,6 +40,7 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     steps: int = 32
     seed: int | None = None
     timeout: float = 120.0
+    budget: float = 240.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -54,6 +57,8 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(
                 f"longest is {self.longest}; give at least 128, or 0 to ask the worker"
             )
+        if not 0.0 <= self.budget < float("inf"):
+            raise ConfigError(f"budget is {self.budget}; it must be at least 0 seconds")
         if not 0.0 < self.timeout < float("inf"):
             raise ConfigError(f"timeout is {self.timeout}; it must be above 0 seconds")
 

@@ -12,6 +12,7 @@ from statistics import median
 from pigou.request import SECOND
 from pigou.workload.endpoint import EndpointError
 from pigou.workload.profiling.config import ProfileConfig
+from pigou.workload.profiling.pace import Pace
 from pigou.workload.profiling.seen import Decodes, Prompts, Seen
 from pigou.workload.profiling.spread import Gaps, gaps_of, spreads
 from pigou.workload.profiling.stream import (
@@ -23,8 +24,9 @@ from pigou.workload.profiling.stream import (
 )
 from pigou.workload.profiling.target import Limits, Target
 
-#: Told of each measurement: how many are done, of how many, and what is measured.
-Watch = Callable[[int, int, str], None]
+#: Told of each measurement: how many are done, of how many, what is measured, and the seconds that
+#: the rest takes (None while unknown).
+Watch = Callable[[int, int, str, float | None], None]
 #: Tokens of a prompt whose length does not matter.
 _SHORT = 16
 #: Steps by which streams start apart at most, for each of them; doubled where it is not enough.
@@ -58,8 +60,13 @@ class Measuring:
         self._losses: list[list[float]] = [[] for _ in self._chunks]
         self._apart: list[float] = []
         per_round = len(self._batches) + (1 + _OFTEN) * len(self._chunks) + _OFTEN
+        self._per_round = per_round
         self._total = config.repeats * per_round
         self._done = 0
+        self.notes: list[str] = []
+        rest = sum(1 + tokens / limits.tokens for tokens, _ in self._chunks) * (1 + _OFTEN)
+        round_steps = sum(map(self._steps, range(len(self._batches)))) + rest
+        self.pace = Pace(config.budget, round_steps, config.repeats)
 
     async def run(self) -> Seen:
         """Measure everything.
@@ -69,13 +76,54 @@ class Measuring:
         """
         await self._target.ask(self._target.prompt(_SHORT), 4)  # wakes what sleeps
         for number in range(self._config.repeats):
-            for at in range(len(self._batches)):
-                await self._decode(at)
-            for at in range(len(self._chunks)):
-                await self._first(at)
-            await self._beside((number + 1) * _OFTEN)
-            await self._alone()
+            if not self.pace.allows_round:
+                self.notes.append(
+                    f"{number} of {self._config.repeats} rounds were measured within --budget "
+                    f"{self._config.budget:g} s"
+                )
+                break
+            await self._round(number)
         return self._seen()
+
+    def so_far(self) -> Seen | None:
+        """Return what was measured until it was broken off; None before a round was whole."""
+        if not self.pace.rounds:
+            return None
+        self.notes.append(f"broken off after {self.pace.rounds} of {self._config.repeats} rounds")
+        return self._seen()
+
+    async def _round(self, number: int) -> None:
+        for at in range(len(self._batches)):
+            if not number and at and not self.pace.allows_decodes:
+                self._leave_out(at)
+                break
+            await self._decode(at)
+        for at in range(len(self._chunks)):
+            await self._first(at)
+        await self._beside((number + 1) * _OFTEN)
+        await self._alone()
+        self.pace.round_over()
+
+    def _leave_out(self, first: int) -> None:
+        """Measure fewer streams at once: these, and those after them, would take too long."""
+        self.pace.skipped(sum(self._steps(at) for at in range(first, len(self._batches))))
+        left = len(self._batches) - first
+        self._per_round -= left
+        self._total -= self._config.repeats * left
+        most, length = self._batches[first - 1]
+        self.notes.append(
+            f"no more than {most} decodes after {length} tokens were measured within --budget "
+            f"{self._config.budget:g} s"
+        )
+        for each in (self._batches, self._paces, self._decodes, self._gaps):
+            del each[first:]
+
+    def _steps(self, at: int) -> float:
+        """Return about how many steps of the worker a measurement of decodes takes."""
+        n, length = self._batches[at]
+        return (
+            self._paces[at].steps + self._paces[at].lead + n * length / self._target.limits.tokens
+        )
 
     def _seen(self) -> Seen:
         decodes = [
@@ -100,7 +148,7 @@ class Measuring:
 
     def _tell(self, what: str) -> None:
         self._done = min(self._done + 1, self._total)
-        self._watch(self._done, self._total, what)
+        self._watch(self._done, self._total, what, self.pace.left_s)
 
     # --- decodes ------------------------------------------------------------------------------
 
@@ -112,6 +160,7 @@ class Measuring:
         pace.steps = max(pace.steps, math.ceil(_LEAST / found.seconds))
         self._gaps[at].append(gaps)
         self._decodes[at].append(found)
+        self.pace.measured(self._steps(at))
         self._tell(f"{n} decodes after {length} tokens")
 
     async def _decode_once(self, n: int, length: int, pace: _Pace) -> tuple[Decodes, Gaps]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ import msgspec
 from pigou import __version__
 from pigou.sim.measured import Measured
 from pigou.workload.client import open_session
+from pigou.workload.endpoint import EndpointError
 from pigou.workload.profiling.config import ProfileConfig
 from pigou.workload.profiling.fit import Error, errors, fit
-from pigou.workload.profiling.measure import Measuring
+from pigou.workload.profiling.measure import Measuring, Watch
 from pigou.workload.profiling.seen import Seen
 from pigou.workload.profiling.target import find_target
 
@@ -27,44 +28,74 @@ class Profile:
         measured: the timing.
         errors: how well it fits.
         seen: what it was fitted to.
+        notes: what was left out, and why.
     """
 
     model: str
     measured: Measured
     errors: list[Error]
     seen: Seen
+    notes: tuple[str, ...] = ()
 
 
 async def profile(
-    config: ProfileConfig, watch: Callable[[int, int, str], None] | None = None
+    config: ProfileConfig, watch: Watch | None = None, stop: asyncio.Event | None = None
 ) -> Profile:
     """Measure a live worker.
 
     Args:
         config: what to measure.
-        watch: told of each measurement: how many are done, of how many, and what is measured.
+        watch: told of each measurement: how many are done, of how many, what is measured, and the
+            seconds that the rest takes.
+        stop: breaks it off once it is set; what was measured counts, if a round was whole.
 
     Raises:
-        EndpointError: the worker is not there, is busy, or cannot be measured.
+        EndpointError: the worker is not there, is busy, cannot be measured, or it was broken off
+            before the first round was whole.
     """
     async with open_session(config.api_key) as session:
         target = await find_target(config, session)
-        seen = await Measuring(target, config, watch or _nothing).run()
+        measuring = Measuring(target, config, watch or _nothing)
+        seen = await _measured(measuring, stop)
     found = fit(seen)
     misses = errors(found, seen)
     about: dict[str, Any] = {
         "pigou": __version__,
         "model": target.client.model,
         "limits": msgspec.to_builtins(target.limits),
-        "repeats": config.repeats,
+        "repeats": measuring.pace.rounds,
+        "notes": measuring.notes,
         "errors": msgspec.to_builtins(misses),
         "seen": msgspec.to_builtins(seen),
     }
     limits = target.limits
     size = limits.block if limits.blocks else 0
     found = msgspec.structs.replace(found, about=about, blocks=limits.blocks, block_size=size)
-    return Profile(target.client.model, found, misses, seen)
+    return Profile(target.client.model, found, misses, seen, tuple(measuring.notes))
 
 
-def _nothing(done: int, total: int, what: str) -> None:
+async def _measured(measuring: Measuring, stop: asyncio.Event | None) -> Seen:
+    """Run to the end, or until `stop` is set or a request fails after a whole round."""
+    running = asyncio.create_task(measuring.run())
+    stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+    try:
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        reason = EndpointError("broken off before the first round was whole: nothing to write")
+    except EndpointError as error:
+        reason = error
+    finally:
+        for task in (running, stopping):
+            task.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
+    seen = measuring.so_far()
+    if seen is None:
+        raise reason
+    if stop is None or not stop.is_set():
+        measuring.notes.append(str(reason))
+    return seen
+
+
+def _nothing(done: int, total: int, what: str, left_s: float | None) -> None:
     """Watch nothing."""
