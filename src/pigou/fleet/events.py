@@ -16,7 +16,7 @@ from pigou.wire.curve import secure_client
 from pigou.wire.kv_events import (
     EventError,
     WireEvent,
-    decode_batch,
+    event_slices,
     sequence_frame,
     sequence_number,
 )
@@ -28,8 +28,8 @@ _HIGH_WATER = 100_000
 _REPLAY_S = 5.0
 #: Bytes of one message, beyond which ZMQ ends the connection; batches and bytes of one replay.
 _MOST_MESSAGE, _MOST_REPLAY, _MOST_REPLAY_BYTES = 2**24, 100_000, 2**28
-#: Bytes above which a batch is decoded off the event loop; events applied between two turns of it.
-_LARGE, _SLICE = 2**16, 512
+
+
 #: Seconds after which a publisher that nobody has met is reported.
 _UNMET_S = 10.0
 
@@ -139,17 +139,12 @@ class Subscriber:
             await self._accept(number, payload)
 
     async def _accept(self, number: int, payload: bytes) -> None:
-        """Apply a batch; whatever is wrong with it costs what is known of this cache, no more."""
+        """Apply a batch in slices, between which others run."""
         self._order.next = number + 1
         try:
-            if len(payload) > _LARGE:
-                batch = await asyncio.to_thread(decode_batch, payload)
-            else:
-                batch = decode_batch(payload)
-            for start in range(0, len(batch.events), _SLICE):
-                if start:
-                    await asyncio.sleep(0)
-                self._apply(batch.events[start : start + _SLICE])
+            for events in event_slices(payload):
+                self._apply(events)
+                await asyncio.sleep(0)
         except EventError as error:
             _log.warning("%s: batch %d: %s", self._source.endpoint, number, error)
             self._lose()

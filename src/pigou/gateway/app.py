@@ -250,6 +250,13 @@ class _Routes:
             if not outlet.open:
                 raise
             await outlet.fail(error)
+        except (ConnectionError, TimeoutError):
+            raise  # the client is gone
+        except Exception as error:
+            if not outlet.open:
+                raise
+            _log.exception("the stream of request %s failed", call.wire_id)
+            await outlet.fail(APIError(500, f"The gateway failed: {type(error).__name__}."))
 
     def _pigou_only(self) -> bool:
         """Whether all workers that are up are Pigou's own, which know no other fields."""

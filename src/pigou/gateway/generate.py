@@ -229,7 +229,7 @@ class Generator:
         me = frozenset({decode.worker.id})
         try:
             found = whole(without_bom(reply))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WorkerFailed("garbage", f"{decode.worker.id}: {error}", me) from error
         if any(choice.finish_reason in ("abort", "error") for choice in found.choices):
             raise WorkerFailed("abort", f"{decode.worker.id} gave the request up", me)
@@ -259,7 +259,7 @@ class Generator:
             params = ticket(reply)
             call.cached = None if params is None else cached_tokens(reply)
             well = True
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             me = frozenset({prefill.worker.id})
             raise WorkerFailed("garbage", f"{prefill.worker.id}: {error}", me) from error
         finally:

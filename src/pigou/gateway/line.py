@@ -7,12 +7,20 @@ costs half of what it costs through a general HTTP client.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import cast
 
 _MOST_HEAD = 64 * 1024
+#: Interim responses (1xx) before the real one, bytes of a chunk's size line and of all trailers.
+_MOST_INTERIM = 16
+_MOST_SIZE_LINE = 1024
+_MOST_TRAILERS = 16 * 1024
+_HEX = re.compile(rb"[0-9a-fA-F]+")
+#: Hexadecimal digits of a chunk's size: up to 2^32 bytes.
+_MOST_DIGITS = 8
 _HIGH_WATER = 256 * 1024
 
 
@@ -36,8 +44,16 @@ class _Phase(Enum):
     UNTIL_CLOSE = 4
 
 
+class _Chunk(Enum):
+    """What comes next in a chunked body: `DATA` includes the line break after it."""
+
+    SIZE = 0
+    DATA = 1
+    TRAILERS = 2
+
+
 # Looked up once: members of an Enum are slow to find.
-_IDLE, _CHUNKS = _Phase.IDLE, _Phase.CHUNKS
+_IDLE, _CHUNKS, _SIZE = _Phase.IDLE, _Phase.CHUNKS, _Chunk.SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +83,8 @@ class Line(asyncio.Protocol):
         self._phase = _Phase.IDLE
         self._rest = b""
         self._left = 0
+        self._chunk = _Chunk.SIZE
+        self._interim = 0
         self._head: Head | None = None
         self._body = bytearray()
         self._take: Take | None = None
@@ -83,6 +101,7 @@ class Line(asyncio.Protocol):
         if self._transport is None or self.closed or not self._over():
             raise LineError("the connection is closed", fresh=True)
         self._phase = _Phase.HEAD
+        self._chunk, self._left, self._interim = _Chunk.SIZE, 0, 0
         self._head = None
         self._transport.write(request)
         while (head := self._answer()) is None:
@@ -147,11 +166,12 @@ class Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in."""
-        if self._take is not None and self._phase is _CHUNKS and not self._rest:
+        between = self._chunk is _SIZE and not self._rest
+        if self._take is not None and self._phase is _CHUNKS and between:
             # Mostly this is one whole chunk.
             size, _, rest = data.partition(b"\r\n")
             try:
-                lone = int(size, 16) == len(rest) - 2 > 0
+                lone = int(size, 16) == len(rest) - 2 > 0 and rest.endswith(b"\r\n")
             except ValueError:
                 lone = False
             if lone:
@@ -195,31 +215,41 @@ class Line(asyncio.Protocol):
             self._wake()
 
     def _take_head(self, data: bytes) -> bytes:
-        end = data.find(b"\r\n\r\n")
-        if end < 0:
-            if len(data) > _MOST_HEAD:
+        """Read heads, interim ones too; return what follows the last."""
+        while True:
+            end = data.find(b"\r\n\r\n")
+            if end > _MOST_HEAD or (end < 0 and len(data) > _MOST_HEAD):
                 raise ValueError("the head is too long")
-            self._rest = data
-            return b""
-        first, *lines = data[:end].split(b"\r\n")
-        headers = {}
-        for line in lines:
-            name, _, value = line.partition(b":")
-            headers[name.strip().lower()] = value.strip()
-        status = int(first.split(b" ", 2)[1])
-        if 100 <= status < 200:
-            return self._take_head(data[end + 4 :])
-        self._head = Head(status, headers)
+            if end < 0:
+                self._rest = data
+                return b""
+            head = _head(data[:end])
+            data = data[end + 4 :]
+            if not 100 <= head.status < 200:
+                break
+            self._interim += 1
+            if self._interim > _MOST_INTERIM:
+                raise ValueError(f"more than {_MOST_INTERIM} interim responses")
+        self._begin(head)
+        self._wake()
+        return data
+
+    def _begin(self, head: Head) -> None:
+        headers = head.headers
+        length = headers.get(b"content-length")
         if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
+            if length is not None:
+                raise ValueError("a length and chunks")
             self._phase = _Phase.CHUNKS
-        elif b"content-length" in headers:
-            self._phase, self._left = _Phase.SIZED, int(headers[b"content-length"])
+        elif length is not None:
+            if not length.isdigit() or len(length) > 18:
+                raise ValueError(f"a body of {length[:40]!r} bytes")
+            self._phase, self._left = _Phase.SIZED, int(length)
         else:
             self._phase = _Phase.UNTIL_CLOSE
         if headers.get(b"connection", b"").lower() == b"close":
             self.closed = True
-        self._wake()
-        return data[end + 4 :]
+        self._head = head
 
     def _take_body(self, data: bytes) -> bytes:
         """Return what `data` holds of the body; note its end."""
@@ -237,28 +267,50 @@ class Line(asyncio.Protocol):
         return self._take_chunks(data)
 
     def _take_chunks(self, data: bytes) -> bytes:
-        parts = []
+        """Return what `data` has of the chunks' content, also of one that is not whole yet."""
+        parts: list[bytes] = []
         at, size = 0, len(data)
-        while at < size:
-            line = data.find(b"\r\n", at)
-            if line < 0:
+        while at < size and self._phase is _CHUNKS:
+            if self._chunk is _Chunk.DATA:
+                at = self._take_chunk(data, at, parts)
+            elif (end := data.find(b"\r\n", at)) < 0:
                 break
-            count = int(data[at:line].split(b";", 1)[0], 16)
-            if count < 0:
-                raise ValueError(f"a chunk of {count} bytes")
-            start, end = line + 2, line + 2 + count
-            if count == 0:
-                if (last := data.find(b"\r\n\r\n", line)) >= 0:
-                    self._phase, at = _Phase.IDLE, last + 4
-                break
-            if end + 2 > size:
-                break
-            parts.append(data[start:end])
-            at = end + 2
-        if self._phase is _Phase.IDLE and at < size:
+            elif self._chunk is _Chunk.SIZE:
+                self._left = _chunk_size(data[at:end])
+                self._chunk = _Chunk.DATA if self._left else _Chunk.TRAILERS
+                self._left += 2 if self._left else 0
+                at = end + 2
+            else:
+                self._left += end + 2 - at
+                if end == at:
+                    self._phase = _Phase.IDLE
+                at = end + 2
+            if self._chunk is _Chunk.TRAILERS and self._left > _MOST_TRAILERS:
+                raise ValueError("the trailers are too long")
+        if self._phase is _IDLE and at < size:
             raise ValueError("bytes follow the last chunk")
         self._rest = data[at:]
+        if len(self._rest) > _MOST_SIZE_LINE:
+            raise ValueError("a line between chunks is too long")
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _take_chunk(self, data: bytes, at: int, parts: list[bytes]) -> int:
+        """Take what there is of a chunk and the line break after it; return where that ends."""
+        content = self._left - 2
+        if content > 0:
+            part = data[at : at + content]
+            parts.append(part)
+            self._left -= len(part)
+            at += len(part)
+        if self._left <= 2:
+            breaks = data[at : at + self._left]
+            if breaks != b"\r\n"[2 - self._left : 2 - self._left + len(breaks)]:
+                raise ValueError("a chunk is longer than its size")
+            self._left -= len(breaks)
+            at += len(breaks)
+            if self._left == 0:
+                self._chunk = _Chunk.SIZE
+        return at
 
     async def _wait(self) -> None:
         if self._error is not None:
@@ -280,3 +332,22 @@ class Line(asyncio.Protocol):
         if self._paused and self._transport is not None and not self.closed:
             self._paused = False
             self._transport.resume_reading()
+
+
+def _head(data: bytes) -> Head:
+    first, *lines = data.split(b"\r\n")
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(b":")
+        headers[name.strip().lower()] = value.strip()
+    version, code, *_ = first.split(b" ", 2)
+    if not version.startswith(b"HTTP/1.") or not code.isdigit() or len(code) != 3:
+        raise ValueError(f"a status line {first[:60]!r}")
+    return Head(int(code), headers)
+
+
+def _chunk_size(line: bytes) -> int:
+    digits = line.partition(b";")[0].strip()
+    if len(digits.lstrip(b"0")) > _MOST_DIGITS or not _HEX.fullmatch(digits):
+        raise ValueError(f"a chunk of {line[:40]!r} bytes")
+    return int(digits, 16)

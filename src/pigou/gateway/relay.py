@@ -15,7 +15,8 @@ from pigou.gateway.regular import count, with_cached_tokens
 from pigou.gateway.splice import Splice
 from pigou.gateway.transcript import Transcript
 from pigou.wire.errors import REQUEST_FAILED
-from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
+from pigou.wire.shape import is_deep
+from pigou.wire.sse import DONE, DONE_PAYLOAD, EventTooLong, Reader, frame
 
 #: Finish reasons that say the worker gave up; no client knows them.
 _GAVE_UP = ("abort", "error")
@@ -105,7 +106,11 @@ class Relay:
 
     def _parse(self, data: bytes) -> bytes:
         out: list[bytes] = []
-        payloads = self._reader.feed(data)
+        try:
+            payloads = self._reader.feed(data)
+        except EventTooLong as error:
+            self.failed = WorkerFailed("garbage", f"the worker sent no stream: {error}")
+            return b""
         self._learns = self._moulds > 0 and len(payloads) == 1
         for payload in payloads:
             if payload.strip() == DONE_PAYLOAD:
@@ -114,7 +119,7 @@ class Relay:
                 break
             try:
                 passed = self._take(payload)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.failed = WorkerFailed("garbage", f"the worker sent no chunk: {error}")
                 break
             except (WorkerFailed, Rejected) as failure:
@@ -137,6 +142,8 @@ class Relay:
         """Note one chunk; return what the client gets of it, nothing where it is no chunk."""
         if not payload:
             return b""
+        if is_deep(payload):
+            raise WorkerFailed("garbage", "the worker sent a chunk that is nested too deeply")
         if self._full:
             return self._take_full(payload)
         chunk, payload = chunks.chunk(payload)

@@ -18,6 +18,7 @@ from pigou.gateway.failure import End, Rejected, WorkerFailed, is_request_failur
 from pigou.gateway.line import Line, LineError
 from pigou.gateway.lines import CONNECT_S, KEEPALIVE_S, Lines
 from pigou.request import Worker
+from pigou.wire.shape import is_deep
 
 _READ_BUFFER = 256 * 1024
 #: Errors by which the other side says that nobody is there. Others may be this process's own,
@@ -26,6 +27,9 @@ GONE = (
     errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED, errno.EHOSTUNREACH,
     errno.ENETUNREACH, errno.ENOENT,
 )  # fmt: skip
+#: Bytes of a reply that is not streamed, and of an error.
+MOST_REPLY = 2**27
+MOST_ERROR = 2**20
 #: Bytes of a page that a worker shows of itself.
 MOST_PAGE = 2**23
 _HEADERS = {"content-type": "application/json"}
@@ -186,19 +190,30 @@ class Upstream:
             raise self.broke("connect", error) from error
         try:
             if head.status != 200:
-                raise self._refusal(head.status, await self._rest(line))
+                raise self._refusal(head.status, await self._rest(line, MOST_ERROR))
             yield line
         finally:
             self._lines.give_back(line)
 
-    async def _rest(self, line: Line) -> bytes:
+    async def _rest(self, line: Line, most: int = MOST_REPLY) -> bytes:
+        """Return the rest of an answer.
+
+        Raises:
+            WorkerFailed: it broke off, is longer than `most` bytes, or nested too deeply.
+        """
         answer = bytearray()
         try:
             while data := await line.read():
                 answer += data
+                if len(answer) > most:
+                    line.abort()
+                    raise self.broke("garbage", ValueError(f"a reply of over {most} bytes"))
         except OSError as error:
             raise self.broke("broke", error) from error
-        return bytes(answer)
+        reply = bytes(answer)
+        if is_deep(reply):
+            raise self.broke("garbage", ValueError("a reply that is nested too deeply"))
+        return reply
 
     def broke(self, reason: str, error: BaseException) -> WorkerFailed:
         """Return what to raise when the connection to this worker fails."""

@@ -8,9 +8,9 @@ integer (low 64 bits of the digest) or raw bytes, and belongs to the engine that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -91,6 +91,10 @@ _Tokens = list[Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**32)]]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
+_parts = msgspec.msgpack.Decoder(list[msgspec.Raw])
+#: Bytes of a batch, and blocks that are applied at once: some milliseconds of work.
+MAX_BATCH = 8 * 1024 * 1024
+SLICE = 512
 #: Order of the fields of the array shape, after the type.
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
            "lora_name", "extra_keys")  # fmt: skip
@@ -169,6 +173,58 @@ def decode_batch(payload: bytes) -> Batch:
     events = tuple(event for item in raw[1] if (event := _event(item)) is not None)
     rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
     return Batch(float(raw[0]), events, rank)
+
+
+def event_slices(payload: bytes) -> Iterator[tuple[WireEvent, ...]]:
+    """Decode a payload bit by bit, so that whoever applies it can let others run in between.
+
+    Yields:
+        Events in order, `SLICE` blocks of them at a time, about.
+
+    Raises:
+        EventError: as `decode_batch`; the payload is longer than `MAX_BATCH`.
+    """
+    if len(payload) > MAX_BATCH:
+        raise EventError(f"a batch of {len(payload)} bytes; at most {MAX_BATCH} work")
+    try:
+        raw = _parts.decode(payload)
+        if len(raw) < 2:
+            raise EventError("a batch is [timestamp, [events], rank?]")
+        if not isinstance(told := _decoder.decode(raw[0]), int | float):
+            raise EventError(f"timestamp is {_shown(told)}; it must be a number")
+        events: list[WireEvent] = []
+        blocks = 0
+        for item in _parts.decode(raw[1]):
+            event = _event(_decoder.decode(item))
+            for part in () if event is None else _split(event):
+                events.append(part)
+                blocks += 1 if isinstance(part, Cleared) else max(1, len(part.hashes))
+                if blocks >= SLICE or len(events) >= SLICE // 4:
+                    yield tuple(events)
+                    events, blocks = [], 0
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise EventError(f"not MessagePack of events: {error}") from None
+    if events:
+        yield tuple(events)
+
+
+def _split(event: WireEvent) -> Iterator[WireEvent]:
+    """Yield an event's blocks `SLICE` at a time."""
+    if isinstance(event, Cleared) or len(event.hashes) <= SLICE:
+        yield event
+    elif isinstance(event, Removed):
+        for at in range(0, len(event.hashes), SLICE):
+            yield Removed(event.hashes[at : at + SLICE], event.medium)
+    else:
+        size, hashes, tokens = event.block_size, event.hashes, event.token_ids
+        for at in range(0, len(hashes), SLICE):
+            yield replace(
+                event,
+                hashes=hashes[at : at + SLICE],
+                parent=cast(WireHash, hashes[at - 1]) if at else event.parent,
+                token_ids=tokens[at * size : (at + SLICE) * size],
+                salt=None if at else event.salt,
+            )
 
 
 def sequence_frame(number: int) -> bytes:

@@ -99,6 +99,13 @@ def measure(data: bytes | memoryview) -> Shape:
     return Shape(int(out[0]) + 1, int(out[1]) + 1, int(out[2]))
 
 
+def is_deep(data: bytes) -> bool:
+    """Whether a JSON text is nested more deeply than `MAX_DEPTH`: many clients fail on such."""
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return False
+    return measure(data).depth > MAX_DEPTH
+
+
 def check_body(data: bytes) -> None:
     """Check a whole body, before it is decoded at all.
 

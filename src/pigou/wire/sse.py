@@ -5,7 +5,15 @@ from __future__ import annotations
 DONE = b"data: [DONE]\n\n"
 #: Payload of the frame that ends a stream.
 DONE_PAYLOAD = b"[DONE]"
+#: Bytes of one event. The first may hold the ids of a prompt of a million tokens.
+MAX_EVENT = 32 * 1024 * 1024
+#: Pieces that are kept before they are joined.
+_MOST_PARTS = 16_384
 _BOM = b"\xef\xbb\xbf"
+
+
+class EventTooLong(ValueError):
+    """A stream whose event does not end."""
 
 
 def frame(payload: bytes) -> bytes:
@@ -21,42 +29,52 @@ class Reader:
     line that ends it has arrived. A byte order mark before the stream is skipped.
     """
 
-    __slots__ = ("_begun", "_rest")
+    __slots__ = ("_begun", "_held", "_parts", "_size")
 
     def __init__(self) -> None:
-        self._rest = b""
         self._begun = False
+        self._held = b""
+        # Pieces of an event that is not whole: joined once, so that time stays linear.
+        self._parts: list[bytes] = []
+        self._size = 0
 
     @property
     def pending(self) -> bool:
         """Whether the bytes so far end inside an event."""
-        return bool(self._rest)
+        return bool(self._parts) or bool(self._held)
 
     @property
     def ends_done(self) -> bool:
         """Whether the bytes so far end with a last event that lacks its blank line."""
-        return self._rest.rstrip().endswith(DONE_PAYLOAD)
+        return b"".join(self._parts[-64:]).rstrip().endswith(DONE_PAYLOAD)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take the next bytes; return the payloads of the events that they complete."""
+        """Take the next bytes; return the payloads of the events that they complete.
+
+        Raises:
+            EventTooLong: an event has more than `MAX_EVENT` bytes.
+        """
+        if self._held:
+            data, self._held = self._held + data, b""
         if not self._begun:
-            data, self._rest = self._rest + data, b""
             if len(data) < len(_BOM) and _BOM.startswith(data):
-                self._rest = data
+                self._held = data
                 return []
             self._begun = True
             data = data.removeprefix(_BOM)
-        if self._rest:
-            data = self._rest + data
         if b"\r" in data:
             # A trailing "\r" may be half of "\r\n": it waits for what follows.
-            held = b"\r" if data.endswith(b"\r") else b""
-            whole = data[: len(data) - len(held)]
-            data = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        else:
-            held = b""
+            if data.endswith(b"\r"):
+                data, self._held = data[:-1], b"\r"
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if self._parts:
+            if b"\n\n" not in self._parts[-1][-1:] + data:
+                return self._keep(data)
+            data = b"".join(self._parts) + data
+            self._parts, self._size = [], 0
         *events, rest = data.split(b"\n\n")
-        self._rest = rest + held
+        if rest:
+            self._keep(rest)
         payloads = []
         for event in events:
             if event.startswith(b"data: ") and b"\n" not in event:
@@ -64,6 +82,17 @@ class Reader:
             elif (payload := _payload(event)) is not None:
                 payloads.append(payload)
         return payloads
+
+    def _keep(self, data: bytes) -> list[bytes]:
+        """Keep a part of an event; return that none is whole."""
+        if data:
+            self._parts.append(data)
+            self._size += len(data)
+        if len(self._parts) > _MOST_PARTS:
+            self._parts = [b"".join(self._parts)]
+        if self._size > MAX_EVENT:
+            raise EventTooLong(f"an event has more than {MAX_EVENT} bytes")
+        return []
 
 
 def _payload(event: bytes) -> bytes | None:
