@@ -103,6 +103,7 @@ class Line(asyncio.Protocol):
         self._phase = _Phase.HEAD
         self._chunk, self._left, self._interim = _Chunk.SIZE, 0, 0
         self._head = None
+        self._resume()  # the last answer may have ended while reading was paused
         self._transport.write(request)
         while (head := self._answer()) is None:
             await self._wait()

@@ -195,7 +195,7 @@ class Upstream:
         finally:
             self._lines.give_back(line)
 
-    async def _rest(self, line: Line, most: int = MOST_REPLY) -> bytes:
+    async def _rest(self, line: Line, most: int) -> bytes:
         """Return the rest of an answer.
 
         Raises:
@@ -235,7 +235,7 @@ class Upstream:
     async def whole(self, path: str, body: Body, request_id: str) -> bytes:
         """Send a request; return the body of its answer. Raises as `stream`."""
         async with self.stream(path, body, request_id) as line:
-            return await self._rest(line)
+            return await self._rest(line, MOST_REPLY)
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body of a GET; raises `aiohttp.ClientError`, `TimeoutError`."""
