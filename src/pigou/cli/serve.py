@@ -197,6 +197,13 @@ def serve(
         ),
     ] = "",
     max_body: Annotated[int, typer.Option(help="Most bytes of a request's body.")] = 16 * 2**20,
+    allow_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            help="Let special tokens that clients type in chats become control tokens, as vLLM "
+            "does; by default they stay text."
+        ),
+    ] = False,
     unknown_fields: Annotated[
         str,
         typer.Option(
@@ -291,6 +298,7 @@ def serve(
         arguments += ["--log-level", level] if level == "debug" else []
         arguments += ["--access-log"] if access_log else []
         arguments += ["--unknown-fields", unknown_fields]
+        arguments += ["--allow-special-tokens"] if allow_special_tokens else []
         if timing and not sum(counts):
             raise ConfigError(
                 f"--timing is {timing!r}, and no worker is started here; leave it out"
@@ -300,6 +308,7 @@ def serve(
             host=host, port=port, max_body=max_body, api_keys_file=api_keys_file,
             allow_open=allow_open, open_metrics=open_metrics, journal=journal,
             release=release, strict=not attached, unknown_fields=unknown_fields,
+            allow_special_tokens=allow_special_tokens,
             client_timeout=client_timeout,
             max_connections=max_connections, max_peer_connections=max_peer_connections,
             cors_origins=tuple(cors_origin or ()), allowed_hosts=tuple(allowed_host or ()),

@@ -188,6 +188,13 @@ def worker(
             "PIGOU_FLEET_SECRET of the environment, or none."
         ),
     ] = _DEFAULT.fleet_secret_file,
+    allow_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            help="Let special tokens that clients type in chats become control tokens, as vLLM "
+            "does; by default they stay text."
+        ),
+    ] = _DEFAULT.allow_special_tokens,
     allow_open: Annotated[
         bool, typer.Option(help="Listen beyond loopback although there is no fleet secret.")
     ] = _DEFAULT.allow_open,

@@ -72,7 +72,10 @@ class Serving:
         """
         self._watch = watch or WatchConfig()
         keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
-        prompts = Prompts(Speller.named(tokenizer) if tokenizer else None)
+        prompts = Prompts(
+            Speller.named(tokenizer) if tokenizer else None,
+            allow_special_tokens=gateway.allow_special_tokens,
+        )
         plane = ControlPlane(control)
         journal = None if gateway.journal is None else Journal(Path(gateway.journal), control)
         self.pilot = Pilot(plane, prompts, journal)

@@ -46,6 +46,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             it; then it is cut off. 0 waits for ever.
         strict: judge the fields of request bodies here; off in front of stock workers, which
             know fields that Pigou does not.
+        allow_special_tokens: let special tokens that clients type in chats become control tokens.
         unknown_fields: what is done with unknown fields where they are judged here: "warn", once
             in the log and in a header of each reply, or "refuse".
     """
@@ -69,6 +70,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     release: str = ""
     client_timeout: float = 60.0
     strict: bool = True
+    allow_special_tokens: bool = False
     unknown_fields: str = "warn"
 
     def __post_init__(self) -> None:

@@ -73,13 +73,21 @@ class Prompts:
     routed without knowing their blocks.
     """
 
-    def __init__(self, speller: Speller | None = None) -> None:
+    def __init__(
+        self, speller: Speller | None = None, *, allow_special_tokens: bool = False
+    ) -> None:
         """Begin; `speller` is used in place of what workers name."""
-        self._speller = speller
+        self._special = allow_special_tokens
+        self._speller = self._ready(speller)
         self._ways: dict[str, tuple[Way, Way]] = {}
         self._warned: set[str] = set()
         self._finding = asyncio.Lock()
         self._pool = OffLoop()
+
+    def _ready(self, speller: Speller | None) -> Speller | None:
+        if speller is not None:
+            speller.allow_special_tokens = self._special
+        return speller
 
     def close(self) -> None:
         """End the threads."""
@@ -98,7 +106,7 @@ class Prompts:
         """Learn how a worker that came up reads its prompts."""
         async with self._finding:
             if self._speller is None:
-                self._speller = await self._off_loop(lambda: _find(upstream.engine))
+                self._speller = self._ready(await self._off_loop(lambda: _find(upstream.engine)))
         size = upstream.worker.block_size
         await self._off_loop(lambda: chain([0] * size, size))  # compiled code is loaded once
         text = await self._compare(upstream, chat=False)

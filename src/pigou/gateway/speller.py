@@ -31,7 +31,10 @@ class Speller:
         tokenizer: of the model.
         template: for chats; None where the model has none.
         version: digest of the template; empty where there is none.
+        allow_special_tokens: what clients type in chats may become special tokens.
     """
+
+    allow_special_tokens = False
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, version: str = ""
@@ -116,8 +119,13 @@ class Speller:
         try:
             messages = _messages.decode(asked.messages)
             check_messages(messages)
+            if stock:  # which reads special tokens wherever they stand
+                messages = [_parsed(message) for message in messages]
+            elif not self.allow_special_tokens:
+                messages = self.tokenizer.guard(messages)
+                variables = self.tokenizer.guard(variables)
             return self.template.render(
-                [_parsed(message) for message in messages] if stock else messages,
+                messages,
                 add_generation_prompt=asked.add_generation_prompt is not False,
                 continue_final_message=bool(asked.continue_final_message),
                 variables=variables,

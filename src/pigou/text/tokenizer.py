@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from pigou.text.control_tokens import ControlTokens
 from pigou.text.detokenizer import Detokenizer
 from pigou.text.ends import end_tokens
 from pigou.text.model_files import read_object, read_templates
@@ -32,6 +33,7 @@ class Tokenizer:
         names: special tokens by role (`bos_token`, `eos_token`, ...), for chat templates.
         templates: chat templates by name; `default` is the usual one.
         generation: contents of `generation_config.json`.
+        control: keeps what clients type in chats from becoming special tokens.
     """
 
     backend: Backend
@@ -40,6 +42,7 @@ class Tokenizer:
     names: dict[str, str]
     templates: dict[str, str]
     generation: dict[str, Any]
+    control: ControlTokens | None = None
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
@@ -70,21 +73,30 @@ class Tokenizer:
         generation = _json(folder / "generation_config.json")
         named = _json(folder / "special_tokens_map.json")
         templates = _templates(folder, settings)
+        eos = _eos(
+            settings=settings,
+            special=named,
+            generation=generation,
+            config=_json(folder / "config.json"),
+            templates=templates.values(),
+            token_id=backend.token_to_id,
+        )
         return Tokenizer(
             backend=backend,
             vocabulary=words,
-            eos=_eos(
-                settings=settings,
-                special=named,
-                generation=generation,
-                config=_json(folder / "config.json"),
-                templates=templates.values(),
-                token_id=backend.token_to_id,
-            ),
+            eos=eos,
             names=_names(settings, named),
             templates=templates,
             generation=generation,
+            control=ControlTokens(backend, eos),
         )
+
+    def guard(self, value: Any) -> Any:
+        """Return a client's JSON value, for a template, so that nothing in it becomes special.
+
+        What a template makes of it is for `encode` alone: the text may have marks.
+        """
+        return value if self.control is None else self.control.guard(value)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the token ids of a text; other threads run meanwhile.
@@ -93,6 +105,8 @@ class Tokenizer:
             text: must be encodable as UTF-8.
             special: add what the tokenizer puts around a text (a begin token, mostly).
         """
+        if self.control is not None and self.control.mark in text:
+            return self.control.encode(text, special)
         # A batch, because `encode` holds the interpreter's lock; the fast one keeps no offsets,
         # and takes a third of the time on long texts.
         [found] = self.backend.encode_batch_fast([text], add_special_tokens=special)

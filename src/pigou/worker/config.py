@@ -77,6 +77,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             takes what its chat template asks for, "none" reads none.
         fleet_secret_file: file with the secret that whoever speaks to this worker must know; empty
             for the environment's, PIGOU_FLEET_SECRET, or none.
+        allow_special_tokens: let special tokens that clients type in chats become control tokens.
         allow_open: listen beyond loopback although there is no secret.
         max_body: most bytes of a request's body.
         unknown_fields: what is done with fields of requests that are unknown: "warn", once in
@@ -146,6 +147,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     json_whitespace: JsonWhitespace = "compact"
     tool_call_parser: ToolCallParser = "auto"
     fleet_secret_file: str = ""
+    allow_special_tokens: bool = False
     allow_open: bool = False
     max_body: int = 16 * 2**20
     unknown_fields: UnknownFieldsMode = "warn"

@@ -163,9 +163,13 @@ class Intake:
                 "own.",
                 "chat_template_kwargs",
             )
+        messages = request.messages
         try:
+            if not self._config.allow_special_tokens:
+                guard = self._model.tokenizer.guard
+                messages, variables = guard(messages), guard(variables)
             return template.render(
-                request.messages,
+                messages,
                 add_generation_prompt=request.add_generation_prompt is not False,
                 continue_final_message=bool(request.continue_final_message),
                 variables=variables,
