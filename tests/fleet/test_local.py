@@ -127,8 +127,8 @@ async def test_a_fleet_under_twice_its_capacity_sheds_and_serves() -> None:
         responses = await asyncio.gather(*asked)
         served = [r for r in responses if r.status == 200]
         shed = [r for r in responses if r.status == 503]
-        assert len(served) == 8
-        assert len(shed) == 8
+        assert len(served) + len(shed) == 16
+        assert 8 <= len(served) < 16, "more than fit at once only where some ended meanwhile"
         for response in shed:
             assert int(response.headers["retry-after"]) >= 1
             assert (await response.json())["error"]["type"] == "ServiceUnavailableError"
