@@ -187,8 +187,10 @@ class WorkerProcess:
         if self._config.kv_transfer == "none":
             self.engine.transfers = NoTransfers(put)
             return None
+        # Blocks on a GPU are staged in shared memory; those of a host must lie in it already.
+        by_shm = parts.memory is not None or parts.store.as_bytes() is None
         backends = {"shm": ("shm",), "tcp": ("tcp",)}.get(
-            self._config.kv_transfer, ("shm", "tcp") if parts.memory is not None else ("tcp",)
+            self._config.kv_transfer, ("shm", "tcp") if by_shm else ("tcp",)
         )
         limits = transfer_config(self._config, backends)
         key = b"" if self._secret is None else transfer_key(self._secret)

@@ -18,6 +18,7 @@ from pigou.worker.transfer.memory import SharedMemory, host_id
 from pigou.worker.transfer.outcome import Stats, Tally
 from pigou.worker.transfer.server import SideChannel
 from pigou.worker.transfer.shm import ShmExport
+from pigou.worker.transfer.staged import StagedShmExport
 from pigou.worker.transfer.store import BlockStore
 from pigou.worker.transfer.tcp import TcpExport
 from pigou.worker.transfer.ticket import Ticket, signed
@@ -143,6 +144,8 @@ class Sender:
                 exports[name] = TcpExport(self._store)
             elif memory is not None:
                 exports[name] = ShmExport(self._store, memory)
+            elif self._store.as_bytes() is None:
+                exports[name] = StagedShmExport(self._store)
         if not exports:
             raise ValueError("backends is ['shm'], and no shared memory was given; also allow tcp")
         return exports

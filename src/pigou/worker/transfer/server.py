@@ -170,10 +170,14 @@ class SideChannel:
         span = slice(request.first, request.first + request.count)
         blocks = offer.blocks[span]
         patience = min(self._config.timeout, self._config.lease) / SECOND
-        link.send(Grant(export.details(blocks), patience))
-        link.send(Checksums(self._checksums(offer)[span].astype("<u8").tobytes()))
-        export.push(link, blocks, lambda: self._keep(offer))
-        done = self._await_done(link, offer)
+        details = export.details(blocks)
+        try:
+            link.send(Grant(details, patience))
+            link.send(Checksums(self._checksums(offer)[span].astype("<u8").tobytes()))
+            export.push(link, blocks, lambda: self._keep(offer))
+            done = self._await_done(link, offer)
+        finally:
+            export.finish(details)
         taken = min(max(done.blocks, 0), len(blocks))
         held = self._book.finish(offer)
         self._tally.add(

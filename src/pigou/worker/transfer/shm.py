@@ -54,6 +54,9 @@ class ShmExport:
     def push(self, link: Link, blocks: Ints, keep: Callable[[], None]) -> None:
         """Nothing: the receiver reads by itself."""
 
+    def finish(self, details: dict[str, bytes | int]) -> None:
+        """Nothing: no pull has anything of its own."""
+
 
 class ShmImport:
     """The receiver's end: maps the sender's memory read-only, once, and copies out of it."""

@@ -40,6 +40,9 @@ class TcpExport:
             keep()
             link.send(Data(len(ids)), [_flat(run) for run in runs])
 
+    def finish(self, details: dict[str, bytes | int]) -> None:
+        """Nothing: no pull has anything of its own."""
+
 
 class TcpImport:
     """The receiver's end: receives straight into the cache where it is host memory."""

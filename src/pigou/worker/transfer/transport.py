@@ -42,6 +42,10 @@ class Export(Protocol):
         """
         ...
 
+    def finish(self, details: dict[str, bytes | int]) -> None:
+        """Let go of what `details` made for one pull; that has ended, well or not."""
+        ...
+
 
 class Import(Protocol):
     """The receiver's end of a backend."""
