@@ -216,3 +216,13 @@ async def test_tokens_of_all_sequences_count_for_their_tenant() -> None:
         await events(fleet, TEXT, {"prompt": "x", "n": 2, "max_tokens": 5}, headers)
         counted = fleet.metrics.generation_tokens.labels("acme")._value.get()
         assert counted == 25
+
+
+async def test_each_choice_is_prefilled_and_decoded_by_itself() -> None:
+    prefill, decode = Stub("p", Role.PREFILL), Stub("d", Role.DECODE)
+    async with serving(prefill, decode) as fleet:
+        chunks = await events(fleet, TEXT, {"prompt": "long " * 40, "n": 2, "max_tokens": 4})
+        assert texts(chunks) == dict.fromkeys(range(2), whole_text(4))
+        assert len(decode.seen) == 2
+        assert all(each.body["max_tokens"] == 1 for each in prefill.seen)
+        await fleet.settle()
