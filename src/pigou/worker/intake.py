@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pigou.kv.hashing import chain
 from pigou.kv.tenure import salt_expiry
 from pigou.request import NEVER, BlockHashes, Request, no_hashes
-from pigou.sampling import Grammar
 from pigou.text.template import ChatError
-from pigou.wire import checks, grammars
+from pigou.wire import checks
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
 from pigou.wire.sampling import sampling_params
@@ -24,16 +23,14 @@ from pigou.wire.transfer import asks_to_hold, offers_blocks
 from pigou.worker.choice import Choice, Explainer, TextOptions
 from pigou.worker.commands import Add
 from pigou.worker.config import WorkerConfig
-from pigou.worker.grammar_pool import CompileQueueFull, GrammarSource
+from pigou.worker.grammar_pool import GrammarSource
 from pigou.worker.model import ServedModel
 from pigou.worker.reply import Reply, ReplyOptions, Sequence
 from pigou.worker.service import Service
+from pigou.worker.shapes import Shape, Shapes
 from pigou.worker.tickets import checked_ticket
-from pigou.worker.tools import Tools, ToolStream, request_tools
+from pigou.worker.tools import ToolStream
 from pigou.worker.transfer.ticket import Ticket
-
-if TYPE_CHECKING:
-    from pigou.runtime.grammar import GrammarState
 
 #: Most sequences that one request may ask for.
 MAX_SEQUENCES = 1024
@@ -52,14 +49,10 @@ class _Prompt:
     text: str | None
     hashes: BlockHashes
 
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What the output must match, a state for each sequence of the request, and tools."""
-
-    grammar: Grammar | None
-    states: list[GrammarState | None]
-    tools: Tools | None = None
+    @property
+    def output(self) -> list[int]:
+        """Tokens that were generated elsewhere."""
+        return self.tokens[len(self.tokens) - self.resumed :]
 
 
 class Intake:
@@ -83,10 +76,9 @@ class Intake:
             key: of the fleet, by which tickets of other workers are signed; empty takes any.
         """
         self._key = key
-        self._grammars = grammars
         self._model = model
         self._config = config
-        self._flexible = config.json_whitespace == "flexible"
+        self._shapes = Shapes(grammars, model, flexible=config.json_whitespace == "flexible")
         self._service = service
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._numbers = itertools.count()
@@ -104,20 +96,18 @@ class Intake:
         special = request.add_special_tokens is not False
         prompts = [await self._prompt(request, prompt, special) for prompt in found]
         echo = [self._text(prompt) for prompt in prompts] if request.echo else None
-        wanted = grammars.grammar(request, self._flexible)
-        shape = await self._states(request, prompts, wanted)
+        shape = await self._shapes.shape(
+            request, len(prompts) * (request.n or 1), prompts[0].output
+        )
         ticket = await self._ticket(request, prompts[0])
         return self._begin(request, f"cmpl-{request_id}", prompts, echo, shape, ticket)
 
     async def chat(self, request: ChatRequest, request_id: str) -> Reply:
         """Begin a chat completion; `request_id` becomes part of its id."""
         await self._check(request)
-        tools = request_tools(request, self._model.tool_format)
+        tools = self._shapes.tools(request)
         prompt = await self._prompt(request, *self._source(request))
-        wanted = tools.use.grammar if tools is not None else None
-        if wanted is None:
-            wanted = grammars.grammar(request, self._flexible)
-        shape = await self._states(request, [prompt], wanted, tools)
+        shape = await self._shapes.shape(request, request.n or 1, prompt.output, tools)
         ticket = await self._ticket(request, prompt)
         return self._begin(request, f"chatcmpl-{request_id}", [prompt], None, shape, ticket)
 
@@ -254,39 +244,6 @@ class Intake:
                 "kv_transfer_params",
             )
 
-    async def _states(
-        self,
-        request: GenerationRequest,
-        prompts: list[_Prompt],
-        grammar: Grammar | None,
-        tools: Tools | None = None,
-    ) -> _Shape:
-        """Return a grammar and its state for each sequence; compiled off loop and engine."""
-        count = len(prompts) * (request.n or 1)
-        if grammar is None:
-            return _Shape(None, [None] * count, tools)
-        first = prompts[0]
-        output = first.tokens[len(first.tokens) - first.resumed :]
-        given = request.structured_outputs is not None
-        name = "structured_outputs" if given else "response_format"
-        if tools is not None and grammar is tools.use.grammar:
-            name = "tools"
-        try:
-            tenant = self._tenant(request)
-            states = await self._grammars.prepare(grammar, tenant, count, output)
-            return _Shape(grammar, [*states], tools)
-        except CompileQueueFull as error:
-            raise APIError(
-                503, f"{name} cannot be compiled now: {error}.", name, retry_after=1
-            ) from None
-        except ValueError as error:
-            raise bad_request(f"{name} cannot be honoured: {error}", name) from None
-
-    @staticmethod
-    def _tenant(request: GenerationRequest) -> str:
-        """Return who asks, as far as a worker can tell: a gateway's salt names the tenure."""
-        return request.cache_salt or ""
-
     # --- prompts ----------------------------------------------------------------------------
 
     async def _prompt(
@@ -361,7 +318,7 @@ class Intake:
         id: str,
         prompts: list[_Prompt],
         echo: list[str] | None,
-        shape: _Shape,
+        shape: Shape,
         ticket: Ticket | None,
     ) -> Reply:
         options = self._options(request, echo)
@@ -400,7 +357,7 @@ class Intake:
         prompt: _Prompt,
         index: int,
         seed: int,
-        shape: _Shape,
+        shape: Shape,
         ticket: Ticket | None,
     ) -> tuple[Sequence, Add]:
         model, now = self._model, time.monotonic_ns()

@@ -1,0 +1,102 @@
+"""What the output of a request must match: its grammar, compiled, and its tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pigou.sampling import Grammar
+from pigou.wire.errors import APIError, bad_request
+from pigou.wire.grammars import grammar
+from pigou.wire.openai import ChatRequest, GenerationRequest
+from pigou.worker.grammar_pool import CompileQueueFull, GrammarSource
+from pigou.worker.model import ServedModel
+from pigou.worker.tools import Tools, request_tools
+
+if TYPE_CHECKING:
+    from pigou.runtime.grammar import GrammarState
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the output must match.
+
+    Attributes:
+        grammar: that it follows; None where it is free.
+        states: of the grammar, for each sequence of the request; None without a grammar.
+        tools: that it may call; None for none.
+    """
+
+    grammar: Grammar | None
+    states: list[GrammarState | None]
+    tools: Tools | None = None
+
+
+class Shapes:
+    """Makes the shapes of requests; grammars are compiled off the loop and the engine."""
+
+    def __init__(self, source: GrammarSource, model: ServedModel, *, flexible: bool) -> None:
+        """Make shapes.
+
+        Args:
+            source: compiles grammars.
+            model: that is served.
+            flexible: JSON may have white space between its parts, where a request does not say.
+        """
+        self._source = source
+        self._model = model
+        self._flexible = flexible
+
+    def tools(self, request: GenerationRequest) -> Tools | None:
+        """Return a request's tools, checked; None where it may call none."""
+        if not isinstance(request, ChatRequest):
+            return None
+        return request_tools(request, self._model.tool_format)
+
+    async def shape(
+        self,
+        request: GenerationRequest,
+        count: int,
+        output: Sequence[int],
+        tools: Tools | None = None,
+    ) -> Shape:
+        """Return a request's shape.
+
+        Args:
+            request: of a client, checked.
+            count: of its sequences.
+            output: tokens of its first sequence that were generated elsewhere.
+            tools: from `tools`.
+
+        Raises:
+            APIError: 400, the grammar cannot be honoured; 503, too many wait to be compiled.
+        """
+        wanted, name = self._wanted(request, tools)
+        if wanted is None:
+            return Shape(None, [None] * count, tools)
+        try:
+            states = await self._source.prepare(wanted, _tenant(request), count, output)
+        except CompileQueueFull as error:
+            raise APIError(
+                503, f"{name} cannot be compiled now: {error}.", name, retry_after=1
+            ) from None
+        except ValueError as error:
+            raise bad_request(f"{name} cannot be honoured: {error}", name) from None
+        return Shape(wanted, [*states], tools)
+
+    def _wanted(
+        self, request: GenerationRequest, tools: Tools | None
+    ) -> tuple[Grammar | None, str]:
+        """Return the grammar, and the field that asks for it."""
+        if tools is not None and tools.use.grammar is not None:
+            return tools.use.grammar, "tools"
+        form = request.response_format
+        formed = form is not None and form.type != "text"
+        name = "response_format" if formed else "structured_outputs"
+        return grammar(request, self._flexible), name
+
+
+def _tenant(request: GenerationRequest) -> str:
+    """Return who asks, as far as a worker can tell: a gateway's salt names the tenure."""
+    return request.cache_salt or ""
