@@ -17,6 +17,7 @@ from pigou.cli.ports import check_port
 from pigou.cli.progress import StageProgress
 from pigou.config import ConfigError, ControlConfig, IndexConfig, wrong
 from pigou.extras import require
+from pigou.imports import uncollected
 from pigou.logs import LogFormat, LogLevel
 
 if TYPE_CHECKING:
@@ -269,11 +270,12 @@ def serve(
         typer.echo(f"pigou serve: {error}", err=True)
         raise typer.Exit(2) from None
     progress = StageProgress()
-    from pigou.fleet.config import AttachedWorker, WatchConfig
-    from pigou.fleet.errors import FleetError
-    from pigou.fleet.serve import local_workers, threads_each
-    from pigou.gateway.config import GatewayConfig
-    from pigou.wire.fleet_secret import FleetSecret
+    with uncollected():
+        from pigou.fleet.config import AttachedWorker, WatchConfig
+        from pigou.fleet.errors import FleetError
+        from pigou.fleet.serve import local_workers, threads_each
+        from pigou.gateway.config import GatewayConfig
+        from pigou.wire.fleet_secret import FleetSecret
 
     level: LogLevel = "info" if verbose and log_level == "warning" else log_level
     logs.configure(log_format, level, access=access_log, times=False)

@@ -12,6 +12,7 @@ from pigou.cli.options import names, typed
 from pigou.cli.ports import check_port
 from pigou.config import ConfigError, EvictionConfig, wrong
 from pigou.extras import require
+from pigou.imports import uncollected
 from pigou.logs import LogFormat, LogLevel
 from pigou.request import Role
 from pigou.worker.config import WorkerConfig
@@ -275,7 +276,8 @@ def worker(
         config = msgspec.convert(values, WorkerConfig)
         if not config.sleeps:
             require("worker", "a worker that computes")
-        from pigou.worker.process import run
+        with uncollected():
+            from pigou.worker.process import run
 
         status = run(config)
     except msgspec.ValidationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import count
 
 import msgspec
@@ -48,6 +49,7 @@ def warm_up(config: ControlConfig | None = None) -> None:
     index.warm_up()
     plain = ControlConfig(policy="toll")
     _drive(plain)
+    import_module("scipy.optimize")  # which assessments import when they need it
     if config is not None and msgspec.structs.replace(config, seed=plain.seed) != plain:
         _drive(config)
 

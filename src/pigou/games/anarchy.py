@@ -10,7 +10,6 @@ from itertools import combinations
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import linear_sum_assignment
 
 from pigou.games.arrays import Floats, Indices
 from pigou.games.congestion import RoutingGame
@@ -80,6 +79,8 @@ class LegacyEstimator:
         rows = [none if each is None else each for each in self._overlaps]
         saved = self.cache_weight * np.stack(rows)
         matrix = (costs[None, None, :] - saved[:, :, None]).reshape(count, -1)
+        from scipy.optimize import linear_sum_assignment  # half of a gateway's import time
+
         taken = matrix[linear_sum_assignment(matrix)]
         return float(taken.sum())
 

@@ -12,7 +12,6 @@ from itertools import product
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import linear_sum_assignment
 
 from pigou.games.arrays import Floats, Indices, improves
 
@@ -190,6 +189,8 @@ class CachingGame:
         hold = demand * access + self.placement_cost[node]
         leave = np.full((self.objects, self.objects), np.inf)
         np.fill_diagonal(leave, self.demand[node] * absent)
+        from scipy.optimize import linear_sum_assignment  # half of a gateway's import time
+
         rows, columns = linear_sum_assignment(np.hstack([leave, hold]))
         row: Indices = np.full(self.objects, ABSENT, dtype=np.intp)
         kept = columns >= self.objects

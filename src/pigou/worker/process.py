@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from aiohttp import web
 from pigou import logs
 from pigou.background import Background
 from pigou.engine.warm import warm_up
+from pigou.imports import uncollected
 from pigou.kv import xxh3
 from pigou.wire import shape
 from pigou.wire.connections import ConnectionLimits, Factory
@@ -295,6 +297,8 @@ def run(config: WorkerConfig) -> int:
         from pigou.runtime.threads import prepare_environment
 
         prepare_environment(config.threads)
+        with uncollected():
+            import_module("pigou.runtime.load")  # torch, for the most part
     sys.setswitchinterval(_SWITCH)
     with ThreadPoolExecutor(1) as preparation:
         parts = preparation.submit(_prepare, config).result()
