@@ -96,7 +96,7 @@ async def test_history_events_and_chat_are_on_the_page(tmp_path: Path) -> None:
         await page.until("document.getElementById('measured').textContent.includes('TTFT')")
         assert await page.value("document.querySelector('.said.failed')") is None
         os.kill(serving.supervisor.rows()[0].pid, signal.SIGKILL)
-        await page.until("document.querySelector('#events .restart')", 90)
+        await page.until("!!document.querySelector('#events .restart')", 90)
         assert "1" in await page.value("document.querySelector('.figure.bad b').textContent")
         await page.send("Emulation.setDeviceMetricsOverride", width=390, height=800,
                         deviceScaleFactor=1, mobile=True)  # fmt: skip

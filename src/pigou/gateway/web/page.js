@@ -137,7 +137,7 @@ function drawGame(game) {
   byId("regime-note").replaceChildren("temperature ", element("b", { id: "temperature" }, number(game.temperature, 3)),
     ` · signal ${number(game.signal, 3)}`, set.length ? ` · ${set.join(", ")}` : "");
   const poa = game.poa;
-  byId("poa").replaceChildren(poa ? number(poa.whole.value, 3) : "–", poa ? element("small", {}, ` ${number(poa.whole.low, 2)} to ${number(poa.whole.high, 2)} (95%)`) : element("small", {}, " unknown"));
+  byId("poa").replaceChildren(poa ? number(poa.whole.value, 3) : "–", poa ? element("small", {}, ` ${number(poa.whole.low, 2)} to ${number(poa.whole.high, 2)} (95%)`) : "");
   byId("poa-note").textContent = poa
     ? `routing ${number(poa.routing.value, 3)} × prefill/decode ${number(poa.prefill_decode.value, 3)} × queueing ${number(poa.queueing.value, 3)} · ${game.poa_requests} requests`
     : game.poa_unknown || "known after twenty requests";
