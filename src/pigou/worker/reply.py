@@ -231,13 +231,11 @@ class Reply:
         return usage + DONE
 
     def usage(self) -> Usage:
-        """Return the usage of the whole reply; what came from another worker is not cached."""
+        """Return the usage of the whole reply."""
         firsts = self.sequences[:: self.options.per_prompt]
         prompt = sum(len(sequence.prompt) for sequence in firsts)
         completion = sum(sequence.choice.count for sequence in self.sequences)
-        cached = sum(
-            min(sequence.cached - sequence.loaded, len(sequence.prompt)) for sequence in firsts
-        )
+        cached = sum(min(sequence.cached, len(sequence.prompt)) for sequence in firsts)
         return replies.usage(prompt, completion, cached)
 
     def body(self) -> bytes:
