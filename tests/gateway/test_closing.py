@@ -94,3 +94,22 @@ async def test_a_gateway_that_drains_takes_no_more_requests_on_an_open_connectio
             await asyncio.gather(going, stopping)
     assert (status, len(stub.seen)) == (503, 1)
     assert "shutting down" in json.loads(text)["error"]["message"]
+
+
+async def test_a_gateway_that_drains_is_alive_and_not_ready() -> None:
+    stub = Stub("a", script=Script(held=asyncio.Event()))
+    async with aiohttp.ClientSession() as session, serving(stub) as fleet:
+        seen = {}
+        going = asyncio.create_task(fetch(session, fleet.url, stream=False))
+        await under_way(stub, 1)
+        stopping = asyncio.create_task(fleet.stop())
+        await asyncio.sleep(0.05)
+        for path in ("/health", "/health/ready", "/health/live"):
+            async with aiohttp.ClientSession() as other, other.get(fleet.url + path) as response:
+                seen[path] = (response.status, (await response.json())["status"])
+        await asyncio.gather(going, stopping)
+    assert seen == {
+        "/health": (503, "closing"),
+        "/health/ready": (503, "closing"),
+        "/health/live": (200, "ok"),
+    }
