@@ -143,9 +143,9 @@ def test_a_dead_engine_ends_streams_with_an_error_and_the_process(
     async def main() -> tuple[str, int, int]:
         process = WorkerProcess(config, parts)
         serving = asyncio.create_task(process.serve())
-        while not process._runner.addresses:
+        while process._listener is None:
             await asyncio.sleep(0.01)
-        url = f"http://127.0.0.1:{process._runner.addresses[0][1]}"
+        url = f"http://127.0.0.1:{process._listener.sockets[0].getsockname()[1]}"
         async with aiohttp.ClientSession(url) as session:
             body = {"prompt": "a", "max_tokens": 50, "stream": True}
             async with session.post("/v1/completions", json=body) as reply:
