@@ -358,10 +358,11 @@ async def test_the_tenure_knows_tools_release_and_template() -> None:
     found = []
     for release in ("", "r1", "r2"):
         async with serving(Stub("a"), strict=False, release=release) as fleet:
-            await ask(fleet, ann)
-            await ask(fleet, ann, tools=tools)
-            await ask(fleet, ann, tools=[tools[0] | {"strict": True}])
             messages = [{"role": "user", "content": "x"}]
+            strict = [tools[0] | {"strict": True}]
+            await ask(fleet, ann)
+            await ask(fleet, ann, CHAT, messages=messages, tools=tools)
+            await ask(fleet, ann, CHAT, messages=messages, tools=strict)
             await ask(fleet, ann, CHAT, messages=messages, chat_template="{{ messages }}")
             await ask(fleet, ann, CHAT, messages=messages, chat_template="{{ messages}}")
             await ask(fleet)
