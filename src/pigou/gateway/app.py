@@ -48,10 +48,11 @@ from pigou.wire.errors import APIError, bad_request
 from pigou.wire.fields import HEADER as UNKNOWN
 from pigou.wire.fields import UnknownFields, header_value
 from pigou.wire.off_loop import OffLoop
+from pigou.wire.openai import without_bom
 from pigou.wire.replies import model_card
 from pigou.wire.request_id import HEADER as REQUEST_ID
 from pigou.wire.request_id import echo
-from pigou.wire.shape import SMALL, check_body, check_fields
+from pigou.wire.shape import SMALL, read_fields
 
 _log = logging.getLogger("pigou.gateway")
 
@@ -331,7 +332,7 @@ class _Routes:
         """Pass a request of `/tokenize` or `/detokenize` to any worker."""
         self._check_started()
         data = await read_json(request, self._gateway.config.max_body)
-        body = await self._off_loop(data, partial(_fields_of, data))
+        body = await self._off_loop(data, partial(read_fields, without_bom(data)))
         last: WorkerFailed | None = None
         for upstream in list(self._gateway.pilot.upstreams.values()):
             try:
@@ -443,13 +444,3 @@ def _decided(call: Call) -> dict[str, str]:
 
 def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type=_JSON, status=status)
-
-
-def _fields_of(data: bytes) -> dict[str, msgspec.Raw]:
-    check_body(data)
-    try:
-        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise APIError(400, f"The body is not a JSON object: {error}.") from error
-    check_fields(fields)
-    return fields

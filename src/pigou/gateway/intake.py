@@ -24,7 +24,7 @@ from pigou.wire.openai import (
     without_bom,
 )
 from pigou.wire.request_id import request_id as wire_id
-from pigou.wire.shape import check_body, check_fields
+from pigou.wire.shape import read_fields
 
 #: Bytes of text that make a token, as a guess.
 _BYTES_PER_TOKEN = 4
@@ -70,10 +70,8 @@ def read(
     """
     arrival = time.monotonic_ns()
     data = without_bom(data)
-    check_body(data)
+    body: Body = dict(read_fields(data, context))
     try:
-        body: Body = dict(_fields.decode(data))
-        check_fields(body, context)
         asked = _asked.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise decode_error(error, data) from None

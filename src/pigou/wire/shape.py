@@ -6,6 +6,7 @@ every stream of its process. The kernel here reads without that lock, in one pas
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import kernel
-from pigou.wire.errors import APIError, bad_request
+from pigou.wire.errors import APIError, bad_request, decode_error
 from pigou.wire.limits import (
     MAX_BIASED,
     MAX_DEPTH,
@@ -47,6 +48,11 @@ _REMEDY = {
     "tools": "leave out those that the chat does not need",
     "functions": "leave out those that the chat does not need",
 }
+
+
+#: How a list of texts begins.
+_TEXTS = re.compile(rb'\s*\[\s*"')
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,33 +112,54 @@ def is_deep(data: bytes) -> bool:
     return measure(data).depth > MAX_DEPTH
 
 
-def check_body(data: bytes) -> None:
-    """Check a whole body, before it is decoded at all.
-
-    Raises:
-        APIError: 400, it is nested too deeply, or has too many fields.
-    """
-    if len(data) <= SMALL and data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
-        return
-    shape = measure(data)
-    if shape.depth > MAX_DEPTH:
-        raise bad_request(
-            f"The body is nested too deeply: {shape.depth} levels; at most {MAX_DEPTH} work."
-        )
-    if shape.items > MAX_FIELDS:
-        raise bad_request(f"The body has {shape.items} fields; at most {MAX_FIELDS} work.")
-
-
-def check_fields(fields: dict[str, msgspec.Raw], context: int = 0) -> None:
-    """Check the counts and sizes of a body's fields, which are still encoded.
+def read_fields(data: bytes, context: int = 0) -> dict[str, msgspec.Raw]:
+    """Return the fields of a request's body, still encoded, all within bounds.
 
     Args:
-        fields: of a completion, a chat or a tokenize request.
+        data: the body, without a byte order mark.
         context: tokens that the model can hold; 0 where that is not known.
 
     Raises:
-        APIError: 400 for the first field that is too large, with its count and the bound.
+        APIError: 400, it is no JSON object, is nested too deeply, has too many fields, names one
+            twice, or has a field that is too large; with the count, the bound and the remedy.
     """
+    count = _check_body(data)
+    try:
+        fields = _fields.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise decode_error(error, data) from None
+    if count > max(1, len(fields)):  # what is not in `fields` would be decoded all the same
+        raise bad_request(
+            f"The body has {count} fields of {len(fields)} names; send each field once."
+        )
+    _check_count(len(fields))
+    _check_fields(fields, context)
+    return fields
+
+
+def _check_body(data: bytes) -> int:
+    """Check a whole body before it is decoded; return its fields' number, 0 for a small one."""
+    if len(data) <= SMALL and data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return 0
+    shape = measure(data)
+    if shape.depth > MAX_DEPTH:
+        raise bad_request(
+            f"The body is nested too deeply: {shape.depth} levels; at most {MAX_DEPTH} work: "
+            "send it flatter."
+        )
+    _check_count(shape.items)
+    return shape.items if len(data) > SMALL else 0
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_FIELDS:
+        raise bad_request(
+            f"The body has {count} fields; at most {MAX_FIELDS} work: leave some out."
+        )
+
+
+def _check_fields(fields: dict[str, msgspec.Raw], context: int) -> None:
+    """Check the counts and sizes of a body's fields."""
     cut = "truncate_prompt_tokens" in fields
     for name, raw in fields.items():
         view = memoryview(raw)
@@ -164,7 +191,7 @@ def _check_ids(name: str, view: memoryview, shape: Shape, context: int) -> None:
     if shape.depth == 0:
         return
     if shape.depth == 1:
-        text = bytes(view[:64]).lstrip(b"[ \t\r\n").startswith(b'"')
+        text = _TEXTS.match(view) is not None
         if text and shape.items > MAX_PROMPTS:
             raise _too_many_prompts(name, shape.items)
         if not text and context and shape.items > context:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import msgspec
 from aiohttp import web
 
 from pigou.wire.bodies import read_json
-from pigou.wire.errors import decode_error
 from pigou.wire.off_loop import OffLoop
 from pigou.wire.openai import without_bom
-from pigou.wire.shape import SMALL, check_body, check_fields
+from pigou.wire.shape import SMALL, read_fields
 
 _B = TypeVar("_B")
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 #: Large bodies that may wait for a thread.
 _MOST_WAITING = 1024
 
@@ -47,10 +44,5 @@ class Bodies:
 
     def _decode(self, data: bytes, decode: Callable[[bytes], _B]) -> _B:
         data = without_bom(data)
-        check_body(data)
-        try:
-            fields = _fields.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise decode_error(error, data) from None
-        check_fields(fields, self._context)
+        read_fields(data, self._context)
         return decode(data)
