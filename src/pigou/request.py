@@ -63,6 +63,8 @@ class FinishReason(StrEnum):
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _NO_HASHES = no_hashes()
 _NO_HASHES.flags.writeable = False
+#: Writable, as all other keys are: kernels are compiled anew for arrays that are not.
+_NO_KEYS: BlockKeys = np.empty(0, dtype=np.uint64)
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):  # made in a tenth of a dataclass's time
@@ -120,7 +122,9 @@ class Request(msgspec.Struct, frozen=True, eq=False):  # made in a tenth of a da
     def keys_of(self, block_size: int) -> BlockKeys:
         """Return the router's keys of the prompt's full blocks of this size, shape (blocks,)."""
         found = self.keys.get(block_size)
-        return self.hashes[:, 1] if found is None else found
+        if found is not None:
+            return found
+        return self.hashes[:, 1] if len(self.hashes) else _NO_KEYS
 
 
 class Rehearsed(NamedTuple):

@@ -15,15 +15,19 @@ from pigou.control import warm
 
 config = ControlConfig(policy=sys.argv[1])
 warm.warm_up(config)
-import numba.core.dispatcher as dispatcher
-asked, compile_ = [], dispatcher.Dispatcher.compile
-def compile(self, sig):
-    asked.append(self.__name__)
-    return compile_(self, sig)
-dispatcher.Dispatcher.compile = compile
+import gc
+from numba.core.dispatcher import Dispatcher
+kernels = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]
+assert len(kernels) > 20
+before = {each: set(each.overloads) for each in kernels}
 warm._PROMPT, warm._OUTPUT, warm._REQUESTS = 20 * warm._BLOCK, 40, 64
 warm._drive(config)
-print(asked)
+plane = warm.ControlPlane(config)  # requests whose blocks are not known
+for number, role in enumerate(warm.Role):
+    plane.observe(warm.WorkerUp(warm._worker(role, number)), 0)
+plane.submit(warm.Request("none", 100, 10, keys={}), 1)
+plane.submit(warm.Request("other", 100, 10, keys={7: warm.np.ones(9, dtype=warm.np.uint64)}), 2)
+print([(each.__name__, sig) for each in kernels for sig in set(each.overloads) - before[each]])
 """
 
 

@@ -24,9 +24,7 @@ def occupied(threads: int = 1, most: int = 64) -> Iterator[tuple[OffLoop, thread
         work.close()
 
 
-async def begin(
-    work: OffLoop, tenant: str, call: Callable[[], object]
-) -> asyncio.Task[object]:
+async def begin(work: OffLoop, tenant: str, call: Callable[[], object]) -> asyncio.Task[object]:
     task = asyncio.create_task(work.run(tenant, call))
     await asyncio.sleep(0)
     return task

@@ -15,7 +15,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pigou import __version__
-from pigou.gateway.assets import ASSETS, asset
+from pigou.gateway.assets import ASSETS, asset, read_assets
 from pigou.gateway.board import Board
 from pigou.gateway.browsers import add_cors, browsers
 from pigou.gateway.call import CHAT, COMPLETIONS, Call
@@ -103,6 +103,7 @@ def build(gateway: Gateway) -> web.Application:
     app.router.add_post("/detokenize", routes.forward, expect_handler=no_interim_answer)
     for path, handler in _PAGES.items():
         app.router.add_get(path, getattr(routes, handler))
+    read_assets()
     for path in ASSETS:
         app.router.add_get(path, asset)
     for path in ROOT_PATHS:

@@ -35,6 +35,12 @@ async def asset(request: web.Request) -> web.Response:
     return web.Response(text=_text(name), content_type=kind, charset="utf-8", headers=headers)
 
 
+def read_assets() -> None:
+    """Read all files now, so that no request needs a file descriptor for one."""
+    for name, _ in ASSETS.values():
+        _text(name)
+
+
 @lru_cache
 def _text(name: str) -> str:
     return files("pigou.gateway").joinpath("web", name).read_text(encoding="utf-8")

@@ -87,6 +87,8 @@ class Prompts:
     def _ready(self, speller: Speller | None) -> Speller | None:
         if speller is not None:
             speller.allow_special_tokens = self._special
+            if not self._special:
+                speller.tokenizer.warm_up()
         return speller
 
     def close(self) -> None:
@@ -106,7 +108,7 @@ class Prompts:
         """Learn how a worker that came up reads its prompts."""
         async with self._finding:
             if self._speller is None:
-                self._speller = self._ready(await self._off_loop(lambda: _find(upstream.engine)))
+                self._speller = await self._off_loop(lambda: self._ready(_find(upstream.engine)))
         size = upstream.worker.block_size
         await self._off_loop(lambda: chain([0] * size, size))  # compiled code is loaded once
         text = await self._compare(upstream, chat=False)

@@ -127,10 +127,7 @@ class Grammars:
             raise GrammarError("structured output needs an end token; the model names none")
         try:
             # Ids beyond the logits are cut from the masks: no logit says how likely they are.
-            known = LLTokenizer(tokenizer).vocab_size
-            self.tokenizer = LLTokenizer(
-                tokenizer, n_vocab=max(vocab, known), eos_token=sorted(ends)
-            )
+            self.tokenizer = _read_tokenizer(tokenizer, vocab, sorted(ends))
         except ValueError as error:
             raise GrammarError(f"the tokenizer cannot be used for grammars: {error}") from None
         self.budget: WorkBudget | None = None
@@ -192,6 +189,15 @@ class Grammars:
         if matcher.is_error():
             raise GrammarError(f"{grammar.kind}: {_first_line(matcher)}")
         return matcher
+
+
+def _read_tokenizer(text: str, vocab: int, ends: list[int]) -> LLTokenizer:
+    """Read a tokenizer once; twice where it has more ids than the model has logits."""
+    try:
+        return LLTokenizer(text, n_vocab=vocab, eos_token=ends)
+    except ValueError:
+        known = LLTokenizer(text).vocab_size
+        return LLTokenizer(text, n_vocab=max(vocab, known), eos_token=ends)
 
 
 def read_grammars(folder: Path, vocab: int, ends: frozenset[int]) -> Grammars:

@@ -43,6 +43,14 @@ class ControlTokens:
         self._lock = threading.Lock()
         self._copy: tuple[Backend, int] | None = None
 
+    def warm_up(self) -> None:
+        """Copy the tokenizer, before the first text that needs that.
+
+        It takes most of a second for a vocabulary of 128,000, with the interpreter's lock held.
+        """
+        if self._pattern is not None:
+            self._marked()
+
     def guard(self, value: Any) -> Any:
         """Return a JSON value with a mark inside each text of a special token, in keys as well.
 

@@ -91,6 +91,11 @@ class Tokenizer:
             control=ControlTokens(backend, eos),
         )
 
+    def warm_up(self) -> None:
+        """Prepare what the first chat of a client would have to wait for."""
+        if self.control is not None:
+            self.control.warm_up()
+
     def guard(self, value: Any) -> Any:
         """Return a client's JSON value, for a template, so that nothing in it becomes special.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -60,6 +62,10 @@ class GrammarSource(Protocol):
         """
         ...
 
+    def warm_up(self) -> None:
+        """Read the tokenizer, before the first request."""
+        ...
+
     def close(self) -> None:
         """End what was started."""
         ...
@@ -82,6 +88,9 @@ class NoGrammars:
         """Refuse."""
         self._refuse(grammar)
         return []
+
+    def warm_up(self) -> None:
+        """Do nothing: there is nothing to read."""
 
     def close(self) -> None:
         """Do nothing: nothing was started."""
@@ -115,7 +124,7 @@ class GrammarPool:
         trials: Callable[[], Trials],
         threads: int = THREADS,
     ) -> None:
-        """Prepare; threads and processes start with the first grammar.
+        """Prepare; threads, and processes for trials, start with the first grammar.
 
         Args:
             grammars: makes the grammars of the model's tokenizer; called from a thread.
@@ -129,8 +138,17 @@ class GrammarPool:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
-        self._making = asyncio.Lock()
+        self._making = threading.Lock()
+        self._unusable: ValueError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def warm_up(self) -> None:
+        """Read the tokenizer: a large one holds the interpreter's lock for most of a second.
+
+        One that cannot be used for grammars is told with the first request that has one.
+        """
+        with suppress(ValueError):
+            self._made()
 
     @property
     def queued(self) -> int:
@@ -217,10 +235,10 @@ class GrammarPool:
     async def _do(self, job: _Job, trials: Trials) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async with self._making:  # at most one thread reads the tokenizer
-                if self._grammars is None:
-                    self._grammars = await loop.run_in_executor(self._pool, self._make)
-            states = await loop.run_in_executor(self._pool, _compile, self._grammars, job, trials)
+            grammars = self._grammars
+            if grammars is None:
+                grammars = await loop.run_in_executor(self._pool, self._made)
+            states = await loop.run_in_executor(self._pool, _compile, grammars, job, trials)
         except ValueError as error:
             if not job.done.done():
                 self._refuse(job, str(error))
@@ -232,6 +250,23 @@ class GrammarPool:
         else:
             if not job.done.done():
                 job.done.set_result(states)
+
+    def _made(self) -> Grammars:
+        """Return the grammars of the tokenizer, which is read once; from any thread.
+
+        Raises:
+            ValueError: it cannot be used for grammars, as it was found to be the first time.
+        """
+        with self._making:
+            if self._unusable is not None:
+                raise self._unusable
+            if self._grammars is None:
+                try:
+                    self._grammars = self._make()
+                except ValueError as error:
+                    self._unusable = error
+                    raise
+            return self._grammars
 
     def _refuse(self, job: _Job, message: str) -> None:
         """Remember a faulty grammar, so that it is not tried again."""

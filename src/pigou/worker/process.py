@@ -348,6 +348,9 @@ def build_warm(config: WorkerConfig) -> Parts:
         warm_up()
         shape.warm_up()
         warm_backend(parts.core, parts.backend)
+        parts.grammars.warm_up()
+        if not config.allow_special_tokens:
+            parts.model.tokenizer.warm_up()
         if config.kv_transfer != "none":
             xxh3.warm_up()
     return parts
