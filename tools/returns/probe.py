@@ -51,6 +51,8 @@ class Probe:
         outputs: of the same call, per layer, before the output product, (B, H, G, n, D).
     """
 
+    beat = None  # nobody watches the layers
+
     def __init__(self, decoder: Decoder, batch: int, slots: int) -> None:
         config = decoder.config
         self.decoder, self.config, self.batch, self.slots = decoder, config, batch, slots
