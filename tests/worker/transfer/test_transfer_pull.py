@@ -132,7 +132,9 @@ def test_tcp_takes_over_when_the_shared_memory_cannot_be_mapped(
     assert (store.as_bytes()[3] == source.as_bytes()[7]).all()
 
 
-def test_a_sender_in_device_memory_serves_readers_elsewhere_by_tcp(closing: Any, make_receiver: Any) -> None:
+def test_a_sender_in_device_memory_serves_readers_elsewhere_by_tcp(
+    closing: Any, make_receiver: Any
+) -> None:
     data = np.random.default_rng(1).integers(0, 256, (BLOCKS, 1000), dtype=np.uint8)
     sender = Sender(stand.StagedStore(stand.layout(1000), data), lambda _: None)
     closing.callback(sender.close)
