@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from tests.hostile import bodies, connections
+from tests.hostile import bodies, connections, grammars, sharing, upstreams
 from tests.hostile.registry import ATTACKS, Target
 
 #: The files of attacks: importing one registers what it has.
-FAMILIES = (bodies, connections)
+FILES = (bodies, connections, grammars, sharing, upstreams)
 
 
 async def main(name: str, url: str, key: str) -> None:
     """Attack, for some seconds at most."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(25):
         await ATTACKS[name](Target(url, key))
 
 

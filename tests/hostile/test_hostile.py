@@ -3,156 +3,104 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
-import numpy as np
-import psutil
 import pytest
+from tests.hostile.fleets import FLEETS, ROOT, Fleet, serving
 from tests.hostile.run import ATTACKS
+from tests.hostile.tenant import AFTER, QUIET, Tenant
 
-from pigou.gateway.keys import make_key
-
-ROOT = Path(__file__).resolve().parents[2]
-TOKENS, STREAMS = 40, 4
-#: A token takes 10 ms at least; a worker holds many streams.
-LAW = "law:itl_a=0.01,itl_b=0.0002,prefill=0.005"
-FLOOR_S = 0.1
+#: Seconds; the least ITL P99 that counts as too long, and the most an attack may take.
+LIMIT_S, ATTACK_S = 0.1, 60.0
+TIMES = 3
 
 
-class Tenant:
-    """Streams without a pause, and keeps what each token took."""
-
-    def __init__(self, url: str, key: str) -> None:
-        self._url = url
-        self._headers = {"authorization": f"Bearer {key}"}
-        self.gaps: dict[str, list[float]] = {}
-        self.phase = "quiet"
-        self.streams = 0
-        self.faults: list[str] = []
-        self.over = False
-
-    async def run(self) -> None:
-        """Stream until `over`."""
-        timeout = aiohttp.ClientTimeout(total=120)
-        async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session:
-            await asyncio.gather(*(self._go_on(session, i) for i in range(STREAMS)))
-
-    async def _go_on(self, session: aiohttp.ClientSession, number: int) -> None:
-        while not self.over:
-            self.streams += 1
-            try:
-                fault = await self._stream(session, f"stream {number}")
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                fault = repr(error)
-            if fault:
-                self.faults.append(f"{self.phase}: {fault}")
-                await asyncio.sleep(0.1)
-
-    async def _stream(self, session: aiohttp.ClientSession, prompt: str) -> str:
-        """Stream once; return what was wrong, empty for nothing."""
-        body = {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": True,
-                "return_token_ids": True}  # fmt: skip
-        count, last, done = 0, 0.0, False
-        async with session.post(self._url + "/v1/completions", json=body) as response:
-            if response.status != 200:
-                return f"status {response.status}: {await response.text()}"
-            async for line in response.content:
-                if not line.startswith(b"data: "):
-                    continue
-                if line.strip() == b"data: [DONE]":
-                    done = True
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    return str(chunk["error"])
-                now = time.monotonic()
-                if last:
-                    self.gaps.setdefault(self.phase, []).append(now - last)
-                last = now
-                count += sum(len(c.get("token_ids") or ()) for c in chunk["choices"])
-        return "" if done and count == TOKENS else f"{count} tokens, done {done}"
-
-
-@asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[str, str, str, psutil.Process]]:
-    """Run a fleet; yield its address, the healthy tenant's key, the attacker's, its process."""
-    keys = [make_key(name) for name in ("healthy", "attacker")]
-    file = folder / "keys"
-    file.write_text("\n".join(line for _, line in keys))
-    command = [sys.executable, "-m", "pigou", "serve", "--port", "0", "--prefill", "0", "--decode",
-               "0", "--both", "2", "--timing", LAW, "--api-keys-file", str(file)]  # fmt: skip
-    log = folder / "log"
-    with log.open("w") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(240):
-            async for line in process.stdout:
-                if b" at http://" in line:
-                    url = line.decode().partition(" at ")[2].partition("/v1")[0]
-                    break
-            else:
-                raise AssertionError(f"the fleet did not start\n{log.read_text()[-3000:]}")
-        yield url, keys[0][0], keys[1][0], psutil.Process(process.pid)
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            try:
-                async with asyncio.timeout(60):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-
-
-def workers(process: psutil.Process) -> set[int]:
-    """Return the pids of the workers."""
-    return {child.pid for child in process.children(recursive=True) if "worker" in child.cmdline()}
-
-
-def p99(gaps: list[float]) -> float:
-    return float(np.quantile(gaps, 0.99)) if gaps else 0.0
+def test_every_family_of_attacks_has_a_fleet() -> None:
+    families = [family for _, families in FLEETS.values() for family in families]
+    assert sorted(families) == sorted({name.partition(".")[0] for name in ATTACKS})
 
 
 @pytest.mark.slow
-def test_attacks_cost_a_healthy_tenant_no_stream_no_worker_and_little_time(tmp_path: Path) -> None:
-    asyncio.run(_attack_all(tmp_path))
+@pytest.mark.parametrize("fleet", list(FLEETS))
+def test_attacks_cost_a_healthy_tenant_no_stream_no_worker_and_little_time(
+    fleet: str, tmp_path: Path
+) -> None:
+    if fleet == "model":
+        pytest.importorskip("torch")
+    asyncio.run(_attack_all(fleet, tmp_path))
 
 
-async def _attack_all(folder: Path) -> None:
-    async with serving(folder) as (url, healthy, attacker, process):
-        before = workers(process)
-        tenant = Tenant(url, healthy)
+async def _attack_all(name: str, folder: Path) -> None:
+    began = time.monotonic()
+    async with serving(name, folder) as fleet:
+        print(f"\n{name}: serves after {time.monotonic() - began:.1f} s", flush=True)
+        pids, tenant = fleet.workers(), Tenant(fleet.url, fleet.healthy)
+        assert bool(pids) is (name != "attached")
         streaming = asyncio.create_task(tenant.run())
         await asyncio.sleep(3)
-        for name in ATTACKS:
-            tenant.phase = "quiet"
-            await asyncio.sleep(0.5)
-            tenant.phase = name
-            attacking = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tests.hostile.run", name, url, attacker, cwd=ROOT
-            )
-            assert await attacking.wait() == 0, f"{name} broke down"
-        tenant.phase = "quiet"
-        await asyncio.sleep(1)
+        broken = [await _attack(each, fleet, tenant) for each in _attacks(name)]
         tenant.over = True
         await streaming
-        quiet = p99(tenant.gaps.pop("quiet"))
-        print(f"\nquiet: ITL P99 {1e3 * quiet:.1f} ms")
-        for name, gaps in tenant.gaps.items():
-            print(f"{name}: ITL P99 {1e3 * p99(gaps):.1f} ms, worst {1e3 * max(gaps):.1f} ms")
-        during = p99([gap for gaps in tenant.gaps.values() for gap in gaps])
-        print(f"all attacks: ITL P99 {1e3 * during:.1f} ms, {tenant.streams} streams")
-        assert tenant.faults == []
-        assert workers(process) == before != set()
-        assert during <= max(3 * quiet, FLOOR_S)
+        slow = _report(tenant)
+        log = fleet.log.read_text()[-3000:]
+        assert [each for each in broken if each] == [], log
+        assert tenant.faults == [], log
+        assert fleet.workers() == pids, log
+        assert slow == []
+
+
+def _attacks(fleet: str) -> list[str]:
+    return [name for name in ATTACKS if name.partition(".")[0] in FLEETS[fleet][1]]
+
+
+async def _attack(name: str, fleet: Fleet, tenant: Tenant) -> str:
+    """Attack, and let it become quiet; return what was wrong, empty for nothing."""
+    tenant.phase, began = name, time.monotonic()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.hostile.run", name, fleet.url, fleet.attacker, cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(ATTACK_S):
+            _, errors = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        errors = b"it never ended"
+    tenant.phase = AFTER
+    await asyncio.sleep(0.3)
+    fault = await _sick(fleet)
+    if process.returncode:
+        fault = errors.decode().strip().rpartition("\n")[2]
+    gaps = tenant.gaps.get(name) or [float("inf")]
+    print(f"  {name}: {time.monotonic() - began:.1f} s, {len(gaps)} tokens, "
+          f"worst {1e3 * max(gaps):.0f} ms {fault}", flush=True)  # fmt: skip
+    tenant.phase = QUIET
+    await asyncio.sleep(0.7)
+    return f"{name}: {fault}" if fault else ""
+
+
+async def _sick(fleet: Fleet) -> str:
+    """Return which workers are not up, or were restarted, and which tasks fail."""
+    view = await fleet.view()
+    sick = [f"{row['id']} is {row['state']}, {row['restarts']} restarts"
+            for row in view["workers"] if row["state"] != "up" or row["restarts"]]  # fmt: skip
+    sick += [f"{task['name']}: {task['error']}" for task in view["background"]
+             if task["state"] != "running" or task["restarts"]]  # fmt: skip
+    return "; ".join(sick)
+
+
+def _report(tenant: Tenant) -> list[str]:
+    """Print the figures; return the attacks during which tokens came too late."""
+    quiet = tenant.p99_s(QUIET)
+    limit = max(TIMES * quiet, LIMIT_S)
+    tenant.gaps.pop(AFTER, None)
+    streams = f"{tenant.streams} streams, {len(tenant.faults)} lost"
+    print(
+        f"  {streams}; ITL P99 quiet {1e3 * quiet:.1f} ms, limit {1e3 * limit:.1f} ms", flush=True
+    )
+    p99_s = {name: tenant.p99_s(name) for name in tenant.gaps if name != QUIET}
+    for name, value in p99_s.items():
+        print(f"    {name}: {1e3 * value:.1f} ms", flush=True)
+    return [f"{name}: {1e3 * value:.1f} ms" for name, value in p99_s.items() if value > limit]
