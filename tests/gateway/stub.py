@@ -73,6 +73,7 @@ class Seen:
     path: str
     body: dict[str, Any]
     request_id: str
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -149,7 +150,8 @@ class Stub:
 
     async def _reply(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.seen.append(Seen(request.path, body, request.headers.get("x-request-id", "")))
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.seen.append(Seen(request.path, body, headers.get("x-request-id", ""), headers))
         chat = request.path.endswith("chat/completions")
         if self.script.status != 200 and self._strike():
             message = {"error": {"message": "scripted", "type": "X", "param": None,

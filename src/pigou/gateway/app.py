@@ -335,9 +335,10 @@ class _Routes:
         data = await read_json(request, self._gateway.config.max_body)
         body = await self._off_loop(data, partial(read_fields, without_bom(data)))
         last: WorkerFailed | None = None
+        tenant = current_key().tenant
         for upstream in list(self._gateway.pilot.upstreams.values()):
             try:
-                reply = await upstream.whole(request.path, body, "forward")
+                reply = await upstream.whole(request.path, body, "forward", tenant)
             except WorkerFailed as failure:
                 last = failure
             else:

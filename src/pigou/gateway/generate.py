@@ -225,7 +225,7 @@ class Generator:
         decode = self._upstream(route.choice.decode)
         body = self._ordered(call, decode.engine, body, route)
         with decode.busy():
-            reply = await decode.whole(call.path, body, call.wire_id)
+            reply = await decode.whole(call.path, body, call.wire_id, call.tenant)
         me = frozenset({decode.worker.id})
         try:
             found = whole(without_bom(reply))
@@ -255,7 +255,7 @@ class Generator:
         well = False
         try:
             with prefill.busy():
-                reply = await prefill.whole(path, leg, call.wire_id)
+                reply = await prefill.whole(path, leg, call.wire_id, call.tenant)
             params = ticket(reply)
             call.cached = None if params is None else cached_tokens(reply)
             well = True
@@ -278,7 +278,7 @@ class Generator:
         source = self._pilot.upstreams.get(read.worker)
         params, outcome = None, "gone"
         if source is not None:
-            params, outcome = await lent(source, body, call.wire_id, read)
+            params, outcome = await lent(source, body, call.wire_id, read, call.tenant)
         if params is None:
             self._pilot.observe(ReadFailed(call.id))
         self._metrics.read(outcome, read)
@@ -311,7 +311,7 @@ class Generator:
         body = self._ordered(call, engine, body, route)
         relay.begin(stock=engine.stock, mapped=sent.mapped)
         with decode.busy():
-            async with decode.stream(sent.path, body, call.wire_id) as line:
+            async with decode.stream(sent.path, body, call.wire_id, call.tenant) as line:
                 await self._pump(relay, decode, line, outlet)
 
     async def _pump(self, relay: Relay, decode: Upstream, line: Line, outlet: Outlet) -> None:

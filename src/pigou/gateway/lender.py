@@ -21,7 +21,7 @@ _NAMES = ("model", "cache_salt", "resume_tokens")
 
 
 async def lent(
-    source: Upstream, body: Body, request_id: str, read: Read
+    source: Upstream, body: Body, request_id: str, read: Read, tenant: str = ""
 ) -> tuple[dict[str, Any] | None, str]:
     """Return the ticket for what a worker has cached of a prompt, and what came of asking.
 
@@ -34,12 +34,13 @@ async def lent(
         body: of the request, as whoever computes it is sent it.
         request_id: as its legs have it.
         read: what is expected of it.
+        tenant: whose request it is.
     """
     wait = max(_LEAST_WAIT_S, read.seconds + read.saves)
     try:
         async with asyncio.timeout(wait):
             with source.busy():
-                reply = await source.whole(OFFER, _asked(body), request_id)
+                reply = await source.whole(OFFER, _asked(body), request_id, tenant)
         params = ticket(reply)
     except TimeoutError:
         return None, "late"

@@ -7,6 +7,7 @@ import ssl
 from urllib.parse import urlsplit
 
 from pigou.gateway.line import Head, Line, LineError
+from pigou.wire.fleet_secret import TENANT
 
 #: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
 #: on a connection at the moment it closes is lost.
@@ -30,8 +31,16 @@ class Lines:
         self._used: set[Line] = set()
         self._closed = False
 
-    async def ask(self, path: str, body: bytes, request_id: str) -> tuple[Line, Head]:
+    async def ask(
+        self, path: str, body: bytes, request_id: str, tenant: str = ""
+    ) -> tuple[Line, Head]:
         """Post a body; return the line, whose body is to be read, and the head of the answer.
+
+        Args:
+            path: of the worker's own URL.
+            body: as JSON.
+            request_id: of the client's request.
+            tenant: mark of whose it is; empty to tell none.
 
         A kept line that turns out to be closed is replaced once: nothing of the request was
         answered, the server had ended the connection before.
@@ -39,8 +48,11 @@ class Lines:
         Raises:
             LineError, OSError, TimeoutError: no connection, or no answer.
         """
-        request = b"POST %b%b HTTP/1.1\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
-            self._prefix, path.encode(), self._fixed, request_id.encode(), len(body), body,
+        own = f"x-request-id: {request_id}\r\ncontent-length: {len(body)}\r\n"
+        if tenant:
+            own += f"{TENANT}: {tenant}\r\n"
+        request = b"POST %b%b HTTP/1.1\r\n%b%b\r\n%b" % (
+            self._prefix, path.encode(), self._fixed, own.encode(), body,
         )  # fmt: skip
         kept = self._kept()
         if kept is not None:

@@ -18,6 +18,7 @@ from pigou.gateway.failure import End, Rejected, WorkerFailed, is_request_failur
 from pigou.gateway.line import Line, LineError
 from pigou.gateway.lines import CONNECT_S, KEEPALIVE_S, Lines
 from pigou.request import Worker
+from pigou.wire.fleet_secret import tenant_mark
 from pigou.wire.shape import is_deep
 
 _READ_BUFFER = 256 * 1024
@@ -120,6 +121,7 @@ class Upstream:
         self._headers = _HEADERS | bearer
         if engine.pin:
             self._headers["x-dynamo-worker-instance-id"] = engine.pin
+        self._tells_tenants = bool(secret) and not engine.stock
         self._lines = Lines(worker.url, self._headers)
         self._session = aiohttp.ClientSession(
             headers=bearer,
@@ -173,9 +175,12 @@ class Upstream:
             self.paused -= 1
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Body, request_id: str) -> AsyncIterator[Line]:
+    async def stream(
+        self, path: str, body: Body, request_id: str, tenant: str = ""
+    ) -> AsyncIterator[Line]:
         """Send a request; within the block its answer, of status 200, can be read.
 
+        A worker that knows the fleet's secret is told a mark of the tenant, where there is one.
         A line that was not read to its end is cut, so that the worker stops computing.
 
         Raises:
@@ -183,7 +188,8 @@ class Upstream:
             WorkerFailed: no connection, no answer, or 5xx.
         """
         try:
-            line, head = await self._lines.ask(path, msgspec.json.encode(body), request_id)
+            mark = tenant_mark(tenant) if tenant and self._tells_tenants else ""
+            line, head = await self._lines.ask(path, msgspec.json.encode(body), request_id, mark)
         except LineError as error:  # the request was sent
             raise self.broke("broke", error) from error
         except (OSError, TimeoutError) as error:
@@ -232,9 +238,9 @@ class Upstream:
             body=answer, fate=self.fate,
         )  # fmt: skip
 
-    async def whole(self, path: str, body: Body, request_id: str) -> bytes:
+    async def whole(self, path: str, body: Body, request_id: str, tenant: str = "") -> bytes:
         """Send a request; return the body of its answer. Raises as `stream`."""
-        async with self.stream(path, body, request_id) as line:
+        async with self.stream(path, body, request_id, tenant) as line:
             return await self._rest(line, MOST_REPLY)
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:

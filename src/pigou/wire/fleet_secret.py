@@ -22,6 +22,8 @@ DESCRIPTOR = "PIGOU_FLEET_SECRET_FD"
 #: Header in which whoever is asked for a proof gets a nonce, and that of the answer.
 NONCE = "x-pigou-fleet-nonce"
 PROOF = "x-pigou-fleet-proof"
+#: Header in which a gateway tells a worker whose request it sends; it counts with the secret alone.
+TENANT = "x-pigou-fleet-tenant"
 _LEAST, _MOST = 16, 4096
 _PERSON = b"pigou-fleet-1:"
 
@@ -116,6 +118,11 @@ class FleetSecret:
         """Whether `proof` is that of `nonce`."""
         shown = proof.encode("utf-8", "surrogateescape")
         return hmac.compare_digest(self.proof(nonce).encode(), shown)
+
+
+def tenant_mark(tenant: str) -> str:
+    """Return what stands for a tenant in `TENANT`: equal for equal names, and without them."""
+    return _digest(tenant.encode("utf-8", "surrogatepass")).hex()[:32]
 
 
 def _digest(data: bytes) -> bytes:

@@ -11,9 +11,10 @@ from pigou.wire.bodies import read_json
 from pigou.wire.off_loop import OffLoop
 from pigou.wire.openai import without_bom
 from pigou.wire.shape import SMALL, read_fields
+from pigou.worker.fleet_guard import fleet_tenant
 
 _B = TypeVar("_B")
-#: Large bodies that may wait for a thread.
+#: Large bodies of one tenant that may wait for a thread.
 _MOST_WAITING = 1024
 
 
@@ -36,7 +37,7 @@ class Bodies:
         data = await read_json(request, self._most)
         if len(data) <= SMALL:
             return self._decode(data, decode)
-        return await self._large.run("", lambda: self._decode(data, decode))
+        return await self._large.run(fleet_tenant(), lambda: self._decode(data, decode))
 
     def close(self) -> None:
         """End the threads."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ipaddress
+from contextvars import ContextVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from pigou.config import ConfigError
 from pigou.wire.errors import APIError
-from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
+from pigou.wire.fleet_secret import NONCE, PROOF, TENANT, FleetSecret
 from pigou.worker.config import WorkerConfig
 
 #: Routes whose status, without a body, is for probes that know no secret.
 _PROBES = ("/health", "/ping", "/health/live", "/health/ready")
 #: Longest nonce that is answered.
 _NONCE_CHARACTERS = 128
+#: Mark of the tenant of the request that the current task answers.
+_tenant: ContextVar[str] = ContextVar("fleet tenant", default="")
 _WILD = ("", "0.0.0.0", "::", "*")
 
 
@@ -27,13 +30,25 @@ def fleet_guard(secret: FleetSecret | None) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        # One task answers all requests of a connection, so that it is set for each of them.
+        _tenant.set("")
         if secret is None or secret.admits(request.headers.get("authorization")):
+            if secret is not None:
+                _tenant.set(request.headers.get(TENANT, ""))
             return await handler(request)
         if request.path in _PROBES:
             return web.Response(status=(await handler(request)).status)
         return _refusal(request, secret)
 
     return middleware
+
+
+def fleet_tenant() -> str:
+    """Return the mark of the tenant that the fleet's gateway told; empty where none was.
+
+    Without a fleet secret anybody may send the header, so it is not looked at.
+    """
+    return _tenant.get()
 
 
 def _refusal(request: web.Request, secret: FleetSecret) -> web.Response:

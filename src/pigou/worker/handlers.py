@@ -17,6 +17,7 @@ from pigou.wire.openai import known_chat, known_completion
 from pigou.wire.request_id import HEADER, echo, request_id
 from pigou.wire.sse import DONE, frame
 from pigou.worker.bodies import Bodies
+from pigou.worker.fleet_guard import fleet_tenant
 from pigou.worker.intake import Intake
 from pigou.worker.reply import Reply
 from pigou.worker.service import Service
@@ -45,14 +46,16 @@ class Generation:
         """Complete a prompt, or several."""
         known = await self._bodies.read(request, known_completion)
         told = self._unknown.judge(known.unknown)
-        reply = await self._intake.completion(known.request, _id(request, known.request.request_id))
+        id = _id(request, known.request.request_id)
+        reply = await self._intake.completion(known.request, id, fleet_tenant())
         return await self._send(request, reply, told)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
         known = await self._bodies.read(request, known_chat)
         told = self._unknown.judge(known.unknown)
-        reply = await self._intake.chat(known.request, _id(request, known.request.request_id))
+        id = _id(request, known.request.request_id)
+        reply = await self._intake.chat(known.request, id, fleet_tenant())
         return await self._send(request, reply, told)
 
     async def _send(

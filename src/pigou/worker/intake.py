@@ -83,8 +83,13 @@ class Intake:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._numbers = itertools.count()
 
-    async def completion(self, request: CompletionRequest, request_id: str) -> Reply:
-        """Begin a completion; `request_id` becomes part of its id."""
+    async def completion(
+        self, request: CompletionRequest, request_id: str, tenant: str = ""
+    ) -> Reply:
+        """Begin a completion; `request_id` becomes part of its id.
+
+        Grammars are compiled in turn by `tenant`, or by `cache_salt` where that is empty.
+        """
         await self._check(request)
         found = checks.prompts(request)
         if len(found) * (request.n or 1) > MAX_SEQUENCES:
@@ -97,17 +102,17 @@ class Intake:
         prompts = [await self._prompt(request, prompt, special) for prompt in found]
         echo = [self._text(prompt) for prompt in prompts] if request.echo else None
         shape = await self._shapes.shape(
-            request, len(prompts) * (request.n or 1), prompts[0].output
+            request, len(prompts) * (request.n or 1), prompts[0].output, tenant
         )
         ticket = await self._ticket(request, prompts[0])
         return self._begin(request, f"cmpl-{request_id}", prompts, echo, shape, ticket)
 
-    async def chat(self, request: ChatRequest, request_id: str) -> Reply:
-        """Begin a chat completion; `request_id` becomes part of its id."""
+    async def chat(self, request: ChatRequest, request_id: str, tenant: str = "") -> Reply:
+        """Begin a chat completion; see `completion`."""
         await self._check(request)
         tools = self._shapes.tools(request)
         prompt = await self._prompt(request, *self._source(request))
-        shape = await self._shapes.shape(request, request.n or 1, prompt.output, tools)
+        shape = await self._shapes.shape(request, request.n or 1, prompt.output, tenant, tools)
         ticket = await self._ticket(request, prompt)
         return self._begin(request, f"chatcmpl-{request_id}", [prompt], None, shape, ticket)
 

@@ -59,6 +59,7 @@ class Shapes:
         request: GenerationRequest,
         count: int,
         output: Sequence[int],
+        tenant: str = "",
         tools: Tools | None = None,
     ) -> Shape:
         """Return a request's shape.
@@ -67,6 +68,7 @@ class Shapes:
             request: of a client, checked.
             count: of its sequences.
             output: tokens of its first sequence that were generated elsewhere.
+            tenant: whose it is, as the fleet's gateway told; else its salt tells.
             tools: from `tools`.
 
         Raises:
@@ -76,7 +78,8 @@ class Shapes:
         if wanted is None:
             return Shape(None, [None] * count, tools)
         try:
-            states = await self._source.prepare(wanted, _tenant(request), count, output)
+            whose = tenant or request.cache_salt or ""
+            states = await self._source.prepare(wanted, whose, count, output)
         except CompileQueueFull as error:
             raise APIError(
                 503, f"{name} cannot be compiled now: {error}.", name, retry_after=1
@@ -95,8 +98,3 @@ class Shapes:
         formed = form is not None and form.type != "text"
         name = "response_format" if formed else "structured_outputs"
         return grammar(request, self._flexible), name
-
-
-def _tenant(request: GenerationRequest) -> str:
-    """Return who asks, as far as a worker can tell: a gateway's salt names the tenure."""
-    return request.cache_salt or ""
