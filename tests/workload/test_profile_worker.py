@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,9 +18,12 @@ from urllib.request import Request, urlopen
 import aiohttp
 import msgspec
 import pytest
+from tests.workload.stub import Behaviour, Stub
 
 from pigou.cli import main
+from pigou.cli.fleet_token import fleet_token
 from pigou.sim.measured import Measured, at
+from pigou.wire.fleet_secret import VARIABLE
 from pigou.workload.profiling.config import ProfileConfig
 from pigou.workload.profiling.target import find_target
 
@@ -172,3 +176,30 @@ def test_a_profile_beyond_its_budget_is_smaller_and_says_so(
     out, err = capsys.readouterr()
     assert first in out
     assert " left" in err
+
+
+@pytest.mark.parametrize("command", ["profile", "bench"])
+def test_a_worker_of_ones_own_fleet_is_sent_the_fleets_token(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The worker and the command start from one shell; keys of other services do not get in."""
+    monkeypatch.setenv(VARIABLE, "a secret of the fleet, long enough")
+    url = start("--max-model-len", "192", "--max-batched-tokens", "96", "--max-seqs", "2")
+    monkeypatch.setenv("OPENAI_API_KEY", "of somebody else")
+    options = {
+        "profile": ["--repeats", "1", "--steps", "8", "--out", str(tmp_path / "timing.json")],
+        "bench": ["--requests", "1", "--warmup", "1", "--input", "8", "--output", "2"],
+    }
+    with pytest.raises(SystemExit) as ended:
+        main([command, url, *options[command]])
+    assert ended.value.code == 0
+
+
+def test_a_server_that_does_not_prove_the_secret_is_sent_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, "a secret of the fleet, long enough")
+    with Stub(Behaviour()) as server:
+        assert fleet_token(server.url) == ""
+    assert VARIABLE not in os.environ
+    assert fleet_token(server.url) == ""

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pigou.cli.fleet_token import fleet_token
 from pigou.cli.options import check_json
 from pigou.config import ConfigError
 from pigou.request import SECOND
@@ -96,6 +97,8 @@ def bench(
     try:
         config = msgspec.convert(values, BenchConfig)
         check_json(file)
+        if token := fleet_token(config.base):
+            config = msgspec.structs.replace(config, api_key=token)
         result = _run(config)
     except (ConfigError, msgspec.ValidationError) as error:
         typer.echo(f"pigou bench: {error}", err=True)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pigou.cli.fleet_token import fleet_token
 from pigou.cli.options import names, typed
 from pigou.config import ConfigError
 
@@ -75,7 +76,10 @@ def profile(
     try:
         if file.suffix != ".json" or not file.absolute().parent.is_dir():
             raise ConfigError(f"--out is {str(file)!r}; name a .json file in a folder that exists")
-        found = _run(msgspec.convert(values, ProfileConfig))
+        config = msgspec.convert(values, ProfileConfig)
+        if token := fleet_token(config.base):
+            config = msgspec.structs.replace(config, api_key=token)
+        found = _run(config)
         file.write_bytes(msgspec.json.format(msgspec.json.encode(found.measured)) + b"\n")
     except (ConfigError, msgspec.ValidationError) as error:
         typer.echo(f"pigou profile: {typed(str(error), names(ProfileConfig))}", err=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from pigou.wire.sse import Reader
+from pigou.wire.sse import EventTooLong, Reader
+from pigou.workload.bounded import read_start, stream_bound
 from pigou.workload.dialect import Dialect
 from pigou.workload.outcome import Failure, Outcome, Stream
 from pigou.workload.prompts import Job
@@ -18,6 +19,8 @@ from pigou.workload.tally import Broken, Tally
 # Servers close idle connections (uvicorn after 5 s); a request on one that is just being closed
 # would fail through no fault of the endpoint.
 _IDLE_SECONDS = 3.0
+#: Bytes of an error's body that are read.
+_ERROR_BYTES = 4096
 _JSON = {"content-type": "application/json"}
 
 
@@ -62,14 +65,15 @@ class Client:
         result: Stream | Failure
         try:
             async with asyncio.timeout(self.timeout):
-                result = await self._stream(body)
+                result = await self._stream(body, stream_bound(job.output))
         except Broken as broken:
             result = broken.failure
         except TimeoutError:
             result = Failure("timeout", f"no end within {self.timeout:g} s")
         return Outcome(intended, sent, job.output, result)
 
-    async def _stream(self, body: bytes) -> Stream:
+    async def _stream(self, body: bytes, most: int) -> Stream:
+        """Send a body; return the stream that comes, of at most `most` bytes."""
         path = "chat/completions" if self.chat else "completions"
         tally, reader, answered = Tally(), Reader(), False
         try:
@@ -80,6 +84,9 @@ class Client:
                 await _check(reply)
                 async for data in reply.content.iter_any():
                     now = time.monotonic_ns()
+                    most -= len(data)
+                    if most < 0:
+                        raise Broken("endless stream", "it has 64 KiB for each token asked")
                     for payload in reader.feed(data):
                         tally.feed(payload, now)
         except aiohttp.ClientConnectorError as error:
@@ -87,6 +94,8 @@ class Client:
             raise Broken(
                 "connection refused" if refused else "cannot connect", str(error)
             ) from error
+        except EventTooLong as error:
+            raise Broken("endless stream", str(error)) from error
         except (aiohttp.ClientError, ConnectionError) as error:
             reason = "broken stream" if answered else "disconnected"
             raise Broken(reason, str(error) or type(error).__name__) from error
@@ -95,6 +104,7 @@ class Client:
 
 async def _check(reply: aiohttp.ClientResponse) -> None:
     if reply.status != 200:
-        raise Broken(f"HTTP {reply.status}", (await reply.text(errors="replace"))[:500])
+        start = await read_start(reply, _ERROR_BYTES)
+        raise Broken(f"HTTP {reply.status}", start.decode(errors="replace")[:500])
     if reply.content_type != "text/event-stream":
         raise Broken("no stream", f"the answer is {reply.content_type}, not text/event-stream")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from pigou.workload.bounded import read_answer
 from pigou.workload.client import Client
 from pigou.workload.dialect import Dialect
 from pigou.workload.outcome import Failure
@@ -115,7 +116,7 @@ async def _request(
             asyncio.timeout(_CARD_SECONDS),
             session.request(method, url, json=body) as reply,
         ):
-            return reply.status, await reply.read()
+            return reply.status, await read_answer(reply)
     except (aiohttp.ClientError, OSError) as error:
         raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
 
@@ -125,5 +126,5 @@ def _decode(reply: tuple[int, bytes], kind: type[_T]) -> _T | None:
         return None
     try:
         return msgspec.json.decode(reply[1], type=kind)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

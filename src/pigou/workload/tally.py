@@ -108,7 +108,7 @@ class Tally:
             return
         try:
             chunk = _DECODER.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Broken("malformed chunk", f"{error}: {payload[:200]!r}") from error
         if chunk.error:
             raise Broken("error event", _message(chunk.error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from pigou.workload.bounded import read_answer
 from pigou.workload.client import Client
 from pigou.workload.dialect import Dialect
 from pigou.workload.endpoint import EndpointError, find_dialect, find_model, tokenize
@@ -101,7 +103,7 @@ async def find_target(config: ProfileConfig, session: aiohttp.ClientSession) -> 
         timeout=config.timeout,
     )  # fmt: skip
     said = await _read(session, f"{config.base}/server_info")
-    about = msgspec.json.decode(said) if said.startswith(b"{") else {}
+    about = _about(said)
     page = _metrics((await _read(session, f"{config.base}/metrics")).decode(errors="replace"))
     if page.get("running", 0.0) + page.get("waiting", 0.0):
         raise EndpointError(f"{config.base} is busy; measure it while it has nothing else to do")
@@ -109,19 +111,32 @@ async def find_target(config: ProfileConfig, session: aiohttp.ClientSession) -> 
     return Target(client, limits, sorted(set(words)), np.random.default_rng(config.seed))
 
 
+def _about(said: bytes) -> dict[str, Any]:
+    """Return what `/server_info` says; nothing where that is no JSON object."""
+    try:
+        return msgspec.json.decode(said, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+
+
+def _count(value: object) -> int:
+    """Return a whole number from 0 up; 0 for what is none."""
+    return value if type(value) is int and value > 0 else 0
+
+
 def _limits(
     config: ProfileConfig, about: dict[str, Any], page: dict[str, float], longest: int | None
 ) -> Limits:
-    block = int(about.get("block_size") or page.get("block_size") or 16)
-    blocks = int(about.get("blocks") or page.get("num_gpu_blocks") or 0)
+    block = _count(about.get("block_size")) or int(page.get("block_size") or 16)
+    blocks = _count(about.get("blocks")) or int(page.get("num_gpu_blocks") or 0)
     most = min(each for each in (config.longest, longest or _LONGEST) if each)
     return Limits(
-        tokens=config.max_batched_tokens or int(about.get("max_batched_tokens") or _TOKENS),
-        seqs=config.max_seqs or min(_SEQS, int(about.get("max_seqs") or _SEQS)),
+        tokens=config.max_batched_tokens or (_count(about.get("max_batched_tokens")) or _TOKENS),
+        seqs=config.max_seqs or min(_SEQS, _count(about.get("max_seqs")) or _SEQS),
         longest=most,
         room=blocks * block or most,
         block=block,
-        repeat=max(1, int(about.get("repeat") or 1)),
+        repeat=max(1, _count(about.get("repeat"))),
         blocks=blocks,
     )
 
@@ -133,7 +148,7 @@ def _metrics(page: str) -> dict[str, float]:
         head, _, value = line.rpartition(" ")
         name, _, labels = head.partition("{")
         if name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
-            found[name.rpartition("_")[2]] = float(value)
+            found[name.rpartition("_")[2]] = _float(value)
         elif name == "vllm:cache_config_info":
             for label in labels.rstrip("}").split(","):
                 key, _, said = label.partition("=")
@@ -142,9 +157,18 @@ def _metrics(page: str) -> dict[str, float]:
     return found
 
 
+def _float(text: str) -> float:
+    """Return a number of a metrics page; 0 for what is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) else 0.0
+
+
 async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
     try:
         async with asyncio.timeout(30.0), session.get(url) as reply:
-            return await reply.read() if reply.status == 200 else b""
+            return await read_answer(reply) if reply.status == 200 else b""
     except (aiohttp.ClientError, OSError) as error:
         raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
