@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -43,22 +44,47 @@ def browsers(config: GatewayConfig) -> Middleware:
 
 
 def check_host(request: web.BaseRequest, config: GatewayConfig) -> None:
-    """Raise `APIError` unless a request is meant for this gateway.
+    """Raise `APIError` unless a request is meant for this gateway, by `Host` or an absolute URI.
 
     Only a gateway on a loopback address checks this, or one with `allowed_hosts`.
     """
     named = request.headers.getall("host", [])
     if len(named) > 1:
         raise bad_request(f"Host comes {len(named)} times; send it once.", "host")
-    if not named or not (is_loopback(config.host) or config.allowed_hosts):
+    # The authority of an absolute URI is what counts (RFC 9112, 3.2.2); `Host` must fit as well.
+    for host in (*named, *_authority(request.raw_path)):
+        _check_name(host, config)
+
+
+def _authority(target: str) -> tuple[str, ...]:
+    """Return the authority of a request's target that is an absolute URI, else nothing.
+
+    Raises:
+        APIError: 400, it is none of HTTP, or has user information.
+    """
+    if target.startswith("/") or "://" not in target:
+        return ()
+    scheme, _, rest = target.partition("://")
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if scheme.lower() not in ("http", "https") or "@" in authority or not authority:
+        raise bad_request(
+            f"The request's target is {target[:80]!r}; send its path alone, like /v1/models.",
+            "target",
+        )
+    return (authority,)
+
+
+def _check_name(host: str, config: GatewayConfig) -> None:
+    """Raise `APIError` 403 unless this gateway is called so."""
+    if not (is_loopback(config.host) or config.allowed_hosts):
         return
-    name = host_name(named[0])
+    name = host_name(host)
     if is_loopback(config.host) and _is_local(name):
         return
     if name not in (config.host.lower(), *(host.lower() for host in config.allowed_hosts)):
         raise APIError(
             403,
-            f"Host is {named[0][:80]!r}; this gateway is called by local names only, unless it is "
+            f"Host is {host[:80]!r}; this gateway is called by local names only, unless it is "
             "started with --allowed-host NAME.",
             "host",
         )
