@@ -155,6 +155,80 @@ async def test_a_reader_that_takes_nothing_pauses_the_worker() -> None:
     assert transport.paused
 
 
+async def test_a_last_answer_of_a_connection_is_read_on_after_a_pause() -> None:
+    line = Line()
+    task = await asked(line)
+    head = JSON + b"connection: close\r\ncontent-length: 1000000\r\n\r\n"
+    line.data_received(head + b"a" * 500_000)
+    await task
+    transport = line._transport
+    assert isinstance(transport, Transport)
+    assert transport.paused
+    assert len(await line.read() or b"") == 500_000
+    reading = asyncio.create_task(line.read())
+    await asyncio.sleep(0)
+    assert not transport.paused
+    reading.cancel()
+
+
+async def test_a_flood_is_read_in_slices_between_which_others_run() -> None:
+    line = Line()
+    task = await asked(line)
+    line.data_received(HEAD)
+    await task
+    taken: list[int] = []
+    reading = asyncio.create_task(line.read(lambda data: taken.append(len(data)) is None))
+    await asyncio.sleep(0)
+    line.data_received(b"40000\r\n" + b"a" * 0x40000 + b"\r\n")
+    transport = line._transport
+    assert isinstance(transport, Transport)
+    assert transport.paused
+    assert sum(taken) < 20_000
+    turns = 0
+    while sum(taken) < 0x40000:
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 8
+    assert not transport.paused
+    reading.cancel()
+
+
+async def test_a_flood_beyond_its_burst_waits() -> None:
+    line, loop = Line(), asyncio.get_running_loop()
+    await asked(line)
+    assert [line._delay_s(2**14, loop.time()) for _ in range(2)] == [0.0, 0.0]
+    assert line._delay_s(2**23, 1.0 + loop.time()) == 1.0
+    assert line._delay_s(2**14, 60.0 + loop.time()) == 0.0
+
+
+async def test_a_slice_that_waits_is_read_before_the_end_of_its_connection() -> None:
+    line = Line()
+    task = await asked(line)
+    line.data_received(HEAD)
+    await task
+    taken: list[int] = []
+    reading = asyncio.create_task(line.read(lambda data: taken.append(len(data)) is None))
+    await asyncio.sleep(0)
+    line.data_received(b"20000\r\n" + b"a" * 0x20000 + b"\r\n0\r\n\r\n")
+    line.connection_lost(None)
+    assert await reading == b""
+    assert sum(taken) == 0x20000
+
+
+async def test_a_line_with_bytes_after_its_answer_takes_no_other_request() -> None:
+    line = Line()
+    task = await asked(line)
+    line.data_received(HEAD)
+    await task
+    reading = asyncio.create_task(line.read(lambda _: True))
+    await asyncio.sleep(0)
+    line.data_received(b"1\r\na\r\n0\r\n\r\n" + b"b" * 40_000)
+    await asyncio.wait([reading])
+    assert not line.idle
+    with pytest.raises(LineError):
+        await line.ask(b"z")
+
+
 async def test_a_line_that_was_paused_at_its_answer_s_end_reads_the_next() -> None:
     line = Line()
     task = await asked(line)
@@ -316,6 +390,28 @@ async def test_an_event_without_end_ends_in_an_error(
         status, body = await ask(url, stream=True)
         assert status == (200 if begun else 502)
         assert body.endswith(b"data: [DONE]\n\n") is begun
+
+
+@pytest.mark.parametrize("event", [b": ping\n\n", b"data:\n\n", b'data: {"choices":[]}\n\n'])
+@pytest.mark.parametrize("begun", [False, True])
+async def test_events_without_a_token_for_ever_end_in_an_error(event: bytes, begun: bool) -> None:
+    block = event * 100
+    idle = [b"%x\r\n%b\r\n" % (len(block), block)] * 200
+    async with front(lambda _: [HEAD, *([chunk(TOKEN)] if begun else []), *idle]) as (url, _):
+        status, body = await ask(url, stream=True)
+        assert status == (200 if begun else 502)
+        assert b"events without a token" in body
+
+
+async def test_an_event_without_a_token_before_each_token_is_no_fault() -> None:
+    done = b"data: [DONE]\n\n"
+    one = b"8\r\n: ping\n\n\r\n" + chunk(TOKEN)
+    pieces = [HEAD, *[one * 100] * 50, b"%x\r\n%b\r\n0\r\n\r\n" % (len(done), done)]
+    async with front(lambda _: pieces) as (url, _):
+        status, body = await ask(url, stream=True)
+        assert status == 200
+        assert body.count(b'"text"') == 5000
+        assert body.endswith(done)
 
 
 async def test_an_unforeseen_failure_of_a_stream_is_told_within_it(

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 from tests.hostile.registry import LASTS_S
 from tests.hostile.upstreams import PREFIX
 
@@ -56,6 +55,7 @@ def endless(block: bytes) -> Iterator[bytes]:
 DEEP_EVENT = chunk(b'{"choices":[],"x":' + DEEP + b"}")
 DEEP_REPLY = b'{"choices":[],"x":' + DEEP + b"}"
 TOKEN = token(0)
+TINY = b"".join(b"1\r\n%b\r\n" % bytes([byte]) for byte in b"data: {}\n\n" * 2000)
 
 
 #: What a server sends, by how it misbehaves.
@@ -72,7 +72,7 @@ HOSTILE: dict[str, Callable[[], Iterable[bytes]]] = {
     "deep_event": lambda: [HEAD, DEEP_EVENT],
     "deep_event_after_a_token": lambda: [HEAD, TOKEN, DEEP_EVENT],
     "deep_reply": lambda: [JSON + b"content-length: %d\r\n\r\n" % len(DEEP_REPLY), DEEP_REPLY],
-    "tiny_chunks": lambda: [HEAD, *(b"1\r\n%b\r\n" % bytes([c]) for c in b"data: {}\n" * 2000)],
+    "tiny_chunks": lambda: [HEAD, TINY],
     "empty_events": lambda: chain([HEAD], endless(b"10\r\n: ping\n\n: ping\n\n\r\n" * 1000)),
     "cut_off": lambda: [HEAD, TOKEN[: len(TOKEN) // 2]],
 }
@@ -95,7 +95,7 @@ def _flood(descriptor: int, how: str) -> None:
 class Server:
     """One server, with its publisher of KV events."""
 
-    def __init__(self, context: zmq.asyncio.Context) -> None:
+    def __init__(self, context: zmq.Context) -> None:
         self._publisher = context.socket(zmq.PUB)
         self._publisher.setsockopt(zmq.LINGER, 0)
         self._events = self._publisher.bind_to_random_port("tcp://127.0.0.1")
@@ -163,7 +163,7 @@ class Server:
         if how == "metrics":
             self._raves_until = time.monotonic() + LASTS_S
         elif how == "kv_events":
-            await self._rave()
+            await asyncio.to_thread(self._rave)
         if how or not wanted.get("stream"):
             yield self._reply(400, b'{"error":{"message":"stub","type":"X","code":400}}')
             return
@@ -174,13 +174,14 @@ class Server:
             yield token(index, last=index == count - 1)
         yield b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
-    async def _rave(self) -> None:
+    def _rave(self) -> None:
+        """Publish what is hostile, from a thread."""
         for payload in BATCHES:
             self._sequence += 1
             number = struct.pack(">q", self._sequence)
-            await self._publisher.send_multipart([b"kv", number, payload])
+            self._publisher.send_multipart([b"kv", number, payload], copy=False)
         for frames in ([b"kv"], [b"kv", b"short", b"x"], [b"kv", b"\xff" * 8, b"x"], [b"kv"] * 9):
-            await self._publisher.send_multipart(frames)
+            self._publisher.send_multipart(frames)
 
 
 def _stored(blocks: int, **fields: Any) -> dict[str, Any]:
@@ -212,7 +213,8 @@ BATCHES = [
 
 async def main() -> None:
     """Serve until stdin ends."""
-    context = zmq.asyncio.Context()
+    sys.setswitchinterval(0.0005)  # floods come from threads
+    context = zmq.Context()
     for _ in range(2):
         print(await Server(context).start(), flush=True)
     await asyncio.to_thread(sys.stdin.read)

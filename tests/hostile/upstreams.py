@@ -15,7 +15,7 @@ _ENDED = (200, 502)
 async def _ask(target: Target, how: str, stream: bool, *statuses: int) -> None:
     async def one() -> int:
         body = {"prompt": PREFIX + how, "max_tokens": 4, "stream": stream}
-        status, reply = await target.ask(body, whole=True)
+        status, reply = await target.ask(body, whole=True, wait_s=4.0)
         assert status != 200 or b'"error"' in reply, reply[-300:]
         return status
 
@@ -74,7 +74,8 @@ async def deep_reply(target: Target) -> None:
 
 @attack("upstreams")
 async def tiny_chunks(target: Target) -> None:
-    await again(partial(target.send, {"prompt": PREFIX + "tiny_chunks", "stream": True}))
+    body = {"prompt": PREFIX + "tiny_chunks", "stream": True}
+    await again(partial(target.ask, body, whole=True, wait_s=2.0))
 
 
 @attack("upstreams")

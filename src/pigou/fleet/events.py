@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ _log = logging.getLogger("pigou.fleet")
 #: Batches that may wait at the subscriber before ZMQ drops some (which a replay then fills).
 _HIGH_WATER = 100_000
 _REPLAY_S = 5.0
+#: CPU seconds of a slice that are long, and how often as long others run after it.
+_LONG_S, _REST = 0.002, 3
 #: Bytes of one message, beyond which ZMQ ends the connection; batches and bytes of one replay.
 _MOST_MESSAGE, _MOST_REPLAY, _MOST_REPLAY_BYTES = 2**24, 100_000, 2**28
 
@@ -141,16 +144,19 @@ class Subscriber:
     async def _accept(self, number: int, payload: bytes) -> None:
         """Apply a batch in slices, between which others run."""
         self._order.next = number + 1
+        began_s = time.thread_time()
         try:
             for events in event_slices(payload):
                 self._apply(events)
-                await asyncio.sleep(0)
+                await _rest(time.thread_time() - began_s)
+                began_s = time.thread_time()
         except EventError as error:
             _log.warning("%s: batch %d: %s", self._source.endpoint, number, error)
             self._lose()
         except Exception:
             _log.exception("%s: batch %d cannot be applied", self._source.endpoint, number)
             self._lose()
+        await _rest(time.thread_time() - began_s)
 
     async def _catch_up(self, context: zmq.asyncio.Context, until: int | None) -> bool:
         """Take in past batches, up to and with `until`, or all that there are.
@@ -197,6 +203,11 @@ class Subscriber:
             return []
         finally:
             socket.close(0)
+
+
+async def _rest(spent_s: float) -> None:
+    """Let others run; after long work for several times as long as it took."""
+    await asyncio.sleep(0 if spent_s < _LONG_S else _REST * spent_s)
 
 
 def _send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> Awaitable[Any]:

@@ -22,6 +22,9 @@ _HEX = re.compile(rb"[0-9a-fA-F]+")
 #: Hexadecimal digits of a chunk's size: up to 2^32 bytes.
 _MOST_DIGITS = 8
 _HIGH_WATER = 256 * 1024
+#: Bytes of a stream that are read in one turn of the event loop, bytes that may come at once, and
+#: bytes per second beyond: a server that floods its stream does not keep the others waiting.
+_SLICE, _BURST, _RATE = 16 * 1024, 2**20, 8 * 2**20
 
 
 class LineError(ConnectionError):
@@ -79,6 +82,7 @@ class Line(asyncio.Protocol):
     def __init__(self) -> None:
         self.idle_since = 0.0
         self.closed = False
+        self._gone = False  # cut or lost; `closed` may mean that the answer is the last one
         self._transport: asyncio.Transport | None = None
         self._phase = _Phase.IDLE
         self._rest = b""
@@ -87,6 +91,9 @@ class Line(asyncio.Protocol):
         self._interim = 0
         self._head: Head | None = None
         self._body = bytearray()
+        self._backlog = b""  # of a stream: not parsed yet; reading is paused
+        self._next: asyncio.Handle | None = None
+        self._level, self._leaked_at = 0.0, 0.0  # of the bucket of bytes, and when it leaked
         self._take: Take | None = None
         self._paused = False
         self._error: Exception | None = None
@@ -98,7 +105,7 @@ class Line(asyncio.Protocol):
         Raises:
             LineError: the connection ended first.
         """
-        if self._transport is None or self.closed or not self._over():
+        if self._transport is None or self.closed or not self._over() or self._backlog:
             raise LineError("the connection is closed", fresh=True)
         self._phase = _Phase.HEAD
         self._chunk, self._left, self._interim = _Chunk.SIZE, 0, 0
@@ -132,14 +139,15 @@ class Line(asyncio.Protocol):
 
     def abort(self) -> None:
         """Cut the connection, at once."""
-        self.closed = True
+        self.closed = self._gone = True
+        self._drop_backlog()
         if self._transport is not None:
             self._transport.abort()
 
     @property
     def idle(self) -> bool:
         """Whether the line can take another request."""
-        return self._over() and not self.closed and not self._body
+        return self._over() and not self.closed and not self._body and not self._backlog
 
     def _answer(self) -> Head | None:
         return self._head
@@ -156,7 +164,10 @@ class Line(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Tell whoever waits."""
-        self.closed = True
+        while self._backlog:
+            self._parse(self._cut())
+        self._drop_backlog()
+        self.closed = self._gone = True
         if self._phase is _Phase.UNTIL_CLOSE and error is None:
             self._phase = _Phase.IDLE
         elif self._phase is not _Phase.IDLE:
@@ -167,6 +178,11 @@ class Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in."""
+        if self._backlog or (len(data) > _SLICE and self._take is not None):
+            self._backlog += data
+            if self._next is None:
+                self._read_slice()
+            return
         between = self._chunk is _SIZE and not self._rest
         if self._take is not None and self._phase is _CHUNKS and between:
             # Mostly this is one whole chunk.
@@ -179,6 +195,36 @@ class Line(asyncio.Protocol):
                 self._hand(self._take, rest[:-2])
                 return
         self._parse(data)
+
+    def _read_slice(self) -> None:
+        """Parse a slice of the backlog now; the rest in later turns, while reading is paused."""
+        self._next = None
+        data = self._cut()
+        if self._backlog:
+            if self._transport is not None and not self._gone:
+                self._transport.pause_reading()
+            loop = asyncio.get_running_loop()
+            self._next = loop.call_later(self._delay_s(len(data), loop.time()), self._read_slice)
+        elif self._transport is not None and not self._paused and not self._gone:
+            self._transport.resume_reading()
+        self._parse(data)
+
+    def _delay_s(self, size: int, now_s: float) -> float:
+        """Return the seconds until the next slice, after one of `size` bytes."""
+        leaked = _RATE * (now_s - self._leaked_at)
+        self._level, self._leaked_at = max(0.0, self._level - leaked) + size, now_s
+        return 0.0 if self._level <= _BURST else size / _RATE
+
+    def _cut(self) -> bytes:
+        """Take the next slice from the backlog."""
+        data, self._backlog = self._backlog[:_SLICE], self._backlog[_SLICE:]
+        return data
+
+    def _drop_backlog(self) -> None:
+        self._backlog = b""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
 
     def _parse(self, data: bytes) -> None:
         if self._rest:
@@ -330,9 +376,10 @@ class Line(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def _resume(self) -> None:
-        if self._paused and self._transport is not None and not self.closed:
+        if self._paused and self._transport is not None and not self._gone:
             self._paused = False
-            self._transport.resume_reading()
+            if not self._backlog:
+                self._transport.resume_reading()
 
 
 def _head(data: bytes) -> Head:

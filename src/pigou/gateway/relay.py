@@ -22,6 +22,8 @@ from pigou.wire.sse import DONE, DONE_PAYLOAD, EventTooLong, Reader, frame
 _GAVE_UP = ("abort", "error")
 #: Moulds that are made within one attempt: where no two chunks are alike, it does not pay.
 _MOULDS = 16
+#: Events without anything for the client, comments among them, between two that have something.
+MAX_IDLE_EVENTS = 4096
 
 
 class Relay:
@@ -47,6 +49,7 @@ class Relay:
         self.muted = False
         self.failed: WorkerFailed | Rejected | None = None
         self._reader = Reader()
+        self._idle_events = 0
         self._stock = False
         self._full = True
         self._splice: Splice | None = None
@@ -70,6 +73,7 @@ class Relay:
         self.failed = None
         self.muted = False
         self._reader = Reader()
+        self._idle_events = 0
         self._stock = stock
         self._full = stock or not self.transcript.begun or not self.call.single
         self._mould = self._ready = None
@@ -94,6 +98,7 @@ class Relay:
         tokens = self.transcript.tokens
         tokens.append(token)
         self.counted += 1
+        self._idle_events = 0
         if text and self._stock:
             self.transcript.shown = len(tokens)
         return data if self.call.wants_ids else bare
@@ -111,6 +116,8 @@ class Relay:
         except EventTooLong as error:
             self.failed = WorkerFailed("garbage", f"the worker sent no stream: {error}")
             return b""
+        self._idle_events += self._reader.skipped
+        self._reader.skipped = 0
         self._learns = self._moulds > 0 and len(payloads) == 1
         for payload in payloads:
             if payload.strip() == DONE_PAYLOAD:
@@ -125,8 +132,12 @@ class Relay:
             except (WorkerFailed, Rejected) as failure:
                 self.failed = failure
                 break
+            self._idle_events = 0 if passed else self._idle_events + 1
             if passed:
                 out += (b"data: ", passed, b"\n\n")
+        if self._idle_events > MAX_IDLE_EVENTS and self.failed is None:
+            words = f"the worker sent {self._idle_events} events without a token"
+            self.failed = WorkerFailed("garbage", words)
         return b"".join(out)
 
     def _learn(self, payload: bytes, choices: Sequence[chunks.Choice]) -> None:

@@ -27,9 +27,12 @@ class Reader:
     Comments and fields other than `data` are skipped; data lines of one event are joined with a
     line break, as the specification of server-sent events says. An event counts when the blank
     line that ends it has arrived. A byte order mark before the stream is skipped.
+
+    Attributes:
+        skipped: events without data so far.
     """
 
-    __slots__ = ("_begun", "_held", "_parts", "_size")
+    __slots__ = ("_begun", "_held", "_parts", "_size", "skipped")
 
     def __init__(self) -> None:
         self._begun = False
@@ -37,6 +40,7 @@ class Reader:
         # Pieces of an event that is not whole: joined once, so that time stays linear.
         self._parts: list[bytes] = []
         self._size = 0
+        self.skipped = 0
 
     @property
     def pending(self) -> bool:
@@ -81,6 +85,7 @@ class Reader:
                 payloads.append(event[6:])
             elif (payload := _payload(event)) is not None:
                 payloads.append(payload)
+        self.skipped += len(events) - len(payloads)
         return payloads
 
     def _keep(self, data: bytes) -> list[bytes]:
