@@ -41,7 +41,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     wanted = {line.removeprefix("src/") for line in tracked.stdout.splitlines()}
     names = set(zipfile.ZipFile(wheel).namelist())
     assert wanted - names == set()
-    for needed in ("gateway/page.html", "models/tiny/config.json", "report/page.html"):
+    for needed in ("gateway/web/page.html", "models/tiny/config.json", "report/page.html"):
         assert (package / needed).is_file()
         assert f"pigou/{needed}" in names
 

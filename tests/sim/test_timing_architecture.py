@@ -296,3 +296,31 @@ def test_blocks_grow_with_memory_and_degree() -> None:
         kv_blocks(model, GPUS["h100"], 4, utilization=1.5)
     with pytest.raises(ConfigError, match="tp"):
         kv_blocks(model, GPUS["h100"], 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "context"),
+    [
+        ({}, 4096),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, 16_384),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 8192),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                           "original_max_position_embeddings": 32_768}}, 131_072),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, 8192),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 4096),
+        ({"rope_scaling": {"type": "su", "factor": 8.0}}, 4096),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 4096),
+    ],
+)  # fmt: skip
+def test_the_context_is_the_one_that_workers_work_out(
+    tmp_path: Path, change: dict[str, Any], context: int
+) -> None:
+    source = QWEN | {"max_position_embeddings": 4096} | change
+    assert read_architecture(write(tmp_path, source)).context == context
+
+
+@pytest.mark.parametrize("factor", [None, 0, -1, "4", True])
+def test_a_factor_that_cannot_be_is_refused(tmp_path: Path, factor: Any) -> None:
+    change = {"rope_scaling": {"type": "linear", "factor": factor}}
+    with pytest.raises(ConfigError, match="factor is"):
+        read_architecture(write(tmp_path, QWEN | change))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pigou.models.errors import ModelError
 
-class ModelError(ValueError):
-    """A model that cannot be run as it should: says which file or field, and what would do."""
+__all__ = ["GrammarError", "ModelError"]
 
 
 class GrammarError(ValueError):

@@ -10,33 +10,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.models.rope_parameters import (
+    COMMON,
+    KEYS,
+    parameter,
+    rope_parameters,
+    stated_positions,
+    trained_and_factor,
+    trained_positions,
+)
 from pigou.runtime.errors import ModelError
 
 Frequencies = NDArray[np.float32]
 
-_ORIGINAL = "original_max_position_embeddings"
-_KEYS = {
-    "default": set[str](),
-    "linear": {"factor"},
-    "dynamic": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-    "yarn": {
-        "factor",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    },
-    "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
-}
-_ALIASES = {"su": "longrope"}
-#: Known to every type; `finetuned` is a note of old checkpoints.
-_COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "factor", "finetuned",
-           _ORIGINAL}  # fmt: skip
-#: Types whose `max_position_embeddings` says the scaled length already, as vLLM reads them.
-_SCALED_ALREADY = {"default", "llama3", "longrope"}
 #: Base where no key says one (transformers' default of all families here).
 _BASE = 10_000.0
 
@@ -91,8 +77,8 @@ def read_rope(source: Mapping[str, Any], head_dim: int) -> Rope:
     Raises:
         ModelError: the type is not supported, or a parameter is missing or unknown.
     """
-    given, kind = _given(source)
-    for name in given.keys() - (_COMMON | _KEYS[kind]):
+    given, kind = rope_parameters(source)
+    for name in given.keys() - (COMMON | KEYS[kind]):
         raise ModelError(f"rope parameter {name!r} of {kind!r} is not supported")
     partial = given.get("partial_rotary_factor", source.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
@@ -102,87 +88,25 @@ def read_rope(source: Mapping[str, Any], head_dim: int) -> Rope:
     frequencies = (np.float32(1.0) / np.float32(base) ** exponents).astype(np.float32)
     match kind:
         case "linear":
-            rope = Rope((frequencies / _number(given, "factor")).astype(np.float32))
+            rope = Rope((frequencies / parameter(given, "factor")).astype(np.float32))
         case "dynamic":
-            growth = (base, _number(given, "factor"))
-            rope = Rope(frequencies, trained=_longest(source), growth=growth)
+            growth = (base, parameter(given, "factor"))
+            rope = Rope(frequencies, trained=stated_positions(source), growth=growth)
         case "llama3":
-            rope = Rope(_llama3(frequencies, given, _trained(source, given)))
+            rope = Rope(_llama3(frequencies, given, trained_positions(source, given)))
         case "yarn":
-            rope = _yarn(frequencies, given, base, _factors(source, given))
+            rope = _yarn(frequencies, given, base, trained_and_factor(source, given))
         case "longrope":
-            rope = _longrope(frequencies, given, _factors(source, given))
+            rope = _longrope(frequencies, given, trained_and_factor(source, given))
         case _:
             rope = Rope(frequencies)
     return rope
 
 
-def scaled_context(source: Mapping[str, Any]) -> int:
-    """Return how many positions the embedding reaches, as vLLM works out a model's context.
-
-    YaRN multiplies `original_max_position_embeddings`, linear and dynamic scaling multiply
-    `max_position_embeddings`; the others' is the scaled length already.
-
-    Raises:
-        ModelError: a number is missing or impossible.
-    """
-    given, kind = _given(source)
-    if kind in _SCALED_ALREADY:
-        return _longest(source)
-    if kind == "yarn":
-        trained, factor = _factors(source, given)
-        return int(trained * factor)
-    return int(_longest(source) * _number(given, "factor"))
-
-
-def _given(source: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the parameters that hold, and their type."""
-    given = source.get("rope_scaling") or source.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise ModelError(f"config.json: rope parameters are {given!r}; they must be an object")
-    if isinstance(given.get("full_attention"), Mapping):  # by type of layer
-        if any(other not in (None, given["full_attention"]) for other in given.values()):
-            raise ModelError("rope_parameters that differ by type of layer are not supported")
-        given = given["full_attention"]
-    said = str(given.get("rope_type") or given.get("type") or "default")
-    kind = _ALIASES.get(said, said)
-    if kind not in _KEYS:
-        raise ModelError(f"rope_type {kind!r} is not supported; supported: {', '.join(_KEYS)}")
-    return dict(given), kind
-
-
-def _number(given: Mapping[str, Any], name: str) -> float:
-    value = given.get(name)
-    usable = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not usable or not 0 < value < math.inf:  # type: ignore[operator]
-        raise ModelError(f"rope parameter {name} is {value!r}; it must be a number above 0")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _longest(source: Mapping[str, Any]) -> int:
-    return int(_number(source, "max_position_embeddings"))
-
-
-def _trained(source: Mapping[str, Any], given: Mapping[str, Any]) -> float:
-    """Return the positions that the model was trained for before it was scaled."""
-    for place in (source, given):
-        if place.get(_ORIGINAL) is not None:
-            return _number(place, _ORIGINAL)
-    return float(_longest(source))
-
-
-def _factors(source: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[float, float]:
-    """Return trained positions, and the factor; by default that to `max_position_embeddings`."""
-    trained = _trained(source, given)
-    if given.get("factor") is None:
-        return trained, _longest(source) / trained
-    return trained, _number(given, "factor")
-
-
 def _llama3(frequencies: Frequencies, given: Mapping[str, Any], trained: float) -> Frequencies:
     """Slow down long waves by `factor`, leave short ones, blend between (Llama 3.1)."""
-    factor = _number(given, "factor")
-    low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+    factor = parameter(given, "factor")
+    low, high = parameter(given, "low_freq_factor"), parameter(given, "high_freq_factor")
     turns = trained * frequencies / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
     blended: Frequencies = (1 - kept) * frequencies / factor + kept * frequencies

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pigou.config import ConfigError
+from pigou.models.errors import ModelError
+from pigou.models.rope_parameters import rope_parameters, scaled_context
 from pigou.sim.architecture import DTYPE_BYTES, QUANTISED, Architecture
 
 #: Model types whose layers the formulas describe, and whether their feed-forward has a gate.
@@ -75,8 +77,21 @@ def read_architecture(path: Path) -> Architecture:
         dtype=dtype,
         compute=compute,
         kv_dtype="bfloat16" if dtype in QUANTISED else dtype,
-        context=_number(path, source, "max_position_embeddings", 131_072),
+        context=_context(path, source),
     )
+
+
+def _context(path: Path, source: Mapping[str, Any]) -> int:
+    """Return the tokens that a sequence may have: with what scales the positions, as workers do."""
+    stated = _number(path, source, "max_position_embeddings", 131_072)
+    try:
+        rope_parameters(source)
+    except ModelError:  # a type that no worker of Pigou's runs: what it states is its context
+        return stated
+    try:
+        return scaled_context({**source, "max_position_embeddings": stated})
+    except ModelError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _refuse_windows(path: Path, source: Mapping[str, Any]) -> None:

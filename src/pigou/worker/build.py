@@ -243,8 +243,8 @@ def _times(config: WorkerConfig, folder: Path) -> Timed:
 
 def _context(spec: dict[str, Any]) -> int:
     """Return the context of a model that is not computed, of whatever family."""
+    from pigou.models.rope_parameters import scaled_context
     from pigou.runtime.errors import ModelError
-    from pigou.runtime.rope import scaled_context
 
     spec = {"max_position_embeddings": 2048, **spec}
     try:
