@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pigou.gateway.asked import Asked
+from pigou.gateway.prompts import Prompts
 from pigou.gateway.speller import Speller, Unspellable
 from pigou.models import bundled_path
 from pigou.text.template import ChatTemplate
@@ -96,3 +97,12 @@ def test_what_is_no_prompt_is_left_to_the_worker(prompt: Any) -> None:
     except Unspellable:
         return
     assert text == []
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_gateway_prepares_for_control_tokens_before_the_first_chat(allowed: bool) -> None:
+    speller = Speller.load(bundled_path())
+    Prompts(speller, allow_special_tokens=allowed)
+    control = speller.tokenizer.control
+    assert control is not None
+    assert (control._copy is None) == allowed

@@ -196,3 +196,15 @@ def test_a_tokenizer_without_special_tokens_changes_nothing() -> None:
     backend = Backend(models.BPE())
     assert ControlTokens(backend).guard(["<s>", "x"]) == ["<s>", "x"]
     assert json.dumps(ControlTokens(backend).guard({"a": "</s>"})) == '{"a": "</s>"}'
+
+
+def test_the_copy_is_made_once_and_before_any_text_where_that_is_asked() -> None:
+    tokenizer = Tokenizer.load(bundled_path())
+    control = tokenizer.control
+    assert control is not None
+    assert control._copy is None
+    tokenizer.warm_up()
+    copy = control._copy
+    assert copy is not None
+    tokenizer.encode(f"a{control.mark}b")
+    assert control._copy is copy

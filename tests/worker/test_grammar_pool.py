@@ -187,3 +187,44 @@ def test_a_grammar_that_crashes_or_overruns_is_refused_and_the_next_is_served(
     trials.try_grammar(Grammar("regex", "[a-z]{3}"))
     trials.kill()
     trials.try_grammar(Grammar("json_object"))
+
+
+def test_a_warm_pool_has_read_the_tokenizer_and_reads_it_no_more() -> None:
+    made: list[int] = []
+
+    def make() -> Grammars:
+        made.append(1)
+        return grammars()
+
+    async def main() -> None:
+        gate = Gate()
+        gate.open()
+        pool = GrammarPool(make, lambda: gate, 1)
+        pool.warm_up()
+        assert made == [1]
+        await asyncio.gather(
+            *(pool.prepare(Grammar("regex", f"a{i}"), str(i), 1) for i in range(4))
+        )
+        assert made == [1]
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_tokenizer_that_grammars_cannot_use_is_read_once_and_told_each_time() -> None:
+    made: list[int] = []
+
+    def make() -> Grammars:
+        made.append(1)
+        raise GrammarError("the tokenizer cannot be used for grammars: it is odd")
+
+    async def main() -> None:
+        pool = GrammarPool(make, Gate, 1)
+        pool.warm_up()
+        for i in range(3):
+            with pytest.raises(ValueError, match="it is odd"):
+                await pool.prepare(Grammar("regex", f"a{i}"), "t", 1)
+        assert made == [1]
+        pool.close()
+
+    asyncio.run(main())
