@@ -93,6 +93,8 @@ class Line(asyncio.Protocol):
         self._body = bytearray()
         self._backlog = b""  # of a stream: not parsed yet; reading is paused
         self._next: asyncio.Handle | None = None
+        self._loss: tuple[Exception | None] | None = None  # a loss that waits for the backlog
+        self._is_stream = False
         self._level, self._leaked_at = 0.0, 0.0  # of the bucket of bytes, and when it leaked
         self._take: Take | None = None
         self._paused = False
@@ -164,10 +166,13 @@ class Line(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Tell whoever waits."""
-        while self._backlog:
-            self._parse(self._cut())
-        self._drop_backlog()
         self.closed = self._gone = True
+        if self._backlog:
+            self._loss = (error,)  # told after what came before it
+            return
+        self._lose(error)
+
+    def _lose(self, error: Exception | None) -> None:
         if self._phase is _Phase.UNTIL_CLOSE and error is None:
             self._phase = _Phase.IDLE
         elif self._phase is not _Phase.IDLE:
@@ -178,10 +183,8 @@ class Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in."""
-        if self._backlog or (len(data) > _SLICE and self._take is not None):
-            self._backlog += data
-            if self._next is None:
-                self._read_slice()
+        if self._backlog or (len(data) > _SLICE and self._phase is _CHUNKS and self._is_stream):
+            self._put_off(data)
             return
         between = self._chunk is _SIZE and not self._rest
         if self._take is not None and self._phase is _CHUNKS and between:
@@ -196,6 +199,12 @@ class Line(asyncio.Protocol):
                 return
         self._parse(data)
 
+    def _put_off(self, data: bytes) -> None:
+        """Add to the backlog; read a slice now, unless one waits for its turn."""
+        self._backlog += data
+        if self._next is None:
+            self._read_slice()
+
     def _read_slice(self) -> None:
         """Parse a slice of the backlog now; the rest in later turns, while reading is paused."""
         self._next = None
@@ -208,6 +217,8 @@ class Line(asyncio.Protocol):
         elif self._transport is not None and not self._paused and not self._gone:
             self._transport.resume_reading()
         self._parse(data)
+        if self._loss is not None and not self._backlog:
+            self._lose(self._loss[0])
 
     def _delay_s(self, size: int, now_s: float) -> float:
         """Return the seconds until the next slice, after one of `size` bytes."""
@@ -233,6 +244,9 @@ class Line(asyncio.Protocol):
         try:
             if self._phase is _Phase.HEAD:
                 data = self._take_head(data)
+                if len(data) > _SLICE and self._phase is _CHUNKS and self._is_stream:
+                    self._put_off(data)
+                    return
             if data or self._phase is _Phase.SIZED:
                 self._deliver(self._take_body(data))
         except (ValueError, IndexError) as error:
@@ -296,6 +310,7 @@ class Line(asyncio.Protocol):
             self._phase = _Phase.UNTIL_CLOSE
         if headers.get(b"connection", b"").lower() == b"close":
             self.closed = True
+        self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
         self._head = head
 
     def _take_body(self, data: bytes) -> bytes:
