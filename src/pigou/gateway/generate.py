@@ -41,6 +41,8 @@ MAX_FAILURES = 4
 MAX_MOVES = 16
 #: Deaths of workers with the same request under way, after which it is not sent again.
 MAX_DEATHS = 2
+#: Seconds within which workers that are killed from outside count as killed at once.
+SAME_KILL_S = 2
 _END_S = 1.0
 
 
@@ -158,16 +160,23 @@ class Generator:
     async def _suspect(self, relay: Relay, failure: WorkerFailed, progressed: bool) -> None:
         """Count a worker's death against the request that was under way on it.
 
-        A death from outside says nothing against a request that got tokens until then.
+        A death from outside says nothing against a request that got tokens until then. Workers
+        that are killed at the same time are one death: a request may be sent on in between.
 
         Raises:
             APIError: it was under way at too many deaths, and is not sent again.
         """
         if failure.fate is None or not failure.may_be_death:
             return
+        now = time.monotonic_ns()
         end = await failure.fate()
         if end is End.LIVES or (progressed and end is not End.CRASHED):
             return
+        if end is End.KILLED:
+            again = now < relay.killed_ns + SAME_KILL_S * SECOND
+            relay.killed_ns = now
+            if again:
+                return
         relay.deaths += sorted(failure.workers) or ["a worker"]
         call, workers = relay.call, ", ".join(relay.deaths)
         _log.warning("request %s was under way when %s ended (%s)", call.wire_id, workers, failure)

@@ -37,6 +37,7 @@ class Relay:
         transcript: what the client was told.
         counted: tokens of all choices so far.
         deaths: ids of the workers that ended with this request under way.
+        killed_ns: monotonic time of the last of them that was killed from outside.
         muted: what comes is dropped, until the next attempt.
         failed: why the attempt cannot go on, set by `feed`; None while it can.
     """
@@ -46,6 +47,7 @@ class Relay:
         self.transcript = Transcript()
         self.counted = 0
         self.deaths: list[str] = []
+        self.killed_ns = -(2**62)
         self.muted = False
         self.failed: WorkerFailed | Rejected | None = None
         self._reader = Reader()
