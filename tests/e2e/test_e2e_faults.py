@@ -12,11 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
-from tests.e2e.client import Streamed
+from tests.e2e.client import SECRET, Streamed
 from tests.e2e.fleet import Fleet, alive
 
+from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.transfer import leg_one, leg_two
+from pigou.worker.transfer.ticket import Ticket, signed
 
 LONG = [6 + i % 900 for i in range(800)]  # 0.4 s of prompt for the sleeping prefill worker
 
@@ -191,7 +194,9 @@ def test_a_transfer_that_is_cut_in_the_middle_changes_no_token(real: Fleet, most
     ticket = first.complete(**leg_one(asked, chat=False))["kv_transfer_params"]
     cut = Cut((ticket["remote_host"], ticket["remote_port"]), most)
     cut.start()
-    reply = second.complete(**leg_two(asked, ticket | {"remote_port": cut.port}))
+    moved = msgspec.convert(ticket | {"remote_port": cut.port}, Ticket)
+    moved = signed(moved, FleetSecret(SECRET).key("kv-transfer"))
+    reply = second.complete(**leg_two(asked, moved.to_params()))
     cut.listener.close()
     assert cut.passed == most, "the cut came too late"
     assert reply["choices"][0]["token_ids"] == expected

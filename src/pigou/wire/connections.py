@@ -259,6 +259,9 @@ class LimitedHandler(RequestHandler):
         transport = self.transport
         if transport is None or transport.is_closing():
             return
+        if self.waits:  # the client left while the end of its answer was on its way
+            self.force_close()
+            return
         if _was_reset(transport):
             self._half_open = False
             transport.abort()
