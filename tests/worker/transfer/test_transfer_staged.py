@@ -17,8 +17,22 @@ from pigou.worker.transfer.memory import PREFIX, SHARED_DIR
 kinds = pytest.mark.parametrize("kind", [HostStore, stand.StagedStore])
 
 
+#: Shared memory of workers that other tests made in this process.
+_others: set[str] = set()
+
+
+def _files() -> set[str]:
+    return {path.name for path in SHARED_DIR.glob(f"{PREFIX}{os.getpid()}-*")}
+
+
+@pytest.fixture(autouse=True)
+def _note_the_files_of_others() -> None:
+    _others.clear()
+    _others.update(_files())
+
+
 def files() -> list[str]:
-    return [path.name for path in SHARED_DIR.glob(f"{PREFIX}{os.getpid()}-*")]
+    return sorted(_files() - _others)
 
 
 def source(kind: type[HostStore] = stand.StagedStore) -> Any:
