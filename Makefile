@@ -41,7 +41,7 @@ bench: $(VENV)/.dev
 	for b in core transfer gateway engine; do $(BIN)/python -m benchmarks.$$b $(ARGS) || exit 1; done
 
 docs: $(VENV)/.dev
-	$(BIN)/python -m tools.cli_reference > docs/cli.md
+	$(BIN)/python -m tools.cli_reference > docs/reference/cli.md
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -23,7 +23,7 @@ from pigou.cli import COMMANDS, build
 from pigou.workload.catalogue import listed
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path, *languages: str) -> Iterator[str]:
@@ -74,7 +74,7 @@ def parse(words: list[str]) -> None:
     command.make_context(words[0], list(rest[:cut]), resilient_parsing=cut is not None)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_is_one_that_there_is(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """Print the reference of the command line, from the commands themselves.
 
-python -m tools.cli_reference > docs/cli.md
+python -m tools.cli_reference > docs/reference/cli.md
 """
 
 from __future__ import annotations

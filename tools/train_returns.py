@@ -1,4 +1,4 @@
-"""Trains and judges what predicts the worth of cache entries (docs/token-eviction.md).
+"""Trains and judges what predicts the worth of cache entries (docs/internals/token-eviction.md).
 
     python tools/train_returns.py train --model DIR [--out DIR]   minutes on one thread
     python tools/train_returns.py judge --model DIR               recall and perplexity by policy

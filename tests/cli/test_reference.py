@@ -19,12 +19,12 @@ def test_the_reference_is_as_generated() -> None:
         [sys.executable, "-m", "tools.cli_reference"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert (ROOT / "docs" / "cli.md").read_text() == done.stdout, "run `make docs`"
+    assert (ROOT / "docs" / "reference" / "cli.md").read_text() == done.stdout, "run `make docs`"
 
 
 def documented() -> dict[str, set[str]]:
     """Return the options of each command's table in the reference."""
-    sections = (ROOT / "docs" / "cli.md").read_text().split("\n## pigou ")[1:]
+    sections = (ROOT / "docs" / "reference" / "cli.md").read_text().split("\n## pigou ")[1:]
     found = {}
     for section in sections:
         rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]

@@ -1,7 +1,7 @@
 """What is commonly claimed of these games and does not hold: a counterexample each.
 
 The claims are those of Georgiou, "The Price of Anarchy in Disaggregated Inference" (2026);
-``docs/theory.md`` says what holds instead.
+``docs/internals/theory.md`` says what holds instead.
 """
 
 from __future__ import annotations

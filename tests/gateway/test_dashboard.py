@@ -127,7 +127,7 @@ async def test_every_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
 
 
 async def test_every_metric_is_documented() -> None:
-    docs = (ROOT / "docs" / "observability.md").read_text()
+    docs = (ROOT / "docs" / "guide" / "observability.md").read_text()
     named = set(re.findall(r"`(pigou_\w+)`", docs))
     async with running(0, 0, 1, arguments=SLEEP, control=ControlConfig(policy="toll")) as (
         _,

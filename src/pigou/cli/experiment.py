@@ -39,7 +39,7 @@ def experiment(
         str,
         typer.Option(
             help="serial-prefill, client-pool or fair; client-pool unless given. "
-            "See docs/replication.md."
+            "See docs/results/replication.md."
         ),
     ] = "",
     fleet_name: Annotated[

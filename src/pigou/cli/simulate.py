@@ -34,7 +34,7 @@ def simulate(
         str,
         typer.Option(
             help="A trace, or closed:C=128,in=128,out=256,ramp=30,hold=120, or "
-            "poisson:rate=5,in=512,out=128,hold=600; see docs/simulator.md."
+            "poisson:rate=5,in=512,out=128,hold=600; see docs/guide/simulate.md."
         ),
     ],
     fleet: Annotated[str, typer.Option(help="4xboth, 1p+2d, or a YAML file.")] = "1xboth",

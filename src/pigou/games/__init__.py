@@ -7,5 +7,5 @@
 - ``anarchy``: observed cost over optimal cost, from a live fleet
 - ``queueing``: waits and knees of the textbook queues
 
-``docs/theory.md`` has the results, and the counterexamples to what is commonly claimed.
+``docs/internals/theory.md`` has the results, and the counterexamples to what is commonly claimed.
 """
