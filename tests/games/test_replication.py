@@ -59,7 +59,7 @@ def test_where_all_fits_the_optimum_costs_nothing() -> None:
 
 
 def test_the_price_of_two_workers_grows_with_miss_over_link() -> None:
-    """Worker 1 hardly wants c but holds it, and worker 0 misses b for it (docs/internals/theory.md)."""
+    """Worker 1 hardly wants c but holds it; worker 0 misses b for it (docs/internals/theory.md)."""
     prices = []
     for miss in (5.0, 20.0, 80.0):
         demand = np.array([[1.0, 1.0, 0.0], [0.0, 0.0, 0.1]])

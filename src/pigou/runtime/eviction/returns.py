@@ -67,7 +67,8 @@ class ReturnModel:
     that and by the attention that it received. An entry's return is a mean of two: the change of
     the attention's output, behind the output product, were it dropped alone, to the power of
     `POWER`; and the squared error that it spares where others are dropped. Both are summed over
-    the queries to come, discounted (docs/internals/token-eviction.md). Its logarithm is taken as normal.
+    the queries to come, discounted (docs/internals/token-eviction.md). Its logarithm is taken as
+    normal.
 
     Attributes:
         birth_in: shape (Z, 2 * head_dim, hidden).
