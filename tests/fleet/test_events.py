@@ -141,6 +141,41 @@ async def test_without_a_replay_every_gap_is_told() -> None:
         await sink.reaches([0, "lost", 2, 3])
 
 
+async def test_what_waits_has_a_bound_in_bytes_and_nothing_beyond_it_is_lost() -> None:
+    assert events._HIGH_WATER * events._MOST_MESSAGE <= 2**28
+    async with subscribed([], replay=False) as (publisher, sink):
+        count = 20 * events._HIGH_WATER
+        for number in range(count):  # the subscriber's loop does not run meanwhile
+            frames = [b"kv", sequence_frame(number), payload(number)]
+            zmq.Socket.send_multipart(zmq.Socket.shadow(publisher.pub.underlying), frames)
+        await sink.reaches(list(range(count)))
+
+
+async def test_garbage_is_read_more_and_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    sink = Sink()
+    subscriber = Subscriber(Source("tcp://127.0.0.1:1", "", "kv"), sink.apply, sink.lose)
+    with monkeypatch.context() as patch:
+        patch.setattr(events.asyncio, "sleep", sleep)
+        context = zmq.asyncio.Context()
+        for number in range(12):
+            await subscriber._take(context, [b"kv", sequence_frame(number), b"garbage"])
+        garbage = [pause for pause in pauses if pause > 0]
+        pauses.clear()
+        for number in range(12, 24):
+            await subscriber._take(context, [b"kv", sequence_frame(number), payload(number)])
+        await subscriber._take(context, [b"only one frame"])
+        context.destroy(linger=0)
+    assert garbage[:4] == [0.01, 0.02, 0.04, 0.08]
+    assert garbage[-1] == 0.2
+    assert pauses[-1] == 0.01
+    assert sink.seen == ["lost"] * 12 + list(range(12, 24))
+
+
 async def test_a_number_that_falls_is_a_new_publisher() -> None:
     async with subscribed([]) as (publisher, sink):
         for number in range(3):

@@ -28,8 +28,9 @@ from pigou.gateway.relay import Relay
 from pigou.gateway.server import GatewayServer
 from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
-from pigou.wire import kv_events, sse
-from pigou.wire.kv_events import EventError, decode_batch, event_slices
+from pigou.wire import kv_event_slices, kv_events, sse
+from pigou.wire.kv_event_slices import event_slices
+from pigou.wire.kv_events import EventError, decode_batch
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -470,9 +471,9 @@ def test_a_large_batch_is_applied_in_slices_that_mean_the_same() -> None:
               *[{"type": "AllBlocksCleared"}] * 600]  # fmt: skip
     slices = list(event_slices(kv_events.encode_batch(1.0, events)))
     flat = [event for each in slices for event in each]
-    assert all(len(each) <= kv_events.SLICE // 4 for each in slices)
+    assert all(len(each) <= kv_event_slices.SLICE // 4 for each in slices)
     parts = [event for event in flat if isinstance(event, kv_events.Stored)]
-    assert all(len(part.hashes) <= kv_events.SLICE for part in parts)
+    assert all(len(part.hashes) <= kv_event_slices.SLICE for part in parts)
     [whole] = decode_batch(kv_events.encode_batch(1.0, events[:1])).events
     assert isinstance(whole, kv_events.Stored)
     assert [h for part in parts for h in part.hashes] == list(whole.hashes)
@@ -501,7 +502,7 @@ def test_small_batches_stay_whole() -> None:
         msgspec.msgpack.encode([1.0, [7]]),
         b"\x92\xcb" + b"\x00" * 8 + b"\x91" * 200_000 + b"\xc0",
         b"\x92\xcb" + b"\x00" * 8 + b"\xdd\xff\xff\xff\xff",
-        b"\x92\xcb" + b"\x00" * (kv_events.MAX_BATCH + 8),
+        b"\x92\xcb" + b"\x00" * (kv_event_slices.MAX_BATCH + 8),
     ],
 )
 def test_what_is_no_batch_is_refused(payload: bytes) -> None:

@@ -14,21 +14,19 @@ import zmq.asyncio
 
 from pigou.fleet.probe import Source
 from pigou.wire.curve import secure_client
-from pigou.wire.kv_events import (
-    EventError,
-    WireEvent,
-    event_slices,
-    sequence_frame,
-    sequence_number,
-)
+from pigou.wire.kv_event_slices import event_slices
+from pigou.wire.kv_events import EventError, WireEvent, sequence_frame, sequence_number
 
 _log = logging.getLogger("pigou.fleet")
 
-#: Batches that may wait at the subscriber before ZMQ drops some (which a replay then fills).
-_HIGH_WATER = 100_000
+#: Batches that may wait here; further ones wait at the publisher, until it drops some, which a
+#: replay then fills. Times `_MOST_MESSAGE`, this is the memory that a publisher can take.
+_HIGH_WATER = 16
 _REPLAY_S = 5.0
 #: CPU seconds of a slice that are long, and how often as long others run after it.
-_LONG_S, _REST = 0.002, 3
+_LONG_S, _REST = 0.0005, 3
+#: Seconds of rest after a first batch that is none, doubled by each further one, up to the latter.
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.01, 0.2
 #: Bytes of one message, beyond which ZMQ ends the connection; batches and bytes of one replay.
 _MOST_MESSAGE, _MOST_REPLAY, _MOST_REPLAY_BYTES = 2**24, 100_000, 2**28
 
@@ -81,6 +79,7 @@ class Subscriber:
         self._apply = apply
         self._lose = lose
         self._order = Order()
+        self._faults = 0
 
     async def run(self) -> None:
         """Subscribe, and take in what comes; ends only by cancellation."""
@@ -127,6 +126,7 @@ class Subscriber:
             number = sequence_number(sequence)
         except (ValueError, EventError) as error:
             _log.warning("%s sent what is no KV event: %s", self._source.endpoint, error)
+            await self._pause()
             return
         if number is None:
             return
@@ -152,11 +152,20 @@ class Subscriber:
                 began_s = time.thread_time()
         except EventError as error:
             _log.warning("%s: batch %d: %s", self._source.endpoint, number, error)
-            self._lose()
         except Exception:
             _log.exception("%s: batch %d cannot be applied", self._source.endpoint, number)
-            self._lose()
-        await _rest(time.thread_time() - began_s)
+        else:
+            self._faults = max(0, self._faults - 1)
+            await _rest(time.thread_time() - began_s)
+            return
+        self._lose()
+        await self._pause()
+
+    async def _pause(self) -> None:
+        """Rest after what is no batch: a publisher of garbage costs little time and few lines."""
+        pause_s = min(_MOST_PAUSE_S, _LEAST_PAUSE_S * 2 ** min(self._faults, 30))
+        self._faults += 1
+        await asyncio.sleep(pause_s)
 
     async def _catch_up(self, context: zmq.asyncio.Context, until: int | None) -> bool:
         """Take in past batches, up to and with `until`, or all that there are.

@@ -8,9 +8,9 @@ integer (low 64 bits of the digest) or raw bytes, and belongs to the engine that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeAlias, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -86,19 +86,17 @@ class Batch:
 
 
 #: Bounds of one event: blocks, tokens in a block, bytes of a hash, characters of a name.
-_MOST_BLOCKS, _MOST_BLOCK_SIZE, _MOST_HASH, _MOST_NAME = 2**16, 2**16, 64, 1024
-_Tokens = list[Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**32)]]
+MOST_BLOCKS, MOST_BLOCK_SIZE, MOST_HASH, MOST_NAME = 2**16, 2**16, 64, 1024
+Tokens = list[Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**32)]]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
-_parts = msgspec.msgpack.Decoder(list[msgspec.Raw])
-#: Bytes of a batch, and blocks that are applied at once: some milliseconds of work.
-MAX_BATCH = 8 * 1024 * 1024
-SLICE = 512
 #: Order of the fields of the array shape, after the type.
-_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-           "lora_name", "extra_keys")  # fmt: skip
-_REMOVED = ("block_hashes", "medium")
+STORED_FIELDS = (
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+    "lora_name", "extra_keys",
+)  # fmt: skip
+REMOVED_FIELDS = ("block_hashes", "medium")
 
 
 def wire_hashes(hashes: BlockHashes) -> list[int]:
@@ -169,62 +167,10 @@ def decode_batch(payload: bytes) -> Batch:
     if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[1], list):
         raise EventError("a batch is [timestamp, [events], rank?]")
     if not isinstance(raw[0], int | float):
-        raise EventError(f"timestamp is {_shown(raw[0])}; it must be a number")
-    events = tuple(event for item in raw[1] if (event := _event(item)) is not None)
+        raise EventError(f"timestamp is {shown(raw[0])}; it must be a number")
+    events = tuple(event for item in raw[1] if (event := read_event(item)) is not None)
     rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
     return Batch(float(raw[0]), events, rank)
-
-
-def event_slices(payload: bytes) -> Iterator[tuple[WireEvent, ...]]:
-    """Decode a payload bit by bit, so that whoever applies it can let others run in between.
-
-    Yields:
-        Events in order, `SLICE` blocks of them at a time, about.
-
-    Raises:
-        EventError: as `decode_batch`; the payload is longer than `MAX_BATCH`.
-    """
-    if len(payload) > MAX_BATCH:
-        raise EventError(f"a batch of {len(payload)} bytes; at most {MAX_BATCH} work")
-    try:
-        raw = _parts.decode(payload)
-        if len(raw) < 2:
-            raise EventError("a batch is [timestamp, [events], rank?]")
-        if not isinstance(told := _decoder.decode(raw[0]), int | float):
-            raise EventError(f"timestamp is {_shown(told)}; it must be a number")
-        events: list[WireEvent] = []
-        blocks = 0
-        for item in _parts.decode(raw[1]):
-            event = _event(_decoder.decode(item))
-            for part in () if event is None else _split(event):
-                events.append(part)
-                blocks += 1 if isinstance(part, Cleared) else max(1, len(part.hashes))
-                if blocks >= SLICE or len(events) >= SLICE // 4:
-                    yield tuple(events)
-                    events, blocks = [], 0
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise EventError(f"not MessagePack of events: {error}") from None
-    if events:
-        yield tuple(events)
-
-
-def _split(event: WireEvent) -> Iterator[WireEvent]:
-    """Yield an event's blocks `SLICE` at a time."""
-    if isinstance(event, Cleared) or len(event.hashes) <= SLICE:
-        yield event
-    elif isinstance(event, Removed):
-        for at in range(0, len(event.hashes), SLICE):
-            yield Removed(event.hashes[at : at + SLICE], event.medium)
-    else:
-        size, hashes, tokens = event.block_size, event.hashes, event.token_ids
-        for at in range(0, len(hashes), SLICE):
-            yield replace(
-                event,
-                hashes=hashes[at : at + SLICE],
-                parent=cast(WireHash, hashes[at - 1]) if at else event.parent,
-                token_ids=tokens[at * size : (at + SLICE) * size],
-                salt=None if at else event.salt,
-            )
 
 
 def sequence_frame(number: int) -> bytes:
@@ -243,57 +189,68 @@ def sequence_number(frame: bytes) -> int | None:
     return None if frame == END_OF_REPLAY else int.from_bytes(frame, "big")
 
 
-def _event(item: Any) -> WireEvent | None:
+def read_event(item: Any) -> WireEvent | None:
     """Return the event; None for a type that is not known."""
     if isinstance(item, dict):
         kind, fields = item.get("type"), item
     elif isinstance(item, list) and item:
         kind = item[0]
-        names = _STORED if kind == "BlockStored" else _REMOVED
+        names = STORED_FIELDS if kind == "BlockStored" else REMOVED_FIELDS
         fields = dict(zip(names, item[1:], strict=False))
     else:
-        raise EventError(f"an event is a map or a non-empty array, not {_shown(item)}")
+        raise EventError(f"an event is a map or a non-empty array, not {shown(item)}")
     if kind == "AllBlocksCleared":
         return Cleared()
     if kind not in ("BlockStored", "BlockRemoved"):
         return None
     blocks = _list(fields, "block_hashes")
-    if len(blocks) > _MOST_BLOCKS:
-        raise EventError(f"an event has {len(blocks)} blocks; it may have {_MOST_BLOCKS}")
-    hashes = tuple(_hash(value) for value in blocks)
-    medium = _text(fields, "medium")
+    check_blocks(len(blocks))
+    hashes = tuple(read_hash(value) for value in blocks)
+    medium = read_text(fields, "medium")
     if kind == "BlockRemoved":
         return Removed(hashes, medium)
     parent = fields.get("parent_block_hash")
-    size = fields.get("block_size")
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MOST_BLOCK_SIZE:
-        raise EventError(f"block_size is {_shown(size)}; it must be in [1, {_MOST_BLOCK_SIZE}]")
     return Stored(
         hashes=hashes,
-        parent=None if parent is None else _hash(parent),
+        parent=None if parent is None else read_hash(parent),
         token_ids=_tokens(fields),
-        block_size=size,
+        block_size=read_block_size(fields),
         medium=medium,
-        salt=_salt(fields),
-        lora=_text(fields, "lora_name"),
+        salt=read_salt(fields),
+        lora=read_text(fields, "lora_name"),
     )
 
 
-def _shown(value: Any) -> str:
+def check_blocks(count: int) -> None:
+    """Raise EventError where an event has too many blocks."""
+    if count > MOST_BLOCKS:
+        raise EventError(f"an event has {count} blocks; it may have {MOST_BLOCKS}")
+
+
+def read_block_size(fields: dict[str, Any]) -> int:
+    """Return the tokens in a block."""
+    size = fields.get("block_size")
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_BLOCK_SIZE:
+        raise EventError(f"block_size is {shown(size)}; it must be in [1, {MOST_BLOCK_SIZE}]")
+    return size
+
+
+def shown(value: Any) -> str:
     """Return a value for a message, shortened; deep ones cannot be shown."""
     return f"{value!r:.80}" if isinstance(value, str | int | float) else type(value).__name__
 
 
-def _text(fields: dict[str, Any], name: str) -> str | None:
+def read_text(fields: dict[str, Any], name: str) -> str | None:
+    """Return a short text, or None where there is none."""
     value = fields.get(name)
-    if value is None or (isinstance(value, str) and len(value) <= _MOST_NAME):
+    if value is None or (isinstance(value, str) and len(value) <= MOST_NAME):
         return value
-    raise EventError(f"{name} is {_shown(value)}; it must be a short text or null")
+    raise EventError(f"{name} is {shown(value)}; it must be a short text or null")
 
 
 def _tokens(fields: dict[str, Any]) -> tuple[int, ...]:
     try:
-        return tuple(msgspec.convert(_list(fields, "token_ids"), _Tokens, strict=True))
+        return tuple(msgspec.convert(_list(fields, "token_ids"), Tokens, strict=True))
     except msgspec.ValidationError as error:
         raise EventError(f"token_ids: {error}") from None
 
@@ -301,25 +258,26 @@ def _tokens(fields: dict[str, Any]) -> tuple[int, ...]:
 def _list(fields: dict[str, Any], name: str) -> list[Any]:
     value = fields.get(name)
     if not isinstance(value, list):
-        raise EventError(f"{name} is {_shown(value)}; it must be a list")
+        raise EventError(f"{name} is {shown(value)}; it must be a list")
     return value
 
 
-def _hash(value: Any) -> WireHash:
+def read_hash(value: Any) -> WireHash:
+    """Return a block's hash, unsigned where it is an integer."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value & 0xFFFF_FFFF_FFFF_FFFF  # some engines send it signed
-    if isinstance(value, bytes) and 0 < len(value) <= _MOST_HASH:
+    if isinstance(value, bytes) and 0 < len(value) <= MOST_HASH:
         return value
-    raise EventError(f"a block hash is an integer or bytes, not {_shown(value)}")
+    raise EventError(f"a block hash is an integer or bytes, not {shown(value)}")
 
 
-def _salt(fields: dict[str, Any]) -> str | None:
+def read_salt(fields: dict[str, Any]) -> str | None:
     """Return SGLang's `cache_salt`, or the salt that vLLM puts among the first block's keys."""
     salt = fields.get("cache_salt")
     if isinstance(salt, str):
-        return _text(fields, "cache_salt")
+        return read_text(fields, "cache_salt")
     keys = fields.get("extra_keys")
     if isinstance(keys, list) and keys and isinstance(keys[0], list):
         texts = [key for key in keys[0] if isinstance(key, str)]
-        return texts[-1] if texts and len(texts[-1]) <= _MOST_NAME else None
+        return texts[-1] if texts and len(texts[-1]) <= MOST_NAME else None
     return None
