@@ -1,0 +1,1 @@
+"""The life of one request: a pure state machine that the gateway and the simulator drive."""

@@ -1,0 +1,117 @@
+"""Stream migration: what a client has been told so far, and what goes on elsewhere from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+_ids = msgspec.json.Decoder(list[int]).decode
+
+
+class ReplyHead(msgspec.Struct, frozen=True):
+    """What all chunks of a reply have in common."""
+
+    id: str = ""
+    created: int = 0
+    model: str = ""
+
+
+@dataclass(slots=True)
+class StreamState:
+    """What a client has been told by one stream: all that is needed to go on elsewhere.
+
+    Attributes:
+        head: id, time of creation and model, as the first chunk had them; None before it.
+        prompt: token ids of the prompt, still as JSON; empty while no worker has said them.
+        tokens: generated token ids, as many as workers have reported.
+        shown: tokens whose text was shown entirely; later ones may be half a character.
+        finish: why the sequence ended; None while it runs.
+        usage: whether the final usage was told.
+        done: whether the stream is complete.
+    """
+
+    head: ReplyHead | None = None
+    prompt: bytes = b""
+    tokens: list[int] = field(default_factory=list)
+    shown: int = 0
+    finish: str | None = None
+    usage: bool = False
+    done: bool = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has been told anything."""
+        return self.head is not None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; 0 when no worker has said them."""
+        return self.prompt.count(b",") + 1 if self.prompt else 0
+
+    def prompt_ids(self) -> list[int]:
+        """Return the prompt's token ids; empty when no worker has said them."""
+        return _ids(self.prompt) if self.prompt else []
+
+    def drop_unshown(self) -> int:
+        """Forget tokens whose text was not shown entirely; return how many.
+
+        A worker that is only told text generates them again, so that no character is cut in two.
+        """
+        dropped = len(self.tokens) - self.shown
+        if dropped > 0:
+            del self.tokens[self.shown :]
+        return max(0, dropped)
+
+
+def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool) -> bool:
+    """Whether a broken stream can go on elsewhere without its client noticing.
+
+    A stream of which the client has seen nothing always can. One that has begun needs the ids of
+    its prompt. On a stock worker nothing may depend on what came before but the tokens (stop
+    strings, penalties, a grammar, a seed's generator), nor may the client count on exact ids.
+
+    Args:
+        state: what the client was told.
+        single: it is one sequence.
+        portable: the rest of the reply depends on nothing but the tokens so far.
+        stock: the next worker knows nothing of `resume_tokens`.
+    """
+    if not state.begun:
+        return True
+    if not single:
+        return False
+    if not state.tokens:
+        return True
+    if not state.prompt:
+        return False
+    return portable or not stock
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What is left of a request once some output tokens have joined its prompt.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt, those so far included.
+        max_tokens: most tokens that are still to come.
+        min_tokens: fewest tokens that are still to come.
+    """
+
+    prompt_tokens: int
+    max_tokens: int
+    min_tokens: int = 0
+
+    @classmethod
+    def after(
+        cls, tokens: int, prompt_tokens: int, max_tokens: int, min_tokens: int = 0
+    ) -> Continuation:
+        """Return what is left after `tokens` output tokens.
+
+        Args:
+            tokens: output tokens so far.
+            prompt_tokens: of the request as its client sent it.
+            max_tokens: that its client asked for.
+            min_tokens: that its client asked for.
+        """
+        return cls(prompt_tokens + tokens, max_tokens - tokens, max(0, min_tokens - tokens))

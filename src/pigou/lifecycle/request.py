@@ -1,0 +1,296 @@
+"""The life of one request, from its arrival to its one end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, TypeAlias
+
+from pigou.control.messages import (
+    Choice,
+    FirstToken,
+    PrefillDone,
+    Queue,
+    ReadFailed,
+    Recall,
+    Route,
+    Shed,
+)
+from pigou.lifecycle.messages import (
+    ClientLeft,
+    ClientTimedOut,
+    CompleteStream,
+    EndRequest,
+    FetchKV,
+    KVFetched,
+    KVFetchFailed,
+    LegFailed,
+    LifecycleEffect,
+    LifecycleEvent,
+    Prefilled,
+    ReportDeaths,
+    RequestOutcome,
+    RequestRefused,
+    StartDecode,
+    StartPrefill,
+    StopLeg,
+    StreamBegan,
+    StreamFinished,
+    Submit,
+    TokensDropped,
+    TokensReceived,
+)
+from pigou.lifecycle.suspicion import Suspicion
+
+#: Failures in a row, none with a token between them, after which a request is given up: it may be
+#: the request that breaks the workers.
+MAX_FAILURES = 4
+#: Times that one request leaves its workers, failures and recalls together.
+MAX_MOVES = 16
+#: Cause of a move without a failure.
+RECALLED = "recalled"
+
+Effects: TypeAlias = tuple[LifecycleEffect, ...]
+
+
+class RequestState(Enum):
+    """What a request waits for."""
+
+    NEW = "new"
+    ADMISSION = "admission"
+    KV_FETCH = "kv fetch"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COMPLETION = "completion"
+    ENDED = "ended"
+
+
+# Looked up once: members of an Enum are slow to find.
+_ADMISSION, _KV_FETCH = RequestState.ADMISSION, RequestState.KV_FETCH
+_PREFILL, _DECODE = RequestState.PREFILL, RequestState.DECODE
+_COMPLETION, _ENDED = RequestState.COMPLETION, RequestState.ENDED
+_DONE = EndRequest(RequestOutcome.DONE)
+_LEGS = (_KV_FETCH, _PREFILL, _DECODE)
+
+
+class RequestLifecycle:
+    """Says what comes next for a request: attempts, legs, retries, migration, the end.
+
+    Each event returns the effects that follow, in their order. Events that do not fit the state
+    (of a leg that is over, or after the end) change nothing.
+
+    Example:
+        life = RequestLifecycle("r1")
+        (submit,) = life.begin()
+        (start,) = life.take(Route("r1", Choice("worker-0")), now_ns=0)
+        life.take(TokensReceived(start.leg, 5), now_ns=1)
+        (end,) = life.take(StreamFinished(start.leg), now_ns=2)
+        assert end.outcome is RequestOutcome.DONE
+
+    Attributes:
+        id: of the request, before the control plane.
+        state: what it waits for.
+        leg: number of what is under way; each step has its own.
+        choice: the workers that the control plane chose last; None before.
+        tokens: output tokens that count: they join the prompt of the next attempt.
+        generated: output tokens that came in all, dropped ones included.
+        begun: whether the client was told anything.
+        excluded: ids of the workers that failed it since its last token, or that it was taken from.
+        failures: in a row, without a token between them.
+        moves: times that it left its workers.
+        suspicion: deaths of workers under it.
+    """
+
+    __slots__ = (
+        "_first_token_told", "_received", "begun", "choice", "excluded", "failures", "generated",
+        "id", "leg", "moves", "state", "suspicion", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.state = RequestState.NEW
+        self.leg = 0
+        self.choice: Choice | None = None
+        self.tokens = self.generated = 0
+        self.begun = False
+        self.excluded: frozenset[str] = frozenset()
+        self.failures = self.moves = 0
+        self.suspicion = Suspicion()
+        self._first_token_told = False
+        self._received = 0  # tokens of the present attempt
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over."""
+        return self.state is _ENDED
+
+    def begin(self) -> Effects:
+        """The request arrived."""
+        return self._submit("")
+
+    def take(self, event: LifecycleEvent, now_ns: int) -> Effects:
+        """Take in what happened at `now_ns`; return what follows."""
+        if self.state is _ENDED:
+            return ()
+        return _HANDLERS[type(event)](self, event, now_ns)
+
+    # --- the way there --------------------------------------------------------------------------
+
+    def _submit(self, cause: str) -> Effects:
+        self._received = 0
+        self._enter(_ADMISSION)
+        return (Submit(self.tokens, self.excluded, cause),)
+
+    def _routed(self, route: Route, _: int) -> Effects:
+        if self.state is not _ADMISSION:
+            return ()
+        choice = self.choice = route.choice
+        read = choice.read
+        if read is None:
+            return self._compute(choice)
+        return (FetchKV(self._enter(_KV_FETCH), read),)
+
+    def _fetch_over(self, event: KVFetched | KVFetchFailed, _: int) -> Effects:
+        if event.leg != self.leg or self.state is not _KV_FETCH or self.choice is None:
+            return ()
+        start = self._compute(self.choice)
+        return start if type(event) is KVFetched else (ReadFailed(self.id), *start)
+
+    def _compute(self, choice: Choice) -> Effects:
+        """Begin leg 1, or leg 2 where that computes the prompt itself."""
+        if choice.prefill is None:
+            return (StartDecode(self._enter(_DECODE), choice.decode),)
+        return (StartPrefill(self._enter(_PREFILL), choice.prefill),)
+
+    def _prefilled(self, event: Prefilled, _: int) -> Effects:
+        if event.leg != self.leg or self.state is not _PREFILL or self.choice is None:
+            return ()
+        start = StartDecode(self._enter(_DECODE), self.choice.decode)
+        return (PrefillDone(self.id), start)
+
+    def _stream_began(self, event: StreamBegan, _: int) -> Effects:
+        if event.leg != self.leg or self.state is not _DECODE:
+            return ()
+        self.begun = True
+        return self._first_token() if event.token else ()
+
+    def _first_token(self) -> Effects:
+        if self._first_token_told:
+            return ()
+        self._first_token_told = True
+        return (FirstToken(self.id),)
+
+    def _tokens_received(self, event: TokensReceived, _: int) -> Effects:
+        count = event.count
+        if event.leg != self.leg or self.state is not _DECODE or count <= 0:
+            return ()
+        self.tokens += count
+        self.generated += count
+        self._received += count
+        self.begun = True
+        return self._first_token()
+
+    def _tokens_dropped(self, event: TokensDropped, _: int) -> Effects:
+        self.tokens = max(0, self.tokens - event.count)
+        return ()
+
+    def _stream_finished(self, event: StreamFinished, _: int) -> Effects:
+        if event.leg != self.leg or self.state in (_KV_FETCH, _PREFILL):
+            return ()
+        self._enter(_ENDED)
+        return (_DONE,)
+
+    # --- when it goes wrong ---------------------------------------------------------------------
+
+    def _leg_failed(self, failure: LegFailed, now_ns: int) -> Effects:
+        """A worker failed: try others, unless there is no sense in it."""
+        if failure.leg != self.leg:
+            return ()
+        leave = self._leave()
+        progressed = self._received > 0
+        self.moves += 1
+        self.failures = 1 if progressed else self.failures + 1
+        self.excluded = failure.workers | (frozenset() if progressed else self.excluded)
+        suspicion = self.suspicion
+        if failure.end is not None and suspicion.count(
+            failure.workers, failure.end, progressed=progressed, now_ns=now_ns
+        ):
+            leave = (*leave, ReportDeaths(suspicion.deaths, suspicion.suspect))
+            if suspicion.suspect:
+                self._enter(_ENDED)
+                return (*leave, EndRequest(RequestOutcome.SUSPECT, failure.reason))
+        if self.failures == MAX_FAILURES or self.moves == MAX_MOVES:
+            self._enter(_ENDED)
+            return (*leave, EndRequest(RequestOutcome.GAVE_UP, failure.reason))
+        if failure.complete:
+            return (*leave, CompleteStream(self._enter(_COMPLETION)))
+        return (*leave, *self._submit(failure.reason))
+
+    def _recalled(self, recall: Recall, _: int) -> Effects:
+        """Another worker has room for it, which it takes unless its reply has begun."""
+        if self.state not in _LEGS or self.begun:
+            return ()
+        leave = self._leave()
+        self.moves += 1
+        self.excluded = frozenset({recall.worker})
+        if self.moves == MAX_MOVES:
+            self._enter(_ENDED)
+            return (*leave, EndRequest(RequestOutcome.GAVE_UP, RECALLED))
+        return (*leave, *self._submit(RECALLED))
+
+    def _shed(self, shed: Shed, _: int) -> Effects:
+        """It waited too long, in the admission queue or inside a worker."""
+        if self.state is not _ADMISSION and (self.begun or self.state not in _LEGS):
+            return ()
+        return self._end(RequestOutcome.SHED, shed.reason, shed)
+
+    def _request_refused(self, event: RequestRefused, _: int) -> Effects:
+        if event.leg != self.leg:
+            return ()
+        leave = self._leave()
+        self._enter(_ENDED)
+        return (*leave, EndRequest(RequestOutcome.REFUSED, event.reason))
+
+    def _client_left(self, _: ClientLeft, __: int) -> Effects:
+        return self._end(RequestOutcome.CLIENT_LEFT)
+
+    def _client_timed_out(self, _: ClientTimedOut, __: int) -> Effects:
+        return self._end(RequestOutcome.CLIENT_TIMED_OUT)
+
+    def _leave(self) -> Effects:
+        """Take it from its workers; the control plane is told of a prompt that nobody computed."""
+        if self.state is _PREFILL:
+            return (PrefillDone(self.id, False), StopLeg(self.leg))
+        return (StopLeg(self.leg),) if self.state in _LEGS else ()
+
+    def _end(self, outcome: RequestOutcome, reason: str = "", shed: Shed | None = None) -> Effects:
+        """End it where it is: that a prompt is not computed follows from its end."""
+        stop = (StopLeg(self.leg),) if self.state in _LEGS else ()
+        self._enter(_ENDED)
+        return (*stop, EndRequest(outcome, reason, shed))
+
+    def _enter(self, state: RequestState) -> int:
+        """Change the state; return the number of what is under way then."""
+        self.state = state
+        self.leg += 1
+        return self.leg
+
+
+#: The method for each event: quicker to find than by a match.
+_HANDLERS: dict[type, Callable[[RequestLifecycle, Any, int], Effects]] = {
+    Route: RequestLifecycle._routed,
+    Queue: lambda *_: (),
+    Shed: RequestLifecycle._shed,
+    Recall: RequestLifecycle._recalled,
+    KVFetched: RequestLifecycle._fetch_over,
+    KVFetchFailed: RequestLifecycle._fetch_over,
+    Prefilled: RequestLifecycle._prefilled,
+    StreamBegan: RequestLifecycle._stream_began,
+    TokensReceived: RequestLifecycle._tokens_received,
+    TokensDropped: RequestLifecycle._tokens_dropped,
+    StreamFinished: RequestLifecycle._stream_finished,
+    LegFailed: RequestLifecycle._leg_failed,
+    RequestRefused: RequestLifecycle._request_refused,
+    ClientLeft: RequestLifecycle._client_left,
+    ClientTimedOut: RequestLifecycle._client_timed_out,
+}
