@@ -20,7 +20,17 @@ from pigou.background import Background
 from pigou.config import ControlConfig
 from pigou.control.messages import CacheChanged, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.fleet.probe import _json, _number, _publishes, _source, cache_info, loads, rehearsed
+from pigou.fleet import probe
+from pigou.fleet.probe import (
+    _json,
+    _number,
+    _publishes,
+    _source,
+    cache_info,
+    engine_sign,
+    loads,
+    rehearsed,
+)
 from pigou.request import Role, Worker
 from pigou.wire.kv_events import EventError, decode_batch, sequence_frame
 
@@ -87,6 +97,42 @@ def test_every_metrics_page_is_a_load_within_bounds(
     assert math.isfinite(load.kv_usage)
     label = f'vllm:cache_config_info{{block_size="{"9" * 5000}",num_gpu_blocks="7"}} 1\n'.encode()
     assert cache_info(label) == {"num_gpu_blocks": 7}
+
+
+class Pattern:
+    """A pattern that notes how many bytes it is tried on."""
+
+    def __init__(self, pattern: Any) -> None:
+        self._pattern = pattern
+        self.read = 0
+
+    def fullmatch(self, line: bytes) -> Any:
+        self.read += len(line)
+        return self._pattern.fullmatch(line)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        b'vllm:x{a="' + b"b" * 1_000_000,
+        b"vllm:x{" + b"} a" * 300_000 + b" ",
+        b"vllm:x 1\n" * 100_000,
+        b"vllm:num_requests_running{" + b"} a" * 300_000 + b" ",
+        b"vllm:num_requests_waiting_x 1\n" * 100_000,
+    ],
+)
+def test_of_a_long_metrics_page_only_the_few_lines_that_matter_are_parsed(
+    more: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = Pattern(probe._SAMPLE)
+    monkeypatch.setattr(probe, "_SAMPLE", pattern)
+    page = b'vllm:num_requests_running{engine="0"} 3.0\n' + more + b"\n"
+    assert loads(page, "a").running == 3
+    sign = engine_sign(page, owed=0, planned_tokens=0)
+    assert sign is not None
+    assert sign.busy
+    assert cache_info(page) == {}
+    assert pattern.read < 100_000
 
 
 @given(ANYTHING, st.binary(max_size=50))

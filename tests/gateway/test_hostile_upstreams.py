@@ -20,7 +20,7 @@ from pigou.gateway import upstream as upstreams
 from pigou.gateway.app import Gateway
 from pigou.gateway.board import Board
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.line import Line, LineError
+from pigou.gateway.line import Line, LineError, _weight
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.outlet import Outlet
 from pigou.gateway.pilot import Pilot
@@ -191,6 +191,24 @@ async def test_a_flood_is_read_in_slices_between_which_others_run() -> None:
         await asyncio.sleep(0)
     assert turns > 8
     assert not transport.paused
+    reading.cancel()
+
+
+@pytest.mark.parametrize("size", [1500, 16_000, 120_000])
+async def test_of_chunks_of_one_byte_few_are_read_in_one_turn(size: int) -> None:
+    line = Line()
+    task = await asked(line)
+    line.data_received(HEAD)
+    await task
+    taken: list[int] = []
+    reading = asyncio.create_task(line.read(lambda data: taken.append(len(data)) is None))
+    await asyncio.sleep(0)
+    count = size // 6
+    line.data_received(b"1\r\na\r\n" * count)
+    while sum(taken) < count:
+        await asyncio.sleep(0)
+    assert max(taken) <= 256
+    assert _weight(b"1\r\na\r\n" * 100) == 12_800, "and what they take of the rate is more"
     reading.cancel()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,7 +29,12 @@ _MOST, _LEAST_S, _MOST_S = 2**20, 1e-6, 3600.0
 _MOST_NUMBER, _MOST_NAME, _MOST_PAGE, _MOST_SOURCES = 2**31 - 1, 512, 2**23, 64
 #: Digits that a number of a metrics page has fewer than: any such fits 31 bits.
 _DIGITS = 10
-_SAMPLE = re.compile(rb"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_SAMPLE = re.compile(rb"(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)")
+#: Bytes of a line, and lines of the metrics that are read: of each engine, a handful.
+_MOST_LINE, _MOST_LINES = 2**14, 1024
+_RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
+_USAGE, _OLD_USAGE = b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc"
+_LOADS = (_RUNNING, _WAITING, _USAGE, _OLD_USAGE)
 _ENDPOINT = re.compile(r"(tcp|ipc)://\S+$")
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
@@ -160,11 +166,11 @@ async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> s
 def loads(page: bytes, worker: str) -> LoadReport:
     """Return what a metrics page says of a worker's load; zero for what it does not say."""
     sums = _sums(page)
-    usage = sums.get(b"vllm:kv_cache_usage_perc", sums.get(b"vllm:gpu_cache_usage_perc", 0.0))
+    usage = sums.get(_USAGE, sums.get(_OLD_USAGE, 0.0))
     return LoadReport(
         worker,
-        int(_within(sums.get(b"vllm:num_requests_running", 0.0), _MOST)),
-        int(_within(sums.get(b"vllm:num_requests_waiting", 0.0), _MOST)),
+        int(_within(sums.get(_RUNNING, 0.0), _MOST)),
+        int(_within(sums.get(_WAITING, 0.0), _MOST)),
         _within(usage, 1.0),
     )
 
@@ -182,18 +188,30 @@ def engine_sign(page: bytes, *, owed: int, planned_tokens: int) -> Sign | None:
     Returns:
         None where the page does not tell how many requests run.
     """
-    running = b"vllm:num_requests_running"
-    samples = [(name, labels, value) for name, labels, value in _SAMPLE.findall(page)]
-    if all(name != running for name, _, _ in samples):
+    sums = _sums(page)
+    if _RUNNING not in sums:
         return None
-    busy = owed > 0 or _sums(page)[running] > 0
-    return Sign(busy, hash(tuple(samples)), planned_tokens)
+    lines = _lines(page, (b"vllm:",))
+    return Sign(owed > 0 or sums[_RUNNING] > 0, hash(tuple(lines)), planned_tokens)
+
+
+def _lines(page: bytes, names: tuple[bytes, ...]) -> list[bytes]:
+    """Return the lines of a metrics page that begin with one of the names."""
+    return [line for line in page[:_MOST_PAGE].split(b"\n") if line.startswith(names)]
+
+
+def _samples(page: bytes, names: tuple[bytes, ...]) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """Yield name, labels and value of the first samples of these metrics."""
+    for line in _lines(page, names)[:_MOST_LINES]:
+        match = _SAMPLE.fullmatch(line) if len(line) <= _MOST_LINE else None
+        if match is not None and match[1] in names:
+            yield match[1], match[2] or b"", match[3]
 
 
 def _sums(page: bytes) -> dict[bytes, float]:
-    """Return the sum of each metric over its labels; what is no finite number counts as zero."""
+    """Return the sum of each load over its labels; what is no finite number counts as zero."""
     sums: dict[bytes, float] = {}
-    for name, _, text in _SAMPLE.findall(page[:_MOST_PAGE]):
+    for name, _, text in _samples(page, _LOADS):
         value = _float(text)
         sums[name] = sums.get(name, 0.0) + (value if math.isfinite(value) else 0.0)
     return sums
@@ -206,15 +224,14 @@ def _within(value: float, most: float) -> float:
 
 def cache_info(page: bytes) -> dict[str, int]:
     """Return `block_size` and `num_gpu_blocks` of a metrics page, as far as it tells them."""
-    for name, labels, _ in _SAMPLE.findall(page):
-        if name == b"vllm:cache_config_info":
-            found = {key.decode(): value for key, value in _LABEL.findall(labels)}
-            wanted = ("block_size", "num_gpu_blocks")
-            return {
-                key: int(found[key])
-                for key in wanted
-                if found.get(key, b"").isdigit() and len(found[key]) < _DIGITS
-            }
+    for _, labels, _ in _samples(page, (b"vllm:cache_config_info",)):
+        found = {key.decode(): value for key, value in _LABEL.findall(labels)}
+        wanted = ("block_size", "num_gpu_blocks")
+        return {
+            key: int(found[key])
+            for key in wanted
+            if found.get(key, b"").isdigit() and len(found[key]) < _DIGITS
+        }
     return {}
 
 

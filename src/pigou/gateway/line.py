@@ -25,6 +25,10 @@ _HIGH_WATER = 256 * 1024
 #: Bytes of a stream that are read in one turn of the event loop, bytes that may come at once, and
 #: bytes per second beyond: a server that floods its stream does not keep the others waiting.
 _SLICE, _BURST, _RATE = 16 * 1024, 2**20, 8 * 2**20
+#: What a line break weighs: a chunk takes as long to read as many bytes, however short it is.
+_BREAK = 64
+#: Bytes that are read at once, however short their chunks are.
+_LITTLE = 1024
 
 
 class LineError(ConnectionError):
@@ -183,7 +187,7 @@ class Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in."""
-        if self._backlog or (len(data) > _SLICE and self._phase is _CHUNKS and self._is_stream):
+        if self._backlog or (len(data) > _LITTLE and self._is_flood(data)):
             self._put_off(data)
             return
         between = self._chunk is _SIZE and not self._rest
@@ -199,6 +203,10 @@ class Line(asyncio.Protocol):
                 return
         self._parse(data)
 
+    def _is_flood(self, data: bytes) -> bool:
+        """Whether these bytes of a stream are too much for one turn of the event loop."""
+        return self._phase is _CHUNKS and self._is_stream and _weight(data) > _SLICE
+
     def _put_off(self, data: bytes) -> None:
         """Add to the backlog; read a slice now, unless one waits for its turn."""
         self._backlog += data
@@ -213,7 +221,9 @@ class Line(asyncio.Protocol):
             if self._transport is not None and not self._gone:
                 self._transport.pause_reading()
             loop = asyncio.get_running_loop()
-            self._next = loop.call_later(self._delay_s(len(data), loop.time()), self._read_slice)
+            self._next = loop.call_later(
+                self._delay_s(_weight(data), loop.time()), self._read_slice
+            )
         elif self._transport is not None and not self._paused and not self._gone:
             self._transport.resume_reading()
         self._parse(data)
@@ -221,14 +231,17 @@ class Line(asyncio.Protocol):
             self._lose(self._loss[0])
 
     def _delay_s(self, size: int, now_s: float) -> float:
-        """Return the seconds until the next slice, after one of `size` bytes."""
+        """Return the seconds until the next slice, after one of this weight in bytes."""
         leaked = _RATE * (now_s - self._leaked_at)
         self._level, self._leaked_at = max(0.0, self._level - leaked) + size, now_s
         return 0.0 if self._level <= _BURST else size / _RATE
 
     def _cut(self) -> bytes:
         """Take the next slice from the backlog."""
-        data, self._backlog = self._backlog[:_SLICE], self._backlog[_SLICE:]
+        data = self._backlog[:_SLICE]
+        if (weight := _weight(data)) > _SLICE:
+            data = data[: max(_LITTLE, len(data) * _SLICE // weight)]
+        self._backlog = self._backlog[len(data) :]
         return data
 
     def _drop_backlog(self) -> None:
@@ -244,7 +257,7 @@ class Line(asyncio.Protocol):
         try:
             if self._phase is _Phase.HEAD:
                 data = self._take_head(data)
-                if len(data) > _SLICE and self._phase is _CHUNKS and self._is_stream:
+                if self._is_flood(data):
                     self._put_off(data)
                     return
             if data or self._phase is _Phase.SIZED:
@@ -395,6 +408,11 @@ class Line(asyncio.Protocol):
             self._paused = False
             if not self._backlog:
                 self._transport.resume_reading()
+
+
+def _weight(data: bytes) -> int:
+    """Return the bytes that take as long to read as these."""
+    return max(len(data), _BREAK * data.count(b"\r\n"))
 
 
 def _head(data: bytes) -> Head:
