@@ -68,6 +68,23 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+#: Folders whose tests start fleets of processes, which fill the cores: one test at a time.
+FLEETS = {"e2e", "hostile", "peers"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each process of `-n` whole files, so that fixtures of a module are made once.
+
+    Tests that start fleets are one group: they run one after another, beside the others.
+    """
+    here = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(here)
+        group = "fleets" if path.parts[0] in FLEETS else str(path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run an asynchronous test in an event loop of its own, of the gateway's kind."""
