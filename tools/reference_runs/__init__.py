@@ -1,0 +1,1 @@
+"""Reference runs: what Pigou does today, kept as files that a refactoring is compared with."""
