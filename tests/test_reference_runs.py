@@ -25,6 +25,11 @@ def test_a_reference_run_comes_out_as_recorded(name: str) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+def test_a_recorded_journal_is_decided_as_it_was() -> None:
+    ended = reference_runs("compare", "--only", "journals/toll-killed")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 def test_a_difference_is_told_by_run_and_path() -> None:
     from tools.reference_runs.difference import differences
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from . import store
 from .difference import MAX_SHOWN, differences
+from .journals import JOURNALED, record_journal, replay_journal
 from .simulate import simulate_all
 from .simulations import SIMULATIONS
 
@@ -30,8 +31,9 @@ class Run(NamedTuple):
 
 def runs(pattern: str = "*") -> list[Run]:
     """Return the runs whose names match a pattern, in order."""
-    found = [Run(f"simulations/{name}", run.covers) for name, run in SIMULATIONS.items()]
-    return [run for run in found if fnmatch.fnmatch(run.name, f"*{pattern.strip('*')}*")]
+    every = [Run(f"simulations/{name}", run.covers) for name, run in SIMULATIONS.items()]
+    every += [Run(f"journals/{name}", run.covers, live=True) for name, run in JOURNALED.items()]
+    return [run for run in every if fnmatch.fnmatch(run.name, f"*{pattern.strip('*')}*")]
 
 
 def results(chosen: Sequence[Run], jobs: int) -> Iterator[tuple[str, Any]]:
@@ -39,11 +41,20 @@ def results(chosen: Sequence[Run], jobs: int) -> Iterator[tuple[str, Any]]:
     names = [run.name.partition("/")[2] for run in chosen if run.name.startswith("simulations/")]
     for name, document in simulate_all(names, jobs):
         yield f"simulations/{name}", document
+    for run in chosen:
+        kind, _, name = run.name.partition("/")
+        if kind == "journals":
+            yield run.name, replay_journal(name)
 
 
 def record(chosen: Sequence[Run], jobs: int, live: bool) -> int:
     """Write the files of runs; those that take a live fleet only when asked to."""
     chosen = [run for run in chosen if live or not run.live]
+    for run in chosen:
+        kind, _, name = run.name.partition("/")
+        if kind == "journals":
+            store.JOURNALS.mkdir(parents=True, exist_ok=True)
+            (store.JOURNALS / f"{name}.jsonl.gz").write_bytes(record_journal(name))
     for name, document in results(chosen, jobs):
         store.write(store.FOLDER / f"{name}.json", document)
         print(f"recorded {name}", flush=True)
