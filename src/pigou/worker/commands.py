@@ -12,6 +12,7 @@ from pigou.runtime.outputs import TokenLogprobs
 from pigou.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from pigou.engine.core import EngineCore
     from pigou.runtime.grammar import GrammarState
 
 
@@ -157,6 +158,19 @@ class Gauges:
     blocks_received_total: int = 0
     bytes_received_total: int = 0
     blocks_lent_total: int = 0
+
+    def read(self, core: EngineCore, warm_queries: int) -> Gauges:
+        """Take the core's figures; `warm_queries` are prefix queries of the warm-up."""
+        self.running, self.waiting = core.running - core.loading, core.waiting
+        self.loading, self.held = core.loading, core.held
+        self.free, self.cached, self.usage = core.free_blocks, core.cached_blocks, core.usage
+        self.queries_total = core.prefix_queries - warm_queries
+        self.hits_total = core.prefix_hits
+        self.preemptions_total, self.swaps_total = core.preemptions, core.swaps
+        if core.config.eviction is not None:
+            self.price, self.missing = core.price, core.missing_entries
+            self.given_total, self.revived_total = core.entries_given, core.entries_revived
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,13 @@ import numpy as np
 from pigou.engine.core import EngineCore
 from pigou.engine.errors import QueueFull, UnknownLoad
 from pigou.engine.plan import Effects, Finished, Plan, Result
-from pigou.events import BlockRemoved, BlockStored, KVEvent, Medium
+from pigou.events import BlockStored, KVEvent, Medium
 from pigou.kv.hashing import chain
 from pigou.kv.worth import Worth
 from pigou.request import SECOND, FinishReason, Request
 from pigou.runtime.containment import described, is_contained
 from pigou.runtime.outputs import StepOutput
 from pigou.wire.errors import REQUEST_FAILED
-from pigou.wire.kv_events import cleared_map, removed_map, stored_map
 from pigou.worker.backend import Backend
 from pigou.worker.commands import (
     Abort,
@@ -42,6 +41,7 @@ from pigou.worker.commands import (
     Stop,
     Withdraw,
 )
+from pigou.worker.events import event_map
 from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.loads import Transfers
 from pigou.worker.rates import RateMeter
@@ -86,7 +86,7 @@ class EngineThread:
         self._out = Report()
         self._gauges = Gauges()
         self._warm_queries = core.prefix_queries  # those of the warm-up
-        self._step_seconds = 0.0
+        self._step_s = 0.0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.heartbeat = Heartbeat()
@@ -155,8 +155,8 @@ class EngineThread:
                 self._abort(request)
             case Release(request):
                 self._take(self._core.release(request))
-            case Lend(request=asked):
-                self._lend(asked)
+            case Lend(request=core_request):
+                self._lend(core_request)
             case Withdraw(request):
                 self.transfers.withdraw(request)
             case Loaded():
@@ -166,8 +166,9 @@ class EngineThread:
                 self._take(self._core.loaded(request, tokens, failed))
             case Landed(move, good):
                 self._take(self._core.landed(move, good))
-            case Recovered():
-                self._recover(command)
+            case Recovered(tier, blocks):
+                assert self.tiers is not None
+                self.tiers.recovered(tier, blocks)
             case ClearCache():
                 self._take(self._core.clear_cache())
             case Stop():
@@ -252,12 +253,6 @@ class EngineThread:
             self._loaded[request] = loaded.tokens
         self._take(effects)
 
-    def _recover(self, recovered: Recovered) -> None:
-        assert self._core.tiers is not None
-        tier, blocks = recovered.tier, recovered.blocks
-        count = self._core.tiers.recover(tier, blocks, time.time_ns())
-        log.info("tier %d has %d blocks from before the start, %d of use", tier, len(blocks), count)
-
     # --- steps ------------------------------------------------------------------------------
 
     def _step(self) -> bool:
@@ -265,11 +260,11 @@ class EngineThread:
         now = time.monotonic_ns()
         if self.tiers is not None:
             self._recall(now)
-        if self.tiers is not None and self._core.waiting:
-            self.tiers.measure(self._notice())
+            if self._core.waiting:
+                self.tiers.measure(self._mean_notice_s())
         plan = self._core.schedule(now)
         self._begin(plan, now)
-        if not plan and not plan.started and not _moves(plan):
+        if not plan and not plan.started and not _moves_blocks(plan):
             return False
         self._left = plan.repeat
         self.heartbeat.work(plan.tokens * plan.repeat)
@@ -283,19 +278,21 @@ class EngineThread:
         self._measure(plan, result)
         self._take(self._core.apply(plan, result))
         self._flush()
-        if plan.tokens > len(plan.rows):
-            _give_way()
+        if plan.tokens > len(plan.rows) and hasattr(os, "sched_yield"):
+            # Where both share a core, Linux lets a thread that computes finish its slice before it
+            # wakes one that slept for long: a first token would then wait for up to 4 ms.
+            os.sched_yield()
         return True
 
-    def _notice(self) -> float:
-        """Return the seconds until a command is taken note of, mostly: half a step, while busy."""
+    def _mean_notice_s(self) -> float:
+        """Return the mean seconds until a command is noticed: half a step while busy."""
         busy = self._core.running > self._core.loading
-        return self._step_seconds / 2 if busy else 0.0
+        return self._step_s / 2 if busy else 0.0
 
     def _measure(self, plan: Plan, result: Result) -> None:
         if self.meter is None or not len(result.durations):
             return
-        self._step_seconds = int(result.durations[-1]) / SECOND
+        self._step_s = int(result.durations[-1]) / SECOND
         rates = self.meter.observe(plan.tokens, int(result.durations[0]))
         if rates is not None:
             self._core.rates = rates
@@ -311,19 +308,16 @@ class EngineThread:
             loaded = self._loaded.get(started.request, 0)
             self._out.begun.append(Begun(started.request, started.computed, loaded, now))
         for load in plan.loads:
-            if len(load.tiers):
-                assert self.tiers is not None
-                self.tiers.restore(load)
             if load.row >= 0:  # else it is for a session that is away
                 self._owner[load.row] = load.request
             if len(load.tiers):
-                continue
-            ticket = self._adds[load.request].ticket
-            if ticket is None:
+                assert self.tiers is not None
+                self.tiers.restore(load)
+            elif (ticket := self._adds[load.request].ticket) is None:
                 self.put(Loaded(load.request, 0, 0, 0))
-                continue
-            self._loaded[load.request] = 0
-            self.transfers.begin(load, ticket)
+            else:
+                self._loaded[load.request] = 0
+                self.transfers.begin(load, ticket)
 
     def _on_step(self, step: StepOutput) -> bool:
         """Collect a step's tokens; send them now, if they are not the plan's last."""
@@ -351,16 +345,16 @@ class EngineThread:
         return True
 
     def _take(self, effects: Effects) -> None:
-        """Tell what follows from a call of the core."""
+        """Report what follows from a call of the core."""
         if self._events and effects.events:
-            self._out.events += [self._map(event) for event in effects.events]
+            self._out.events += [self._wire_event(event) for event in effects.events]
         for finished in effects.finished:
             self._finish(finished)
 
     def _finish(self, finished: Finished) -> None:
         request = finished.request
         add = self._adds.pop(request, None)
-        if add is not None and add.request.hold:
+        if add is not None and add.request.hold and len(finished.held):
             self._offer(finished, add)
         self._tokens.pop(request, None)
         self._loaded.pop(request, None)
@@ -368,11 +362,9 @@ class EngineThread:
         self._out.finished.append(finished)
 
     def _offer(self, finished: Finished, add: Add) -> None:
-        if not len(finished.held):
-            return
         size = self._core.config.block_size
-        last = self._last_hash(add, len(finished.held))
-        ticket = self.transfers.offer(finished.request, finished.held, size, last)
+        last_hash = self._last_hash(add, len(finished.held))
+        ticket = self.transfers.offer(finished.request, finished.held, size, last_hash)
         if ticket is None:
             self.put(Release(finished.request))
         elif finished.reason is not FinishReason.ABORT:
@@ -385,16 +377,17 @@ class EngineThread:
             hashes = chain(self._tokens[add.request.id][: blocks * size], size, add.tenure)
         return hash_text(hashes[blocks - 1])
 
-    def _map(self, event: KVEvent) -> dict[str, Any]:
-        if isinstance(event, BlockStored):
-            size = self._core.config.block_size
-            tokens = self._tokens.get(event.request)
-            if tokens is None or event.medium is not Medium.DEVICE:
-                return stored_map(event, (), size, None)  # a tier's, or brought back for nobody yet
-            start = event.first * size
-            tokens = tokens[start : start + len(event.hashes) * size]
-            return stored_map(event, tokens, size, self._adds[event.request].salt)
-        return removed_map(event) if isinstance(event, BlockRemoved) else cleared_map(event)
+    def _wire_event(self, event: KVEvent) -> dict[str, Any]:
+        """Return the wire's map of a KV event; a tier's blocks carry no tokens."""
+        size = self._core.config.block_size
+        if not isinstance(event, BlockStored):
+            return event_map(event, size)
+        tokens = self._tokens.get(event.request)
+        if tokens is None or event.medium is not Medium.DEVICE:
+            return event_map(event, size)  # a tier's, or brought back for nobody yet
+        start = event.first * size
+        tokens = tokens[start : start + len(event.hashes) * size]
+        return event_map(event, size, tokens, self._adds[event.request].salt)
 
     # --- reports ----------------------------------------------------------------------------
 
@@ -402,37 +395,14 @@ class EngineThread:
         """Send what there is to tell."""
         out = self._out
         out.now = time.monotonic_ns()
-        out.gauges = self._figures()
+        out.gauges = self._gauges.read(self._core, self._warm_queries)
         self._out = Report()
         self._report(out)
-
-    def _figures(self) -> Gauges:
-        core, gauges = self._core, self._gauges
-        gauges.running, gauges.waiting = core.running - core.loading, core.waiting
-        gauges.loading, gauges.held = core.loading, core.held
-        gauges.free, gauges.cached, gauges.usage = core.free_blocks, core.cached_blocks, core.usage
-        gauges.queries_total = core.prefix_queries - self._warm_queries
-        gauges.hits_total = core.prefix_hits
-        gauges.preemptions_total, gauges.swaps_total = core.preemptions, core.swaps
-        if core.config.eviction is not None:
-            gauges.price, gauges.missing = core.price, core.missing_entries
-            gauges.given_total, gauges.revived_total = core.entries_given, core.entries_revived
-        return gauges
-
-
-def _give_way() -> None:
-    """Let the event loop send what a long step brought.
-
-    Where both share a core, Linux lets whoever computes finish its slice before it wakes somebody
-    who has slept for long: a first token then waits for up to 4 ms.
-    """
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
 
 
 def _failure(why: str) -> str:
     return f"The engine failed on this request alone ({why}); change it before it is sent again."
 
 
-def _moves(plan: Plan) -> bool:
+def _moves_blocks(plan: Plan) -> bool:
     return bool(len(plan.swap_out) or len(plan.copies) or len(plan.swap_in))

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -14,9 +15,17 @@ import zmq.asyncio
 
 from pigou.background import Background
 from pigou.config import ConfigError
+from pigou.events import BlockRemoved, BlockStored, KVEvent
 from pigou.wire.curve import secure_server
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.wire.kv_events import END_OF_REPLAY, encode_batch, sequence_frame
+from pigou.wire.kv_events import (
+    END_OF_REPLAY,
+    cleared_map,
+    encode_batch,
+    removed_map,
+    sequence_frame,
+    stored_map,
+)
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +133,22 @@ class EventPublisher:
                 if number >= start:
                     await self._router.send_multipart((peer, b"", TOPIC, number, payload))
             await self._router.send_multipart((peer, b"", b"", END_OF_REPLAY, b""))
+
+
+def event_map(
+    event: KVEvent, block_size: int, token_ids: Sequence[int] = (), salt: str | None = None
+) -> dict[str, Any]:
+    """Return the wire's map of a core event.
+
+    Args:
+        event: from the EngineCore.
+        block_size: tokens in a block.
+        token_ids: of all blocks of a BlockStored; none for a tier's.
+        salt: cache salt of its request.
+    """
+    if isinstance(event, BlockStored):
+        return stored_map(event, token_ids, block_size, salt)
+    return removed_map(event) if isinstance(event, BlockRemoved) else cleared_map(event)
 
 
 def _bound(socket: zmq.Socket[Any]) -> str:

@@ -187,12 +187,12 @@ class Routes:
             raise bad_request("Give prompt or messages, and only one of them.", "prompt")
         if body.messages is not None:
             checks.check_messages(body.messages)
-            tokens = await self._intake.encode(
-                self._intake.render(body), bool(body.add_special_tokens)
+            tokens = await self._intake.prompts.encode(
+                self._intake.prompts.render(body), bool(body.add_special_tokens)
             )
         else:
             text = body.prompt or ""
-            tokens = await self._intake.encode(text, body.add_special_tokens is not False)
+            tokens = await self._intake.prompts.encode(text, body.add_special_tokens is not False)
         names = [self._model.tokenizer.name(token) for token in tokens]
         return _json(
             {
@@ -207,7 +207,7 @@ class Routes:
         """Return the text of tokens."""
         body = await self._bodies.read(request, decode_detokenize)
         self._intake.check_model(body.model)
-        return _json({"prompt": await self._intake.decode(body.tokens)})
+        return _json({"prompt": await self._intake.prompts.decode(body.tokens)})
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

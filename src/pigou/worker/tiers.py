@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pigou.engine.plan import Load
-from pigou.kv.block import hashes_of
+from pigou.kv.block import Block, hashes_of
 from pigou.kv.move import DEVICE, NOWHERE, Move, Speed
 from pigou.kv.tiers import Tiers
 from pigou.request import Ints
@@ -20,6 +21,8 @@ from pigou.runtime.stores.mover import DEVICE as DEVICE_NAME
 from pigou.runtime.stores.mover import HOST, Mover
 from pigou.runtime.stores.status import StoreStatus
 from pigou.worker.commands import Command, Landed, Recovered, Restored
+
+log = logging.getLogger(__name__)
 
 #: Nanoseconds for which a speed is not asked again.
 _FRESH = 20_000_000
@@ -55,6 +58,11 @@ class WorkerTiers:
                     self._put(Recovered(tier, entries.blocks(self._bytes)))
 
             self._mover.survey(name, found)
+
+    def recovered(self, tier: int, blocks: list[Block]) -> None:
+        """Take note of blocks that a store has from before the start."""
+        count = self.tiers.recover(tier, blocks, time.time_ns())
+        log.info("tier %d has %d blocks from before the start, %d of use", tier, len(blocks), count)
 
     def measure(self, wait: float) -> None:
         """Tell the tiers how fast they are now; one whose store is down cannot be read.
