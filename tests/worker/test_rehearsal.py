@@ -16,7 +16,6 @@ from pigou.config import ConfigError, EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.rehearsal import CONTEXT, STEPS, scenes
 from pigou.request import SECOND
-from pigou.worker import rehearsal, sleeping
 from pigou.worker.build import build
 from pigou.worker.config import WorkerConfig
 from pigou.worker.rehearsal import rehearse
@@ -31,8 +30,8 @@ def slept() -> Iterator[Clock]:
     """Let time pass by sleeping alone."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
-        patch.setattr(sleeping, "time", clock)
-        patch.setattr(rehearsal, "time", clock)
+        patch.setattr("pigou.worker.sleeping.time", clock)
+        patch.setattr("pigou.worker.rehearsal.time", clock)
         yield clock
 
 
@@ -66,7 +65,7 @@ def test_a_rehearsal_of_a_model_leaves_nothing_behind(options: dict[str, Any]) -
     parts = build(WorkerConfig(**config))
     price = parts.core.price
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehearsal, "time", TickingClock())
+        patch.setattr("pigou.worker.rehearsal.time", TickingClock())
         found = rehearse(parts.core, parts.backend, 0.04)
     assert found
     assert [each[:2] for each in found] == list(scenes(parts.core.config))[: len(found)]

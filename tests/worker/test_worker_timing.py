@@ -19,9 +19,9 @@ from pigou.sim.client import ClientConfig
 from pigou.sim.config import read_fleet
 from pigou.sim.network import LinkConfig
 from pigou.sim.simulate import Setup, Simulation
+from pigou.sim.timing import Batch
 from pigou.sim.timings import build_timing
 from pigou.sim.workload import Job, OpenLoop, Session
-from pigou.worker import sleeping
 from pigou.worker.link import Link
 from pigou.worker.sleeping import CATCH_UP, SleepingBackend
 
@@ -32,7 +32,7 @@ LENGTHS = [(100, 9), (700, 3), (33, 20)]
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(sleeping, "time", clock)
+    monkeypatch.setattr("pigou.worker.sleeping.time", clock)
     return clock
 
 
@@ -101,7 +101,7 @@ def test_every_step_takes_what_the_timing_model_says(clock: Clock) -> None:
     plan = core.schedule(clock.now)
     result = backend.execute(plan)
     assert result.steps == plan.repeat == 8
-    batch = sleeping.Batch(plan.counts, plan.kv_lens, plan.samples)
+    batch = Batch(plan.counts, plan.kv_lens, plan.samples)
     assert np.array_equal(result.durations, timing.durations(batch, 8))
 
 

@@ -128,20 +128,17 @@ class EngineThread:
                 self.rest()
             self._flush()
             self.heartbeat.rest()
-            self._await()
+            due = self._core.next_return  # when a session is expected back
+            wait = None if due is None else max(0.0, (due - time.monotonic_ns()) / SECOND)
+            try:
+                self._do(self._inbox.get(timeout=wait))
+            except queue.Empty:
+                self._recall(time.monotonic_ns())
         while not self._inbox.empty():
             self._do(self._inbox.get())
 
-    def _await(self) -> None:
-        """Wait for a command, or until a session is expected back."""
-        due = self._core.next_return
-        wait = None if due is None else max(0.0, (due - time.monotonic_ns()) / SECOND)
-        try:
-            self._do(self._inbox.get(timeout=wait))
-        except queue.Empty:
-            self._recall(time.monotonic_ns())
-
     def _recall(self, now: int) -> None:
+        """Bring back what a session needs that is expected by now."""
         due = self._core.next_return
         if due is not None and due <= now:
             self._take(self._core.recall(now))
@@ -223,15 +220,14 @@ class EngineThread:
 
     def _lend(self, request: Request) -> None:
         """Offer what is cached of a prompt; the answer does not wait for the next step."""
-        core, ticket = self._core, None
+        core, ticket, held = self._core, None, np.empty(0, dtype=np.int32)
         try:
             held = core.hold_cached(request, time.monotonic_ns())
         except ValueError as error:
             log.warning("nothing is lent to request %s: %s", request.id, error)
-            held = np.empty(0, dtype=np.int32)
         if len(held):
-            last = hash_text(request.hashes[len(held) - 1])
-            ticket = self.transfers.offer(request.id, held, core.config.block_size, last)
+            last_hash = hash_text(request.hashes[len(held) - 1])
+            ticket = self.transfers.offer(request.id, held, core.config.block_size, last_hash)
             self._gauges.blocks_lent_total += len(held)
             if ticket is None:
                 self._take(core.release(request.id))
@@ -264,7 +260,8 @@ class EngineThread:
                 self.tiers.measure(self._mean_notice_s())
         plan = self._core.schedule(now)
         self._begin(plan, now)
-        if not plan and not plan.started and not _moves_blocks(plan):
+        moves = len(plan.swap_out) or len(plan.copies) or len(plan.swap_in)
+        if not (plan or plan.started or moves):
             return False
         self._left = plan.repeat
         self.heartbeat.work(plan.tokens * plan.repeat)
@@ -393,16 +390,11 @@ class EngineThread:
 
     def _flush(self) -> None:
         """Send what there is to tell."""
-        out = self._out
+        out, self._out = self._out, Report()
         out.now = time.monotonic_ns()
         out.gauges = self._gauges.read(self._core, self._warm_queries)
-        self._out = Report()
         self._report(out)
 
 
 def _failure(why: str) -> str:
     return f"The engine failed on this request alone ({why}); change it before it is sent again."
-
-
-def _moves_blocks(plan: Plan) -> bool:
-    return bool(len(plan.swap_out) or len(plan.copies) or len(plan.swap_in))

@@ -20,7 +20,7 @@ from pigou.worker.commands import Add
 from pigou.worker.config import WorkerConfig
 from pigou.worker.grammar_pool import GrammarSource
 from pigou.worker.model import ServedModel
-from pigou.worker.prompts import LONG, Prompt, PromptProcessor, wants_logprobs
+from pigou.worker.prompts import LONG, PromptProcessor, TokenizedPrompt, wants_logprobs
 from pigou.worker.reply import Reply, ReplyOptions, Sequence
 from pigou.worker.service import Service
 from pigou.worker.shapes import Shape, Shapes
@@ -178,7 +178,7 @@ class Intake:
 
     # --- KV transfer ------------------------------------------------------------------------
 
-    async def _ticket(self, request: GenerationRequest, prompt: Prompt) -> Ticket | None:
+    async def _ticket(self, request: GenerationRequest, prompt: TokenizedPrompt) -> Ticket | None:
         """Return the ticket of a second leg; None where there is none, or it is refused."""
         params = request.kv_transfer_params
         if params is None or not offers_blocks(params):
@@ -197,7 +197,11 @@ class Intake:
     # --- sequences --------------------------------------------------------------------------
 
     def _begin(
-        self, inputs: _Inputs, id: str, prompts: list[Prompt], echo: list[str] | None = None
+        self,
+        inputs: _Inputs,
+        id: str,
+        prompts: list[TokenizedPrompt],
+        echo: list[str] | None = None,
     ) -> Reply:
         """Submit all sequences of a request; return the reply that collects their tokens."""
         request, options = inputs.request, _options(inputs.request, echo)
@@ -213,7 +217,7 @@ class Intake:
         return reply
 
     def _sequence(
-        self, inputs: _Inputs, reply: Reply, prompt: Prompt, index: int, seed: int
+        self, inputs: _Inputs, reply: Reply, prompt: TokenizedPrompt, index: int, seed: int
     ) -> tuple[Sequence, Add]:
         """Return a sequence, and the command that lets the engine compute it."""
         shape, now_ns = inputs.shape, time.monotonic_ns()
@@ -246,7 +250,7 @@ class Intake:
             )
         return choice
 
-    def _explain(self, sequence: Sequence, prompt: Prompt, options: ReplyOptions) -> None:
+    def _explain(self, sequence: Sequence, prompt: TokenizedPrompt, options: ReplyOptions) -> None:
         """Let a sequence report log-probabilities, behind its resumed tokens."""
         tokenizer, resumed = self._model.tokenizer, prompt.output
         echoed = prompt.original if resumed and options.echo is not None else []
@@ -256,7 +260,7 @@ class Intake:
         )
 
     def _add(
-        self, inputs: _Inputs, params: SamplingParams, prompt: Prompt, sequence: Sequence
+        self, inputs: _Inputs, params: SamplingParams, prompt: TokenizedPrompt, sequence: Sequence
     ) -> Add:
         request, arrival, index = inputs.request, sequence.arrival, sequence.index
         ticket = None if index else inputs.ticket  # one sequence fetches, the others hit

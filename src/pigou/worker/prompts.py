@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenizedPrompt:
     """Tokens of one prompt; the last `resumed` of them were generated elsewhere.
 
     Attributes:
@@ -136,7 +136,7 @@ class PromptProcessor:
             return decode(tokens, skip_special=False)
         return await self.off_loop(lambda: decode(tokens, skip_special=False))
 
-    def echo(self, prompt: Prompt) -> str:
+    def echo(self, prompt: TokenizedPrompt) -> str:
         """Return the text of a prompt, without resumed tokens."""
         if prompt.text is not None:
             return prompt.text
@@ -146,7 +146,7 @@ class PromptProcessor:
 
     async def prompt(
         self, request: GenerationRequest, source: str | list[int], special: bool
-    ) -> Prompt:
+    ) -> TokenizedPrompt:
         """Return the prompt of `source`, text or token ids.
 
         Raises:
@@ -169,8 +169,8 @@ class PromptProcessor:
         self._check_vocabulary(tokens, "prompt")
         limit = self._model.limits.max_model_len
         if len(tokens) > limit or request.prompt_logprobs is not None:
-            return Prompt(tokens, resumed, text, no_hashes())
-        return Prompt(tokens, resumed, text, await self._hashes(tokens, request))
+            return TokenizedPrompt(tokens, resumed, text, no_hashes())
+        return TokenizedPrompt(tokens, resumed, text, await self._hashes(tokens, request))
 
     def cache_seed(self, request: GenerationRequest) -> bytes:
         """Return the seed of the request's block hashes; empty where nothing is to be cached.

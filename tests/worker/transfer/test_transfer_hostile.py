@@ -22,7 +22,7 @@ from pigou.request import SECOND
 from pigou.worker.transfer import Reason
 from pigou.worker.transfer.frames import (
     REPLIES,
-    Checksums,
+    ChecksumsFrame,
     Confirm,
     Data,
     Decline,
@@ -183,7 +183,7 @@ def impostor(*answers: bytes) -> Iterator[int]:
 
 
 def grant(details: dict[str, Any] | None = None, count: int = 2) -> bytes:
-    checksums = Checksums(np.zeros(count, dtype="<u8").tobytes())
+    checksums = ChecksumsFrame(np.zeros(count, dtype="<u8").tobytes())
     return encoded(Grant(details or {}, 1.0)) + encoded(checksums)
 
 

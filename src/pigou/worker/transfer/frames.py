@@ -105,7 +105,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     patience: float
 
 
-class Checksums(msgspec.Struct, frozen=True, tag="checksums"):
+class ChecksumsFrame(msgspec.Struct, frozen=True, tag="checksums"):
     """Gives xxh3 of each block: uint64, little-endian, concatenated."""
 
     xxh3: bytes
@@ -131,7 +131,7 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 Request: TypeAlias = Hello | Proof | Open | Decline | Renew | Done
-Reply: TypeAlias = Challenge | Grant | Checksums | Refuse | Data | Confirm
+Reply: TypeAlias = Challenge | Grant | ChecksumsFrame | Refuse | Data | Confirm
 _Frame = TypeVar("_Frame")
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -7,8 +7,7 @@ from typing import TypeVar
 import numpy as np
 
 from pigou.kv.checksum import Checksums
-from pigou.worker.transfer import frames
-from pigou.worker.transfer.frames import REPLIES, Link, Refuse, Reply
+from pigou.worker.transfer.frames import REPLIES, ChecksumsFrame, Link, Refuse, Reply
 from pigou.worker.transfer.outcome import Reason, TransferError
 
 _Reply = TypeVar("_Reply", bound=Reply)
@@ -36,7 +35,7 @@ def expect_checksums(link: Link, count: int) -> Checksums:
     Raises:
         TransferError: as `expect`.
     """
-    raw = expect(link, frames.Checksums, 4096 + 8 * count).xxh3
+    raw = expect(link, ChecksumsFrame, 4096 + 8 * count).xxh3
     if len(raw) != 8 * count:
         raise TransferError(Reason.PROTOCOL, f"{len(raw)} bytes of checksums for {count} blocks")
     return np.frombuffer(raw, dtype="<u8").astype(np.uint64)

@@ -19,7 +19,7 @@ from pigou.worker.transfer.config import TransferConfig
 from pigou.worker.transfer.frames import (
     MAX_REQUEST,
     REQUESTS,
-    Checksums,
+    ChecksumsFrame,
     Confirm,
     Decline,
     Done,
@@ -173,7 +173,7 @@ class SideChannel:
         details = export.details(blocks)
         try:
             link.send(Grant(details, patience))
-            link.send(Checksums(self._checksums(offer)[span].astype("<u8").tobytes()))
+            link.send(ChecksumsFrame(self._checksums(offer)[span].astype("<u8").tobytes()))
             export.push(link, blocks, lambda: self._keep(offer))
             done = self._await_done(link, offer)
         finally:
