@@ -28,8 +28,14 @@ from pigou.worker.transfer.transport import BackendUnavailable, Import
 log = logging.getLogger(__name__)
 
 #: Failures after which the sender is there, and is told to free the blocks.
-_TELL = {Reason.LAYOUT, Reason.BAD_PARAMS, Reason.CORRUPT, Reason.CANCELLED, Reason.STORE,
-         Reason.PROTOCOL}  # fmt: skip
+_TELL = {
+    Reason.LAYOUT,
+    Reason.BAD_PARAMS,
+    Reason.CORRUPT,
+    Reason.CANCELLED,
+    Reason.STORE,
+    Reason.PROTOCOL,
+}
 
 
 class Puller:
