@@ -11,10 +11,10 @@ pytest.importorskip("torch")
 
 import torch
 from checkpoints import BUNDLED, make_config, write_checkpoint
-from reference import REPORTS, Reference
 
 from pigou.models import bundled_path
 from pigou.runtime.load import LoadedModel, load
+from reference import REPORTS, Reference
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import Prompt, make_prompts
 
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan, Result
@@ -17,6 +16,7 @@ from pigou.runtime.engine import LocalEngine, Output
 from pigou.runtime.executor import OnStep
 from pigou.runtime.load import LoadedModel
 from pigou.sampling import SamplingParams
+from reference import Prompt, make_prompts
 
 Find = Callable[[str], LoadedModel]
 VOCAB = 320

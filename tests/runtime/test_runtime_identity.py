@@ -10,7 +10,6 @@ import torch
 from checkpoints import BUNDLED, FAMILIES, MODELS, VOCAB, make_config, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import Prompt, Reference, bundled_prompts, make_prompts, report
 from torch import Tensor
 
 from pigou.config import EngineConfig
@@ -19,6 +18,7 @@ from pigou.runtime.engine import LocalEngine, Output
 from pigou.runtime.load import LoadedModel, load
 from pigou.runtime.outputs import TokenLogprobs
 from pigou.sampling import SamplingParams
+from reference import Prompt, Reference, bundled_prompts, make_prompts, report
 
 LENGTH = 128
 Find = Callable[[str], LoadedModel]

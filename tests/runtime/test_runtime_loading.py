@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import BASE, FAMILIES, VOCAB, make_config, make_tensors, write_checkpoint
-from reference import make_prompts
 from safetensors.torch import save_file
 
 from pigou.config import EngineConfig
@@ -22,6 +21,7 @@ from pigou.runtime.load import load
 from pigou.runtime.rope import read_rope
 from pigou.runtime.weights import find_model
 from pigou.sampling import SamplingParams
+from reference import make_prompts
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 

@@ -10,7 +10,6 @@ import torch
 from checkpoints import VOCAB
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Reference, make_prompts
 from torch import Tensor
 
 from pigou.config import EngineConfig
@@ -22,6 +21,7 @@ from pigou.runtime.sampling import Sampler
 from pigou.runtime.sequence import Sequence, make_sequence
 from pigou.runtime.truncation import cut_min_p, cut_top_k, cut_top_p
 from pigou.sampling import SamplingParams
+from reference import Reference, make_prompts
 
 CPU = torch.device("cpu")
 Find = Callable[[str], LoadedModel]

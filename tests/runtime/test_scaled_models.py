@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, BASE, FAMILIES, VOCAB, make_config, write_checkpoint
-from reference import Reference
 
 from pigou.config import EngineConfig
 from pigou.runtime.config import parse_config
@@ -18,6 +17,7 @@ from pigou.runtime.errors import ModelError
 from pigou.runtime.load import load
 from pigou.runtime.rope import read_rope
 from pigou.sampling import SamplingParams
+from reference import Reference
 
 HALF = 16  # of the widest head_dim of the families here, 32
 SHORT = {8: [1.0 + i / 8 for i in range(8)], HALF: [1.0 + i / 16 for i in range(HALF)]}

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import FAMILIES, VOCAB, make_config, make_tensors, write_checkpoint
-from reference import Reference, make_prompts
 from safetensors.torch import save_file
 from test_runtime_loading import PARAMS, tokens_of
 
@@ -19,6 +18,7 @@ from pigou.runtime.engine import LocalEngine
 from pigou.runtime.errors import ModelError
 from pigou.runtime.load import load
 from pigou.runtime.weights import digest_model
+from reference import Reference, make_prompts
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
