@@ -19,7 +19,7 @@ from pigou.control.plane import ControlPlane
 from pigou.control.recorder import Driven, Recorder
 from pigou.gateway.journal import Journal
 from pigou.request import SECOND, FinishReason, Request, Worker
-from pigou.wire.kv_events import Stored
+from pigou.wire.kv_event_decoding import Stored
 from pigou.workload.journal import lines
 from pigou.workload.rerun import rerun
 

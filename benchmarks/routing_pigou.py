@@ -16,7 +16,7 @@ from pigou.control.messages import CacheChanged, Ended, Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.events import BlockRemoved, BlockStored, KVEvent
 from pigou.request import SECOND, FinishReason, Request, Worker, no_hashes
-from pigou.wire.kv_events import (
+from pigou.wire.kv_event_decoding import (
     Removed,
     Stored,
     WireEvent,

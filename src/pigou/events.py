@@ -1,7 +1,7 @@
 """KV events: what a cache tells the world, as values.
 
 Core events carry (request, block range, hashes, parent); the worker joins the token ids that
-the wire format wants (`pigou.wire.kv_events`).
+the wire format wants (`pigou.wire.kv_event_decoding`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pigou.control.index import PrefixIndex, chain
 from pigou.events import BlockRemoved, BlockStored
-from pigou.wire.kv_events import Cleared, Removed, Stored, WireEvent
+from pigou.wire.kv_event_decoding import Cleared, Removed, Stored, WireEvent
 
 SIZE = 4
 TOKENS = tuple(range(100, 120))

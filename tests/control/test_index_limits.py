@@ -11,7 +11,7 @@ from pigou.control.messages import CacheChanged
 from pigou.control.plane import ControlPlane
 from pigou.events import BlockStored
 from pigou.request import no_hashes
-from pigou.wire.kv_events import Removed, Stored
+from pigou.wire.kv_event_decoding import Removed, Stored
 
 TOKENS = np.arange(64, dtype=np.uint32)
 KEYS = chain(TOKENS, 4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pigou.control.index import PrefixIndex, chain
 from pigou.events import BlockRemoved, BlockStored, Medium
-from pigou.wire.kv_events import Cleared, Removed, Stored, WireEvent
+from pigou.wire.kv_event_decoding import Cleared, Removed, Stored, WireEvent
 
 WORKERS = ("a", "b", "c")
 TIERS = ("GPU", "CPU", "STORAGE")

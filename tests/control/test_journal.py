@@ -46,7 +46,7 @@ from pigou.control.recorder import Recorder
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pigou.games.anarchy import Anarchy, Estimate
 from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
-from pigou.wire.kv_events import Cleared, Removed, Stored
+from pigou.wire.kv_event_decoding import Cleared, Removed, Stored
 
 FOUND = Assessment(Anarchy(*[Estimate(1.5, 1.25, 2.0)] * 4, (0, 2)), 3.25, 40)
 SAMPLES: dict[type, Observation] = {

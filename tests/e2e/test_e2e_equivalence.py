@@ -14,7 +14,7 @@ from tests.e2e.client import Endpoint, Streamed
 from tests.e2e.conftest import BLOCK_BYTES
 from tests.e2e.fleet import Fleet
 
-from pigou.wire.transfer import leg_one, leg_two
+from pigou.wire.prefill_decode_legs import leg_one, leg_two
 
 BLOCK = 16
 #: Below it, fp32 rounding may turn the order of the two likeliest tokens.

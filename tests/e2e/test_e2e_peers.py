@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import REAL
 from tests.e2e.fleet import Fleet
 
-from pigou.wire.transfer import leg_two
+from pigou.wire.prefill_decode_legs import leg_two
 
 NAMES = ["both-0", "both-1"]
 #: Turns about, so that the second asked for a prompt is not the one that has it.

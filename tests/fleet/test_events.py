@@ -15,7 +15,13 @@ import zmq.asyncio
 from pigou.fleet import events
 from pigou.fleet.events import Order, Subscriber
 from pigou.fleet.probe import Source
-from pigou.wire.kv_events import END_OF_REPLAY, Removed, WireEvent, encode_batch, sequence_frame
+from pigou.wire.kv_event_decoding import (
+    END_OF_REPLAY,
+    Removed,
+    WireEvent,
+    encode_batch,
+    sequence_frame,
+)
 
 
 def payload(number: int) -> bytes:

@@ -32,7 +32,7 @@ from pigou.fleet.probe import (
     rehearsed,
 )
 from pigou.request import Role, Worker
-from pigou.wire.kv_events import EventError, decode_batch, sequence_frame
+from pigou.wire.kv_event_decoding import EventError, decode_batch, sequence_frame
 
 SCALARS = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8)

@@ -14,8 +14,8 @@ from tests.wire.hostile_bodies import CASES, TEXT, encode
 
 from pigou.gateway import intake
 from pigou.gateway.keys import Key, Keys, make_key
-from pigou.wire.off_loop import OffLoop
-from pigou.wire.shape import SMALL
+from pigou.wire.json_limits import SMALL
+from pigou.wire.request_body import OffLoop
 
 
 @pytest.mark.parametrize("name", CASES)

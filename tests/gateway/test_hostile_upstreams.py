@@ -28,9 +28,9 @@ from pigou.gateway.relay import Relay
 from pigou.gateway.server import GatewayServer
 from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
-from pigou.wire import kv_event_slices, kv_events, sse
+from pigou.wire import kv_event_decoding, kv_event_slices, sse
+from pigou.wire.kv_event_decoding import EventError, decode_batch
 from pigou.wire.kv_event_slices import event_slices
-from pigou.wire.kv_events import EventError, decode_batch
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -487,25 +487,25 @@ def stored(blocks: int, first: int = 0) -> dict[str, Any]:
 def test_a_large_batch_is_applied_in_slices_that_mean_the_same() -> None:
     events = [stored(2000), {"type": "BlockRemoved", "block_hashes": list(range(1500))},
               *[{"type": "AllBlocksCleared"}] * 600]  # fmt: skip
-    slices = list(event_slices(kv_events.encode_batch(1.0, events)))
+    slices = list(event_slices(kv_event_decoding.encode_batch(1.0, events)))
     flat = [event for each in slices for event in each]
     assert all(len(each) <= kv_event_slices.SLICE // 4 for each in slices)
-    parts = [event for event in flat if isinstance(event, kv_events.Stored)]
+    parts = [event for event in flat if isinstance(event, kv_event_decoding.Stored)]
     assert all(len(part.hashes) <= kv_event_slices.SLICE for part in parts)
-    [whole] = decode_batch(kv_events.encode_batch(1.0, events[:1])).events
-    assert isinstance(whole, kv_events.Stored)
+    [whole] = decode_batch(kv_event_decoding.encode_batch(1.0, events[:1])).events
+    assert isinstance(whole, kv_event_decoding.Stored)
     assert [h for part in parts for h in part.hashes] == list(whole.hashes)
     assert [t for part in parts for t in part.token_ids] == list(whole.token_ids)
     assert [part.parent for part in parts[1:]] == [part.hashes[-1] for part in parts[:-1]]
     assert [part.salt for part in parts] == ["salt"] + [None] * (len(parts) - 1)
-    removed = [event for event in flat if isinstance(event, kv_events.Removed)]
+    removed = [event for event in flat if isinstance(event, kv_event_decoding.Removed)]
     assert [h for part in removed for h in part.hashes] == list(range(1500))
-    assert sum(isinstance(event, kv_events.Cleared) for event in flat) == 600
+    assert sum(isinstance(event, kv_event_decoding.Cleared) for event in flat) == 600
 
 
 def test_small_batches_stay_whole() -> None:
     events = [stored(3), {"type": "BlockRemoved", "block_hashes": [1]}]
-    payload = kv_events.encode_batch(1.0, events)
+    payload = kv_event_decoding.encode_batch(1.0, events)
     assert list(event_slices(payload)) == [decode_batch(payload).events]
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.hostile.stub_server import BATCHES
 
 from pigou.wire import kv_event_slices, msgpack_walk
-from pigou.wire.kv_event_slices import event_slices
-from pigou.wire.kv_events import (
+from pigou.wire.kv_event_decoding import (
     Cleared,
     EventError,
     Removed,
@@ -20,6 +19,7 @@ from pigou.wire.kv_events import (
     WireEvent,
     decode_batch,
 )
+from pigou.wire.kv_event_slices import event_slices
 from pigou.wire.msgpack_walk import MessagePackError, Walk
 
 #: Bytes of the largest piece that is decoded at once: so many tokens with their headers.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from pigou.wire.errors import APIError
-from pigou.wire.off_loop import OffLoop
+from pigou.wire.request_body import OffLoop
 
 
 @contextmanager

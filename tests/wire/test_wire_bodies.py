@@ -11,20 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.sampling import Grammar
-from pigou.wire import checks, replies
+from pigou.wire import openai_replies, request_validation
 from pigou.wire.errors import REFUSED, APIError
-from pigou.wire.grammars import grammar
-from pigou.wire.openai import WITHOUT_MEANING, ChatRequest, decode_chat, decode_completion
-from pigou.wire.replies import Chunk, Stream
-from pigou.wire.sampling import Defaults, Limits, sampling_params
-from pigou.wire.transfer import asks_to_hold, leg_one, leg_two, offers_blocks, ticket
+from pigou.wire.openai_replies import Chunk, Stream
+from pigou.wire.openai_requests import WITHOUT_MEANING, ChatRequest, decode_chat, decode_completion
+from pigou.wire.prefill_decode_legs import asks_to_hold, leg_one, leg_two, offers_blocks, ticket
+from pigou.wire.sampling_params import Defaults, Limits, sampling_params
+from pigou.wire.structured_output import grammar
 
 LIMITS = Limits(max_model_len=100, vocab_size=50)
 
 
 def completion(**fields: Any) -> Any:
     request = decode_completion(json.dumps({"prompt": "a", **fields}).encode())
-    checks.check(request)
+    request_validation.check(request)
     return request
 
 
@@ -56,7 +56,7 @@ def test_any_value_of_any_field_is_taken_or_refused_by_name(name: str, value: An
 def refusal(body: bytes) -> APIError | None:
     try:
         request = decode_chat(body)
-        checks.check(request)
+        request_validation.check(request)
         params(request)
     except APIError as error:
         return error
@@ -170,7 +170,7 @@ def test_leg_one_asks_for_one_token_and_leg_two_is_the_clients() -> None:
 
 
 def test_usage_counts_and_details() -> None:
-    told = msgspec.to_builtins(replies.usage(3, 4, 2))
+    told = msgspec.to_builtins(openai_replies.usage(3, 4, 2))
     assert told == {
         "prompt_tokens": 3, "total_tokens": 7, "completion_tokens": 4,
         "prompt_tokens_details": {"cached_tokens": 2},

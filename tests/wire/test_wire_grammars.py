@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pigou.sampling import Grammar
-from pigou.wire.checks import check
 from pigou.wire.errors import APIError
-from pigou.wire.grammars import MAX_BYTES, MAX_CHOICES, MAX_DEPTH, grammar
-from pigou.wire.openai import CompletionRequest, decode_completion
+from pigou.wire.openai_requests import CompletionRequest, decode_completion
+from pigou.wire.request_validation import check
+from pigou.wire.structured_output import MAX_BYTES, MAX_CHOICES, MAX_DEPTH, grammar
 
 
 def request(**fields: Any) -> CompletionRequest:

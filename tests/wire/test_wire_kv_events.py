@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, Medium
-from pigou.wire.kv_events import (
+from pigou.wire.kv_event_decoding import (
     END_OF_REPLAY,
     Batch,
     Cleared,

@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import pytest
 import typing_extensions
 
-from pigou.wire.checks import check
 from pigou.wire.errors import REFUSED, APIError
-from pigou.wire.fields import HEADER, UnknownFields, header_value, neutral
-from pigou.wire.openai import (
+from pigou.wire.openai_requests import (
     WITHOUT_MEANING,
     ChatRequest,
     CompletionRequest,
     known_chat,
     known_completion,
 )
+from pigou.wire.request_validation import check
+from pigou.wire.unknown_fields import HEADER, UnknownFields, header_value, neutral
 
 pytest.importorskip("openai")
 from openai.types import completion_create_params as completion_params

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.wire import limits
+from pigou.wire import json_limits
 from pigou.wire.errors import APIError
-from pigou.wire.shape import SMALL, is_deep, measure, read_fields
+from pigou.wire.json_limits import SMALL, is_deep, measure, read_fields
 
 #: What a counter of bytes may take for structure, though it is text.
 _texts = st.text() | st.text(alphabet='{}[],:"\\\u00e9\U0001f600 \n', max_size=20)
@@ -101,7 +101,7 @@ def test_only_what_is_nested_too_deeply_is_deep(value: Any) -> None:
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"a":'])
 def test_deep_texts_are_deep_and_braces_in_strings_are_not(opening: bytes) -> None:
     levels = opening.count(b"[") + opening.count(b"{")
-    fitting = opening * (limits.MAX_DEPTH // levels)
+    fitting = opening * (json_limits.MAX_DEPTH // levels)
     assert not is_deep(fitting)
     assert is_deep(fitting + opening)
     assert not is_deep(json.dumps("[{" * 1000).encode())
@@ -126,11 +126,11 @@ def test_a_large_body_of_white_space_alone_is_no_fault() -> None:
     assert list(read_fields(b'{"a":1' + b" " * SMALL + b"}")) == ["a"]
 
 
-@pytest.mark.parametrize("count", [limits.MAX_FIELDS, limits.MAX_FIELDS + 1])
+@pytest.mark.parametrize("count", [json_limits.MAX_FIELDS, json_limits.MAX_FIELDS + 1])
 @pytest.mark.parametrize("padding", [0, SMALL])
 def test_fields_are_counted_in_bodies_of_any_size(count: int, padding: int) -> None:
     body = json.dumps({f"f{i}": i for i in range(count)}).encode() + b" " * padding
-    if count <= limits.MAX_FIELDS:
+    if count <= json_limits.MAX_FIELDS:
         assert len(read_fields(body)) == count
     else:
         assert f"{count} fields" in refused(body).message
@@ -138,9 +138,9 @@ def test_fields_are_counted_in_bodies_of_any_size(count: int, padding: int) -> N
 
 @pytest.mark.parametrize("space", ["", " ", "\n" * 100])
 def test_white_space_before_the_first_prompt_hides_no_prompts(space: str) -> None:
-    prompts = ",".join(['"a"'] * (limits.MAX_PROMPTS + 1))
+    prompts = ",".join(['"a"'] * (json_limits.MAX_PROMPTS + 1))
     body = f'{{"prompt":[{space}{prompts}]}}'.encode()
-    assert f"{limits.MAX_PROMPTS + 1} prompts" in refused(body, context=100_000).message
+    assert f"{json_limits.MAX_PROMPTS + 1} prompts" in refused(body, context=100_000).message
 
 
 def test_token_ids_are_held_against_the_context_unless_they_are_to_be_cut() -> None:

@@ -12,10 +12,9 @@ import zmq
 from worker_process import Worker, start, stop
 
 from pigou.config import ConfigError
-from pigou.wire.curve import secure_client
-from pigou.wire.fleet_secret import NONCE, PROOF, VARIABLE, FleetSecret
-from pigou.wire.kv_events import sequence_frame
-from pigou.wire.transfer import leg_one, leg_two
+from pigou.wire.fleet_secret import NONCE, PROOF, VARIABLE, FleetSecret, secure_client
+from pigou.wire.kv_event_decoding import sequence_frame
+from pigou.wire.prefill_decode_legs import leg_one, leg_two
 from pigou.worker.config import WorkerConfig
 from pigou.worker.fleet_guard import check_exposure
 

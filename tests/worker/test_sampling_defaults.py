@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.wire.sampling import Defaults
+from pigou.wire.sampling_params import Defaults
 from pigou.worker.model import sampling_defaults
 
 

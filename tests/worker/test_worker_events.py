@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 from worker_process import Worker
 
-from pigou.wire.kv_events import (
+from pigou.wire.kv_event_decoding import (
     END_OF_REPLAY,
     Batch,
     Cleared,

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from worker_process import Worker, start, stop
 
-from pigou.wire.transfer import leg_one, leg_two
+from pigou.wire.prefill_decode_legs import leg_one, leg_two
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 from worker_process import Worker, start, stop
 
 from pigou.kv.tenure import Tenure
-from pigou.wire.transfer import ASK, leg_one, leg_two
+from pigou.wire.prefill_decode_legs import ASK, leg_one, leg_two
 
 PROMPT = [4 + i % 90 for i in range(200)]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True}

@@ -41,10 +41,10 @@ def warm(
     with progress, told_of_compiling(listener):
         if what != "worker":
             from pigou.control.warm import warm_up as warm_control
-            from pigou.wire import shape
+            from pigou.wire import json_limits
 
             warm_control()
-            shape.warm_up()
+            json_limits.warm_up()
         if what != "gateway":
             from pigou.worker.config import WorkerConfig
             from pigou.worker.process import warm_all

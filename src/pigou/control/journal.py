@@ -39,7 +39,7 @@ from pigou.control.messages import (
 )
 from pigou.control.plane import ControlPlane
 from pigou.request import NEVER, FinishReason, Request, Worker
-from pigou.wire.kv_events import Cleared, Removed
+from pigou.wire.kv_event_decoding import Cleared, Removed
 
 #: Rises when a line changes its meaning.
 FORMAT = 1

@@ -10,7 +10,7 @@ from pigou.control.assessment import Assessment, Snapshot
 from pigou.control.index.keyed import Keyed
 from pigou.events import KVEvent
 from pigou.request import FinishReason, Worker
-from pigou.wire.kv_events import WireEvent
+from pigou.wire.kv_event_decoding import WireEvent
 
 
 class Read(msgspec.Struct, frozen=True):

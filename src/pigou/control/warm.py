@@ -25,7 +25,7 @@ from pigou.control.messages import (
 )
 from pigou.control.plane import ControlPlane
 from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
-from pigou.wire.kv_events import Removed, Stored
+from pigou.wire.kv_event_decoding import Removed, Stored
 
 _BLOCK = 16
 _PROMPT = 8 * _BLOCK

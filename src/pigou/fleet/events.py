@@ -13,9 +13,9 @@ import zmq
 import zmq.asyncio
 
 from pigou.fleet.probe import Source
-from pigou.wire.curve import secure_client
+from pigou.wire.fleet_secret import secure_client
+from pigou.wire.kv_event_decoding import EventError, WireEvent, sequence_frame, sequence_number
 from pigou.wire.kv_event_slices import event_slices
-from pigou.wire.kv_events import EventError, WireEvent, sequence_frame, sequence_number
 
 _log = logging.getLogger("pigou.fleet")
 

@@ -29,7 +29,7 @@ from pigou.gateway.speller import Speller
 from pigou.gateway.startup import StageListener, Startup
 from pigou.kernel_cache import told_of_compiling
 from pigou.request import Role
-from pigou.wire import msgpack_walk, shape
+from pigou.wire import json_limits, msgpack_walk
 from pigou.wire.fleet_secret import FleetSecret
 
 #: Options of a worker that name a place which no other worker may use.
@@ -137,7 +137,7 @@ class Serving:
             try:
                 with told_of_compiling(begun):
                     warm_up(config)
-                    shape.warm_up()
+                    json_limits.warm_up()
                     msgpack_walk.warm_up()
             except Exception as raised:
                 error = raised

@@ -18,7 +18,7 @@ from pigou.fleet.process_facts import ProcessFacts
 from pigou.fleet.pulse import Bench, Pulse, Sign, read_health
 from pigou.gateway.pilot import Pilot
 from pigou.gateway.upstream import GONE, Upstream
-from pigou.wire.kv_events import WireEvent
+from pigou.wire.kv_event_decoding import WireEvent
 
 _log = logging.getLogger("pigou.fleet")
 

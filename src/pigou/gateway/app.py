@@ -42,17 +42,16 @@ from pigou.gateway.stated import read_stated
 from pigou.gateway.upstream import Upstream
 from pigou.logs import describe_access
 from pigou.request import SECOND
-from pigou.wire.bodies import no_interim_answer, read_json
 from pigou.wire.connections import close_old_streams
 from pigou.wire.errors import APIError, bad_request
-from pigou.wire.fields import HEADER as UNKNOWN
-from pigou.wire.fields import UnknownFields, header_value
-from pigou.wire.off_loop import OffLoop
-from pigou.wire.openai import without_bom
-from pigou.wire.replies import model_card
+from pigou.wire.json_limits import SMALL, read_fields
+from pigou.wire.openai_replies import model_card
+from pigou.wire.openai_requests import without_bom
+from pigou.wire.request_body import OffLoop, no_interim_answer, read_json
 from pigou.wire.request_id import HEADER as REQUEST_ID
 from pigou.wire.request_id import echo
-from pigou.wire.shape import SMALL, read_fields
+from pigou.wire.unknown_fields import HEADER as UNKNOWN
+from pigou.wire.unknown_fields import UnknownFields, header_value
 
 _log = logging.getLogger("pigou.gateway")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.wire.fields import MODES
+from pigou.wire.unknown_fields import MODES
 
 #: Addresses that only this machine reaches.
 _LOOPBACK_NAMES = ("localhost",)

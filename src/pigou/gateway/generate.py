@@ -29,8 +29,8 @@ from pigou.gateway.splice import closing, out_of_room
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import SECOND, FinishReason
 from pigou.wire.errors import SUSPECT, APIError
-from pigou.wire.openai import without_bom
-from pigou.wire.transfer import leg_one, leg_two, ticket
+from pigou.wire.openai_requests import without_bom
+from pigou.wire.prefill_decode_legs import leg_one, leg_two, ticket
 
 _log = logging.getLogger("pigou.gateway")
 

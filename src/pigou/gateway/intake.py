@@ -14,9 +14,9 @@ from pigou.gateway.call import Body, Call
 from pigou.gateway.chunks import ABSENT, given
 from pigou.gateway.facts import Facts, salt
 from pigou.kv.tenure import Tenure
-from pigou.wire.checks import check
 from pigou.wire.errors import bad_request, decode_error
-from pigou.wire.openai import (
+from pigou.wire.json_limits import read_fields
+from pigou.wire.openai_requests import (
     ChatRequest,
     CompletionRequest,
     known_chat,
@@ -24,7 +24,7 @@ from pigou.wire.openai import (
     without_bom,
 )
 from pigou.wire.request_id import request_id as wire_id
-from pigou.wire.shape import read_fields
+from pigou.wire.request_validation import check
 
 #: Bytes of text that make a token, as a guess.
 _BYTES_PER_TOKEN = 4
@@ -52,7 +52,7 @@ def read(
     request_id: str | None = None, overrides: Mapping[str, float] | None = None,
     context: int = 0,
 ) -> Call:  # fmt: skip
-    """Read a body; a large one is to be read on a thread (`pigou.wire.shape.SMALL`).
+    """Read a body; a large one is to be read on a thread (`pigou.wire.json_limits.SMALL`).
 
     Args:
         data: as the client sent it.

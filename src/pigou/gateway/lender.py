@@ -11,7 +11,7 @@ from pigou.control.messages import Read
 from pigou.gateway.call import Body
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.upstream import Upstream
-from pigou.wire.transfer import ticket
+from pigou.wire.prefill_decode_legs import ticket
 
 OFFER = "/v1/kv/offer"
 #: Seconds that an answer is waited for at least: a worker answers between two of its steps.

@@ -33,7 +33,7 @@ from pigou.gateway.upstream import Upstream
 from pigou.kv.tenure import Tenure
 from pigou.request import FinishReason
 from pigou.wire.errors import APIError, bad_request, error_body, too_large
-from pigou.wire.openai import without_bom
+from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_id import HEADER as REQUEST_ID
 from pigou.wire.request_id import request_id
 

@@ -21,7 +21,7 @@ from pigou.gateway.speller import Speller, Unspellable, first_prompt
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import BlockKeys
 from pigou.text.folder import find_tokenizer
-from pigou.wire.off_loop import OffLoop
+from pigou.wire.request_body import OffLoop
 
 _log = logging.getLogger("pigou.gateway")
 

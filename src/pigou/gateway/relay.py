@@ -15,7 +15,7 @@ from pigou.gateway.regular import count, with_cached_tokens
 from pigou.gateway.splice import Splice
 from pigou.gateway.transcript import Transcript
 from pigou.wire.errors import REQUEST_FAILED
-from pigou.wire.shape import is_deep
+from pigou.wire.json_limits import is_deep
 from pigou.wire.sse import DONE, DONE_PAYLOAD, EventTooLong, Reader, frame
 
 #: Finish reasons that say the worker gave up; no client knows them.

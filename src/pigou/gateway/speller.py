@@ -14,8 +14,8 @@ from pigou.gateway.facts import digest
 from pigou.text.folder import find_tokenizer
 from pigou.text.template import ChatError, ChatTemplate
 from pigou.text.tokenizer import Tokenizer, TokenizerError
-from pigou.wire.checks import check_messages
 from pigou.wire.errors import APIError
+from pigou.wire.request_validation import check_messages
 
 _messages = msgspec.json.Decoder(list[dict[str, Any]])
 

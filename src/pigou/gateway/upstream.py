@@ -19,7 +19,7 @@ from pigou.gateway.line import Line, LineError
 from pigou.gateway.lines import CONNECT_S, KEEPALIVE_S, Lines
 from pigou.request import Worker
 from pigou.wire.fleet_secret import tenant_mark
-from pigou.wire.shape import is_deep
+from pigou.wire.json_limits import is_deep
 
 _READ_BUFFER = 256 * 1024
 #: Errors by which the other side says that nobody is there. Others may be this process's own,

@@ -91,7 +91,8 @@ class ChatTemplate:
         """Return the prompt.
 
         Args:
-            messages: checked by `pigou.wire.checks.check_messages`. The template gets their
+            messages: checked by `pigou.wire.request_validation.check_messages`. The template gets
+                their
                 content as it reads it: parts where it loops over them, else one string, the
                 parts joined with line breaks. Fields that are None are left out. The role
                 `developer` is `system` for a template that does not name it.

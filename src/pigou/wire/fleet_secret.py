@@ -12,6 +12,10 @@ import secrets
 from collections.abc import MutableMapping
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils import z85
 
 from pigou.config import ConfigError
 
@@ -135,3 +139,39 @@ def _read_descriptor(text: str) -> str:
             return source.read(_MOST + 1).decode("utf-8", "surrogateescape")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{DESCRIPTOR} is {text!r}, which cannot be read: {error}") from error
+
+
+def secure_server(socket: zmq.Socket[Any], secret: FleetSecret) -> None:
+    """Let a socket that binds talk to who knows the secret alone; before it is bound.
+
+    Raises:
+        ConfigError: this libzmq has no CURVE.
+    """
+    _check()
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, _private(secret, "publisher"))
+
+
+def secure_client(socket: zmq.Socket[Any], secret: FleetSecret) -> None:
+    """Let a socket that connects talk to a publisher that knows the secret alone.
+
+    Raises:
+        ConfigError: this libzmq has no CURVE.
+    """
+    _check()
+    own = _private(secret, "subscriber")
+    socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(_private(secret, "publisher")))
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(own))
+
+
+def _private(secret: FleetSecret, who: str) -> bytes:
+    return bytes(z85.encode(secret.key(f"kv-events {who}")))
+
+
+def _check() -> None:
+    if not zmq.has("curve"):
+        raise ConfigError(
+            "the fleet has a secret, and this libzmq has no CURVE for KV events: install pyzmq's "
+            "own wheel, or turn KV events off (--no-kv-events)"
+        )

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 
 import msgspec
 
-from pigou.wire.kv_events import (
+from pigou.wire.kv_event_decoding import (
     MOST_HASH,
     REMOVED_FIELDS,
     STORED_FIELDS,

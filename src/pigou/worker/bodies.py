@@ -7,10 +7,9 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from pigou.wire.bodies import read_json
-from pigou.wire.off_loop import OffLoop
-from pigou.wire.openai import without_bom
-from pigou.wire.shape import SMALL, read_fields
+from pigou.wire.json_limits import SMALL, read_fields
+from pigou.wire.openai_requests import without_bom
+from pigou.wire.request_body import OffLoop, read_json
 from pigou.worker.fleet_guard import fleet_tenant
 
 _B = TypeVar("_B")
@@ -31,7 +30,7 @@ class Bodies:
         """Return what `decode` makes of a request's body, which must be declared as JSON.
 
         Raises:
-            APIError: as `pigou.wire.bodies.read_json`; 400 for a body out of bounds. Whatever
+            APIError: as `pigou.wire.request_body.read_json`; 400 for a body out of bounds. Whatever
                 `decode` raises.
         """
         data = await read_json(request, self._most)

@@ -22,7 +22,7 @@ from pigou.runtime.stores.device import Blocks
 from pigou.runtime.stores.mover import Mover
 from pigou.text.ends import within
 from pigou.text.tokenizer import Tokenizer
-from pigou.wire.sampling import Limits
+from pigou.wire.sampling_params import Limits
 from pigou.worker.backend import Backend
 from pigou.worker.config import WorkerConfig
 from pigou.worker.grammar_pool import GrammarPool, GrammarSource, NoGrammars

@@ -9,7 +9,7 @@ from pigou.sampling import SamplingParams
 from pigou.text.detokenizer import Detokenizer
 from pigou.text.stops import Match, Stops
 from pigou.text.tokenizer import Tokenizer
-from pigou.wire.replies import Logprob, TokenLogprobs
+from pigou.wire.openai_replies import Logprob, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

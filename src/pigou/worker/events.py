@@ -16,9 +16,8 @@ import zmq.asyncio
 from pigou.background import Background
 from pigou.config import ConfigError
 from pigou.events import BlockRemoved, BlockStored, KVEvent
-from pigou.wire.curve import secure_server
-from pigou.wire.fleet_secret import FleetSecret
-from pigou.wire.kv_events import (
+from pigou.wire.fleet_secret import FleetSecret, secure_server
+from pigou.wire.kv_event_decoding import (
     END_OF_REPLAY,
     cleared_map,
     encode_batch,

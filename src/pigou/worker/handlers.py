@@ -12,10 +12,10 @@ from pigou.logs import accessed, describe_access
 from pigou.request import SECOND
 from pigou.wire.connections import is_reserved, mark_event_stream, too_many_connections
 from pigou.wire.errors import APIError, http_error, too_large
-from pigou.wire.fields import UnknownFields
-from pigou.wire.openai import known_chat, known_completion
+from pigou.wire.openai_requests import known_chat, known_completion
 from pigou.wire.request_id import HEADER, echo, request_id
 from pigou.wire.sse import DONE, frame
+from pigou.wire.unknown_fields import UnknownFields
 from pigou.worker.bodies import Bodies
 from pigou.worker.fleet_guard import fleet_tenant
 from pigou.worker.intake import Intake

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pigou.kv.tenure import salt_expiry
 from pigou.request import NEVER, Request
 from pigou.sampling import SamplingParams
-from pigou.wire import checks
+from pigou.wire import request_validation
 from pigou.wire.errors import APIError, bad_request
-from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
-from pigou.wire.sampling import sampling_params
-from pigou.wire.transfer import asks_to_hold, offers_blocks
+from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
+from pigou.wire.prefill_decode_legs import asks_to_hold, offers_blocks
+from pigou.wire.sampling_params import sampling_params
 from pigou.worker.choice import Choice, Explainer, TextOptions
 from pigou.worker.commands import Add
 from pigou.worker.config import WorkerConfig
@@ -84,7 +84,7 @@ class Intake:
         Grammars are compiled in turn by `tenant`, or by `cache_salt` where that is empty.
         """
         self._check(request)
-        sources = checks.prompts(request)
+        sources = request_validation.prompts(request)
         count = len(sources) * (request.n or 1)
         if count > MAX_SEQUENCES:
             raise bad_request(
@@ -140,7 +140,7 @@ class Intake:
         """Refuse what this worker cannot honour, or cannot take now."""
         self._service.check_open()
         self.check_model(request.model)
-        checks.check(request)
+        request_validation.check(request)
         self._check_queue(request)
         self._check_order(request)
         if asks_to_hold(request.kv_transfer_params) and (request.stream or _sequences(request) > 1):
@@ -237,7 +237,7 @@ class Intake:
     def _choice(self, inputs: _Inputs, params: SamplingParams, resumed: list[int]) -> Choice:
         request, model, tools = inputs.request, self._model, inputs.shape.tools
         options = TextOptions(
-            checks.stops(request),
+            request_validation.stops(request),
             bool(request.include_stop_str_in_output),
             request.skip_special_tokens is not False,
             tools.markup(model.tokenizer) if tools else frozenset(),
@@ -306,11 +306,13 @@ def _options(request: GenerationRequest, echo: list[str] | None) -> ReplyOptions
         resumed=request.resume_tokens or 0,
         hold=asks_to_hold(request.kv_transfer_params),
         per_prompt=request.n or 1,
-        scores_only=checks.scores_only(request),
+        scores_only=request_validation.scores_only(request),
     )
 
 
 def _sequences(request: GenerationRequest) -> int:
     """Return how many sequences a request asks for."""
-    prompts = checks.prompts(request) if isinstance(request, CompletionRequest) else [None]
+    prompts = (
+        request_validation.prompts(request) if isinstance(request, CompletionRequest) else [None]
+    )
     return len(prompts) * max(1, request.n or 1)

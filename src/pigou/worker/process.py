@@ -21,7 +21,7 @@ from pigou.background import Background
 from pigou.engine.warm import warm_up
 from pigou.imports import uncollected
 from pigou.kv import xxh3
-from pigou.wire import shape
+from pigou.wire import json_limits
 from pigou.wire.connections import ConnectionLimits, Factory
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.worker.build import Parts, build, transfer_config
@@ -346,7 +346,7 @@ def build_warm(config: WorkerConfig) -> Parts:
         parts = build(config)
     with compiling_reported("warming up"):
         warm_up()
-        shape.warm_up()
+        json_limits.warm_up()
         warm_backend(parts.core, parts.backend)
         parts.grammars.warm_up()
         if not config.allow_special_tokens:

@@ -13,9 +13,9 @@ from pigou.kv.hashing import chain
 from pigou.kv.tenure import salt_expiry
 from pigou.request import BlockHashes, no_hashes
 from pigou.text.template import ChatError
-from pigou.wire import checks
+from pigou.wire import request_validation
 from pigou.wire.errors import bad_request
-from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
+from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
 from pigou.worker.config import WorkerConfig
 from pigou.worker.model import ServedModel
 
@@ -75,7 +75,7 @@ class PromptProcessor:
         if isinstance(request, ChatRequest):
             source = request.prompt_token_ids or self.render(request)
             return source, bool(request.add_special_tokens)
-        prompts = checks.prompts(request)
+        prompts = request_validation.prompts(request)
         if len(prompts) != 1:
             raise bad_request(f"prompt has {len(prompts)} prompts; ask for one.", "prompt")
         return prompts[0], request.add_special_tokens is not False

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pigou.runtime.outputs import TokenLogprobs as Report
-from pigou.wire import replies
+from pigou.wire import openai_replies
 from pigou.wire.errors import APIError
-from pigou.wire.replies import Chunk, Json, Stream, TokenLogprobs, Usage
+from pigou.wire.openai_replies import Chunk, Json, Stream, TokenLogprobs, Usage
 from pigou.wire.sse import DONE
 from pigou.worker.choice import Choice, Explainer
 from pigou.worker.tools import ToolStream
@@ -236,13 +236,13 @@ class Reply:
         prompt = sum(len(sequence.prompt) for sequence in firsts)
         completion = sum(sequence.choice.count for sequence in self.sequences)
         cached = sum(min(sequence.cached, len(sequence.prompt)) for sequence in firsts)
-        return replies.usage(prompt, completion, cached)
+        return openai_replies.usage(prompt, completion, cached)
 
     def body(self) -> bytes:
         """Return the JSON body of a reply that is not streamed."""
         if self.options.chat:
             first = self.sequences[0]
-            return replies.chat_completion(
+            return openai_replies.chat_completion(
                 self.id,
                 self.created,
                 self.model,
@@ -252,7 +252,7 @@ class Reply:
                 prompt_token_ids=first.prompt if self.options.token_ids else None,
                 prompt_logprobs=_prompt_logprobs(first),
             )
-        return replies.completion(
+        return openai_replies.completion(
             self.id,
             self.created,
             self.model,
@@ -271,7 +271,7 @@ class Reply:
     def _running_usage(self, sequence: Sequence, count: int) -> Usage | None:
         if not self.options.running_usage:
             return None
-        return replies.usage(len(sequence.prompt), count)
+        return openai_replies.usage(len(sequence.prompt), count)
 
     def _chunk(
         self, sequence: Sequence, text: str, tokens: list[int], delta: Json | None = None
@@ -301,8 +301,8 @@ class Reply:
 
     def _logprobs(self, sequence: Sequence, taken: list[TokenLogprobs]) -> Json:
         if self.options.chat:
-            return replies.chat_logprobs(taken)
-        shaped = replies.completion_logprobs(taken, sequence.offset)
+            return openai_replies.chat_logprobs(taken)
+        shaped = openai_replies.completion_logprobs(taken, sequence.offset)
         sequence.offset += sum(len(token.text) for token in taken)
         return shaped
 
@@ -311,7 +311,7 @@ class Reply:
         text = "".join(sequence.text)
         if options.echo is not None and not options.resumed:
             text = options.echo[sequence.index // options.per_prompt] + text
-        return replies.completion_choice(
+        return openai_replies.completion_choice(
             sequence.index,
             text,
             choice.finish,
@@ -324,7 +324,7 @@ class Reply:
 
     def _chat_choice(self, sequence: Sequence) -> Json:
         choice, tools = sequence.choice, sequence.tools
-        return replies.chat_choice(
+        return openai_replies.chat_choice(
             sequence.index,
             "".join(sequence.text if tools is None else tools.content),
             sequence.finish,
@@ -340,4 +340,4 @@ class Reply:
 
 def _prompt_logprobs(sequence: Sequence) -> list[dict[str, Any] | None] | None:
     told = sequence.prompt_logprobs
-    return None if told is None else replies.prompt_logprobs(told)
+    return None if told is None else openai_replies.prompt_logprobs(told)

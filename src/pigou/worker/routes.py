@@ -11,13 +11,13 @@ from aiohttp import web
 
 from pigou import __version__
 from pigou.background import Background
-from pigou.wire import checks, replies
-from pigou.wire.bodies import no_interim_answer
+from pigou.wire import openai_replies, request_validation
 from pigou.wire.connections import close_old_streams
 from pigou.wire.errors import bad_request
-from pigou.wire.fields import UnknownFields
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.wire.openai import decode_cached, decode_detokenize, decode_tokenize
+from pigou.wire.openai_requests import decode_cached, decode_detokenize, decode_tokenize
+from pigou.wire.request_body import no_interim_answer
+from pigou.wire.unknown_fields import UnknownFields
 from pigou.worker.bodies import Bodies
 from pigou.worker.events import EventPublisher
 from pigou.worker.fleet_guard import fleet_guard
@@ -104,14 +104,18 @@ class Routes:
     async def models(self, _: web.Request) -> web.Response:
         """List the one model."""
         model = self._model
-        body = replies.models(model.name, model.root, model.created, model.limits.max_model_len)
+        body = openai_replies.models(
+            model.name, model.root, model.created, model.limits.max_model_len
+        )
         return _json(body)
 
     async def model_card(self, request: web.Request) -> web.Response:
         """Describe the one model."""
         self._intake.check_model(request.match_info["model"])
         model = self._model
-        card = replies.model_card(model.name, model.root, model.created, model.limits.max_model_len)
+        card = openai_replies.model_card(
+            model.name, model.root, model.created, model.limits.max_model_len
+        )
         return _json(card)
 
     async def health(self, _: web.Request) -> web.Response:
@@ -186,7 +190,7 @@ class Routes:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("Give prompt or messages, and only one of them.", "prompt")
         if body.messages is not None:
-            checks.check_messages(body.messages)
+            request_validation.check_messages(body.messages)
             tokens = await self._intake.prompts.encode(
                 self._intake.prompts.render(body), bool(body.add_special_tokens)
             )

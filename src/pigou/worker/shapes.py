@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from pigou.sampling import Grammar
 from pigou.wire.errors import APIError, bad_request
-from pigou.wire.grammars import grammar
-from pigou.wire.openai import ChatRequest, GenerationRequest
+from pigou.wire.openai_requests import ChatRequest, GenerationRequest
+from pigou.wire.structured_output import grammar
 from pigou.worker.grammar_pool import CompileQueueFull, GrammarSource
 from pigou.worker.model import ServedModel
 from pigou.worker.tools import Tools, request_tools

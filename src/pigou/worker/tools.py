@@ -17,9 +17,9 @@ from pigou.text.tool_calls import (
     make_parser,
 )
 from pigou.wire.errors import bad_request
-from pigou.wire.openai import ChatRequest
-from pigou.wire.replies import Json
-from pigou.wire.tools import ToolUse, tool_use
+from pigou.wire.openai_replies import Json
+from pigou.wire.openai_requests import ChatRequest
+from pigou.wire.tool_choice import ToolUse, tool_use
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from pigou.control.index.table_kernels import DEVICE, NOBODY
 from pigou.control.index.wire import WORD, column, name_of, names_of, tier_of
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pigou.request import SECOND, BlockKeys
-from pigou.wire.kv_events import Cleared, Removed, Stored, WireEvent
+from pigou.wire.kv_event_decoding import Cleared, Removed, Stored, WireEvent
 
 #: Orders of workers that are remembered; more are forgotten all at once.
 _ORDERS = 64

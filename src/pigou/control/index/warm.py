@@ -6,7 +6,7 @@ import numpy as np
 
 from pigou.control.index.chain import chain
 from pigou.control.index.prefix import PrefixIndex
-from pigou.wire.kv_events import Cleared, Removed, Stored
+from pigou.wire.kv_event_decoding import Cleared, Removed, Stored
 
 
 def warm_up() -> None:

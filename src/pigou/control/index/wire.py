@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from pigou.control.index.slots import Words
 from pigou.control.index.table_kernels import DEVICE, HOST, STORAGE
-from pigou.wire.kv_events import WireHash
+from pigou.wire.kv_event_decoding import WireHash
 
 _TIERS = {None: DEVICE, "GPU": DEVICE, "CPU": HOST, "CPU_PINNED": HOST, "STORAGE": STORAGE}
 _LIMIT = 2**64

@@ -1,8 +1,4 @@
-"""The shape of a JSON text: how many values, how deep, known before any of it is decoded.
-
-A decoder holds Python's interpreter lock for as long as it works, so that a large body stops
-every stream of its process. The kernel here reads without that lock, in one pass.
-"""
+"""Bounds of what one request may hold; more is answered 400, with the field, count and bound."""
 
 from __future__ import annotations
 
@@ -15,18 +11,19 @@ from numpy.typing import NDArray
 
 from pigou.compiled import kernel
 from pigou.wire.errors import APIError, bad_request, decode_error
-from pigou.wire.limits import (
-    MAX_BIASED,
-    MAX_DEPTH,
-    MAX_FIELD_BYTES,
-    MAX_FIELDS,
-    MAX_MESSAGES,
-    MAX_PROMPTS,
-    MAX_STOP_TOKENS,
-    MAX_TOKEN_IDS,
-    MAX_TOOLS,
-    MAX_VALUES,
-)
+
+MAX_DEPTH = 128
+MAX_FIELDS = 1024
+MAX_FIELD_BYTES = 1024 * 1024
+MAX_VALUES = 200_000
+MAX_MESSAGES = 10_000
+MAX_PROMPTS = 1024
+MAX_TOKEN_IDS = 2**20
+MAX_TOOLS = 1024
+#: Tokens that `logit_bias` and `stop_token_ids` name: each costs time at every step.
+MAX_BIASED = 4096
+MAX_STOP_TOKENS = 1024
+
 
 #: Bytes up to which a body is decoded on the event loop: well under a millisecond of work.
 SMALL = 64 * 1024

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pigou.sampling import Grammar, SamplingParams
-from pigou.wire.checks import scores_only
 from pigou.wire.errors import bad_request
-from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
+from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
+from pigou.wire.request_validation import scores_only
 
 _N = TypeVar("_N", int, float)
 
@@ -54,12 +54,12 @@ def sampling_params(
     """Return the sampling parameters of a request.
 
     Args:
-        request: already through `pigou.wire.checks.check`.
+        request: already through `pigou.wire.request_validation.check`.
         prompt_tokens: of the original prompt, that is without resumed tokens.
         limits: of the model.
         defaults: of the model.
         seed: of this sequence; choices of one request have seeds of their own.
-        grammar: of the output (`pigou.wire.grammars.grammar`, or of a tool call).
+        grammar: of the output (`pigou.wire.structured_output.grammar`, or of a tool call).
 
     Returns:
         Parameters; `max_tokens` counts from the original prompt, and fits the context.

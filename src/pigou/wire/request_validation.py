@@ -10,9 +10,9 @@ import msgspec
 
 from pigou.kv.tenure import salt_expiry
 from pigou.wire.errors import bad_request
-from pigou.wire.grammars import grammar
-from pigou.wire.limits import MAX_BIASED, MAX_PROMPTS, MAX_STOP_TOKENS
-from pigou.wire.openai import ChatRequest, CompletionRequest, GenerationRequest
+from pigou.wire.json_limits import MAX_BIASED, MAX_PROMPTS, MAX_STOP_TOKENS
+from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
+from pigou.wire.structured_output import grammar
 
 MAX_N = 128
 MAX_LOGPROBS = 20

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pigou.sampling import Grammar
 from pigou.wire.errors import APIError, bad_request
-from pigou.wire.grammars import schema_grammar
-from pigou.wire.openai import ChatRequest
+from pigou.wire.openai_requests import ChatRequest
+from pigou.wire.structured_output import schema_grammar
 
 MAX_TOOLS = 128
 #: Most calls of one reply that a grammar makes.

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeAlias, Type
 import msgspec
 
 from pigou.wire.errors import decode_error, unknown_field
-from pigou.wire.fields import known_part
+from pigou.wire.unknown_fields import known_part
 
 Number: TypeAlias = float
 TokenIds: TypeAlias = list[int]
-#: Text, several texts, token ids, or several lists of them; told apart by `pigou.wire.checks`.
+#: Text, several texts, token ids, or several lists of them; told apart by
+#: `pigou.wire.request_validation`.
 Prompt: TypeAlias = str | list[str | int | list[int]]
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 _B = TypeVar("_B")

@@ -8,7 +8,7 @@ import msgspec
 
 from pigou.sampling import Grammar
 from pigou.wire.errors import APIError, bad_request
-from pigou.wire.openai import GenerationRequest, StructuredOutputs
+from pigou.wire.openai_requests import GenerationRequest, StructuredOutputs
 
 #: Most bytes of a grammar's source, by its kind.
 MAX_BYTES = {"json_schema": 512 * 1024, "choice": 512 * 1024, "regex": 32 * 1024,
