@@ -19,6 +19,7 @@ from .difference import MAX_SHOWN, differences
 from .journals import JOURNALED, record_journal, replay_journal
 from .simulate import simulate_all
 from .simulations import SIMULATIONS
+from .texts import SERVERS, greedy_texts
 
 
 class Run(NamedTuple):
@@ -33,6 +34,7 @@ def runs(pattern: str = "*") -> list[Run]:
     """Return the runs whose names match a pattern, in order."""
     every = [Run(f"simulations/{name}", run.covers) for name, run in SIMULATIONS.items()]
     every += [Run(f"journals/{name}", run.covers, live=True) for name, run in JOURNALED.items()]
+    every += [Run(f"texts/{name}", run.covers, live=True) for name, run in SERVERS.items()]
     return [run for run in every if fnmatch.fnmatch(run.name, f"*{pattern.strip('*')}*")]
 
 
@@ -45,6 +47,8 @@ def results(chosen: Sequence[Run], jobs: int) -> Iterator[tuple[str, Any]]:
         kind, _, name = run.name.partition("/")
         if kind == "journals":
             yield run.name, replay_journal(name)
+        elif kind == "texts":
+            yield run.name, greedy_texts(name)
 
 
 def record(chosen: Sequence[Run], jobs: int, live: bool) -> int:

@@ -121,7 +121,7 @@ def _address(process: subprocess.Popen[str]) -> str:
             return match[1]
         if time.monotonic() > end:
             break
-    raise RuntimeError(f"{process.args} did not start")
+    raise RuntimeError(f"{process.args!r} did not start")
 
 
 def _load(url: str, process: subprocess.Popen[str], kills: bool) -> None:
@@ -131,7 +131,7 @@ def _load(url: str, process: subprocess.Popen[str], kills: bool) -> None:
         for number in range(_REQUESTS):
             waiting.append(pool.submit(_ask, url, number))
             if kills and number == _REQUESTS // 2:
-                _kill_worker(process)
+                kill_worker(process)
             time.sleep(0.02)
         for future in waiting:
             future.result()
@@ -153,8 +153,10 @@ def _ask(url: str, number: int) -> None:
         reply.read(200 if number % 7 == 6 else -1)
 
 
-def _kill_worker(process: subprocess.Popen[str]) -> None:
-    for child in psutil.Process(process.pid).children():
+def kill_worker(process: subprocess.Popen[str], last: bool = False) -> None:
+    """Kill the first worker that a gateway started, or the last one."""
+    children = psutil.Process(process.pid).children()
+    for child in sorted(children, key=lambda one: one.pid, reverse=last):
         with contextlib.suppress(psutil.Error):
             if "worker" in child.cmdline():
                 child.kill()
