@@ -380,7 +380,7 @@ def test_a_token_between_failures_forgets_those_before() -> None:
         recorder.take(Route("r", Choice("x")))
     recorder.take(TokensReceived(recorder.life.leg, 1))
     *_, submit = failed(recorder, "d")
-    assert submit == Submit(1, frozenset("d"), "broke")
+    assert submit == Submit(recorder.life.leg, 1, frozenset("d"), "broke")
     assert recorder.life.failures == 1
 
 
@@ -401,7 +401,7 @@ def test_a_failed_prefill_is_told_before_the_request_is_submitted_again() -> Non
     recorder.take(Route("r", Choice("d", "p")))
     leg = recorder.life.leg
     assert failed(recorder, "p") == (
-        PrefillDone("r", False), StopLeg(leg), Submit(0, frozenset("p"), "broke"),
+        PrefillDone("r", False), StopLeg(leg), Submit(leg + 1, 0, frozenset("p"), "broke"),
     )  # fmt: skip
 
 
@@ -417,7 +417,7 @@ def test_a_recalled_request_goes_to_another_worker() -> None:
     recorder = streaming()
     leg = recorder.life.leg
     assert recorder.take(Recall("r", "a")) == (
-        StopLeg(leg), Submit(0, frozenset("a"), "recalled"),
+        StopLeg(leg), Submit(leg + 1, 0, frozenset("a"), "recalled"),
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ class Server:
 
         self.clock.at(now + round(self.seconds * SECOND), Phase.STEP, call.number, end)
 
-    def cancel(self, call: Call, outcome: Outcome, now: int) -> None:
-        self._end(call, outcome, now)
+    def time_out(self, call: Call, now: int) -> None:
+        self._end(call, Outcome.TIMED_OUT, now)
 
     def _end(self, call: Call, outcome: Outcome, now: int) -> None:
         self.inflight -= 1

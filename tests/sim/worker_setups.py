@@ -12,6 +12,7 @@ import numpy as np
 from pigou.config import EngineConfig
 from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
+from pigou.lifecycle.request import RequestLifecycle
 from pigou.request import Request
 from pigou.sim.call import Call
 from pigou.sim.clock import EPOCH, Clock, Phase
@@ -113,9 +114,8 @@ def add(
             arrival=EPOCH + arrival if arrival >= 0 else now, hold=hold, remote=remote,
             priority=priority,
         )  # fmt: skip
-        leg = Leg(
-            Trip(call, str(number), hashes, 4, now, seat=number), "w", request, streams=streams
-        )
+        trip = Trip(call, RequestLifecycle(str(number)), hashes, 4, now, seat=number)
+        leg = Leg(trip, "w", request, streams=streams)
         bench.legs[str(number)] = leg
         bench.worker.add(leg, now)
 

@@ -131,11 +131,13 @@ class Submit(msgspec.Struct, frozen=True):
     """Submit the request to the control plane; answer with its decision.
 
     Attributes:
+        leg: number of the attempt, until it has a leg.
         tokens: output tokens that came so far: they join the prompt.
         exclude: ids of workers that are not to be chosen.
         cause: why it goes elsewhere, in a word; empty the first time.
     """
 
+    leg: int
     tokens: int
     exclude: frozenset[str] = frozenset()
     cause: str = ""
@@ -229,6 +231,7 @@ class EndRequest(msgspec.Struct, frozen=True):
 
 #: What the control plane is to be told.
 Fact: TypeAlias = PrefillDone | ReadFailed | FirstToken
-#: What the driver is to begin; the event that it answers with ends it.
+#: What the driver is to begin, unless the lifecycle is at another leg by then: to tell a fact may
+#: bring decisions of the control plane about the same request.
 Step: TypeAlias = Submit | FetchKV | StartPrefill | StartDecode | CompleteStream
 LifecycleEffect: TypeAlias = Fact | Step | StopLeg | ReportDeaths | EndRequest

@@ -138,8 +138,7 @@ class RequestLifecycle:
 
     def _submit(self, cause: str) -> Effects:
         self._received = 0
-        self._enter(_ADMISSION)
-        return (Submit(self.tokens, self.excluded, cause),)
+        return (Submit(self._enter(_ADMISSION), self.tokens, self.excluded, cause),)
 
     def _routed(self, route: Route, _: int) -> Effects:
         if self.state is not _ADMISSION:

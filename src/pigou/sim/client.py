@@ -78,8 +78,8 @@ class Server(Protocol):
         """Begin an attempt at a call; its `on_end` is told when it is over."""
         ...
 
-    def cancel(self, call: Call, outcome: Outcome, now: int) -> None:
-        """Give an attempt up; `on_end` is told."""
+    def time_out(self, call: Call, now: int) -> None:
+        """Give an attempt up for its time; `on_end` is told."""
         ...
 
 
@@ -260,7 +260,7 @@ class Client:
 
             def give_up(at: int) -> None:
                 if call.attempts == attempt and call.outcome is Outcome.PENDING:
-                    self._server.cancel(call, Outcome.TIMED_OUT, at)
+                    self._server.time_out(call, at)
 
             at = now + round(self._config.timeout * SECOND)
             self._clock.at(at, Phase.SEND, call.number, give_up)

@@ -1,4 +1,4 @@
-"""The dispatcher: drives ControlPlane as the gateway's pilot and generator do."""
+"""The dispatcher: drives the control plane, and the lives of requests, by the virtual clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pigou.control.messages import (
     Action,
     Assess,
     CacheChanged,
-    Choice,
     Decision,
     Ended,
     FirstToken,
@@ -25,18 +24,42 @@ from pigou.control.messages import (
 from pigou.control.plane import ControlPlane
 from pigou.engine.errors import QueueFull
 from pigou.engine.plan import Finished, Load
-from pigou.request import FinishReason, Request
+from pigou.lifecycle.messages import (
+    ClientTimedOut,
+    EndRequest,
+    FetchKV,
+    KVFetched,
+    KVFetchFailed,
+    LegFailed,
+    LifecycleEvent,
+    Prefilled,
+    RequestOutcome,
+    RequestRefused,
+    StartDecode,
+    StartPrefill,
+    StopLeg,
+    StreamBegan,
+    StreamFinished,
+    Submit,
+    TokensReceived,
+)
+from pigou.lifecycle.migration import Continuation
+from pigou.lifecycle.request import Effects, RequestLifecycle
+from pigou.request import Request
 from pigou.sim.call import Call, Outcome
 from pigou.sim.clock import Clock, Phase
 from pigou.sim.hashes import block_hashes
-from pigou.sim.leg import Leg, Trip
+from pigou.sim.leg import NO_SOURCE, KVSource, Leg, Trip
 from pigou.sim.lending import Lending
 from pigou.sim.member import Member
 from pigou.sim.network import Network
 from pigou.sim.worker import Behind
 
-#: As the gateway's: failures in a row after which a call is given up, and moves altogether.
-MAX_FAILURES, MAX_MOVES = 4, 16
+_OUTCOMES = {
+    RequestOutcome.DONE: Outcome.DONE,
+    RequestOutcome.SHED: Outcome.SHED,
+    RequestOutcome.CLIENT_TIMED_OUT: Outcome.TIMED_OUT,
+}
 
 
 class Dispatcher:
@@ -102,29 +125,33 @@ class Dispatcher:
         else:
             self._begin(call, now)
 
-    def cancel(self, call: Call, outcome: Outcome, now: int) -> None:
+    def time_out(self, call: Call, now: int) -> None:
         """The client gives an attempt up; `on_end` is told."""
         trip = self._under.get(call)
         if trip is None:
-            self._over(call, outcome, "", now)
-        else:
-            self._end(trip, outcome, FinishReason.ABORT, "", now)
+            self._over(call, Outcome.TIMED_OUT, "", now)
+            return
+        if trip.leg is not None:
+            self._settle(trip.leg, now)
+        self._take(trip, ClientTimedOut(), now)
 
     def _begin(self, call: Call, now: int) -> None:
         id_ = str(call.number) if call.attempts == 1 else f"{call.number}.{call.attempts}"
         size = next(iter(self._members.values())).worker.block_size
-        trip = Trip(call, id_, block_hashes(call.job, call.number, size), size, now)
+        life = RequestLifecycle(id_)
+        trip = Trip(call, life, block_hashes(call.job, call.number, size), size, now)
         self._trips[id_] = self._under[call] = trip
-        self._submit(trip, now)
+        self._perform(trip, life.begin(), now)
 
-    def _end(
-        self, trip: Trip, outcome: Outcome, finish: FinishReason, reason: str, now: int
-    ) -> None:
+    def _end(self, trip: Trip, end: EndRequest, now: int) -> None:
         """A trip is over, well or not."""
-        self._leave(trip, now)
-        del self._trips[trip.id], self._under[trip.call]
-        self.observe(Ended(trip.id, finish), now)
-        self._over(trip.call, outcome, reason, now)
+        call, id_ = trip.call, trip.life.id
+        if end.shed is not None:
+            self.shed += 1
+            call.retry_after = end.shed.retry_after
+        del self._trips[id_], self._under[call]
+        self.observe(Ended(id_, end.finish), now)
+        self._over(call, _OUTCOMES.get(end.outcome, Outcome.FAILED), end.reason, now)
 
     def _over(self, call: Call, outcome: Outcome, reason: str, now: int) -> None:
         call.outcome, call.reason, call.ended = outcome, reason, now
@@ -143,19 +170,10 @@ class Dispatcher:
     def take(self, decisions: Iterable[Decision | Action], now: int) -> None:
         """Do what the control plane decides."""
         for decision in decisions:
-            if isinstance(decision, Route):
+            if isinstance(decision, Route | Shed | Recall):
                 trip = self._trips.get(decision.request)
                 if trip is not None:
-                    trip.priority = decision.priority or 0
-                    self._go(trip, decision.choice, now)
-            elif isinstance(decision, Shed):
-                trip = self._trips.get(decision.request)
-                if trip is not None:
-                    self.shed += 1
-                    trip.call.retry_after = decision.retry_after
-                    self._end(trip, Outcome.SHED, FinishReason.ERROR, decision.reason, now)
-            elif isinstance(decision, Recall):
-                self._recall(decision, now)
+                    self._decided(trip, decision, now)
             elif isinstance(decision, Assess):
                 self._assess(decision, now)
             else:
@@ -190,52 +208,87 @@ class Dispatcher:
         self._seats = np.zeros(len(self._seats) + more, dtype=np.int64)
         self._counts = self._seats.copy()
 
-    def _submit(self, trip: Trip, now: int) -> None:
+    # --- the life of a trip -------------------------------------------------------------------
+
+    def _decided(self, trip: Trip, decision: Route | Shed | Recall, now: int) -> None:
         call = trip.call
+        if isinstance(decision, Route):
+            trip.priority, trip.source = decision.priority or 0, NO_SOURCE
+            call.routed = now
+            call.decode, call.prefill = decision.choice.decode, decision.choice.prefill or ""
+            trip.seat = self._plane.seat(trip.life.id)
+        effects = trip.life.take(decision, now)
+        if effects and isinstance(decision, Recall):
+            call.moves += 1
+        self._perform(trip, effects, now)
+
+    def _take(self, trip: Trip, event: LifecycleEvent, now: int) -> None:
+        """Let an event happen to a trip, and do what follows."""
+        self._perform(trip, trip.life.take(event, now), now)
+
+    def _perform(self, trip: Trip, effects: Effects, now: int) -> None:
+        life = trip.life
+        for effect in effects:
+            match effect:
+                case StartDecode() if effect.leg == life.leg:
+                    self._decode(trip, effect, now)
+                case StartPrefill() if effect.leg == life.leg:
+                    self._prefill(trip, effect, now)
+                case Submit() if effect.leg == life.leg:
+                    self._submit(trip, effect, now)
+                case FetchKV() if effect.leg == life.leg:
+                    self.lending.ask(trip, effect, now)
+                case StopLeg(number):
+                    self._stop(trip, number, now)
+                case EndRequest():
+                    self._end(trip, effect, now)
+                case PrefillDone() | ReadFailed() | FirstToken():
+                    self.observe(effect, now)
+
+    def _submit(self, trip: Trip, submit: Submit, now: int) -> None:
+        call = trip.call
+        left = Continuation.after(submit.tokens, call.job.input, call.job.output)
         request = trip.request = Request(
-            trip.id,
-            call.job.input + call.tokens,
-            call.job.output - call.tokens,
+            trip.life.id,
+            left.prompt_tokens,
+            left.max_tokens,
             trip.hashes,
             arrival=trip.arrived,
             tenant=call.job.tenant,
         )
         if self._behind:
             self._catch_up()
-        self.take((self._plane.submit(request, now, trip.tried),), now)
+        self.take((self._plane.submit(request, now, submit.exclude),), now)
 
     # --- legs ---------------------------------------------------------------------------------
 
-    def _go(self, trip: Trip, choice: Choice, now: int) -> None:
-        call = trip.call
-        call.routed = now
-        call.decode, call.prefill = choice.decode, choice.prefill or ""
-        trip.decoder = choice.decode
-        trip.seat = self._plane.seat(trip.id)
-        if choice.read is None:
-            self._lead(trip, now)
-        else:
-            self.lending.ask(trip, choice.read, now)
+    def _prefill(self, trip: Trip, start: StartPrefill, now: int) -> None:
+        """Begin the leg that computes the prompt."""
+        source = trip.source
+        request = self._request(trip, 1, hold=True, remote=source.tokens)
+        leg = trip.leg = Leg(trip, start.worker, request, start.leg, source, streams=False)
+        self._add(leg, now)
 
-    def _lead(self, trip: Trip, now: int, source: str = "", held: str = "", kv: int = 0) -> None:
-        """Begin the first leg; `source` holds `kv` tokens of the prompt as `held`."""
-        prefill = trip.call.prefill
-        if not prefill:
-            self._stream(trip, now, source, held, kv)
-            return
-        request = self._request(trip, 1, hold=True, remote=kv)
-        trip.prefill = Leg(trip, prefill, request, source, held, streams=False)
-        self._add(trip.prefill, now)
+    def _decode(self, trip: Trip, start: StartDecode, now: int) -> None:
+        """Begin the leg that streams."""
+        request, source = trip.request, trip.source
+        if request is None or trip.life.moves or source.tokens:
+            left = trip.call.job.output - trip.call.tokens
+            request = self._request(trip, left, remote=source.tokens)
+        leg = trip.leg = Leg(trip, start.worker, request, start.leg, source)
+        self._add(leg, now)
 
-    def _lent(self, trip: Trip, worker: str, held: str, blocks: int, now: int) -> None:
+    def _lent(
+        self, trip: Trip, fetch: FetchKV, worker: str, held: str, blocks: int, now: int
+    ) -> None:
         """A worker holds blocks of a prompt for whoever computes it."""
         self._hold(trip, worker, held, now)
-        self._lead(trip, now, worker, held, blocks * trip.block_size)
+        trip.source = KVSource(worker, held, blocks * trip.block_size)
+        self._take(trip, KVFetched(fetch.leg), now)
 
-    def _unread(self, trip: Trip, now: int) -> None:
+    def _unread(self, trip: Trip, fetch: FetchKV, now: int) -> None:
         """Nothing is read: all of the prompt is computed."""
-        self.observe(ReadFailed(trip.id), now)
-        self._lead(trip, now)
+        self._take(trip, KVFetchFailed(fetch.leg), now)
 
     def _hold(self, trip: Trip, worker: str, held: str, now: int) -> None:
         """Keep in mind what a worker holds for a trip, until its lease is over."""
@@ -245,19 +298,10 @@ class Dispatcher:
             lambda at: self._release(worker, held, at),
         )  # fmt: skip
 
-    def _stream(self, trip: Trip, now: int, source: str = "", held: str = "", kv: int = 0) -> None:
-        """Begin the leg that streams; `source` holds `kv` tokens of the prompt as `held`."""
-        request = trip.request
-        if request is None or trip.moves or kv:
-            left = trip.call.job.output - trip.call.tokens
-            request = self._request(trip, left, remote=kv)
-        trip.decode = Leg(trip, trip.decoder, request, source, held)
-        self._add(trip.decode, now)
-
     def _request(self, trip: Trip, output: int, *, hold: bool = False, remote: int = 0) -> Request:
-        call = trip.call
+        call, life = trip.call, trip.life
         return Request(
-            f"{trip.id}+{trip.moves}" if trip.moves else trip.id,
+            f"{life.id}+{life.moves}" if life.moves else life.id,
             call.job.input + call.tokens,
             output,
             trip.hashes,
@@ -274,7 +318,7 @@ class Dispatcher:
             return
 
         def arrive(at: int) -> None:
-            if leg in (leg.trip.prefill, leg.trip.decode):
+            if leg is leg.trip.leg:
                 self._reach(leg, at)
 
         self._clock.at(now + self._way, Phase.SEND, leg.trip.call.number, arrive)
@@ -286,32 +330,38 @@ class Dispatcher:
         else:
             member.sim.add(leg, now)
 
-    def _leave(self, trip: Trip, now: int) -> None:
-        """Take a trip from its workers; what its stream brought is kept."""
-        trip.asked = ""
-        for leg in (trip.prefill, trip.decode):
-            if leg is None:
-                continue
-            member = self._members[leg.worker]
-            if member.sim is not None:
-                member.sim.settle(leg)
-            if leg is trip.decode:
-                self._keep(leg)
-            if member.sim is not None:
-                member.sim.abort(leg, now)
-            if leg.source:
-                self._release(leg.source, leg.held, now)
-        trip.prefill = trip.decode = None
+    def _stop(self, trip: Trip, number: int, now: int) -> None:
+        """Take a leg from its worker; a fetch is forgotten by its number alone."""
+        leg = trip.leg
+        if leg is None or leg.number != number:
+            return
+        trip.leg = None
+        member = self._members[leg.worker]
+        if member.sim is not None:
+            member.sim.abort(leg, now)
+        if leg.source.worker:
+            self._release(leg.source.worker, leg.source.held, now)
 
-    def _keep(self, leg: Leg) -> None:
+    def _settle(self, leg: Leg, now: int) -> None:
+        """Keep what a leg's stream brought so far, before it leaves its worker."""
+        member = self._members[leg.worker]
+        if member.sim is not None:
+            member.sim.settle(leg)
+        if leg.streams:
+            self._keep(leg, now)
+
+    def _keep(self, leg: Leg, now: int) -> None:
         """Count a stream's tokens, and tell of those that nobody was told of."""
-        leg.trip.call.tokens += leg.produced
+        trip = leg.trip
+        trip.call.tokens += leg.produced
         if leg.produced > leg.told:  # as `Tokens`, and quicker
             if self._behind and len(self._plane.queue):
                 self._catch_up()
             seat, count = self._last
-            seat[0], count[0] = leg.trip.seat, leg.produced - leg.told
+            seat[0], count[0] = trip.seat, leg.produced - leg.told
             self._plane.came(seat, count)
+        if leg.produced:
+            self._take(trip, TokensReceived(leg.number, leg.produced), now)
 
     def _release(self, worker: str, held: str, now: int) -> None:
         member = self._members[worker]
@@ -322,98 +372,74 @@ class Dispatcher:
 
     def broken(self, leg: Leg, now: int) -> None:
         """A leg's worker died under it."""
-        if leg in (leg.trip.prefill, leg.trip.decode):
+        if leg is leg.trip.leg:
             self._failed(leg, "its worker died", now)
 
-    def _recall(self, recall: Recall, now: int) -> None:
-        """Take a trip that has no token from its worker, and submit it anew."""
-        trip = self._trips.get(recall.request)
-        if trip is None or trip.call.tokens or trip.call.first:
-            return
-        if trip.prefill is not None:
-            self.observe(PrefillDone(trip.id, False), now)
-        self._leave(trip, now)
-        trip.moves += 1
-        trip.call.moves += 1
-        trip.tried = frozenset({recall.worker})
-        self._submit(trip, now)
-
     def _failed(self, leg: Leg, why: str, now: int) -> None:
-        """A worker failed a trip: try others, unless there is no sense in it."""
-        trip, call = leg.trip, leg.trip.call
-        before = call.tokens
-        if leg is trip.prefill:
-            self.observe(PrefillDone(trip.id, False), now)
-        self._leave(trip, now)
-        trip.moves += 1
-        call.moves += 1
-        came = call.tokens > before
-        trip.failures = 1 if came else trip.failures + 1
-        trip.tried = frozenset({leg.worker}) | (frozenset() if came else trip.tried)
-        if trip.failures == MAX_FAILURES or trip.moves == MAX_MOVES:
-            self._end(trip, Outcome.FAILED, FinishReason.ERROR, why, now)
-        else:
-            self._submit(trip, now)
+        """A worker failed a trip."""
+        trip = leg.trip
+        self._settle(leg, now)
+        trip.call.moves += 1
+        self._take(trip, LegFailed(leg.number, frozenset({leg.worker}), why), now)
 
     # --- what workers tell --------------------------------------------------------------------
 
     def refused(self, leg: Leg, error: Exception, now: int) -> None:
         """A leg was not taken in."""
         trip = leg.trip
-        if leg not in (trip.prefill, trip.decode):
+        if leg is not trip.leg:
             return
         if isinstance(error, QueueFull):
             self._failed(leg, str(error), now)
             return
-        if leg is trip.prefill:
-            self.observe(PrefillDone(trip.id, False), now)
-        self._end(trip, Outcome.FAILED, FinishReason.ERROR, str(error), now)
+        self._take(trip, RequestRefused(leg.number, str(error)), now)
 
     def first_token(self, leg: Leg, now: int) -> None:
         """A leg yielded its first token."""
-        call = leg.trip.call
-        if call.tokens == 0:
-            call.first = now
-            self.observe(FirstToken(leg.trip.id), now)
+        trip = leg.trip
+        if trip.call.tokens == 0:
+            trip.call.first = now
+        self._take(trip, StreamBegan(leg.number), now)
 
     def finished(self, leg: Leg, finished: Finished, now: int) -> None:
         """A leg ended by itself."""
         trip, call = leg.trip, leg.trip.call
-        if leg is trip.prefill:
+        if leg is not trip.leg:
+            if len(finished.held):
+                self._members[leg.worker].sim.release(finished.request, now)  # type: ignore[union-attr]
+            return
+        trip.leg = None
+        if not leg.streams:
             self._prefilled(leg, finished, now)
-        elif leg is trip.decode:
-            trip.decode = None
-            if not call.prefill and not call.moves:
-                call.cached = finished.cached
-            self._keep(leg)
-            call.last = now
-            self._end(trip, Outcome.DONE, FinishReason.STOP, "", now)
-        elif len(finished.held):
-            self._members[leg.worker].sim.release(finished.request, now)  # type: ignore[union-attr]
+            return
+        if not call.prefill and not call.moves:
+            call.cached = finished.cached
+        self._keep(leg, now)
+        call.last = now
+        self._take(trip, StreamFinished(leg.number), now)
 
     def _prefilled(self, leg: Leg, finished: Finished, now: int) -> None:
         trip = leg.trip
-        trip.prefill = None
-        if not trip.moves:
+        if not trip.life.moves:
             trip.call.cached = finished.cached
-        kv = len(finished.held) * trip.block_size
-        held = finished.request if kv else ""
-        if kv:
-            self._hold(trip, leg.worker, held, now)
-        self.observe(PrefillDone(trip.id), now)
-        self._stream(trip, now, leg.worker if kv else "", held, kv)
+        trip.source = NO_SOURCE
+        if len(finished.held):
+            self._hold(trip, leg.worker, finished.request, now)
+            tokens = len(finished.held) * trip.block_size
+            trip.source = KVSource(leg.worker, finished.request, tokens)
+        self._take(trip, Prefilled(leg.number), now)
 
     def wanted(self, leg: Leg, load: Load, now: int) -> None:
         """A leg wants blocks of its source; none, if it has them all."""
-        source = self._members[leg.source]
+        source, held = self._members[leg.source.worker], leg.source.held
         if not len(load.blocks):
-            self._release(leg.source, leg.held, now)
+            self._release(leg.source.worker, held, now)
             return
         target = self._members[leg.worker]
         to, given = target.sim, source.sim
         assert to is not None
-        offered = leg.held in source.holding
-        source.holding.discard(leg.held)  # the transfer keeps the lease alive
+        offered = held in source.holding
+        source.holding.discard(held)  # the transfer keeps the lease alive
         tokens = len(load.blocks) * leg.trip.block_size
 
         def arrived(at: int) -> None:
@@ -421,7 +447,7 @@ class Dispatcher:
             if target.sim is to:
                 to.loaded(leg.request.id, tokens if there else 0, at)
             if there and given is not None:
-                given.release(leg.held, at)
+                given.release(held, at)
 
         size = tokens * target.plant.kv_bytes if offered else 0
         self._network.send(source.number, target.number, size, now, arrived)

@@ -1,53 +1,61 @@
-"""A trip is one attempt at a call; a leg is what one worker does for it."""
+"""A trip is one attempt of a client at a call; a leg is what one worker does for it."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
+from pigou.lifecycle.request import RequestLifecycle
 from pigou.request import BlockHashes, Request
 from pigou.sim.call import Call
 
 
+class KVSource(NamedTuple):
+    """Where a leg finds the beginning of its prompt: nowhere, as a rule.
+
+    Attributes:
+        worker: that holds its blocks; "" for none.
+        held: id under which it holds them.
+        tokens: that they have.
+    """
+
+    worker: str = ""
+    held: str = ""
+    tokens: int = 0
+
+
+NO_SOURCE = KVSource()
+
+
 class Trip(msgspec.Struct, eq=False):
-    """One attempt at a call, over as many workers as it takes.
+    """One attempt of a client at a call, over as many workers as it takes.
 
     Attributes:
         call: what is attempted.
-        id: before the control plane.
+        life: what comes next for it.
         hashes: of the prompt's blocks.
         block_size: that they are of.
         arrived: when it reached the fleet.
-        prefill: its leg on a prefill worker, while there is one.
-        decode: its leg on a decode worker, while there is one.
-        decoder: worker that is to stream it.
+        leg: on a worker, while there is one.
+        source: of its next leg.
         priority: that its workers are sent.
-        tried: workers that just failed it.
-        failures: in a row, without a token between them.
-        moves: failures altogether.
         request: as it was submitted last.
         seat: under which the control plane is told of its tokens.
-        asked: id under which another worker's cache is asked for the prompt, "" while none is.
     """
 
     call: Call
-    id: str
+    life: RequestLifecycle
     hashes: BlockHashes
     block_size: int
     arrived: int
-    prefill: Leg | None = None
-    decode: Leg | None = None
-    decoder: str = ""
+    leg: Leg | None = None
+    source: KVSource = NO_SOURCE
     priority: int = 0
-    tried: frozenset[str] = frozenset()
-    failures: int = 0
-    moves: int = 0
     request: Request | None = None
     seat: int = -1
-    asked: str = ""
 
 
 class Leg(msgspec.Struct, eq=False):
@@ -57,8 +65,8 @@ class Leg(msgspec.Struct, eq=False):
         trip: whose leg it is.
         worker: its name.
         request: as the worker's core knows it.
-        source: worker that holds the prompt's blocks, "" where nobody does.
-        held: under which id it holds them.
+        number: that its trip's life knows it by.
+        source: of the prompt's blocks that it need not compute.
         streams: whether its tokens are for the client, and wanted.
         first: whether its first token is still to come.
         row: of the batch; -1 while it has none.
@@ -70,8 +78,8 @@ class Leg(msgspec.Struct, eq=False):
     trip: Trip
     worker: str
     request: Request
-    source: str = ""
-    held: str = ""
+    number: int = 0
+    source: KVSource = NO_SOURCE
     streams: bool = True
     first: bool = True
     row: int = -1

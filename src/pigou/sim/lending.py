@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from pigou.control.messages import Read
-from pigou.request import SECOND, Request
+from pigou.lifecycle.messages import FetchKV
+from pigou.request import Request
 from pigou.sim.clock import Clock, Phase
 from pigou.sim.leg import Trip
 from pigou.sim.member import Member
 from pigou.sim.worker import SimWorker
 
-#: As the gateway's: nanoseconds that an answer is waited for at least.
-_LEAST_WAIT = SECOND // 20
-
-#: Told of the worker that holds blocks for a trip, under which id, how many, and when.
-Lent: TypeAlias = Callable[[Trip, str, str, int, int], None]
+#: Told of a fetch, the worker that holds blocks for its trip, under which id, how many, and when.
+Lent: TypeAlias = Callable[[Trip, FetchKV, str, str, int, int], None]
+#: Told of a fetch of which nothing came, and when.
+Missed: TypeAlias = Callable[[Trip, FetchKV, int], None]
 
 
 class Lending:
@@ -32,7 +31,7 @@ class Lending:
 
     def __init__(
         self, clock: Clock, members: Mapping[str, Member], way: int, lent: Lent,
-        missed: Callable[[Trip, int], None],
+        missed: Missed,
     ) -> None:  # fmt: skip
         """Prepare to ask.
 
@@ -48,42 +47,45 @@ class Lending:
         self._lent, self._missed = lent, missed
         self._number = 0
 
-    def ask(self, trip: Trip, read: Read, now: int) -> None:
+    def ask(self, trip: Trip, fetch: FetchKV, now: int) -> None:
         """Ask a worker for what it has of a trip's prompt."""
         self._number += 1
-        name = trip.asked = f"lend-{self._number}"
+        name = f"lend-{self._number}"
         job = trip.call.job
         request = Request(name, job.input + trip.call.tokens, 1, trip.hashes)
-        member = self._members[read.worker]
+        member = self._members[fetch.read.worker]
 
         def reach(at: int) -> None:
             sim = member.sim
-            if sim is not None and trip.asked == name:
-                sim.lend(request, lambda blocks, then: self._answer(trip, sim, name, blocks, then),
-                         at)  # fmt: skip
+            if sim is not None and trip.life.leg == fetch.leg:
+                sim.lend(
+                    request,
+                    lambda blocks, then: self._answer(trip, fetch, sim, name, blocks, then),
+                    at,
+                )
 
-        wait = max(_LEAST_WAIT, round((read.seconds + read.saves) * SECOND))
         number = trip.call.number
-        self._clock.at(now + wait, Phase.TICK, number, lambda at: self._late(trip, name, at))
+        late = now + fetch.wait_ns
+        self._clock.at(late, Phase.TICK, number, lambda at: self._late(trip, fetch, at))
         if self._way:
             self._clock.at(now + self._way, Phase.SEND, number, reach)
         else:
             reach(now)
 
-    def _answer(self, trip: Trip, sim: SimWorker, name: str, blocks: int, now: int) -> None:
-        if trip.asked != name:  # it has gone on without, or is over
+    def _answer(
+        self, trip: Trip, fetch: FetchKV, sim: SimWorker, name: str, blocks: int, now: int
+    ) -> None:
+        if trip.life.leg != fetch.leg:  # it has gone on without, or is over
             if blocks:
                 sim.release(name, now)
         elif blocks:
-            trip.asked = ""
             self.count += 1
             self.tokens += blocks * trip.block_size
-            self._lent(trip, sim.name, name, blocks, now)
+            self._lent(trip, fetch, sim.name, name, blocks, now)
         else:
-            self._late(trip, name, now)
+            self._late(trip, fetch, now)
 
-    def _late(self, trip: Trip, name: str, now: int) -> None:
-        if trip.asked == name:
-            trip.asked = ""
+    def _late(self, trip: Trip, fetch: FetchKV, now: int) -> None:
+        if trip.life.leg == fetch.leg:
             self.failed += 1
-            self._missed(trip, now)
+            self._missed(trip, fetch, now)
