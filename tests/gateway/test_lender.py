@@ -12,6 +12,7 @@ from aiohttp import web
 from pigou.control.messages import Read
 from pigou.gateway.lender import lent
 from pigou.gateway.upstream import Engine, Upstream
+from pigou.lifecycle.messages import FetchKV
 from pigou.request import Worker
 
 READ = Read("w", 160, 160, 0.01, 0.2)
@@ -40,7 +41,7 @@ def ask(answer: Any, body: dict[str, Any], *, gone: bool = False) -> tuple[Any, 
         if gone:
             await upstream.close()
         try:
-            return await lent(upstream, body, "id", READ)
+            return await lent(upstream, body, "id", FetchKV(1, READ))
         finally:
             await upstream.close()
             await runner.cleanup()

@@ -75,7 +75,7 @@ def test_a_stream_event_by_event_is_the_stream_at_once(
         got, relay = relayed(parts, stock, wants_ids)
         assert got == whole
         assert relay.counted == first.counted
-        assert relay.transcript == first.transcript
+        assert relay.state == first.state
         assert relay.failed is None
 
 
@@ -131,9 +131,9 @@ def until_failed(parts: list[bytes], stock: bool, wants_ids: bool) -> tuple[obje
     got = b""
     for part in parts:
         got += relay.feed(part)
-        if relay.failed is not None or relay.transcript.done:
+        if relay.failed is not None or relay.state.done:
             break
-    return got, relay.counted, relay.transcript, type(relay.failed), str(relay.failed)
+    return got, relay.counted, relay.state, type(relay.failed), str(relay.failed)
 
 
 @settings(max_examples=1000)
@@ -181,10 +181,10 @@ def test_tokens_that_come_alone_are_not_parsed(
         for token in range(10, 30):
             sent = event(f" {token} é", token)
             assert relay.feed(sent) == sent
-    assert relay.transcript.tokens == [1, 2, *range(10, 30)]
-    assert relay.transcript.shown == (22 if stock else 1)
+    assert relay.state.tokens == [1, 2, *range(10, 30)]
+    assert relay.state.shown == (22 if stock else 1)
     relay.feed(event("", 3, '"stop"'))
-    assert relay.transcript.finish == "stop"
+    assert relay.state.finish == "stop"
 
 
 @pytest.mark.parametrize("stock", [False, True])
@@ -203,4 +203,4 @@ def test_what_is_no_token_fails_the_attempt_and_reaches_no_client(bad: bytes, st
     got, relay = relayed([good, good, bad], stock, wants_ids=True)
     assert got == good + good
     assert relay.failed is not None
-    assert relay.transcript.tokens == [1, 1]
+    assert relay.state.tokens == [1, 1]

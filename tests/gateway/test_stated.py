@@ -399,7 +399,7 @@ async def test_a_request_that_waited_past_its_expiry_has_a_salt_that_nobody_has(
     async with serving(*stubs) as fleet:
         for when in ("in time", "late"):
             if when == "late":
-                monkeypatch.setattr("pigou.gateway.generate.time", clock)
+                monkeypatch.setattr("pigou.gateway.request_driver.time", clock)
             for headers in ({}, {"X-Pigou-Tenure-TTL": "315360000"}):
                 assert (await ask(fleet, headers, **body))[0] == 200
                 async with (

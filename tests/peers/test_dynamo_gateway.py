@@ -16,8 +16,8 @@ from benchmarks.dynamo_mockers import NAME, Mockers, dynamo_home
 from benchmarks.peers import PeerMissing, shared
 from pigou.gateway import chunks
 from pigou.gateway.call import Call
-from pigou.gateway.resume import sending
-from pigou.gateway.transcript import Transcript
+from pigou.gateway.migration import sending
+from pigou.lifecycle.migration import StreamState
 
 live = [pytest.mark.dynamo, pytest.mark.slow, pytest.mark.timeout(240)]
 WORKERS = 3
@@ -32,7 +32,7 @@ def call(stream: bool = True, wants_ids: bool = False, **body: Any) -> Call:
 
 
 def sent(one: Call) -> dict[str, Any]:
-    found = sending(one, Transcript(), stock=True, seed=0, max_model_len=0, dynamo=True)
+    found = sending(one, StreamState(), stock=True, seed=0, max_model_len=0, dynamo=True)
     return found.body
 
 

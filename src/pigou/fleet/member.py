@@ -18,9 +18,9 @@ from pigou.fleet.process_facts import ProcessFacts
 from pigou.fleet.pulse import Bench
 from pigou.fleet.watch import Watch
 from pigou.gateway.board import Row
-from pigou.gateway.failure import End
 from pigou.gateway.pilot import Pilot
 from pigou.gateway.upstream import Engine
+from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import Role, Worker
 from pigou.wire.fleet_secret import FleetSecret
 
@@ -133,13 +133,13 @@ class Member(ABC):
             self._row.gaps += watch.gaps
             await self._pilot.down(self.id, self._end(watch, process))
 
-    def _end(self, watch: Watch, process: WorkerProcess | None) -> End:
+    def _end(self, watch: Watch, process: WorkerProcess | None) -> WorkerEnd:
         """Return how the worker ended."""
         if watch.hung:
-            return End.KILLED if watch.stopped else End.CRASHED
+            return WorkerEnd.KILLED if watch.stopped else WorkerEnd.CRASHED
         if process is None or process.code is None:
-            return End.LOST
-        return End.KILLED if -process.code in _OUTSIDE else End.CRASHED
+            return WorkerEnd.LOST
+        return WorkerEnd.KILLED if -process.code in _OUTSIDE else WorkerEnd.CRASHED
 
     def _report(self, stage: str) -> None:
         """Tell the stage of a start."""

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pigou.gateway.regular import regular
+from pigou.lifecycle.migration import ReplyHead
 
 #: What opens a choice's token ids, as compact encoders write it.
 IDS = b'"token_ids":['
@@ -63,14 +64,6 @@ class FullChoice(Choice):
     prompt_token_ids: msgspec.Raw = ABSENT
 
 
-class Head(msgspec.Struct, frozen=True):
-    """What all chunks of a stream have in common."""
-
-    id: str = ""
-    created: int = 0
-    model: str = ""
-
-
 class FullChunk(msgspec.Struct):
     """A chunk with the prompt's ids and its text."""
 
@@ -83,9 +76,9 @@ class FullChunk(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = ABSENT
     error: dict[str, Any] | None = None
 
-    def head(self) -> Head:
+    def head(self) -> ReplyHead:
         """Return what the stream's other chunks have as well."""
-        return Head(self.id, self.created, self.model)
+        return ReplyHead(self.id, self.created, self.model)
 
     def prompt(self) -> bytes:
         """Return the prompt's ids, wherever they are; empty when they are not here."""
@@ -95,7 +88,6 @@ class FullChunk(msgspec.Struct):
 
 _chunk = msgspec.json.Decoder(Chunk).decode
 _full_chunk = msgspec.json.Decoder(FullChunk).decode
-ids = msgspec.json.Decoder(list[int]).decode
 
 
 def chunk(payload: bytes) -> tuple[Chunk, bytes]:

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from enum import Enum
 
 import msgspec
 
-from pigou.wire.errors import REQUEST_FAILED
-
-
-class End(Enum):
-    """How a worker ended.
-
-    CRASHED: of itself: its process failed, its engine died or hung. KILLED: by a signal from
-    outside, or stopped by one. LOST: nobody knows. LIVES: it did not end.
-    """
-
-    LIVES = "lives"
-    CRASHED = "crashed"
-    KILLED = "killed"
-    LOST = "lost"
+from pigou.control.messages import Shed
+from pigou.lifecycle.suspicion import WorkerEnd
+from pigou.request import SECOND
+from pigou.wire.errors import REQUEST_FAILED, APIError
 
 
 class WorkerFailed(Exception):
@@ -42,7 +31,7 @@ class WorkerFailed(Exception):
         *,
         status: int = 0,
         body: bytes = b"",
-        fate: Callable[[], Awaitable[End]] | None = None,
+        fate: Callable[[], Awaitable[WorkerEnd]] | None = None,
     ) -> None:
         super().__init__(message)
         self.reason = reason
@@ -70,6 +59,18 @@ class Rejected(Exception):
         super().__init__(f"the worker answered {status}")
         self.status = status
         self.body = body
+
+
+def busy(shed: Shed) -> APIError:
+    """Return the error for a request that was shed.
+
+    Its status is 429 where the tenant has its share of the queue, 503 where the fleet is full.
+    """
+    return APIError(
+        429 if shed.tenant else 503,
+        f"The fleet is busy: {shed.reason}. Try again later.",
+        retry_after=max(1, -(-shed.retry_after // SECOND)),
+    )
 
 
 class _Body(msgspec.Struct):

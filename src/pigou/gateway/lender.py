@@ -7,21 +7,20 @@ from typing import Any
 
 import msgspec
 
-from pigou.control.messages import Read
 from pigou.gateway.call import Body
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.upstream import Upstream
+from pigou.lifecycle.messages import FetchKV
+from pigou.request import SECOND
 from pigou.wire.prefill_decode_legs import ticket
 
 OFFER = "/v1/kv/offer"
-#: Seconds that an answer is waited for at least: a worker answers between two of its steps.
-_LEAST_WAIT_S = 0.05
 #: What says, beside its tokens, which blocks a prompt has.
 _NAMES = ("model", "cache_salt", "resume_tokens")
 
 
 async def lent(
-    source: Upstream, body: Body, request_id: str, read: Read, tenant: str = ""
+    source: Upstream, body: Body, request_id: str, fetch: FetchKV, tenant: str = ""
 ) -> tuple[dict[str, Any] | None, str]:
     """Return the ticket for what a worker has cached of a prompt, and what came of asking.
 
@@ -33,12 +32,11 @@ async def lent(
         source: who is asked.
         body: of the request, as whoever computes it is sent it.
         request_id: as its legs have it.
-        read: what is expected of it.
+        fetch: what is expected of it.
         tenant: whose request it is.
     """
-    wait = max(_LEAST_WAIT_S, read.seconds + read.saves)
     try:
-        async with asyncio.timeout(wait):
+        async with asyncio.timeout(fetch.wait_ns / SECOND):
             with source.busy():
                 reply = await source.whole(OFFER, _asked(body), request_id, tenant)
         params = ticket(reply)

@@ -10,9 +10,8 @@ import msgspec
 from aiohttp import web
 
 from pigou.gateway.failure import Rejected
-from pigou.gateway.splice import error_frames
 from pigou.wire.connections import mark_event_stream
-from pigou.wire.errors import TYPES, APIError
+from pigou.wire.errors import TYPES, APIError, error_body
 from pigou.wire.sse import DONE, frame
 
 #: Bytes that may wait for a slow client before its worker is not read any further.
@@ -114,7 +113,8 @@ class Outlet:
             await self.write(frame(_compact(error.body)) + DONE)
         else:
             kind = TYPES.get(error.status, error.type)
-            await self.write(error_frames(error.status, error.message, kind))
+            body = error_body(error.message, kind, None, error.status)
+            await self.write(frame(body) + DONE)
 
     async def close(self) -> web.StreamResponse:
         """End the response and return it."""

@@ -20,15 +20,15 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from pigou.control.messages import FirstToken
+from pigou.control.messages import FirstToken, Shed
 from pigou.gateway.asked import Asked
 from pigou.gateway.call import CHAT, COMPLETIONS, Body, Call
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.facts import Facts, salt
-from pigou.gateway.failure import WorkerFailed
+from pigou.gateway.failure import WorkerFailed, busy
 from pigou.gateway.keys import Key
 from pigou.gateway.limits import KeyUsage
-from pigou.gateway.pilot import Pilot, Refused
+from pigou.gateway.pilot import Pilot
 from pigou.gateway.upstream import Upstream
 from pigou.kv.tenure import Tenure
 from pigou.request import FinishReason
@@ -126,13 +126,9 @@ class Passing:
                 others = frozenset(self._pilot.upstreams.keys() - left)
                 if call.share is not None:
                     await call.share.take(call.id, self._pilot.queue_timeout_s)
-                try:
-                    route = await self._pilot.route(call.request(), others)
-                except Refused as refused:
-                    raise APIError(
-                        refused.status, f"The fleet is busy: {refused}. Try again later.",
-                        retry_after=refused.retry_after,
-                    ) from refused  # fmt: skip
+                route = await self._pilot.decide(call.request(), others)
+                if isinstance(route, Shed):
+                    raise busy(route)
                 if call.share is not None:
                     call.share.sent()
                 upstream = self._pilot.upstreams.get(route.choice.decode)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from typing import Protocol
 
 from pigou.background import Background
 from pigou.control.messages import (
@@ -27,43 +27,22 @@ from pigou.control.messages import (
 from pigou.control.plane import ControlPlane
 from pigou.control.recorder import Driven, Recorder
 from pigou.gateway.call import Call
-from pigou.gateway.failure import End
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompts import Prompts
 from pigou.gateway.relay import Relay
 from pigou.gateway.upstream import Engine, Upstream
+from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import SECOND, FinishReason, Request, Worker
 
 _TICK_S = 0.1
 
 
-class Refused(Exception):
-    """ControlPlane shed the request. `retry_after` is in whole seconds, at least 1.
+class Interruptible(Protocol):
+    """Who drives a request."""
 
-    `status` is 429 where the tenant has its share of the queue, 503 where the fleet is full.
-    """
-
-    def __init__(self, shed: Shed) -> None:
-        super().__init__(shed.reason)
-        self.retry_after = max(1, -(-shed.retry_after // SECOND))
-        self.status = 429 if shed.tenant else 503
-
-
-class Recalled(Exception):
-    """A request that has no token is to go to another worker than `worker`."""
-
-    def __init__(self, worker: str) -> None:
-        super().__init__(f"it is taken from {worker}, where it waits")
-        self.worker = worker
-
-
-@dataclass(eq=False, slots=True)
-class _Attempt:
-    """One attempt at a request, and why it is broken off; None while it is not."""
-
-    relay: Relay
-    task: asyncio.Task[object]
-    why: Recalled | Refused | None = None
+    def interrupt(self, decision: Recall | Shed) -> bool:
+        """Take in a decision about a routed request; return whether it changes anything."""
+        ...
 
 
 class Pilot:
@@ -95,9 +74,9 @@ class Pilot:
         self.compiled = asyncio.Event()
         self.compiled.set()
         self.timed: Callable[[float], None] = _ignore
-        self._queued: dict[str, asyncio.Future[Route]] = {}
+        self._queued: dict[str, asyncio.Future[Route | Shed]] = {}
         self._relays: dict[str, tuple[Relay, int]] = {}
-        self._attempts: dict[str, _Attempt] = {}
+        self._drivers: dict[str, Interruptible] = {}
         self._woken: set[asyncio.Event] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._assessing: asyncio.Task[None] | None = None
@@ -107,7 +86,7 @@ class Pilot:
         self._ticker = self.background.start("control plane ticks", self._tick)
 
     async def stop(self) -> None:
-        """End the ticker, and all connections."""
+        """WorkerEnd the ticker, and all connections."""
         if self._ticker is not None:
             self._ticker.cancel()
             with suppress(asyncio.CancelledError):
@@ -136,7 +115,7 @@ class Pilot:
         self.upstreams[worker.id] = upstream
         self.observe(WorkerUp(worker))
 
-    async def down(self, worker: str, end: End = End.LOST) -> None:
+    async def down(self, worker: str, end: WorkerEnd = WorkerEnd.LOST) -> None:
         """A worker is gone: cut its connections, so that its requests go elsewhere."""
         upstream = self.upstreams.pop(worker, None)
         self.observe(WorkerDown(worker))
@@ -162,28 +141,31 @@ class Pilot:
         finally:
             self._woken.discard(event)
 
-    async def route(self, request: Request, exclude: frozenset[str]) -> Route:
-        """Submit a request and wait for its route.
+    async def decide(self, request: Request, exclude: frozenset[str]) -> Route | Shed:
+        """Submit a request; return its route, or why it has none.
 
         Raises:
-            Refused: it was shed.
             ConfigError: its overrides cannot be honoured.
         """
         start = time.monotonic_ns()
         decision = self._told.submit(request, start, exclude)
         self.timed((time.monotonic_ns() - start) / SECOND)
-        if isinstance(decision, Route):
-            return decision
+        if isinstance(decision, Queue):
+            decision = await self._wait(request.id)
         if isinstance(decision, Shed):
             self.shed += 1
-            raise Refused(decision)
-        assert isinstance(decision, Queue)
-        future: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
-        self._queued[request.id] = future
+            return decision
+        assert isinstance(decision, Route)
+        return decision
+
+    async def _wait(self, request: str) -> Route | Shed:
+        """Return what a later call decides of a queued request."""
+        future: asyncio.Future[Route | Shed] = asyncio.get_running_loop().create_future()
+        self._queued[request] = future
         try:
             return await future
         finally:
-            self._queued.pop(request.id, None)
+            self._queued.pop(request, None)
 
     def observe(self, observation: Observation) -> None:
         """Tell ControlPlane a fact, and wake whom that sets free."""
@@ -224,54 +206,26 @@ class Pilot:
         return len(self.plane.queue)
 
     @contextmanager
-    def attempting(self, relay: Relay) -> Iterator[None]:
-        """Within it, the current task attempts a request, as long as that need not go elsewhere.
-
-        Raises:
-            Recalled: another worker has room for it. Refused: it waited too long in its worker.
-        """
-        task = asyncio.current_task()
-        assert task is not None
-        attempt = self._attempts[relay.call.id] = _Attempt(relay, task)
-        cancelling = task.cancelling()
+    def driving(self, request: str, driver: Interruptible) -> Iterator[None]:
+        """Within it, a driver is told when a routed request is recalled or shed."""
+        self._drivers[request] = driver
         try:
             yield
-        except asyncio.CancelledError:
-            if attempt.why is not None and task.uncancel() <= cancelling:
-                raise attempt.why from None
-            raise  # the client is gone
         finally:
-            self._attempts.pop(relay.call.id, None)
-
-    def _break_off(self, request: str, why: Recalled | Refused) -> None:
-        """End an attempt, unless a token of it came meanwhile."""
-        attempt = self._attempts.get(request)
-        if attempt is None or attempt.why is not None or attempt.relay.started:
-            return
-        if isinstance(why, Refused):
-            self.shed += 1
-        attempt.why = why
-        attempt.relay.muted = True  # what still arrives belongs to the attempt that ends
-        attempt.task.cancel()
+            self._drivers.pop(request, None)
 
     def _wake(self, decisions: Sequence[Decision] | Sequence[Action]) -> None:
         for decision in decisions:
             if isinstance(decision, Assess):
                 self._assessing = asyncio.create_task(self._assess(decision), name="assess")
                 continue
-            if isinstance(decision, Recall):
-                self._break_off(decision.request, Recalled(decision.worker))
-                continue
             future = self._queued.get(decision.request)
-            if future is None and isinstance(decision, Shed):
-                self._break_off(decision.request, Refused(decision))
-            if future is None or future.done():
-                continue
-            if isinstance(decision, Route):
+            if isinstance(decision, Recall) or (future is None and isinstance(decision, Shed)):
+                driver = self._drivers.get(decision.request)
+                changed = driver is not None and driver.interrupt(decision)
+                self.shed += changed and isinstance(decision, Shed)
+            elif isinstance(decision, Route | Shed) and future is not None and not future.done():
                 future.set_result(decision)
-            elif isinstance(decision, Shed):
-                self.shed += 1
-                future.set_exception(Refused(decision))
 
     async def _assess(self, asked: Assess) -> None:
         found = None

@@ -10,10 +10,10 @@ import msgspec
 from pigou.gateway import chunks
 from pigou.gateway.call import Call
 from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.migration import MigratedChunks
 from pigou.gateway.mould import Mould
 from pigou.gateway.regular import count, with_cached_tokens
-from pigou.gateway.splice import Splice
-from pigou.gateway.transcript import Transcript
+from pigou.lifecycle.migration import StreamState
 from pigou.wire.errors import REQUEST_FAILED
 from pigou.wire.json_limits import is_deep
 from pigou.wire.sse import DONE, DONE_PAYLOAD, EventTooLong, Reader, frame
@@ -27,34 +27,30 @@ MAX_IDLE_EVENTS = 4096
 
 
 class Relay:
-    """Passes a stream on, chunk by chunk, and keeps the transcript.
+    """Passes a stream on, chunk by chunk, and keeps what the client was told.
 
     `begin` starts each attempt; `feed` takes what its worker sends. Within the first attempt a
     chunk's bytes pass as they are, without the token ids that only the gateway asked for. In
     later attempts chunks are decoded and made to fit what the client saw before.
 
     Attributes:
-        transcript: what the client was told.
+        state: what the client was told.
         counted: tokens of all choices so far.
-        deaths: ids of the workers that ended with this request under way.
-        killed_ns: monotonic time of the last of them that was killed from outside.
         muted: what comes is dropped, until the next attempt.
         failed: why the attempt cannot go on, set by `feed`; None while it can.
     """
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.transcript = Transcript()
+        self.state = StreamState()
         self.counted = 0
-        self.deaths: list[str] = []
-        self.killed_ns = -(2**62)
         self.muted = False
         self.failed: WorkerFailed | Rejected | None = None
         self._reader = Reader()
         self._idle_events = 0
         self._stock = False
         self._full = True
-        self._splice: Splice | None = None
+        self._migrated: MigratedChunks | None = None
         self._mould: Mould | None = None
         self._ready: Mould | None = None
         self._moulds = 0
@@ -63,7 +59,7 @@ class Relay:
     @property
     def started(self) -> bool:
         """Whether a token came. A stock worker that tells no ids begins with its first one."""
-        return self.counted > 0 or (self._stock and self.transcript.begun)
+        return self.counted > 0 or (self._stock and self.state.begun)
 
     def begin(self, *, stock: bool, mapped: bool) -> None:
         """Start an attempt.
@@ -77,11 +73,11 @@ class Relay:
         self._reader = Reader()
         self._idle_events = 0
         self._stock = stock
-        self._full = stock or not self.transcript.begun or not self.call.single
+        self._full = stock or not self.state.begun or not self.call.single
         self._mould = self._ready = None
         self._moulds = 0
-        if self.transcript.begun:
-            self._splice = Splice(self.call, self.transcript, mapped)
+        if self.state.begun:
+            self._migrated = MigratedChunks(self.call, self.state, mapped)
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the worker; return bytes for the client, possibly none.
@@ -97,12 +93,12 @@ class Relay:
             self._ready = None if self._reader.pending else self._mould
             return out
         token, text, bare = found
-        tokens = self.transcript.tokens
+        tokens = self.state.tokens
         tokens.append(token)
         self.counted += 1
         self._idle_events = 0
         if text and self._stock:
-            self.transcript.shown = len(tokens)
+            self.state.shown = len(tokens)
         return data if self.call.wants_ids else bare
 
     def end(self) -> bytes:
@@ -123,7 +119,7 @@ class Relay:
         self._learns = self._moulds > 0 and len(payloads) == 1
         for payload in payloads:
             if payload.strip() == DONE_PAYLOAD:
-                self.transcript.done = True
+                self.state.done = True
                 out.append(DONE)
                 break
             try:
@@ -168,8 +164,8 @@ class Relay:
         has_ids = self._count(chunk.choices)
         if chunk.nvext is not None:
             payload = self._extended(payload, chunk.nvext)
-        if self._splice is not None:
-            return self._splice.fit(payload)
+        if self._migrated is not None:
+            return self._migrated.fit(payload)
         if self._learns and chunk.nvext is None:
             self._learn(payload, chunk.choices)
         if has_ids and not self.call.wants_ids:
@@ -184,20 +180,20 @@ class Relay:
         if not chunk.choices and not chunks.given(chunk.usage) and chunk.nvext is None:
             return b""
         payload = self._cached(payload, chunk.usage)
-        transcript = self.transcript
+        state = self.state
         has_ids = self._count(chunk.choices)
         if chunk.nvext is not None:
             payload = self._extended(payload, chunk.nvext)
         if any(choice.shown for choice in chunk.choices):
-            transcript.shown = len(transcript.tokens)
-        if self._splice is not None:
-            return self._splice.fit(payload)
+            state.shown = len(state.tokens)
+        if self._migrated is not None:
+            return self._migrated.fit(payload)
         if self._learns and chunk.nvext is None and chunk.choices and chunk.choices[0].shown:
             self._learn(payload, chunk.choices)
         prompt = chunk.prompt()
-        if transcript.head is None:
-            transcript.head = chunk.head()
-            transcript.prompt = prompt
+        if state.head is None:
+            state.head = chunk.head()
+            state.prompt = prompt
             self._full = self._stock or not self.call.single
             self._moulds = _MOULDS if self.call.single else 0
         if (has_ids or prompt) and not self.call.wants_ids:
@@ -218,21 +214,21 @@ class Relay:
             if choice.finish_reason:
                 if choice.finish_reason in _GAVE_UP:
                     raise WorkerFailed(choice.finish_reason, "the worker gave the request up")
-                self.transcript.finish = choice.finish_reason
+                self.state.finish = choice.finish_reason
             ids = choice.token_ids
             if ids:
                 found = True
-                self.transcript.tokens += ids
+                self.state.tokens += ids
                 self.counted += len(ids)
         if not choices:
-            self.transcript.usage = True
+            self.state.usage = True
         return found
 
     def _extended(self, payload: bytes, extension: chunks.Extension) -> bytes:
         """Note the token ids that a frontend of Dynamo told; return what the client gets."""
         ids = extension.completion_token_ids
         if ids:
-            self.transcript.tokens += ids
+            self.state.tokens += ids
             self.counted += len(ids)
         return chunks.without_extension(payload)
 

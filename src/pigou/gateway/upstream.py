@@ -14,9 +14,10 @@ import msgspec
 from yarl import URL
 
 from pigou.gateway.call import Body
-from pigou.gateway.failure import End, Rejected, WorkerFailed, is_request_failure
+from pigou.gateway.failure import Rejected, WorkerFailed, is_request_failure
 from pigou.gateway.line import Line, LineError
 from pigou.gateway.lines import CONNECT_S, KEEPALIVE_S, Lines
+from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import Worker
 from pigou.wire.fleet_secret import tenant_mark
 from pigou.wire.json_limits import is_deep
@@ -115,7 +116,7 @@ class Upstream:
         self.paused = 0
         self.tokens = 0
         self._closed = False
-        self._end: asyncio.Future[End] | None = None
+        self._end: asyncio.Future[WorkerEnd] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         bearer = {"authorization": f"Bearer {secret}"} if secret else {}
         self._headers = _HEADERS | bearer
@@ -267,8 +268,8 @@ class Upstream:
             ) as response:
                 yield response
 
-    async def fate(self, timeout_s: float = 1.0) -> End:
-        """Return how the worker ended; `End.LIVES` while it answers, or where nobody can tell.
+    async def fate(self, timeout_s: float = 1.0) -> WorkerEnd:
+        """Return how the worker ended; `LIVES` while it answers, or where nobody can tell.
 
         A worker that refuses connections, or says that its engine is dead, has ended: it is
         waited for up to `timeout_s` seconds until the fleet says how.
@@ -277,28 +278,28 @@ class Upstream:
             try:
                 status, body = await self.get("/health", timeout_s)
             except TimeoutError:
-                return self._known(End.LIVES)
+                return self._known(WorkerEnd.LIVES)
             except (aiohttp.ClientError, OSError, RuntimeError) as error:
                 number = getattr(error, "errno", None)
                 if number is not None and number not in GONE and not self._closed:
-                    return End.LIVES  # this process cannot ask
+                    return WorkerEnd.LIVES  # this process cannot ask
             else:
                 if status < 500 or b'"closing"' in body[:256]:
-                    return self._known(End.LIVES)
+                    return self._known(WorkerEnd.LIVES)
         if self._end is None:
             self._end = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(self._end)
         except TimeoutError:
-            return End.LOST
+            return WorkerEnd.LOST
 
-    def _known(self, otherwise: End) -> End:
+    def _known(self, otherwise: WorkerEnd) -> WorkerEnd:
         """Return how it ended if that was told meanwhile."""
         told = self._end is not None and self._end.done() and not self._end.cancelled()
         return self._end.result() if told and self._end is not None else otherwise
 
-    async def close(self, end: End = End.LOST) -> None:
+    async def close(self, end: WorkerEnd = WorkerEnd.LOST) -> None:
         """Cut all connections: whoever waits for this worker learns that it failed."""
         self._closed = True
         if self._end is None:

@@ -1,0 +1,338 @@
+"""Drives the life of one request (`pigou.lifecycle`) by the wall clock, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.control.messages import Choice, Recall, Route, Shed
+from pigou.gateway.call import COMPLETIONS, Body, Call
+from pigou.gateway.failure import Rejected, WorkerFailed, busy
+from pigou.gateway.lender import lent
+from pigou.gateway.metrics import Metrics
+from pigou.gateway.overrides import refused
+from pigou.gateway.pilot import Pilot
+from pigou.gateway.regular import cached_tokens
+from pigou.gateway.relay import Relay
+from pigou.gateway.upstream import Engine, Upstream
+from pigou.lifecycle.messages import (
+    ClientLeft,
+    CompleteStream,
+    EndRequest,
+    FetchKV,
+    KVFetched,
+    KVFetchFailed,
+    LegFailed,
+    LifecycleEvent,
+    Prefilled,
+    ReportDeaths,
+    RequestOutcome,
+    RequestRefused,
+    StartDecode,
+    StartPrefill,
+    Step,
+    StopLeg,
+    StreamBegan,
+    Submit,
+    TokensReceived,
+)
+from pigou.lifecycle.request import RECALLED, Effects, RequestLifecycle
+from pigou.request import SECOND
+from pigou.wire.errors import SUSPECT, APIError
+from pigou.wire.prefill_decode_legs import leg_one, leg_two, ticket
+
+_log = logging.getLogger("pigou.gateway")
+
+
+class RequestDriver(ABC):
+    """Does what the life of a request asks for, one step after another.
+
+    A step is awaited; the event that it returns brings the next one. Decisions of the control
+    plane about a routed request (`interrupt`) break the step off that is awaited.
+
+    Attributes:
+        call: the request.
+        relay: what its client was told.
+        life: what comes next for it.
+    """
+
+    def __init__(self, pilot: Pilot, metrics: Metrics, relay: Relay) -> None:
+        self.call: Call = relay.call
+        self.relay = relay
+        self.life = RequestLifecycle(relay.call.id)
+        self._pilot = pilot
+        self._metrics = metrics
+        self._choice = Choice("")
+        self._priority: int | None = None
+        self._path = relay.call.path
+        self._body: Body = relay.call.body
+        self._reply = b""
+        self._transfer: dict[str, Any] | None = None  # params of what the next leg need not compute
+        self._failure = WorkerFailed(RECALLED, "it was taken from worker to worker")
+        self._refusal: APIError | Rejected | None = None
+        self._end: EndRequest | None = None
+        self._awaiting: asyncio.Task[object] | None = None  # a step that may be broken off
+        self._interrupted: Effects = ()
+
+    async def run(self) -> bytes:
+        """Serve the request; return its reply, empty where that was streamed.
+
+        Raises:
+            APIError: no worker could serve it. Rejected: a worker refused it.
+        """
+        try:
+            with self._pilot.driving(self.call.id, self):
+                step = self._apply(self.life.begin())
+                while step is not None:
+                    step = self._apply(await self._follow(step))
+        finally:
+            left = self.life.take(ClientLeft(), time.monotonic_ns())
+            self._apply((*self._interrupted, *left))
+        return self._result()
+
+    def interrupt(self, decision: Recall | Shed) -> bool:
+        """Take in a decision about the routed request; return whether it breaks a step off."""
+        task = self._awaiting
+        if task is None or self._interrupted:
+            return False
+        self._note_tokens()
+        self._interrupted = self.life.take(decision, time.monotonic_ns())
+        if not self._interrupted:
+            return False
+        self.relay.muted = True  # what still arrives belongs to the leg that is stopped
+        task.cancel()
+        return True
+
+    # --- effects ------------------------------------------------------------------------------
+
+    def _apply(self, effects: Effects) -> Step | None:
+        """Do what needs no waiting; return the step to be followed, None at the end."""
+        step: Step | None = None
+        for effect in effects:
+            match effect:
+                case Submit() | FetchKV() | StartPrefill() | StartDecode() | CompleteStream():
+                    step = effect
+                case StopLeg():
+                    pass  # who broke the step off has let go of its worker
+                case ReportDeaths():
+                    self._report(effect)
+                case EndRequest():
+                    self._over(effect)
+                case _:
+                    self._pilot.observe(effect)
+        return step
+
+    async def _follow(self, step: Step) -> Effects:
+        """Follow a step to its end; return what comes after it."""
+        task = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
+        event: LifecycleEvent | None = None
+        failure: WorkerFailed | None = None
+        self._awaiting = task
+        try:
+            event = await self._perform(step)
+        except asyncio.CancelledError:
+            if not self._interrupted or task.uncancel() > cancelling:
+                raise  # the client is gone
+        except WorkerFailed as error:
+            failure = error
+        except (APIError, Rejected) as error:
+            self._refusal = error
+            event = RequestRefused(step.leg)
+        finally:
+            self._awaiting = None
+        effects, self._interrupted = self._interrupted, ()
+        if effects:
+            return effects
+        self._note_tokens()
+        now_ns = time.monotonic_ns()
+        if failure is not None:
+            event = await self._failed(step, failure)
+        assert event is not None
+        return self.life.take(event, now_ns)
+
+    async def _failed(self, step: Step, failure: WorkerFailed) -> LegFailed:
+        """Return the event of a worker's failure, with how the worker ended if it did."""
+        self._failure = failure
+        end = None
+        if failure.fate is not None and failure.may_be_death:
+            end = await failure.fate()
+        complete = self.relay.state.finish is not None and self.call.single
+        return LegFailed(step.leg, failure.workers, failure.reason, end, complete)
+
+    def _note_tokens(self) -> None:
+        """Let the life know of what came meanwhile."""
+        life, relay = self.life, self.relay
+        event: LifecycleEvent | None = None
+        if relay.counted > life.generated:
+            event = TokensReceived(life.leg, relay.counted - life.generated)
+        elif relay.started and not life.begun:
+            event = StreamBegan(life.leg, token=False)
+        if event is not None:
+            self._apply(life.take(event, time.monotonic_ns()))
+
+    def _report(self, report: ReportDeaths) -> None:
+        """Warn of deaths with the request under way."""
+        id_, workers = self.call.wire_id, ", ".join(report.deaths)
+        words = "request %s was under way when %s ended (%s)"
+        _log.warning(words, id_, workers, self._failure)
+        if report.suspect:
+            self._metrics.unfinished.labels("suspect").inc()
+            _log.error("request %s is refused: %s ended with it under way", id_, workers)
+
+    def _over(self, end: EndRequest) -> None:
+        self._end = end
+        call = self.call
+        self._pilot.end(call.id, end.finish)
+        if call.choice is not None:
+            call.stats.worker = call.choice.decode
+        if call.share is not None:
+            call.share.ended(call.id)
+
+    def _result(self) -> bytes:
+        """Return the reply; raise what the client is told instead of one."""
+        end = self._end
+        assert end is not None
+        if end.outcome is RequestOutcome.DONE:
+            return self._reply
+        if end.shed is not None:
+            raise busy(end.shed)
+        if end.outcome is RequestOutcome.SUSPECT:
+            raise _suspect(self.call, self.life.suspicion.deaths)
+        if self._refusal is not None:
+            raise self._refusal
+        self._metrics.unfinished.labels(self._failure.reason).inc()
+        raise _surrender(self._failure)
+
+    # --- steps --------------------------------------------------------------------------------
+
+    async def _perform(self, step: Step) -> LifecycleEvent:
+        match step:
+            case Submit():
+                return await self._submit(step)
+            case FetchKV():
+                return await self._fetch(step)
+            case StartPrefill():
+                return await self._prefill(step)
+            case StartDecode():
+                return await self._decode(step)
+        return await self._complete(step)
+
+    async def _submit(self, step: Submit) -> LifecycleEvent:
+        """Ask the control plane for workers, once the key's limits let the request go."""
+        call, share = self.call, self.call.share
+        if step.cause:
+            self._count_move(step.cause)
+        if share is not None:
+            # Further sequences of a request were accepted with its first one.
+            later = call.group not in ("", call.id)
+            await share.take(call.id, None if later else self._pilot.queue_timeout_s)
+        try:
+            decision = await self._pilot.decide(call.request(step.tokens), step.exclude)
+        except ConfigError as error:
+            raise refused(error) from error
+        if isinstance(decision, Shed):
+            return decision
+        choice = call.choice = self._choice = decision.choice
+        self._priority, self._transfer = decision.priority, None
+        if share is not None and not step.exclude:
+            share.sent()
+        if call.on_route is not None:
+            call.on_route(choice)
+        why = self._pilot.plane.decision(call.id)
+        computes = self._pilot.upstreams.get(choice.prefill or choice.decode)
+        if why is not None and computes is not None:
+            self._metrics.decided(why, computes.worker.block_size)
+        return await self._prepare(step, decision)
+
+    async def _prepare(self, step: Submit, route: Route) -> LifecycleEvent:  # noqa: ARG002
+        """Make up the body of a routed attempt; return the route, or why there is no leg."""
+        self._set_body(self.call.body)
+        return route
+
+    def _set_body(self, body: Body) -> None:
+        """Take a body for both legs; one whose tenure has expired finds nothing cached."""
+        self._body = self.call.current(body, time.time_ns())
+
+    async def _fetch(self, step: FetchKV) -> LifecycleEvent:
+        """Ask another worker for what it has cached of the prompt."""
+        source = self._pilot.upstreams.get(step.read.worker)
+        params, outcome = None, "gone"
+        if source is not None:
+            call = self.call
+            params, outcome = await lent(source, self._body, call.wire_id, step, call.tenant)
+        self._transfer = params
+        self._metrics.read(outcome, step.read)
+        return KVFetchFailed(step.leg) if params is None else KVFetched(step.leg)
+
+    async def _prefill(self, step: StartPrefill) -> LifecycleEvent:
+        """Have the prefill worker compute the prompt."""
+        call, start_ns = self.call, time.monotonic_ns()
+        prefill = self._upstream(step.worker)
+        leg = leg_one(self._body, chat=self._path != COMPLETIONS, read=self._transfer)
+        leg = self._ordered(prefill.engine, leg | {"return_token_ids": False})
+        try:
+            with prefill.busy():
+                reply = await prefill.whole(self._path, leg, call.wire_id, call.tenant)
+            self._transfer = ticket(reply)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise prefill.broke("garbage", error) from error
+        call.cached = None if self._transfer is None else cached_tokens(reply)
+        self._metrics.prefill.observe((time.monotonic_ns() - start_ns) / SECOND)
+        return Prefilled(step.leg)
+
+    @abstractmethod
+    async def _decode(self, step: StartDecode) -> LifecycleEvent:
+        """Have the decode worker generate the reply."""
+
+    async def _complete(self, step: CompleteStream) -> LifecycleEvent:
+        """Write the end of a stream that has all its tokens."""
+        raise NotImplementedError(f"{type(self).__name__} streams nothing that could be completed")
+
+    def _decode_body(self, engine: Engine) -> Body:
+        """Return what the decode worker is sent."""
+        if self._choice.prefill is None:
+            self.call.cached = None
+        params = self._transfer
+        body = self._body if params is None else leg_two(self._body, params)
+        return self._ordered(engine, body)
+
+    def _ordered(self, engine: Engine, body: Body) -> Body:
+        """Return a body with what matters to the order inside a worker, as that understands it."""
+        if self.call.deadline_ms is not None and self._pilot.heeds_deadlines:
+            body = engine.dated(body, self.call.left_ms(time.monotonic_ns()))
+        return engine.ranked(body, self._priority)
+
+    def _upstream(self, worker: str) -> Upstream:
+        upstream = self._pilot.upstreams.get(worker)
+        if upstream is None:
+            raise WorkerFailed("connect", f"{worker} is gone", frozenset({worker}))
+        return upstream
+
+    def _count_move(self, cause: str) -> None:
+        phase = "stream" if self.life.generated else "prompt"
+        self._metrics.migrations.labels(phase, cause).inc()
+
+
+def _surrender(failure: WorkerFailed) -> APIError:
+    if failure.status == 503:
+        message = "All workers that could serve this request are busy. Try again later."
+        return APIError(503, message, retry_after=1)
+    return APIError(502, f"No worker could finish this request; the last failure: {failure}.")
+
+
+def _suspect(call: Call, deaths: tuple[str, ...]) -> APIError:
+    return APIError(
+        502,
+        f"Request {call.wire_id} was under way when {len(deaths)} workers ended "
+        f"({', '.join(deaths)}); it may be what ends them, and is not sent again. The gateway's "
+        "log says more.",
+        type=SUSPECT,
+    )

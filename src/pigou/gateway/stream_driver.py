@@ -1,0 +1,158 @@
+"""Drives the life of a request whose reply is streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from pigou.control.messages import Route
+from pigou.gateway.call import Call
+from pigou.gateway.failure import WorkerFailed
+from pigou.gateway.line import Line, LineError
+from pigou.gateway.metrics import Metrics
+from pigou.gateway.migration import closing, out_of_room, sending
+from pigou.gateway.outlet import Outlet
+from pigou.gateway.pilot import Pilot
+from pigou.gateway.relay import Relay
+from pigou.gateway.request_driver import RequestDriver
+from pigou.gateway.upstream import Upstream
+from pigou.lifecycle.messages import (
+    CompleteStream,
+    LifecycleEvent,
+    StartDecode,
+    StreamBegan,
+    StreamFinished,
+    Submit,
+    TokensDropped,
+)
+from pigou.lifecycle.migration import can_migrate
+from pigou.request import SECOND
+from pigou.wire.errors import APIError
+
+_END_S = 1.0
+
+
+class StreamDriver(RequestDriver):
+    """Serves a request whose reply is streamed to an outlet."""
+
+    def __init__(self, pilot: Pilot, metrics: Metrics, relay: Relay, outlet: Outlet) -> None:
+        super().__init__(pilot, metrics, relay)
+        self._outlet = outlet
+        self._worker: Upstream | None = None
+        self._mapped = False
+
+    async def _prepare(self, step: Submit, route: Route) -> LifecycleEvent:
+        call, state = self.call, self.relay.state
+        self._worker = decode = self._upstream(route.choice.decode)
+        engine = decode.engine
+        if not can_migrate(state, single=call.single, portable=call.portable, stock=engine.stock):
+            raise APIError(
+                502,
+                "The worker of this stream failed, and the stream cannot go on elsewhere: it "
+                "has several choices, or depends on state that a stock worker does not resume.",
+            )
+        if engine.stock and (dropped := state.drop_unshown()):
+            self.life.take(TokensDropped(dropped), time.monotonic_ns())
+        sent = sending(
+            call, state, stock=engine.stock, seed=_seed(call),
+            max_model_len=engine.max_model_len, dynamo=engine.dynamo,
+        )  # fmt: skip
+        if sent.body.get("max_tokens") == 0:
+            await self._outlet.write(out_of_room(call, state) + closing(call, state))
+            return StreamFinished(step.leg)
+        self._path, self._mapped = sent.path, sent.mapped
+        self._set_body(sent.body)
+        return route
+
+    async def _decode(self, step: StartDecode) -> LifecycleEvent:
+        call, decode = self.call, self._worker
+        assert decode is not None
+        body = self._decode_body(decode.engine)
+        self.relay.begin(stock=decode.engine.stock, mapped=self._mapped)
+        with decode.busy():
+            async with decode.stream(self._path, body, call.wire_id, call.tenant) as line:
+                await self._pump(step, decode, line)
+        return StreamFinished(step.leg)
+
+    async def _complete(self, step: CompleteStream) -> LifecycleEvent:
+        self._count_move(self._failure.reason)
+        await self._outlet.write(closing(self.call, self.relay.state))
+        return StreamFinished(step.leg)
+
+    async def _pump(self, step: StartDecode, decode: Upstream, line: Line) -> None:
+        """Pass the worker's bytes on until the stream is done.
+
+        Once the client has the head of its response, chunks pass within the call that receives
+        them (`take`); the task only wakes when the client is slow, or at the end.
+        """
+        relay, outlet, state = self.relay, self._outlet, self.relay.state
+        last_ns = 0
+        itl = self._metrics.itl.observe
+
+        def feed(data: bytes) -> bytes:
+            nonlocal last_ns
+            before = relay.counted
+            out = relay.feed(data)
+            now_ns = time.monotonic_ns()
+            count = relay.counted - before
+            if count:
+                decode.tokens += count
+                if last_ns:
+                    itl((now_ns - last_ns) / count / SECOND, count)
+                elif before == 0:
+                    self._first_token(step)
+                last_ns = now_ns
+            return out
+
+        def take(data: bytes) -> bool:
+            out = feed(data)
+            room = not out or outlet.push(out)
+            return room and relay.failed is None and not state.done
+
+        while True:
+            try:
+                data = await line.read(take if outlet.fast else None)
+            except LineError as error:
+                raise decode.broke("broke", error) from error
+            if data:
+                out = feed(data)
+                if out:
+                    with decode.waiting():
+                        await outlet.write(out)
+            if relay.failed is not None:
+                if isinstance(relay.failed, WorkerFailed):
+                    relay.failed.workers = frozenset({decode.worker.id})
+                    relay.failed.fate = decode.fate
+                raise relay.failed
+            if state.done:
+                await _to_end(line)
+                return
+            if data == b"" and (out := relay.end()):
+                await outlet.write(out)
+                return
+            if data == b"":
+                raise decode.broke("broke", EOFError("the stream ended early"))
+            if data is None:
+                with decode.waiting():
+                    await outlet.drain()
+
+    def _first_token(self, step: StartDecode) -> None:
+        now_ns = time.monotonic_ns()
+        self._apply(self.life.take(StreamBegan(step.leg), now_ns))
+        stats = self.call.stats
+        stats.first_token = stats.first_token or now_ns
+        self._metrics.first_token.observe((now_ns - self.call.arrival) / SECOND)
+
+
+async def _to_end(line: Line) -> None:
+    """Read what follows the last event, so that the connection can be kept."""
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_END_S):
+            while await line.read():
+                pass
+
+
+def _seed(call: Call) -> int:
+    """Return the seed of a request whose client gave none: the same in every attempt."""
+    return int(call.id, 16) & 0x7FFF_FFFF_FFFF_FFFF
