@@ -203,11 +203,7 @@ class RequestOutcome(Enum):
     CLIENT_TIMED_OUT = "client timed out"
 
 
-_FINISH = {
-    RequestOutcome.DONE: FinishReason.STOP,
-    RequestOutcome.CLIENT_LEFT: FinishReason.ABORT,
-    RequestOutcome.CLIENT_TIMED_OUT: FinishReason.ABORT,
-}
+_DONE = RequestOutcome.DONE  # members of an Enum are slow to find
 
 
 class EndRequest(msgspec.Struct, frozen=True):
@@ -226,7 +222,10 @@ class EndRequest(msgspec.Struct, frozen=True):
     @property
     def finish(self) -> FinishReason:
         """What the control plane is told."""
-        return _FINISH.get(self.outcome, FinishReason.ERROR)
+        if self.outcome is _DONE:
+            return FinishReason.STOP
+        left = self.outcome in (RequestOutcome.CLIENT_LEFT, RequestOutcome.CLIENT_TIMED_OUT)
+        return FinishReason.ABORT if left else FinishReason.ERROR
 
 
 #: What the control plane is to be told.

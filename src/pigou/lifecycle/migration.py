@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -88,8 +89,7 @@ def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool
     return portable or not stock
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
+class Continuation(NamedTuple):
     """What is left of a request once some output tokens have joined its prompt.
 
     Attributes:

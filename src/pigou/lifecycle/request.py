@@ -6,6 +6,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeAlias
 
+import msgspec
+
 from pigou.control.messages import (
     Choice,
     FirstToken,
@@ -73,7 +75,7 @@ _DONE = EndRequest(RequestOutcome.DONE)
 _LEGS = (_KV_FETCH, _PREFILL, _DECODE)
 
 
-class RequestLifecycle:
+class RequestLifecycle(msgspec.Struct, eq=False):
     """Says what comes next for a request: attempts, legs, retries, migration, the end.
 
     Each event returns the effects that follow, in their order. Events that do not fit the state
@@ -94,30 +96,28 @@ class RequestLifecycle:
         choice: the workers that the control plane chose last; None before.
         tokens: output tokens that count: they join the prompt of the next attempt.
         generated: output tokens that came in all, dropped ones included.
+        received: output tokens of the present attempt.
         begun: whether the client was told anything.
+        first_token_told: whether the control plane knows of the first token.
         excluded: ids of the workers that failed it since its last token, or that it was taken from.
         failures: in a row, without a token between them.
         moves: times that it left its workers.
         suspicion: deaths of workers under it.
     """
 
-    __slots__ = (
-        "_first_token_told", "_received", "begun", "choice", "excluded", "failures", "generated",
-        "id", "leg", "moves", "state", "suspicion", "tokens",
-    )  # fmt: skip
-
-    def __init__(self, id: str) -> None:
-        self.id = id
-        self.state = RequestState.NEW
-        self.leg = 0
-        self.choice: Choice | None = None
-        self.tokens = self.generated = 0
-        self.begun = False
-        self.excluded: frozenset[str] = frozenset()
-        self.failures = self.moves = 0
-        self.suspicion = Suspicion()
-        self._first_token_told = False
-        self._received = 0  # tokens of the present attempt
+    id: str
+    state: RequestState = RequestState.NEW
+    leg: int = 0
+    choice: Choice | None = None
+    tokens: int = 0
+    generated: int = 0
+    received: int = 0
+    begun: bool = False
+    first_token_told: bool = False
+    excluded: frozenset[str] = frozenset()
+    failures: int = 0
+    moves: int = 0
+    suspicion: Suspicion = msgspec.field(default_factory=Suspicion)
 
     @property
     def ended(self) -> bool:
@@ -137,7 +137,7 @@ class RequestLifecycle:
     # --- the way there --------------------------------------------------------------------------
 
     def _submit(self, cause: str) -> Effects:
-        self._received = 0
+        self.received = 0
         return (Submit(self._enter(_ADMISSION), self.tokens, self.excluded, cause),)
 
     def _routed(self, route: Route, _: int) -> Effects:
@@ -174,9 +174,9 @@ class RequestLifecycle:
         return self._first_token() if event.token else ()
 
     def _first_token(self) -> Effects:
-        if self._first_token_told:
+        if self.first_token_told:
             return ()
-        self._first_token_told = True
+        self.first_token_told = True
         return (FirstToken(self.id),)
 
     def _tokens_received(self, event: TokensReceived, _: int) -> Effects:
@@ -185,7 +185,7 @@ class RequestLifecycle:
             return ()
         self.tokens += count
         self.generated += count
-        self._received += count
+        self.received += count
         self.begun = True
         return self._first_token()
 
@@ -206,7 +206,7 @@ class RequestLifecycle:
         if failure.leg != self.leg:
             return ()
         leave = self._leave()
-        progressed = self._received > 0
+        progressed = self.received > 0
         self.moves += 1
         self.failures = 1 if progressed else self.failures + 1
         self.excluded = failure.workers | (frozenset() if progressed else self.excluded)

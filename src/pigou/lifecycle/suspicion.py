@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+import msgspec
+
 from pigou.request import SECOND
 
 #: Deaths of workers with the same request under way, after which it is not sent again.
@@ -26,7 +28,7 @@ class WorkerEnd(Enum):
     LOST = "lost"
 
 
-class Suspicion:
+class Suspicion(msgspec.Struct, eq=False):
     """Counts the deaths of workers against the request that was under way on them.
 
     A death from outside says nothing against a request that got tokens until then. Workers that
@@ -40,13 +42,11 @@ class Suspicion:
 
     Attributes:
         deaths: ids of the workers that died with the request under way.
+        killed_ns: when the last of them was killed from outside.
     """
 
-    __slots__ = ("_killed_ns", "deaths")
-
-    def __init__(self) -> None:
-        self.deaths: tuple[str, ...] = ()
-        self._killed_ns = _LONG_AGO_NS
+    deaths: tuple[str, ...] = ()
+    killed_ns: int = _LONG_AGO_NS
 
     @property
     def suspect(self) -> bool:
@@ -67,8 +67,8 @@ class Suspicion:
         if end is WorkerEnd.LIVES or (progressed and end is not WorkerEnd.CRASHED):
             return False
         if end is WorkerEnd.KILLED:
-            same_kill = now_ns < self._killed_ns + SAME_KILL_S * SECOND
-            self._killed_ns = now_ns
+            same_kill = now_ns < self.killed_ns + SAME_KILL_S * SECOND
+            self.killed_ns = now_ns
             if same_kill:
                 return False
         self.deaths += tuple(sorted(workers)) or ("a worker",)
