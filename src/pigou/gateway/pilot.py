@@ -86,7 +86,7 @@ class Pilot:
         self._ticker = self.background.start("control plane ticks", self._tick)
 
     async def stop(self) -> None:
-        """WorkerEnd the ticker, and all connections."""
+        """End the ticker, and all connections."""
         if self._ticker is not None:
             self._ticker.cancel()
             with suppress(asyncio.CancelledError):
