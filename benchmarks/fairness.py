@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from pigou.config import ControlConfig
+from pigou.control.journal import report_tokens
 from pigou.control.messages import (
     Action,
     Decision,
@@ -29,7 +30,6 @@ from pigou.control.messages import (
     FirstToken,
     Route,
     Shed,
-    Tokens,
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
@@ -143,7 +143,7 @@ class Simulation:
 
     def _tell(self, job: Job) -> None:
         if job.tokens > job.told:
-            self.plane.observe(Tokens(job.request.id, job.tokens - job.told), self.now)
+            report_tokens(self.plane, [(job.request.id, job.tokens - job.told)], self.now)
             job.told = job.tokens
 
     def _take(self, decisions: Sequence[Decision] | Sequence[Action]) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from pigou.config import ControlConfig
-from pigou.control.messages import CacheChanged, Ended, FirstToken, Tokens, WorkerUp
+from pigou.control.journal import JournalRecorder, PlaneCalls, report_tokens
+from pigou.control.messages import CacheChanged, Ended, FirstToken, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.control.recorder import Driven, Recorder
 from pigou.gateway.journal import Journal
 from pigou.request import SECOND, FinishReason, Request, Worker
 from pigou.wire.kv_event_decoding import Stored
@@ -35,7 +35,7 @@ def requests() -> Iterator[Request]:
         yield Request(f"request-{number}", 16 * BLOCKS, 128, arrival=1, keys={16: keys})
 
 
-def drive(plane: Driven) -> float:
+def drive(plane: PlaneCalls) -> float:
     """Return the microseconds that a request's calls take, all together."""
     now = SECOND
     for number in range(WORKERS):
@@ -49,7 +49,7 @@ def drive(plane: Driven) -> float:
         plane.observe(CacheChanged(f"w{number % WORKERS}", (event,)), now)
         plane.observe(FirstToken(request.id), now)
         for _ in range(10):
-            plane.observe(Tokens(request.id, 5), now)
+            report_tokens(plane, [(request.id, 5)], now)
         plane.observe(Ended(request.id, FinishReason.STOP), now)
         if number % 100 == 0:
             plane.tick(now)
@@ -65,7 +65,7 @@ def main() -> None:
         def recorded() -> float:
             path.unlink(missing_ok=True)
             journal = Journal(path, CONFIG)
-            taken = drive(Recorder(ControlPlane(CONFIG), journal.write))
+            taken = drive(JournalRecorder(ControlPlane(CONFIG), journal.write))
             journal.close()
             return taken
 

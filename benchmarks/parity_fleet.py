@@ -16,7 +16,8 @@ import numpy as np
 
 from benchmarks.common import LOOPBACK, Server, free_ports
 from benchmarks.parity_figures import Side, compare, of_bench, of_simulation
-from pigou.control.journal import First, Head, Prefilled, Submit
+from pigou.control.journal import JournalEntry, JournalHead
+from pigou.control.messages import FirstToken, PrefillDone, Submit
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.config import FleetConfig, Members
@@ -118,13 +119,16 @@ def gateway_view(journal: Path) -> tuple[list[float], float]:
     waited: list[float] = []
     remote = 0
     for line in lines(journal):
-        match line.entry:
-            case Submit(id=id, now=now):
-                asked.setdefault(id, now)
-            case Prefilled():
+        entry = line.entry
+        if not isinstance(entry, JournalEntry):
+            continue
+        match entry.message:
+            case Submit(request):
+                asked.setdefault(request.id, entry.now)
+            case PrefillDone():
                 remote += 1
-            case First(id=id, now=now):
-                waited.append((now - asked[id]) / 1e6)
+            case FirstToken(request):
+                waited.append((entry.now - asked[request]) / 1e6)
     return waited[-IDLE:], 1 + remote / len(asked)
 
 
@@ -134,7 +138,7 @@ def simulate(journal: Path, count: int, ways: Ways) -> tuple[Side, Result]:
     Those before are of the load client, which asks what the endpoint can do.
     """
     head = next(lines(journal)).entry
-    assert isinstance(head, Head)
+    assert isinstance(head, JournalHead)
     fleet = FleetConfig(
         workers=(Members(role=Role.PREFILL), Members(role=Role.DECODE, count=2)),
         link=LINK,

@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
-from pigou.control.messages import CacheChanged, Ended, FirstToken, Route, Tokens, WorkerUp
+from pigou.control.journal import report_tokens
+from pigou.control.messages import CacheChanged, Ended, FirstToken, Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.regimes.learner import Bandit, BanditConfig
 from pigou.control.regimes.parameters import Finish, Parameters, Setting
@@ -236,7 +237,7 @@ class Fleet:
         node.advance(now)
         _, _, item = heapq.heappop(node.streams)
         at, item.end = nanos(now), now
-        self.plane.observe(Tokens(item.request.id, OUTPUT - item.told), at)
+        report_tokens(self.plane, [(item.request.id, OUTPUT - item.told)], at)
         self.plane.observe(Ended(item.request.id, FinishReason.LENGTH), at)
         alone = BASE + TOKEN * (OWN + PREFIX) + (OUTPUT - 1) * LAW(1.0)
         self.controller.observe(at, Finish(now - item.came, alone, item.parameters.setting))
@@ -251,7 +252,7 @@ class Fleet:
             for goal, _, item in node.streams:
                 made = OUTPUT - max(0, round(goal - node.done))
                 if made > item.told:
-                    self.plane.observe(Tokens(item.request.id, made - item.told), at)
+                    report_tokens(self.plane, [(item.request.id, made - item.told)], at)
                     item.told = made
         self.detector.tick(at, self.waiting)
         self.plane.tick(at)

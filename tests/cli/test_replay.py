@@ -11,9 +11,9 @@ import pytest
 
 from pigou.cli import main
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.messages import Ended, FirstToken, PrefillDone, Route, Tokens, WorkerUp
+from pigou.control.journal import JournalRecorder, report_tokens
+from pigou.control.messages import Ended, FirstToken, PrefillDone, Route, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.control.recorder import Recorder
 from pigou.gateway.journal import Journal
 from pigou.request import SECOND, FinishReason, Request, Role, Worker
 from pigou.workload.formats import read_trace
@@ -35,13 +35,13 @@ def ending(path: Path, how: str, config: ControlConfig | None = None, prompt: in
     """Append a run with one request that ends in this way."""
     config = config or ControlConfig(policy="least-loaded")
     journal = Journal(path, config)
-    plane = Recorder(ControlPlane(config), journal.write)
+    plane = JournalRecorder(ControlPlane(config), journal.write)
     if how != "never routed":
         for name, role in (("p", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
             plane.observe(WorkerUp(Worker(name, "", role)), SECOND)
     plane.submit(Request("x", prompt, 30, arrival=2 * SECOND), 2 * SECOND)
     if how.endswith("after tokens"):
-        plane.observe(Tokens("x", 3), 3 * SECOND)
+        report_tokens(plane, [("x", 3)], 3 * SECOND)
     if how != "open":
         reason = FinishReason.ERROR if how.startswith("error") else FinishReason.ABORT
         plane.observe(Ended("x", reason), 4 * SECOND)
@@ -52,7 +52,7 @@ def write(path: Path, config: ControlConfig | None = None, requests: int = 60) -
     """Serve requests on one prefill and two decode workers, one every 20 ms."""
     config = config or ControlConfig(policy="toll")
     journal = Journal(path, config)
-    plane = Recorder(ControlPlane(config), journal.write)
+    plane = JournalRecorder(ControlPlane(config), journal.write)
     now = SECOND
     for name, role in (("p", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
         plane.observe(WorkerUp(Worker(name, "", role)), now)
@@ -66,7 +66,7 @@ def write(path: Path, config: ControlConfig | None = None, requests: int = 60) -
         if decision.choice.prefill:
             plane.observe(PrefillDone(name), now + 5_000_000)
         plane.observe(FirstToken(name), now + 6_000_000)
-        plane.observe(Tokens(name, 11), now + 9_000_000)
+        report_tokens(plane, [(name, 11)], now + 9_000_000)
         if number >= 5:
             plane.observe(Ended(f"r{number - 5}", FinishReason.STOP), now + 10_000_000)
         plane.tick(now + 11_000_000)
@@ -176,6 +176,9 @@ def test_a_packed_journal_replays(run: Run, tmp_path: Path, ending: str) -> None
         ('{"k":"tick","now":1}\n', "head"),
         ("HEAD\n{bad}\n" + '{"k":"tick","now":1}\n', "line 2"),
         ('{"k":"journal","format":99,"pigou":"9.9","now":1,"unix":1,"config":{}}\n', "9.9"),
+        ('{"k":"journal","format":99}\n', "version is 99, and this Pigou reads 1 and 2"),
+        ('HEAD\n{"k":"journal","format":3,"pigou":"9.9"}\n', "line 2: the journal's version is 3"),
+        ('{"k":"journal","format":2,"pigou":"9.9"}\n', "line 1"),
     ],
 )
 def test_what_is_no_journal_is_refused_in_a_line(
@@ -249,7 +252,7 @@ def overloaded(path: Path, limits: Mapping[str, int], *, blocks: int = 0, waits:
     """
     config = ControlConfig(max_inflight=1, max_queued=waits, queue_timeout=5 * SECOND)
     journal = Journal(path, config)
-    plane = Recorder(ControlPlane(config), journal.write)
+    plane = JournalRecorder(ControlPlane(config), journal.write)
     plane.observe(WorkerUp(Worker("w", "", blocks=blocks)), SECOND)
     plane.submit(Request("a", 7, 30, arrival=SECOND), SECOND)
     for name, most in limits.items():
@@ -258,7 +261,7 @@ def overloaded(path: Path, limits: Mapping[str, int], *, blocks: int = 0, waits:
     plane.tick(8 * SECOND)
     for name in limits:
         plane.observe(Ended(name, FinishReason.ERROR), 8 * SECOND)
-    plane.observe(Tokens("a", 20), 9 * SECOND)
+    report_tokens(plane, [("a", 20)], 9 * SECOND)
     plane.observe(Ended("a", FinishReason.STOP), 9 * SECOND)
     journal.close()
 
@@ -280,7 +283,7 @@ def test_what_was_shed_has_its_limit_where_nothing_was_answered(tmp_path: Path) 
     path = tmp_path / "j"
     config = ControlConfig(max_queued=0)
     journal = Journal(path, config)
-    plane = Recorder(ControlPlane(config), journal.write)
+    plane = JournalRecorder(ControlPlane(config), journal.write)
     plane.submit(Request("x", 7, 30, arrival=SECOND), SECOND)
     plane.observe(Ended("x", FinishReason.ERROR), SECOND)
     journal.close()

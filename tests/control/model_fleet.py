@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pigou.control.journal import report_tokens
 from pigou.control.messages import (
     Assess,
     Assessed,
@@ -18,7 +19,6 @@ from pigou.control.messages import (
     Queue,
     Route,
     Shed,
-    Tokens,
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
@@ -144,7 +144,7 @@ class ModelFleet:
         fresh = round(stream.tokens) - stream.told
         if fresh > 0:
             stream.told += fresh
-            self.plane.observe(Tokens(key, fresh), self.now)
+            report_tokens(self.plane, [(key, fresh)], self.now)
 
     def _submit(self, request: Request) -> None:
         decision = self.plane.submit(request, self.now)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pigou.config import ControlConfig
-from pigou.control.messages import Ended, FirstToken, Queue, Route, Tokens, WorkerDown, WorkerUp
+from pigou.control.journal import report_tokens
+from pigou.control.messages import Ended, FirstToken, Queue, Route, WorkerDown, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.gateway.upstream import Engine
 from pigou.request import SECOND, FinishReason, Request, Worker
@@ -27,7 +28,7 @@ def flooded(order: str, workers: int = 2, overtakes: bool = True) -> ControlPlan
         found: list[Any] = []
         for name in going:
             found += plane.observe(FirstToken(name), step * SECOND)
-            found += plane.observe(Tokens(name, 2000), step * SECOND)
+            report_tokens(plane, [(name, 2000)], step * SECOND)
         going = [each.request for each in found]
     plane.observe(Ended("first", FinishReason.STOP), NOW)
     return plane

@@ -14,13 +14,13 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.admission.activity import LINGERS, Activity
 from pigou.control.admission.shares import Shares
 from pigou.control.admission.waiting import Waiting
+from pigou.control.journal import report_tokens
 from pigou.control.messages import (
     Ended,
     FirstToken,
     Queue,
     Route,
     Shed,
-    Tokens,
     WorkerDown,
     WorkerUp,
 )
@@ -245,7 +245,7 @@ def test_room_is_bounded_by_tokens_of_prompt_and_output() -> None:
         assert isinstance(decision, Route)
     assert isinstance(plane.submit(Request("over", 1, 10), 0), Queue)
     assert plane.desk.room.held(plane.state)[0] == 160
-    plane.observe(Tokens("r0", 15), 1)
+    report_tokens(plane, [("r0", 15)], 1)
     assert plane.desk.room.held(plane.state)[0] == 165, "more came than was expected"
     assert ids(plane.observe(Ended("r0", FinishReason.STOP), 1)) == ["over"]
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.config import ControlConfig
-from pigou.control.messages import FirstToken, PrefillDone, Tokens, WorkerDown, WorkerUp
+from pigou.control.journal import report_tokens
+from pigou.control.messages import FirstToken, PrefillDone, WorkerDown, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.request import SECOND, Request, Role, Worker
 
@@ -50,7 +51,7 @@ def test_tokens_told_at_once_weigh_as_much_as_one_by_one(
 ) -> None:
     one, other = (plane(firsts, prefilled, down, order) for _ in range(2))
     told = [(str(number), count) for number, count in counts]
-    for request, count in told:
-        one.observe(Tokens(request, count), 3 * SECOND)
-    other.streamed(told)
+    for each in told:
+        report_tokens(one, [each], 3 * SECOND)
+    report_tokens(other, told, 3 * SECOND)
     assert figures(one) == figures(other)

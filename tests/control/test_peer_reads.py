@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.config import ControlConfig
-from pigou.control.journal import Entry, Head, decode, encode, feed
+from pigou.control.journal import (
+    JournalEntry,
+    JournalHead,
+    JournalRecorder,
+    decode,
+    encode,
+    replay_call,
+)
 from pigou.control.messages import (
     CacheChanged,
     Ended,
@@ -23,7 +30,6 @@ from pigou.control.messages import (
 )
 from pigou.control.peers import price_reads, read_of
 from pigou.control.plane import ControlPlane
-from pigou.control.recorder import Recorder
 from pigou.control.routing.view import FleetView
 from pigou.control.speeds.estimates import PRIOR_READ, Estimates
 from pigou.control.speeds.reading import Reading
@@ -222,9 +228,9 @@ def test_reading_is_given_up_where_it_turns_out_slow_and_taken_up_where_quick() 
 
 
 def test_a_recorded_plane_reads_again_as_it_did() -> None:
-    entries: list[Entry] = []
+    entries: list[JournalEntry] = []
     config = ControlConfig(policy="toll")
-    recorder = Recorder(ControlPlane(config), entries.append)
+    recorder = JournalRecorder(ControlPlane(config), entries.append)
     for row in range(3):
         recorder.observe(WorkerUp(Worker(f"w{row}", "", blocks=1000, layout="x")), 0)
     recorder.observe(CacheChanged("w0", stored(100)), 1)
@@ -246,8 +252,8 @@ def test_a_recorded_plane_reads_again_as_it_did() -> None:
     fresh = ControlPlane(config)
     for entry in entries:
         again = decode(encode(entry))
-        assert not isinstance(again, Head)
-        assert feed(fresh, again) == (again.out, again.error)
+        assert not isinstance(again, JournalHead)
+        assert replay_call(fresh, again) == (again.out, again.error)
 
 
 def test_a_slow_first_read_does_not_end_reading_and_a_slow_link_is_tried_again_later() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError, ControlConfig
+from pigou.control.journal import report_tokens
 from pigou.control.messages import (
     Action,
     Decision,
@@ -20,7 +21,6 @@ from pigou.control.messages import (
     Queue,
     Route,
     Shed,
-    Tokens,
     WorkerDown,
     WorkerUp,
 )
@@ -146,7 +146,7 @@ def step(driver: Driver, kind: str, value: int) -> None:
     elif kind == "first":
         plane.observe(FirstToken(chosen), driver.now)
     elif kind == "tokens":
-        plane.observe(Tokens(chosen, value), driver.now)
+        report_tokens(plane, [(chosen, value)], driver.now)
     elif kind == "resubmit":
         driver.resubmit()
     elif kind == "cancel" and driver.waiting:

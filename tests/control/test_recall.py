@@ -8,6 +8,7 @@ from itertools import permutations
 import pytest
 
 from pigou.config import ControlConfig
+from pigou.control.journal import report_tokens
 from pigou.control.messages import (
     Decision,
     Ended,
@@ -18,7 +19,6 @@ from pigou.control.messages import (
     Recall,
     Route,
     Shed,
-    Tokens,
     WorkerDown,
     WorkerUp,
 )
@@ -64,7 +64,7 @@ class Driver:
         """A request has its first token."""
         self.began.add(request)
         self.take(self.plane.observe(FirstToken(request), now), now)
-        self.take(self.plane.observe(Tokens(request, 1), now), now)
+        report_tokens(self.plane, [(request, 1)], now)
 
     def take(self, decisions: object, now: int) -> None:
         for each in decisions:  # type: ignore[attr-defined]

@@ -19,7 +19,8 @@ import pytest
 from tests.e2e.conftest import SLEEP
 from tests.e2e.fleet import Fleet
 
-from pigou.control.journal import Head, Submit
+from pigou.control.journal import JournalEntry, JournalHead
+from pigou.control.messages import Submit
 from pigou.workload.formats import read_trace
 from pigou.workload.journal import lines
 
@@ -114,7 +115,10 @@ def test_the_journal_of_a_fleet_under_kills_replays_to_the_same_decisions(
     assert "round-robin would have chosen otherwise" in compared.stdout
 
     trace = read_trace(journal)
-    asked = {each.entry.id for each in lines(journal) if isinstance(each.entry, Submit)}
+    messages = [
+        each.entry.message for each in lines(journal) if isinstance(each.entry, JournalEntry)
+    ]
+    asked = {each.request.id for each in messages if isinstance(each, Submit)}
     assert len(trace.sessions) == len(asked) == 210
     assert trace.block == 16
     firsts = {session.turns[0].blocks[:6] for session in trace.sessions}
@@ -142,4 +146,4 @@ def test_a_gateway_that_is_killed_leaves_a_journal_that_replays(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "in 2 runs" in done.stdout
     assert "cut off" in done.stdout
-    assert sum(isinstance(each.entry, Head) for each in lines(journal)) == 2
+    assert sum(isinstance(each.entry, JournalHead) for each in lines(journal)) == 2

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.journal import Head, Tick, decode
+from pigou.control.journal import JournalEntry, JournalHead, decode
+from pigou.control.messages import Tick
 from pigou.gateway.journal import Journal
 
 CONFIG = ControlConfig(policy="toll", seed=3)
@@ -26,11 +27,11 @@ def test_entries_are_in_the_file_soon_and_in_order(tmp_path: Path) -> None:
     path = tmp_path / "j"
     journal = Journal(path, CONFIG)
     for now in range(1000):
-        journal.write(Tick(now=now))
+        journal.write(JournalEntry(now=now, message=Tick()))
     wait(lambda: path.read_bytes().count(b"\n") == 1001)
     journal.close()
     head, *rest = [decode(line) for line in path.read_bytes().splitlines()]
-    assert isinstance(head, Head)
+    assert isinstance(head, JournalHead)
     assert head.config == CONFIG
     assert [each.now for each in rest] == list(range(1000))
     assert path.stat().st_mode & 0o777 == 0o600
@@ -42,8 +43,8 @@ def test_a_run_is_appended_after_one_that_was_cut_off(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + b'{"k":"ti')
     Journal(path, CONFIG).close()
     first, cut, second = path.read_bytes().splitlines()
-    assert isinstance(decode(first), Head)
-    assert isinstance(decode(second), Head)
+    assert isinstance(decode(first), JournalHead)
+    assert isinstance(decode(second), JournalHead)
     assert cut == b'{"k":"ti'
 
 
@@ -55,7 +56,7 @@ def test_a_full_disk_ends_the_journal_with_a_warning_and_nothing_else(
         journal = Journal(Path("/dev/full"), CONFIG)
         wait(lambda: journal.failed)
         for now in range(100):
-            journal.write(Tick(now=now))
+            journal.write(JournalEntry(now=now, message=Tick()))
         journal.close()
     assert "No space left" in caplog.text
     assert "the gateway goes on" in caplog.text
@@ -69,7 +70,7 @@ def test_a_disk_that_is_too_slow_ends_the_journal_before_memory_does(
     monkeypatch.setattr("pigou.gateway.journal._FLUSH_S", 30)
     journal = Journal(tmp_path / "j", CONFIG)
     for now in range(1000):
-        journal.write(Tick(now=now))
+        journal.write(JournalEntry(now=now, message=Tick()))
     assert "slow" in journal.failed
     assert not journal._lines
     journal.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.gateway.tenure_requests import pairs
 
-from pigou.control.journal import encode, submitted
+from pigou.config import ControlConfig
+from pigou.control.journal import JournalRecorder, encode
+from pigou.control.plane import ControlPlane
 from pigou.gateway.facts import Facts
 from pigou.gateway.grant import OPEN
 from pigou.gateway.intake import read
@@ -55,7 +57,12 @@ def test_the_journal_has_nothing_of_a_tenure_but_its_tenant() -> None:
     asked = b'{"prompt": "secret-prompt", "cache_salt": "secret-salt"}'
     call = read(asked, chat=False, strict=True, tenure=tenure, facts=Facts("m", "secret-r"))
     assert salt_expiry(call.salt) == tenure.expiry
-    line = encode(submitted(call.request(), 0, frozenset())).decode()
+    lines: list[bytes] = []
+    recorder = JournalRecorder(
+        ControlPlane(ControlConfig()), lambda entry: lines.append(encode(entry))
+    )
+    recorder.submit(call.request(), 0)
+    line = lines[0].decode()
     assert '"tenant":"acme"' in line
     for told in ("secret", "123456", call.salt, call.salt.split(":")[1], str(tenure.expiry)):
         assert told not in line

@@ -123,12 +123,15 @@ def _tell(journal: str, found: Rerun, policy: str) -> None:
 
 
 def _difference(journal: str, found: Difference) -> str:
+    from pigou.control.journal import encode
+
     def show(value: Any) -> str:
         return msgspec.json.encode(value).decode()
 
+    call = msgspec.structs.replace(found.entry, out=[], error="")
     return (
         f"Another decision at line {found.line} of {journal}:\n"
-        f"  told:     {show(msgspec.structs.replace(found.entry, out=[], error=''))}\n"
+        f"  told:     {encode(call).decode().rstrip()}\n"
         f"  recorded: {show(found.recorded)}\n"
         f"  now:      {show(found.now)}"
     )

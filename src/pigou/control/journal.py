@@ -1,29 +1,33 @@
-"""The journal's lines: all that a ControlPlane was told, and what it decided, as JSON.
+"""The journal: the messages that a ControlPlane took, and what it decided, as JSON lines.
 
-A run is a `Head` and the entries after it, in the order of the calls. Fed to a fresh ControlPlane
-of the head's configuration (`feed`), they yield the same decisions. Neither tokens nor texts are
-in it: prompts are lengths and 64-bit keys of blocks, and addresses of workers are left out.
+A run is a `JournalHead` and the `JournalEntry` of each call, in order. Made again on a fresh
+ControlPlane of the head's configuration (`replay_call`), the calls yield the same decisions.
+Neither tokens nor texts are in it: prompts are lengths and 64-bit keys of blocks, and addresses
+of workers are left out.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, assert_never
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ControlConfig
+from pigou.config import ConfigError, ControlConfig
 from pigou.control.assessment import Assessment
-from pigou.control.index.keyed import Keyed
+from pigou.control.index.keyed import KeyedEvent
 from pigou.control.messages import (
     Action,
     Assess,
     Assessed,
     CacheChanged,
+    CacheKeyed,
     CacheLost,
     Decision,
     Ended,
@@ -33,26 +37,41 @@ from pigou.control.messages import (
     Observation,
     PrefillDone,
     ReadFailed,
+    Submit,
+    Tick,
     Tokens,
     WorkerDown,
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
-from pigou.request import NEVER, FinishReason, Request, Worker
-from pigou.wire.kv_event_decoding import Cleared, Removed
+from pigou.request import NEVER, Request
 
-#: Rises when a line changes its meaning.
-FORMAT = 1
+#: Version of the lines that are written. It rises when a line changes its meaning.
+VERSION = 2
 
-Words: TypeAlias = NDArray[np.uint64]
+#: What a journal holds of each call; of KV events, only those without tokens.
+Recorded: TypeAlias = (
+    Submit | Tokens | Tick | WorkerUp | WorkerDown | PrefillDone | ReadFailed | FirstToken | Ended
+    | GroupEnded | CacheKeyed | CacheLost | LoadReport | Assessed
+)  # fmt: skip
+
+_T = TypeVar("_T")
 
 
-class Head(msgspec.Struct, kw_only=True, tag_field="k", tag="journal"):
+class JournalError(ValueError):
+    """A line that is no entry."""
+
+
+class UnknownVersionError(JournalError):
+    """The head of a version that cannot be read."""
+
+
+class JournalHead(msgspec.Struct, kw_only=True, frozen=True, tag_field="k", tag="journal"):
     """The first line of a run.
 
     Attributes:
-        format: `FORMAT` of who wrote it.
-        pigou: its version.
+        format: `VERSION` of who wrote it.
+        pigou: its version of Pigou.
         now: a time of the clock that all entries have, in nanoseconds.
         unix: the same moment in nanoseconds since 1970.
         config: of the control plane.
@@ -65,341 +84,279 @@ class Head(msgspec.Struct, kw_only=True, tag_field="k", tag="journal"):
     config: ControlConfig
 
 
-class _Entry(
-    msgspec.Struct, kw_only=True, tag_field="k", omit_defaults=True, forbid_unknown_fields=True
-):
-    """A call: when, what it returned (`shown`), and the type of what it raised."""
+class JournalEntry(
+    msgspec.Struct, kw_only=True, tag_field="k", tag="call", omit_defaults=True,
+    forbid_unknown_fields=True,
+):  # fmt: skip
+    """A call: when, what the plane took, what it returned, and the type of what it raised.
+
+    Attributes:
+        now: nanoseconds.
+        message: that the plane took.
+        out: decisions, as `encoded_decisions` has them.
+        error: name of an exception's type; empty without one.
+    """
 
     now: int
+    message: Recorded
     out: list[Any] = []
     error: str = ""
 
 
-class Submit(_Entry, tag="submit"):
-    """A request; words are little-endian and in base 64."""
-
-    id: str
-    prompt: int
-    most: int
-    priority: int = 0
-    arrival: int = 0
-    deadline: int = NEVER
-    tenant: str = ""
-    remote: int = 0
-    hold: bool = False
-    streamed: bool = True
-    splits: bool = True
-    hashes: bytes = b""
-    keys: dict[int, bytes] = {}
-    overrides: dict[str, str] = {}
-    exclude: list[str] = []
-    sequences: int = 1
-    group: str = ""
-    held: int = 0
-    held_tokens: int = 0
+class _NonFinite(float):
+    """A number that JSON has no word for; it is written as a string."""
 
 
-class Up(_Entry, tag="up"):
-    """`WorkerUp`, without the address."""
-
-    worker: Worker
-
-
-class Down(_Entry, tag="down"):
-    """`WorkerDown`."""
-
-    worker: str
+class _VersionLine(msgspec.Struct, tag_field="k", tag="journal"):
+    format: int
+    pigou: str = "that wrote it"
 
 
-class Prefilled(_Entry, tag="prefilled"):
-    """`PrefillDone`."""
-
-    id: str
-    well: bool = True
-
-
-class Unread(_Entry, tag="unread"):
-    """`ReadFailed`."""
-
-    id: str
+def _encode_value(value: object) -> Any:
+    if isinstance(value, np.ndarray):
+        words = np.ascontiguousarray(value, dtype="<u8").tobytes()
+        return words if value.ndim == 1 else {"columns": value.shape[1], "words": words}
+    if isinstance(value, _NonFinite):
+        return repr(float(value))
+    raise NotImplementedError(f"a journal cannot hold {type(value).__name__}")
 
 
-class First(_Entry, tag="first"):
-    """`FirstToken`."""
-
-    id: str
-
-
-class More(_Entry, tag="tokens"):
-    """`Tokens`."""
-
-    id: str
-    count: int
-
-
-class End(_Entry, tag="end"):
-    """`Ended`."""
-
-    id: str
-    reason: FinishReason
+def decode_value(kind: Any, value: Any) -> Any:
+    """Return an array of 64-bit words, (n,) or (n, columns), from its base 64 (for msgspec)."""
+    if getattr(kind, "__origin__", kind) is not np.ndarray:
+        raise NotImplementedError(f"a journal cannot hold {kind}")
+    try:
+        if isinstance(value, str):
+            return _words(value)
+        return _words(value["words"]).reshape(-1, value["columns"])
+    except (binascii.Error, TypeError, KeyError) as error:
+        raise ValueError(f"words are not in base 64: {error}") from error
 
 
-class GroupEnd(_Entry, tag="group"):
-    """`GroupEnded`."""
-
-    id: str
-
-
-class _Stored(msgspec.Struct, tag="stored", array_like=True):
-    hashes: bytes
-    keys: bytes
-    parent: int | None
-    medium: str | None
+def _words(text: str) -> NDArray[np.uint64]:
+    data = base64.b64decode(text, validate=True)
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64)  # writable, as other keys are
 
 
-class _Removed(msgspec.Struct, tag="removed", array_like=True):
-    hashes: bytes
-    medium: str | None
-
-
-class _Cleared(msgspec.Struct, tag="cleared", array_like=True):
-    pass
-
-
-class Cache(_Entry, tag="cache"):
-    """`CacheChanged`, its blocks keyed (`PrefixIndex.keyed`)."""
-
-    worker: str
-    events: list[_Stored | _Removed | _Cleared]
-
-
-class Lost(_Entry, tag="lost"):
-    """`CacheLost`."""
-
-    worker: str
-
-
-class Load(_Entry, tag="load"):
-    """`LoadReport`; JSON has no word for a usage that is not finite."""
-
-    worker: str
-    running: int
-    waiting: int
-    usage: float | str
-
-
-class Judged(_Entry, tag="assessed"):
-    """`Assessed`; no decision depends on what was found."""
-
-    found: Any = None
-
-
-class Tick(_Entry, tag="tick"):
-    """`ControlPlane.tick`."""
-
-
-Entry: TypeAlias = (
-    Submit | Up | Down | Prefilled | Unread | First | More | End | GroupEnd | Cache | Lost | Load
-    | Judged | Tick
-)  # fmt: skip
-
-_encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[Head | Entry] = msgspec.json.Decoder(
-    Head | Entry,
-    strict=False,  # numbers above 64 bits are strings
+_encoder = msgspec.json.Encoder(enc_hook=_encode_value)
+_heads = msgspec.json.Decoder(JournalHead)
+_versions = msgspec.json.Decoder(_VersionLine)
+_entries: msgspec.json.Decoder[JournalHead | JournalEntry] = msgspec.json.Decoder(
+    JournalHead | JournalEntry,
+    strict=False,  # numbers that are not finite are strings
+    dec_hook=decode_value,
 )
 
 
-class JournalError(ValueError):
-    """A line that is no entry."""
+def encode(line: JournalHead | JournalEntry) -> bytes:
+    """Return a head or an entry as a line."""
+    return _encoder.encode(line) + b"\n"
 
 
-def encode(entry: Head | Entry) -> bytes:
-    """Return an entry as a line."""
-    return _encoder.encode(entry) + b"\n"
-
-
-def decode(line: bytes) -> Head | Entry:
-    """Return the entry of a line.
+def decode(line: bytes) -> JournalHead | JournalEntry:
+    """Return the head or the entry of a line of this version.
 
     Raises:
-        JournalError: it is none, or one of a later format.
+        JournalError: it is none.
     """
     try:
-        entry = _decoder.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        return _entries.decode(line)
+    except (msgspec.MsgspecError, ValueError) as error:
         raise JournalError(str(error)) from error
-    if isinstance(entry, Head) and entry.format != FORMAT:
-        raise JournalError(f"format {entry.format} is not known; read it with {entry.pigou}")
-    return entry
 
 
-def shown(decisions: Sequence[Decision | Action]) -> list[Any]:
-    """Return decisions as an entry has them; what an `Assess` asks for follows from the rest."""
-    return [{"assess": True} if isinstance(each, Assess) else each for each in decisions]
+def decode_head(line: bytes, known: Sequence[int] = (VERSION,)) -> JournalHead | None:
+    """Return the head of a line; None for a line that is none.
 
-
-def plain(out: list[Any]) -> list[Any]:
-    """Return decisions as they are read back, to be compared."""
-    found: list[Any] = msgspec.json.decode(_encoder.encode(out))
-    return found
-
-
-def submitted(request: Request, now: int, exclude: frozenset[str]) -> Submit:
-    """Return the entry of a submitted request."""
-    return Submit(
-        now=now, id=request.id, prompt=request.prompt, most=request.max_tokens,
-        priority=request.priority, arrival=request.arrival, deadline=request.deadline,
-        tenant=request.tenant, remote=request.remote, hold=request.hold,
-        streamed=request.streamed, splits=request.splits, hashes=_bytes(request.hashes),
-        keys={size: _bytes(keys) for size, keys in request.keys.items()},
-        overrides={name: repr(float(value)) for name, value in request.overrides.items()},
-        exclude=sorted(exclude), sequences=request.sequences, group=request.group,
-        held=request.held,
-        held_tokens=request.held_tokens,
-    )  # fmt: skip
-
-
-def request_of(entry: Submit) -> Request:
-    """Return the request of its entry."""
-    return Request(
-        id=entry.id, prompt=entry.prompt, max_tokens=entry.most,
-        hashes=_words(entry.hashes).reshape(-1, 2), priority=entry.priority,
-        arrival=entry.arrival, deadline=entry.deadline, tenant=entry.tenant,
-        remote=entry.remote, hold=entry.hold,
-        keys={size: _words(keys) for size, keys in entry.keys.items()},
-        overrides={name: float(value) for name, value in entry.overrides.items()},
-        streamed=entry.streamed, splits=entry.splits, sequences=entry.sequences, group=entry.group,
-        held=entry.held,
-        held_tokens=entry.held_tokens,
-    )  # fmt: skip
-
-
-def observed(observation: Observation, now: int) -> Entry:  # noqa: PLR0911, PLR0912 (one for each)
-    """Return the entry of an observation.
+    Args:
+        line: of a journal.
+        known: versions that can be read.
 
     Raises:
-        TypeError: its KV events are not keyed.
+        UnknownVersionError: it is the head of another version.
+        JournalError: it is a head that cannot be read.
     """
-    match observation:
-        case WorkerUp(worker):
-            return Up(now=now, worker=replace(worker, url=""))
-        case WorkerDown(name):
-            return Down(now=now, worker=name)
-        case PrefillDone(request, well):
-            return Prefilled(now=now, id=request, well=well)
-        case ReadFailed(request):
-            return Unread(now=now, id=request)
-        case FirstToken(request):
-            return First(now=now, id=request)
-        case Tokens(request, count):
-            return More(now=now, id=request, count=count)
-        case Ended(request, reason):
-            return End(now=now, id=request, reason=reason)
-        case GroupEnded(group):
-            return GroupEnd(now=now, id=group)
-        case CacheChanged(name, events):
-            return Cache(now=now, worker=name, events=[told(each) for each in events])
-        case CacheLost(name):
-            return Lost(now=now, worker=name)
-        case LoadReport(name, running, waiting, usage):
-            said = usage if math.isfinite(usage) else repr(usage)
-            return Load(now=now, worker=name, running=running, waiting=waiting, usage=said)
-        case Assessed(found):
-            return Judged(now=now, found=found)
-        case _:
-            assert_never(observation)
+    if b'"journal"' not in line:
+        return None
+    try:
+        version = _versions.decode(line)
+    except (msgspec.MsgspecError, ValueError):
+        return None
+    if version.format not in known:
+        numbers = " and ".join(map(str, sorted(known)))
+        raise UnknownVersionError(
+            f"the journal's version is {version.format}, and this Pigou reads {numbers}; "
+            f"read it with the Pigou {version.pigou}"
+        )
+    try:
+        return _heads.decode(line)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise JournalError(str(error)) from error
 
 
-def observation_of(entry: Entry) -> Observation:  # noqa: PLR0911 (one for each)
-    """Return the observation of an entry.
-
-    Raises:
-        TypeError: it is of another call.
-    """
-    match entry:
-        case Up(worker=worker):
-            return WorkerUp(worker)
-        case Down(worker=name):
-            return WorkerDown(name)
-        case Prefilled(id=request, well=well):
-            return PrefillDone(request, well)
-        case Unread(id=request):
-            return ReadFailed(request)
-        case First(id=request):
-            return FirstToken(request)
-        case More(id=request, count=count):
-            return Tokens(request, count)
-        case End(id=request, reason=reason):
-            return Ended(request, reason)
-        case GroupEnd(id=group):
-            return GroupEnded(group)
-        case Cache(worker=name, events=events):
-            return CacheChanged(name, tuple(_event(each) for each in events))
-        case Lost(worker=name):
-            return CacheLost(name)
-        case Load(worker=name, running=running, waiting=waiting, usage=usage):
-            return LoadReport(name, running, waiting, float(usage))
-        case Judged(found=found):
-            return Assessed(_assessment(found))
-    raise TypeError(f"{type(entry).__name__} is no observation")
+def encoded_decisions(decisions: Sequence[Decision | Action]) -> list[Any]:
+    """Return decisions as they are read back; what an `Assess` asks for follows from the rest."""
+    plain: list[Any] = msgspec.json.decode(_encoder.encode(_without_snapshots(decisions)))
+    return plain
 
 
-def feed(plane: ControlPlane, entry: Entry) -> tuple[list[Any], str]:
-    """Make the call of an entry; return what it returned (`plain`), and the error that it raised.
+def replay_call(plane: ControlPlane, entry: JournalEntry) -> tuple[list[Any], str]:
+    """Make the call of an entry; return its `encoded_decisions`, and the error that it raised.
 
     Whatever it raises is the result: an error that was recorded must come again.
     """
+    message, now = entry.message, entry.now
+    decisions: Sequence[Decision | Action] = ()
     try:
-        match entry:
-            case Submit():
-                request = request_of(entry)
-                decisions: Sequence[Decision | Action]
-                decisions = [plane.submit(request, entry.now, frozenset(entry.exclude))]
-            case Tick():
-                decisions = plane.tick(entry.now)
-            case _:
-                decisions = plane.observe(observation_of(entry), entry.now)
+        if isinstance(message, Submit):
+            decisions = [plane.submit(message.request, now, frozenset(message.exclude))]
+        elif isinstance(message, Tokens):
+            report_tokens(plane, message.counts, now)
+        elif isinstance(message, Tick):
+            decisions = plane.tick(now)
+        else:
+            decisions = plane.observe(message, now)
     except Exception as error:
         return [], type(error).__name__
-    return plain(shown(decisions)), ""
+    return encoded_decisions(decisions), ""
 
 
-def told(event: Any) -> _Stored | _Removed | _Cleared:
-    """Return a keyed event as an entry has it.
+class PlaneCalls(Protocol):
+    """What a driver calls of a ControlPlane, or of what records its calls."""
 
-    Raises:
-        TypeError: it is not keyed.
-    """
-    match event:
-        case Keyed(hashes, keys, parent, medium):
-            return _Stored(_bytes(hashes), _bytes(keys), parent, medium)
-        case Removed(names, medium):
-            return _Removed(_bytes(np.array(names, dtype=np.uint64)), medium)
-        case Cleared():
-            return _Cleared()
-    raise TypeError(f"a journal has no entry for {type(event).__name__}: key it first")
+    def submit(self, request: Request, now: int, exclude: frozenset[str] = ...) -> Decision:
+        """As `ControlPlane.submit`."""
+        ...
+
+    def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
+        """As `ControlPlane.observe`."""
+        ...
+
+    def slot(self, request: str) -> int:
+        """As `ControlPlane.slot`."""
+        ...
+
+    def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64], now: int) -> None:
+        """As `ControlPlane.on_tokens`."""
+        ...
+
+    def tick(self, now: int) -> Sequence[Action]:
+        """As `ControlPlane.tick`."""
+        ...
 
 
-def _event(each: _Stored | _Removed | _Cleared) -> Keyed | Removed | Cleared:
-    match each:
-        case _Stored():
-            return Keyed(_words(each.hashes), _words(each.keys), each.parent, each.medium)
-        case _Removed():
-            return Removed(tuple(_words(each.hashes).tolist()), each.medium)
-    return Cleared()
+def report_tokens(plane: PlaneCalls, counts: Sequence[tuple[str, int]], now: int) -> None:
+    """Tell a plane of tokens by the ids of their requests; those without a slot are left out."""
+    known = [(slot, count) for request, count in counts if (slot := plane.slot(request)) >= 0]
+    if known:
+        slots, numbers = np.array(known, dtype=np.int64).T.copy()
+        plane.on_tokens(slots, numbers, now)
 
 
-def _assessment(found: Any) -> Assessment | None:
+class JournalRecorder:
+    """Makes each call, and then gives its entry to `write`, also when it raised."""
+
+    def __init__(self, plane: ControlPlane, write: Callable[[JournalEntry], None]) -> None:
+        self._plane = plane
+        self._write = write
+
+    def submit(self, request: Request, now: int, exclude: frozenset[str] = frozenset()) -> Decision:
+        """As `ControlPlane.submit`; what is refused at once changes nothing, and is not written."""
+        message = Submit(_without_tenure(request), tuple(sorted(exclude)))
+        entry = JournalEntry(now=now, message=message)
+        return self._record(entry, lambda: [self._plane.submit(request, now, exclude)])[0]
+
+    def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
+        """As `ControlPlane.observe`; of KV events the keys are written, not the tokens."""
+        if isinstance(observation, CacheChanged):
+            return self._cache_changed(observation, now)
+        entry = JournalEntry(now=now, message=_written(observation))
+        return self._record(entry, lambda: self._plane.observe(observation, now))
+
+    def slot(self, request: str) -> int:
+        """As `ControlPlane.slot`; it is no call that changes anything."""
+        return self._plane.slot(request)
+
+    def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64], now: int) -> None:
+        """As `ControlPlane.on_tokens`; requests are written by their ids."""
+        requests = self._plane.requests_in(slots)
+        message = Tokens(tuple(zip(requests, counts.tolist(), strict=True)))
+        entry = JournalEntry(now=now, message=message)
+
+        def call() -> Sequence[Decision]:
+            self._plane.on_tokens(slots, counts, now)
+            return ()
+
+        self._record(entry, call)
+
+    def tick(self, now: int) -> Sequence[Action]:
+        """As `ControlPlane.tick`."""
+        return self._record(JournalEntry(now=now, message=Tick()), lambda: self._plane.tick(now))
+
+    def _cache_changed(self, changed: CacheChanged, now: int) -> Sequence[Decision]:
+        """Apply events one by one: what the next one's key is depends on those before."""
+        keyed: list[KeyedEvent] = []
+        worker = changed.worker
+
+        def call() -> Sequence[Decision]:
+            decisions = [*self._plane.observe(CacheChanged(worker, ()), now)]
+            try:
+                for event in changed.events:
+                    keyed.append(self._plane.index.keyed(worker, event))
+                    decisions += self._plane.observe(CacheKeyed(worker, (keyed[-1],)), now)
+            finally:
+                entry.message = CacheKeyed(worker, tuple(keyed))
+            return decisions
+
+        entry = JournalEntry(now=now, message=CacheKeyed(worker, ()))
+        return self._record(entry, call)
+
+    def _record(self, entry: JournalEntry, call: Callable[[], Sequence[_T]]) -> Sequence[_T]:
+        try:
+            decisions = call()
+        except ConfigError:
+            raise
+        except Exception as error:
+            entry.error = type(error).__name__
+            self._write(entry)
+            raise
+        entry.out = _without_snapshots(decisions)
+        self._write(entry)
+        return decisions
+
+
+def _without_snapshots(decisions: Sequence[Any]) -> list[Any]:
+    return [{"kind": "assess"} if type(each) is Assess else each for each in decisions]
+
+
+def _without_tenure(request: Request) -> Request:
+    """Return a request with floats that JSON can hold, and nothing of its tenure's life."""
+    overrides = {name: _writable(value) for name, value in request.overrides.items()}
+    return msgspec.structs.replace(request, overrides=overrides, expiry=NEVER)
+
+
+def _written(observation: Observation) -> Recorded:
+    """Return an observation as it is written: without addresses, with floats for JSON."""
+    match observation:
+        case WorkerUp(worker):
+            return WorkerUp(replace(worker, url=""))
+        case LoadReport(worker, running, waiting, usage):
+            return LoadReport(worker, running, waiting, _writable(usage))
+        case Assessed(assessment):
+            return Assessed(_finite(assessment))
+        case CacheChanged():
+            raise TypeError("KV events with tokens are no part of a journal: key them first")
+        case _:
+            return observation
+
+
+def _writable(value: float) -> float:
+    return value if math.isfinite(value) else _NonFinite(value)
+
+
+def _finite(assessment: Assessment | None) -> Assessment | None:
+    """Return an assessment that JSON can hold, None for another; no decision depends on it."""
     try:
-        return None if found is None else msgspec.convert(found, Assessment)
+        return msgspec.json.decode(msgspec.json.encode(assessment), type=Assessment | None)
     except msgspec.ValidationError:  # infinite parts are null in JSON
         return None
-
-
-def _bytes(words: Words) -> bytes:
-    return np.ascontiguousarray(words, dtype="<u8").tobytes()
-
-
-def _words(data: bytes) -> Words:
-    return np.frombuffer(data, dtype="<u8").astype(np.uint64)

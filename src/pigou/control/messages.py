@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeAlias
 
 import msgspec
 
 from pigou.control.assessment import Assessment, Snapshot
-from pigou.control.index.keyed import Keyed
+from pigou.control.index.keyed import KeyedEvent
 from pigou.events import KVEvent
-from pigou.request import FinishReason, Worker
+from pigou.request import FinishReason, Request, Worker
 from pigou.wire.kv_event_decoding import WireEvent
+
+
+def _kind(name: str) -> str:
+    """Return a class's name as a journal has it: `WorkerUp` is `worker_up`."""
+    return re.sub(r"(?<=.)(?=[A-Z])", "_", name).lower()
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=_kind):
+    """What passes between a ControlPlane and its driver; a journal's lines are made of these."""
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -60,7 +70,7 @@ class Choice(msgspec.Struct, frozen=True):  # as `Route`, made for each request
         return self.cached if self.source is msgspec.UNSET else self.source.depth
 
 
-class Route(msgspec.Struct, frozen=True):
+class Route(Message, frozen=True):
     """Send the request to these workers now, with this priority; None: as its client asked."""
 
     request: str
@@ -68,7 +78,7 @@ class Route(msgspec.Struct, frozen=True):
     priority: int | None = None
 
 
-class Queue(msgspec.Struct, frozen=True):
+class Queue(Message, frozen=True):
     """The request waits; a later call returns its `Route` or `Shed`.
 
     `ahead` others wait that may go before it; with another order than first come, first served
@@ -79,7 +89,7 @@ class Queue(msgspec.Struct, frozen=True):
     ahead: int
 
 
-class Shed(msgspec.Struct, frozen=True):
+class Shed(Message, frozen=True):
     """The request is refused, for the given reason.
 
     Trying again makes sense after `retry_after` nanoseconds. The request waits in the queue, or,
@@ -94,7 +104,7 @@ class Shed(msgspec.Struct, frozen=True):
     tenant: bool = False
 
 
-class Recall(msgspec.Struct, frozen=True):
+class Recall(Message, frozen=True):
     """Take a routed request that has no token from its worker, and submit it again without that.
 
     Another worker came up that has room. A driver that has seen a token leaves it where it is.
@@ -107,19 +117,19 @@ class Recall(msgspec.Struct, frozen=True):
 Decision: TypeAlias = Route | Queue | Shed | Recall
 
 
-class WorkerUp(msgspec.Struct, frozen=True):
+class WorkerUp(Message, frozen=True):
     """A worker is ready (or came back, or changed its role)."""
 
     worker: Worker
 
 
-class WorkerDown(msgspec.Struct, frozen=True):
+class WorkerDown(Message, frozen=True):
     """A worker is gone: nothing more is sent to it, its load and cache are forgotten."""
 
     worker: str
 
 
-class PrefillDone(msgspec.Struct, frozen=True):
+class PrefillDone(Message, frozen=True):
     """The prefill leg of a request ended: its prefill worker is free of it.
 
     `well` says whether the prompt was computed there.
@@ -129,52 +139,52 @@ class PrefillDone(msgspec.Struct, frozen=True):
     well: bool = True
 
 
-class ReadFailed(msgspec.Struct, frozen=True):
+class ReadFailed(Message, frozen=True):
     """Nothing came of reading a request's prompt from another worker: all of it is computed."""
 
     request: str
 
 
-class FirstToken(msgspec.Struct, frozen=True):
+class FirstToken(Message, frozen=True):
     """The first token of a request reached the driver."""
 
     request: str
 
 
-class Tokens(msgspec.Struct, frozen=True):
-    """`count` more tokens of a request reached the driver."""
-
-    request: str
-    count: int
-
-
-class Ended(msgspec.Struct, frozen=True):
+class Ended(Message, frozen=True):
     """A request left the fleet, or the queue (cancelled, failed, done)."""
 
     request: str
     reason: FinishReason
 
 
-class GroupEnded(msgspec.Struct, frozen=True):
+class GroupEnded(Message, frozen=True):
     """No further sequence of a group is submitted: all were, or its client left."""
 
     group: str
 
 
-class CacheChanged(msgspec.Struct, frozen=True):
+class CacheChanged(Message, frozen=True):
     """KV events of a worker, in order: off the wire, or straight from a simulated core."""
 
     worker: str
-    events: tuple[KVEvent | WireEvent | Keyed, ...]
+    events: tuple[KVEvent | WireEvent, ...]
 
 
-class CacheLost(msgspec.Struct, frozen=True):
+class CacheKeyed(Message, frozen=True):
+    """The same, without the tokens in the blocks (`PrefixIndex.keyed`): as journals have it."""
+
+    worker: str
+    events: tuple[KeyedEvent, ...]
+
+
+class CacheLost(Message, frozen=True):
     """KV events of a worker were missed for good: what it holds is unknown."""
 
     worker: str
 
 
-class LoadReport(msgspec.Struct, frozen=True):
+class LoadReport(Message, frozen=True):
     """What a worker says of itself. `kv_usage` is a share, 0 to 1."""
 
     worker: str
@@ -183,7 +193,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     kv_usage: float
 
 
-class Assess(msgspec.Struct, frozen=True):
+class Assess(Message, frozen=True):
     """The driver is asked to compute `ControlPlane.assess(snapshot)`, on any thread, and to observe
     the result.
     """
@@ -191,7 +201,7 @@ class Assess(msgspec.Struct, frozen=True):
     snapshot: Snapshot
 
 
-class Assessed(msgspec.Struct, frozen=True):
+class Assessed(Message, frozen=True):
     """What an assessment found; None where it had nothing to compare."""
 
     assessment: Assessment | None
@@ -203,14 +213,32 @@ Observation: TypeAlias = (
     | PrefillDone
     | ReadFailed
     | FirstToken
-    | Tokens
     | Ended
     | GroupEnded
     | CacheChanged
+    | CacheKeyed
     | CacheLost
     | LoadReport
     | Assessed
 )
+
+
+class Submit(Message, frozen=True):
+    """`ControlPlane.submit`."""
+
+    request: Request
+    exclude: tuple[str, ...] = ()
+
+
+class Tokens(Message, frozen=True):
+    """`ControlPlane.on_tokens`: requests, and how many tokens of each came."""
+
+    counts: tuple[tuple[str, int], ...]
+
+
+class Tick(Message, frozen=True):
+    """`ControlPlane.tick`."""
+
 
 #: What `tick` may ask for. Parameters, role changes and scaling join the queue's decisions here.
 Action: TypeAlias = Route | Shed | Recall | Assess

@@ -22,6 +22,7 @@ from pigou.control.messages import (
     Assess,
     Assessed,
     CacheChanged,
+    CacheKeyed,
     CacheLost,
     Choice,
     Decision,
@@ -35,7 +36,6 @@ from pigou.control.messages import (
     Recall,
     Route,
     Shed,
-    Tokens,
     WorkerDown,
     WorkerUp,
 )
@@ -152,7 +152,7 @@ class ControlPlane:
 
     def observe(self, observation: Observation, now: int) -> Sequence[Decision]:
         """Take in a fact; return the decisions that it sets free, for queued requests."""
-        if type(observation) is CacheChanged:  # the most frequent first: to match takes longer
+        if type(observation) is CacheChanged or type(observation) is CacheKeyed:  # most frequent
             self.index.apply(observation.worker, observation.events)
             return ()
         if type(observation) is FirstToken:
@@ -160,8 +160,6 @@ class ControlPlane:
         if type(observation) is Ended:
             return self._ended(observation.request, now)
         match observation:
-            case Tokens(request, count):
-                self.streamed(((request, count),))
             case PrefillDone(request, well):
                 worker = self._computes(request)
                 self.watch.prefill_done(request, well, now)
@@ -189,32 +187,29 @@ class ControlPlane:
                 self._assessment = assessment or self._assessment
         return ()
 
-    def streamed(self, tokens: Sequence[tuple[str, int]]) -> None:
-        """Take in that tokens of many requests came: the same as `Tokens` for each, but quicker."""
-        loads = self.state.loads
-        found = [(load.seat, n) for each, n in tokens if (load := loads.get(each)) is not None]
-        if found:
-            seats, counts = np.array(found, dtype=np.int64).T.copy()
-            self.came(seats, counts)
+    def slot(self, request: str) -> int:
+        """Return the number under which `on_tokens` takes a request's tokens; -1 without one.
 
-    def seat(self, request: str) -> int:
-        """Return the number under which `came` is told of a request's tokens.
-
-        It is its own from its route to its end, or until it is submitted again; -1 if it has none.
+        It is the request's own from its route to its end, or until it is submitted again.
         """
         load = self.state.loads.get(request)
         return -1 if load is None else load.seat
 
-    def came(self, seats: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Take in that tokens of many requests came: as `streamed`, and quicker still.
+    def requests_in(self, slots: NDArray[np.int64]) -> list[str]:
+        """Return the ids of the requests that have these slots."""
+        return [self.state.seats.owner(slot).request.id for slot in slots.tolist()]
+
+    def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64], now: int) -> None:  # noqa: ARG002 (each call tells the time)
+        """Take in that tokens of many requests came.
 
         Args:
-            seats: of the requests (`seat`), (n,).
+            slots: of the requests (`slot`), (n,); one may be there several times.
             counts: tokens of each, at least 1, (n,).
+            now: nanoseconds.
         """
-        self.watch.came(seats, counts)
+        self.watch.came(slots, counts)
         if self.desk.counts:
-            self.desk.came(self.state.seats, seats, counts)
+            self.desk.came(self.state.seats, slots, counts)
 
     def tick(self, now: int) -> Sequence[Action]:
         """Let time pass: estimates are renewed, queued requests time out, failed workers are

@@ -54,6 +54,12 @@ class Seats(Generic[Who]):
         self.row[seat] = GONE
         self._free.append(seat)
 
+    def owner(self, seat: int) -> Who:
+        """Return whose seat it is, which must be taken."""
+        owner = self.who[seat]
+        assert owner is not None, f"nobody has seat {seat}"
+        return owner
+
     def down(self, row: int) -> None:
         """A worker is gone: those after it have a row less."""
         self.row[self.row == row] = GONE

@@ -10,6 +10,7 @@ import numpy as np
 
 from pigou.config import ControlConfig
 from pigou.control import index
+from pigou.control.journal import report_tokens
 from pigou.control.messages import (
     Assess,
     Assessed,
@@ -20,7 +21,6 @@ from pigou.control.messages import (
     PrefillDone,
     Queue,
     Route,
-    Tokens,
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
@@ -107,7 +107,7 @@ def _begin(plane: ControlPlane, request: Request, route: Route, now: int) -> Non
     plane.observe(LoadReport(choice.decode, 1, 0, 0.1), next(later))
     plane.observe(FirstToken(request.id), next(later))
     for _ in range(4):
-        plane.observe(Tokens(request.id, 2), next(later))
+        report_tokens(plane, ((request.id, 2),), next(later))
     plane.observe(CacheChanged(computes, (Removed(keys[-1:]),)), next(later))
 
 

@@ -6,7 +6,6 @@ import time
 
 import msgspec
 
-from pigou.control.messages import Tokens
 from pigou.gateway import sequences
 from pigou.gateway.call import Call
 from pigou.gateway.failure import WorkerFailed
@@ -90,7 +89,7 @@ class ReplyDriver(RequestDriver):
         if read.usage is not None:
             tokens = read.usage.completion_tokens
             decode.tokens += tokens
-            self._pilot.observe(Tokens(call.id, tokens))
+            self._pilot.on_tokens(((call.id, tokens),))
             self._metrics.generation_tokens.labels(call.tenant).inc(tokens)
             self._metrics.prompt_tokens.labels(call.tenant).inc(read.usage.prompt_tokens)
             call.stats.add(read.usage.prompt_tokens, tokens)

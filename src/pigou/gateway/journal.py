@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pigou import __version__
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.journal import FORMAT, Entry, Head, encode
+from pigou.control.journal import VERSION, JournalEntry, JournalHead, encode
 
 _log = logging.getLogger("pigou.gateway")
 
@@ -57,19 +57,19 @@ class Journal:
         if _is_cut(self._file):
             self._lines.append(b"\n")
         now, unix = time.monotonic_ns(), time.time_ns()
-        head = Head(format=FORMAT, pigou=__version__, now=now, unix=unix, config=config)
+        head = JournalHead(format=VERSION, pigou=__version__, now=now, unix=unix, config=config)
         self._put(encode(head))
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: JournalEntry) -> None:
         """Add an entry; it is in the file within a tenth of a second, if the disk is well."""
         if self.failed:
             return
         try:
             line = encode(entry)
-        except (ValueError, TypeError, OverflowError) as error:
-            self._fail(f"{type(entry).__name__} of this kind cannot be written: {error}")
+        except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
+            self._fail(f"{type(entry.message).__name__} of this kind cannot be written: {error}")
         else:
             self._put(line)
 

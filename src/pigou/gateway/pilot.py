@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from pigou.background import Background
+from pigou.control.journal import JournalRecorder, PlaneCalls, report_tokens
 from pigou.control.messages import (
     Action,
     Assess,
@@ -20,12 +21,10 @@ from pigou.control.messages import (
     Recall,
     Route,
     Shed,
-    Tokens,
     WorkerDown,
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
-from pigou.control.recorder import Driven, Recorder
 from pigou.gateway.call import Call
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompts import Prompts
@@ -68,7 +67,9 @@ class Pilot:
         self.prompts = prompts
         self.background = Background()
         self._journal = journal
-        self._told: Driven = plane if journal is None else Recorder(plane, journal.write)
+        self._recorded: PlaneCalls = (
+            plane if journal is None else JournalRecorder(plane, journal.write)
+        )
         self.upstreams: dict[str, Upstream] = {}
         self.shed = 0
         self.compiled = asyncio.Event()
@@ -148,7 +149,7 @@ class Pilot:
             ConfigError: its overrides cannot be honoured.
         """
         start = time.monotonic_ns()
-        decision = self._told.submit(request, start, exclude)
+        decision = self._recorded.submit(request, start, exclude)
         self.timed((time.monotonic_ns() - start) / SECOND)
         if isinstance(decision, Queue):
             decision = await self._wait(request.id)
@@ -169,13 +170,17 @@ class Pilot:
 
     def observe(self, observation: Observation) -> None:
         """Tell ControlPlane a fact, and wake whom that sets free."""
-        self._wake(self._told.observe(observation, time.monotonic_ns()))
+        self._wake(self._recorded.observe(observation, time.monotonic_ns()))
+
+    def on_tokens(self, counts: Sequence[tuple[str, int]]) -> None:
+        """Tell ControlPlane how many more tokens of which requests came."""
+        report_tokens(self._recorded, counts, time.monotonic_ns())
 
     def end(self, request: str, reason: FinishReason) -> None:
         """A request is over."""
         relay, told = self._relays.pop(request, (None, 0))
         if relay is not None and relay.counted > told:
-            self.observe(Tokens(request, relay.counted - told))
+            self.on_tokens(((request, relay.counted - told),))
         self.observe(Ended(request, reason))
 
     def watch(self, relay: Relay) -> None:
@@ -240,11 +245,13 @@ class Pilot:
         while True:
             await asyncio.sleep(_TICK_S)
             await self.compiled.wait()
+            fresh: list[tuple[str, int]] = []
             for request, (relay, told) in list(self._relays.items()):
                 if relay.counted > told:
                     self._relays[request] = (relay, relay.counted)
-                    self.observe(Tokens(request, relay.counted - told))
-            self._wake(self._told.tick(time.monotonic_ns()))
+                    fresh.append((request, relay.counted - told))
+            self.on_tokens(fresh)
+            self._wake(self._recorded.tick(time.monotonic_ns()))
             for event in self._woken:
                 event.set()
 

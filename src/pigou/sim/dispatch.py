@@ -195,7 +195,7 @@ class Dispatcher:
             if member.sim is not None:
                 size = member.sim.told(now, seats, counts, size)
         if size:
-            self._plane.came(seats[:size], counts[:size])
+            self._plane.on_tokens(seats[:size], counts[:size], now)
 
     def seat(self, more: int) -> None:
         """There may be so many more streams at once."""
@@ -210,7 +210,7 @@ class Dispatcher:
             trip.priority, trip.source = decision.priority or 0, NO_SOURCE
             call.routed = now
             call.decode, call.prefill = decision.choice.decode, decision.choice.prefill or ""
-            trip.seat = self._plane.seat(trip.life.id)
+            trip.seat = self._plane.slot(trip.life.id)
         effects = trip.life.take(decision, now)
         if effects and isinstance(decision, Recall):
             call.moves += 1
@@ -348,12 +348,12 @@ class Dispatcher:
         """Count a stream's tokens, and tell of those that nobody was told of."""
         trip = leg.trip
         trip.call.tokens += leg.produced
-        if leg.produced > leg.told:  # as `Tokens`, and quicker
+        if leg.produced > leg.told:  # quicker than `tell`
             if self._behind and len(self._plane.queue):
                 self._catch_up()
             seat, count = self._last
             seat[0], count[0] = trip.seat, leg.produced - leg.told
-            self._plane.came(seat, count)
+            self._plane.on_tokens(seat, count, now)
         if leg.produced:
             self._take(trip, TokensReceived(leg.number, leg.produced), now)
 

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from pigou.config import ConfigError
+from pigou.control import journal
 from pigou.control.journal import (
-    End,
-    Entry,
-    First,
-    Head,
+    JournalEntry,
     JournalError,
-    More,
-    Submit,
-    Up,
-    decode,
+    JournalHead,
+    UnknownVersionError,
+    decode_head,
 )
-from pigou.request import NEVER, SECOND, FinishReason, Worker
+from pigou.control.messages import Ended, FirstToken, Submit, Tokens, WorkerUp
+from pigou.request import NEVER, SECOND, FinishReason, Request, Worker
+from pigou.workload import journal_v1
 from pigou.workload.packed import unpacked
 from pigou.workload.trace import Session, Trace, Turn, ordered
+
+#: Reads a line that is no head, by the version of its run.
+_READERS: Mapping[int, Callable[[bytes], JournalHead | JournalEntry]] = {
+    journal.VERSION: journal.decode,
+    journal_v1.VERSION: journal_v1.decode,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +34,15 @@ class Line:
     """A line of a journal; `entry` is None where it was cut off when its writer was killed."""
 
     number: int
-    entry: Head | Entry | None
+    entry: JournalHead | JournalEntry | None
 
 
 def is_journal(first: bytes) -> bool:
     """Whether a file with this first line is a journal."""
     try:
-        return isinstance(decode(first), Head)
-    except JournalError:
-        return b'"k":"journal"' in first.replace(b" ", b"")
+        return decode_head(first) is not None
+    except JournalError:  # of another version, or broken: whoever reads it says so
+        return True
 
 
 def lines(path: str | Path) -> Iterator[Line]:
@@ -51,6 +54,7 @@ def lines(path: str | Path) -> Iterator[Line]:
         ConfigError: the file cannot be read, is no journal, or has a line that is no entry.
     """
     broken: tuple[int, str] | None = None
+    read = _READERS[journal.VERSION]
     number = 0
     try:
         with unpacked(path) as file:
@@ -58,15 +62,20 @@ def lines(path: str | Path) -> Iterator[Line]:
                 if not line.strip():
                     continue
                 try:
-                    entry = decode(line)
+                    head = decode_head(line, tuple(_READERS))
+                    if head is None and number == 1:
+                        raise JournalError("it is not the head of a journal")
+                    entry = head or read(line)
+                except UnknownVersionError as error:
+                    raise ConfigError(f"journal: {path}, line {number}: {error}") from None
                 except JournalError as error:
                     if broken or number == 1:
                         raise ConfigError(_wrong(path, *(broken or (number, str(error))))) from None
                     broken = (number, str(error))
                     continue
-                if number == 1 and not isinstance(entry, Head):
-                    raise ConfigError(f"journal: {path} does not begin with the head of one")
-                if broken and not isinstance(entry, Head):
+                if head is not None:
+                    read = _READERS[head.format]
+                elif broken:
                     raise ConfigError(_wrong(path, *broken))
                 if broken:
                     yield Line(broken[0], None)
@@ -86,7 +95,7 @@ def _wrong(path: str | Path, number: int, why: str) -> str:
 
 @dataclass(slots=True)
 class _Asked:
-    entry: Submit
+    request: Request
     start: int  # nanoseconds since 1970
     input: int
     output: int = 0
@@ -103,7 +112,7 @@ class _Asked:
     def tokens(self, usual: float) -> int:
         """Return the tokens of its output; `usual` are those of others."""
         if self.shed and not self.answered:
-            return max(1, round(min(self.entry.most, usual)))
+            return max(1, round(min(self.request.max_tokens, usual)))
         return max(1, self.output)
 
 
@@ -127,19 +136,23 @@ def read_workload(path: str | Path) -> Trace:
         raise ConfigError(
             f"trace: {path} is a journal without requests that a worker served, or would have"
         )
-    sizes = Counter(size for each in requests for size in each.entry.keys)
+    sizes = Counter(size for each in requests for size in each.request.keys)
     size = min((size for size, uses in sizes.items() if uses == max(sizes.values())), default=1)
     usual = _usual(requests)
     ids: dict[int, int] = {}
     sessions = []
     for number, each in enumerate(requests):
-        keys = np.frombuffer(each.entry.keys.get(size, b""), dtype="<u8").tolist()
-        blocks = tuple(ids.setdefault(key, len(ids)) for key in keys)
+        keys = each.request.keys.get(size)
+        blocks = (
+            tuple(ids.setdefault(key, len(ids)) for key in keys.tolist())
+            if keys is not None
+            else ()
+        )
         # What has no blocks shares nothing.
         scope = "journal" if blocks else str(number)
         turn = Turn(each.input, each.tokens(usual), blocks)
         start = (each.start - requests[0].start) / SECOND
-        sessions.append(Session(start, scope, (turn,), each.entry.tenant))
+        sessions.append(Session(start, scope, (turn,), each.request.tenant))
     return ordered(float(size), sessions)
 
 
@@ -154,29 +167,35 @@ def _requests(path: str | Path) -> Iterator[_Asked]:
     asked: dict[str, _Asked] = {}
     for line in lines(path):
         entry = line.entry
-        match entry:
-            case Head(now=now, unix=unix):
-                yield from _left(asked)
-                shift = unix - now
-            case Up(worker=worker):
-                most = max(most, _held(worker))
-            case Submit() if entry.id not in asked:
-                start = (min(entry.arrival, entry.now) or entry.now) + shift
-                asked[entry.id] = _Asked(entry, start, entry.prompt)
-            case First(id=id) if id in asked:
-                asked[id].answered = True
-            case More(id=id, count=count) if id in asked:
-                asked[id].output += count
-                asked[id].answered = True
-            case End(id=id, reason=reason) if id in asked:
-                ended = asked.pop(id)
-                if ended.is_load(reason):
-                    yield ended
-            case _:
-                pass
-        if entry is not None and not isinstance(entry, Head):
+        if isinstance(entry, JournalHead):
+            yield from _left(asked)
+            shift = entry.unix - entry.now
+        elif entry is not None:
+            match entry.message:
+                case WorkerUp(worker):
+                    most = max(most, _held(worker))
+                case Submit(request) if request.id not in asked:
+                    start = (min(request.arrival, entry.now) or entry.now) + shift
+                    asked[request.id] = _Asked(request, start, request.prompt)
+                case FirstToken(id) if id in asked:
+                    asked[id].answered = True
+                case Tokens(counts):
+                    _count_tokens(counts, asked)
+                case Ended(id, reason) if id in asked:
+                    ended = asked.pop(id)
+                    if ended.is_load(reason):
+                        yield ended
+                case _:
+                    pass
             _note_decisions(entry, asked, most or NEVER)
     yield from _left(asked)
+
+
+def _count_tokens(counts: Iterable[tuple[str, int]], asked: dict[str, _Asked]) -> None:
+    for id, count in counts:
+        if id in asked:
+            asked[id].output += count
+            asked[id].answered = True
 
 
 def _left(asked: dict[str, _Asked]) -> Iterator[_Asked]:
@@ -190,12 +209,13 @@ def _held(worker: Worker) -> int:
     return worker.blocks * worker.block_size or NEVER
 
 
-def _note_decisions(entry: Entry, asked: dict[str, _Asked], most: int) -> None:
+def _note_decisions(entry: JournalEntry, asked: dict[str, _Asked], most: int) -> None:
     """Note who was routed, and who was shed, unless its prompt has more than `most` tokens."""
-    for each in entry.out:
-        if not isinstance(each, dict) or (found := asked.get(each.get("request", ""))) is None:
+    for decision in entry.out:
+        found = asked.get(decision.get("request", ""))
+        if found is None:
             continue
-        if "choice" in each:
+        if decision["kind"] == "route":
             found.routed = True
-        elif "retry_after" in each:
+        elif decision["kind"] == "shed":
             found.shed = found.input <= most

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pigou.control.journal import End, Entry, First, Head, More, Submit, feed
+from pigou.control.journal import JournalEntry, JournalHead, replay_call
+from pigou.control.messages import Ended, FirstToken, Submit, Tokens
 from pigou.control.plane import ControlPlane
 from pigou.request import SECOND, FinishReason
 from pigou.workload.journal import Line
@@ -26,7 +27,7 @@ class Difference:
     """
 
     line: int
-    entry: Entry
+    entry: JournalEntry
     recorded: Any
     now: Any
 
@@ -82,7 +83,7 @@ def rerun(
         entry = line.entry
         if entry is None:
             found.cut.append(line.number)
-        elif isinstance(entry, Head):
+        elif isinstance(entry, JournalHead):
             plane, before = ControlPlane(entry.config), 0
             found.runs += 1
             found.versions.add(entry.pigou)
@@ -91,9 +92,9 @@ def rerun(
                 plane.router = rival(plane, entry.config, other, found.comparison)
         else:
             assert plane is not None
-            out, error = feed(plane, entry)
+            out, error = replay_call(plane, entry)
             found.entries += 1
-            found.requests += isinstance(entry, Submit)
+            found.requests += isinstance(entry.message, Submit)
             found.decisions += len(entry.out)
             found.seconds += (entry.now - before) / SECOND if before else 0.0
             before = entry.now
@@ -111,14 +112,16 @@ def rerun(
     return found
 
 
-def _settle(comparison: Comparison, entry: Entry, answered: set[str]) -> None:
+def _settle(comparison: Comparison, entry: JournalEntry, answered: set[str]) -> None:
     """Count a request's choices when it ends, unless that was an error before a token."""
-    match entry:
-        case First(id=id) | More(id=id):
+    match entry.message:
+        case FirstToken(id):
             answered.add(id)
-        case End(id=id, reason=FinishReason.ERROR) if id not in answered:
+        case Tokens(counts):
+            answered.update(id for id, _ in counts)
+        case Ended(id, FinishReason.ERROR) if id not in answered:
             comparison.drop(id)
-        case End(id=id):
+        case Ended(id):
             answered.discard(id)
             comparison.settle(id)
         case _:

@@ -1,15 +1,16 @@
-"""Keyed: stored blocks whose tokens were already made into the router's keys."""
+"""Keyed events: what a cache holds, without the tokens in its blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
 
 from pigou.control.index.slots import Words
 
 
-@dataclass(frozen=True, slots=True)
-class Keyed:
-    """Blocks that can be hit from now on, told without the tokens in them.
+class KeyedStored(msgspec.Struct, frozen=True, eq=False, tag_field="kind", tag="stored"):
+    """Blocks that can be hit from now on.
 
     Attributes:
         hashes: the engine's own, as 64-bit names, shape (blocks,).
@@ -22,3 +23,17 @@ class Keyed:
     keys: Words
     parent: int | None
     medium: str | None = None
+
+
+class KeyedRemoved(msgspec.Struct, frozen=True, eq=False, tag_field="kind", tag="removed"):
+    """Blocks that can no longer be hit: names, shape (blocks,), and tier; None means the device."""
+
+    hashes: Words
+    medium: str | None = None
+
+
+class KeyedCleared(msgspec.Struct, frozen=True, tag_field="kind", tag="cleared"):
+    """The whole cache was emptied."""
+
+
+KeyedEvent: TypeAlias = KeyedStored | KeyedRemoved | KeyedCleared

@@ -12,7 +12,7 @@ from pigou.control.index.chain import chain
 from pigou.control.index.entries import Change, Entries
 from pigou.control.index.ghosts import Ghosts
 from pigou.control.index.holdings import Holdings
-from pigou.control.index.keyed import Keyed
+from pigou.control.index.keyed import KeyedCleared, KeyedEvent, KeyedRemoved, KeyedStored
 from pigou.control.index.predictions import Predictions
 from pigou.control.index.slots import Words
 from pigou.control.index.table import Overlaps, Table
@@ -128,7 +128,7 @@ class PrefixIndex:
             + sum(each.holdings.nbytes + each.predictions.nbytes for each in self._members.values())
         )
 
-    def apply(self, worker: str, events: Iterable[KVEvent | WireEvent | Keyed]) -> None:
+    def apply(self, worker: str, events: Iterable[KVEvent | WireEvent | KeyedEvent]) -> None:
         """Take in events of a worker, in order.
 
         Events of the wire are keyed by token ids and parent. Core events (a simulated worker's)
@@ -146,16 +146,16 @@ class PrefixIndex:
                 self._remove(member, gone, event.medium)
             elif isinstance(event, Stored):
                 self._stored(member, event)
-            elif isinstance(event, Removed):
+            elif isinstance(event, Removed | KeyedRemoved):
                 gone = column(names_of(event.hashes))
                 self._remove(member, gone, event.medium)
-            elif isinstance(event, Cleared | AllBlocksCleared):
+            elif isinstance(event, Cleared | AllBlocksCleared | KeyedCleared):
                 self._clear(member, member.holdings)
-            elif isinstance(event, Keyed):
+            elif isinstance(event, KeyedStored):
                 names, keys = column(event.hashes), column(event.keys)
                 self._store(member, names, keys, event.parent, event.medium)
 
-    def keyed(self, worker: str, event: KVEvent | WireEvent | Keyed) -> Keyed | Removed | Cleared:
+    def keyed(self, worker: str, event: KVEvent | WireEvent | KeyedEvent) -> KeyedEvent:
         """Return a worker's next event without tokens; `apply` takes it for the same.
 
         What it means depends on the events before it: those must have been applied.
@@ -165,15 +165,15 @@ class PrefixIndex:
             hashes = names_of(event.hashes)
             parent = None if event.parent is None else name_of(event.parent)
             keys = _keys(None if member is None else member.holdings, event, parent, len(hashes))
-            return Keyed(hashes, keys, parent, event.medium)
+            return KeyedStored(hashes, keys, parent, event.medium)
         if isinstance(event, BlockStored):
             low, before = names_of(event.hashes[:, 1]), event.parent[:, 1]
-            return Keyed(low, low, int(before[-1]) if len(before) else None, event.medium)
+            return KeyedStored(low, low, int(before[-1]) if len(before) else None, event.medium)
         if isinstance(event, Removed):
-            return Removed(tuple(names_of(event.hashes).tolist()), event.medium)
+            return KeyedRemoved(names_of(event.hashes), event.medium)
         if isinstance(event, BlockRemoved):
-            return Removed(tuple(event.hashes[:, 1].tolist()), event.medium)
-        return Cleared() if isinstance(event, AllBlocksCleared) else event
+            return KeyedRemoved(names_of(event.hashes[:, 1]), event.medium)
+        return KeyedCleared() if isinstance(event, Cleared | AllBlocksCleared) else event
 
     def expect(self, worker: str, blocks: int) -> None:
         """A worker has so many blocks; 0 when it did not say. Its arrays need not grow to that."""
