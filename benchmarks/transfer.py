@@ -30,7 +30,14 @@ import numpy as np
 from benchmarks.common import machine
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND
-from pigou.worker.transfer import HostStore, Outcome, Receiver, Sender, SharedMemory, TransferConfig
+from pigou.worker.kv_transfer import (
+    HostStore,
+    Outcome,
+    Receiver,
+    Sender,
+    SharedMemory,
+    TransferConfig,
+)
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)
 GOAL_SIZE, GOAL = 16 << 20, 0.5

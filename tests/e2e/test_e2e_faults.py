@@ -19,7 +19,7 @@ from tests.e2e.fleet import Fleet, alive
 
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.prefill_decode_legs import leg_one, leg_two
-from pigou.worker.transfer.ticket import Ticket, signed
+from pigou.worker.kv_transfer.transfer_params import Ticket, signed
 
 LONG = [6 + i % 900 for i in range(800)]  # 0.4 s of prompt for the sleeping prefill worker
 

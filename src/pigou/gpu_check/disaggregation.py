@@ -12,7 +12,7 @@ from pigou.request import Ints, Request
 from pigou.runtime.load import LoadedModel
 from pigou.runtime.outputs import StepOutput
 from pigou.sampling import SamplingParams
-from pigou.worker.transfer.memory import MappedMemory, SharedMemory
+from pigou.worker.kv_transfer.block_store import MappedMemory, SharedMemory
 
 _SEED = b"gpu-check"
 _REQUEST = "one"

@@ -27,13 +27,13 @@ from pigou.worker.backend import Backend
 from pigou.worker.config import WorkerConfig
 from pigou.worker.grammar_pool import GrammarPool, GrammarSource, NoGrammars
 from pigou.worker.grammar_trials import GrammarTrials
+from pigou.worker.kv_transfer import BlockStore, HostStore, SharedMemory, TransferConfig
 from pigou.worker.link import Link
 from pigou.worker.model import ServedModel, chat_template, sampling_defaults, seeds, tool_format
 from pigou.worker.rates import RateMeter
 from pigou.worker.sleeping import SleepingBackend, TimingLaw
 from pigou.worker.tier_build import TierParts, build_tiers
 from pigou.worker.timed import Timed, timed
-from pigou.worker.transfer import BlockStore, HostStore, SharedMemory, TransferConfig
 
 if TYPE_CHECKING:
     from pigou.runtime.grammar import Grammars

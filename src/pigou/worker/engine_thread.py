@@ -43,10 +43,10 @@ from pigou.worker.commands import (
 )
 from pigou.worker.events import event_map
 from pigou.worker.heartbeat import Heartbeat
+from pigou.worker.kv_transfer.transfer_params import hash_text
 from pigou.worker.loads import Transfers
 from pigou.worker.rates import RateMeter
 from pigou.worker.tiers import WorkerTiers
-from pigou.worker.transfer.ticket import hash_text
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from pigou.worker.choice import Choice, Explainer, TextOptions
 from pigou.worker.commands import Add
 from pigou.worker.config import WorkerConfig
 from pigou.worker.grammar_pool import GrammarSource
+from pigou.worker.kv_transfer.transfer_params import Ticket
 from pigou.worker.model import ServedModel
 from pigou.worker.prompts import LONG, PromptProcessor, TokenizedPrompt, wants_logprobs
 from pigou.worker.reply import Reply, ReplyOptions, Sequence
@@ -26,7 +27,6 @@ from pigou.worker.service import Service
 from pigou.worker.shapes import Shape, Shapes
 from pigou.worker.tickets import checked_ticket
 from pigou.worker.tools import ToolStream
-from pigou.worker.transfer.ticket import Ticket
 
 #: Sequences that one request may ask for.
 MAX_SEQUENCES = 1024

@@ -11,8 +11,8 @@ import numpy as np
 from pigou.engine.plan import Load
 from pigou.request import Ints
 from pigou.worker.commands import Loaded
+from pigou.worker.kv_transfer import Outcome, Pull, Receiver, Sender, TransferError
 from pigou.worker.link import Link
-from pigou.worker.transfer import Outcome, Pull, Receiver, Sender, TransferError
 
 
 class Transfers(Protocol):

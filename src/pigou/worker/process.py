@@ -32,6 +32,7 @@ from pigou.worker.events import EventPublisher
 from pigou.worker.fleet_guard import check_exposure
 from pigou.worker.heartbeat import publish
 from pigou.worker.intake import Intake
+from pigou.worker.kv_transfer import Receiver, Sender, transfer_key
 from pigou.worker.loads import NoTransfers, WorkerTransfers
 from pigou.worker.metrics import Metrics
 from pigou.worker.parent import watch_parent
@@ -41,7 +42,6 @@ from pigou.worker.service import Service
 from pigou.worker.stages import compiling_reported, report_stage
 from pigou.worker.tier_metrics import TierMetrics
 from pigou.worker.tiers import WorkerTiers
-from pigou.worker.transfer import Receiver, Sender, transfer_key
 from pigou.worker.warm import warm_backend
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Any
 from pigou.kv.hashing import chain
 from pigou.request import BlockHashes
 from pigou.wire.errors import bad_request
-from pigou.worker.transfer.outcome import Reason, TransferError
-from pigou.worker.transfer.ticket import Ticket, hash_text, read_ticket
+from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.transfer_params import Ticket, hash_text, read_ticket
 
 log = logging.getLogger(__name__)
 

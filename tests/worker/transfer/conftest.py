@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import transfer_stand as stand
 
-from pigou.worker.transfer import Receiver, Sender
-from pigou.worker.transfer.memory import PREFIX, SHARED_DIR
+from pigou.worker.kv_transfer import Receiver, Sender
+from pigou.worker.kv_transfer.block_store import PREFIX, SHARED_DIR
 
 Make = Callable[..., Any]
 

@@ -18,9 +18,9 @@ from pigou.kv.hashing import chain
 from pigou.request import SECOND
 from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.worker.tickets import checked_ticket
-from pigou.worker.transfer import Reason, Receiver, Sender, transfer_key
-from pigou.worker.transfer.frames import (
+from pigou.worker.kv_transfer import Reason, Receiver, Sender, transfer_key
+from pigou.worker.kv_transfer.block_store import PREFIX, SHARED_DIR
+from pigou.worker.kv_transfer.side_channel_protocol import (
     REPLIES,
     REQUESTS,
     Challenge,
@@ -31,8 +31,8 @@ from pigou.worker.transfer.frames import (
     Proof,
     Refuse,
 )
-from pigou.worker.transfer.memory import PREFIX, SHARED_DIR
-from pigou.worker.transfer.ticket import hash_text, read_ticket, signed
+from pigou.worker.kv_transfer.transfer_params import hash_text, read_ticket, signed
+from pigou.worker.tickets import checked_ticket
 
 ONE, OTHER = (transfer_key(FleetSecret(character * 32)) for character in "ab")
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from transfer_stand import ids, pull
 
 from pigou.request import SECOND
-from pigou.worker.transfer import Reason
-from pigou.worker.transfer.frames import (
+from pigou.worker.kv_transfer import Reason
+from pigou.worker.kv_transfer.side_channel_protocol import (
     REPLIES,
     ChecksumsFrame,
     Confirm,

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.request import NEVER, SECOND
-from pigou.worker.transfer import TransferError
-from pigou.worker.transfer.book import OfferBook
-from pigou.worker.transfer.lease import LeaseTable
+from pigou.worker.kv_transfer import TransferError
+from pigou.worker.kv_transfer.lease import LeaseClock, LeaseTable
 
 TERM, MAX_HOLD = 10, 35
 steps = st.lists(
@@ -25,7 +24,7 @@ steps = st.lists(
 
 @given(steps)
 def test_a_lease_ends_exactly_once_and_is_never_revived(steps: list[tuple[str, int, int]]) -> None:
-    table = LeaseTable(TERM, MAX_HOLD)
+    table = LeaseClock(TERM, MAX_HOLD)
     now = 0
     granted: dict[int, int] = {}
     expiry: dict[int, int] = {}
@@ -55,8 +54,8 @@ def test_a_lease_ends_exactly_once_and_is_never_revived(steps: list[tuple[str, i
     assert set(table.expire(now + MAX_HOLD)) == set(granted)
 
 
-def _book(lease: int, released: list[str]) -> tuple[OfferBook, threading.Thread]:
-    book = OfferBook(lease, 10 * lease, released.append)
+def _book(lease: int, released: list[str]) -> tuple[LeaseTable, threading.Thread]:
+    book = LeaseTable(lease, 10 * lease, released.append)
     reaper = threading.Thread(target=book.reap)
     reaper.start()
     return book, reaper

@@ -10,7 +10,7 @@ import transfer_stand as stand
 from transfer_stand import Wait, ids, pull
 
 from pigou.request import SECOND
-from pigou.worker.transfer import Reason
+from pigou.worker.kv_transfer import Reason
 
 
 def links(sender: Any) -> int:
@@ -54,7 +54,7 @@ def test_after_a_failed_pull_the_next_one_is_well(
 def test_memory_of_a_sender_that_is_gone_is_let_go(
     make_sender: Any, make_receiver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pigou.worker.transfer.receiver._SWEEP", 0.05)
+    monkeypatch.setattr("pigou.worker.kv_transfer.receiver._SWEEP", 0.05)
     sender, _, _ = make_sender()
     receiver = make_receiver(stand.empty_store(), backends=("shm",), timeout=SECOND // 10)
     assert pull(receiver, sender.offer("r", ids(1), 16), ids(0)).backend == "shm"

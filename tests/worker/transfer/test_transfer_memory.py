@@ -9,12 +9,12 @@ import sys
 import numpy as np
 import pytest
 
-from pigou.worker.transfer import SharedMemory, remove_orphans
-from pigou.worker.transfer.memory import SHARED_DIR, MappedMemory, host_id
+from pigou.worker.kv_transfer import SharedMemory, remove_orphans
+from pigou.worker.kv_transfer.block_store import SHARED_DIR, MappedMemory, host_id
 
 CREATE = """
 import sys
-from pigou.worker.transfer import SharedMemory
+from pigou.worker.kv_transfer import SharedMemory
 memory = SharedMemory(10_000)
 print(memory.name, flush=True)
 sys.stdin.read()

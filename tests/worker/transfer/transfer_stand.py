@@ -14,7 +14,7 @@ import numpy as np
 
 from pigou.kv.layout import Bytes, KVLayout
 from pigou.request import SECOND
-from pigou.worker.transfer import HostStore, Outcome, Receiver, SharedMemory, TransferConfig
+from pigou.worker.kv_transfer import HostStore, Outcome, Receiver, SharedMemory, TransferConfig
 
 BLOCKS = 64
 BLOCK_SIZE = 16

@@ -8,10 +8,9 @@ import threading
 import numpy as np
 
 from pigou.request import Ints
-from pigou.worker.transfer.memory import SharedMemory
-from pigou.worker.transfer.outcome import Reason, TransferError
-from pigou.worker.transfer.shm import ShmExport
-from pigou.worker.transfer.store import BlockStore
+from pigou.worker.kv_transfer.block_store import BlockStore, SharedMemory
+from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.shm import ShmExport
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from pigou.kv import checksum
 from pigou.kv.checksum import Checksums
 from pigou.kv.layout import Bytes
 from pigou.request import Ints
-from pigou.worker.transfer.outcome import Reason, TransferError
-from pigou.worker.transfer.store import BlockStore
+from pigou.worker.kv_transfer.block_store import BlockStore
+from pigou.worker.kv_transfer.result import Reason, TransferError
 
 #: Bytes that are moved before they are verified: few enough to be in the cache still.
 CHUNK_BYTES = 512 << 10

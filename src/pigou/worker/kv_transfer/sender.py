@@ -11,18 +11,16 @@ from typing import Any
 from pigou.background import Background
 from pigou.kv import xxh3
 from pigou.request import SECOND, Ints
-from pigou.worker.transfer.book import Offer, OfferBook
-from pigou.worker.transfer.checksum import checksums_in
-from pigou.worker.transfer.config import TransferConfig
-from pigou.worker.transfer.memory import SharedMemory, host_id
-from pigou.worker.transfer.outcome import Stats, Tally
-from pigou.worker.transfer.server import SideChannel
-from pigou.worker.transfer.shm import ShmExport
-from pigou.worker.transfer.staged import StagedShmExport
-from pigou.worker.transfer.store import BlockStore
-from pigou.worker.transfer.tcp import TcpExport
-from pigou.worker.transfer.ticket import Ticket, signed
-from pigou.worker.transfer.transport import Export
+from pigou.worker.kv_transfer.backends import Export
+from pigou.worker.kv_transfer.block_store import BlockStore, SharedMemory, checksums_in, host_id
+from pigou.worker.kv_transfer.config import TransferConfig
+from pigou.worker.kv_transfer.lease import LeaseTable, Offer
+from pigou.worker.kv_transfer.result import Stats, Tally
+from pigou.worker.kv_transfer.shm import ShmExport
+from pigou.worker.kv_transfer.side_channel_server import SideChannel
+from pigou.worker.kv_transfer.staged import StagedShmExport
+from pigou.worker.kv_transfer.tcp import TcpExport
+from pigou.worker.kv_transfer.transfer_params import Ticket, signed
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +68,7 @@ class Sender:
         self._tally = Tally()
         self.engine_id = str(uuid.uuid4())
         self._exports = self._export(memory)
-        self._book = OfferBook(self._config.lease, self._config.max_hold, on_release)
+        self._book = LeaseTable(self._config.lease, self._config.max_hold, on_release)
         self._offered: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
         self._channel = SideChannel(
             self._config,

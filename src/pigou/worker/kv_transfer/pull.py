@@ -7,8 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from pigou.request import Ints
-from pigou.worker.transfer.config import TransferConfig
-from pigou.worker.transfer.frames import (
+from pigou.worker.kv_transfer.backends import BackendUnavailable, Import
+from pigou.worker.kv_transfer.block_store import BlockStore
+from pigou.worker.kv_transfer.config import TransferConfig
+from pigou.worker.kv_transfer.pool import LinkPool
+from pigou.worker.kv_transfer.receive_buffer import Landing
+from pigou.worker.kv_transfer.replies import expect
+from pigou.worker.kv_transfer.result import Outcome, Reason, TransferError
+from pigou.worker.kv_transfer.side_channel_protocol import (
     Confirm,
     Decline,
     Done,
@@ -17,13 +23,7 @@ from pigou.worker.transfer.frames import (
     Open,
     Renew,
 )
-from pigou.worker.transfer.landing import Landing
-from pigou.worker.transfer.outcome import Outcome, Reason, TransferError
-from pigou.worker.transfer.pool import LinkPool
-from pigou.worker.transfer.replies import expect
-from pigou.worker.transfer.store import BlockStore
-from pigou.worker.transfer.ticket import Ticket
-from pigou.worker.transfer.transport import BackendUnavailable, Import
+from pigou.worker.kv_transfer.transfer_params import Ticket
 
 log = logging.getLogger(__name__)
 

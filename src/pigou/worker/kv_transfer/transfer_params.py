@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from pigou.request import BlockHashes
-from pigou.worker.transfer.outcome import Reason, TransferError
+from pigou.worker.kv_transfer.result import Reason, TransferError
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 

@@ -29,7 +29,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from pigou.request import SECOND
-from pigou.worker.transfer.outcome import Reason, TransferError
+from pigou.worker.kv_transfer.result import Reason, TransferError
 
 #: Longest frame that a sender reads.
 MAX_REQUEST = 64 << 10

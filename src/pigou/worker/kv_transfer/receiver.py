@@ -14,14 +14,14 @@ import numpy as np
 from pigou.background import Background
 from pigou.kv import xxh3
 from pigou.request import Ints
-from pigou.worker.transfer.config import TransferConfig
-from pigou.worker.transfer.outcome import Outcome, Reason, Stats, Tally, TransferError
-from pigou.worker.transfer.pull import Puller
-from pigou.worker.transfer.shm import ShmImport
-from pigou.worker.transfer.store import BlockStore
-from pigou.worker.transfer.tcp import TcpImport
-from pigou.worker.transfer.ticket import read_ticket
-from pigou.worker.transfer.transport import Import
+from pigou.worker.kv_transfer.backends import Import
+from pigou.worker.kv_transfer.block_store import BlockStore
+from pigou.worker.kv_transfer.config import TransferConfig
+from pigou.worker.kv_transfer.pull import Puller
+from pigou.worker.kv_transfer.result import Outcome, Reason, Stats, Tally, TransferError
+from pigou.worker.kv_transfer.shm import ShmImport
+from pigou.worker.kv_transfer.tcp import TcpImport
+from pigou.worker.kv_transfer.transfer_params import read_ticket
 
 log = logging.getLogger(__name__)
 

@@ -4,13 +4,12 @@ A `Sender` offers blocks under a lease, and answers with an opaque ticket; a `Re
 by shared memory or TCP, verifies every block, and says how many it has.
 """
 
-from pigou.worker.transfer.auth import transfer_key
-from pigou.worker.transfer.config import TransferConfig
-from pigou.worker.transfer.memory import SharedMemory, remove_orphans
-from pigou.worker.transfer.outcome import Outcome, Reason, Stats, TransferError
-from pigou.worker.transfer.receiver import Pull, Receiver
-from pigou.worker.transfer.sender import Sender
-from pigou.worker.transfer.store import BlockStore, HostStore
+from pigou.worker.kv_transfer.auth import transfer_key
+from pigou.worker.kv_transfer.block_store import BlockStore, HostStore, SharedMemory, remove_orphans
+from pigou.worker.kv_transfer.config import TransferConfig
+from pigou.worker.kv_transfer.receiver import Pull, Receiver
+from pigou.worker.kv_transfer.result import Outcome, Reason, Stats, TransferError
+from pigou.worker.kv_transfer.sender import Sender
 
 __all__ = [
     "BlockStore",

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from pigou.request import SECOND
-from pigou.worker.transfer.auth import prove_as_receiver
-from pigou.worker.transfer.frames import Link
-from pigou.worker.transfer.outcome import Reason, TransferError
+from pigou.worker.kv_transfer.auth import prove_as_receiver
+from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.side_channel_protocol import Link
 
 Address: TypeAlias = tuple[str, int]
 

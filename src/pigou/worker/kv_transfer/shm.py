@@ -11,14 +11,19 @@ import numpy as np
 
 from pigou.kv.layout import Bytes
 from pigou.request import Ints
-from pigou.worker.transfer.frames import Grant, Link
-from pigou.worker.transfer.landing import Landing
-from pigou.worker.transfer.memory import SHARED_DIR, MappedMemory, SharedMemory, host_id
-from pigou.worker.transfer.outcome import Reason, TransferError
-from pigou.worker.transfer.replies import expect_checksums
-from pigou.worker.transfer.store import BlockStore
-from pigou.worker.transfer.ticket import Ticket
-from pigou.worker.transfer.transport import BackendUnavailable
+from pigou.worker.kv_transfer.backends import BackendUnavailable
+from pigou.worker.kv_transfer.block_store import (
+    SHARED_DIR,
+    BlockStore,
+    MappedMemory,
+    SharedMemory,
+    host_id,
+)
+from pigou.worker.kv_transfer.receive_buffer import Landing
+from pigou.worker.kv_transfer.replies import expect_checksums
+from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.side_channel_protocol import Grant, Link
+from pigou.worker.kv_transfer.transfer_params import Ticket
 
 #: A pull of so many bytes is worth waking a second thread.
 PARALLEL_BYTES = 2 << 20

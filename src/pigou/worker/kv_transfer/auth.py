@@ -10,9 +10,16 @@ import hmac
 import secrets
 
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.worker.transfer.frames import MAX_REQUEST, REQUESTS, Challenge, Hello, Link, Proof
-from pigou.worker.transfer.outcome import Reason, TransferError
-from pigou.worker.transfer.replies import expect
+from pigou.worker.kv_transfer.replies import expect
+from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.side_channel_protocol import (
+    MAX_REQUEST,
+    REQUESTS,
+    Challenge,
+    Hello,
+    Link,
+    Proof,
+)
 
 _NONCE_BYTES = 32
 _LEAST, _MOST = 16, 64

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from pigou.kv.layout import Bytes
 from pigou.request import Ints
-from pigou.worker.transfer.frames import Data, Grant, Link
-from pigou.worker.transfer.landing import Landing, runs_of
-from pigou.worker.transfer.outcome import Reason, TransferError
-from pigou.worker.transfer.replies import expect, expect_checksums
-from pigou.worker.transfer.store import BlockStore
-from pigou.worker.transfer.ticket import Ticket
+from pigou.worker.kv_transfer.block_store import BlockStore
+from pigou.worker.kv_transfer.receive_buffer import Landing, runs_of
+from pigou.worker.kv_transfer.replies import expect, expect_checksums
+from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.side_channel_protocol import Data, Grant, Link
+from pigou.worker.kv_transfer.transfer_params import Ticket
 
 #: Bytes that follow one Data frame, when blocks are smaller than that.
 MESSAGE_BYTES = 1 << 20

@@ -1,8 +1,4 @@
-"""Shared memory: a file in memory that holds a worker's KV cache, for receivers on the host.
-
-The creator holds a lock on the file for as long as it lives, so that a file without one is an
-orphan (its creator was killed) and is removed by the next creator.
-"""
+"""BlockStore: the KV blocks of a worker, seen as bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +9,95 @@ import secrets
 import tempfile
 import weakref
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from pigou.kv.layout import Bytes
+from pigou.kv.checksum import Checksums, checksums_of
+from pigou.kv.layout import Bytes, KVLayout
+from pigou.request import Ints
+
+
+class BlockStore(Protocol):
+    """What a transfer reads and writes; called from several of its threads at once."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """How a block lies in memory."""
+        ...
+
+    def as_bytes(self) -> Bytes | None:
+        """All blocks without a copy, shape (blocks, block_bytes); None if not in host memory."""
+        ...
+
+    def read(self, ids: Ints) -> Bytes:
+        """Copy blocks out, shape (n, block_bytes), in the order of `ids`."""
+        ...
+
+    def write(self, ids: Ints, data: Bytes) -> None:
+        """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
+        ...
+
+
+class HostStore:
+    """Blocks in an array of host memory."""
+
+    def __init__(self, layout: KVLayout, data: Bytes) -> None:
+        """Wrap `data`, C-contiguous, shape (blocks, layout.block_bytes).
+
+        Raises:
+            ValueError: the array does not have that shape or is not contiguous.
+        """
+        if data.ndim != 2 or data.shape[1] != layout.block_bytes or not data.flags.c_contiguous:
+            raise ValueError(
+                f"data has shape {data.shape}; give a contiguous (blocks, {layout.block_bytes})"
+            )
+        self._layout = layout
+        self._data = data
+
+    @property
+    def layout(self) -> KVLayout:
+        """How a block lies in memory."""
+        return self._layout
+
+    def as_bytes(self) -> Bytes:
+        """All blocks without a copy, shape (blocks, block_bytes)."""
+        return self._data
+
+    def read(self, ids: Ints) -> Bytes:
+        """Copy blocks out, shape (n, block_bytes)."""
+        return np.asarray(self._data[ids])
+
+    def write(self, ids: Ints, data: Bytes) -> None:
+        """Copy `data`, shape (n, block_bytes), into the blocks `ids`."""
+        self._data[ids] = data
+
+
+#: Bytes that are read at once from a store that is not in host memory.
+STAGE_BYTES = 8 << 20
+#: Bytes that are digested at once, in some 50 microseconds.
+PIECE_BYTES = 2 << 20
+
+
+def checksums_in(store: BlockStore, ids: Ints) -> Checksums:
+    """Checksums of the blocks `ids`, shape (n,), without copying when they are in host memory.
+
+    Lets other threads run between two pieces: who waits for a core here mostly waits to be told
+    of these very blocks.
+    """
+    parts = []
+    data = store.as_bytes()
+    step = max(1, (STAGE_BYTES if data is None else PIECE_BYTES) // store.layout.block_bytes)
+    for i in range(0, len(ids), step):
+        piece = ids[i : i + step]
+        if data is not None:
+            parts.append(checksums_of(data, piece))
+        else:
+            rows = np.ascontiguousarray(store.read(piece))
+            parts.append(checksums_of(rows, np.arange(len(rows), dtype=np.int32)))
+        os.sched_yield()
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
+
 
 #: Where the files are: a file system in memory, where there is one.
 SHARED_DIR = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())

@@ -7,8 +7,14 @@ from typing import TypeVar
 import numpy as np
 
 from pigou.kv.checksum import Checksums
-from pigou.worker.transfer.frames import REPLIES, ChecksumsFrame, Link, Refuse, Reply
-from pigou.worker.transfer.outcome import Reason, TransferError
+from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.side_channel_protocol import (
+    REPLIES,
+    ChecksumsFrame,
+    Link,
+    Refuse,
+    Reply,
+)
 
 _Reply = TypeVar("_Reply", bound=Reply)
 

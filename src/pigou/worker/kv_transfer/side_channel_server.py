@@ -13,10 +13,12 @@ from pigou.background import Background
 from pigou.kv import checksum
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND
-from pigou.worker.transfer.auth import prove_as_sender
-from pigou.worker.transfer.book import Offer, OfferBook
-from pigou.worker.transfer.config import TransferConfig
-from pigou.worker.transfer.frames import (
+from pigou.worker.kv_transfer.auth import prove_as_sender
+from pigou.worker.kv_transfer.backends import Export
+from pigou.worker.kv_transfer.config import TransferConfig
+from pigou.worker.kv_transfer.lease import LeaseTable, Offer
+from pigou.worker.kv_transfer.result import Reason, Tally, TransferError
+from pigou.worker.kv_transfer.side_channel_protocol import (
     MAX_REQUEST,
     REQUESTS,
     ChecksumsFrame,
@@ -31,8 +33,6 @@ from pigou.worker.transfer.frames import (
     Renew,
     Request,
 )
-from pigou.worker.transfer.outcome import Reason, Tally, TransferError
-from pigou.worker.transfer.transport import Export
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class SideChannel:
         *,
         engine: str,
         layout: KVLayout,
-        book: OfferBook,
+        book: LeaseTable,
         exports: Mapping[str, Export],
         tally: Tally,
         background: Background,

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pigou.request import Ints
-from pigou.worker.transfer.frames import Grant, Link
-from pigou.worker.transfer.landing import Landing
-from pigou.worker.transfer.ticket import Ticket
+from pigou.worker.kv_transfer.receive_buffer import Landing
+from pigou.worker.kv_transfer.side_channel_protocol import Grant, Link
+from pigou.worker.kv_transfer.transfer_params import Ticket
 
 
 class BackendUnavailable(Exception):
