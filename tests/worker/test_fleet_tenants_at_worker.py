@@ -11,8 +11,8 @@ from aiohttp import ClientSession, web
 from pigou.sampling import Grammar
 from pigou.wire.fleet_secret import TENANT, FleetSecret
 from pigou.wire.openai_requests import decode_completion
-from pigou.worker.fleet_guard import fleet_guard, fleet_tenant
-from pigou.worker.model import ServedModel
+from pigou.worker.fleet_auth import fleet_guard, fleet_tenant
+from pigou.worker.served_model import ServedModel
 from pigou.worker.shapes import Shapes
 
 SECRET = FleetSecret("a secret of the fleet, long enough")

@@ -18,8 +18,8 @@ from pigou.engine.rehearsal import CONTEXT, STEPS, scenes
 from pigou.request import SECOND
 from pigou.worker.build import build
 from pigou.worker.config import WorkerConfig
-from pigou.worker.rehearsal import rehearse
-from pigou.worker.sleeping import SleepingBackend, TimingLaw
+from pigou.worker.mock_worker import SleepingBackend, TimingLaw
+from pigou.worker.startup import rehearse
 
 LAW = TimingLaw(base=2_000_000, per_sequence=100_000, prefill_rate=100_000.0)
 LIMITS = EngineConfig(blocks=4096, max_model_len=16_384, max_seqs=128, max_repeat=8)
@@ -30,8 +30,8 @@ def slept() -> Iterator[Clock]:
     """Let time pass by sleeping alone."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
-        patch.setattr("pigou.worker.sleeping.time", clock)
-        patch.setattr("pigou.worker.rehearsal.time", clock)
+        patch.setattr("pigou.worker.mock_worker.time", clock)
+        patch.setattr("pigou.worker.startup.time", clock)
         yield clock
 
 
@@ -65,7 +65,7 @@ def test_a_rehearsal_of_a_model_leaves_nothing_behind(options: dict[str, Any]) -
     parts = build(WorkerConfig(**config))
     price = parts.core.price
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pigou.worker.rehearsal.time", TickingClock())
+        patch.setattr("pigou.worker.startup.time", TickingClock())
         found = rehearse(parts.core, parts.backend, 0.04)
     assert found
     assert [each[:2] for each in found] == list(scenes(parts.core.config))[: len(found)]

@@ -24,8 +24,8 @@ from pigou.worker.commands import Abort, Add, Report, Stop
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread import EngineThread
 from pigou.worker.loads import NoTransfers
+from pigou.worker.mock_worker import SleepingBackend, TimingLaw
 from pigou.worker.process import WorkerProcess
-from pigou.worker.sleeping import SleepingBackend, TimingLaw
 
 
 class Engine:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.worker.commands import Add
-from pigou.worker.held import Held
+from pigou.worker.engine_client import Held
 
 
 def add(name: str) -> Add:

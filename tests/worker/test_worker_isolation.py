@@ -18,8 +18,8 @@ from pigou.runtime.outputs import StepOutput
 from pigou.worker.backend import OnStep
 from pigou.worker.build import build
 from pigou.worker.config import WorkerConfig
+from pigou.worker.mock_worker import SleepingBackend, TimingLaw
 from pigou.worker.process import WorkerProcess
-from pigou.worker.sleeping import SleepingBackend, TimingLaw
 
 #: A prompt that begins with this letter meets the fault.
 BAD = "Z"

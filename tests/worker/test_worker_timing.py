@@ -22,8 +22,7 @@ from pigou.sim.simulate import Setup, Simulation
 from pigou.sim.timing import Batch
 from pigou.sim.timings import build_timing
 from pigou.sim.workload import Job, OpenLoop, Session
-from pigou.worker.link import Link
-from pigou.worker.sleeping import CATCH_UP, SleepingBackend
+from pigou.worker.mock_worker import CATCH_UP, Link, SleepingBackend
 
 LAW = "law:itl_a=0.004,itl_b=0.0003,prefill=0.002,prefill_token=0.00001"
 LENGTHS = [(100, 9), (700, 3), (33, 20)]
@@ -32,7 +31,7 @@ LENGTHS = [(100, 9), (700, 3), (33, 20)]
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("pigou.worker.sleeping.time", clock)
+    monkeypatch.setattr("pigou.worker.mock_worker.time", clock)
     return clock
 
 

@@ -28,12 +28,16 @@ from pigou.worker.config import WorkerConfig
 from pigou.worker.grammar_pool import GrammarPool, GrammarSource, NoGrammars
 from pigou.worker.grammar_trials import GrammarTrials
 from pigou.worker.kv_transfer import BlockStore, HostStore, SharedMemory, TransferConfig
-from pigou.worker.link import Link
-from pigou.worker.model import ServedModel, chat_template, sampling_defaults, seeds, tool_format
+from pigou.worker.mock_worker import Link, SleepingBackend, Timed, TimingLaw, timed
 from pigou.worker.rates import RateMeter
-from pigou.worker.sleeping import SleepingBackend, TimingLaw
+from pigou.worker.served_model import (
+    ServedModel,
+    chat_template,
+    sampling_defaults,
+    seeds,
+    tool_format,
+)
 from pigou.worker.tier_build import TierParts, build_tiers
-from pigou.worker.timed import Timed, timed
 
 if TYPE_CHECKING:
     from pigou.runtime.grammar import Grammars

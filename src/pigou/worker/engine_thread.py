@@ -41,12 +41,12 @@ from pigou.worker.commands import (
     Stop,
     Withdraw,
 )
-from pigou.worker.events import event_map
 from pigou.worker.heartbeat import Heartbeat
+from pigou.worker.kv_event_publisher import event_map
+from pigou.worker.kv_offload import WorkerTiers
 from pigou.worker.kv_transfer.transfer_params import hash_text
 from pigou.worker.loads import Transfers
 from pigou.worker.rates import RateMeter
-from pigou.worker.tiers import WorkerTiers
 
 log = logging.getLogger(__name__)
 

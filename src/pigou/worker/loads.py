@@ -12,7 +12,7 @@ from pigou.engine.plan import Load
 from pigou.request import Ints
 from pigou.worker.commands import Loaded
 from pigou.worker.kv_transfer import Outcome, Pull, Receiver, Sender, TransferError
-from pigou.worker.link import Link
+from pigou.worker.mock_worker import Link
 
 
 class Transfers(Protocol):

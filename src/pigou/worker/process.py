@@ -27,22 +27,19 @@ from pigou.wire.fleet_secret import FleetSecret
 from pigou.worker.build import Parts, build, transfer_config
 from pigou.worker.commands import Release, Report, Stop
 from pigou.worker.config import WorkerConfig
+from pigou.worker.engine_client import Service
 from pigou.worker.engine_thread import EngineThread
-from pigou.worker.events import EventPublisher
-from pigou.worker.fleet_guard import check_exposure
-from pigou.worker.heartbeat import publish
-from pigou.worker.intake import Intake
+from pigou.worker.fleet_auth import check_exposure
+from pigou.worker.heartbeat import publish, watch_parent
+from pigou.worker.input_processor import Intake
+from pigou.worker.kv_event_publisher import EventPublisher
+from pigou.worker.kv_offload import WorkerTiers
 from pigou.worker.kv_transfer import Receiver, Sender, transfer_key
 from pigou.worker.loads import NoTransfers, WorkerTransfers
 from pigou.worker.metrics import Metrics
-from pigou.worker.parent import watch_parent
-from pigou.worker.rehearsal import rehearse
 from pigou.worker.routes import Routes
-from pigou.worker.service import Service
-from pigou.worker.stages import compiling_reported, report_stage
+from pigou.worker.startup import compiling_reported, rehearse, report_stage, warm_backend
 from pigou.worker.tier_metrics import TierMetrics
-from pigou.worker.tiers import WorkerTiers
-from pigou.worker.warm import warm_backend
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pigou.wire import request_validation
 from pigou.wire.errors import bad_request
 from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
 from pigou.worker.config import WorkerConfig
-from pigou.worker.model import ServedModel
+from pigou.worker.served_model import ServedModel
 
 #: Texts and prompts longer than this (characters, tokens) are processed off the event loop.
 LONG = 4096

@@ -11,8 +11,7 @@ from pigou.wire import openai_replies
 from pigou.wire.errors import APIError
 from pigou.wire.openai_replies import Chunk, Json, Stream, TokenLogprobs, Usage
 from pigou.wire.sse import DONE
-from pigou.worker.choice import Choice, Explainer
-from pigou.worker.tools import ToolStream
+from pigou.worker.sequence_output import Choice, Explainer, ToolStream
 
 
 @dataclass(slots=True)

@@ -18,17 +18,16 @@ from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.openai_requests import decode_cached, decode_detokenize, decode_tokenize
 from pigou.wire.request_body import no_interim_answer
 from pigou.wire.unknown_fields import UnknownFields
-from pigou.worker.bodies import Bodies
-from pigou.worker.events import EventPublisher
-from pigou.worker.fleet_guard import fleet_guard
-from pigou.worker.handlers import Generation, errors
+from pigou.worker.engine_client import Service
+from pigou.worker.fleet_auth import fleet_guard
+from pigou.worker.generation import Bodies, Generation, errors
 from pigou.worker.heartbeat import Heartbeat
-from pigou.worker.intake import Intake
+from pigou.worker.input_processor import Intake
+from pigou.worker.kv_event_publisher import EventPublisher
+from pigou.worker.kv_offload import WorkerTiers
 from pigou.worker.metrics import CONTENT_TYPE, Metrics
-from pigou.worker.model import ServedModel
-from pigou.worker.service import Service
+from pigou.worker.served_model import ServedModel
 from pigou.worker.tier_metrics import health_of
-from pigou.worker.tiers import WorkerTiers
 
 _log = logging.getLogger(__name__)
 

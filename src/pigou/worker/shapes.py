@@ -11,8 +11,8 @@ from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai_requests import ChatRequest, GenerationRequest
 from pigou.wire.structured_output import grammar
 from pigou.worker.grammar_pool import CompileQueueFull, GrammarSource
-from pigou.worker.model import ServedModel
-from pigou.worker.tools import Tools, request_tools
+from pigou.worker.sequence_output import Tools, request_tools
+from pigou.worker.served_model import ServedModel
 
 if TYPE_CHECKING:
     from pigou.runtime.grammar import GrammarState

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pigou.worker.tiers import WorkerTiers
+from pigou.worker.kv_offload import WorkerTiers
 
 _LABELS = ("model_name", "engine", "tier")
 

@@ -22,7 +22,7 @@ from pigou.runtime.stores.disk import DiskStore
 from pigou.runtime.stores.host import HostStore
 from pigou.runtime.stores.mover import Mover
 from pigou.worker.commands import Command, Landed, Recovered, Restored
-from pigou.worker.tiers import WorkerTiers
+from pigou.worker.kv_offload import WorkerTiers
 
 BLOCKS = 24
 ROUNDS = 60

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -12,15 +13,16 @@ from pigou.logs import accessed, describe_access
 from pigou.request import SECOND
 from pigou.wire.connections import is_reserved, mark_event_stream, too_many_connections
 from pigou.wire.errors import APIError, http_error, too_large
-from pigou.wire.openai_requests import known_chat, known_completion
+from pigou.wire.json_limits import SMALL, read_fields
+from pigou.wire.openai_requests import known_chat, known_completion, without_bom
+from pigou.wire.request_body import OffLoop, read_json
 from pigou.wire.request_id import HEADER, echo, request_id
 from pigou.wire.sse import DONE, frame
 from pigou.wire.unknown_fields import UnknownFields
-from pigou.worker.bodies import Bodies
-from pigou.worker.fleet_guard import fleet_tenant
-from pigou.worker.intake import Intake
+from pigou.worker.engine_client import Service
+from pigou.worker.fleet_auth import fleet_tenant
+from pigou.worker.input_processor import Intake
 from pigou.worker.reply import Reply
-from pigou.worker.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -169,3 +171,39 @@ def _echo(request: web.Request) -> dict[str, str]:
 
 def _id(request: web.Request, body: str | None) -> str:
     return request_id(request.headers.get(HEADER), body)
+
+
+_B = TypeVar("_B")
+#: Large bodies of one tenant that may wait for a thread.
+_MOST_WAITING = 1024
+
+
+class Bodies:
+    """Reads and decodes bodies within bounds."""
+
+    def __init__(self, most: int, context: int) -> None:
+        """Read bodies of at most `most` bytes, for a model that holds `context` tokens."""
+        self._most = most
+        self._context = context
+        self._large = OffLoop(most_waiting=_MOST_WAITING)
+
+    async def read(self, request: web.Request, decode: Callable[[bytes], _B]) -> _B:
+        """Return what `decode` makes of a request's body, which must be declared as JSON.
+
+        Raises:
+            APIError: as `pigou.wire.request_body.read_json`; 400 for a body out of bounds. Whatever
+                `decode` raises.
+        """
+        data = await read_json(request, self._most)
+        if len(data) <= SMALL:
+            return self._decode(data, decode)
+        return await self._large.run(fleet_tenant(), lambda: self._decode(data, decode))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._large.close()
+
+    def _decode(self, data: bytes, decode: Callable[[bytes], _B]) -> _B:
+        data = without_bom(data)
+        read_fields(data, self._context)
+        return decode(data)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan
 from pigou.engine.rehearsal import CONTEXT, STEPS, TAKES, Scene, longest, scenes
+from pigou.kernel_cache import told_of_compiling
 from pigou.request import SECOND, Rehearsed, Request, no_hashes
 from pigou.runtime.outputs import StepOutput
 from pigou.sampling import SamplingParams
@@ -149,3 +154,55 @@ class _Stage:
         for finished in self._core.apply(plan, result).finished:
             self._backend.drop(finished.request)
         return plan, result.steps
+
+
+_TOKENS = 40
+_OUTPUT = 12
+_ID = "warm"
+
+
+def warm_backend(core: EngineCore, backend: Backend) -> None:
+    """Compute a short request on the real core, which leaves nothing behind in its cache."""
+    room = min(core.config.max_model_len, core.config.blocks * core.config.block_size)
+    if room <= _OUTPUT + 1:
+        return
+    tokens = [0] * min(_TOKENS, room - _OUTPUT)
+    params = SamplingParams(max_tokens=_OUTPUT, temperature=0.0, ignore_eos=True)
+    backend.add(_ID, tokens, params, seed=b"", hashes=no_hashes())
+    core.add(Request(_ID, len(tokens), _OUTPUT))
+    _run(core, backend)
+
+
+def _run(core: EngineCore, backend: Backend) -> None:
+    while core.running or core.waiting:
+        plan = core.schedule(time.monotonic_ns())
+        for finished in core.apply(plan, backend.execute(plan)).finished:
+            backend.drop(finished.request)
+
+
+_log = logging.getLogger("pigou.worker")
+
+#: Environment variable: with 1, each stage is also a line of JSON on stdout, as a fleet reads it.
+STAGES = "PIGOU_STAGES"
+
+
+def report_stage(stage: str) -> None:
+    """Tell that a stage began."""
+    _log.info("%s", stage)
+    if os.environ.get(STAGES) == "1":
+        print(msgspec.json.encode({"stage": stage}).decode(), flush=True)
+
+
+@contextmanager
+def compiling_reported(what: str) -> Iterator[None]:
+    """Tell that a stage began; within it, tell of the kernels that are compiled."""
+    report_stage(what)
+    compiled = 0
+
+    def listener(_: str) -> None:
+        nonlocal compiled
+        compiled += 1
+        report_stage(f"{what}, compiling kernel {compiled} (first start only)")
+
+    with told_of_compiling(listener):
+        yield

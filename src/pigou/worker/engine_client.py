@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVarTuple
 
 from pigou.engine.plan import Finished
@@ -13,7 +14,6 @@ from pigou.runtime.outputs import TokenLogprobs as Report
 from pigou.wire.errors import REQUEST_FAILED, APIError
 from pigou.worker.commands import Abort, Add, Begun, ClearCache, Command, Gauges, Lend, Withdraw
 from pigou.worker.commands import Report as EngineReport
-from pigou.worker.held import Held
 from pigou.worker.metrics import Metrics
 from pigou.worker.reply import Reply, Sequence
 
@@ -307,3 +307,52 @@ class Service:
         """Call once nothing is in flight (again, each time); at once if that is so now."""
         self._shaken = call
         self._settled()
+
+
+class Held:
+    """At most so many sequences of one reply are in the engine at once; the others wait here.
+
+    A reply is known by a number of its own, as long as it has sequences.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        """Start empty; `most` of one reply are in the engine at once, 0 for all."""
+        self._most = most
+        self._inside: dict[int, int] = {}
+        self._held: dict[int, deque[Add]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    def enters(self, reply: int, add: Add) -> bool:
+        """Return whether a sequence goes to the engine now; otherwise it is kept."""
+        inside = self._inside.get(reply, 0)
+        if self._most and inside >= self._most:
+            self._held.setdefault(reply, deque()).append(add)
+            return False
+        self._inside[reply] = inside + 1
+        return True
+
+    def left(self, reply: int) -> Add | None:
+        """A sequence left the engine; return the one that takes its place."""
+        waiting = self._held.get(reply)
+        if waiting:
+            add = waiting.popleft()
+            if not waiting:
+                del self._held[reply]
+            return add
+        inside = self._inside.get(reply, 0) - 1
+        if inside > 0:
+            self._inside[reply] = inside
+        else:
+            self._inside.pop(reply, None)
+        return None
+
+    def drop(self, reply: int) -> Iterator[Add]:
+        """Forget what is kept of a reply, and return it."""
+        return iter(self._held.pop(reply, ()))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._inside.clear()
+        self._held.clear()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
+import logging
+import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from pigou.config import ConfigError
@@ -16,11 +21,14 @@ from pigou.request import SECOND, BlockHashes, FinishReason, Nanos, no_hashes
 from pigou.runtime.outputs import StepOutput, TokenLogprobs
 from pigou.sampling import Grammar, SamplingParams
 from pigou.sim.moment import Moments, varies
+from pigou.sim.network import LinkConfig
 from pigou.sim.timing import Batch, Timing
+from pigou.sim.timings import build_timing, is_measured, kv_bytes
 from pigou.worker.backend import OnStep
 
 if TYPE_CHECKING:
     from pigou.runtime.grammar import GrammarState
+
 
 #: Nanoseconds that a step may begin in the past, to make up for bookkeeping after the one before.
 #: Beyond them the machine does not keep up, and what is late stays late.
@@ -228,3 +236,131 @@ def _sleep_until(when: int, beat: Callable[[], None]) -> None:
 
 def _ignore() -> None:
     """Nobody asked for beats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Times of a worker.
+
+    Attributes:
+        timing: of its steps.
+        link: over which blocks come to it; None for one that takes no time of its own.
+    """
+
+    timing: Timing
+    link: Link | None = None
+
+
+class _LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keys of a link; how it is shared is none of them: loads come one after another, and a sender
+    is not shared.
+    """
+
+    gbps: float = 400.0
+    latency_us: float = 200.0
+
+
+def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) -> Timed:
+    """Make the times of a worker.
+
+    Args:
+        spec: as for `pigou simulate --timing`.
+        model: name of the model, or folder of its `config.json`.
+        gpu: name of the GPU; "" where the timing needs none.
+        tp: GPUs that share the model.
+        link: `gbps=..,latency_us=..`; "" for none.
+        block_size: tokens in a block.
+
+    Raises:
+        ConfigError: one of them is not understood, or cannot be honoured by a worker alone.
+    """
+    built = build_timing(spec, model, gpu, tp)
+    if built.overhead and not is_measured(spec):  # a worker that was measured has its own way in
+        raise ConfigError(
+            f"timing is {spec!r}, which has an overhead of {built.overhead} s between the client "
+            "and the worker; a worker cannot add that: give overhead=0"
+        )
+    if not link:
+        return Timed(built.timing)
+    config = read_link(link)
+    return Timed(built.timing, Link(config, kv_bytes(model) * block_size if config.gbps else 0))
+
+
+def read_link(text: str) -> LinkConfig:
+    """Read `gbps=..,latency_us=..`.
+
+    Raises:
+        ConfigError: a key is not known, or a value refused.
+    """
+    values = {}
+    for item in text.split(","):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"timing_link: {item!r} is not understood; write gbps=..,latency_us=.."
+            )
+        values[key] = value
+    try:
+        keys = msgspec.convert(values, _LinkKeys, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"timing_link: {error}") from error
+    return LinkConfig(gbps=keys.gbps, latency_us=keys.latency_us, sharing="fifo", ends="receiver")
+
+
+_log = logging.getLogger(__name__)
+
+
+class Link:
+    """What a worker receives by: one load after another, each after the link's latency.
+
+    Only the receiver's end is shared: `LinkConfig` with `sharing` fifo and `ends` receiver. A
+    sender of several receivers is not slowed by them.
+    """
+
+    def __init__(self, config: LinkConfig, block_bytes: int) -> None:
+        """Start with an idle link; blocks of `block_bytes` bytes come over it."""
+        self._nanos_per_block = block_bytes * config.nanos_per_byte
+        self._latency = round(config.latency_us * 1000)
+        self._free = 0
+        self._due: list[tuple[int, int, Callable[[], None]]] = []
+        self._count = 0
+        self._change = threading.Condition()
+        self._closed = False
+        threading.Thread(target=self._run, name="link", daemon=True).start()
+
+    def send(self, blocks: int, now: int) -> int:
+        """Return when the last of so many blocks arrives, in monotonic nanoseconds."""
+        with self._change:
+            self._free = max(now, self._free) + math.ceil(blocks * self._nanos_per_block)
+            return self._free + self._latency
+
+    def at(self, when: int, action: Callable[[], None]) -> None:
+        """Let `action` run at that time, or now if that is past, on the link's thread."""
+        with self._change:
+            self._count += 1
+            heapq.heappush(self._due, (when, self._count, action))
+            self._change.notify()
+
+    def close(self) -> None:
+        """End the thread; what is still on the way arrives at once."""
+        with self._change:
+            self._closed = True
+            self._change.notify()
+
+    def _run(self) -> None:
+        while (action := self._next()) is not None:
+            try:
+                action()
+            except Exception:
+                _log.exception("an arrival could not be told")
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for the next arrival; None when the link is closed and empty."""
+        with self._change:
+            while True:
+                left = self._due[0][0] - time.monotonic_ns() if self._due else None
+                if left is not None and (left <= 0 or self._closed):
+                    return heapq.heappop(self._due)[2]
+                if self._closed:
+                    return None
+                self._change.wait(None if left is None else left / SECOND)
