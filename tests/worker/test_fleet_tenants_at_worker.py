@@ -13,7 +13,7 @@ from pigou.wire.fleet_secret import TENANT, FleetSecret
 from pigou.wire.openai_requests import decode_completion
 from pigou.worker.fleet_auth import fleet_guard, fleet_tenant
 from pigou.worker.served_model import ServedModel
-from pigou.worker.shapes import Shapes
+from pigou.worker.structured_output_pool import Shapes
 
 SECRET = FleetSecret("a secret of the fleet, long enough")
 

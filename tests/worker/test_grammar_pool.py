@@ -14,8 +14,8 @@ from pigou.models import bundled_path
 from pigou.runtime.errors import GrammarError
 from pigou.runtime.grammar import Grammars, read_grammars
 from pigou.sampling import Grammar
-from pigou.worker.grammar_pool import MAX_QUEUED_PER_TENANT, CompileQueueFull, GrammarPool
-from pigou.worker.grammar_trials import GrammarTrials
+from pigou.worker.structured_output_pool import MAX_QUEUED_PER_TENANT, CompileQueueFull, GrammarPool
+from pigou.worker.structured_output_sandbox import GrammarTrials
 
 VOCAB, ENDS = 2560, frozenset({1})
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pigou.kv.hashing import chain
 from pigou.request import no_hashes
 from pigou.wire.errors import APIError
-from pigou.worker.kv_transfer.transfer_params import Ticket, hash_text, signed
-from pigou.worker.tickets import checked_ticket
+from pigou.worker.kv_transfer.transfer_params import Ticket, checked_ticket, hash_text, signed
 
 KEY = b"k" * 32
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=24)

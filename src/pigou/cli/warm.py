@@ -47,7 +47,7 @@ def warm(
             json_limits.warm_up()
         if what != "gateway":
             from pigou.worker.config import WorkerConfig
-            from pigou.worker.process import warm_all
+            from pigou.worker.startup import warm_all
 
             warm_all(WorkerConfig())
     took = time.monotonic() - began

@@ -16,6 +16,7 @@ import numpy as np
 
 from pigou.config import ConfigError, EngineConfig
 from pigou.engine.core import EngineCore
+from pigou.engine.preemption import RateMeter
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.stores.device import Blocks
@@ -25,11 +26,9 @@ from pigou.text.tokenizer import Tokenizer
 from pigou.wire.sampling_params import Limits
 from pigou.worker.backend import Backend
 from pigou.worker.config import WorkerConfig
-from pigou.worker.grammar_pool import GrammarPool, GrammarSource, NoGrammars
-from pigou.worker.grammar_trials import GrammarTrials
+from pigou.worker.kv_offload import TierParts, build_tiers
 from pigou.worker.kv_transfer import BlockStore, HostStore, SharedMemory, TransferConfig
 from pigou.worker.mock_worker import Link, SleepingBackend, Timed, TimingLaw, timed
-from pigou.worker.rates import RateMeter
 from pigou.worker.served_model import (
     ServedModel,
     chat_template,
@@ -37,7 +36,8 @@ from pigou.worker.served_model import (
     seeds,
     tool_format,
 )
-from pigou.worker.tier_build import TierParts, build_tiers
+from pigou.worker.structured_output_pool import GrammarPool, GrammarSource, NoGrammars
+from pigou.worker.structured_output_sandbox import GrammarTrials
 
 if TYPE_CHECKING:
     from pigou.runtime.grammar import Grammars

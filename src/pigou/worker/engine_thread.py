@@ -15,6 +15,7 @@ import numpy as np
 from pigou.engine.core import EngineCore
 from pigou.engine.errors import QueueFull, UnknownLoad
 from pigou.engine.plan import Effects, Finished, Plan, Result
+from pigou.engine.preemption import RateMeter
 from pigou.events import BlockStored, KVEvent, Medium
 from pigou.kv.hashing import chain
 from pigou.kv.worth import Worth
@@ -45,8 +46,7 @@ from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.kv_event_publisher import event_map
 from pigou.worker.kv_offload import WorkerTiers
 from pigou.worker.kv_transfer.transfer_params import hash_text
-from pigou.worker.loads import Transfers
-from pigou.worker.rates import RateMeter
+from pigou.worker.kv_transfers import Transfers
 
 log = logging.getLogger(__name__)
 

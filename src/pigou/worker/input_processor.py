@@ -18,14 +18,12 @@ from pigou.wire.sampling_params import sampling_params
 from pigou.worker.commands import Add
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_client import Service
-from pigou.worker.grammar_pool import GrammarSource
-from pigou.worker.kv_transfer.transfer_params import Ticket
+from pigou.worker.kv_transfer.transfer_params import Ticket, checked_ticket
 from pigou.worker.prompts import LONG, PromptProcessor, TokenizedPrompt, wants_logprobs
 from pigou.worker.reply import Reply, ReplyOptions, Sequence
 from pigou.worker.sequence_output import Choice, Explainer, TextOptions, ToolStream
 from pigou.worker.served_model import ServedModel
-from pigou.worker.shapes import Shape, Shapes
-from pigou.worker.tickets import checked_ticket
+from pigou.worker.structured_output_pool import GrammarSource, Shape, Shapes
 
 #: Sequences that one request may ask for.
 MAX_SEQUENCES = 1024

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -18,13 +17,10 @@ from aiohttp import web
 
 from pigou import logs
 from pigou.background import Background
-from pigou.engine.warm import warm_up
 from pigou.imports import uncollected
-from pigou.kv import xxh3
-from pigou.wire import json_limits
 from pigou.wire.connections import ConnectionLimits, Factory
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.worker.build import Parts, build, transfer_config
+from pigou.worker.build import Parts, transfer_config
 from pigou.worker.commands import Release, Report, Stop
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_client import Service
@@ -35,11 +31,12 @@ from pigou.worker.input_processor import Intake
 from pigou.worker.kv_event_publisher import EventPublisher
 from pigou.worker.kv_offload import WorkerTiers
 from pigou.worker.kv_transfer import Receiver, Sender, transfer_key
-from pigou.worker.loads import NoTransfers, WorkerTransfers
-from pigou.worker.metrics import Metrics
+from pigou.worker.kv_transfers import NoTransfers, WorkerTransfers
+from pigou.worker.metrics import Metrics, TierMetrics
 from pigou.worker.routes import Routes
-from pigou.worker.startup import compiling_reported, rehearse, report_stage, warm_backend
-from pigou.worker.tier_metrics import TierMetrics
+from pigou.worker.startup import (
+    _prepare,
+)
 
 log = logging.getLogger(__name__)
 
@@ -307,50 +304,6 @@ def run(config: WorkerConfig) -> int:
     if threading.active_count() > 1 and status:
         os._exit(status)  # a thread that hangs must not keep a dead worker alive
     return status
-
-
-def _prepare(config: WorkerConfig) -> Parts:
-    """Build a worker's parts, warm them up, and measure them.
-
-    It must be called on a thread that then ends, and takes its OpenMP threads with it. The engine
-    thread has its own, and where there are more of them than cores, OpenMP no longer lets any
-    look out for work before it sleeps.
-    """
-    parts = build_warm(config)
-    report_stage("measuring its speed")
-    measured = rehearse(parts.core, parts.backend, config.rehearse, parts.rest)
-    return replace(parts, rehearsed=measured)
-
-
-def warm_all(config: WorkerConfig) -> None:
-    """Compile all kernels that a worker of this configuration needs, and end.
-
-    Raises:
-        ConfigError, ModelError, TokenizerError: as `run`.
-    """
-    if not config.sleeps:
-        from pigou.runtime.threads import prepare_environment
-
-        prepare_environment(config.threads)
-    parts = build_warm(config)
-    if parts.memory is not None:
-        parts.memory.close()
-
-
-def build_warm(config: WorkerConfig) -> Parts:
-    """Build a worker's parts, and compile or load the kernels that they run."""
-    with compiling_reported("loading the model"):
-        parts = build(config)
-    with compiling_reported("warming up"):
-        warm_up()
-        json_limits.warm_up()
-        warm_backend(parts.core, parts.backend)
-        parts.grammars.warm_up()
-        if not config.allow_special_tokens:
-            parts.model.tokenizer.warm_up()
-        if config.kv_transfer != "none":
-            xxh3.warm_up()
-    return parts
 
 
 def _runner() -> Any:

@@ -25,9 +25,8 @@ from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.input_processor import Intake
 from pigou.worker.kv_event_publisher import EventPublisher
 from pigou.worker.kv_offload import WorkerTiers
-from pigou.worker.metrics import CONTENT_TYPE, Metrics
+from pigou.worker.metrics import CONTENT_TYPE, Metrics, health_of
 from pigou.worker.served_model import ServedModel
-from pigou.worker.tier_metrics import health_of
 
 _log = logging.getLogger(__name__)
 

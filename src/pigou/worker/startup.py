@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -14,11 +15,16 @@ import numpy as np
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan
 from pigou.engine.rehearsal import CONTEXT, STEPS, TAKES, Scene, longest, scenes
+from pigou.engine.warm import warm_up
 from pigou.kernel_cache import told_of_compiling
+from pigou.kv import xxh3
 from pigou.request import SECOND, Rehearsed, Request, no_hashes
 from pigou.runtime.outputs import StepOutput
 from pigou.sampling import SamplingParams
+from pigou.wire import json_limits
 from pigou.worker.backend import Backend
+from pigou.worker.build import Parts, build
+from pigou.worker.config import WorkerConfig
 
 _PROMPT = "rehearsed-prompt"
 _STREAM = "rehearsed-stream"
@@ -206,3 +212,47 @@ def compiling_reported(what: str) -> Iterator[None]:
 
     with told_of_compiling(listener):
         yield
+
+
+def build_warm(config: WorkerConfig) -> Parts:
+    """Build a worker's parts, and compile or load the kernels that they run."""
+    with compiling_reported("loading the model"):
+        parts = build(config)
+    with compiling_reported("warming up"):
+        warm_up()
+        json_limits.warm_up()
+        warm_backend(parts.core, parts.backend)
+        parts.grammars.warm_up()
+        if not config.allow_special_tokens:
+            parts.model.tokenizer.warm_up()
+        if config.kv_transfer != "none":
+            xxh3.warm_up()
+    return parts
+
+
+def warm_all(config: WorkerConfig) -> None:
+    """Compile all kernels that a worker of this configuration needs, and end.
+
+    Raises:
+        ConfigError, ModelError, TokenizerError: as `run`.
+    """
+    if not config.sleeps:
+        from pigou.runtime.threads import prepare_environment
+
+        prepare_environment(config.threads)
+    parts = build_warm(config)
+    if parts.memory is not None:
+        parts.memory.close()
+
+
+def _prepare(config: WorkerConfig) -> Parts:
+    """Build a worker's parts, warm them up, and measure them.
+
+    It must be called on a thread that then ends, and takes its OpenMP threads with it. The engine
+    thread has its own, and where there are more of them than cores, OpenMP no longer lets any
+    look out for work before it sleeps.
+    """
+    parts = build_warm(config)
+    report_stage("measuring its speed")
+    measured = rehearse(parts.core, parts.backend, config.rehearse, parts.rest)
+    return replace(parts, rehearsed=measured)

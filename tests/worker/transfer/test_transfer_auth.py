@@ -31,8 +31,7 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
     Proof,
     Refuse,
 )
-from pigou.worker.kv_transfer.transfer_params import hash_text, read_ticket, signed
-from pigou.worker.tickets import checked_ticket
+from pigou.worker.kv_transfer.transfer_params import checked_ticket, hash_text, read_ticket, signed
 
 ONE, OTHER = (transfer_key(FleetSecret(character * 32)) for character in "ab")
 

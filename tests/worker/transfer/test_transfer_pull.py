@@ -126,7 +126,7 @@ def test_tcp_takes_over_when_the_shared_memory_cannot_be_mapped(
     def refused(name: str, key: str) -> None:
         raise PermissionError(13, "not yours")
 
-    monkeypatch.setattr("pigou.worker.kv_transfer.shm.MappedMemory", refused)
+    monkeypatch.setattr("pigou.worker.kv_transfer.backends.MappedMemory", refused)
     outcome = pull(receiver, sender.offer("r", ids(7), 16), ids(3))
     assert (outcome.reason, outcome.backend) == (Reason.OK, "tcp")
     assert (store.as_bytes()[3] == source.as_bytes()[7]).all()

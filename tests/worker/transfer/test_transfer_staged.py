@@ -59,7 +59,7 @@ def test_blocks_of_a_device_arrive_by_shared_memory(
     make_receiver: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pigou.worker.kv_transfer.staged._STEP_BYTES", step)
+    monkeypatch.setattr("pigou.worker.kv_transfer.backends._STEP_BYTES", step)
     store, target = source(), stand.empty_store(kind)
     sender = make_staged(store, backends=("shm",))
     receiver = make_receiver(target, backends=("shm",))
@@ -85,7 +85,7 @@ def test_without_room_in_memory_the_blocks_come_by_tcp(
     def full(_size: int) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr("pigou.worker.kv_transfer.staged.SharedMemory", full)
+    monkeypatch.setattr("pigou.worker.kv_transfer.backends.SharedMemory", full)
     store, target = source(), stand.empty_store()
     sender, receiver = make_staged(store), make_receiver(target)
     outcome = pull(receiver, sender.offer("r", ids(1, 2), 32), ids(1, 2))

@@ -4,12 +4,12 @@ A `Sender` offers blocks under a lease, and answers with an opaque ticket; a `Re
 by shared memory or TCP, verifies every block, and says how many it has.
 """
 
-from pigou.worker.kv_transfer.auth import transfer_key
+from pigou.worker.config import TransferConfig
 from pigou.worker.kv_transfer.block_store import BlockStore, HostStore, SharedMemory, remove_orphans
-from pigou.worker.kv_transfer.config import TransferConfig
 from pigou.worker.kv_transfer.receiver import Pull, Receiver
 from pigou.worker.kv_transfer.result import Outcome, Reason, Stats, TransferError
 from pigou.worker.kv_transfer.sender import Sender
+from pigou.worker.kv_transfer.side_channel_protocol import transfer_key
 
 __all__ = [
     "BlockStore",

@@ -7,12 +7,33 @@ receiver. The receiver's end writes into a `Landing`, which verifies.
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol
 
+import numpy as np
+
+from pigou.kv.layout import Bytes
 from pigou.request import Ints
-from pigou.worker.kv_transfer.receive_buffer import Landing
-from pigou.worker.kv_transfer.side_channel_protocol import Grant, Link
+from pigou.worker.kv_transfer.block_store import (
+    SHARED_DIR,
+    BlockStore,
+    MappedMemory,
+    SharedMemory,
+    host_id,
+)
+from pigou.worker.kv_transfer.receive_buffer import Landing, runs_of
+from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.side_channel_protocol import (
+    Data,
+    Grant,
+    Link,
+    expect,
+    expect_checksums,
+)
 from pigou.worker.kv_transfer.transfer_params import Ticket
 
 
@@ -86,3 +107,270 @@ class Import(Protocol):
     def close(self) -> None:
         """Let go of everything; no pull runs any more."""
         ...
+
+
+#: A pull of so many bytes is worth waking a second thread.
+PARALLEL_BYTES = 2 << 20
+
+
+class ShmExport:
+    """The sender's end: tells where the blocks are, and moves nothing."""
+
+    name = "shm"
+
+    def __init__(self, store: BlockStore, memory: SharedMemory) -> None:
+        """Export a store whose blocks lie in `memory`.
+
+        Raises:
+            ValueError: they do not.
+        """
+        data = store.as_bytes()
+        offset = None if data is None else memory.offset_of(data)
+        if offset is None:
+            raise ValueError("the store's blocks do not lie in the shared memory that was given")
+        self._offset = offset
+        self._memory = memory
+
+    def details(self, blocks: Ints) -> dict[str, bytes | int]:
+        """Name, key and offset of the memory; the blocks' ids (int32, little-endian)."""
+        return {
+            "name": self._memory.name.encode(),
+            "key": self._memory.key.encode(),
+            "offset": self._offset,
+            "blocks": blocks.astype("<i4").tobytes(),
+        }
+
+    def push(self, link: Link, blocks: Ints, keep: Callable[[], None]) -> None:
+        """Nothing: the receiver reads by itself."""
+
+    def finish(self, details: dict[str, bytes | int]) -> None:
+        """Nothing: no pull has anything of its own."""
+
+
+class ShmImport:
+    """The receiver's end: maps the sender's memory read-only, once, and copies out of it."""
+
+    name = "shm"
+    needs_confirmation = True
+
+    def __init__(self, threads: int = 1) -> None:
+        """Copy with up to `threads` threads a pull, that of the caller included."""
+        self._lock = threading.Lock()
+        self._mapped: dict[tuple[str, str], MappedMemory] = {}
+        self._host = host_id()
+        self._helpers = threads - 1
+        self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="kv-copy")
+
+    def reaches(self, ticket: Ticket) -> bool:
+        """Whether the sender is on this machine and shares the file system in memory."""
+        return ticket.remote_host_id == self._host
+
+    def fetch(
+        self,
+        link: Link,
+        grant: Grant,
+        landing: Landing,
+        renew: Callable[[], None],
+    ) -> None:
+        """Copy chunk by chunk; the sender may compute its checksums at the same time."""
+        rows, ids = self._source(grant, landing)
+        lanes = self._helpers if len(landing) * landing.block_bytes >= PARALLEL_BYTES else 0
+        chunks = deque(landing.copies())  # its methods are atomic: the lanes share it
+        helpers = [self._pool.submit(_lane, rows, ids, landing, chunks) for _ in range(lanes)]
+        try:
+            _lane(rows, ids, landing, chunks, renew)
+        finally:
+            chunks.clear()
+            wait(helpers)
+        for helper in helpers:
+            helper.result()
+        landing.verify(expect_checksums(link, len(landing)))
+
+    def sweep(self) -> None:
+        """Unmap memory whose file is gone: its creator is, and the memory would stay taken."""
+        with self._lock:
+            gone = [key for key in self._mapped if not (SHARED_DIR / key[0]).exists()]
+            for key in gone:
+                del self._mapped[key]
+
+    def close(self) -> None:
+        """End the helpers, and unmap."""
+        self._pool.shutdown()
+        with self._lock:
+            self._mapped.clear()
+
+    def _source(self, grant: Grant, landing: Landing) -> tuple[Bytes, Ints]:
+        name, key = grant.details.get("name"), grant.details.get("key")
+        offset, raw = grant.details.get("offset"), grant.details.get("blocks")
+        if not (isinstance(name, bytes) and isinstance(key, bytes) and isinstance(offset, int)):
+            raise TransferError(Reason.PROTOCOL, "the grant names no shared memory")
+        if not isinstance(raw, bytes) or len(raw) != 4 * len(landing):
+            raise TransferError(Reason.PROTOCOL, "the grant does not list the blocks")
+        try:
+            rows = self._map(name.decode(), key.decode()).blocks(offset, landing.block_bytes)
+        except (OSError, ValueError) as error:
+            raise BackendUnavailable(str(error)) from error
+        ids = np.frombuffer(raw, dtype="<i4").astype(np.int32)
+        if ids.size and not (ids.min() >= 0 and ids.max() < len(rows)):
+            raise TransferError(Reason.PROTOCOL, "a block lies outside the shared memory")
+        return rows, ids
+
+    def _map(self, name: str, key: str) -> MappedMemory:
+        with self._lock:
+            if (name, key) not in self._mapped:
+                self._mapped[name, key] = MappedMemory(name, key)
+            return self._mapped[name, key]
+
+
+def _lane(
+    rows: Bytes,
+    ids: Ints,
+    landing: Landing,
+    chunks: deque[tuple[int, int]],
+    renew: Callable[[], None] = lambda: None,
+) -> None:
+    """Move chunks until none is left."""
+    while chunks:
+        try:
+            first, count = chunks.popleft()
+        except IndexError:
+            return  # another lane took the last
+        landing.copy(first, rows, ids[first : first + count])
+        renew()
+
+
+log = logging.getLogger(__name__)
+
+#: Bytes that are copied from the store at once.
+_STEP_BYTES = 64 << 20
+
+
+class StagedShmExport(ShmExport):
+    """The sender's end: copies the blocks to shared memory, from which the receiver reads them.
+
+    To the receiver it is the backend `shm`. The memory lasts until the pull has ended.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        """Export a store that is not in host memory."""
+        self._store = store
+        self._lock = threading.Lock()
+        self._staged: dict[bytes, SharedMemory] = {}
+
+    def details(self, blocks: Ints) -> dict[str, bytes | int]:
+        """Stage the blocks; name, key and offset of the memory, and the blocks' places in it.
+
+        Without room for them the name is empty, and the receiver tries another backend.
+        """
+        size = self._store.layout.block_bytes
+        try:
+            memory = SharedMemory(max(1, len(blocks) * size))
+        except OSError as error:
+            log.warning("KV blocks will move by TCP: %s", error)
+            return {"name": b"", "key": b"", "offset": 0, "blocks": bytes(4 * len(blocks))}
+        name = memory.name.encode()
+        with self._lock:
+            self._staged[name] = memory
+        key, failure = memory.key.encode(), ""
+        try:
+            self._fill(memory, blocks)
+        except Exception as error:
+            failure = repr(error)
+        del memory  # a traceback would keep it mapped
+        if failure:
+            self.finish({"name": name})
+            raise TransferError(Reason.STORE, f"cannot read the blocks: {failure}")
+        return {
+            "name": name,
+            "key": key,
+            "offset": 0,
+            "blocks": np.arange(len(blocks), dtype="<i4").tobytes(),
+        }
+
+    def finish(self, details: dict[str, bytes | int]) -> None:
+        """Remove the memory of a pull that has ended."""
+        name = details["name"]
+        with self._lock:
+            memory = self._staged.pop(name, None) if isinstance(name, bytes) else None
+        if memory is not None:
+            memory.close()
+
+    def _fill(self, memory: SharedMemory, blocks: Ints) -> None:
+        size = self._store.layout.block_bytes
+        rows = memory.buffer[: len(blocks) * size].reshape(len(blocks), size)
+        step = max(1, _STEP_BYTES // size)
+        for first in range(0, len(blocks), step):
+            ids = blocks[first : first + step]
+            rows[first : first + len(ids)] = self._store.read(ids)
+
+
+#: Bytes that follow one Data frame, when blocks are smaller than that.
+MESSAGE_BYTES = 1 << 20
+
+
+class TcpExport:
+    """The sender's end: streams blocks straight out of the cache where it is host memory."""
+
+    name = "tcp"
+
+    def __init__(self, store: BlockStore) -> None:
+        """Export a store, in whatever memory it is."""
+        self._store = store
+        self._step = max(1, MESSAGE_BYTES // store.layout.block_bytes)
+
+    def details(self, blocks: Ints) -> dict[str, bytes | int]:  # noqa: ARG002
+        """Nothing: the blocks come by themselves."""
+        return {}
+
+    def push(self, link: Link, blocks: Ints, keep: Callable[[], None]) -> None:
+        """Send every block; each message's bytes are valid as the lease held after it."""
+        rows = self._store.as_bytes()
+        for i in range(0, len(blocks), self._step):
+            ids = blocks[i : i + self._step]
+            runs = [self._store.read(ids)] if rows is None else runs_of(rows, ids)
+            keep()
+            link.send(Data(len(ids)), [_flat(run) for run in runs])
+
+    def finish(self, details: dict[str, bytes | int]) -> None:
+        """Nothing: no pull has anything of its own."""
+
+
+class TcpImport:
+    """The receiver's end: receives straight into the cache where it is host memory."""
+
+    name = "tcp"
+    needs_confirmation = False
+
+    def reaches(self, ticket: Ticket) -> bool:  # noqa: ARG002
+        """Always: the side channel is reached, or nothing is."""
+        return True
+
+    def fetch(
+        self,
+        link: Link,
+        grant: Grant,  # noqa: ARG002
+        landing: Landing,
+        renew: Callable[[], None],  # noqa: ARG002
+    ) -> None:
+        """Receive until every block is there."""
+        landing.verify(expect_checksums(link, len(landing)))
+        arrived = 0
+        while arrived < len(landing):
+            count = expect(link, Data).blocks
+            if not 0 < count <= len(landing) - arrived:
+                raise TransferError(Reason.PROTOCOL, f"{count} blocks after {arrived}")
+            for first, size in landing.chunks(arrived, arrived + count):
+                targets = landing.targets(first, size)
+                link.receive_into([_flat(run) for run in targets])
+                landing.accept(first, targets)
+            arrived += count
+
+    def sweep(self) -> None:
+        """Nothing is kept between pulls."""
+
+    def close(self) -> None:
+        """Nothing is kept between pulls."""
+
+
+def _flat(run: Bytes) -> memoryview:
+    return run.reshape(-1).data

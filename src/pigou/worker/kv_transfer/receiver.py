@@ -14,13 +14,11 @@ import numpy as np
 from pigou.background import Background
 from pigou.kv import xxh3
 from pigou.request import Ints
-from pigou.worker.kv_transfer.backends import Import
+from pigou.worker.config import TransferConfig
+from pigou.worker.kv_transfer.backends import Import, ShmImport, TcpImport
 from pigou.worker.kv_transfer.block_store import BlockStore
-from pigou.worker.kv_transfer.config import TransferConfig
 from pigou.worker.kv_transfer.pull import Puller
 from pigou.worker.kv_transfer.result import Outcome, Reason, Stats, Tally, TransferError
-from pigou.worker.kv_transfer.shm import ShmImport
-from pigou.worker.kv_transfer.tcp import TcpImport
 from pigou.worker.kv_transfer.transfer_params import read_ticket
 
 log = logging.getLogger(__name__)

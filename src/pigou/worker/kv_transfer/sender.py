@@ -11,15 +11,12 @@ from typing import Any
 from pigou.background import Background
 from pigou.kv import xxh3
 from pigou.request import SECOND, Ints
-from pigou.worker.kv_transfer.backends import Export
+from pigou.worker.config import TransferConfig
+from pigou.worker.kv_transfer.backends import Export, ShmExport, StagedShmExport, TcpExport
 from pigou.worker.kv_transfer.block_store import BlockStore, SharedMemory, checksums_in, host_id
-from pigou.worker.kv_transfer.config import TransferConfig
 from pigou.worker.kv_transfer.lease import LeaseTable, Offer
 from pigou.worker.kv_transfer.result import Stats, Tally
-from pigou.worker.kv_transfer.shm import ShmExport
 from pigou.worker.kv_transfer.side_channel_server import SideChannel
-from pigou.worker.kv_transfer.staged import StagedShmExport
-from pigou.worker.kv_transfer.tcp import TcpExport
 from pigou.worker.kv_transfer.transfer_params import Ticket, signed
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,8 @@ Decline   ------------------->          instead of Open: release, nothing is wan
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import socket
 import struct
 import time
@@ -27,8 +29,11 @@ from contextlib import suppress
 from typing import TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 
+from pigou.kv.checksum import Checksums
 from pigou.request import SECOND
+from pigou.wire.fleet_secret import FleetSecret
 from pigou.worker.kv_transfer.result import Reason, TransferError
 
 #: Longest frame that a sender reads.
@@ -246,3 +251,83 @@ def _failure(error: OSError) -> TransferError:
     if isinstance(error, TimeoutError):
         return TransferError(Reason.TIMEOUT, "the peer fell silent")
     return TransferError(Reason.CUT, str(error))
+
+
+_Reply = TypeVar("_Reply", bound=Reply)
+
+
+def expect(link: Link, kind: type[_Reply], limit: int = 4096) -> _Reply:
+    """Receive a frame of this kind, of at most `limit` bytes.
+
+    Raises:
+        TransferError: the reason of a Refuse, PROTOCOL for any other frame, CUT, TIMEOUT.
+    """
+    reply = link.receive(REPLIES, limit)
+    if isinstance(reply, Refuse):
+        known = reply.reason in set(Reason)
+        reason = Reason(reply.reason) if known else Reason.PROTOCOL
+        raise TransferError(reason, reply.detail[:500])
+    if not isinstance(reply, kind):
+        raise TransferError(Reason.PROTOCOL, f"{type(reply).__name__} out of turn")
+    return reply
+
+
+def expect_checksums(link: Link, count: int) -> Checksums:
+    """Receive the checksums of `count` blocks.
+
+    Raises:
+        TransferError: as `expect`.
+    """
+    raw = expect(link, ChecksumsFrame, 4096 + 8 * count).xxh3
+    if len(raw) != 8 * count:
+        raise TransferError(Reason.PROTOCOL, f"{len(raw)} bytes of checksums for {count} blocks")
+    return np.frombuffer(raw, dtype="<u8").astype(np.uint64)
+
+
+_NONCE_BYTES = 32
+_LEAST, _MOST = 16, 64
+
+
+def transfer_key(secret: FleetSecret) -> bytes:
+    """Return the key by which tickets and side channels of a fleet are authenticated."""
+    return secret.key("kv-transfer")
+
+
+def prove_as_receiver(link: Link, key: bytes) -> None:
+    """Prove to a sender that the key is known here, once it has proved the same.
+
+    Raises:
+        TransferError: UNPROVEN, when it has not; or as `expect`.
+    """
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    link.send(Hello(mine))
+    challenge = expect(link, Challenge)
+    if not hmac.compare_digest(challenge.mac, _mac(key, b"sender", mine, challenge.nonce)):
+        raise TransferError(Reason.UNPROVEN, "the sender does not know the fleet's secret")
+    link.send(Proof(_mac(key, b"receiver", mine, challenge.nonce)))
+
+
+def prove_as_sender(link: Link, key: bytes) -> None:
+    """Let a receiver prove that it knows the key, before it is answered anything else.
+
+    Raises:
+        TransferError: UNPROVEN, when it does not; or as `Link.receive`.
+    """
+    hello = link.receive(REQUESTS, MAX_REQUEST)
+    if not isinstance(hello, Hello) or not _LEAST <= len(hello.nonce) <= _MOST:
+        raise TransferError(
+            Reason.UNPROVEN, "this sender serves who knows the fleet's secret, and no other"
+        )
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    link.send(Challenge(mine, _mac(key, b"sender", hello.nonce, mine)))
+    proof = link.receive(REQUESTS, MAX_REQUEST)
+    good = isinstance(proof, Proof) and hmac.compare_digest(
+        proof.mac, _mac(key, b"receiver", hello.nonce, mine)
+    )
+    if not good:
+        raise TransferError(Reason.UNPROVEN, "the receiver does not know the fleet's secret")
+
+
+def _mac(key: bytes, role: bytes, receiver: bytes, sender: bytes) -> bytes:
+    parts = (role, receiver, sender)
+    return hmac.digest(key, b"".join(len(p).to_bytes(2) + p for p in parts), "sha256")

@@ -13,9 +13,8 @@ from pigou.background import Background
 from pigou.kv import checksum
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND
-from pigou.worker.kv_transfer.auth import prove_as_sender
+from pigou.worker.config import TransferConfig
 from pigou.worker.kv_transfer.backends import Export
-from pigou.worker.kv_transfer.config import TransferConfig
 from pigou.worker.kv_transfer.lease import LeaseTable, Offer
 from pigou.worker.kv_transfer.result import Reason, Tally, TransferError
 from pigou.worker.kv_transfer.side_channel_protocol import (
@@ -32,6 +31,7 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
     Refuse,
     Renew,
     Request,
+    prove_as_sender,
 )
 
 log = logging.getLogger(__name__)
