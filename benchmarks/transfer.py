@@ -31,12 +31,12 @@ from benchmarks.common import machine
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND
 from pigou.worker.kv_transfer import (
-    HostStore,
-    Outcome,
+    HostBlockStore,
     Receiver,
     Sender,
     SharedMemory,
     TransferConfig,
+    TransferResult,
 )
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)
@@ -60,7 +60,7 @@ def serve(block_bytes: int, blocks: int) -> None:
     rows = memory.buffer.reshape(blocks, block_bytes)
     rows[:] = np.random.default_rng(0).integers(0, 256, block_bytes, dtype=np.uint8)
     config = TransferConfig(lease=120 * SECOND)
-    sender = Sender(HostStore(layout(block_bytes), rows), lambda _: None, config, memory)
+    sender = Sender(HostBlockStore(layout(block_bytes), rows), lambda _: None, config, memory)
     print("ready", flush=True)
     for line in sys.stdin:
         request, count = line.split()
@@ -107,10 +107,10 @@ def sender_process(
 def pull(receiver: Receiver, params: Any, count: int) -> float:
     """Pull, and return when that was done."""
     done = threading.Event()
-    outcomes: list[Outcome] = []
+    outcomes: list[TransferResult] = []
     ended = [0.0]
 
-    def finished(outcome: Outcome) -> None:
+    def finished(outcome: TransferResult) -> None:
         ended[0] = time.monotonic()
         outcomes.append(outcome)
         done.set()
@@ -144,7 +144,7 @@ def measure(
     os.sched_setaffinity(0, ours)
     rows = np.zeros((blocks, block_bytes), dtype=np.uint8)
     source = np.ones_like(rows)
-    store = HostStore(layout(block_bytes), rows)
+    store = HostBlockStore(layout(block_bytes), rows)
     receivers = {name: Receiver(store, TransferConfig(backends=(name,))) for name in BACKENDS}
     kinds = ("memcpy", *BACKENDS)
     seconds: dict[int, dict[str, Any]] = {size: {kind: [] for kind in kinds} for size in sizes}

@@ -19,7 +19,7 @@ from tests.e2e.fleet import Fleet, alive
 
 from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.prefill_decode_legs import leg_one, leg_two
-from pigou.worker.kv_transfer.transfer_params import Ticket, signed
+from pigou.worker.kv_transfer.transfer_params import TransferParams, signed
 
 LONG = [6 + i % 900 for i in range(800)]  # 0.4 s of prompt for the sleeping prefill worker
 
@@ -194,7 +194,7 @@ def test_a_transfer_that_is_cut_in_the_middle_changes_no_token(real: Fleet, most
     ticket = first.complete(**leg_one(asked, chat=False))["kv_transfer_params"]
     cut = Cut((ticket["remote_host"], ticket["remote_port"]), most)
     cut.start()
-    moved = msgspec.convert(ticket | {"remote_port": cut.port}, Ticket)
+    moved = msgspec.convert(ticket | {"remote_port": cut.port}, TransferParams)
     moved = signed(moved, FleetSecret(SECRET).key("kv-transfer"))
     reply = second.complete(**leg_two(asked, moved.to_params()))
     cut.listener.close()

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import pytest
 
 from pigou.wire.errors import APIError
-from pigou.wire.request_body import OffLoop
+from pigou.wire.request_body import FairThreadPool
 
 
 @contextmanager
-def occupied(threads: int = 1, most: int = 64) -> Iterator[tuple[OffLoop, threading.Event]]:
-    """Give an `OffLoop` whose work waits for an event, and that event."""
-    work, go = OffLoop(threads, most), threading.Event()
+def occupied(threads: int = 1, most: int = 64) -> Iterator[tuple[FairThreadPool, threading.Event]]:
+    """Give an `FairThreadPool` whose work waits for an event, and that event."""
+    work, go = FairThreadPool(threads, most), threading.Event()
     try:
         yield work, go
     finally:
@@ -24,7 +24,9 @@ def occupied(threads: int = 1, most: int = 64) -> Iterator[tuple[OffLoop, thread
         work.close()
 
 
-async def begin(work: OffLoop, tenant: str, call: Callable[[], object]) -> asyncio.Task[object]:
+async def begin(
+    work: FairThreadPool, tenant: str, call: Callable[[], object]
+) -> asyncio.Task[object]:
     task = asyncio.create_task(work.run(tenant, call))
     await asyncio.sleep(0)
     return task

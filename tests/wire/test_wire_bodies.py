@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from pigou.sampling import Grammar
 from pigou.wire import openai_replies, request_validation
 from pigou.wire.errors import REFUSED, APIError
-from pigou.wire.openai_replies import Chunk, Stream
+from pigou.wire.openai_replies import ReplyChunk, StreamEncoder
 from pigou.wire.openai_requests import WITHOUT_MEANING, ChatRequest, decode_chat, decode_completion
 from pigou.wire.prefill_decode_legs import asks_to_hold, leg_one, leg_two, offers_blocks, ticket
-from pigou.wire.sampling_params import Defaults, Limits, sampling_params
+from pigou.wire.sampling_params import Defaults, ModelLimits, sampling_params
 from pigou.wire.structured_output import grammar
 
-LIMITS = Limits(max_model_len=100, vocab_size=50)
+LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
 
 
 def completion(**fields: Any) -> Any:
@@ -137,8 +137,8 @@ def test_both_ways_to_ask_for_structure_mean_a_grammar(fields: Any, grammar: Any
 @given(st.text(max_size=20), st.integers(0, 3), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_the_quick_chunk_is_the_full_one(text: str, index: int, chat: bool) -> None:
-    stream = Stream("id", 7, 'a "name"', chat=chat)
-    quick, full = stream.text(index, text), stream.chunk(index, Chunk(text))
+    stream = StreamEncoder("id", 7, 'a "name"', chat=chat)
+    quick, full = stream.text(index, text), stream.chunk(index, ReplyChunk(text))
     parsed = [json.loads(data.removeprefix(b"data: ")) for data in (quick, full)]
     assert parsed[0] == parsed[1]
     assert quick.count(b"\n\n") == 1

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 from pigou.wire.kv_event_decoding import (
     END_OF_REPLAY,
-    Batch,
     Cleared,
     EventError,
+    KVEventBatch,
     Removed,
     Stored,
     cleared_map,
@@ -42,7 +42,7 @@ def test_our_events_are_read_back() -> None:
         cleared_map(AllBlocksCleared()),
     ]
     low = (2, 2**64 - 1)
-    assert decode_batch(encode_batch(2.0, maps)) == Batch(
+    assert decode_batch(encode_batch(2.0, maps)) == KVEventBatch(
         2.0,
         (
             Stored(low, None, tuple(range(8)), 4, "GPU", "salt"),

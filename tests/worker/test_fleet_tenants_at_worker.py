@@ -13,7 +13,7 @@ from pigou.wire.fleet_secret import TENANT, FleetSecret
 from pigou.wire.openai_requests import decode_completion
 from pigou.worker.fleet_auth import fleet_guard, fleet_tenant
 from pigou.worker.served_model import ServedModel
-from pigou.worker.structured_output_pool import Shapes
+from pigou.worker.structured_output_pool import OutputConstraints
 
 SECRET = FleetSecret("a secret of the fleet, long enough")
 
@@ -37,7 +37,7 @@ class Recorder:
 
 def turns(tenant: str, *salts: str | None) -> list[str]:
     source = Recorder()
-    shapes = Shapes(source, cast(ServedModel, None), flexible=False)
+    shapes = OutputConstraints(source, cast(ServedModel, None), flexible=False)
 
     async def main() -> None:
         for salt in salts:

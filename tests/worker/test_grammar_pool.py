@@ -14,8 +14,12 @@ from pigou.models import bundled_path
 from pigou.runtime.errors import GrammarError
 from pigou.runtime.grammar import Grammars, read_grammars
 from pigou.sampling import Grammar
-from pigou.worker.structured_output_pool import MAX_QUEUED_PER_TENANT, CompileQueueFull, GrammarPool
-from pigou.worker.structured_output_sandbox import GrammarTrials
+from pigou.worker.structured_output_pool import (
+    MAX_QUEUED_PER_TENANT,
+    CompileQueueFull,
+    GrammarCompilePool,
+)
+from pigou.worker.structured_output_sandbox import GrammarSandbox
 
 VOCAB, ENDS = 2560, frozenset({1})
 
@@ -55,10 +59,12 @@ def grammars() -> Grammars:
     return read_grammars(bundled_path(), VOCAB, ENDS)
 
 
-def run(law: Callable[[GrammarPool, Gate], Coroutine[Any, Any, None]], threads: int = 1) -> None:
+def run(
+    law: Callable[[GrammarCompilePool, Gate], Coroutine[Any, Any, None]], threads: int = 1
+) -> None:
     async def main() -> None:
         gate = Gate()
-        pool = GrammarPool(grammars, lambda: gate, threads)
+        pool = GrammarCompilePool(grammars, lambda: gate, threads)
         try:
             await law(pool, gate)
         finally:
@@ -67,7 +73,7 @@ def run(law: Callable[[GrammarPool, Gate], Coroutine[Any, Any, None]], threads: 
     asyncio.run(main())
 
 
-def ask(pool: GrammarPool, tenant: str, source: str) -> asyncio.Task[Any]:
+def ask(pool: GrammarCompilePool, tenant: str, source: str) -> asyncio.Task[Any]:
     return asyncio.ensure_future(pool.prepare(Grammar("regex", source), tenant, 1))
 
 
@@ -80,7 +86,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def test_tenants_take_turns_however_many_grammars_one_of_them_sends() -> None:
-    async def law(pool: GrammarPool, gate: Gate) -> None:
+    async def law(pool: GrammarCompilePool, gate: Gate) -> None:
         tasks = [ask(pool, "many", f"a{i}") for i in range(8)]
         await until(lambda: gate.begun == ["a0"])
         tasks.append(ask(pool, "one", "b"))
@@ -94,7 +100,7 @@ def test_tenants_take_turns_however_many_grammars_one_of_them_sends() -> None:
 
 
 def test_one_tenant_never_takes_all_threads() -> None:
-    async def law(pool: GrammarPool, gate: Gate) -> None:
+    async def law(pool: GrammarCompilePool, gate: Gate) -> None:
         first = [ask(pool, "many", f"a{i}") for i in range(4)]
         await until(lambda: gate.begun == ["a0"])
         other = ask(pool, "one", "b")
@@ -106,7 +112,7 @@ def test_one_tenant_never_takes_all_threads() -> None:
 
 
 def test_a_grammar_that_nobody_waits_for_leaves_the_queue_and_its_trial_is_killed() -> None:
-    async def law(pool: GrammarPool, gate: Gate) -> None:
+    async def law(pool: GrammarCompilePool, gate: Gate) -> None:
         under_way, queued = ask(pool, "t", "a0"), ask(pool, "t", "a1")
         await until(lambda: gate.begun == ["a0"] and pool.queued == 1)
         queued.cancel()
@@ -121,7 +127,7 @@ def test_a_grammar_that_nobody_waits_for_leaves_the_queue_and_its_trial_is_kille
 
 
 def test_a_tenant_with_a_full_queue_is_refused_and_others_are_not() -> None:
-    async def law(pool: GrammarPool, gate: Gate) -> None:
+    async def law(pool: GrammarCompilePool, gate: Gate) -> None:
         tasks = [ask(pool, "many", "a")]
         await until(lambda: gate.begun == ["a"])
         tasks += [ask(pool, "many", f"a{i}") for i in range(MAX_QUEUED_PER_TENANT)]
@@ -137,7 +143,7 @@ def test_a_tenant_with_a_full_queue_is_refused_and_others_are_not() -> None:
 
 
 def test_a_faulty_grammar_is_remembered_and_a_good_one_is_tried_once() -> None:
-    async def law(pool: GrammarPool, gate: Gate) -> None:
+    async def law(pool: GrammarCompilePool, gate: Gate) -> None:
         gate.open()
         for _ in range(3):
             with pytest.raises(ValueError, match="it is bad"):
@@ -149,7 +155,7 @@ def test_a_faulty_grammar_is_remembered_and_a_good_one_is_tried_once() -> None:
 
 
 def test_a_panic_of_the_library_is_answered() -> None:
-    async def law(pool: GrammarPool, gate: Gate) -> None:
+    async def law(pool: GrammarCompilePool, gate: Gate) -> None:
         gate.open()
         with pytest.raises(ValueError, match="index out of bounds"):
             await pool.prepare(Grammar("regex", "panic"), "t", 1)
@@ -159,8 +165,8 @@ def test_a_panic_of_the_library_is_answered() -> None:
 
 
 @pytest.fixture(scope="module")
-def trials() -> Iterator[GrammarTrials]:
-    made = GrammarTrials(bundled_path() / "tokenizer.json", VOCAB, ENDS)
+def trials() -> Iterator[GrammarSandbox]:
+    made = GrammarSandbox(bundled_path() / "tokenizer.json", VOCAB, ENDS)
     yield made
     made.close()
 
@@ -180,7 +186,7 @@ CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(4000
     ids=["deep chain", "ambiguous", "regex", "type", "brackets"],
 )
 def test_a_grammar_that_crashes_or_overruns_is_refused_and_the_next_is_served(
-    trials: GrammarTrials, grammar: Grammar
+    trials: GrammarSandbox, grammar: Grammar
 ) -> None:
     with pytest.raises(GrammarError):
         trials.try_grammar(grammar)
@@ -199,7 +205,7 @@ def test_a_warm_pool_has_read_the_tokenizer_and_reads_it_no_more() -> None:
     async def main() -> None:
         gate = Gate()
         gate.open()
-        pool = GrammarPool(make, lambda: gate, 1)
+        pool = GrammarCompilePool(make, lambda: gate, 1)
         pool.warm_up()
         assert made == [1]
         await asyncio.gather(
@@ -219,7 +225,7 @@ def test_a_tokenizer_that_grammars_cannot_use_is_read_once_and_told_each_time() 
         raise GrammarError("the tokenizer cannot be used for grammars: it is odd")
 
     async def main() -> None:
-        pool = GrammarPool(make, Gate, 1)
+        pool = GrammarCompilePool(make, Gate, 1)
         pool.warm_up()
         for i in range(3):
             with pytest.raises(ValueError, match="it is odd"):

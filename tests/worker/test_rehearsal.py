@@ -18,7 +18,7 @@ from pigou.engine.rehearsal import CONTEXT, STEPS, scenes
 from pigou.request import SECOND
 from pigou.worker.build import build
 from pigou.worker.config import WorkerConfig
-from pigou.worker.mock_worker import SleepingBackend, TimingLaw
+from pigou.worker.mock_worker import MockBackend, TimingLaw
 from pigou.worker.startup import rehearse
 
 LAW = TimingLaw(base=2_000_000, per_sequence=100_000, prefill_rate=100_000.0)
@@ -41,8 +41,8 @@ def clock() -> Iterator[Clock]:
         yield clock
 
 
-def sleeper(law: TimingLaw = LAW, size: int = 16) -> SleepingBackend:
-    return SleepingBackend(law, size, 100, frozenset())
+def sleeper(law: TimingLaw = LAW, size: int = 16) -> MockBackend:
+    return MockBackend(law, size, 100, frozenset())
 
 
 def check_empty(core: EngineCore) -> None:

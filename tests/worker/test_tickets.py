@@ -11,15 +11,20 @@ from hypothesis import strategies as st
 from pigou.kv.hashing import chain
 from pigou.request import no_hashes
 from pigou.wire.errors import APIError
-from pigou.worker.kv_transfer.transfer_params import Ticket, checked_ticket, hash_text, signed
+from pigou.worker.kv_transfer.transfer_params import (
+    TransferParams,
+    checked_transfer_params,
+    hash_text,
+    signed,
+)
 
 KEY = b"k" * 32
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=24)
 SEEDS = st.sampled_from([b"one", b"two", b"three"])
 
 
-def _ticket(tokens: list[int], seed: bytes, blocks: int, size: int = 4) -> Ticket:
-    return Ticket(
+def _ticket(tokens: list[int], seed: bytes, blocks: int, size: int = 4) -> TransferParams:
+    return TransferParams(
         remote_engine_id="e", remote_request_id="r", remote_host="127.0.0.1", remote_port=1,
         remote_host_id="h", remote_num_tokens=blocks * size, remote_block_size=size,
         remote_layout="l", remote_secret="s", remote_backends=["tcp"], remote_lease_seconds=1.0,
@@ -41,7 +46,7 @@ def test_a_ticket_is_taken_for_its_own_prompt_and_tenure_alone(
     params = signed(_ticket(made, by, count), KEY).to_params()
     hashes = chain(asked, 4, under) if known else no_hashes()
     own = by == under and asked[: count * 4] == made[: count * 4]
-    assert (checked_ticket(params, KEY, asked, hashes, under) is not None) == own
+    assert (checked_transfer_params(params, KEY, asked, hashes, under) is not None) == own
 
 
 SIGNED = ("remote_host", "remote_port", "remote_secret", "remote_num_tokens", "remote_last_hash",
@@ -54,12 +59,12 @@ def test_a_ticket_that_was_altered_is_refused_with_a_log(
 ) -> None:
     tokens = list(range(16))
     params = signed(_ticket(tokens, b"one", 2), KEY).to_params()
-    assert checked_ticket(params, KEY, tokens, no_hashes(), b"one") is not None
+    assert checked_transfer_params(params, KEY, tokens, no_hashes(), b"one") is not None
     other = {"remote_port": 2, "remote_num_tokens": 4, "remote_mac": "0" * 64,
              "remote_last_hash": "0" * 32}  # fmt: skip
     with caplog.at_level(logging.WARNING):
         altered = params | {field: other.get(field, "other")}
-        assert checked_ticket(altered, KEY, tokens, no_hashes(), b"one") is None
+        assert checked_transfer_params(altered, KEY, tokens, no_hashes(), b"one") is None
     assert "is not signed by this fleet" in caplog.text
 
 
@@ -67,16 +72,16 @@ def test_a_ticket_that_was_altered_is_refused_with_a_log(
 def test_a_ticket_of_another_fleet_or_of_none_is_refused(key: bytes) -> None:
     tokens = list(range(16))
     params = signed(_ticket(tokens, b"one", 2), key).to_params()
-    assert checked_ticket(params, KEY, tokens, no_hashes(), b"one") is None
+    assert checked_transfer_params(params, KEY, tokens, no_hashes(), b"one") is None
 
 
 def test_the_flag_that_the_gateway_sets_leaves_a_ticket_good() -> None:
     tokens = list(range(16))
     params = signed(_ticket(tokens, b"one", 2), KEY).to_params() | {"do_remote_decode": True}
-    assert checked_ticket(params, KEY, tokens, no_hashes(), b"one") is not None
+    assert checked_transfer_params(params, KEY, tokens, no_hashes(), b"one") is not None
 
 
 def test_what_is_no_ticket_is_a_bad_request() -> None:
     with pytest.raises(APIError) as bad:
-        checked_ticket({"do_remote_prefill": True}, KEY, [1], no_hashes(), b"one")
+        checked_transfer_params({"do_remote_prefill": True}, KEY, [1], no_hashes(), b"one")
     assert (bad.value.status, bad.value.param) == (400, "kv_transfer_params")

@@ -18,7 +18,7 @@ from pigou.worker.build import build
 from pigou.worker.commands import Abort, Add, ClearCache, Report, Stop
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread import EngineThread
-from pigou.worker.kv_offload import WorkerTiers
+from pigou.worker.kv_offload import OffloadConnector
 from pigou.worker.kv_transfers import NoTransfers
 
 SEED = b"burst"
@@ -52,7 +52,7 @@ class Burst:
         )
         self.thread.rest = parts.rest
         self.thread.transfers = NoTransfers(self.thread.put)
-        self.tiers = WorkerTiers(parts.core.tiers, *parts.tiers, self.thread.put)
+        self.tiers = OffloadConnector(parts.core.tiers, *parts.tiers, self.thread.put)
         self.thread.tiers = self.tiers
         self.tiers.recover()
         self.thread.start()

@@ -24,8 +24,8 @@ from pigou.worker.commands import Abort, Add, Report, Stop
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread import EngineThread
 from pigou.worker.kv_transfers import NoTransfers
-from pigou.worker.mock_worker import SleepingBackend, TimingLaw
-from pigou.worker.process import WorkerProcess
+from pigou.worker.mock_worker import MockBackend, TimingLaw
+from pigou.worker.process import WorkerServer
 
 
 class Engine:
@@ -36,7 +36,7 @@ class Engine:
         self.core = EngineCore(config)
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.crashes: list[BaseException] = []
-        backend = SleepingBackend(TimingLaw(2_000_000, 0, 1e9), 16, 100, frozenset())
+        backend = MockBackend(TimingLaw(2_000_000, 0, 1e9), 16, 100, frozenset())
         self.thread = EngineThread(
             self.core, backend, self.reports.put, self.crashes.append, events=True
         )
@@ -118,7 +118,7 @@ def test_a_taken_id_is_refused_and_its_owner_goes_on(engine: Engine) -> None:
         reports.append(engine.reports.get(timeout=20))
 
 
-class Crashing(SleepingBackend):
+class Crashing(MockBackend):
     """A backend whose second step fails."""
 
     steps = 0
@@ -141,7 +141,7 @@ def test_a_dead_engine_ends_streams_with_an_error_and_the_process(
     parts = replace(parts, backend=Crashing(law, 16, 300, frozenset(), first=10))
 
     async def main() -> tuple[str, int, int]:
-        process = WorkerProcess(config, parts)
+        process = WorkerServer(config, parts)
         serving = asyncio.create_task(process.serve())
         while process._listener is None:
             await asyncio.sleep(0.01)

@@ -11,8 +11,8 @@ from worker_process import Worker
 
 from pigou.wire.kv_event_decoding import (
     END_OF_REPLAY,
-    Batch,
     Cleared,
+    KVEventBatch,
     Removed,
     Stored,
     decode_batch,
@@ -34,7 +34,7 @@ class Subscriber:
         self.replay.connect(source["replay_endpoint"])
         time.sleep(0.3)  # a subscription takes a moment to arrive
 
-    def take(self) -> tuple[int, Batch]:
+    def take(self) -> tuple[int, KVEventBatch]:
         assert self.sub.poll(SECONDS), "no event came"
         topic, number, payload = self.sub.recv_multipart()
         assert topic == b"kv"
@@ -42,7 +42,7 @@ class Subscriber:
         assert at is not None
         return at, decode_batch(payload)
 
-    def past(self, start: int) -> list[tuple[int, Batch]]:
+    def past(self, start: int) -> list[tuple[int, KVEventBatch]]:
         self.replay.send_multipart([b"", sequence_frame(start)])
         found = []
         while True:

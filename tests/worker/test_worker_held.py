@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.worker.commands import Add
-from pigou.worker.engine_client import Held
+from pigou.worker.engine_client import WaitingSequences
 
 
 def add(name: str) -> Add:
@@ -20,7 +20,7 @@ def add(name: str) -> Add:
 def test_no_more_of_one_reply_are_inside_than_may_be_and_each_gets_its_turn(
     most: int, replies: list[int], data: Any
 ) -> None:
-    held, inside, went = Held(most), dict.fromkeys(range(4), 0), 0
+    held, inside, went = WaitingSequences(most), dict.fromkeys(range(4), 0), 0
     for number, reply in enumerate(replies):
         if held.enters(reply, add(str(number))):
             inside[reply] += 1
@@ -39,7 +39,7 @@ def test_no_more_of_one_reply_are_inside_than_may_be_and_each_gets_its_turn(
 
 
 def test_what_is_dropped_does_not_come_back() -> None:
-    held = Held(1)
+    held = WaitingSequences(1)
     assert held.enters(1, add("a"))
     assert not held.enters(1, add("b"))
     assert [cast(Any, each).name for each in held.drop(1)] == ["b"]

@@ -18,14 +18,14 @@ from pigou.runtime.outputs import StepOutput
 from pigou.worker.backend import OnStep
 from pigou.worker.build import build
 from pigou.worker.config import WorkerConfig
-from pigou.worker.mock_worker import SleepingBackend, TimingLaw
-from pigou.worker.process import WorkerProcess
+from pigou.worker.mock_worker import MockBackend, TimingLaw
+from pigou.worker.process import WorkerServer
 
 #: A prompt that begins with this letter meets the fault.
 BAD = "Z"
 
 
-class Faulty(SleepingBackend):
+class Faulty(MockBackend):
     """Fails where it is told to, for prompts that begin with `BAD`, and blocks while told to."""
 
     place = ""
@@ -80,7 +80,7 @@ class Ground:
         parts = build(config)
         self.backend = Faulty(TimingLaw(5_000_000, 0, 1e9), 16, 300, frozenset(), first=10)
         self.backend.prepare(parts.model.tokenizer.encode(BAD)[0])
-        self.process = WorkerProcess(config, replace(parts, backend=self.backend))
+        self.process = WorkerServer(config, replace(parts, backend=self.backend))
         self.core = parts.core
 
     async def __aenter__(self) -> aiohttp.ClientSession:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from tests.gateway.metric_rules import CONTRACT, complaints, promtool_complaints
 
-from pigou.worker.metrics import Metrics
+from pigou.worker.metrics import WorkerMetrics
 
 
 def _page() -> str:
-    return Metrics("m", 2048, {"block_size": "16"}, 64).page().decode()
+    return WorkerMetrics("m", 2048, {"block_size": "16"}, 64).page().decode()
 
 
 def test_a_workers_own_names_keep_promtools_rules_and_the_contracts_are_the_exceptions() -> None:

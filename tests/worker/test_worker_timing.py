@@ -22,7 +22,7 @@ from pigou.sim.simulate import Setup, Simulation
 from pigou.sim.timing import Batch
 from pigou.sim.timings import build_timing
 from pigou.sim.workload import Job, OpenLoop, Session
-from pigou.worker.mock_worker import CATCH_UP, Link, SleepingBackend
+from pigou.worker.mock_worker import CATCH_UP, MockBackend, SimulatedLink
 
 LAW = "law:itl_a=0.004,itl_b=0.0003,prefill=0.002,prefill_token=0.00001"
 LENGTHS = [(100, 9), (700, 3), (33, 20)]
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def run(clock: Clock, between: int = 0) -> int:
     """Serve all lengths on one core, with time lost between steps; when the last step ended."""
     core = EngineCore(EngineConfig(blocks=512, max_model_len=1024, max_repeat=8))
-    backend = SleepingBackend(build_timing(LAW, "", "", 1).timing, 16, 1000, frozenset())
+    backend = MockBackend(build_timing(LAW, "", "", 1).timing, 16, 1000, frozenset())
     for number, (prompt, output) in enumerate(LENGTHS):
         name = str(number)
         tokens = [number + 1] * prompt
@@ -77,7 +77,7 @@ def test_a_machine_that_does_not_keep_up_is_late(clock: Clock) -> None:
 
 def test_a_rest_is_no_part_of_a_step(clock: Clock) -> None:
     core = EngineCore(EngineConfig(blocks=64))
-    backend = SleepingBackend(build_timing(LAW, "", "", 1).timing, 16, 1000, frozenset())
+    backend = MockBackend(build_timing(LAW, "", "", 1).timing, 16, 1000, frozenset())
     for name in ("a", "b"):
         backend.add(name, [1] * 32, SamplingParams(max_tokens=1), seed=b"")
         core.add(Request(name, 32, 1))
@@ -93,7 +93,7 @@ def test_a_rest_is_no_part_of_a_step(clock: Clock) -> None:
 def test_every_step_takes_what_the_timing_model_says(clock: Clock) -> None:
     core = EngineCore(EngineConfig(blocks=64, max_repeat=8))
     timing = build_timing(LAW, "", "", 1).timing
-    backend = SleepingBackend(timing, 16, 1000, frozenset())
+    backend = MockBackend(timing, 16, 1000, frozenset())
     backend.add("a", [1] * 20, SamplingParams(max_tokens=9), seed=b"")
     core.add(Request("a", 20, 9))
     core.apply(plan := core.schedule(clock.now), backend.execute(plan))
@@ -105,7 +105,7 @@ def test_every_step_takes_what_the_timing_model_says(clock: Clock) -> None:
 
 
 def test_a_link_carries_one_load_after_another() -> None:
-    link = Link(LinkConfig(gbps=8.0, latency_us=50.0, sharing="fifo"), block_bytes=1000)
+    link = SimulatedLink(LinkConfig(gbps=8.0, latency_us=50.0, sharing="fifo"), block_bytes=1000)
     assert link.send(10, 0) == 10_000 + 50_000
     assert link.send(1, 4_000) == 11_000 + 50_000
     assert link.send(1, 90_000) == 91_000 + 50_000
@@ -113,7 +113,7 @@ def test_a_link_carries_one_load_after_another() -> None:
 
 
 def test_what_is_on_a_link_when_it_closes_still_arrives() -> None:
-    link = Link(LinkConfig(sharing="fifo"), block_bytes=0)
+    link = SimulatedLink(LinkConfig(sharing="fifo"), block_bytes=0)
     first, second = threading.Event(), threading.Event()
     link.at(0, first.set)
     assert first.wait(20)

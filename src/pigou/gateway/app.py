@@ -47,7 +47,7 @@ from pigou.wire.errors import APIError, bad_request
 from pigou.wire.json_limits import SMALL, read_fields
 from pigou.wire.openai_replies import model_card
 from pigou.wire.openai_requests import without_bom
-from pigou.wire.request_body import OffLoop, no_interim_answer, read_json
+from pigou.wire.request_body import FairThreadPool, no_interim_answer, read_json
 from pigou.wire.request_id import HEADER as REQUEST_ID
 from pigou.wire.request_id import echo
 from pigou.wire.unknown_fields import HEADER as UNKNOWN
@@ -142,7 +142,7 @@ _PAGES = {
 class _Routes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._large = OffLoop()
+        self._large = FairThreadPool()
         board = gateway.board
         self._history = History(board, gateway.metrics, board.rows)
         self._sampling: asyncio.Task[None] | None = None

@@ -21,7 +21,7 @@ from pigou.gateway.speller import Speller, Unspellable, first_prompt
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import BlockKeys
 from pigou.text.folder import find_tokenizer
-from pigou.wire.request_body import OffLoop
+from pigou.wire.request_body import FairThreadPool
 
 _log = logging.getLogger("pigou.gateway")
 
@@ -82,7 +82,7 @@ class Prompts:
         self._ways: dict[str, tuple[Way, Way]] = {}
         self._warned: set[str] = set()
         self._finding = asyncio.Lock()
-        self._pool = OffLoop()
+        self._pool = FairThreadPool()
 
     def _ready(self, speller: Speller | None) -> Speller | None:
         if speller is not None:

@@ -53,7 +53,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class JsonSize:
     """Counts of a JSON text.
 
     Attributes:
@@ -95,11 +95,11 @@ def _measure(data: NDArray[np.uint8], out: NDArray[np.int64]) -> None:
     out[0], out[1], out[2] = commas, outer, deepest
 
 
-def measure(data: bytes | memoryview) -> Shape:
+def measure(data: bytes | memoryview) -> JsonSize:
     """Return the shape of a JSON text, valid or not; does not hold the interpreter lock."""
     out = np.zeros(3, dtype=np.int64)
     _measure(np.frombuffer(data, dtype=np.uint8), out)
-    return Shape(int(out[0]) + 1, int(out[1]) + 1, int(out[2]))
+    return JsonSize(int(out[0]) + 1, int(out[1]) + 1, int(out[2]))
 
 
 def is_deep(data: bytes) -> bool:
@@ -183,7 +183,7 @@ def _check_fields(fields: dict[str, msgspec.Raw], context: int) -> None:
             )
 
 
-def _check_ids(name: str, view: memoryview, shape: Shape, context: int) -> None:
+def _check_ids(name: str, view: memoryview, shape: JsonSize, context: int) -> None:
     """Check token ids, or several prompts."""
     if shape.depth == 0:
         return

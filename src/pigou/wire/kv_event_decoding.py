@@ -71,7 +71,7 @@ WireEvent: TypeAlias = Stored | Removed | Cleared
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class KVEventBatch:
     """Events that one engine step caused.
 
     Attributes:
@@ -154,7 +154,7 @@ def encode_batch(ts: float, events: list[dict[str, Any]], rank: int = 0) -> byte
     return _encoder.encode([ts, events, rank])
 
 
-def decode_batch(payload: bytes) -> Batch:
+def decode_batch(payload: bytes) -> KVEventBatch:
     """Decode a payload of vLLM, SGLang or Pigou, of either shape.
 
     Raises:
@@ -170,7 +170,7 @@ def decode_batch(payload: bytes) -> Batch:
         raise EventError(f"timestamp is {shown(raw[0])}; it must be a number")
     events = tuple(event for item in raw[1] if (event := read_event(item)) is not None)
     rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
-    return Batch(float(raw[0]), events, rank)
+    return KVEventBatch(float(raw[0]), events, rank)
 
 
 def sequence_frame(number: int) -> bytes:

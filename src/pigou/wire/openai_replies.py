@@ -24,7 +24,7 @@ class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class UsageInfo(msgspec.Struct):
     """Token counts of a reply: each prompt once, the outputs of all choices summed."""
 
     prompt_tokens: int
@@ -33,10 +33,10 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-def usage(prompt: int, completion: int, cached: int | None = None) -> Usage:
+def usage(prompt: int, completion: int, cached: int | None = None) -> UsageInfo:
     """Return the usage; `cached` are the prompt tokens that were not computed, None hides them."""
     details = None if cached is None else PromptTokensDetails(cached)
-    return Usage(prompt, prompt + completion, completion, details)
+    return UsageInfo(prompt, prompt + completion, completion, details)
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -188,7 +188,7 @@ def completion(
     model: str,
     choices: list[Json],
     *,
-    usage: Usage,
+    usage: UsageInfo,
     ticket: Json | None = None,
 ) -> bytes:
     """Encode a whole completion; `ticket` becomes `kv_transfer_params`."""
@@ -213,7 +213,7 @@ def chat_completion(
     model: str,
     choices: list[Json],
     *,
-    usage: Usage,
+    usage: UsageInfo,
     ticket: Json | None = None,
     prompt_token_ids: list[int] | None = None,
     prompt_logprobs: list[Json | None] | None = None,
@@ -236,7 +236,7 @@ def chat_completion(
     )
 
 
-class Chunk(msgspec.Struct):
+class ReplyChunk(msgspec.Struct):
     """What changes from chunk to chunk of one choice.
 
     Attributes:
@@ -257,10 +257,10 @@ class Chunk(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: Json | None = None
     prompt_token_ids: list[int] | None = None
-    usage: Usage | None = None
+    usage: UsageInfo | None = None
 
 
-class Stream:
+class StreamEncoder:
     """Encodes the chunks of one streamed reply (of one or more choices) as SSE frames."""
 
     __slots__ = ("_bare", "_chat", "_heads", "_open")
@@ -291,7 +291,7 @@ class Stream:
         """Return the frame of a chunk that holds nothing but text: the common case."""
         return self._head(index) + encode(text) + self._bare
 
-    def chunk(self, index: int, chunk: Chunk) -> bytes:
+    def chunk(self, index: int, chunk: ReplyChunk) -> bytes:
         """Return the frame of a chunk."""
         if chunk.delta is not None:
             parts = [b"data: ", self._open, b'{"index":', str(index).encode(), b',"delta":']
@@ -318,7 +318,7 @@ class Stream:
         self,
         index: int,
         prompt_token_ids: list[int] | None = None,
-        usage: Usage | None = None,
+        usage: UsageInfo | None = None,
     ) -> bytes:
         """Return the first frame of a chat choice, which says who speaks."""
         choice = {
@@ -332,7 +332,7 @@ class Stream:
             rest["usage"] = usage
         return frame(self._open + encode(choice) + b"]," + encode(rest)[1:])
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, usage: UsageInfo) -> bytes:
         """Return the frame that closes a stream with its usage."""
         rest = {"usage": usage, "system_fingerprint": FINGERPRINT}
         return frame(self._open + b"]," + encode(rest)[1:])

@@ -23,11 +23,11 @@ _B = TypeVar("_B")
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
-class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _OpenAIBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A JSON object that refuses what it does not know."""
 
 
-class StreamOptions(_Body):
+class StreamOptions(_OpenAIBody):
     """What a stream carries besides text."""
 
     include_usage: bool | None = None
@@ -35,7 +35,7 @@ class StreamOptions(_Body):
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(_Body):
+class JsonSchema(_OpenAIBody):
     """`json_schema` of a response format; `strict` is always on, output never leaves the schema."""
 
     name: str | None = None
@@ -44,14 +44,14 @@ class JsonSchema(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(_OpenAIBody):
     """OpenAI's way to ask for structured output."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(_OpenAIBody):
     """vLLM's way to ask for structured output: exactly one of the first five.
 
     Attributes:
@@ -71,7 +71,7 @@ class StructuredOutputs(_Body):
     whitespace_pattern: str | None = None
 
 
-class GenerationRequest(_Body, kw_only=True):
+class GenerationRequest(_OpenAIBody, kw_only=True):
     """What completions and chat requests have in common."""
 
     model: str | None = None
@@ -151,7 +151,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
 
 
-class TokenizeRequest(_Body, kw_only=True):
+class TokenizeRequest(_OpenAIBody, kw_only=True):
     """Body of `POST /tokenize`: `prompt`, or `messages` that the template renders first."""
 
     model: str | None = None
@@ -165,7 +165,7 @@ class TokenizeRequest(_Body, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Body, kw_only=True):
+class DetokenizeRequest(_OpenAIBody, kw_only=True):
     """Body of `POST /detokenize`."""
 
     tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]

@@ -111,7 +111,7 @@ _MOST_WAITING = 64
 _T = TypeVar("_T")
 
 
-class OffLoop:
+class FairThreadPool:
     """Runs work on threads; tenants that wait take turns."""
 
     def __init__(self, threads: int = _THREADS, most_waiting: int = _MOST_WAITING) -> None:

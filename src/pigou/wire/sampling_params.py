@@ -20,7 +20,7 @@ MIN_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ModelLimits:
     """What the model allows.
 
     Attributes:
@@ -46,7 +46,7 @@ class Defaults:
 def sampling_params(
     request: GenerationRequest,
     prompt_tokens: int,
-    limits: Limits,
+    limits: ModelLimits,
     defaults: Defaults,
     seed: int,
     grammar: Grammar | None = None,
@@ -141,7 +141,7 @@ def prompt_logprobs(request: GenerationRequest) -> int | None:
     return request.prompt_logprobs
 
 
-def _in_vocabulary(request: GenerationRequest, limits: Limits) -> list[int]:
+def _in_vocabulary(request: GenerationRequest, limits: ModelLimits) -> list[int]:
     ids = request.stop_token_ids or []
     for token in ids:
         if token >= limits.vocab_size:
@@ -152,7 +152,7 @@ def _in_vocabulary(request: GenerationRequest, limits: Limits) -> list[int]:
     return ids
 
 
-def _bias(request: GenerationRequest, limits: Limits) -> dict[int, float]:
+def _bias(request: GenerationRequest, limits: ModelLimits) -> dict[int, float]:
     bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
     for token in bias:
         if token >= limits.vocab_size:

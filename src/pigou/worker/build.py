@@ -23,12 +23,12 @@ from pigou.runtime.stores.device import Blocks
 from pigou.runtime.stores.mover import Mover
 from pigou.text.ends import within
 from pigou.text.tokenizer import Tokenizer
-from pigou.wire.sampling_params import Limits
+from pigou.wire.sampling_params import ModelLimits
 from pigou.worker.backend import Backend
 from pigou.worker.config import WorkerConfig
 from pigou.worker.kv_offload import TierParts, build_tiers
-from pigou.worker.kv_transfer import BlockStore, HostStore, SharedMemory, TransferConfig
-from pigou.worker.mock_worker import Link, SleepingBackend, Timed, TimingLaw, timed
+from pigou.worker.kv_transfer import BlockStore, HostBlockStore, SharedMemory, TransferConfig
+from pigou.worker.mock_worker import MockBackend, MockTimes, SimulatedLink, TimingLaw, timed
 from pigou.worker.served_model import (
     ServedModel,
     chat_template,
@@ -36,8 +36,8 @@ from pigou.worker.served_model import (
     seeds,
     tool_format,
 )
-from pigou.worker.structured_output_pool import GrammarPool, GrammarSource, NoGrammars
-from pigou.worker.structured_output_sandbox import GrammarTrials
+from pigou.worker.structured_output_pool import GrammarCompilePool, GrammarSource, NoGrammars
+from pigou.worker.structured_output_sandbox import GrammarSandbox
 
 if TYPE_CHECKING:
     from pigou.runtime.grammar import Grammars
@@ -55,7 +55,7 @@ _SLEEP_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class WorkerParts:
     """What a worker is made of.
 
     Attributes:
@@ -80,12 +80,12 @@ class Parts:
     meter: RateMeter | None
     grammars: GrammarSource
     rest: Callable[[], None] | None = None
-    link: Link | None = None
+    link: SimulatedLink | None = None
     tiers: tuple[list[str], Mover] | None = None
     rehearsed: tuple[Rehearsed, ...] = ()
 
 
-def build(config: WorkerConfig) -> Parts:
+def build(config: WorkerConfig) -> WorkerParts:
     """Load the model and make everything that computes.
 
     Raises:
@@ -127,7 +127,7 @@ def transfer_config(config: WorkerConfig, backends: tuple[str, ...]) -> Transfer
 # --- a real model -----------------------------------------------------------------------------
 
 
-def _build_torch(config: WorkerConfig) -> Parts:
+def _build_torch(config: WorkerConfig) -> WorkerParts:
     from pigou.runtime.grammar_budget import WorkBudget
     from pigou.runtime.load import load
     from pigou.runtime.memory import free_memory, kv_room
@@ -165,7 +165,7 @@ def _build_torch(config: WorkerConfig) -> Parts:
         loaded.folder,
         eos=loaded.config.eos,
         digest=loaded.digest,
-        limits=Limits(core.config.max_model_len, loaded.config.vocab),
+        limits=ModelLimits(core.config.max_model_len, loaded.config.vocab),
     )
     meter = None
     if config.host_blocks or tiers is not None:
@@ -177,12 +177,12 @@ def _build_torch(config: WorkerConfig) -> Parts:
         made.budget = WorkBudget()
         return made
 
-    def trials() -> GrammarTrials:
+    def trials() -> GrammarSandbox:
         path = loaded.folder / "tokenizer.json"
-        return GrammarTrials(path, loaded.config.vocab, loaded.config.eos)
+        return GrammarSandbox(path, loaded.config.vocab, loaded.config.eos)
 
-    pool = GrammarPool(grammars, trials)
-    return Parts(model, core, executor, cache, memory, meter, pool, tiers=_open(tiers, cache))
+    pool = GrammarCompilePool(grammars, trials)
+    return WorkerParts(model, core, executor, cache, memory, meter, pool, tiers=_open(tiers, cache))
 
 
 def _swap_rate(
@@ -201,7 +201,7 @@ def _swap_rate(
 # --- no model ---------------------------------------------------------------------------------
 
 
-def _build_sleeping(config: WorkerConfig) -> Parts:
+def _build_sleeping(config: WorkerConfig) -> WorkerParts:
     folder = bundled() if config.model == "bundled" else Path(config.model)
     spec = _read_spec(folder)
     vocab = int(spec.get("vocab_size", 0))
@@ -225,20 +225,20 @@ def _build_sleeping(config: WorkerConfig) -> Parts:
     vocab = vocab or len(tokenizer.vocabulary)
     times = _times(config, folder)
     hidden = tokenizer.eos | tokenizer.vocabulary.special
-    backend = SleepingBackend(times.timing, config.block_size, len(tokenizer.vocabulary), hidden)
-    limits = Limits(core.config.max_model_len, vocab)
+    backend = MockBackend(times.timing, config.block_size, len(tokenizer.vocabulary), hidden)
+    limits = ModelLimits(core.config.max_model_len, vocab)
     model = _served(config, folder, eos=tokenizer.eos, digest="sleep", limits=limits)
-    store = HostStore(layout, data[: blocks * _SLEEP_BYTES].reshape(blocks, _SLEEP_BYTES))
-    return Parts(
+    store = HostBlockStore(layout, data[: blocks * _SLEEP_BYTES].reshape(blocks, _SLEEP_BYTES))
+    return WorkerParts(
         model, core, backend, store, memory, None, NoGrammars(backend.refuse), backend.rest,
         times.link, _open(tiers, store),
     )  # fmt: skip
 
 
-def _times(config: WorkerConfig, folder: Path) -> Timed:
+def _times(config: WorkerConfig, folder: Path) -> MockTimes:
     if not config.timing:
         law = TimingLaw(config.sleep_base, config.sleep_per_seq, config.sleep_prefill_rate)
-        return Timed(law)
+        return MockTimes(law)
     return timed(
         config.timing, config.timing_model or str(folder), config.timing_gpu, config.timing_tp,
         config.timing_link, config.block_size,
@@ -337,7 +337,7 @@ def _shared_memory(config: WorkerConfig, size: int) -> SharedMemory | None:
 
 
 def _served(
-    config: WorkerConfig, folder: Path, *, eos: frozenset[int], digest: str, limits: Limits
+    config: WorkerConfig, folder: Path, *, eos: frozenset[int], digest: str, limits: ModelLimits
 ) -> ServedModel:
     tokenizer = Tokenizer.load(folder)
     bundled_name = "pigou-tiny" if config.model == "bundled" else config.model

@@ -14,8 +14,8 @@ from pigou.runtime.outputs import TokenLogprobs as Report
 from pigou.wire.errors import REQUEST_FAILED, APIError
 from pigou.worker.commands import Abort, Add, Begun, ClearCache, Command, Gauges, Lend, Withdraw
 from pigou.worker.commands import Report as EngineReport
-from pigou.worker.metrics import Metrics
-from pigou.worker.reply import Reply, Sequence
+from pigou.worker.metrics import WorkerMetrics
+from pigou.worker.reply import Reply, ReplySequence
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ _Arguments = TypeVarTuple("_Arguments")
 RETRY_AFTER = 1
 
 
-class Service:
+class EngineClient:
     """Hands sequences to the engine thread, and its reports to their replies."""
 
     def __init__(
         self,
         put: Callable[[Command], None],
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         publish: Callable[[list[dict[str, Any]]], None],
         most: int = 0,
     ) -> None:
@@ -43,11 +43,11 @@ class Service:
             publish: sends KV events.
             most: sequences of one request that are in the engine at once; 0 for all.
         """
-        self._held = Held(most)
+        self._held = WaitingSequences(most)
         self._put = put
         self._metrics = metrics
         self._publish = publish
-        self._flights: dict[str, tuple[Sequence, Reply, Add]] = {}
+        self._flights: dict[str, tuple[ReplySequence, Reply, Add]] = {}
         self._followers: dict[str, list[Add]] = {}
         self._lending: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
         self.gauges = Gauges()
@@ -77,7 +77,7 @@ class Service:
                 retry_after=RETRY_AFTER,
             )
 
-    def submit(self, reply: Reply, pairs: list[tuple[Sequence, Add]]) -> None:
+    def submit(self, reply: Reply, pairs: list[tuple[ReplySequence, Add]]) -> None:
         """Compute the choices of one prompt.
 
         Those after the first follow once it has a token: then they find the prompt's blocks in
@@ -309,7 +309,7 @@ class Service:
         self._settled()
 
 
-class Held:
+class WaitingSequences:
     """At most so many sequences of one reply are in the engine at once; the others wait here.
 
     A reply is known by a number of its own, as long as it has sequences.

@@ -44,7 +44,7 @@ from pigou.worker.commands import (
 )
 from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.kv_event_publisher import event_map
-from pigou.worker.kv_offload import WorkerTiers
+from pigou.worker.kv_offload import OffloadConnector
 from pigou.worker.kv_transfer.transfer_params import hash_text
 from pigou.worker.kv_transfers import Transfers
 
@@ -92,7 +92,7 @@ class EngineThread:
         self.heartbeat = Heartbeat()
         backend.set_beat(self.heartbeat.beat)
         self.transfers: Transfers
-        self.tiers: WorkerTiers | None = None
+        self.tiers: OffloadConnector | None = None
         self.meter: RateMeter | None = None
         self.rest: Callable[[], None] | None = None  # told when there is nothing to compute
 

@@ -15,13 +15,13 @@ from pigou.wire.connections import is_reserved, mark_event_stream, too_many_conn
 from pigou.wire.errors import APIError, http_error, too_large
 from pigou.wire.json_limits import SMALL, read_fields
 from pigou.wire.openai_requests import known_chat, known_completion, without_bom
-from pigou.wire.request_body import OffLoop, read_json
+from pigou.wire.request_body import FairThreadPool, read_json
 from pigou.wire.request_id import HEADER, echo, request_id
 from pigou.wire.sse import DONE, frame
 from pigou.wire.unknown_fields import UnknownFields
-from pigou.worker.engine_client import Service
+from pigou.worker.engine_client import EngineClient
 from pigou.worker.fleet_auth import fleet_tenant
-from pigou.worker.input_processor import Intake
+from pigou.worker.input_processor import InputProcessor
 from pigou.worker.reply import Reply
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Generation:
     """`POST /v1/completions` and `POST /v1/chat/completions`."""
 
     def __init__(
-        self, intake: Intake, service: Service, bodies: Bodies, unknown: UnknownFields
+        self, intake: InputProcessor, service: EngineClient, bodies: Bodies, unknown: UnknownFields
     ) -> None:
         """Answer by these; `unknown` judges the fields that no request has."""
         self._intake = intake
@@ -185,7 +185,7 @@ class Bodies:
         """Read bodies of at most `most` bytes, for a model that holds `context` tokens."""
         self._most = most
         self._context = context
-        self._large = OffLoop(most_waiting=_MOST_WAITING)
+        self._large = FairThreadPool(most_waiting=_MOST_WAITING)
 
     async def read(self, request: web.Request, decode: Callable[[bytes], _B]) -> _B:
         """Return what `decode` makes of a request's body, which must be declared as JSON.

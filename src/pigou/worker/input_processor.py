@@ -17,13 +17,13 @@ from pigou.wire.prefill_decode_legs import asks_to_hold, offers_blocks
 from pigou.wire.sampling_params import sampling_params
 from pigou.worker.commands import Add
 from pigou.worker.config import WorkerConfig
-from pigou.worker.engine_client import Service
-from pigou.worker.kv_transfer.transfer_params import Ticket, checked_ticket
+from pigou.worker.engine_client import EngineClient
+from pigou.worker.kv_transfer.transfer_params import TransferParams, checked_transfer_params
 from pigou.worker.prompts import LONG, PromptProcessor, TokenizedPrompt, wants_logprobs
-from pigou.worker.reply import Reply, ReplyOptions, Sequence
-from pigou.worker.sequence_output import Choice, Explainer, TextOptions, ToolStream
+from pigou.worker.reply import Reply, ReplyOptions, ReplySequence
+from pigou.worker.sequence_output import Explainer, SequenceOutput, TextOptions, ToolStream
 from pigou.worker.served_model import ServedModel
-from pigou.worker.structured_output_pool import GrammarSource, Shape, Shapes
+from pigou.worker.structured_output_pool import GrammarSource, OutputConstraint, OutputConstraints
 
 #: Sequences that one request may ask for.
 MAX_SEQUENCES = 1024
@@ -41,18 +41,18 @@ class _Inputs:
     """
 
     request: GenerationRequest
-    shape: Shape
-    ticket: Ticket | None
+    shape: OutputConstraint
+    ticket: TransferParams | None
 
 
-class Intake:
+class InputProcessor:
     """Takes requests in. Raises `APIError` for what cannot be honoured."""
 
     def __init__(
         self,
         model: ServedModel,
         config: WorkerConfig,
-        service: Service,
+        service: EngineClient,
         grammars: GrammarSource,
         key: bytes = b"",
     ) -> None:
@@ -68,7 +68,9 @@ class Intake:
         self._key = key
         self._model = model
         self._config = config
-        self._shapes = Shapes(grammars, model, flexible=config.json_whitespace == "flexible")
+        self._shapes = OutputConstraints(
+            grammars, model, flexible=config.json_whitespace == "flexible"
+        )
         self._service = service
         self._numbers = itertools.count()
         self.prompts = PromptProcessor(model, config)
@@ -175,15 +177,17 @@ class Intake:
 
     # --- KV transfer ------------------------------------------------------------------------
 
-    async def _ticket(self, request: GenerationRequest, prompt: TokenizedPrompt) -> Ticket | None:
+    async def _ticket(
+        self, request: GenerationRequest, prompt: TokenizedPrompt
+    ) -> TransferParams | None:
         """Return the ticket of a second leg; None where there is none, or it is refused."""
         params = request.kv_transfer_params
         if params is None or not offers_blocks(params):
             return None
         tokens, hashes, seed = prompt.tokens, prompt.hashes, self._tenure(request)
 
-        def check() -> Ticket | None:
-            return checked_ticket(params, self._key, tokens, hashes, seed)
+        def check() -> TransferParams | None:
+            return checked_transfer_params(params, self._key, tokens, hashes, seed)
 
         return check() if len(tokens) <= LONG else await self.prompts.off_loop(check)
 
@@ -205,7 +209,7 @@ class Intake:
         reply = Reply(id, int(time.time()), self._model.name, options)
         # Choice j of a seeded request is what the same request with seed + j yields.
         seed = request.seed if request.seed is not None else secrets.randbits(62)
-        pairs: list[tuple[Sequence, Add]] = []
+        pairs: list[tuple[ReplySequence, Add]] = []
         for prompt in prompts:
             for sample in range(options.per_prompt):
                 pairs.append(self._sequence(inputs, reply, prompt, len(pairs), seed + sample))
@@ -215,7 +219,7 @@ class Intake:
 
     def _sequence(
         self, inputs: _Inputs, reply: Reply, prompt: TokenizedPrompt, index: int, seed: int
-    ) -> tuple[Sequence, Add]:
+    ) -> tuple[ReplySequence, Add]:
         """Return a sequence, and the command that lets the engine compute it."""
         shape, now_ns = inputs.shape, time.monotonic_ns()
         params = sampling_params(
@@ -224,14 +228,16 @@ class Intake:
         )  # fmt: skip
         choice = self._choice(inputs, params, prompt.output)
         id = f"{reply.id}-{index}-{next(self._numbers):x}"
-        sequence = Sequence(id, index, prompt.original, choice, now_ns)
+        sequence = ReplySequence(id, index, prompt.original, choice, now_ns)
         if shape.tools is not None:
             sequence.tools = ToolStream(shape.tools, f"{reply.id}-{index}", choice.replayed)
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._explain(sequence, prompt, reply.options)
         return sequence, self._add(inputs, params, prompt, sequence)
 
-    def _choice(self, inputs: _Inputs, params: SamplingParams, resumed: list[int]) -> Choice:
+    def _choice(
+        self, inputs: _Inputs, params: SamplingParams, resumed: list[int]
+    ) -> SequenceOutput:
         request, model, tools = inputs.request, self._model, inputs.shape.tools
         options = TextOptions(
             request_validation.stops(request),
@@ -239,7 +245,7 @@ class Intake:
             request.skip_special_tokens is not False,
             tools.markup(model.tokenizer) if tools else frozenset(),
         )
-        choice = Choice(model.tokenizer, model.eos, params, options, resumed)
+        choice = SequenceOutput(model.tokenizer, model.eos, params, options, resumed)
         if choice.finish is not None or params.max_tokens <= len(resumed):
             raise bad_request(
                 f"resume_tokens is {len(resumed)}; the output ended within them already.",
@@ -247,7 +253,9 @@ class Intake:
             )
         return choice
 
-    def _explain(self, sequence: Sequence, prompt: TokenizedPrompt, options: ReplyOptions) -> None:
+    def _explain(
+        self, sequence: ReplySequence, prompt: TokenizedPrompt, options: ReplyOptions
+    ) -> None:
         """Let a sequence report log-probabilities, behind its resumed tokens."""
         tokenizer, resumed = self._model.tokenizer, prompt.output
         echoed = prompt.original if resumed and options.echo is not None else []
@@ -257,7 +265,11 @@ class Intake:
         )
 
     def _add(
-        self, inputs: _Inputs, params: SamplingParams, prompt: TokenizedPrompt, sequence: Sequence
+        self,
+        inputs: _Inputs,
+        params: SamplingParams,
+        prompt: TokenizedPrompt,
+        sequence: ReplySequence,
     ) -> Add:
         request, arrival, index = inputs.request, sequence.arrival, sequence.index
         ticket = None if index else inputs.ticket  # one sequence fetches, the others hit

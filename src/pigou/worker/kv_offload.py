@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 _FRESH = 20_000_000
 
 
-class WorkerTiers:
+class OffloadConnector:
     """Makes the moves of one core; called from the engine thread, but for what says otherwise."""
 
     def __init__(

@@ -11,8 +11,8 @@ import numpy as np
 from pigou.engine.plan import Load
 from pigou.request import Ints
 from pigou.worker.commands import Loaded
-from pigou.worker.kv_transfer import Outcome, Pull, Receiver, Sender, TransferError
-from pigou.worker.mock_worker import Link
+from pigou.worker.kv_transfer import Pull, Receiver, Sender, TransferError, TransferResult
+from pigou.worker.mock_worker import SimulatedLink
 
 
 class Transfers(Protocol):
@@ -75,7 +75,7 @@ class NoTransfers:
         """Do nothing: nothing is offered."""
 
 
-class WorkerTransfers:
+class KVTransfers:
     """Transfers over a Sender and a Receiver."""
 
     def __init__(
@@ -83,7 +83,7 @@ class WorkerTransfers:
         sender: Sender,
         receiver: Receiver,
         put: Callable[[Loaded], None],
-        link: Link | None = None,
+        link: SimulatedLink | None = None,
     ) -> None:
         """Use these; `put` takes `Loaded` commands from any thread.
 
@@ -103,7 +103,7 @@ class WorkerTransfers:
         request, link = load.request, self._link
         there = 0 if link is None else link.send(len(load.blocks), time.monotonic_ns())
 
-        def done(outcome: Outcome) -> None:
+        def done(outcome: TransferResult) -> None:
             loaded = Loaded(request, outcome.tokens, outcome.blocks, outcome.bytes)
             if link is None or not outcome.tokens:
                 self._put(loaded)

@@ -19,8 +19,8 @@ from prometheus_client.registry import Collector
 from pigou.engine.plan import Finished
 from pigou.request import SECOND
 from pigou.worker.commands import Gauges
-from pigou.worker.kv_offload import WorkerTiers
-from pigou.worker.reply import Sequence
+from pigou.worker.kv_offload import OffloadConnector
+from pigou.worker.reply import ReplySequence
 
 #: Of the page that `Metrics.page` returns.
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
@@ -82,7 +82,7 @@ REASONS = ("stop", "length", "abort", "error")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
-class Metrics:
+class WorkerMetrics:
     """Counts what passes; used by the event loop only."""
 
     def __init__(self, model: str, max_model_len: int, cache: dict[str, str], blocks: int) -> None:
@@ -159,7 +159,7 @@ class Metrics:
         """Count a step of so many tokens."""
         self._histogram["iteration_tokens_total"].observe(tokens)
 
-    def begun(self, sequence: Sequence, offered: int) -> None:
+    def begun(self, sequence: ReplySequence, offered: int) -> None:
         """Count a prompt that took a row for the first time; `offered` tokens by other workers."""
         prompt = len(sequence.prompt)
         local = sequence.cached - sequence.loaded
@@ -173,7 +173,7 @@ class Metrics:
         self._histogram["request_prefill_kv_computed_tokens"].observe(counts[0])
         self._observe("request_queue_time_seconds", sequence.begun - sequence.arrival)
 
-    def token(self, sequence: Sequence, now: int) -> None:
+    def token(self, sequence: ReplySequence, now: int) -> None:
         """Count a token that came at `now`, monotonic nanoseconds."""
         if sequence.first:
             self._itl.observe((now - sequence.last) / SECOND)
@@ -186,7 +186,9 @@ class Metrics:
         """Count tokens sampled."""
         self._counter["generation_tokens"].inc(count)
 
-    def finished(self, sequence: Sequence, finished: Finished, reason: str, limit: int) -> None:
+    def finished(
+        self, sequence: ReplySequence, finished: Finished, reason: str, limit: int
+    ) -> None:
         """Count a request that left the engine."""
         self._success[reason if reason in REASONS else "error"].inc()
         histogram = self._histogram
@@ -244,7 +246,7 @@ _TIER_LABELS = ("model_name", "engine", "tier")
 class TierMetrics(Collector):
     """Reads the tiers' figures when the page is asked for."""
 
-    def __init__(self, tiers: WorkerTiers, model: str) -> None:
+    def __init__(self, tiers: OffloadConnector, model: str) -> None:
         """Tell of `tiers`, all under the name of the model."""
         self._tiers = tiers
         self._model = model
@@ -283,7 +285,7 @@ _TIER_COUNTERS = {
 }
 
 
-def _figures(tiers: WorkerTiers, number: int) -> dict[str, float]:
+def _figures(tiers: OffloadConnector, number: int) -> dict[str, float]:
     status = tiers.status()[tiers.names[number]]
     tier, counts = tiers.tiers.tiers[number], tiers.tiers.counts[number]
     return {
@@ -303,7 +305,7 @@ def _figures(tiers: WorkerTiers, number: int) -> dict[str, float]:
     }
 
 
-def health_of(tiers: WorkerTiers) -> dict[str, dict[str, Any]]:
+def health_of(tiers: OffloadConnector) -> dict[str, dict[str, Any]]:
     """Say of each tier, by name, whether its store works, and if not, why."""
     return {
         name: {

@@ -68,7 +68,7 @@ class TimingLaw:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _MockSequence:
     tokens: list[int]
     params: SamplingParams
     prompt: int
@@ -78,7 +78,7 @@ class _Sequence:
     reported: bool = False
 
 
-class SleepingBackend:
+class MockBackend:
     """Yields tokens that depend on the sequence so far alone, wherever it is computed.
 
     It keeps the timing model's time, not the machine's: while there is work, a step begins when
@@ -104,7 +104,7 @@ class SleepingBackend:
         self._ended = 0  # when the last step did by the timing model; 0 after a rest
         self._block_size = block_size
         self._choices = [token for token in range(first, vocab) if token not in eos]
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, _MockSequence] = {}
         self._rows: dict[int, str] = {}
         self._beat: Callable[[], None] = _ignore
 
@@ -129,7 +129,7 @@ class SleepingBackend:
         known = hashes
         if known is None:
             known = chain(tokens, self._block_size, seed) if seed else no_hashes()
-        self._sequences[request] = _Sequence(
+        self._sequences[request] = _MockSequence(
             list(tokens), params, len(tokens) - resume, seed, known[-1:], len(known)
         )
 
@@ -192,14 +192,14 @@ class SleepingBackend:
                 finished.append(Finish(entry, FinishReason.STOP, step))
         return out
 
-    def _report_prompt(self, entry: int, seq: _Sequence, out: StepOutput) -> None:
+    def _report_prompt(self, entry: int, seq: _MockSequence, out: StepOutput) -> None:
         count = seq.params.prompt_logprobs
         if count is not None and not seq.reported:
             seq.reported = True
             told = [self._explain(token, count) for token in seq.tokens[1 : seq.prompt]]
             out.prompt_logprobs[entry] = [None, *told]
 
-    def _next(self, seq: _Sequence) -> int:
+    def _next(self, seq: _MockSequence) -> int:
         """Return a token that follows from the last one and the position."""
         at = (seq.tokens[-1] * 31 + len(seq.tokens) * 17 + 7) % len(self._choices)
         return self._choices[at]
@@ -239,7 +239,7 @@ def _ignore() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class MockTimes:
     """Times of a worker.
 
     Attributes:
@@ -248,7 +248,7 @@ class Timed:
     """
 
     timing: Timing
-    link: Link | None = None
+    link: SimulatedLink | None = None
 
 
 class _LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -260,7 +260,7 @@ class _LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     latency_us: float = 200.0
 
 
-def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) -> Timed:
+def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) -> MockTimes:
     """Make the times of a worker.
 
     Args:
@@ -281,9 +281,11 @@ def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) 
             "and the worker; a worker cannot add that: give overhead=0"
         )
     if not link:
-        return Timed(built.timing)
+        return MockTimes(built.timing)
     config = read_link(link)
-    return Timed(built.timing, Link(config, kv_bytes(model) * block_size if config.gbps else 0))
+    return MockTimes(
+        built.timing, SimulatedLink(config, kv_bytes(model) * block_size if config.gbps else 0)
+    )
 
 
 def read_link(text: str) -> LinkConfig:
@@ -310,7 +312,7 @@ def read_link(text: str) -> LinkConfig:
 _log = logging.getLogger(__name__)
 
 
-class Link:
+class SimulatedLink:
     """What a worker receives by: one load after another, each after the link's latency.
 
     Only the receiver's end is shared: `LinkConfig` with `sharing` fifo and `ends` receiver. A

@@ -20,19 +20,19 @@ from pigou.background import Background
 from pigou.imports import uncollected
 from pigou.wire.connections import ConnectionLimits, Factory
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.worker.build import Parts, transfer_config
+from pigou.worker.build import WorkerParts, transfer_config
 from pigou.worker.commands import Release, Report, Stop
 from pigou.worker.config import WorkerConfig
-from pigou.worker.engine_client import Service
+from pigou.worker.engine_client import EngineClient
 from pigou.worker.engine_thread import EngineThread
 from pigou.worker.fleet_auth import check_exposure
 from pigou.worker.heartbeat import publish, watch_parent
-from pigou.worker.input_processor import Intake
+from pigou.worker.input_processor import InputProcessor
 from pigou.worker.kv_event_publisher import EventPublisher
-from pigou.worker.kv_offload import WorkerTiers
+from pigou.worker.kv_offload import OffloadConnector
 from pigou.worker.kv_transfer import Receiver, Sender, transfer_key
-from pigou.worker.kv_transfers import NoTransfers, WorkerTransfers
-from pigou.worker.metrics import Metrics, TierMetrics
+from pigou.worker.kv_transfers import KVTransfers, NoTransfers
+from pigou.worker.metrics import TierMetrics, WorkerMetrics
 from pigou.worker.routes import Routes
 from pigou.worker.startup import (
     _prepare,
@@ -48,11 +48,11 @@ _KEEPALIVE = 3600.0
 _JOIN = 5.0
 
 
-class WorkerProcess:
+class WorkerServer:
     """One worker, from its parts to its end."""
 
     def __init__(
-        self, config: WorkerConfig, parts: Parts, secret: FleetSecret | None = None
+        self, config: WorkerConfig, parts: WorkerParts, secret: FleetSecret | None = None
     ) -> None:
         """Put the process together; within a running event loop.
 
@@ -70,7 +70,7 @@ class WorkerProcess:
         self._stopping = False
         self._background = Background()
         model, core = parts.model, parts.core
-        self._metrics = Metrics(
+        self._metrics = WorkerMetrics(
             model.name,
             model.limits.max_model_len,
             {
@@ -88,9 +88,9 @@ class WorkerProcess:
         self.engine.rest = parts.rest
         publish = self._events.publish if self._events is not None else _discard
         most = max(1, core.config.max_seqs // 2)  # half is left to other requests
-        self._service = Service(self.engine.put, self._metrics, publish, most)
+        self._service = EngineClient(self.engine.put, self._metrics, publish, most)
         key = b"" if secret is None else transfer_key(secret)
-        self._intake = Intake(model, config, self._service, parts.grammars, key)
+        self._intake = InputProcessor(model, config, self._service, parts.grammars, key)
         self._transfers = self._start_transfers()
         self._tiers = self._start_tiers()
         about = {**self._about(), "rehearsed": parts.rehearsed}
@@ -178,7 +178,7 @@ class WorkerProcess:
             return None
         return EventPublisher(config.kv_events_endpoint, config.kv_replay_endpoint, self._secret)
 
-    def _start_transfers(self) -> WorkerTransfers | None:
+    def _start_transfers(self) -> KVTransfers | None:
         parts, put = self._parts, self.engine.put
         if self._config.kv_transfer == "none":
             self.engine.transfers = NoTransfers(put)
@@ -199,15 +199,15 @@ class WorkerProcess:
             key=key,
         )
         receiver = Receiver(parts.store, limits, self._background, key)
-        transfers = WorkerTransfers(sender, receiver, put, parts.link)
+        transfers = KVTransfers(sender, receiver, put, parts.link)
         self.engine.transfers = transfers
         return transfers
 
-    def _start_tiers(self) -> WorkerTiers | None:
+    def _start_tiers(self) -> OffloadConnector | None:
         parts = self._parts
         if parts.core.tiers is None or parts.tiers is None:
             return None
-        tiers = WorkerTiers(parts.core.tiers, *parts.tiers, self.engine.put)
+        tiers = OffloadConnector(parts.core.tiers, *parts.tiers, self.engine.put)
         self.engine.tiers = tiers
         self._metrics.registry.register(TierMetrics(tiers, parts.model.name))
         tiers.recover()
@@ -298,7 +298,7 @@ def run(config: WorkerConfig) -> int:
         parts = preparation.submit(_prepare, config).result()
 
     async def main() -> int:
-        return await WorkerProcess(config, parts, secret).serve()
+        return await WorkerServer(config, parts, secret).serve()
 
     status: int = _runner()(main())
     if threading.active_count() > 1 and status:

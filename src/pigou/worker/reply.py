@@ -9,13 +9,13 @@ from typing import Any
 from pigou.runtime.outputs import TokenLogprobs as Report
 from pigou.wire import openai_replies
 from pigou.wire.errors import APIError
-from pigou.wire.openai_replies import Chunk, Json, Stream, TokenLogprobs, Usage
+from pigou.wire.openai_replies import Json, ReplyChunk, StreamEncoder, TokenLogprobs, UsageInfo
 from pigou.wire.sse import DONE
-from pigou.worker.sequence_output import Choice, Explainer, ToolStream
+from pigou.worker.sequence_output import Explainer, SequenceOutput, ToolStream
 
 
 @dataclass(slots=True)
-class Sequence:
+class ReplySequence:
     """One engine request, as the event loop sees it.
 
     Attributes:
@@ -42,7 +42,7 @@ class Sequence:
     id: str
     index: int
     prompt: list[int]
-    choice: Choice
+    choice: SequenceOutput
     arrival: int
     begun: int = 0
     first: int = 0
@@ -113,11 +113,11 @@ class Reply:
         self.created = created
         self.model = model
         self.options = options
-        self.sequences: list[Sequence] = []
+        self.sequences: list[ReplySequence] = []
         self.ticket: Json | None = None
         self.error: APIError | None = None
         self.open = 0
-        self._stream = Stream(id, created, model, chat=options.chat)
+        self._stream = StreamEncoder(id, created, model, chat=options.chat)
         self._frames: list[bytes] = []
         self._wake = asyncio.Event()
         self._holding = options.hold
@@ -125,12 +125,12 @@ class Reply:
 
     # --- what comes in ----------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: ReplySequence) -> None:
         """Take a further sequence in."""
         self.sequences.append(sequence)
         self.open += 1
 
-    def take(self, sequence: Sequence, token: int, report: Report | None) -> bool:
+    def take(self, sequence: ReplySequence, token: int, report: Report | None) -> bool:
         """Take a token of a sequence; return whether that ended it."""
         if self.options.scores_only:
             self.end(sequence, "length")  # the step that scored the prompt sampled it: no output
@@ -155,7 +155,7 @@ class Reply:
         return ended
 
     def _take_with_tools(
-        self, sequence: Sequence, token: int, text: str, report: Report | None
+        self, sequence: ReplySequence, token: int, text: str, report: Report | None
     ) -> bool:
         """Take a token of a sequence that may call tools; return whether that ended it."""
         assert sequence.tools is not None
@@ -170,7 +170,7 @@ class Reply:
             self._close()
         return ended
 
-    def end(self, sequence: Sequence, reason: str) -> None:
+    def end(self, sequence: ReplySequence, reason: str) -> None:
         """End a sequence that the engine ended, and no token did."""
         text = sequence.choice.end(reason)
         delta = None if sequence.tools is None else sequence.tools.feed(text, True)
@@ -229,7 +229,7 @@ class Reply:
         usage = self._stream.usage(self.usage()) if self.options.usage else b""
         return usage + DONE
 
-    def usage(self) -> Usage:
+    def usage(self) -> UsageInfo:
         """Return the usage of the whole reply."""
         firsts = self.sequences[:: self.options.per_prompt]
         prompt = sum(len(sequence.prompt) for sequence in firsts)
@@ -262,18 +262,18 @@ class Reply:
 
     # --- details ----------------------------------------------------------------------------
 
-    def _role(self, sequence: Sequence) -> bytes:
+    def _role(self, sequence: ReplySequence) -> bytes:
         usage = self._running_usage(sequence, 0)
         ids = sequence.prompt if self.options.token_ids else None
         return self._stream.role(sequence.index, ids, usage)
 
-    def _running_usage(self, sequence: Sequence, count: int) -> Usage | None:
+    def _running_usage(self, sequence: ReplySequence, count: int) -> UsageInfo | None:
         if not self.options.running_usage:
             return None
         return openai_replies.usage(len(sequence.prompt), count)
 
     def _chunk(
-        self, sequence: Sequence, text: str, tokens: list[int], delta: Json | None = None
+        self, sequence: ReplySequence, text: str, tokens: list[int], delta: Json | None = None
     ) -> None:
         """Append the frame of a chunk."""
         choice, options = sequence.choice, self.options
@@ -284,7 +284,7 @@ class Reply:
             logprobs = self._logprobs(sequence, taken)
         if first and options.echo is not None and not options.resumed:
             text = options.echo[sequence.index // options.per_prompt] + text
-        chunk = Chunk(
+        chunk = ReplyChunk(
             text=text,
             delta=delta,
             finish=sequence.finish,
@@ -298,14 +298,14 @@ class Reply:
         self._frames.append(self._stream.chunk(sequence.index, chunk))
         self._wake.set()
 
-    def _logprobs(self, sequence: Sequence, taken: list[TokenLogprobs]) -> Json:
+    def _logprobs(self, sequence: ReplySequence, taken: list[TokenLogprobs]) -> Json:
         if self.options.chat:
             return openai_replies.chat_logprobs(taken)
         shaped = openai_replies.completion_logprobs(taken, sequence.offset)
         sequence.offset += sum(len(token.text) for token in taken)
         return shaped
 
-    def _completion_choice(self, sequence: Sequence) -> Json:
+    def _completion_choice(self, sequence: ReplySequence) -> Json:
         choice, options = sequence.choice, self.options
         text = "".join(sequence.text)
         if options.echo is not None and not options.resumed:
@@ -321,7 +321,7 @@ class Reply:
             prompt_logprobs=_prompt_logprobs(sequence),
         )
 
-    def _chat_choice(self, sequence: Sequence) -> Json:
+    def _chat_choice(self, sequence: ReplySequence) -> Json:
         choice, tools = sequence.choice, sequence.tools
         return openai_replies.chat_choice(
             sequence.index,
@@ -333,10 +333,10 @@ class Reply:
             tool_calls=None if tools is None else tools.calls,
         )
 
-    def _all_logprobs(self, sequence: Sequence) -> Json | None:
+    def _all_logprobs(self, sequence: ReplySequence) -> Json | None:
         return self._logprobs(sequence, sequence.logprobs) if self.options.logprobs else None
 
 
-def _prompt_logprobs(sequence: Sequence) -> list[dict[str, Any] | None] | None:
+def _prompt_logprobs(sequence: ReplySequence) -> list[dict[str, Any] | None] | None:
     told = sequence.prompt_logprobs
     return None if told is None else openai_replies.prompt_logprobs(told)

@@ -18,14 +18,14 @@ from pigou.wire.fleet_secret import FleetSecret
 from pigou.wire.openai_requests import decode_cached, decode_detokenize, decode_tokenize
 from pigou.wire.request_body import no_interim_answer
 from pigou.wire.unknown_fields import UnknownFields
-from pigou.worker.engine_client import Service
+from pigou.worker.engine_client import EngineClient
 from pigou.worker.fleet_auth import fleet_guard
 from pigou.worker.generation import Bodies, Generation, errors
 from pigou.worker.heartbeat import Heartbeat
-from pigou.worker.input_processor import Intake
+from pigou.worker.input_processor import InputProcessor
 from pigou.worker.kv_event_publisher import EventPublisher
-from pigou.worker.kv_offload import WorkerTiers
-from pigou.worker.metrics import CONTENT_TYPE, Metrics, health_of
+from pigou.worker.kv_offload import OffloadConnector
+from pigou.worker.metrics import CONTENT_TYPE, WorkerMetrics, health_of
 from pigou.worker.served_model import ServedModel
 
 _log = logging.getLogger(__name__)
@@ -37,15 +37,15 @@ class Routes:
     def __init__(
         self,
         model: ServedModel,
-        intake: Intake,
-        service: Service,
-        metrics: Metrics,
+        intake: InputProcessor,
+        service: EngineClient,
+        metrics: WorkerMetrics,
         *,
         events: EventPublisher | None,
         about: dict[str, Any],
         heartbeat: Heartbeat,
         background: Background,
-        tiers: WorkerTiers | None = None,
+        tiers: OffloadConnector | None = None,
         unknown_fields: str = "warn",
         secret: FleetSecret | None = None,
     ) -> None:

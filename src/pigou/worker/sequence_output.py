@@ -43,7 +43,7 @@ class TextOptions:
     shown: frozenset[int] = frozenset()
 
 
-class Choice:
+class SequenceOutput:
     """Turns the tokens of one sequence into text, and knows when it has ended.
 
     Attributes:

@@ -12,7 +12,7 @@ from pigou.kv.tenure import Tenure, salt_expiry
 from pigou.text.template import ChatTemplate
 from pigou.text.tokenizer import Tokenizer
 from pigou.text.tool_calls import ParserName, detect_parser
-from pigou.wire.sampling_params import Defaults, Limits
+from pigou.wire.sampling_params import Defaults, ModelLimits
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     eos: frozenset[int]
-    limits: Limits
+    limits: ModelLimits
     defaults: Defaults
     seed: Callable[[str], bytes]
     release: str

@@ -23,7 +23,7 @@ from pigou.runtime.outputs import StepOutput
 from pigou.sampling import SamplingParams
 from pigou.wire import json_limits
 from pigou.worker.backend import Backend
-from pigou.worker.build import Parts, build
+from pigou.worker.build import WorkerParts, build
 from pigou.worker.config import WorkerConfig
 
 _PROMPT = "rehearsed-prompt"
@@ -214,7 +214,7 @@ def compiling_reported(what: str) -> Iterator[None]:
         yield
 
 
-def build_warm(config: WorkerConfig) -> Parts:
+def build_warm(config: WorkerConfig) -> WorkerParts:
     """Build a worker's parts, and compile or load the kernels that they run."""
     with compiling_reported("loading the model"):
         parts = build(config)
@@ -245,7 +245,7 @@ def warm_all(config: WorkerConfig) -> None:
         parts.memory.close()
 
 
-def _prepare(config: WorkerConfig) -> Parts:
+def _prepare(config: WorkerConfig) -> WorkerParts:
     """Build a worker's parts, warm them up, and measure them.
 
     It must be called on a thread that then ends, and takes its OpenMP threads with it. The engine

@@ -115,12 +115,12 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantQueue:
     queued: deque[_Job] = field(default_factory=deque)
     running: bool = False
 
 
-class GrammarPool:
+class GrammarCompilePool:
     """Compiles grammars on a few threads, in turn by tenant, one of each tenant at a time.
 
     A job whose request is cancelled leaves the queue; one under way has its trial killed. Only the
@@ -145,7 +145,7 @@ class GrammarPool:
         self._idle = [trials() for _ in range(threads)]
         self._all_trials = tuple(self._idle)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._tenants: OrderedDict[str, _TenantQueue] = OrderedDict()
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
         self._making = threading.Lock()
         self._unusable: ValueError | None = None
@@ -177,7 +177,7 @@ class GrammarPool:
         self._check_room(tenant)
         future: asyncio.Future[list[GrammarState]] = asyncio.get_running_loop().create_future()
         job = _Job(grammar, count, tuple(output), future)
-        self._tenants.setdefault(tenant, _Tenant()).queued.append(job)
+        self._tenants.setdefault(tenant, _TenantQueue()).queued.append(job)
         self._begin()
         try:
             return await future
@@ -301,7 +301,7 @@ def _compile(grammars: Grammars, job: _Job, trials: Trials) -> list[GrammarState
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class OutputConstraint:
     """What the output must match.
 
     Attributes:
@@ -315,7 +315,7 @@ class Shape:
     tools: Tools | None = None
 
 
-class Shapes:
+class OutputConstraints:
     """Makes the shapes of requests; grammars are compiled off the loop and the engine."""
 
     def __init__(self, source: GrammarSource, model: ServedModel, *, flexible: bool) -> None:
@@ -343,7 +343,7 @@ class Shapes:
         output: Sequence[int],
         tenant: str = "",
         tools: Tools | None = None,
-    ) -> Shape:
+    ) -> OutputConstraint:
         """Return a request's shape.
 
         Args:
@@ -358,7 +358,7 @@ class Shapes:
         """
         wanted, name = self._wanted(request, tools)
         if wanted is None:
-            return Shape(None, [None] * count, tools)
+            return OutputConstraint(None, [None] * count, tools)
         try:
             whose = tenant or request.cache_salt or ""
             states = await self._source.prepare(wanted, whose, count, output)
@@ -368,7 +368,7 @@ class Shapes:
             ) from None
         except ValueError as error:
             raise bad_request(f"{name} cannot be honoured: {error}", name) from None
-        return Shape(wanted, [*states], tools)
+        return OutputConstraint(wanted, [*states], tools)
 
     def _wanted(
         self, request: GenerationRequest, tools: Tools | None

@@ -16,7 +16,7 @@ from pigou.sampling import Grammar
 TRIAL_SECONDS = 60.0
 
 
-class GrammarTrials:
+class GrammarSandbox:
     """Tries grammars in a child process; starts it anew after a crash.
 
     Not for several threads, but for `kill`.

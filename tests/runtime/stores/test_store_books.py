@@ -22,7 +22,7 @@ from pigou.runtime.stores.disk import DiskStore
 from pigou.runtime.stores.host import HostStore
 from pigou.runtime.stores.mover import Mover
 from pigou.worker.commands import Command, Landed, Recovered, Restored
-from pigou.worker.kv_offload import WorkerTiers
+from pigou.worker.kv_offload import OffloadConnector
 
 BLOCKS = 24
 ROUNDS = 60
@@ -54,7 +54,7 @@ class Stand:
         caps = [6 * SIZE, 12 * SIZE]
         tiers = [Tier(cap, Lru(Setting(cap), Lru.Params())) for cap in caps]
         self.tiers = Tiers(tiers, SIZE, [2, 0])
-        self.worker = WorkerTiers(self.tiers, ["host", "disk"], self.mover, self.answers.put)
+        self.worker = OffloadConnector(self.tiers, ["host", "disk"], self.mover, self.answers.put)
 
     def carry(self) -> None:
         """Carry until nothing is left to be done."""

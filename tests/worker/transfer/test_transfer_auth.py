@@ -18,7 +18,7 @@ from pigou.kv.hashing import chain
 from pigou.request import SECOND
 from pigou.wire.errors import APIError
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.worker.kv_transfer import Reason, Receiver, Sender, transfer_key
+from pigou.worker.kv_transfer import Receiver, Sender, TransferReason, transfer_key
 from pigou.worker.kv_transfer.block_store import PREFIX, SHARED_DIR
 from pigou.worker.kv_transfer.side_channel_protocol import (
     REPLIES,
@@ -26,12 +26,17 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
     Challenge,
     Decline,
     Hello,
-    Link,
     Open,
     Proof,
     Refuse,
+    SideChannelLink,
 )
-from pigou.worker.kv_transfer.transfer_params import checked_ticket, hash_text, read_ticket, signed
+from pigou.worker.kv_transfer.transfer_params import (
+    checked_transfer_params,
+    hash_text,
+    read_transfer_params,
+    signed,
+)
 
 ONE, OTHER = (transfer_key(FleetSecret(character * 32)) for character in "ab")
 
@@ -58,7 +63,7 @@ def test_two_who_know_one_secret_exchange_blocks(fleet: Any, backend: str) -> No
     sender, store, receiver, landing = fleet(ONE, ONE, backends=(backend,))
     for turn in range(3):  # a connection that is kept need not prove anything again
         outcome = pull(receiver, sender.offer(str(turn), ids(1, 2), 32), ids(4, 5))
-        assert (outcome.reason, outcome.blocks, outcome.backend) == (Reason.OK, 2, backend)
+        assert (outcome.reason, outcome.blocks, outcome.backend) == (TransferReason.OK, 2, backend)
     assert (landing.as_bytes()[4:6] == store.as_bytes()[1:3]).all()
 
 
@@ -70,10 +75,10 @@ def test_who_knows_no_secret_or_another_gets_nothing_and_frees_nothing(
     sender, _, receiver, landing = fleet(*keys, backends=(backend,))
     params = sender.offer("r", ids(1, 2), 32)
     if keys[1]:  # past the ticket's own signature
-        params = signed(read_ticket(params), keys[1]).to_params()
+        params = signed(read_transfer_params(params), keys[1]).to_params()
     outcome = pull(receiver, params, ids(4, 5))
     assert outcome.blocks == 0
-    assert outcome.reason in (Reason.UNPROVEN, Reason.CUT)
+    assert outcome.reason in (TransferReason.UNPROVEN, TransferReason.CUT)
     assert not landing.as_bytes().any()
     assert sender.held == 1
 
@@ -84,11 +89,11 @@ def test_a_sender_without_the_secret_is_not_believed(fleet: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender, *_ = fleet(ONE, ONE)
         params = sender.offer("r", ids(1), 16) | {"remote_port": listener.getsockname()[1]}
-        params["remote_mac"] = signed(read_ticket(params), ONE).remote_mac
+        params["remote_mac"] = signed(read_transfer_params(params), ONE).remote_mac
 
         def lie() -> None:
             near, _ = listener.accept()
-            link = Link(near, SECOND)
+            link = SideChannelLink(near, SECOND)
             hello = link.receive(REQUESTS, 4096)
             assert isinstance(hello, Hello)
             link.send(Challenge(b"n" * 32, b"m" * 32))
@@ -98,7 +103,7 @@ def test_a_sender_without_the_secret_is_not_believed(fleet: Any) -> None:
         thread.start()
         outcome = pull(receiver, params, ids(0))
         thread.join()
-    assert outcome.reason is Reason.UNPROVEN
+    assert outcome.reason is TransferReason.UNPROVEN
     assert not landing.as_bytes().any()
 
 
@@ -114,7 +119,7 @@ def test_whoever_begins_otherwise_is_refused_and_frees_nothing(fleet: Any, first
         "short": Hello(b"x"),
         "replay": Hello(b"x" * 32),
     }
-    link = Link(socket.create_connection(("127.0.0.1", sender.port), 5), 5 * SECOND)
+    link = SideChannelLink(socket.create_connection(("127.0.0.1", sender.port), 5), 5 * SECOND)
     link.send(frames[first])
     told = link.receive(REPLIES, 4096)
     if first == "replay":
@@ -122,7 +127,7 @@ def test_whoever_begins_otherwise_is_refused_and_frees_nothing(fleet: Any, first
         link.send(Proof(told.mac))  # what the sender itself has just shown
         told = link.receive(REPLIES, 4096)
     assert isinstance(told, Refuse)
-    assert told.reason == Reason.UNPROVEN
+    assert told.reason == TransferReason.UNPROVEN
     link.close()
     assert sender.held == 1
 
@@ -138,8 +143,8 @@ def test_shared_memory_has_a_name_that_nobody_guesses_and_is_its_owners_alone(fl
 def test_a_ticket_is_spent_once(fleet: Any) -> None:
     sender, _, receiver, _ = fleet(ONE, ONE)
     params = sender.offer("r", ids(1), 16)
-    assert pull(receiver, params, ids(0)).reason is Reason.OK
-    assert pull(receiver, params, ids(1)).reason is Reason.UNKNOWN
+    assert pull(receiver, params, ids(0)).reason is TransferReason.OK
+    assert pull(receiver, params, ids(1)).reason is TransferReason.UNKNOWN
 
 
 PROMPTS = [list(range(40)), list(range(7, 47)), [0] * 39, list(range(24)) + [5] * 16]
@@ -188,7 +193,7 @@ def test_no_mix_of_tickets_puts_a_block_under_a_wrong_hash(
     asked = data.draw(names)
     tokens, seed = PROMPTS[asked[0]], SEEDS[asked[1]]
     try:
-        good = checked_ticket(ticket, key, tokens, chain(tokens, 16, seed), seed)
+        good = checked_transfer_params(ticket, key, tokens, chain(tokens, 16, seed), seed)
     except APIError:
         good = None
     if good is None:

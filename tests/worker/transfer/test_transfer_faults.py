@@ -20,7 +20,7 @@ import transfer_stand as stand
 from transfer_stand import BLOCK_BYTES, BLOCK_SIZE, BLOCKS, Wait, ids, proxied, pull
 
 from pigou.request import SECOND
-from pigou.worker.kv_transfer import Reason, Receiver, TransferConfig, TransferError
+from pigou.worker.kv_transfer import Receiver, TransferConfig, TransferError, TransferReason
 from pigou.worker.kv_transfer.block_store import SHARED_DIR
 from pigou.worker.kv_transfer.side_channel_protocol import Confirm
 
@@ -47,7 +47,7 @@ def test_a_connection_cut_in_the_middle_leaves_the_good_prefix(
     offer = sender.offer("r", ALL, TOKENS)
     with proxied(offer, lambda offset, data: data if offset < half else None) as params:
         outcome = pull(receiver, params, ALL)
-    assert outcome.reason is Reason.CUT
+    assert outcome.reason is TransferReason.CUT
     assert_prefix(outcome, store, source, 1, BLOCKS - 1)
 
 
@@ -64,7 +64,7 @@ def test_a_shared_memory_pull_whose_side_channel_is_cut_counts_for_nothing(
 
     with proxied(sender.offer("r", ALL, TOKENS), until_the_confirmation) as params:
         outcome = pull(receiver, params, ALL)
-    assert (outcome.reason, outcome.blocks, outcome.tokens) == (Reason.CUT, 0, 0)
+    assert (outcome.reason, outcome.blocks, outcome.tokens) == (TransferReason.CUT, 0, 0)
 
 
 def test_a_block_corrupted_in_flight_is_never_counted(make_sender: Any, make_receiver: Any) -> None:
@@ -82,7 +82,7 @@ def test_a_block_corrupted_in_flight_is_never_counted(make_sender: Any, make_rec
     with proxied(sender.offer("r", ALL, TOKENS), flip) as params:
         outcome = pull(receiver, params, ALL)
         stand.eventually(lambda: released == ["r"])
-    assert outcome.reason is Reason.CORRUPT
+    assert outcome.reason is TransferReason.CORRUPT
     assert_prefix(outcome, store, source, 18, 20)
 
 
@@ -97,7 +97,7 @@ def test_a_block_corrupted_in_place_is_never_counted(
     stand.eventually(lambda: sender._book._offers["r"].ready.is_set())
     source.as_bytes()[37, 5] ^= 1
     outcome = pull(receiver, params, ALL)
-    assert (outcome.reason, outcome.blocks) == (Reason.CORRUPT, 37)
+    assert (outcome.reason, outcome.blocks) == (TransferReason.CORRUPT, 37)
     assert_prefix(outcome, store, source, 37, 37)
     stand.eventually(lambda: released == ["r"])
 
@@ -108,10 +108,10 @@ def test_a_layout_that_differs_is_refused_with_both_named_and_the_blocks_freed(
 ) -> None:
     sender, _, released = make_sender()
     other = stand.layout(dtype="bfloat16")
-    store = stand.HostStore(other, np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8))
+    store = stand.HostBlockStore(other, np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8))
     receiver = make_receiver(store, backends=(backend,))
     outcome = pull(receiver, sender.offer("r", ids(1), 16), ids(0))
-    assert (outcome.reason, outcome.blocks) == (Reason.LAYOUT, 0)
+    assert (outcome.reason, outcome.blocks) == (TransferReason.LAYOUT, 0)
     assert "bfloat16" in outcome.detail
     assert not store.as_bytes().any()
     stand.eventually(lambda: released == ["r"])
@@ -120,10 +120,10 @@ def test_a_layout_that_differs_is_refused_with_both_named_and_the_blocks_freed(
 def test_the_sender_checks_the_layout_too(make_sender: Any, make_receiver: Any) -> None:
     sender, _, _ = make_sender()
     mine = stand.layout(dtype="bfloat16")
-    store = stand.HostStore(mine, np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8))
+    store = stand.HostBlockStore(mine, np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8))
     params = sender.offer("r", ids(1), 16) | {"remote_layout": mine.fingerprint()}
     outcome = pull(make_receiver(store), params, ids(0))
-    assert (outcome.reason, outcome.blocks) == (Reason.LAYOUT, 0)
+    assert (outcome.reason, outcome.blocks) == (TransferReason.LAYOUT, 0)
     assert "float32" in outcome.detail
 
 
@@ -134,7 +134,7 @@ def test_blocks_that_nobody_takes_are_freed_when_the_lease_expires(
     params = sender.offer("r", ids(1), 16)
     stand.eventually(lambda: released == ["r"])
     outcome = pull(make_receiver(stand.empty_store()), params, ids(0))
-    assert (outcome.reason, outcome.blocks) == (Reason.UNKNOWN, 0)
+    assert (outcome.reason, outcome.blocks) == (TransferReason.UNKNOWN, 0)
     assert released == ["r"]
 
 
@@ -151,7 +151,7 @@ def test_a_shared_memory_pull_that_outlives_its_lease_counts_for_nothing(
     source.as_bytes()[40:] = 0  # handed to another request
     gated.go.set()
     outcome = wait.one()
-    assert outcome.reason is not Reason.OK
+    assert outcome.reason is not TransferReason.OK
     assert (outcome.blocks, outcome.tokens) == (0, 0)
 
 
@@ -169,7 +169,7 @@ def test_a_pull_that_is_slow_but_alive_keeps_its_lease(
     receiver = make_receiver(store, backends=("shm",), copy_threads=1)
     outcome = pull(receiver, sender.offer("r", ALL, TOKENS), ALL)
     assert outcome.seconds > 4  # of a lease of 2
-    assert (outcome.reason, released) == (Reason.OK, ["r"])
+    assert (outcome.reason, released) == (TransferReason.OK, ["r"])
     assert_prefix(outcome, store, source, BLOCKS, BLOCKS)
 
 
@@ -184,7 +184,7 @@ def test_a_reader_that_stops_reading_loses_its_lease(make_sender: Any, make_rece
     stand.eventually(lambda: released == ["r"])
     gated.go.set()
     outcome = wait.one()
-    assert outcome.reason in (Reason.CUT, Reason.EXPIRED)
+    assert outcome.reason in (TransferReason.CUT, TransferReason.EXPIRED)
     assert outcome.blocks < BLOCKS
 
 
@@ -208,7 +208,7 @@ def test_a_sender_that_falls_silent_is_given_up(
     receiver = make_receiver(stand.empty_store(), backends=(backend,), timeout=SECOND // 4)
     with proxied(sender.offer("r", ALL, TOKENS), lambda offset, data: b"") as params:
         outcome = pull(receiver, params, ALL)
-    assert (outcome.reason, outcome.blocks) == (Reason.TIMEOUT, 0)
+    assert (outcome.reason, outcome.blocks) == (TransferReason.TIMEOUT, 0)
     assert outcome.seconds < 60
 
 
@@ -218,7 +218,7 @@ def test_a_sender_that_cannot_be_reached_is_reported(make_sender: Any, make_rece
     sender.close()
     assert released == ["r"]
     outcome = pull(make_receiver(stand.empty_store()), params, ids(0))
-    assert (outcome.reason, outcome.blocks) == (Reason.UNREACHABLE, 0)
+    assert (outcome.reason, outcome.blocks) == (TransferReason.UNREACHABLE, 0)
     with pytest.raises(TransferError, match="closed"):
         sender.offer("s", ids(1), 16)
 
@@ -229,7 +229,7 @@ def test_a_restarted_sender_refuses_tickets_of_its_former_life(
     sender, _, released = make_sender()
     old = sender.offer("r", ids(1), 16) | {"remote_engine_id": "former"}
     outcome = pull(make_receiver(stand.empty_store()), old, ids(0))
-    assert outcome.reason is Reason.UNKNOWN
+    assert outcome.reason is TransferReason.UNKNOWN
     assert "restarted" in outcome.detail
     assert released == []
 
@@ -266,7 +266,7 @@ def test_kill_9_of_the_sender_in_the_middle_of_a_pull(make_receiver: Any, backen
         process.wait(10)
         gated.go.set()
         outcome = wait.one()
-    assert outcome.reason is Reason.CUT
+    assert outcome.reason is TransferReason.CUT
     wanted = np.random.default_rng(7).integers(0, 256, (BLOCKS, size), dtype=np.uint8)
     good = outcome.blocks
     assert good < BLOCKS
@@ -287,10 +287,10 @@ def test_a_pull_beyond_the_queue_is_refused_at_once_and_its_blocks_freed(
     assert gated.reached.wait(10)
     receiver.pull(sender.offer("waiting", ids(2), 16), 0, ids(1), waiting)
     receiver.pull(sender.offer("refused", ids(3), 16), 0, ids(2), refused)
-    assert (refused.one(0).reason, refused.one(0).blocks) == (Reason.BUSY, 0)
+    assert (refused.one(0).reason, refused.one(0).blocks) == (TransferReason.BUSY, 0)
     gated.go.set()
-    assert running.one().reason is Reason.OK
-    assert waiting.one().reason is Reason.OK
+    assert running.one().reason is TransferReason.OK
+    assert waiting.one().reason is TransferReason.OK
     stand.eventually(lambda: sorted(released) == ["refused", "running", "waiting"])
 
 
@@ -306,7 +306,7 @@ def test_a_cancelled_pull_still_ends_and_frees_the_blocks(
     assert gated.reached.wait(10)
     running.cancel()
     gated.go.set()
-    assert wait.one().reason is Reason.CANCELLED
+    assert wait.one().reason is TransferReason.CANCELLED
     stand.eventually(lambda: released == ["r"])
 
 
@@ -321,10 +321,10 @@ def test_closing_the_receiver_ends_every_pull(make_sender: Any, backend: str) ->
     assert gated.reached.wait(10)
     threading.Timer(0.2, gated.go.set).start()
     receiver.close()
-    assert [wait.one(0).reason for wait in waits] == [Reason.CLOSED] * 3
+    assert [wait.one(0).reason for wait in waits] == [TransferReason.CLOSED] * 3
     late = Wait()
     receiver.pull(sender.offer("late", ids(1), 16), 0, ids(0), late)
-    assert late.one(0).reason is Reason.CLOSED
+    assert late.one(0).reason is TransferReason.CLOSED
 
 
 def test_a_store_that_fails_fails_the_pull_and_nothing_else(
@@ -338,7 +338,7 @@ def test_a_store_that_fails_fails_the_pull_and_nothing_else(
 
     receiver = make_receiver(stand.empty_store(Broken))
     outcome = pull(receiver, sender.offer("r", ids(1), 16), ids(0))
-    assert (outcome.reason, outcome.blocks) == (Reason.STORE, 0)
+    assert (outcome.reason, outcome.blocks) == (TransferReason.STORE, 0)
     assert "no device" in outcome.detail
     stand.eventually(lambda: released == ["r"])
 
@@ -355,7 +355,7 @@ def test_a_sender_whose_blocks_cannot_be_read_says_so(closing: Any, make_receive
     closing.callback(sender.close)
     receiver = make_receiver(stand.empty_store())
     outcome = pull(receiver, sender.offer("r", ids(1), 16), ids(0))
-    assert (outcome.reason, outcome.blocks) == (Reason.STORE, 0)
+    assert (outcome.reason, outcome.blocks) == (TransferReason.STORE, 0)
     stand.eventually(lambda: released == ["r"])
 
 

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from transfer_stand import ids, pull
 
 from pigou.request import SECOND
-from pigou.worker.kv_transfer import Reason
+from pigou.worker.kv_transfer import TransferReason
 from pigou.worker.kv_transfer.side_channel_protocol import (
     REPLIES,
     ChecksumsFrame,
     Confirm,
     Data,
     Decline,
-    Grant,
+    GrantFrame,
     Open,
     Refuse,
 )
@@ -83,7 +83,7 @@ def offered(make_sender: Any, make_receiver: Any) -> Iterator[SimpleNamespace]:
     assert released == []
     assert sender.held == 1
     other = pull(receiver, sender.offer("healthy", ids(1), 16), ids(0))
-    assert other.reason is Reason.OK
+    assert other.reason is TransferReason.OK
 
 
 @SHARED
@@ -117,7 +117,7 @@ def test_blocks_beyond_the_offer_are_refused(offered: Any, first: int, count: in
     asked = msgspec.structs.replace(offered.opening, first=first, count=count)
     refused = reply(say(offered.port, encoded(asked)))
     assert isinstance(refused, Refuse)
-    assert refused.reason == Reason.BAD_PARAMS
+    assert refused.reason == TransferReason.BAD_PARAMS
 
 
 @pytest.mark.parametrize("field", ["engine", "secret", "request"])
@@ -126,7 +126,7 @@ def test_blocks_are_given_only_to_who_knows_the_secret(offered: Any, field: str)
     for frame in (asked, Decline(asked.engine, asked.request, asked.secret)):
         refused = reply(say(offered.port, encoded(frame)))
         assert isinstance(refused, Refuse)
-        assert refused.reason == Reason.UNKNOWN
+        assert refused.reason == TransferReason.UNKNOWN
 
 
 def test_a_frame_beyond_the_limit_is_refused_before_it_is_read(offered: Any) -> None:
@@ -137,7 +137,7 @@ def test_a_frame_beyond_the_limit_is_refused_before_it_is_read(offered: Any) -> 
 
 def test_frames_out_of_turn_are_refused(offered: Any) -> None:
     for frame in ({"type": "renew"}, {"type": "done", "blocks": 3}):
-        assert reply(say(offered.port, encoded(frame))).reason == Reason.PROTOCOL
+        assert reply(say(offered.port, encoded(frame))).reason == TransferReason.PROTOCOL
 
 
 def test_connections_that_say_nothing_are_ended_and_those_beyond_the_limit_turned_away(
@@ -152,10 +152,10 @@ def test_connections_that_say_nothing_are_ended_and_those_beyond_the_limit_turne
         ]
         stand.eventually(lambda: len(sender._channel._links) == 3)
         params = sender.offer("r", ids(1), 16)
-        assert pull(receiver, params, ids(0)).reason is Reason.BUSY
+        assert pull(receiver, params, ids(0)).reason is TransferReason.BUSY
         assert socks[0].recv(1) == b""
         stand.eventually(lambda: not sender._channel._links)
-        assert pull(receiver, params, ids(0)).reason is Reason.OK
+        assert pull(receiver, params, ids(0)).reason is TransferReason.OK
 
 
 @contextlib.contextmanager
@@ -184,7 +184,7 @@ def impostor(*answers: bytes) -> Iterator[int]:
 
 def grant(details: dict[str, Any] | None = None, count: int = 2) -> bytes:
     checksums = ChecksumsFrame(np.zeros(count, dtype="<u8").tobytes())
-    return encoded(Grant(details or {}, 1.0)) + encoded(checksums)
+    return encoded(GrantFrame(details or {}, 1.0)) + encoded(checksums)
 
 
 def shared(sender: Any, blocks: Any, **changes: Any) -> bytes:
@@ -195,32 +195,32 @@ def shared(sender: Any, blocks: Any, **changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("backend", "answer", "reason"),
     [
-        ("tcp", lambda s: b"\xff" * 200, Reason.PROTOCOL),
-        ("tcp", lambda s: framed(b"\x00" * 50), Reason.PROTOCOL),
-        ("tcp", lambda s: grant(count=3), Reason.PROTOCOL),
-        ("tcp", lambda s: grant(count=10**6), Reason.PROTOCOL),
-        ("tcp", lambda s: encoded(Grant({}, 1.0)) + encoded(Data(2)), Reason.PROTOCOL),
-        ("tcp", lambda s: grant() + encoded(Data(1000)), Reason.PROTOCOL),
-        ("tcp", lambda s: grant() + encoded(Data(-1)), Reason.PROTOCOL),
-        ("tcp", lambda s: grant() + encoded(Data(0)), Reason.PROTOCOL),
-        ("tcp", lambda s: grant() + encoded(Confirm(True)), Reason.PROTOCOL),
-        ("tcp", lambda s: encoded(Refuse("no such reason", "x" * 100)), Reason.PROTOCOL),
-        ("tcp", lambda s: grant() + encoded(Data(2)) + b"z" * 2 * 40_000, Reason.CORRUPT),
-        ("shm", lambda s: grant(), Reason.PROTOCOL),
-        ("shm", lambda s: shared(s, [0, 64]), Reason.PROTOCOL),
-        ("shm", lambda s: shared(s, [-1, 0]), Reason.PROTOCOL),
-        ("shm", lambda s: shared(s, [1, 2, 3]), Reason.PROTOCOL),
-        ("shm", lambda s: shared(s, [1, 2], offset=2**40), Reason.UNREACHABLE),
-        ("shm", lambda s: shared(s, [1, 2], offset=-1), Reason.UNREACHABLE),
-        ("shm", lambda s: shared(s, [1, 2], name=b"../../etc/passwd"), Reason.UNREACHABLE),
-        ("shm", lambda s: shared(s, [1, 2], name=b"\xff\xff"), Reason.UNREACHABLE),
-        ("shm", lambda s: shared(s, [1, 2], key=b"another"), Reason.UNREACHABLE),
-        ("shm", lambda s: shared(s, [1, 2]), Reason.CORRUPT),
-        ("shm", lambda s: shared(s, [1, 2])[:-60], Reason.CUT),
+        ("tcp", lambda s: b"\xff" * 200, TransferReason.PROTOCOL),
+        ("tcp", lambda s: framed(b"\x00" * 50), TransferReason.PROTOCOL),
+        ("tcp", lambda s: grant(count=3), TransferReason.PROTOCOL),
+        ("tcp", lambda s: grant(count=10**6), TransferReason.PROTOCOL),
+        ("tcp", lambda s: encoded(GrantFrame({}, 1.0)) + encoded(Data(2)), TransferReason.PROTOCOL),
+        ("tcp", lambda s: grant() + encoded(Data(1000)), TransferReason.PROTOCOL),
+        ("tcp", lambda s: grant() + encoded(Data(-1)), TransferReason.PROTOCOL),
+        ("tcp", lambda s: grant() + encoded(Data(0)), TransferReason.PROTOCOL),
+        ("tcp", lambda s: grant() + encoded(Confirm(True)), TransferReason.PROTOCOL),
+        ("tcp", lambda s: encoded(Refuse("no such reason", "x" * 100)), TransferReason.PROTOCOL),
+        ("tcp", lambda s: grant() + encoded(Data(2)) + b"z" * 2 * 40_000, TransferReason.CORRUPT),
+        ("shm", lambda s: grant(), TransferReason.PROTOCOL),
+        ("shm", lambda s: shared(s, [0, 64]), TransferReason.PROTOCOL),
+        ("shm", lambda s: shared(s, [-1, 0]), TransferReason.PROTOCOL),
+        ("shm", lambda s: shared(s, [1, 2, 3]), TransferReason.PROTOCOL),
+        ("shm", lambda s: shared(s, [1, 2], offset=2**40), TransferReason.UNREACHABLE),
+        ("shm", lambda s: shared(s, [1, 2], offset=-1), TransferReason.UNREACHABLE),
+        ("shm", lambda s: shared(s, [1, 2], name=b"../../etc/passwd"), TransferReason.UNREACHABLE),
+        ("shm", lambda s: shared(s, [1, 2], name=b"\xff\xff"), TransferReason.UNREACHABLE),
+        ("shm", lambda s: shared(s, [1, 2], key=b"another"), TransferReason.UNREACHABLE),
+        ("shm", lambda s: shared(s, [1, 2]), TransferReason.CORRUPT),
+        ("shm", lambda s: shared(s, [1, 2])[:-60], TransferReason.CUT),
     ],
 )
 def test_a_receiver_believes_no_sender(
-    make_sender: Any, make_receiver: Any, backend: str, answer: Any, reason: Reason
+    make_sender: Any, make_receiver: Any, backend: str, answer: Any, reason: TransferReason
 ) -> None:
     sender, _, _ = make_sender()
     params = sender.offer("r", ids(1, 2), 32)
@@ -251,14 +251,14 @@ def test_params_that_are_no_ticket_are_refused_by_field(
     sender, _, _ = make_sender()
     receiver = make_receiver(stand.empty_store())
     outcome = pull(receiver, sender.offer("r", ids(1), 16) | changes, ids(0))
-    assert (outcome.reason, outcome.blocks) == (Reason.BAD_PARAMS, 0)
+    assert (outcome.reason, outcome.blocks) == (TransferReason.BAD_PARAMS, 0)
     assert word in outcome.detail
 
 
 @pytest.mark.parametrize("params", [None, [], "x", 3, {}, {"do_remote_prefill": True}])
 def test_params_of_any_shape_are_answered(make_receiver: Any, params: object) -> None:
     outcome = pull(make_receiver(stand.empty_store()), params, ids(0))
-    assert (outcome.reason, outcome.blocks) == (Reason.BAD_PARAMS, 0)
+    assert (outcome.reason, outcome.blocks) == (TransferReason.BAD_PARAMS, 0)
 
 
 def test_more_blocks_than_were_offered_are_not_asked_for(
@@ -267,5 +267,5 @@ def test_more_blocks_than_were_offered_are_not_asked_for(
     sender, _, released = make_sender()
     receiver = make_receiver(stand.empty_store())
     outcome = pull(receiver, sender.offer("r", ids(1, 2), 32), ids(0, 1), first=1)
-    assert outcome.reason is Reason.BAD_PARAMS
+    assert outcome.reason is TransferReason.BAD_PARAMS
     stand.eventually(lambda: released == ["r"])

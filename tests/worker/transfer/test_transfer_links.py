@@ -10,7 +10,7 @@ import transfer_stand as stand
 from transfer_stand import Wait, ids, pull
 
 from pigou.request import SECOND
-from pigou.worker.kv_transfer import Reason
+from pigou.worker.kv_transfer import TransferReason
 
 
 def links(sender: Any) -> int:
@@ -21,7 +21,7 @@ def test_pulls_one_after_another_share_a_connection(make_sender: Any, make_recei
     sender, _, _ = make_sender()
     receiver = make_receiver(stand.empty_store(), threads=1)
     for i in range(20):
-        assert pull(receiver, sender.offer(str(i), ids(1), 16), ids(0)).reason is Reason.OK
+        assert pull(receiver, sender.offer(str(i), ids(1), 16), ids(0)).reason is TransferReason.OK
     assert links(sender) == 1
 
 
@@ -30,9 +30,9 @@ def test_a_connection_that_the_sender_closed_meanwhile_is_replaced(
 ) -> None:
     sender, _, _ = make_sender(timeout=SECOND // 10)
     receiver = make_receiver(stand.empty_store(), threads=1)
-    assert pull(receiver, sender.offer("a", ids(1), 16), ids(0)).reason is Reason.OK
+    assert pull(receiver, sender.offer("a", ids(1), 16), ids(0)).reason is TransferReason.OK
     stand.eventually(lambda: links(sender) == 0)
-    assert pull(receiver, sender.offer("b", ids(1), 16), ids(0)).reason is Reason.OK
+    assert pull(receiver, sender.offer("b", ids(1), 16), ids(0)).reason is TransferReason.OK
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
@@ -47,7 +47,7 @@ def test_after_a_failed_pull_the_next_one_is_well(
     source.as_bytes()[2] ^= 1
     assert pull(receiver, bad, ids(0, 1)).blocks == 1
     good = pull(receiver, sender.offer("good", ids(1, 2), 32), ids(4, 5))
-    assert (good.reason, good.blocks) == (Reason.OK, 2)
+    assert (good.reason, good.blocks) == (TransferReason.OK, 2)
     assert (store.as_bytes()[4:6] == source.as_bytes()[1:3]).all()
 
 
@@ -78,7 +78,7 @@ def test_pulls_side_by_side_do_not_mix(make_sender: Any, make_receiver: Any, bac
         for i, (src, wait) in enumerate(zip(picks, waits, strict=True)):
             params = sender.offer(f"{turn}-{i}", src, 64)
             receiver.pull(params, 0, np.arange(4 * i, 4 * i + 4, dtype=np.int32), wait)
-        assert {wait.one().reason for wait in waits} == {Reason.OK}
+        assert {wait.one().reason for wait in waits} == {TransferReason.OK}
         assert (store.as_bytes() == source.as_bytes()[picks.reshape(-1)]).all()
     assert sender.held == 0
     assert sorted(released) == sorted(f"{turn}-{i}" for turn in range(5) for i in range(16))

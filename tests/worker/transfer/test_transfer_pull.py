@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transfer_stand import BLOCK_SIZE, BLOCKS, ids, pull
 
-from pigou.worker.kv_transfer import HostStore, Reason, Sender, TransferConfig
+from pigou.worker.kv_transfer import HostBlockStore, Sender, TransferConfig, TransferReason
 
 both = pytest.mark.parametrize("backend", ["shm", "tcp"])
-kinds = pytest.mark.parametrize("kind", [HostStore, stand.StagedStore])
+kinds = pytest.mark.parametrize("kind", [HostBlockStore, stand.StagedStore])
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def stage(make_sender: Any, make_receiver: Any) -> Iterator[Any]:
     """`stage(kind, backend)` returns the same (sender, its store, store, receiver) each time."""
     made: list[Any] = []
 
-    def stage(kind: type[HostStore], backend: str) -> Any:
+    def stage(kind: type[HostBlockStore], backend: str) -> Any:
         if not made:
             sender, source, _ = make_sender(block_bytes=1000)
             store = stand.empty_store(kind, 1000)
@@ -41,7 +41,7 @@ def stage(make_sender: Any, make_receiver: Any) -> Iterator[Any]:
 )
 @given(data=st.data())
 def test_the_blocks_asked_for_arrive_in_order_and_no_other_is_touched(
-    stage: Any, backend: str, kind: type[HostStore], data: Any
+    stage: Any, backend: str, kind: type[HostBlockStore], data: Any
 ) -> None:
     sender, source, store, receiver = stage(kind, backend)
     permutation = st.permutations(range(BLOCKS))
@@ -52,7 +52,7 @@ def test_the_blocks_asked_for_arrive_in_order_and_no_other_is_touched(
     dest = ids(*data.draw(permutation)[:take])
     store._data[:] = 0
     outcome = pull(receiver, sender.offer("r", src, count * BLOCK_SIZE), dest, first)
-    assert (outcome.reason, outcome.blocks) == (Reason.OK, take)
+    assert (outcome.reason, outcome.blocks) == (TransferReason.OK, take)
     assert (outcome.backend, outcome.bytes) == (backend, take * 1000)
     wanted = np.zeros_like(store._data)
     wanted[dest] = source.as_bytes()[src[first : first + take]]
@@ -91,10 +91,10 @@ def test_pulled_blocks_are_released_once_and_at_once(
     sender, _, released = make_sender()
     receiver = make_receiver(stand.empty_store(), backends=(backend,))
     params = sender.offer("r", ids(1), 16)
-    assert pull(receiver, params, ids(0)).reason is Reason.OK
+    assert pull(receiver, params, ids(0)).reason is TransferReason.OK
     assert released == ["r"]
     again = pull(receiver, params, ids(0))
-    assert (again.reason, again.blocks) == (Reason.UNKNOWN, 0)
+    assert (again.reason, again.blocks) == (TransferReason.UNKNOWN, 0)
     assert not sender.release("r")
     assert (released, sender.held) == (["r"], 0)
 
@@ -128,7 +128,7 @@ def test_tcp_takes_over_when_the_shared_memory_cannot_be_mapped(
 
     monkeypatch.setattr("pigou.worker.kv_transfer.backends.MappedMemory", refused)
     outcome = pull(receiver, sender.offer("r", ids(7), 16), ids(3))
-    assert (outcome.reason, outcome.backend) == (Reason.OK, "tcp")
+    assert (outcome.reason, outcome.backend) == (TransferReason.OK, "tcp")
     assert (store.as_bytes()[3] == source.as_bytes()[7]).all()
 
 
@@ -141,7 +141,7 @@ def test_a_sender_in_device_memory_serves_readers_elsewhere_by_tcp(
     store = stand.empty_store(block_bytes=1000)
     receiver = make_receiver(store, backends=("tcp",))
     outcome = pull(receiver, sender.offer("r", ids(4, 2), 32), ids(1, 0))
-    assert (outcome.reason, outcome.backend) == (Reason.OK, "tcp")
+    assert (outcome.reason, outcome.backend) == (TransferReason.OK, "tcp")
     assert (store.as_bytes()[[1, 0]] == data[[4, 2]]).all()
 
 

@@ -11,10 +11,10 @@ import pytest
 import transfer_stand as stand
 from transfer_stand import BLOCK_SIZE, BLOCKS, ids, pull
 
-from pigou.worker.kv_transfer import HostStore, Reason, Sender
+from pigou.worker.kv_transfer import HostBlockStore, Sender, TransferReason
 from pigou.worker.kv_transfer.block_store import PREFIX, SHARED_DIR
 
-kinds = pytest.mark.parametrize("kind", [HostStore, stand.StagedStore])
+kinds = pytest.mark.parametrize("kind", [HostBlockStore, stand.StagedStore])
 
 
 #: Shared memory of workers that other tests made in this process.
@@ -35,7 +35,7 @@ def files() -> list[str]:
     return sorted(_files() - _others)
 
 
-def source(kind: type[HostStore] = stand.StagedStore) -> Any:
+def source(kind: type[HostBlockStore] = stand.StagedStore) -> Any:
     data = np.random.default_rng(3).integers(0, 256, (BLOCKS, stand.BLOCK_BYTES), dtype=np.uint8)
     return kind(stand.layout(), data)
 
@@ -53,7 +53,7 @@ def make_staged(_nothing_leaks: None, closing: Any) -> Any:
 @kinds
 @pytest.mark.parametrize("step", [1, 64 << 20])
 def test_blocks_of_a_device_arrive_by_shared_memory(
-    kind: type[HostStore],
+    kind: type[HostBlockStore],
     step: int,
     make_staged: Any,
     make_receiver: Any,
@@ -65,7 +65,7 @@ def test_blocks_of_a_device_arrive_by_shared_memory(
     receiver = make_receiver(target, backends=("shm",))
     src, dest = ids(9, 3, 40, 41), ids(0, 5, 2, 63)
     outcome = pull(receiver, sender.offer("r", src, 4 * BLOCK_SIZE), dest)
-    assert (outcome.reason, outcome.backend, outcome.blocks) == (Reason.OK, "shm", 4)
+    assert (outcome.reason, outcome.backend, outcome.blocks) == (TransferReason.OK, "shm", 4)
     assert (target._data[dest] == store._data[src]).all()
     stand.eventually(lambda: not files())
 
@@ -89,7 +89,7 @@ def test_without_room_in_memory_the_blocks_come_by_tcp(
     store, target = source(), stand.empty_store()
     sender, receiver = make_staged(store), make_receiver(target)
     outcome = pull(receiver, sender.offer("r", ids(1, 2), 32), ids(1, 2))
-    assert (outcome.reason, outcome.backend, outcome.blocks) == (Reason.OK, "tcp", 2)
+    assert (outcome.reason, outcome.backend, outcome.blocks) == (TransferReason.OK, "tcp", 2)
 
 
 def test_a_store_that_cannot_be_read_leaves_no_memory_behind(

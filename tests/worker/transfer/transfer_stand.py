@@ -14,7 +14,13 @@ import numpy as np
 
 from pigou.kv.layout import Bytes, KVLayout
 from pigou.request import SECOND
-from pigou.worker.kv_transfer import HostStore, Outcome, Receiver, SharedMemory, TransferConfig
+from pigou.worker.kv_transfer import (
+    HostBlockStore,
+    Receiver,
+    SharedMemory,
+    TransferConfig,
+    TransferResult,
+)
 
 BLOCKS = 64
 BLOCK_SIZE = 16
@@ -43,7 +49,7 @@ def ids(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array(values, dtype=np.int32)
 
 
-class StagedStore(HostStore):
+class StagedStore(HostBlockStore):
     """Blocks that are reached by `read` and `write` only, as device memory is."""
 
     def as_bytes(self) -> None:  # type: ignore[override]
@@ -64,14 +70,16 @@ class GatedStore(StagedStore):
         super().write(ids, data)
 
 
-def empty_store(kind: type[HostStore] = HostStore, block_bytes: int = BLOCK_BYTES) -> HostStore:
+def empty_store(
+    kind: type[HostBlockStore] = HostBlockStore, block_bytes: int = BLOCK_BYTES
+) -> HostBlockStore:
     return kind(layout(block_bytes), np.zeros((BLOCKS, block_bytes), dtype=np.uint8))
 
 
-def filled(memory: SharedMemory, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> HostStore:
+def filled(memory: SharedMemory, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> HostBlockStore:
     rows = memory.buffer[: BLOCKS * block_bytes].reshape(BLOCKS, block_bytes)
     rows[:] = np.random.default_rng(seed).integers(0, 256, rows.shape, dtype=np.uint8)
-    return HostStore(layout(block_bytes), rows)
+    return HostBlockStore(layout(block_bytes), rows)
 
 
 def memory(block_bytes: int = BLOCK_BYTES) -> SharedMemory:
@@ -82,22 +90,22 @@ class Wait:
     """Collects the outcomes of pulls."""
 
     def __init__(self) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[TransferResult] = []
         self._came = threading.Condition()
 
-    def __call__(self, outcome: Outcome) -> None:
+    def __call__(self, outcome: TransferResult) -> None:
         with self._came:
             self.outcomes.append(outcome)
             self._came.notify_all()
 
-    def one(self, seconds: float = 60) -> Outcome:
+    def one(self, seconds: float = 60) -> TransferResult:
         with self._came:
             assert self._came.wait_for(lambda: self.outcomes, seconds), "the pull never ended"
             assert len(self.outcomes) == 1
             return self.outcomes[0]
 
 
-def pull(receiver: Receiver, params: object, dest: Any, first: int = 0) -> Outcome:
+def pull(receiver: Receiver, params: object, dest: Any, first: int = 0) -> TransferResult:
     wait = Wait()
     receiver.pull(params, first, dest, wait)
     return wait.one()

@@ -5,24 +5,34 @@ by shared memory or TCP, verifies every block, and says how many it has.
 """
 
 from pigou.worker.config import TransferConfig
-from pigou.worker.kv_transfer.block_store import BlockStore, HostStore, SharedMemory, remove_orphans
+from pigou.worker.kv_transfer.block_store import (
+    BlockStore,
+    HostBlockStore,
+    SharedMemory,
+    remove_orphans,
+)
 from pigou.worker.kv_transfer.receiver import Pull, Receiver
-from pigou.worker.kv_transfer.result import Outcome, Reason, Stats, TransferError
+from pigou.worker.kv_transfer.result import (
+    TransferError,
+    TransferReason,
+    TransferResult,
+    TransferStats,
+)
 from pigou.worker.kv_transfer.sender import Sender
 from pigou.worker.kv_transfer.side_channel_protocol import transfer_key
 
 __all__ = [
     "BlockStore",
-    "HostStore",
-    "Outcome",
+    "HostBlockStore",
     "Pull",
-    "Reason",
     "Receiver",
     "Sender",
     "SharedMemory",
-    "Stats",
     "TransferConfig",
     "TransferError",
+    "TransferReason",
+    "TransferResult",
+    "TransferStats",
     "remove_orphans",
     "transfer_key",
 ]

@@ -25,23 +25,23 @@ from pigou.worker.kv_transfer.block_store import (
     SharedMemory,
     host_id,
 )
-from pigou.worker.kv_transfer.receive_buffer import Landing, runs_of
-from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.receive_buffer import ReceiveBuffer, runs_of
+from pigou.worker.kv_transfer.result import TransferError, TransferReason
 from pigou.worker.kv_transfer.side_channel_protocol import (
     Data,
-    Grant,
-    Link,
+    GrantFrame,
+    SideChannelLink,
     expect,
     expect_checksums,
 )
-from pigou.worker.kv_transfer.transfer_params import Ticket
+from pigou.worker.kv_transfer.transfer_params import TransferParams
 
 
 class BackendUnavailable(Exception):
     """This backend cannot reach the sender after all; another may."""
 
 
-class Export(Protocol):
+class SendBackend(Protocol):
     """The sender's end of a backend."""
 
     @property
@@ -53,7 +53,7 @@ class Export(Protocol):
         """What the receiver's end needs to know to have these blocks."""
         ...
 
-    def push(self, link: Link, blocks: Ints, keep: Callable[[], None]) -> None:
+    def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
         """Send the blocks, if it is this end that moves them.
 
         Args:
@@ -68,7 +68,7 @@ class Export(Protocol):
         ...
 
 
-class Import(Protocol):
+class ReceiveBackend(Protocol):
     """The receiver's end of a backend."""
 
     @property
@@ -81,11 +81,17 @@ class Import(Protocol):
         """Whether blocks count only if the lease is confirmed afterwards (one-sided reads)."""
         ...
 
-    def reaches(self, ticket: Ticket) -> bool:
+    def reaches(self, ticket: TransferParams) -> bool:
         """Whether the sender's memory may be within reach."""
         ...
 
-    def fetch(self, link: Link, grant: Grant, landing: Landing, renew: Callable[[], None]) -> None:
+    def fetch(
+        self,
+        link: SideChannelLink,
+        grant: GrantFrame,
+        landing: ReceiveBuffer,
+        renew: Callable[[], None],
+    ) -> None:
         """Fill the landing.
 
         Args:
@@ -140,7 +146,7 @@ class ShmExport:
             "blocks": blocks.astype("<i4").tobytes(),
         }
 
-    def push(self, link: Link, blocks: Ints, keep: Callable[[], None]) -> None:
+    def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
         """Nothing: the receiver reads by itself."""
 
     def finish(self, details: dict[str, bytes | int]) -> None:
@@ -161,15 +167,15 @@ class ShmImport:
         self._helpers = threads - 1
         self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="kv-copy")
 
-    def reaches(self, ticket: Ticket) -> bool:
+    def reaches(self, ticket: TransferParams) -> bool:
         """Whether the sender is on this machine and shares the file system in memory."""
         return ticket.remote_host_id == self._host
 
     def fetch(
         self,
-        link: Link,
-        grant: Grant,
-        landing: Landing,
+        link: SideChannelLink,
+        grant: GrantFrame,
+        landing: ReceiveBuffer,
         renew: Callable[[], None],
     ) -> None:
         """Copy chunk by chunk; the sender may compute its checksums at the same time."""
@@ -199,20 +205,20 @@ class ShmImport:
         with self._lock:
             self._mapped.clear()
 
-    def _source(self, grant: Grant, landing: Landing) -> tuple[Bytes, Ints]:
+    def _source(self, grant: GrantFrame, landing: ReceiveBuffer) -> tuple[Bytes, Ints]:
         name, key = grant.details.get("name"), grant.details.get("key")
         offset, raw = grant.details.get("offset"), grant.details.get("blocks")
         if not (isinstance(name, bytes) and isinstance(key, bytes) and isinstance(offset, int)):
-            raise TransferError(Reason.PROTOCOL, "the grant names no shared memory")
+            raise TransferError(TransferReason.PROTOCOL, "the grant names no shared memory")
         if not isinstance(raw, bytes) or len(raw) != 4 * len(landing):
-            raise TransferError(Reason.PROTOCOL, "the grant does not list the blocks")
+            raise TransferError(TransferReason.PROTOCOL, "the grant does not list the blocks")
         try:
             rows = self._map(name.decode(), key.decode()).blocks(offset, landing.block_bytes)
         except (OSError, ValueError) as error:
             raise BackendUnavailable(str(error)) from error
         ids = np.frombuffer(raw, dtype="<i4").astype(np.int32)
         if ids.size and not (ids.min() >= 0 and ids.max() < len(rows)):
-            raise TransferError(Reason.PROTOCOL, "a block lies outside the shared memory")
+            raise TransferError(TransferReason.PROTOCOL, "a block lies outside the shared memory")
         return rows, ids
 
     def _map(self, name: str, key: str) -> MappedMemory:
@@ -225,7 +231,7 @@ class ShmImport:
 def _lane(
     rows: Bytes,
     ids: Ints,
-    landing: Landing,
+    landing: ReceiveBuffer,
     chunks: deque[tuple[int, int]],
     renew: Callable[[], None] = lambda: None,
 ) -> None:
@@ -279,7 +285,7 @@ class StagedShmExport(ShmExport):
         del memory  # a traceback would keep it mapped
         if failure:
             self.finish({"name": name})
-            raise TransferError(Reason.STORE, f"cannot read the blocks: {failure}")
+            raise TransferError(TransferReason.STORE, f"cannot read the blocks: {failure}")
         return {
             "name": name,
             "key": key,
@@ -322,7 +328,7 @@ class TcpExport:
         """Nothing: the blocks come by themselves."""
         return {}
 
-    def push(self, link: Link, blocks: Ints, keep: Callable[[], None]) -> None:
+    def push(self, link: SideChannelLink, blocks: Ints, keep: Callable[[], None]) -> None:
         """Send every block; each message's bytes are valid as the lease held after it."""
         rows = self._store.as_bytes()
         for i in range(0, len(blocks), self._step):
@@ -341,15 +347,15 @@ class TcpImport:
     name = "tcp"
     needs_confirmation = False
 
-    def reaches(self, ticket: Ticket) -> bool:  # noqa: ARG002
+    def reaches(self, ticket: TransferParams) -> bool:  # noqa: ARG002
         """Always: the side channel is reached, or nothing is."""
         return True
 
     def fetch(
         self,
-        link: Link,
-        grant: Grant,  # noqa: ARG002
-        landing: Landing,
+        link: SideChannelLink,
+        grant: GrantFrame,  # noqa: ARG002
+        landing: ReceiveBuffer,
         renew: Callable[[], None],  # noqa: ARG002
     ) -> None:
         """Receive until every block is there."""
@@ -358,7 +364,7 @@ class TcpImport:
         while arrived < len(landing):
             count = expect(link, Data).blocks
             if not 0 < count <= len(landing) - arrived:
-                raise TransferError(Reason.PROTOCOL, f"{count} blocks after {arrived}")
+                raise TransferError(TransferReason.PROTOCOL, f"{count} blocks after {arrived}")
             for first, size in landing.chunks(arrived, arrived + count):
                 targets = landing.targets(first, size)
                 link.receive_into([_flat(run) for run in targets])

@@ -39,7 +39,7 @@ class BlockStore(Protocol):
         ...
 
 
-class HostStore:
+class HostBlockStore:
     """Blocks in an array of host memory."""
 
     def __init__(self, layout: KVLayout, data: Bytes) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pigou.kv.checksum import Checksums
 from pigou.request import NEVER, SECOND, Ints
-from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.result import TransferError, TransferReason
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class Offer:
+class LeasedBlocks:
     """Blocks of one request that a receiver may take.
 
     Attributes:
@@ -114,8 +114,8 @@ class LeaseTable:
             on_release: called with the request's id, from any thread, when its blocks are free.
         """
         self._leases = LeaseClock(lease, max_hold)
-        self._offers: dict[str, Offer] = {}
-        self._numbers: dict[int, Offer] = {}
+        self._offers: dict[str, LeasedBlocks] = {}
+        self._numbers: dict[int, LeasedBlocks] = {}
         self._next = 0
         self._sleeps_until = 0
         self._on_release = on_release
@@ -126,7 +126,7 @@ class LeaseTable:
         with self._change:
             return len(self._offers)
 
-    def add(self, request: str, blocks: Ints, tokens: int, last_hash: str = "") -> Offer:
+    def add(self, request: str, blocks: Ints, tokens: int, last_hash: str = "") -> LeasedBlocks:
         """Begin an offer.
 
         Raises:
@@ -135,10 +135,10 @@ class LeaseTable:
         """
         with self._change:
             if self._closed:
-                raise TransferError(Reason.CLOSED, "the sender is closed")
+                raise TransferError(TransferReason.CLOSED, "the sender is closed")
             if request in self._offers:
                 raise ValueError(f"request {request!r} is offered already")
-            offer = Offer(self._next, request, blocks, tokens, last_hash)
+            offer = LeasedBlocks(self._next, request, blocks, tokens, last_hash)
             self._next += 1
             expiry = self._leases.grant(offer.number, time.monotonic_ns())
             self._offers[request] = self._numbers[offer.number] = offer
@@ -146,7 +146,7 @@ class LeaseTable:
                 self._change.notify()
             return offer
 
-    def find(self, request: str, secret: str) -> Offer:
+    def find(self, request: str, secret: str) -> LeasedBlocks:
         """Return an offer that is still held, its lease renewed.
 
         Raises:
@@ -156,15 +156,17 @@ class LeaseTable:
             offer = self._offers.get(request)
         known = offer is not None and hmac.compare_digest(offer.secret.encode(), secret.encode())
         if offer is None or not known or not self.keep(offer):
-            raise TransferError(Reason.UNKNOWN, "no such offer: taken, expired or never made")
+            raise TransferError(
+                TransferReason.UNKNOWN, "no such offer: taken, expired or never made"
+            )
         return offer
 
-    def keep(self, offer: Offer) -> bool:
+    def keep(self, offer: LeasedBlocks) -> bool:
         """Renew the offer's lease; False when it was lost, and its bytes mean nothing any more."""
         with self._change:
             return self._leases.renew(offer.number, time.monotonic_ns())
 
-    def finish(self, offer: Offer) -> bool:
+    def finish(self, offer: LeasedBlocks) -> bool:
         """Release the offer's blocks; whether they were held until now."""
         with self._change:
             held = self._leases.renew(offer.number, time.monotonic_ns())
@@ -214,10 +216,10 @@ class LeaseTable:
         for offer in left:
             self._released(offer)
 
-    def _forget(self, offer: Offer) -> None:
+    def _forget(self, offer: LeasedBlocks) -> None:
         del self._offers[offer.request], self._numbers[offer.number]
 
-    def _released(self, offer: Offer) -> None:
+    def _released(self, offer: LeasedBlocks) -> None:
         try:
             self._on_release(offer.request)
         except Exception:

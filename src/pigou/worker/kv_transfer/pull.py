@@ -12,33 +12,33 @@ from typing import TypeAlias
 
 from pigou.request import SECOND, Ints
 from pigou.worker.config import TransferConfig
-from pigou.worker.kv_transfer.backends import BackendUnavailable, Import
+from pigou.worker.kv_transfer.backends import BackendUnavailable, ReceiveBackend
 from pigou.worker.kv_transfer.block_store import BlockStore
-from pigou.worker.kv_transfer.receive_buffer import Landing
-from pigou.worker.kv_transfer.result import Outcome, Reason, TransferError
+from pigou.worker.kv_transfer.receive_buffer import ReceiveBuffer
+from pigou.worker.kv_transfer.result import TransferError, TransferReason, TransferResult
 from pigou.worker.kv_transfer.side_channel_protocol import (
     Confirm,
     Decline,
     Done,
-    Grant,
-    Link,
+    GrantFrame,
     Open,
     Renew,
+    SideChannelLink,
     expect,
     prove_as_receiver,
 )
-from pigou.worker.kv_transfer.transfer_params import Ticket
+from pigou.worker.kv_transfer.transfer_params import TransferParams
 
 log = logging.getLogger(__name__)
 
 #: Failures after which the sender is there, and is told to free the blocks.
 _TELL = {
-    Reason.LAYOUT,
-    Reason.BAD_PARAMS,
-    Reason.CORRUPT,
-    Reason.CANCELLED,
-    Reason.STORE,
-    Reason.PROTOCOL,
+    TransferReason.LAYOUT,
+    TransferReason.BAD_PARAMS,
+    TransferReason.CORRUPT,
+    TransferReason.CANCELLED,
+    TransferReason.STORE,
+    TransferReason.PROTOCOL,
 }
 
 
@@ -48,7 +48,7 @@ class Puller:
     def __init__(
         self,
         store: BlockStore,
-        imports: Sequence[Import],
+        imports: Sequence[ReceiveBackend],
         config: TransferConfig,
         key: bytes = b"",
     ) -> None:
@@ -58,38 +58,40 @@ class Puller:
         """
         self._store = store
         self._imports = imports
-        self._links = LinkPool(config.timeout, key)
+        self._links = ConnectionPool(config.timeout, key)
         self._fingerprint = store.layout.fingerprint()
 
     def pull(
-        self, ticket: Ticket, first: int, dest: Ints, cancelled: Callable[[], bool]
-    ) -> Outcome:
+        self, ticket: TransferParams, first: int, dest: Ints, cancelled: Callable[[], bool]
+    ) -> TransferResult:
         """Pull blocks `first` to `first + len(dest)`, and say how it ended; raises nothing."""
         began = time.monotonic()
         run = _Run(ticket, first, dest, cancelled)
         try:
             self._check(run)
             self._by_any_backend(run)
-            reason, detail = Reason.OK, ""
+            reason, detail = TransferReason.OK, ""
         except TransferError as error:
             reason, detail = self._early(run, error)
         except Exception as error:
             log.exception("pull of request %s failed", ticket.remote_request_id)
-            reason, detail = self._early(run, TransferError(Reason.STORE, repr(error)))
+            reason, detail = self._early(run, TransferError(TransferReason.STORE, repr(error)))
         blocks = run.blocks
         tokens = min(ticket.remote_num_tokens, (first + blocks) * ticket.remote_block_size)
-        return Outcome(
+        return TransferResult(
             request=ticket.remote_request_id,
             blocks=blocks,
             tokens=max(0, tokens - first * ticket.remote_block_size) if blocks else 0,
-            reason=Reason.CLOSED if self._links.closed and reason is not Reason.OK else reason,
+            reason=TransferReason.CLOSED
+            if self._links.closed and reason is not TransferReason.OK
+            else reason,
             detail=detail,
             backend=run.backend,
             bytes=blocks * self._store.layout.block_bytes,
             seconds=time.monotonic() - began,
         )
 
-    def decline(self, ticket: Ticket) -> bool:
+    def decline(self, ticket: TransferParams) -> bool:
         """Tell the sender to free the blocks; whether they were held until then.
 
         Raises:
@@ -115,14 +117,14 @@ class Puller:
         layout, ticket = self._store.layout, run.ticket
         if ticket.remote_layout != self._fingerprint:
             raise TransferError(
-                Reason.LAYOUT,
+                TransferReason.LAYOUT,
                 f"the offered blocks have the layout {ticket.remote_layout}; here it is "
                 f"{self._fingerprint} ({layout}): both workers must serve the same model "
                 "with the same dtype and block size",
             )
         if run.first + len(run.dest) > ticket.blocks:
             raise TransferError(
-                Reason.BAD_PARAMS,
+                TransferReason.BAD_PARAMS,
                 f"blocks {run.first} to {run.first + len(run.dest)} are wanted; "
                 f"{ticket.blocks} are offered",
             )
@@ -139,30 +141,30 @@ class Puller:
                 log.warning("pull by %s is not possible: %s", backend.name, str(error))
                 continue
             return
-        raise TransferError(Reason.UNREACHABLE, f"no backend reaches the sender; {detail}")
+        raise TransferError(TransferReason.UNREACHABLE, f"no backend reaches the sender; {detail}")
 
-    def _by(self, backend: Import, run: _Run) -> None:
+    def _by(self, backend: ReceiveBackend, run: _Run) -> None:
         used = False
         try:
             with self._links.link(run.ticket.address) as (link, used):
                 self._over(link, backend, run)
         except TransferError as error:
-            if not used or run.landing is not None or error.reason is not Reason.CUT:
+            if not used or run.landing is not None or error.reason is not TransferReason.CUT:
                 raise
             with self._links.link(run.ticket.address, fresh=True) as (link, _):
                 self._over(link, backend, run)
 
-    def _over(self, link: Link, backend: Import, run: _Run) -> None:
+    def _over(self, link: SideChannelLink, backend: ReceiveBackend, run: _Run) -> None:
         grant = self._open(link, backend.name, run)
         run.backend, run.needs_confirmation = backend.name, backend.needs_confirmation
-        run.landing = Landing(self._store, run.dest, run.cancelled)
+        run.landing = ReceiveBuffer(self._store, run.dest, run.cancelled)
         backend.fetch(link, grant, run.landing, _Renewal(link, grant.patience))
         link.send(Done(run.landing.good))
         run.confirmed = expect(link, Confirm).held
         if not run.confirmed:
-            raise TransferError(Reason.EXPIRED, "the lease was lost during the pull")
+            raise TransferError(TransferReason.EXPIRED, "the lease was lost during the pull")
 
-    def _open(self, link: Link, backend: str, run: _Run) -> Grant:
+    def _open(self, link: SideChannelLink, backend: str, run: _Run) -> GrantFrame:
         ticket, count = run.ticket, len(run.dest)
         link.send(
             Open(
@@ -176,9 +178,9 @@ class Puller:
                 backend=backend,
             )
         )
-        return expect(link, Grant, 4096 + 16 * count)
+        return expect(link, GrantFrame, 4096 + 16 * count)
 
-    def _early(self, run: _Run, error: TransferError) -> tuple[Reason, str]:
+    def _early(self, run: _Run, error: TransferError) -> tuple[TransferReason, str]:
         """End a pull that failed: free the sender's blocks, so that no lease has to run out."""
         if error.reason in _TELL and not self._links.closed:
             try:
@@ -192,7 +194,7 @@ class _Run:
     """What is known of a pull while it runs."""
 
     def __init__(
-        self, ticket: Ticket, first: int, dest: Ints, cancelled: Callable[[], bool]
+        self, ticket: TransferParams, first: int, dest: Ints, cancelled: Callable[[], bool]
     ) -> None:
         self.ticket = ticket
         self.first = first
@@ -201,7 +203,7 @@ class _Run:
         self.backend = ""
         self.needs_confirmation = False
         self.confirmed = False
-        self.landing: Landing | None = None
+        self.landing: ReceiveBuffer | None = None
 
     @property
     def blocks(self) -> int:
@@ -214,7 +216,7 @@ class _Run:
 class _Renewal:
     """Sends a sign of life when a quarter of the sender's patience is over."""
 
-    def __init__(self, link: Link, patience: float) -> None:
+    def __init__(self, link: SideChannelLink, patience: float) -> None:
         self._link = link
         self._every = patience / 4
         self._last = time.monotonic()
@@ -229,7 +231,7 @@ class _Renewal:
 Address: TypeAlias = tuple[str, int]
 
 
-class LinkPool:
+class ConnectionPool:
     """Lends connections; one that went well is kept for a while, any other is closed."""
 
     def __init__(self, timeout: int, key: bytes = b"") -> None:
@@ -242,12 +244,12 @@ class LinkPool:
         self._key = key
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._lent: set[Link] = set()
-        self._idle: dict[Address, list[tuple[int, Link]]] = {}
+        self._lent: set[SideChannelLink] = set()
+        self._idle: dict[Address, list[tuple[int, SideChannelLink]]] = {}
         self.closed = False
 
     @contextmanager
-    def link(self, address: Address, fresh: bool = False) -> Iterator[tuple[Link, bool]]:
+    def link(self, address: Address, fresh: bool = False) -> Iterator[tuple[SideChannelLink, bool]]:
         """Lend a connection, and tell whether it was used before (and may have been closed).
 
         Args:
@@ -294,7 +296,7 @@ class LinkPool:
         for link in links:
             link.close()
 
-    def _take(self, address: Address) -> Link | None:
+    def _take(self, address: Address) -> SideChannelLink | None:
         self.sweep()
         with self._lock:
             kept = self._idle.get(address)
@@ -304,7 +306,7 @@ class LinkPool:
             self._lent.add(link)
             return link
 
-    def _give_back(self, address: Address, link: Link) -> None:
+    def _give_back(self, address: Address, link: SideChannelLink) -> None:
         with self._lock:
             self._lent.discard(link)
             if not self.closed:
@@ -312,16 +314,16 @@ class LinkPool:
                 return
         link.close()
 
-    def _connect(self, address: Address) -> Link:
+    def _connect(self, address: Address) -> SideChannelLink:
         try:
             sock = socket.create_connection(address, self._timeout / SECOND)
         except (OSError, UnicodeError) as error:
             where = f"{address[0]}:{address[1]}"
-            raise TransferError(Reason.UNREACHABLE, f"{where}: {error}") from error
-        link = Link(sock, self._timeout)
+            raise TransferError(TransferReason.UNREACHABLE, f"{where}: {error}") from error
+        link = SideChannelLink(sock, self._timeout)
         with self._lock:
             if not self.closed:
                 self._lent.add(link)
                 return link
         link.close()
-        raise TransferError(Reason.CLOSED, "the receiver was closed")
+        raise TransferError(TransferReason.CLOSED, "the receiver was closed")

@@ -13,7 +13,7 @@ from pigou.kv.checksum import Checksums
 from pigou.kv.layout import Bytes
 from pigou.request import Ints
 from pigou.worker.kv_transfer.block_store import BlockStore
-from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.result import TransferError, TransferReason
 
 #: Bytes that are moved before they are verified: few enough to be in the cache still.
 CHUNK_BYTES = 512 << 10
@@ -21,7 +21,7 @@ CHUNK_BYTES = 512 << 10
 COPY_BYTES = 4 << 20
 
 
-class Landing:
+class ReceiveBuffer:
     """Destination blocks of one pull; several threads may fill different parts at once.
 
     Blocks are digested as they arrive, while they are in the cache, and verified as soon as the
@@ -106,7 +106,7 @@ class Landing:
 
     def _check(self) -> None:
         if self._cancelled():
-            raise TransferError(Reason.CANCELLED, "nobody waits for these blocks any more")
+            raise TransferError(TransferReason.CANCELLED, "nobody waits for these blocks any more")
 
     def _note(self, first: int, digests: Checksums) -> None:
         with self._lock:
@@ -133,13 +133,13 @@ class Landing:
             self.good = last
             return
         self.good += int(wrong.argmax())
-        raise TransferError(Reason.CORRUPT, f"block {self.good} is not what was offered")
+        raise TransferError(TransferReason.CORRUPT, f"block {self.good} is not what was offered")
 
     def _write(self, first: int, data: Bytes) -> None:
         try:
             self._store.write(self._dest[first : first + len(data)], data)
         except Exception as error:
-            raise TransferError(Reason.STORE, f"cannot write blocks: {error!r}") from error
+            raise TransferError(TransferReason.STORE, f"cannot write blocks: {error!r}") from error
 
 
 def runs_of(rows: Bytes, ids: Ints) -> list[Bytes]:

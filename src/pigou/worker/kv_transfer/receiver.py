@@ -15,15 +15,21 @@ from pigou.background import Background
 from pigou.kv import xxh3
 from pigou.request import Ints
 from pigou.worker.config import TransferConfig
-from pigou.worker.kv_transfer.backends import Import, ShmImport, TcpImport
+from pigou.worker.kv_transfer.backends import ReceiveBackend, ShmImport, TcpImport
 from pigou.worker.kv_transfer.block_store import BlockStore
 from pigou.worker.kv_transfer.pull import Puller
-from pigou.worker.kv_transfer.result import Outcome, Reason, Stats, Tally, TransferError
-from pigou.worker.kv_transfer.transfer_params import read_ticket
+from pigou.worker.kv_transfer.result import (
+    TransferCounters,
+    TransferError,
+    TransferReason,
+    TransferResult,
+    TransferStats,
+)
+from pigou.worker.kv_transfer.transfer_params import read_transfer_params
 
 log = logging.getLogger(__name__)
 
-OnDone: TypeAlias = Callable[[Outcome], None]
+OnDone: TypeAlias = Callable[[TransferResult], None]
 #: Seconds after which an idle thread lets go of what belongs to dead senders.
 _SWEEP = 5.0
 
@@ -70,7 +76,7 @@ class Receiver:
         xxh3.warm_up()
         self._config = config or TransferConfig()
         self._store = store
-        self._tally = Tally()
+        self._tally = TransferCounters()
         self._imports = [self._import(name) for name in self._config.backends]
         self._puller = Puller(store, self._imports, self._config, key)
         self._wake = threading.Condition()
@@ -101,13 +107,15 @@ class Receiver:
         pull = Pull(params, first, dest.copy(), done)
         with self._wake:
             full = sum(p.done is not None for p in self._waiting) >= self._config.max_pending
-            refused = Reason.CLOSED if self._closed else Reason.BUSY if full else None
+            refused = (
+                TransferReason.CLOSED if self._closed else TransferReason.BUSY if full else None
+            )
             if refused is None:
                 self._waiting.append(pull)
                 self._wake.notify()
         if refused is not None:
-            self._finish(pull, Outcome("", 0, 0, refused, "the pull was not begun"))
-        if refused is Reason.BUSY:
+            self._finish(pull, TransferResult("", 0, 0, refused, "the pull was not begun"))
+        if refused is TransferReason.BUSY:
             self.decline(params)
         return pull
 
@@ -124,7 +132,7 @@ class Receiver:
         with self._wake:
             return len(self._waiting)
 
-    def stats(self) -> Stats:
+    def stats(self) -> TransferStats:
         """Counters of what was pulled."""
         return self._tally.stats()
 
@@ -141,9 +149,11 @@ class Receiver:
         for backend in self._imports:
             backend.close()
         for pull in left:
-            self._finish(pull, Outcome("", 0, 0, Reason.CLOSED, "the receiver was closed"))
+            self._finish(
+                pull, TransferResult("", 0, 0, TransferReason.CLOSED, "the receiver was closed")
+            )
 
-    def _import(self, name: str) -> Import:
+    def _import(self, name: str) -> ReceiveBackend:
         return ShmImport(self._config.copy_threads) if name == "shm" else TcpImport()
 
     def _check(self, first: int, dest: Ints) -> None:
@@ -167,27 +177,27 @@ class Receiver:
             else:
                 self._finish(pull, self._pull(pull))
 
-    def _pull(self, pull: Pull) -> Outcome:
+    def _pull(self, pull: Pull) -> TransferResult:
         try:
-            ticket = read_ticket(pull.params, self._key)
+            ticket = read_transfer_params(pull.params, self._key)
         except TransferError as error:
-            return Outcome("", 0, 0, error.reason, error.detail)
+            return TransferResult("", 0, 0, error.reason, error.detail)
         try:
             return self._puller.pull(ticket, pull.first, pull.dest, lambda: pull.cancelled)
         except Exception as error:  # whoever waits for the blocks must be answered
             log.exception("a pull of request %s failed", ticket.remote_request_id)
-            return Outcome(ticket.remote_request_id, 0, 0, Reason.STORE, repr(error))
+            return TransferResult(ticket.remote_request_id, 0, 0, TransferReason.STORE, repr(error))
 
     def _decline(self, pull: Pull) -> None:
         try:
-            self._puller.decline(read_ticket(pull.params, self._key))
+            self._puller.decline(read_transfer_params(pull.params, self._key))
         except TransferError as error:
             log.info("an offer could not be declined, and will expire: %s", str(error))
         except Exception:
             log.exception("an offer could not be declined, and will expire")
 
-    def _finish(self, pull: Pull, outcome: Outcome) -> None:
-        if outcome.reason is not Reason.OK:
+    def _finish(self, pull: Pull, outcome: TransferResult) -> None:
+        if outcome.reason is not TransferReason.OK:
             log.warning("pull of request %s: %s %s", *_words(outcome))
         if pull.done is None:
             return
@@ -198,5 +208,5 @@ class Receiver:
             log.exception("done failed for request %s", outcome.request)
 
 
-def _words(outcome: Outcome) -> tuple[str, str, str]:
+def _words(outcome: TransferResult) -> tuple[str, str, str]:
     return outcome.request or "(unknown)", outcome.reason, outcome.detail

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Reason(StrEnum):
+class TransferReason(StrEnum):
     """Why a pull brought all, or not all, of the blocks."""
 
     OK = "ok"
@@ -33,14 +33,14 @@ class Reason(StrEnum):
 class TransferError(Exception):
     """A transfer that cannot go on: the reason, and a detail for the log."""
 
-    def __init__(self, reason: Reason, detail: str = "") -> None:
+    def __init__(self, reason: TransferReason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
         self.reason = reason
         self.detail = detail
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TransferResult:
     """What a pull brought.
 
     Attributes:
@@ -57,7 +57,7 @@ class Outcome:
     request: str
     blocks: int
     tokens: int
-    reason: Reason
+    reason: TransferReason
     detail: str = ""
     backend: str = ""
     bytes: int = 0
@@ -65,7 +65,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class TransferStats:
     """Counters since the start.
 
     Attributes:
@@ -83,26 +83,28 @@ class Stats:
     failures: dict[str, int] = field(default_factory=dict)
 
 
-class Tally:
+class TransferCounters:
     """Counters that several threads add to."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stats = Stats()
+        self._stats = TransferStats()
         self._failures: Counter[str] = Counter()
 
-    def add(self, blocks: int, size: int, seconds: float, reason: Reason) -> None:
+    def add(self, blocks: int, size: int, seconds: float, reason: TransferReason) -> None:
         """Count one transfer of `size` bytes in `seconds`."""
         with self._lock:
             was = self._stats
-            if reason is not Reason.OK:
+            if reason is not TransferReason.OK:
                 self._failures[reason] += 1
-            self._stats = Stats(
+            self._stats = TransferStats(
                 was.transfers + 1, was.blocks + blocks, was.bytes + size, was.seconds + seconds
             )
 
-    def stats(self) -> Stats:
+    def stats(self) -> TransferStats:
         """Return the counters as they are now."""
         with self._lock:
             was = self._stats
-            return Stats(was.transfers, was.blocks, was.bytes, was.seconds, dict(self._failures))
+            return TransferStats(
+                was.transfers, was.blocks, was.bytes, was.seconds, dict(self._failures)
+            )

@@ -12,12 +12,12 @@ from pigou.background import Background
 from pigou.kv import xxh3
 from pigou.request import SECOND, Ints
 from pigou.worker.config import TransferConfig
-from pigou.worker.kv_transfer.backends import Export, ShmExport, StagedShmExport, TcpExport
+from pigou.worker.kv_transfer.backends import SendBackend, ShmExport, StagedShmExport, TcpExport
 from pigou.worker.kv_transfer.block_store import BlockStore, SharedMemory, checksums_in, host_id
-from pigou.worker.kv_transfer.lease import LeaseTable, Offer
-from pigou.worker.kv_transfer.result import Stats, Tally
+from pigou.worker.kv_transfer.lease import LeasedBlocks, LeaseTable
+from pigou.worker.kv_transfer.result import TransferCounters, TransferStats
 from pigou.worker.kv_transfer.side_channel_server import SideChannel
-from pigou.worker.kv_transfer.transfer_params import Ticket, signed
+from pigou.worker.kv_transfer.transfer_params import TransferParams, signed
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ class Sender:
         self._key = key
         self._fingerprint = store.layout.fingerprint()
         self._host_id = host_id()
-        self._tally = Tally()
+        self._tally = TransferCounters()
         self.engine_id = str(uuid.uuid4())
         self._exports = self._export(memory)
         self._book = LeaseTable(self._config.lease, self._config.max_hold, on_release)
-        self._offered: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
+        self._offered: queue.SimpleQueue[LeasedBlocks | None] = queue.SimpleQueue()
         self._channel = SideChannel(
             self._config,
             engine=self.engine_id,
@@ -120,7 +120,7 @@ class Sender:
         """Offers that are held."""
         return len(self._book)
 
-    def stats(self) -> Stats:
+    def stats(self) -> TransferStats:
         """Counters of what receivers took."""
         return self._tally.stats()
 
@@ -132,8 +132,8 @@ class Sender:
         for thread in self._threads:
             thread.join()
 
-    def _export(self, memory: SharedMemory | None) -> dict[str, Export]:
-        exports: dict[str, Export] = {}
+    def _export(self, memory: SharedMemory | None) -> dict[str, SendBackend]:
+        exports: dict[str, SendBackend] = {}
         for name in self._config.backends:
             if name == "tcp":
                 exports[name] = TcpExport(self._store)
@@ -145,8 +145,8 @@ class Sender:
             raise ValueError("backends is ['shm'], and no shared memory was given; also allow tcp")
         return exports
 
-    def _ticket(self, offer: Offer) -> Ticket:
-        return Ticket(
+    def _ticket(self, offer: LeasedBlocks) -> TransferParams:
+        return TransferParams(
             remote_engine_id=self.engine_id,
             remote_request_id=offer.request,
             remote_host=self._config.advertise or self._config.host,

@@ -34,7 +34,7 @@ import numpy as np
 from pigou.kv.checksum import Checksums
 from pigou.request import SECOND
 from pigou.wire.fleet_secret import FleetSecret
-from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.result import TransferError, TransferReason
 
 #: Longest frame that a sender reads.
 MAX_REQUEST = 64 << 10
@@ -98,7 +98,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     blocks: int
 
 
-class Grant(msgspec.Struct, frozen=True, tag="grant"):
+class GrantFrame(msgspec.Struct, frozen=True, tag="grant"):
     """Gives the blocks.
 
     Attributes:
@@ -136,7 +136,7 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 Request: TypeAlias = Hello | Proof | Open | Decline | Renew | Done
-Reply: TypeAlias = Challenge | Grant | ChecksumsFrame | Refuse | Data | Confirm
+Reply: TypeAlias = Challenge | GrantFrame | ChecksumsFrame | Refuse | Data | Confirm
 _Frame = TypeVar("_Frame")
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -144,7 +144,7 @@ REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-class Link:
+class SideChannelLink:
     """One connection of the side channel; every wait is bounded by `timeout` (nanoseconds)."""
 
     def __init__(self, sock: socket.socket, timeout: int) -> None:
@@ -168,7 +168,9 @@ class Link:
         self._fill(_LENGTH.size)
         (length,) = _LENGTH.unpack_from(self._ahead)
         if length > limit:
-            raise TransferError(Reason.PROTOCOL, f"a frame of {length} bytes; at most {limit}")
+            raise TransferError(
+                TransferReason.PROTOCOL, f"a frame of {length} bytes; at most {limit}"
+            )
         end = _LENGTH.size + length
         self._fill(end)
         body = bytes(self._ahead[_LENGTH.size : end])
@@ -176,7 +178,7 @@ class Link:
         try:
             return decoder.decode(body)
         except msgspec.DecodeError as error:
-            raise TransferError(Reason.PROTOCOL, f"no such frame: {error}") from error
+            raise TransferError(TransferReason.PROTOCOL, f"no such frame: {error}") from error
 
     def receive_into(self, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers in order.
@@ -208,7 +210,7 @@ class Link:
         except OSError as error:
             raise _failure(error) from error
         if count == 0:
-            raise TransferError(Reason.CUT, "the peer closed the connection")
+            raise TransferError(TransferReason.CUT, "the peer closed the connection")
         return count
 
     def _send_all(self, buffers: Sequence[memoryview]) -> None:
@@ -225,7 +227,9 @@ class Link:
     def _patience(self, deadline: int) -> None:
         seconds = (deadline - time.monotonic_ns()) / SECOND
         if seconds <= 0:
-            raise TransferError(Reason.TIMEOUT, f"no end after {self._timeout / SECOND:g} s")
+            raise TransferError(
+                TransferReason.TIMEOUT, f"no end after {self._timeout / SECOND:g} s"
+            )
         try:
             self._sock.settimeout(seconds)
         except OSError as error:
@@ -249,14 +253,14 @@ def _beyond(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 def _failure(error: OSError) -> TransferError:
     if isinstance(error, TimeoutError):
-        return TransferError(Reason.TIMEOUT, "the peer fell silent")
-    return TransferError(Reason.CUT, str(error))
+        return TransferError(TransferReason.TIMEOUT, "the peer fell silent")
+    return TransferError(TransferReason.CUT, str(error))
 
 
 _Reply = TypeVar("_Reply", bound=Reply)
 
 
-def expect(link: Link, kind: type[_Reply], limit: int = 4096) -> _Reply:
+def expect(link: SideChannelLink, kind: type[_Reply], limit: int = 4096) -> _Reply:
     """Receive a frame of this kind, of at most `limit` bytes.
 
     Raises:
@@ -264,15 +268,15 @@ def expect(link: Link, kind: type[_Reply], limit: int = 4096) -> _Reply:
     """
     reply = link.receive(REPLIES, limit)
     if isinstance(reply, Refuse):
-        known = reply.reason in set(Reason)
-        reason = Reason(reply.reason) if known else Reason.PROTOCOL
+        known = reply.reason in set(TransferReason)
+        reason = TransferReason(reply.reason) if known else TransferReason.PROTOCOL
         raise TransferError(reason, reply.detail[:500])
     if not isinstance(reply, kind):
-        raise TransferError(Reason.PROTOCOL, f"{type(reply).__name__} out of turn")
+        raise TransferError(TransferReason.PROTOCOL, f"{type(reply).__name__} out of turn")
     return reply
 
 
-def expect_checksums(link: Link, count: int) -> Checksums:
+def expect_checksums(link: SideChannelLink, count: int) -> Checksums:
     """Receive the checksums of `count` blocks.
 
     Raises:
@@ -280,7 +284,9 @@ def expect_checksums(link: Link, count: int) -> Checksums:
     """
     raw = expect(link, ChecksumsFrame, 4096 + 8 * count).xxh3
     if len(raw) != 8 * count:
-        raise TransferError(Reason.PROTOCOL, f"{len(raw)} bytes of checksums for {count} blocks")
+        raise TransferError(
+            TransferReason.PROTOCOL, f"{len(raw)} bytes of checksums for {count} blocks"
+        )
     return np.frombuffer(raw, dtype="<u8").astype(np.uint64)
 
 
@@ -293,7 +299,7 @@ def transfer_key(secret: FleetSecret) -> bytes:
     return secret.key("kv-transfer")
 
 
-def prove_as_receiver(link: Link, key: bytes) -> None:
+def prove_as_receiver(link: SideChannelLink, key: bytes) -> None:
     """Prove to a sender that the key is known here, once it has proved the same.
 
     Raises:
@@ -303,11 +309,11 @@ def prove_as_receiver(link: Link, key: bytes) -> None:
     link.send(Hello(mine))
     challenge = expect(link, Challenge)
     if not hmac.compare_digest(challenge.mac, _mac(key, b"sender", mine, challenge.nonce)):
-        raise TransferError(Reason.UNPROVEN, "the sender does not know the fleet's secret")
+        raise TransferError(TransferReason.UNPROVEN, "the sender does not know the fleet's secret")
     link.send(Proof(_mac(key, b"receiver", mine, challenge.nonce)))
 
 
-def prove_as_sender(link: Link, key: bytes) -> None:
+def prove_as_sender(link: SideChannelLink, key: bytes) -> None:
     """Let a receiver prove that it knows the key, before it is answered anything else.
 
     Raises:
@@ -316,7 +322,7 @@ def prove_as_sender(link: Link, key: bytes) -> None:
     hello = link.receive(REQUESTS, MAX_REQUEST)
     if not isinstance(hello, Hello) or not _LEAST <= len(hello.nonce) <= _MOST:
         raise TransferError(
-            Reason.UNPROVEN, "this sender serves who knows the fleet's secret, and no other"
+            TransferReason.UNPROVEN, "this sender serves who knows the fleet's secret, and no other"
         )
     mine = secrets.token_bytes(_NONCE_BYTES)
     link.send(Challenge(mine, _mac(key, b"sender", hello.nonce, mine)))
@@ -325,7 +331,9 @@ def prove_as_sender(link: Link, key: bytes) -> None:
         proof.mac, _mac(key, b"receiver", hello.nonce, mine)
     )
     if not good:
-        raise TransferError(Reason.UNPROVEN, "the receiver does not know the fleet's secret")
+        raise TransferError(
+            TransferReason.UNPROVEN, "the receiver does not know the fleet's secret"
+        )
 
 
 def _mac(key: bytes, role: bytes, receiver: bytes, sender: bytes) -> bytes:

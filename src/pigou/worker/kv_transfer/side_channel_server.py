@@ -14,9 +14,9 @@ from pigou.kv import checksum
 from pigou.kv.layout import KVLayout
 from pigou.request import SECOND
 from pigou.worker.config import TransferConfig
-from pigou.worker.kv_transfer.backends import Export
-from pigou.worker.kv_transfer.lease import LeaseTable, Offer
-from pigou.worker.kv_transfer.result import Reason, Tally, TransferError
+from pigou.worker.kv_transfer.backends import SendBackend
+from pigou.worker.kv_transfer.lease import LeasedBlocks, LeaseTable
+from pigou.worker.kv_transfer.result import TransferCounters, TransferError, TransferReason
 from pigou.worker.kv_transfer.side_channel_protocol import (
     MAX_REQUEST,
     REQUESTS,
@@ -24,13 +24,13 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
     Confirm,
     Decline,
     Done,
-    Grant,
+    GrantFrame,
     Hello,
-    Link,
     Open,
     Refuse,
     Renew,
     Request,
+    SideChannelLink,
     prove_as_sender,
 )
 
@@ -47,8 +47,8 @@ class SideChannel:
         engine: str,
         layout: KVLayout,
         book: LeaseTable,
-        exports: Mapping[str, Export],
-        tally: Tally,
+        exports: Mapping[str, SendBackend],
+        tally: TransferCounters,
         background: Background,
         key: bytes = b"",
     ) -> None:
@@ -66,7 +66,7 @@ class SideChannel:
         self._tally = tally
         self._key = key
         self._lock = threading.Lock()
-        self._links: dict[Link, threading.Thread] = {}
+        self._links: dict[SideChannelLink, threading.Thread] = {}
         self._closed = False
         self._listener = _listen(config.host, config.port)
         self.port: int = self._listener.getsockname()[1]
@@ -98,9 +98,9 @@ class SideChannel:
                 log.warning("cannot accept a receiver: %s", str(error))
                 time.sleep(0.05)  # out of file descriptors, mostly: let others end
                 continue
-            self._admit(Link(sock, min(self._config.timeout, self._config.lease)))
+            self._admit(SideChannelLink(sock, min(self._config.timeout, self._config.lease)))
 
-    def _admit(self, link: Link) -> None:
+    def _admit(self, link: SideChannelLink) -> None:
         thread = threading.Thread(target=self._serve, args=(link,), name="kv-serve", daemon=True)
         with self._lock:
             full = len(self._links) >= self._config.max_connections
@@ -109,12 +109,12 @@ class SideChannel:
                 thread.start()
                 return
         try:
-            link.send(Refuse(Reason.BUSY, "too many receivers at once"))
+            link.send(Refuse(TransferReason.BUSY, "too many receivers at once"))
         except TransferError as error:
             log.debug("a receiver that was turned away left first: %s", str(error))
         link.close()
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: SideChannelLink) -> None:
         try:
             if self._key:
                 prove_as_sender(link, self._key)
@@ -125,46 +125,47 @@ class SideChannel:
             self._refuse(link, error)
         except Exception as error:
             log.exception("a receiver's conversation failed")
-            self._refuse(link, TransferError(Reason.STORE, repr(error)))
+            self._refuse(link, TransferError(TransferReason.STORE, repr(error)))
         finally:
             link.close()
             with self._lock:
                 self._links.pop(link, None)
 
-    def _refuse(self, link: Link, error: TransferError) -> None:
+    def _refuse(self, link: SideChannelLink, error: TransferError) -> None:
         self._tally.add(0, 0, 0.0, error.reason)
-        if error.reason in (Reason.CUT, Reason.TIMEOUT):
+        if error.reason in (TransferReason.CUT, TransferReason.TIMEOUT):
             return
         try:
             link.send(Refuse(error.reason, error.detail))
         except TransferError as failure:
             log.debug("the refusal did not arrive: %s", str(failure))
 
-    def _next(self, link: Link) -> Request | None:
+    def _next(self, link: SideChannelLink) -> Request | None:
         """The receiver's next request; None when it has no more."""
         try:
             return link.receive(REQUESTS, MAX_REQUEST)
         except TransferError as error:
-            if error.reason in (Reason.CUT, Reason.TIMEOUT):
+            if error.reason in (TransferReason.CUT, TransferReason.TIMEOUT):
                 return None
             raise
 
-    def _answer(self, link: Link, request: Request) -> None:
+    def _answer(self, link: SideChannelLink, request: Request) -> None:
         if isinstance(request, Hello):
             raise TransferError(
-                Reason.UNPROVEN, "this sender has no fleet secret; start it with the receiver's"
+                TransferReason.UNPROVEN,
+                "this sender has no fleet secret; start it with the receiver's",
             )
         if not isinstance(request, Open | Decline):
-            raise TransferError(Reason.PROTOCOL, f"{type(request).__name__} out of turn")
+            raise TransferError(TransferReason.PROTOCOL, f"{type(request).__name__} out of turn")
         if request.engine != self._engine:
-            raise TransferError(Reason.UNKNOWN, "another engine: this sender was restarted")
+            raise TransferError(TransferReason.UNKNOWN, "another engine: this sender was restarted")
         offer = self._book.find(request.request, request.secret)
         if isinstance(request, Decline):
             link.send(Confirm(self._book.finish(offer)))
             return
         self._give(link, request, offer)
 
-    def _give(self, link: Link, request: Open, offer: Offer) -> None:
+    def _give(self, link: SideChannelLink, request: Open, offer: LeasedBlocks) -> None:
         began = time.monotonic()
         export = self._check(request, offer)
         span = slice(request.first, request.first + request.count)
@@ -172,7 +173,7 @@ class SideChannel:
         patience = min(self._config.timeout, self._config.lease) / SECOND
         details = export.details(blocks)
         try:
-            link.send(Grant(details, patience))
+            link.send(GrantFrame(details, patience))
             link.send(ChecksumsFrame(self._checksums(offer)[span].astype("<u8").tobytes()))
             export.push(link, blocks, lambda: self._keep(offer))
             done = self._await_done(link, offer)
@@ -184,24 +185,25 @@ class SideChannel:
             taken,
             taken * self._layout.block_bytes,
             time.monotonic() - began,
-            Reason.OK if held else Reason.EXPIRED,
+            TransferReason.OK if held else TransferReason.EXPIRED,
         )
         link.send(Confirm(held))
 
-    def _check(self, request: Open, offer: Offer) -> Export:
+    def _check(self, request: Open, offer: LeasedBlocks) -> SendBackend:
         if request.layout != self._fingerprint:
             raise TransferError(
-                Reason.LAYOUT, f"the sender's blocks are {self._layout}; yours are not"
+                TransferReason.LAYOUT, f"the sender's blocks are {self._layout}; yours are not"
             )
         if not hmac.compare_digest(request.last_hash.encode(), offer.last_hash.encode()):
             raise TransferError(
-                Reason.OTHER_PROMPT, "the offered blocks are of another prompt than the ticket says"
+                TransferReason.OTHER_PROMPT,
+                "the offered blocks are of another prompt than the ticket says",
             )
         if request.first < 0 or request.count < 0:
-            raise TransferError(Reason.BAD_PARAMS, "first and count must be at least 0")
+            raise TransferError(TransferReason.BAD_PARAMS, "first and count must be at least 0")
         if request.first + request.count > len(offer.blocks):
             raise TransferError(
-                Reason.BAD_PARAMS,
+                TransferReason.BAD_PARAMS,
                 f"blocks {request.first} to {request.first + request.count} were asked for; "
                 f"{len(offer.blocks)} are offered",
             )
@@ -209,29 +211,32 @@ class SideChannel:
         if export is None:
             known = ", ".join(self._exports)
             raise TransferError(
-                Reason.BAD_PARAMS, f"no backend {request.backend!r}; this sender has {known}"
+                TransferReason.BAD_PARAMS,
+                f"no backend {request.backend!r}; this sender has {known}",
             )
         return export
 
-    def _checksums(self, offer: Offer) -> checksum.Checksums:
+    def _checksums(self, offer: LeasedBlocks) -> checksum.Checksums:
         if not offer.ready.wait(self._config.timeout / SECOND):
-            raise TransferError(Reason.TIMEOUT, "the checksums are not there yet")
+            raise TransferError(TransferReason.TIMEOUT, "the checksums are not there yet")
         if offer.checksums is None:
-            raise TransferError(Reason.STORE, offer.error)
+            raise TransferError(TransferReason.STORE, offer.error)
         return offer.checksums
 
-    def _await_done(self, link: Link, offer: Offer) -> Done:
+    def _await_done(self, link: SideChannelLink, offer: LeasedBlocks) -> Done:
         while True:
             request = link.receive(REQUESTS, MAX_REQUEST)
             if isinstance(request, Done):
                 return request
             if not isinstance(request, Renew):
-                raise TransferError(Reason.PROTOCOL, f"{type(request).__name__} out of turn")
+                raise TransferError(
+                    TransferReason.PROTOCOL, f"{type(request).__name__} out of turn"
+                )
             self._keep(offer)
 
-    def _keep(self, offer: Offer) -> None:
+    def _keep(self, offer: LeasedBlocks) -> None:
         if not self._book.keep(offer):
-            raise TransferError(Reason.EXPIRED, "the lease was lost")
+            raise TransferError(TransferReason.EXPIRED, "the lease was lost")
 
 
 def _listen(host: str, port: int) -> socket.socket:

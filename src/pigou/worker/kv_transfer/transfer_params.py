@@ -12,12 +12,12 @@ import msgspec
 from pigou.kv.hashing import chain
 from pigou.request import BlockHashes
 from pigou.wire.errors import bad_request
-from pigou.worker.kv_transfer.result import Reason, TransferError
+from pigou.worker.kv_transfer.result import TransferError, TransferReason
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
-class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An offer of blocks, as the receiver is told of it.
 
     Attributes:
@@ -69,7 +69,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return params
 
 
-def signed(ticket: Ticket, key: bytes) -> Ticket:
+def signed(ticket: TransferParams, key: bytes) -> TransferParams:
     """Return a ticket with its signature; as it is where there is no key."""
     return msgspec.structs.replace(ticket, remote_mac=_mac(ticket, key)) if key else ticket
 
@@ -79,7 +79,7 @@ def hash_text(hash: BlockHashes) -> str:
     return hash.astype(">u8").tobytes().hex()
 
 
-def read_ticket(params: object, key: bytes = b"") -> Ticket:
+def read_transfer_params(params: object, key: bytes = b"") -> TransferParams:
     """Return the ticket in `kv_transfer_params`.
 
     Args:
@@ -91,21 +91,23 @@ def read_ticket(params: object, key: bytes = b"") -> Ticket:
             no sender of this fleet made it.
     """
     try:
-        ticket = msgspec.convert(params, Ticket)
+        ticket = msgspec.convert(params, TransferParams)
     except msgspec.ValidationError as error:
-        raise TransferError(Reason.BAD_PARAMS, f"kv_transfer_params: {error}") from error
+        raise TransferError(TransferReason.BAD_PARAMS, f"kv_transfer_params: {error}") from error
     if not ticket.do_remote_prefill:
         raise TransferError(
-            Reason.BAD_PARAMS, "kv_transfer_params: do_remote_prefill is false; nothing is offered"
+            TransferReason.BAD_PARAMS,
+            "kv_transfer_params: do_remote_prefill is false; nothing is offered",
         )
     if key and not hmac.compare_digest(ticket.remote_mac, _mac(ticket, key)):
         raise TransferError(
-            Reason.FORGED, f"the ticket {ticket.remote_request_id!r} is not signed by this fleet"
+            TransferReason.FORGED,
+            f"the ticket {ticket.remote_request_id!r} is not signed by this fleet",
         )
     return ticket
 
 
-def _mac(ticket: Ticket, key: bytes) -> str:
+def _mac(ticket: TransferParams, key: bytes) -> str:
     values = msgspec.to_builtins(ticket)
     # Either leg's flag is the gateway's to set, where a ticket is passed on.
     unsigned = ("remote_mac", "do_remote_decode")
@@ -116,9 +118,9 @@ def _mac(ticket: Ticket, key: bytes) -> str:
 log = logging.getLogger(__name__)
 
 
-def checked_ticket(
+def checked_transfer_params(
     params: dict[str, Any], key: bytes, tokens: list[int], hashes: BlockHashes, seed: bytes
-) -> Ticket | None:
+) -> TransferParams | None:
     """Return the ticket of `kv_transfer_params` if it is for this prompt; None, and a log, if not.
 
     Args:
@@ -132,22 +134,24 @@ def checked_ticket(
         APIError: 400, they are no ticket at all.
     """
     try:
-        ticket = read_ticket(params, key)
+        ticket = read_transfer_params(params, key)
         _check_prompt(ticket, tokens, hashes, seed)
     except TransferError as error:
-        if error.reason is Reason.BAD_PARAMS:
+        if error.reason is TransferReason.BAD_PARAMS:
             raise bad_request(error.detail, "kv_transfer_params") from None
         log.warning("a ticket is refused, and its prompt computed here: %s", str(error))
         return None
     return ticket
 
 
-def _check_prompt(ticket: Ticket, tokens: list[int], hashes: BlockHashes, seed: bytes) -> None:
+def _check_prompt(
+    ticket: TransferParams, tokens: list[int], hashes: BlockHashes, seed: bytes
+) -> None:
     """Raise `TransferError` unless the last block offered is that block of this prompt."""
     count, size = ticket.blocks, ticket.remote_block_size
     if ticket.remote_num_tokens % size or ticket.remote_num_tokens > len(tokens):
         raise TransferError(
-            Reason.OTHER_PROMPT,
+            TransferReason.OTHER_PROMPT,
             f"ticket {ticket.remote_request_id!r} offers {ticket.remote_num_tokens} tokens in "
             f"blocks of {size}; the prompt has {len(tokens)}",
         )
@@ -156,6 +160,6 @@ def _check_prompt(ticket: Ticket, tokens: list[int], hashes: BlockHashes, seed: 
     own = hash_text(hashes[count - 1])
     if not hmac.compare_digest(own, ticket.remote_last_hash):
         raise TransferError(
-            Reason.OTHER_PROMPT,
+            TransferReason.OTHER_PROMPT,
             f"ticket {ticket.remote_request_id!r} is for other tokens, or another tenure",
         )
