@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.policy_workloads import _AGENTS, _TURNS, _control, _read
-from pigou.control.routing.policy import RequestView, RoutingPolicy, Table, load
-from pigou.control.routing.toll import Toll
+from pigou.control.routing.policy import CostTable, RequestView, RoutingPolicy, load
+from pigou.control.routing.toll.policy import Toll
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.engine.warm import warm_up
 from pigou.experiments.prices import paired
@@ -42,9 +42,9 @@ FREE = "toll, memory free"
 class MemoryFree(Toll):
     """`toll` without its price of memory."""
 
-    def table(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Table:
+    def table(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> CostTable:
         """Return the parts and their sum; memory costs nothing."""
-        free = msgspec.structs.replace(fleet, again=np.zeros(len(fleet.ids)))
+        free = msgspec.structs.replace(fleet, recomputed_share=np.zeros(len(fleet.ids)))
         return super().table(request, free, candidates)
 
 

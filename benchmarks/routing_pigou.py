@@ -10,10 +10,10 @@ import numpy as np
 
 from benchmarks.routing_data import BLOCK_SIZE, LONG, SHORT, WORKERS, Tokens, Workload
 from pigou.config import ControlConfig
-from pigou.control.index import PrefixIndex
-from pigou.control.index.chain import chain
 from pigou.control.messages import CacheChanged, Ended, Route, WorkerUp
 from pigou.control.plane import ControlPlane
+from pigou.control.prefix_index import PrefixIndex
+from pigou.control.prefix_index.block_keys import chain
 from pigou.events import BlockRemoved, BlockStored, KVEvent
 from pigou.request import SECOND, FinishReason, Request, Worker, no_hashes
 from pigou.wire.kv_event_decoding import (

@@ -189,7 +189,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of the prefix index (`pigou.control.index`).
+    """Limits of the prefix index (`pigou.control.prefix_index`).
 
     Attributes:
         max_blocks: most blocks that are kept of one worker's events, and as many of what is

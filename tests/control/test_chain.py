@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.control.index.chain import chain
+from pigou.control.prefix_index.block_keys import chain
 
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pigou.control.speeds.estimator import Estimator
+from pigou.control.latency_model.model import LatencyModel
 from pigou.request import SECOND
 
 #: Seconds of a step: without streams, of each stream, and of each token that they hold.
 BASE, STREAM, TOKEN = 0.005, 2e-5, 3e-8
 
 
-def _seen(workers: int, sizes: tuple[int, int], seconds: int = 60) -> tuple[Estimator, int]:
+def _seen(workers: int, sizes: tuple[int, int], seconds: int = 60) -> tuple[LatencyModel, int]:
     """What is learned of workers whose streams hold so many tokens each, drawn anew each second."""
-    estimator, rng, now = Estimator(), np.random.default_rng(4), SECOND
+    estimator, rng, now = LatencyModel(), np.random.default_rng(4), SECOND
     for row in range(workers):
         estimator.up()
         estimator.flow.advance(row, 0, 0, 0, now)
@@ -38,7 +38,7 @@ def test_what_steps_read_is_told_from_what_their_streams_take() -> None:
     estimator, now = _seen(4, (200, 8000))
     found = estimator.now(now)
     assert found.context_token == pytest.approx([TOKEN] * 4, rel=0.1)
-    few, many = (n * (STREAM + TOKEN * found.context_mean[0]) + BASE for n in (4, 32))
+    few, many = (n * (STREAM + TOKEN * found.mean_context[0]) + BASE for n in (4, 32))
     rows = np.array([0, 0])
     assert found.itl(rows, np.array([4.0, 32.0])) == pytest.approx([few, many], rel=0.05)
 
@@ -46,7 +46,7 @@ def test_what_steps_read_is_told_from_what_their_streams_take() -> None:
 def test_where_streams_are_alike_their_itl_is_right_whatever_is_charged() -> None:
     estimator, now = _seen(2, (2000, 2000))
     found = estimator.now(now)
-    assert found.context_mean[0] == pytest.approx(2000.0)
+    assert found.mean_context[0] == pytest.approx(2000.0)
     for streams in (5.0, 30.0):
         itl = BASE + streams * (STREAM + TOKEN * 2000)
         seen = found.itl(np.array([0]), np.array([streams]))
@@ -55,7 +55,7 @@ def test_where_streams_are_alike_their_itl_is_right_whatever_is_charged() -> Non
 
 def test_a_worker_whose_streams_hold_much_is_no_slow_one() -> None:
     """One holds 20 times what the other does: by the law of both their steps are as they are."""
-    estimator, rng, now = Estimator(), np.random.default_rng(5), SECOND
+    estimator, rng, now = LatencyModel(), np.random.default_rng(5), SECOND
     held = (1000, 20_000)
     for row in (0, 1):
         estimator.up()
@@ -77,7 +77,7 @@ def test_a_worker_whose_streams_hold_much_is_no_slow_one() -> None:
 
 
 def test_tokens_cost_nothing_until_they_were_seen_to() -> None:
-    estimator = Estimator()
+    estimator = LatencyModel()
     estimator.up()
     found = estimator.now(0)
-    assert (found.context_token[0], found.context_mean[0]) == (0.0, 0.0)
+    assert (found.context_token[0], found.mean_context[0]) == (0.0, 0.0)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from model_fleet import Ideal, ModelFleet, poisson
 
 from pigou.config import ControlConfig
+from pigou.control.latency_model.affine_fit import AffineFit
+from pigou.control.latency_model.estimates import Estimates, pairs
+from pigou.control.latency_model.model import LatencyModel
+from pigou.control.latency_model.scales import Scales
 from pigou.control.plane import ControlPlane
-from pigou.control.speeds.affine import AffineFit
-from pigou.control.speeds.estimates import Estimates, pairs
-from pigou.control.speeds.estimator import Estimator
-from pigou.control.speeds.scales import Scales
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Role
 
@@ -45,7 +45,7 @@ def test_the_expected_output_follows_what_requests_generate() -> None:
 
 
 def test_a_worker_of_which_nothing_was_seen_is_taken_for_one_like_the_others() -> None:
-    estimator = Estimator()
+    estimator = LatencyModel()
     for _ in range(3):
         estimator.up()
     for i in range(60):

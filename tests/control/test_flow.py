@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pigou.control.speeds.estimator import Estimator
-from pigou.control.speeds.flow import Flow
-from pigou.control.speeds.scales import Scales
-from pigou.control.speeds.stall import Stall
-from pigou.control.speeds.stall_kernel import variance
+from pigou.control.latency_model.flow import Flow
+from pigou.control.latency_model.model import LatencyModel
+from pigou.control.latency_model.scales import Scales
+from pigou.control.latency_model.stall import Stall
+from pigou.control.latency_model.stall_kernel import variance
 from pigou.request import SECOND
 
 #: Seconds of a step of 8 streams, alone and with a chunk of a prompt, and tokens of a chunk.
@@ -97,9 +97,9 @@ def test_samples_of_a_prompt_that_was_given_up_are_thrown_away() -> None:
     assert [each.prompts for each in flow.harvest()] == [0.0]
 
 
-def _worker(prompts: list[int], seed: int = 0) -> tuple[Estimator, int]:
+def _worker(prompts: list[int], seed: int = 0) -> tuple[LatencyModel, int]:
     """8 streams; prompts of so many chunks, one after another, 5 s apart; harvests as they come."""
-    estimator, now = Estimator(), SECOND
+    estimator, now = LatencyModel(), SECOND
     estimator.up()
     estimator.flow.advance(0, 0, 0, 0, now)
     estimator.flow.change(0, 8)
@@ -124,7 +124,7 @@ def test_a_long_prompt_does_not_make_its_worker_a_slow_one() -> None:
     estimator, now = _worker([40, 5, 80, 20, 100])
     found = estimator.now(now)
     assert found.itl(np.array([0]), np.array([8.0])) == pytest.approx([STEP], rel=0.1)
-    taken = found.stall_base[0] + found.stall_token[0] * 20 * CHUNK
+    taken = found.interference_base[0] + found.interference_token[0] * 20 * CHUNK
     assert taken == pytest.approx(20 * (MIXED - STEP), rel=0.25)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.control.index import PrefixIndex
+from pigou.control.prefix_index import PrefixIndex
 from pigou.events import BlockRemoved, BlockStored, KVEvent, Medium
 
 
@@ -49,7 +49,7 @@ class Cache:
 
 
 def worth(index: PrefixIndex, *workers: str) -> list[float]:
-    return index.again(workers).tolist()
+    return index.recomputed_share(workers).tolist()
 
 
 def test_memory_is_worth_nothing_while_nothing_is_evicted_or_comes_back() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.control.index import PrefixIndex, chain
+from pigou.control.prefix_index import PrefixIndex, chain
 from pigou.events import BlockRemoved, BlockStored
 from pigou.wire.kv_event_decoding import Cleared, Removed, Stored, WireEvent
 

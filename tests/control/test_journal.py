@@ -16,7 +16,6 @@ from msgspec.structs import fields
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.assessment import Assessment
-from pigou.control.index import PrefixIndex
 from pigou.control.journal import (
     JournalEntry,
     JournalError,
@@ -47,6 +46,7 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
+from pigou.control.prefix_index import PrefixIndex
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pigou.games.anarchy import Anarchy, Estimate
 from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker

@@ -19,6 +19,8 @@ from pigou.control.journal import (
     encode,
     replay_call,
 )
+from pigou.control.latency_model.estimates import PRIOR_FETCH, Estimates
+from pigou.control.latency_model.reading import Reading
 from pigou.control.messages import (
     CacheChanged,
     Ended,
@@ -28,11 +30,9 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
-from pigou.control.peers import price_reads, read_of
+from pigou.control.peers import price_fetches, read_of
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.view import FleetView
-from pigou.control.speeds.estimates import PRIOR_READ, Estimates
-from pigou.control.speeds.reading import Reading
 from pigou.events import BlockStored
 from pigou.request import SECOND, FinishReason, Request, Worker
 
@@ -50,7 +50,7 @@ def fleets(draw: st.DrawFn) -> tuple[FleetView, int, np.ndarray]:
     device, host, storage = column(100), column(20), column(20)
     estimates = Estimates.prior(count)
     for name, most in (("prefill_base", 0.02), ("prefill_token", 1e-3), ("prefill_pair", 1e-6),
-                       ("read_base", 0.05), ("read_token", 1e-3)):  # fmt: skip
+                       ("fetch_base", 0.05), ("fetch_token", 1e-3)):  # fmt: skip
         getattr(estimates, name)[:] = [draw(st.floats(0, most)) for _ in range(count)]
     blocks = -(-prompt // 16)
     device = [min(each, blocks) for each in device]
@@ -71,7 +71,7 @@ def test_a_prefix_is_read_exactly_where_no_other_way_is_cheaper(
 ) -> None:
     fleet, prompt, open_ = drawn
     known = fleet.estimates
-    fleet.reads = price_reads(fleet, prompt, open_, RESTORE)
+    fleet.fetches = price_fetches(fleet, prompt, open_, RESTORE)
 
     def compute(row: int, cached: float) -> float:
         left = np.array([prompt - cached])
@@ -86,7 +86,7 @@ def test_a_prefix_is_read_exactly_where_no_other_way_is_cheaper(
             depth = min(int(fleet.device[other]), (prompt - 1) // 16) * 16
             come = depth - int(fleet.device[row]) * 16
             if fleet.layout[row] and other != row and come > 0:
-                link = float(known.read_base[row] + known.read_token[row] * come)
+                link = float(known.fetch_base[row] + known.fetch_token[row] * come)
                 ways.append((depth, other, come, link, own - compute(row, depth) - link))
         read = read_of(fleet, row)
         deepest = max((way[0] for way in ways), default=0)
@@ -258,7 +258,7 @@ def test_a_recorded_plane_reads_again_as_it_did() -> None:
 
 def test_a_slow_first_read_does_not_end_reading_and_a_slow_link_is_tried_again_later() -> None:
     reading = Reading()
-    assert reading.law == PRIOR_READ
+    assert reading.law == PRIOR_FETCH
     reading.observe(128.0, 0.5, 0)  # the first of a process
     base, token = reading.law
     assert base + 2000 * token < 0.03

@@ -9,12 +9,12 @@ import pytest
 
 from pigou.config import ControlConfig
 from pigou.control.caching import BEAT, LEAST
-from pigou.control.index import Overlaps
+from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import CacheChanged, Ended, LoadReport, WorkerUp
 from pigou.control.placement import Fleet, Placement, Prompt, place
 from pigou.control.plane import ControlPlane
+from pigou.control.prefix_index import Overlaps
 from pigou.control.prefixes import Prefixes
-from pigou.control.speeds.estimates import Estimates
 from pigou.events import BlockRemoved, BlockStored, Medium
 from pigou.request import SECOND, FinishReason, Request, Worker, no_hashes
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from pigou.config import EngineConfig
-from pigou.control.speeds.estimates import Estimates
-from pigou.control.speeds.estimator import Estimator
+from pigou.control.latency_model.estimates import Estimates
+from pigou.control.latency_model.model import LatencyModel
 from pigou.request import SECOND, Rehearsed
 from pigou.sim.law import Law, LawTiming
 from pigou.sim.rehearsal import rehearse
@@ -18,7 +18,7 @@ ENGINE = EngineConfig(blocks=4096, max_model_len=10_000)
 
 def told(*laws: Law) -> Estimates:
     """Return the estimates of a fleet right after its workers came up."""
-    estimator = Estimator()
+    estimator = LatencyModel()
     for law in laws:
         estimator.up(rehearse(LawTiming(law), ENGINE), 5 * SECOND)
     return estimator.now(5 * SECOND)
@@ -29,7 +29,7 @@ def test_speeds_are_known_before_the_first_request() -> None:
     assert found.prefill_base + 1000 * found.prefill_token == pytest.approx([0.145] * 2, rel=0.02)
     for streams in (1.0, 16.0, 64.0):
         assert found.law(0)(streams) == pytest.approx(0.02 + 0.001 * streams, rel=0.02)
-    taken = found.stall_base + 2000 * found.stall_token
+    taken = found.interference_base + 2000 * found.interference_token
     assert taken == pytest.approx([0.206] * 2, rel=0.1)
 
 
@@ -46,11 +46,11 @@ def test_a_worker_half_as_fast_is_known_for_a_slow_one_before_the_first_request(
     fast, other = found.law(0)(16.0), found.law(1)(16.0)
     assert 1.4 < other / fast < 2.1
     assert 0.03 < fast < 0.045
-    assert 1.4 < found.prompt[1] / found.prompt[0] < 2.1
+    assert 1.4 < found.mean_prefill[1] / found.mean_prefill[0] < 2.1
 
 
 def test_a_worker_that_tells_nothing_is_taken_for_one_like_those_that_did() -> None:
-    estimator = Estimator()
+    estimator = LatencyModel()
     estimator.up(rehearse(LawTiming(LAW), ENGINE), SECOND)
     estimator.up()
     found = estimator.now(SECOND)
@@ -58,7 +58,7 @@ def test_a_worker_that_tells_nothing_is_taken_for_one_like_those_that_did() -> N
 
 
 def test_who_rehearses_after_requests_were_served_changes_no_law_of_the_others() -> None:
-    estimator = Estimator()
+    estimator = LatencyModel()
     estimator.up(rehearse(LawTiming(LAW), ENGINE), SECOND)
     before = estimator.now(SECOND).table[:, 0].tolist()
     estimator.generated(100)
@@ -69,7 +69,7 @@ def test_who_rehearses_after_requests_were_served_changes_no_law_of_the_others()
 
 
 def test_prompts_beside_streams_alone_teach_nothing() -> None:
-    estimator = Estimator()
+    estimator = LatencyModel()
     estimator.up((Rehearsed(128, 4, 1, 0.05),), SECOND)
     found, prior = estimator.now(SECOND), Estimates.prior(1)
     assert found.law(0)(8.0) == pytest.approx(prior.law(0)(8.0))

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from routing_fleets import PROMPT, alone, cheapest, pairs, product, split
 
 from pigou.config import ConfigError
-from pigou.control.routing.conditional import Conditional
-from pigou.control.routing.dynamo_conditional import DynamoConditional
-from pigou.control.routing.llm_d_conditional import LlmDConditional
+from pigou.control.routing.conditional_disaggregation import ConditionalDisaggregation
 from pigou.control.routing.policy import (
     Costs,
     RequestView,
@@ -22,6 +20,8 @@ from pigou.control.routing.policy import (
     override,
     params_of,
 )
+from pigou.control.routing.rivals.dynamo import DynamoConditional
+from pigou.control.routing.rivals.llm_d import LlmDConditional
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
 
@@ -156,7 +156,7 @@ def test_what_is_offered_in_one_way_keeps_it() -> None:
 @pytest.mark.parametrize("kind", ["dynamo-conditional", "llm-d-conditional"])
 def test_any_policy_may_be_inside(kind: str, name: str) -> None:
     policy = load(kind, {"inner": name})
-    assert isinstance(policy, Conditional)
+    assert isinstance(policy, ConditionalDisaggregation)
     assert type(policy.inner) is type(load(name))
     fleet = split(1, 3, overlap=[0, 60, 0])
     assert ways(policy, fleet, PROMPT, product(1, 3)) == {1: "local", 2: "remote"}

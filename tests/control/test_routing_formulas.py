@@ -9,20 +9,15 @@ import numpy as np
 import pytest
 from routing_fleets import PROMPT, alone, cheapest, pairs, product, split
 
-from pigou.control.routing.aibrix_prefix import AibrixPrefix
-from pigou.control.routing.dynamo import Dynamo, DynamoParams
-from pigou.control.routing.dynamo_paper import DynamoPaper, DynamoPaperParams
-from pigou.control.routing.least_loaded import LeastLoaded
-from pigou.control.routing.llm_d import LlmD, LlmDParams
-from pigou.control.routing.llm_d_blend import LlmDBlend, LlmDBlendParams
-from pigou.control.routing.lmetric import LMetric, LMetricParams
-from pigou.control.routing.mooncake import Mooncake, MooncakeParams
 from pigou.control.routing.policy import RoutingPolicy
-from pigou.control.routing.power_of_two import PowerOfTwo
-from pigou.control.routing.random import Random
-from pigou.control.routing.ray_prefix import RayPrefix, RayPrefixParams
-from pigou.control.routing.round_robin import RoundRobin
-from pigou.control.routing.sglang_cache_aware import SglangCacheAware, SglangCacheAwareParams
+from pigou.control.routing.rivals.aibrix import AibrixPrefix
+from pigou.control.routing.rivals.dynamo import Dynamo, DynamoPaper, DynamoPaperParams, DynamoParams
+from pigou.control.routing.rivals.llm_d import LlmD, LlmDBlend, LlmDBlendParams, LlmDParams
+from pigou.control.routing.rivals.lmetric import LMetric, LMetricParams
+from pigou.control.routing.rivals.mooncake import Mooncake, MooncakeParams
+from pigou.control.routing.rivals.ray import RayPrefix, RayPrefixParams
+from pigou.control.routing.rivals.sglang import SglangCacheAware, SglangCacheAwareParams
+from pigou.control.routing.simple_policies import LeastLoaded, PowerOfTwo, RandomRouting, RoundRobin
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
 
@@ -41,12 +36,14 @@ def picks(policy: RoutingPolicy, fleet: FleetView, offered: Candidates) -> set[t
 
 
 def test_random_prefers_nobody() -> None:
-    assert cost(Random(), FleetView.of(3, decode_requests=[9, 0, 0])) == pytest.approx([0, 0, 0])
+    assert cost(RandomRouting(), FleetView.of(3, decode_requests=[9, 0, 0])) == pytest.approx(
+        [0, 0, 0]
+    )
 
 
 def test_random_takes_pairs_only_where_there_are_pools() -> None:
     fleet = split(2, 4)
-    assert picks(Random(), fleet, product(2, 4)) == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    assert picks(RandomRouting(), fleet, product(2, 4)) == {(0, 2), (0, 3), (1, 2), (1, 3)}
 
 
 def test_round_robin_takes_turns_whatever_the_load() -> None:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from routing_fleets import alone, cheapest, product, split
 
+from pigou.control.latency_model.estimates import Estimates
 from pigou.control.lines import Lines
 from pigou.control.routing.policy import GROUP, Priced, load
+from pigou.control.routing.pool_policy import PoolPolicy
 from pigou.control.routing.selection import select
-from pigou.control.routing.stages import Staged
 from pigou.control.routing.view import Candidates, FleetView
-from pigou.control.speeds.estimates import Estimates
 from pigou.request import Request
 
 NAMES = sorted(entry_points(group=GROUP).names)
@@ -34,7 +34,7 @@ OVERLAP_AWARE = [
     "ray-prefix",
     "sglang-cache-aware",
 ]
-STAGED = [each for each in NAMES if isinstance(load(each), Staged)]
+STAGED = [each for each in NAMES if isinstance(load(each), PoolPolicy)]
 
 COLUMNS = {
     "prefill_requests": 4,
@@ -70,7 +70,7 @@ def fleets(draw: st.DrawFn, *, apart: bool | None = None) -> tuple[FleetView, Ca
     columns["waiting"] = np.array(columns["prefill_requests"], dtype=float)
     columns["kv_usage"] = np.array(columns["served"], dtype=float) / 1000
     columns["output"] = 50.0
-    columns["lines"], columns["now"] = draw(lines(workers)), 100
+    columns["backlog"], columns["now"] = draw(lines(workers)), 100
     if apart if apart is not None else draw(st.booleans()):
         prefill = draw(st.integers(1, workers - 1))
         return split(prefill, workers, **columns), product(prefill, workers)
@@ -94,11 +94,11 @@ def shuffled(fleet: FleetView, order: np.ndarray) -> FleetView:
         return {name: getattr(one, name)[order] for name in names(kind) if name not in skip}
 
     known = Estimates(fleet.estimates.table[:, order])
-    plain = {"ids", "estimates", "output", "reads", "lines", "now"}
+    plain = {"ids", "estimates", "output", "fetches", "backlog", "now"}
     columns = taken(FleetView, fleet, plain)
     ids = tuple(fleet.ids[row] for row in order)
     return FleetView(
-        ids=ids, estimates=known, output=fleet.output, lines=lined(fleet.lines, order),
+        ids=ids, estimates=known, output=fleet.output, backlog=lined(fleet.backlog, order),
         now=fleet.now, **columns,
     )  # fmt: skip
 

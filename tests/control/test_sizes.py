@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.control.speeds.estimates import pairs
-from pigou.control.speeds.estimator import Estimator
-from pigou.control.speeds.sizes import Sizes
+from pigou.control.latency_model.estimates import pairs
+from pigou.control.latency_model.model import LatencyModel
+from pigou.control.latency_model.sizes import Sizes
 from pigou.request import SECOND
 
 LAWS = st.tuples(st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.floats(0, 1e-7))
@@ -41,7 +41,7 @@ def test_nothing_is_said_of_the_spread_of_a_few_prompts() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_prompts_are_as_uneven_as_they_are_while_the_law_changes_its_mind(seed: int) -> None:
     """A law whose slope is nearly nothing makes a pair worth any number of tokens."""
-    estimator, rng, now = Estimator(), np.random.default_rng(seed), SECOND
+    estimator, rng, now = LatencyModel(), np.random.default_rng(seed), SECOND
     estimator.up()
     taken = []
     for _ in range(400):

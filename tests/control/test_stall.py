@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pigou.control.speeds.estimator import Estimator
-from pigou.control.speeds.spread import Spread
-from pigou.control.speeds.stall import Stall
+from pigou.control.latency_model.model import LatencyModel
+from pigou.control.latency_model.spread import Spread
+from pigou.control.latency_model.stall import Stall
 from pigou.request import SECOND
 
 
@@ -31,7 +31,7 @@ def test_without_samples_a_token_of_a_prompt_takes_what_one_of_a_stream_does() -
 
 def test_the_law_of_streams_is_not_blamed_for_prompts_computed_beside_them() -> None:
     """One worker: 20 ms a step with 8 streams, and 5 ms more for each of 6 prompts a second."""
-    estimator, rng, now = Estimator(), np.random.default_rng(2), SECOND
+    estimator, rng, now = LatencyModel(), np.random.default_rng(2), SECOND
     estimator.up()
     estimator.flow.advance(0, 0, 0, 0, now)
     estimator.flow.change(0, 8)
@@ -47,7 +47,9 @@ def test_the_law_of_streams_is_not_blamed_for_prompts_computed_beside_them() -> 
         estimator.harvest(now)
     found = estimator.now(now)
     assert found.itl(np.array([0]), np.array([8.0])) == pytest.approx([0.02], rel=0.03)
-    assert found.stall_base + 100 * found.stall_token == pytest.approx([0.005], rel=0.2)
+    assert found.interference_base + 100 * found.interference_token == pytest.approx(
+        [0.005], rel=0.2
+    )
 
 
 def test_spread_is_variance_over_squared_mean() -> None:

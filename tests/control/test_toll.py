@@ -7,15 +7,14 @@ import pytest
 from model_fleet import Ideal, ModelFleet, poisson
 
 from pigou.config import ConfigError, ControlConfig
+from pigou.control.latency_model.estimates import Estimates
 from pigou.control.lines import Lines
 from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import override
-from pigou.control.routing.queue_kernel import delayed
-from pigou.control.routing.toll import Toll, TollParams, stream_tolls
-from pigou.control.routing.toll_kernel import others
+from pigou.control.routing.toll.policy import Toll, TollParams, stream_tolls
+from pigou.control.routing.toll.queue import delay_weight, delayed_prompts
 from pigou.control.routing.view import Candidates, FleetView
-from pigou.control.speeds.estimates import Estimates
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Request, Role, Worker
 
@@ -32,7 +31,7 @@ def pairs(*found: tuple[int, int]) -> Candidates:
 def known(workers: int, law: LatencyLaw = LAW) -> Estimates:
     found = Estimates.prior(workers, law)
     found.arrivals[:] = 2.0
-    found.prompt[:] = 0.25
+    found.mean_prefill[:] = 0.25
     return found
 
 
@@ -57,8 +56,8 @@ def test_parts_are_the_formula() -> None:
     assert parts["transfer"] == pytest.approx([0.005 + 680e-6, 0.0])
     assert parts["decode"] == pytest.approx([100 * LAW(9.0)] * 2)
     assert parts["toll_stream"] == pytest.approx([100 * LAW.toll(8.0)] * 2)
-    second = others(wait, service, 0.25 * 2.0)
-    queue = second * service * delayed(wait / 0.25, 0.5, 2.0)
+    second = delay_weight(wait, service, 0.25 * 2.0)
+    queue = second * service * delayed_prompts(wait / 0.25, 0.5, 2.0)
     assert parts["toll_queue"] == pytest.approx([queue, 0.0])
     assert parts["toll_stall"] == pytest.approx([0.0, alone * 8])
     costs = Toll().costs(request, fleet, pairs((0, 1), (-1, 1)))
@@ -67,7 +66,7 @@ def test_parts_are_the_formula() -> None:
 
 def test_a_stream_costs_what_reading_its_tokens_takes_of_all_steps_beside_it() -> None:
     known_ = known(2)
-    known_.context_token[:], known_.context_mean[:] = 1e-8, 2000.0
+    known_.context_token[:], known_.mean_context[:] = 1e-8, 2000.0
     columns = {"estimates": known_, "output": 100.0, "decode_requests": [8, 8]}
     offered = pairs((-1, 0), (-1, 1))
     for prompt in (500, 20_000):
@@ -88,7 +87,7 @@ def test_the_prompt_under_way_is_as_far_as_the_time_since_it_began() -> None:
     waiting = {"estimates": known(2), "prefill_requests": [2, 2], "prefill_tokens": [4900, 4900]}
     for late, left in ((0.0, 0.5), (0.15, 0.35), (0.2, 0.3), (60.0, 0.3)):
         now = 10 * SECOND + round(late * SECOND)
-        fleet = FleetView.of(2, lines=lines, now=now, **waiting)
+        fleet = FleetView.of(2, backlog=lines, now=now, **waiting)
         parts = Toll().parts(request, fleet, offered)
         assert parts["wait"] == pytest.approx([left, 0.3])  # never done before it is told to be
 
@@ -96,7 +95,7 @@ def test_the_prompt_under_way_is_as_far_as_the_time_since_it_began() -> None:
 def test_a_stream_waits_for_the_prompts_that_its_worker_will_not_have_computed() -> None:
     """Of those 3 s of prompts, 2 s are left when the stream begins; streams feel half of that."""
     known_ = known(2)
-    known_.stall_base[:], known_.stall_token[:] = 0.0025, 0.5e-4
+    known_.interference_base[:], known_.interference_token[:] = 0.0025, 0.5e-4
     fleet = FleetView.of(
         2, estimates=known_, prefill_requests=[0, 10], prefill_tokens=[0, 29_500], output=100.0
     )
@@ -114,7 +113,7 @@ def test_a_stream_waits_for_the_prompts_that_its_worker_will_not_have_computed()
 def test_long_prompts_are_priced_by_their_attention_too() -> None:
     known_ = known(2)
     known_.prefill_pair[:] = 1e-9
-    known_.stall_token[:] = 0.5e-4
+    known_.interference_token[:] = 0.5e-4
     fleet = FleetView.of(
         2, estimates=known_, overlap=[1000, 0], decode_requests=[1, 1],
         prefill_requests=[0, 1], prefill_tokens=[0, 10_000], prefill_pairs=[0, 10**9],
@@ -129,14 +128,14 @@ def test_long_prompts_are_priced_by_their_attention_too() -> None:
 
 def test_memory_costs_what_its_blocks_push_out_at_what_prefill_costs_everybody() -> None:
     known_ = known(2)
-    known_.prefill_each[:] = 2e-4
+    known_.prefill_per_token[:] = 2e-4
     columns = {"estimates": known_, "output": 100.0, "overlap": [10, 20], "decode_requests": [0, 8]}
     request, offered = Request("r", 1000, 100), pairs((0, 1), (-1, 1))
     assert Toll().parts(request, FleetView.of(2, **columns), offered)["toll_memory"].tolist() == [
         0.0,
         0.0,
     ]
-    fleet = FleetView.of(2, again=[0.5, 0.25], prefill_requests=[3, 0], **columns)
+    fleet = FleetView.of(2, recomputed_share=[0.5, 0.25], prefill_requests=[3, 0], **columns)
     parts = Toll().parts(request, fleet, offered)
     pushed = np.array([0.5 * 840 + 0.25 * (680 + 100), 0.25 * (680 + 100)]) * 2e-4
     everybody = 1.0 + (parts["toll_queue"] + parts["toll_stall"]) / parts["prefill"]
@@ -146,7 +145,7 @@ def test_memory_costs_what_its_blocks_push_out_at_what_prefill_costs_everybody()
 
 def test_the_best_place_costs_what_the_next_prompt_loses_with_it() -> None:
     known_ = known(3)
-    known_.stall_base[:], known_.stall_token[:] = 0.001, 1e-5
+    known_.interference_base[:], known_.interference_token[:] = 0.001, 1e-5
     stall = 0.001 + (0.25 - 0.005) / 1e-4 * 1e-5
     request, offered = Request("r", 1000, 100), pairs((-1, 0), (-1, 1), (-1, 2))
 
@@ -180,7 +179,7 @@ def test_the_best_place_costs_less_where_a_prefill_worker_is_as_good() -> None:
 def test_no_prompt_waits_for_a_place_that_the_next_would_have() -> None:
     """A stream fewer saves more than the wait, until the next prompt finds that stream."""
     known_ = known(2)
-    known_.stall_token[:] = 1e-4
+    known_.interference_token[:] = 1e-4
     fleet = FleetView.of(
         2, estimates=known_, output=10.0, decode_requests=[5, 6], prefill_requests=[1, 0],
         prefill_tokens=[500, 0],
@@ -194,28 +193,30 @@ def test_no_prompt_waits_for_a_place_that_the_next_would_have() -> None:
 def test_the_toll_of_the_queue_is_naors(rho: float) -> None:
     for place in range(1, 7):
         found = sum((place - i) * rho**i for i in range(1, place))
-        assert delayed(place - 1, rho, 2.0) == pytest.approx(found)
+        assert delayed_prompts(place - 1, rho, 2.0) == pytest.approx(found)
         # A queue without spread is like one of smaller customers; see the diffusion limit.
-        assert delayed(0.5 * (place - 1), rho, 1.0) == pytest.approx(0.5 * found)
-    assert delayed(0.0, rho, 0.4) == pytest.approx(0.0, abs=1e-12)
-    assert 0 < delayed(1e6, rho, 0.0) < float("inf")
+        assert delayed_prompts(0.5 * (place - 1), rho, 1.0) == pytest.approx(0.5 * found)
+    assert delayed_prompts(0.0, rho, 0.4) == pytest.approx(0.0, abs=1e-12)
+    assert 0 < delayed_prompts(1e6, rho, 0.0) < float("inf")
 
 
 def test_what_a_prompt_takes_from_streams_is_the_stall_and_not_its_own_time() -> None:
     known_ = known(1)
-    known_.stall_base[:], known_.stall_token[:] = 0.001, 1e-6
+    known_.interference_base[:], known_.interference_token[:] = 0.001, 1e-6
     fleet = FleetView.of(1, estimates=known_, decode_requests=[10], prefill_requests=[1])
     parts = Toll().parts(Request("r", 500, 9), fleet, pairs((-1, 0)))
     stall = 0.001 + 500e-6
     assert parts["toll_stall"] == pytest.approx([10 * stall])
     wait = parts["wait"][0]
-    second = others(wait, stall, 0.25 * 2.0)
-    assert parts["toll_queue"] == pytest.approx([second * stall * delayed(wait / 0.25, 0.5, 2.0)])
+    second = delay_weight(wait, stall, 0.25 * 2.0)
+    assert parts["toll_queue"] == pytest.approx(
+        [second * stall * delayed_prompts(wait / 0.25, 0.5, 2.0)]
+    )
 
 
 def test_a_prompt_among_streams_takes_a_step_and_half_of_one_at_least() -> None:
     known_ = known(1)
-    known_.stall_base[:], known_.stall_token[:] = 0.001, 1e-6
+    known_.interference_base[:], known_.interference_token[:] = 0.001, 1e-6
 
     def prefill(prompt: int, streams: int) -> float:
         fleet = FleetView.of(1, estimates=known_, decode_requests=[streams])

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from model_fleet import Ideal, ModelFleet, poisson
 
 from pigou.config import ControlConfig
+from pigou.control.latency_model.arrivals import FleetRate
+from pigou.control.latency_model.estimates import Estimates
 from pigou.control.plane import ControlPlane
-from pigou.control.routing.lately import Lately
-from pigou.control.routing.policy import Table
-from pigou.control.routing.queue_kernel import forgone, joining
-from pigou.control.routing.toll import Toll, TollParams
-from pigou.control.routing.toll_kernel import others, reach, waited, weigh
+from pigou.control.routing.policy import CostTable
+from pigou.control.routing.toll.policy import Toll, TollParams
+from pigou.control.routing.toll.queue import delay_weight, joining_share, toll_limit
+from pigou.control.routing.toll.tail import RecentPrompts, patience_s, rank_weight, wait_tail
 from pigou.control.routing.view import Candidates, FleetView
-from pigou.control.speeds.arrivals import FleetRate
-from pigou.control.speeds.estimates import Estimates
 from pigou.games.latency import LatencyLaw
 from pigou.request import Request, Role
 
@@ -31,7 +30,7 @@ SIZES = st.lists(st.integers(1, 5).map(float), min_size=1, max_size=40)
 def view(queue: int = 0, prompts: int = 0) -> FleetView:
     """A prefill worker with a queue, and a decode worker with streams."""
     known = Estimates.prior(2, LAW)
-    known.prompt[:], known.fleet_rate[:] = 0.1, 5.0
+    known.mean_prefill[:], known.fleet_arrivals[:] = 0.1, 5.0
     return FleetView.of(
         2, estimates=known, output=100.0, prefills=np.array([True, False]),
         decodes=np.array([False, True]), prefill_requests=[prompts, 0],
@@ -41,31 +40,38 @@ def view(queue: int = 0, prompts: int = 0) -> FleetView:
 
 @given(SIZES)
 def test_the_tail_weighs_a_third_in_the_mean_whatever_the_sizes(sizes: list[float]) -> None:
-    weights = [weigh(size, np.array(sizes[:i] + sizes[i + 1 :])) for i, size in enumerate(sizes)]
+    weights = [
+        rank_weight(size, np.array(sizes[:i] + sizes[i + 1 :])) for i, size in enumerate(sizes)
+    ]
     assert np.mean(weights) == pytest.approx(1 / 3)
 
 
 @given(SIZES, st.floats(0.5, 5.5), st.floats(0.5, 5.5))
 def test_the_longer_prompt_weighs_at_least_as_much(sizes: list[float], a: float, b: float) -> None:
     short, long = sorted((a, b))
-    assert 0.0 < weigh(short, np.array(sizes)) <= weigh(long, np.array(sizes)) <= 10.0 / 3.0
+    assert (
+        0.0
+        < rank_weight(short, np.array(sizes))
+        <= rank_weight(long, np.array(sizes))
+        <= 10.0 / 3.0
+    )
 
 
 @given(st.lists(st.floats(-2, 4), min_size=1, max_size=30), st.floats(0.01, 5))
 def test_who_would_come_is_a_mean_over_the_queue(reaches: list[float], wait: float) -> None:
     at = (np.arange(4000) + 0.5) / 4000 * wait
     share = (np.array(reaches)[None, :] > at[:, None]).mean()
-    assert joining(wait, np.array(reaches)) == pytest.approx(share, abs=1e-3)
+    assert joining_share(wait, np.array(reaches)) == pytest.approx(share, abs=1e-3)
 
 
 def test_everybody_would_come_to_an_empty_queue_and_of_whom_nothing_is_known() -> None:
-    assert joining(0.0, np.array([-1.0])) == joining(3.0, np.zeros(0)) == 1.0
+    assert joining_share(0.0, np.array([-1.0])) == joining_share(3.0, np.zeros(0)) == 1.0
 
 
 def test_who_waits_for_its_reach_is_as_well_off_elsewhere() -> None:
     """Elsewhere is a worker that has 0.3 s of prompts to compute before this one."""
 
-    def ways(wait: float) -> Table:
+    def ways(wait: float) -> CostTable:
         known = Estimates.prior(3, LAW)
         known.prefill_base[:] = 0.0
         fleet = FleetView.of(
@@ -76,7 +82,7 @@ def test_who_waits_for_its_reach_is_as_well_off_elsewhere() -> None:
         found = Candidates(np.array([0, -1], np.int32), np.array([1, 2], np.int32))
         return Toll(TollParams(toll=0.0)).table(Request("r", 500, 100), fleet, found)
 
-    far = reach(WAYS.prefill, ways(0.0).rows)
+    far = patience_s(WAYS.prefill, ways(0.0).rows)
     table = ways(far)
     remote, local = table.total - table.parts["tail"]
     assert far > 0.2
@@ -86,29 +92,31 @@ def test_who_waits_for_its_reach_is_as_well_off_elsewhere() -> None:
 def test_a_prompt_without_a_choice_has_no_reach() -> None:
     only = Candidates(np.array([0], np.int32), np.array([1], np.int32))
     found = Toll().table(Request("r", 500, 100), view(), only)
-    assert math.isnan(reach(only.prefill, found.rows))
-    lately = Lately()
-    lately.note(3.0, math.nan)
-    assert lately.sizes.tolist() == [3.0]
-    assert lately.reaches.tolist() == []
+    assert math.isnan(patience_s(only.prefill, found.rows))
+    recent = RecentPrompts()
+    recent.record(3.0, math.nan)
+    assert recent.sizes.tolist() == [3.0]
+    assert recent.patience.tolist() == []
 
 
 @given(st.floats(0, 5), st.floats(0.01, 2), st.floats(0.01, 50), st.floats(-1, 10))
 def test_no_queue_is_dearer_than_what_the_next_prompt_gains_by_it(
     wait: float, mean: float, rate: float, gain: float
 ) -> None:
-    found = forgone(wait, mean, rate, gain)
+    found = toll_limit(wait, mean, rate, gain)
     assert 0.0 <= found <= max(0.0, gain)
-    assert forgone(wait + 0.5, mean, 0.5 / mean, gain) <= forgone(wait, mean, 0.5 / mean, gain)
-    assert forgone(wait, mean, rate, gain + 1.0) >= found
+    assert toll_limit(wait + 0.5, mean, 0.5 / mean, gain) <= toll_limit(
+        wait, mean, 0.5 / mean, gain
+    )
+    assert toll_limit(wait, mean, rate, gain + 1.0) >= found
     if rate * mean < 1.0:  # whoever comes a gap later would have waited less by that
         assert found == pytest.approx(max(0.0, gain - max(0.0, wait - 1.0 / rate)))
 
 
 def test_a_worker_that_would_be_idle_until_the_next_prompt_costs_this_one_less() -> None:
-    assert forgone(0.0, 1.0, 1.25, 4.0) == pytest.approx(4.0 * (1 - 0.8))
-    assert forgone(0.8, 1.0, 1.25, 4.0) == pytest.approx(4.0 * (1 - 0.8 * math.exp(-1)))
-    assert forgone(4.8, 1.0, 1.25, 4.0) == pytest.approx(0.0)
+    assert toll_limit(0.0, 1.0, 1.25, 4.0) == pytest.approx(4.0 * (1 - 0.8))
+    assert toll_limit(0.8, 1.0, 1.25, 4.0) == pytest.approx(4.0 * (1 - 0.8 * math.exp(-1)))
+    assert toll_limit(4.8, 1.0, 1.25, 4.0) == pytest.approx(0.0)
 
 
 def test_a_queue_is_never_dearer_than_the_way_round_it() -> None:
@@ -120,7 +128,7 @@ def test_a_queue_is_never_dearer_than_the_way_round_it() -> None:
     for waiting in (1000, 4000, 20_000):
         fleet = view(waiting, 1)
         known = fleet.estimates
-        known.fleet_rate[:], known.bursts[:], known.uneven[:] = 50.0, 0.0, 0.0
+        known.fleet_arrivals[:], known.arrival_cv2[:], known.prefill_cv2[:] = 50.0, 0.0, 0.0
         found = toll.parts(request, fleet, WAYS)
         wait = found["wait"][0]
         gain = 10 * 0.1 - 0.00595 - 0.1 - (wait - 0.02)
@@ -132,22 +140,22 @@ def test_the_fewer_would_come_the_less_a_place_in_the_queue_costs() -> None:
     toll, request, fleet = Toll(), Request("r", 500, 100), view(4000, 4)
     before = toll.parts(request, fleet, WAYS)["toll_queue"][0]
     for _ in range(64):
-        toll.lately.note(500.0, 0.0)  # would go elsewhere at once
-        toll.lately.note(500.0, 10.0)
+        toll.recent_prompts.record(500.0, 0.0)  # would go elsewhere at once
+        toll.recent_prompts.record(500.0, 10.0)
     after = toll.parts(request, fleet, WAYS)["toll_queue"][0]
     for _ in range(128):
-        toll.lately.note(500.0, 0.0)
+        toll.recent_prompts.record(500.0, 0.0)
     assert 0.0 == toll.parts(request, fleet, WAYS)["toll_queue"][0] < after < before
 
 
 def test_the_tail_is_a_share_of_the_time_to_the_first_token() -> None:
     toll, request, fleet = Toll(TollParams(fairness=0.0)), Request("r", 500, 100), view(1000, 1)
     for size in (100.0, 200.0, 900.0):
-        toll.lately.note(size, math.nan)
+        toll.recent_prompts.record(size, math.nan)
     parts = toll.parts(request, fleet, WAYS)
     share = (0.75**10 - 0.5**10) / (3 * 0.25)
     first = parts["wait"] + parts["prefill"] + parts["transfer"]
-    extra = [waited(each, 0.2) for each in parts["wait"]]
+    extra = [wait_tail(each, 0.2) for each in parts["wait"]]
     assert extra[0] > extra[1] == 0.0
     assert parts["tail"] == pytest.approx(share * first + extra)
 
@@ -158,7 +166,7 @@ def test_the_tail_of_a_wait_is_what_it_adds_to_the_longest_of_ten(
 ) -> None:
     times = np.linspace(0.0, wait, 2001)
     longest = (1.0 - np.exp(-times / scale)) ** 9 * 10 / 3
-    assert waited(wait, scale) == pytest.approx(np.trapezoid(longest, times), rel=1e-3, abs=1e-9)
+    assert wait_tail(wait, scale) == pytest.approx(np.trapezoid(longest, times), rel=1e-3, abs=1e-9)
 
 
 @given(st.floats(0.01, 20), st.floats(0.001, 5), st.floats(0.05, 5))
@@ -167,7 +175,7 @@ def test_others_who_are_delayed_count_as_the_tail_counts_the_waits_that_they_com
 ) -> None:
     times = np.linspace(delay, wait + delay, 2001)
     longest = (1.0 - np.exp(-times / scale)) ** 9 * 10 / 3
-    found = others(wait, delay, scale)
+    found = delay_weight(wait, delay, scale)
     assert found == pytest.approx(4 / 3 + np.trapezoid(longest, times) / wait, rel=1e-3)
     assert 4 / 3 <= found <= 4 / 3 + 10 / 3 + 1e-9
 

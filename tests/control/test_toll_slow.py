@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.control.routing.slow_kernel import beyond, counts
-from pigou.control.routing.toll import Toll, TollParams
+from pigou.control.latency_model.estimates import Estimates
+from pigou.control.routing.toll.fairness import second_weight, surcharge
+from pigou.control.routing.toll.policy import Toll, TollParams
 from pigou.control.routing.view import Candidates, FleetView
-from pigou.control.speeds.estimates import Estimates
 from pigou.games.latency import LatencyLaw
 from pigou.request import Request
 
@@ -23,8 +23,8 @@ LEAST = Toll(TollParams(fairness=0.0))
 def fleet(held: tuple[int, int], streams: tuple[int, int] = (10, 10)) -> FleetView:
     """Two workers that hold so many tokens, of streams of 1,000; none has a prompt to compute."""
     known = Estimates.prior(2, LAW)
-    known.context_token[:], known.context_mean[:] = 1e-7, 1000.0
-    known.prompt[:] = 0.1
+    known.context_token[:], known.mean_context[:] = 1e-7, 1000.0
+    known.mean_prefill[:] = 0.1
     return FleetView.of(
         2, estimates=known, output=100.0, decode_requests=list(streams), decode_tokens=list(held)
     )
@@ -35,8 +35,8 @@ def test_the_slower_stream_counts_for_more_from_one_to_three(
     a: float, b: float, power: float
 ) -> None:
     fast, slow = sorted((a, b))
-    assert 1.0 <= counts(fast, power) <= counts(slow, power) <= 3.0
-    assert counts(min(fast, 1.0), power) == 1.0
+    assert 1.0 <= second_weight(fast, power) <= second_weight(slow, power) <= 3.0
+    assert second_weight(min(fast, 1.0), power) == 1.0
 
 
 @given(RATIOS, POWERS)
@@ -44,8 +44,8 @@ def test_its_own_seconds_count_as_those_of_the_streams_that_it_joins(
     ratio: float, power: float
 ) -> None:
     at = np.linspace(1.0, max(1.0, ratio), 4001)
-    more = [counts(each, power) - 1.0 for each in at.tolist()]
-    assert beyond(ratio, power) == pytest.approx(np.trapezoid(more, at), rel=1e-3, abs=1e-5)
+    more = [second_weight(each, power) - 1.0 for each in at.tolist()]
+    assert surcharge(ratio, power) == pytest.approx(np.trapezoid(more, at), rel=1e-3, abs=1e-5)
 
 
 def test_slow_streams_are_priced_by_how_slow_they_are() -> None:
@@ -58,7 +58,7 @@ def test_slow_streams_are_priced_by_how_slow_they_are() -> None:
         assert plain[name][0] > 0.0
         assert parts[name] == pytest.approx(plain[name] * [1.0, count])
     more = 100 * 1e-7 * 50.0  # it holds 1,050 tokens, those of the fleet 1,000
-    own = 1.25 * beyond((1.4 + more) / 1.25, 5.0)
+    own = 1.25 * surcharge((1.4 + more) / 1.25, 5.0)
     assert parts["tail"] - plain["tail"] == pytest.approx([0.0, own])
     others = [name for name in parts if name not in ("toll_stream", "toll_stall", "tail")]
     assert all((parts[name] == plain[name]).all() for name in others)

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.dynamo_mockers import dynamo_home
 from benchmarks.peers import PeerMissing
-from pigou.control.routing.dynamo import Dynamo
+from pigou.control.routing.rivals.dynamo import Dynamo
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.common import post_json
 from pigou.config import ControlConfig
-from pigou.control.index import chain
+from pigou.control.prefix_index import chain
 from pigou.fleet.config import AttachedWorker, WatchConfig
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pigou.config import ControlConfig
-from pigou.control.index.keyed import KeyedCleared, KeyedRemoved, KeyedStored
 from pigou.control.journal import JournalEntry, JournalError
 from pigou.control.messages import (
     Assessed,
@@ -28,6 +27,7 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
+from pigou.control.prefix_index.block_keys import KeyedCleared, KeyedRemoved, KeyedStored
 from pigou.gateway.journal import Journal
 from pigou.request import FinishReason, Role, Worker
 from pigou.workload.journal import lines, read_workload

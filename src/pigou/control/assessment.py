@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.speeds.estimates import Estimates
+from pigou.control.latency_model.estimates import Estimates
 from pigou.games.anarchy import Anarchy
 
 

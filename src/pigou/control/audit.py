@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.assessment import Assessment, Record, Snapshot, Split
-from pigou.control.speeds.estimates import Estimates
+from pigou.control.latency_model.estimates import Estimates
 from pigou.control.state import Load
 from pigou.games.anarchy import Anarchy, LegacyEstimator, calibrated
 from pigou.games.latency import LatencyLaw, OnlineFit

@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.index import PrefixIndex
+from pigou.control.latency_model.estimates import PRIOR_FETCH, PRIOR_TRANSFER, Estimates
 from pigou.control.placement import Fleet, Placement, Prompt, place
-from pigou.control.speeds.estimates import PRIOR_READ, PRIOR_TRANSFER_TOKEN, Estimates
+from pigou.control.prefix_index import PrefixIndex
 from pigou.control.state import Columns, State
 from pigou.request import SECOND, Request
 
@@ -140,8 +140,8 @@ class CachingWatch:
         ids = tuple(state.ids[row] for row in rows)
         table = Estimates(known.table[:, rows])
         links = np.minimum(
-            _seen(table.transfer_token, PRIOR_TRANSFER_TOKEN),
-            _seen(table.read_token, PRIOR_READ[1]),
+            _seen(table.transfer_token, PRIOR_TRANSFER[1]),
+            _seen(table.fetch_token, PRIOR_FETCH[1]),
         )
         capacity = state.columns.blocks[rows].astype(np.float64)
         fleet = Fleet(ids, size, capacity, table, links)

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.messages import Choice
-from pigou.control.routing.policy import Table
-from pigou.control.routing.reads import Reads
+from pigou.control.routing.policy import CostTable
+from pigou.control.routing.remote_kv_fetch import RemoteFetches
 from pigou.control.routing.view import Candidates
 
 Costs = NDArray[np.float64]
@@ -36,7 +36,7 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
         costs: in the policy's own unit, (candidates,).
         split: parts of the costs; None where the policy has none.
         priced: parts of what each candidate costs its request and all others, in seconds
-            (`pigou.control.routing.toll`).
+            (`pigou.control.routing.toll.policy`).
         choice: what was chosen.
         reads: what each worker would have read from another's cache; None where nobody.
         tenant: whose request it is; empty without keys.
@@ -53,10 +53,10 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
     candidates: Candidates
     held: NDArray[np.int64]
     costs: Costs
-    split: Table | dict[str, Costs] | None
-    priced: Table
+    split: CostTable | dict[str, Costs] | None
+    priced: CostTable
     choice: Choice
-    reads: Reads | None = None
+    reads: RemoteFetches | None = None
     tenant: str = ""
 
     @property
@@ -78,7 +78,7 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
     def parts(self) -> dict[str, Costs]:
         """Parts of the costs by name, (candidates,) each; empty where the policy has none."""
         split = self.split
-        return split.parts if isinstance(split, Table) else split or {}
+        return split.parts if isinstance(split, CostTable) else split or {}
 
     @property
     def prices(self) -> dict[str, Costs]:

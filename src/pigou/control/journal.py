@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.assessment import Assessment
-from pigou.control.index.keyed import KeyedEvent
 from pigou.control.messages import (
     Action,
     Assess,
@@ -44,6 +43,7 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
+from pigou.control.prefix_index.block_keys import KeyedEvent
 from pigou.request import NEVER, Request
 
 #: Version of the lines that are written. It rises when a line changes its meaning.

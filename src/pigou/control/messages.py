@@ -8,7 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from pigou.control.assessment import Assessment, Snapshot
-from pigou.control.index.keyed import KeyedEvent
+from pigou.control.prefix_index.block_keys import KeyedEvent
 from pigou.events import KVEvent
 from pigou.request import FinishReason, Request, Worker
 from pigou.wire.kv_event_decoding import WireEvent

@@ -11,20 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.messages import Read
-from pigou.control.routing.reads import Reads
-from pigou.control.routing.reads_kernel import choose_reads, deepest
+from pigou.control.routing.remote_kv_fetch import RemoteFetches, best_sources, choose_fetches
 from pigou.control.routing.view import FleetView
 
 
-def price_reads(
+def price_fetches(
     fleet: FleetView, prompt: int, open_: NDArray[np.bool_], restore: tuple[float, float]
-) -> Reads | None:
+) -> RemoteFetches | None:
     """Return what each worker would read if it computed a prompt of so many tokens.
 
     Worker i, which has o tokens on its device and c in all of its tiers, reads the r tokens that
     worker j of its layout has on its own device, the most of all such, where
 
-        service(prompt - r) + read_base + read_token (r - o) < service(prompt - c) + restore
+        service(prompt - r) + fetch_base + fetch_token (r - o) < service(prompt - c) + restore
 
     `service` being what computing takes there and `restore` what bringing back from its lower
     tiers does (both as in `Toll`). What the others in i's queue save by it comes on top, and is in
@@ -43,23 +42,25 @@ def price_reads(
     if layouts == 1:
         return None
     best = np.empty(layouts, dtype=np.int64)
-    if not deepest(fleet.layout, fleet.device, fleet.prefill_tokens, open_, best):
+    if not best_sources(fleet.layout, fleet.device, fleet.prefill_tokens, open_, best):
         return None
     count, own = len(fleet.layout), fleet.cached(prompt)
-    found = Reads(
+    found = RemoteFetches(
         np.full(count, -1, dtype=np.int64), own.copy(), fleet.host.copy(), fleet.storage.copy(),
         np.zeros(count), np.zeros(count),
     )  # fmt: skip
-    readers = choose_reads(
+    readers = choose_fetches(
         fleet.estimates.table, fleet.layout, best, fleet.device, own, fleet.block_size, prompt,
-        restore, found.source, found.ready, found.host, found.storage, found.seconds, found.saves,
+        restore, (
+            found.source, found.ready, found.host, found.storage, found.seconds, found.saves,
+        ),
     )  # fmt: skip
     return found if readers else None
 
 
 def read_of(fleet: FleetView, row: int) -> Read | None:
     """Return what the worker of this row would read; None where it would not."""
-    reads = fleet.reads
+    reads = fleet.fetches
     if reads is None or reads.source.item(row) < 0:
         return None
     depth = reads.ready.item(row)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.index import Overlaps
+from pigou.control.latency_model.estimates import Estimates
+from pigou.control.prefix_index import Overlaps
 from pigou.control.prefixes import Branch, Prefixes
-from pigou.control.speeds.estimates import Estimates
 from pigou.games.replication import ReplicationGame
 from pigou.request import BlockKeys
 

@@ -16,7 +16,6 @@ from pigou.control.admission.waiting import Waiting
 from pigou.control.assessment import Assessment, Snapshot
 from pigou.control.caching import CachingWatch
 from pigou.control.decisions import Explanation
-from pigou.control.index import PrefixIndex
 from pigou.control.messages import (
     Action,
     Assess,
@@ -39,11 +38,12 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
+from pigou.control.prefix_index import PrefixIndex
 from pigou.control.recall import REPORT_HOLDS, Returning, overdue, to_move
 from pigou.control.regimes.regime import StaticConfig, controller, controller_config
 from pigou.control.router import Router
 from pigou.control.routing.policy import RoutingPolicy, load, params_of
-from pigou.control.routing.toll import memory_prices, stream_tolls
+from pigou.control.routing.toll.policy import memory_prices, stream_tolls
 from pigou.control.routing.view import FleetView
 from pigou.control.saturation.detector import Regime
 from pigou.control.saturation.paper import detector, detector_config
@@ -255,7 +255,7 @@ class ControlPlane:
             caching=self.caching.status(self.state),
             workers=self.state.ids,
             tolls=stream_tolls(estimates, columns.decode_requests, output),
-            memory=memory_prices(estimates, self.index.again(self.state.ids)),
+            memory=memory_prices(estimates, self.index.recomputed_share(self.state.ids)),
             estimates=estimates,
             output=output,
         )

@@ -11,19 +11,19 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.control.candidates import Offers
 from pigou.control.decisions import Explanation, Ledger
 from pigou.control.messages import Choice
-from pigou.control.peers import price_reads, read_of
-from pigou.control.routing.dynamo import Dynamo
+from pigou.control.peers import price_fetches, read_of
 from pigou.control.routing.policy import (
     Costs,
+    CostTable,
     Parts,
     RoutingPolicy,
-    Table,
     override,
     params_of,
     total,
 )
+from pigou.control.routing.rivals.dynamo import Dynamo
 from pigou.control.routing.selection import Pick, select
-from pigou.control.routing.toll import Toll
+from pigou.control.routing.toll.policy import Toll
 from pigou.control.routing.view import Candidates, Counts, FleetView
 from pigou.request import Request
 
@@ -53,7 +53,7 @@ class Router:
         self._softmax = config.softmax
         self._price = Toll()
         if isinstance(policy, Toll):
-            self._price.lately = policy.lately
+            self._price.recent_prompts = policy.recent_prompts
         self._offers = Offers()
         self._generator = np.random.default_rng(config.seed)
 
@@ -100,17 +100,19 @@ class Router:
         if sources is not None:
             params = policy.params if isinstance(policy, Toll) else self._price.params
             restore = params.host_restore, params.storage_restore
-            fleet.reads = price_reads(fleet, request.prompt, sources, restore)
+            fleet.fetches = price_fetches(fleet, request.prompt, sources, restore)
         costs, split = _costs(policy, request, fleet, found)
         pick = select(costs, self._generator, temperature, self._softmax)
         if pick is None:
             return None
-        if isinstance(policy, Toll) and isinstance(split, Table):
-            policy.note(request, fleet, found, split)
+        if isinstance(policy, Toll) and isinstance(split, CostTable):
+            policy.record(request, fleet, found, split)
         held = fleet.cached(request.prompt)
         choice = _chosen(found, pick, fleet, held)
         if self.ledger.most:
-            if isinstance(split, Table) and self._price.params == getattr(policy, "params", None):
+            if isinstance(split, CostTable) and self._price.params == getattr(
+                policy, "params", None
+            ):
                 prices = split
             else:
                 prices = self._prices(policy, request, fleet, found)
@@ -129,7 +131,7 @@ class Router:
                 split,
                 prices,
                 choice,
-                fleet.reads,
+                fleet.fetches,
                 request.tenant,
             )
             self.ledger.add(explanation)
@@ -137,11 +139,11 @@ class Router:
 
     def _prices(
         self, policy: RoutingPolicy, request: Request, fleet: FleetView, found: Candidates
-    ) -> Table:
+    ) -> CostTable:
         """Return what the toll policy would charge, where the choice was made by other costs."""
         prices = self._price.table(request, fleet, found)
         if not isinstance(policy, Toll):
-            self._price.note(request, fleet, found, prices)
+            self._price.record(request, fleet, found, prices)
         return prices
 
     def _with(self, overrides: Mapping[str, float]) -> tuple[RoutingPolicy, float]:
@@ -158,7 +160,7 @@ def _chosen(found: Candidates, pick: Pick, fleet: FleetView, held: Counts) -> Ch
     prefill, decode = found.prefill.item(pick.index), found.decode.item(pick.index)
     computes = decode if prefill < 0 else prefill
     remote = None if prefill < 0 else fleet.ids[prefill]
-    read = None if fleet.reads is None else read_of(fleet, computes)
+    read = None if fleet.fetches is None else read_of(fleet, computes)
     if read is None:
         return Choice(fleet.ids[decode], remote, pick.cost, held.item(computes))
     return Choice(fleet.ids[decode], remote, pick.cost, held.item(computes), read)
@@ -166,7 +168,7 @@ def _chosen(found: Candidates, pick: Pick, fleet: FleetView, held: Counts) -> Ch
 
 def _costs(
     policy: RoutingPolicy, request: Request, fleet: FleetView, found: Candidates
-) -> tuple[Costs, Table | dict[str, Costs] | None]:
+) -> tuple[Costs, CostTable | dict[str, Costs] | None]:
     """Return what candidates cost, (candidates,), and its parts where the policy has any."""
     # Not policies derived from these, which may have other costs.
     if type(policy) is Toll or type(policy) is Dynamo:

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.control.latency_model.estimates import pairs
 from pigou.control.lines import Lines
 from pigou.control.messages import Choice, LoadReport, Read
 from pigou.control.seats import Seats
-from pigou.control.speeds.estimates import pairs
 from pigou.request import Request, Worker
 
 Counts = NDArray[np.int64]

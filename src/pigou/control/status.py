@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from pigou.control.assessment import Assessment
 from pigou.control.caching import Caching
+from pigou.control.latency_model.estimates import Estimates
 from pigou.control.saturation.detector import Regime
-from pigou.control.speeds.estimates import Estimates
 
 
 @dataclass(frozen=True, slots=True)

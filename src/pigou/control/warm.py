@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from pigou.config import ControlConfig
-from pigou.control import index
+from pigou.control import prefix_index
 from pigou.control.journal import report_tokens
 from pigou.control.messages import (
     Assess,
@@ -46,7 +46,7 @@ def warm_up(config: ControlConfig | None = None) -> None:
     Raises:
         Exception: whatever a policy of the user's own raises.
     """
-    index.warm_up()
+    prefix_index.warm_up()
     plain = ControlConfig(policy="toll")
     _drive(plain)
     import_module("scipy.optimize")  # which assessments import when they need it

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from pigou.control.assessment import Snapshot
 from pigou.control.audit import Audit
-from pigou.control.index import Overlaps, PrefixIndex
+from pigou.control.latency_model.estimates import Estimates
+from pigou.control.latency_model.model import LatencyModel
 from pigou.control.messages import Choice
+from pigou.control.prefix_index import Overlaps, PrefixIndex
 from pigou.control.regimes.parameters import Finish
 from pigou.control.regimes.regime import Controller, Static
 from pigou.control.routing.view import FleetView
 from pigou.control.saturation.detector import Detector, Sample
-from pigou.control.speeds.estimates import Estimates
-from pigou.control.speeds.estimator import Estimator
 from pigou.control.state import Load, State
 from pigou.request import SECOND, Request, Worker
 
@@ -41,7 +41,7 @@ class Watch:
         self.detector = detector
         self.controller = controller
         self.setting = 0
-        self.estimator = Estimator()
+        self.estimator = LatencyModel()
         self.audit = Audit()
         self._silent: dict[str, int] = {}  # prompts whose end nobody will tell: when it is due
         self._harvested = 0
@@ -202,13 +202,13 @@ class Watch:
             held[0],
             held[1],
             held[2],
-            index.again(ids),
+            index.recomputed_share(ids),
             columns.block_size,
             columns.blocks,
             self.estimates(now),
             self.estimator.output(request.max_tokens),
             columns.layout,
-            lines=self.state.lines,
+            backlog=self.state.lines,
             now=now,
         )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
-from pigou.control.routing.dynamo_paper import DynamoPaper, DynamoPaperParams
 from pigou.control.routing.policy import Costs, RequestView
-from pigou.control.routing.stages import Rows, Stage
+from pigou.control.routing.pool_policy import Pool, Rows
+from pigou.control.routing.rivals.dynamo import DynamoPaper, DynamoPaperParams
 from pigou.control.routing.view import FleetView
 
 
@@ -25,8 +25,10 @@ class EqualStages(DynamoPaper):
         """Return one with this omega."""
         return cls(DynamoPaperParams(overlap_weight=overlap_weight))
 
-    def stage(
-        self, request: RequestView, fleet: FleetView, rows: Rows, stage: Stage
+    def pool_costs(
+        self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool
     ) -> dict[str, Costs]:
         """Return `prefill` and `active`, in blocks, (rows,)."""
-        return super().stage(request, fleet, rows, Stage.WHOLE if stage is Stage.DECODE else stage)
+        return super().pool_costs(
+            request, fleet, rows, Pool.AGGREGATED if pool is Pool.DECODE else pool
+        )

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.index.chain import chain, token_array
+from pigou.control.prefix_index.block_keys import chain, token_array
 from pigou.gateway.asked import Asked
 from pigou.gateway.call import Body, Call
 from pigou.gateway.failure import Rejected, WorkerFailed

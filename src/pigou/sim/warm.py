@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pigou.config import ControlConfig
-from pigou.control import index
+from pigou.control import prefix_index
 from pigou.engine import warm
 from pigou.sim.client import ClientConfig
 from pigou.sim.config import FleetConfig
@@ -27,7 +27,7 @@ def warm_up(fleet: FleetConfig, setup: Setup, control: ControlConfig) -> None:
     Takes some seconds the first time on a machine, and a fraction of one after that.
     """
     warm.warm_up()
-    index.warm_up()  # small caches never outgrow its tables
+    prefix_index.warm_up()  # small caches never outgrow its tables
     kinds = tuple(
         msgspec.structs.replace(
             each,

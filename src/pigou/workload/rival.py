@@ -52,7 +52,7 @@ class Comparison:
         moved: those of them where the prompt would have been computed on the other side:
             remotely for locally, or the other way round.
         seconds: sum of the differences in price, the rival's less the recorded one's. A price is
-            what a choice costs its request and all others (`pigou.control.routing.toll`).
+            what a choice costs its request and all others (`pigou.control.routing.toll.policy`).
     """
 
     choices: int = 0

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.admission.room import Room
-from pigou.control.speeds.estimates import Estimates
+from pigou.control.latency_model.estimates import Estimates
 from pigou.control.state import State
 
 #: The sequences of one request may make a step of a worker this many times as long as one alone.

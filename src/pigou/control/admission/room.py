@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
 from pigou.control.admission.bound import StreamBound
+from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import Choice, LoadReport
 from pigou.control.routing.view import FleetView
-from pigou.control.speeds.estimates import Estimates
 from pigou.control.state import State, everybody
 from pigou.request import SECOND, Request
 

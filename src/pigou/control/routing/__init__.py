@@ -1,1 +1,1 @@
-"""Routing policies: one formula a file, found by name."""
+"""Routing policies, found by name: Pigou's toll, simple ones, and those of other systems."""

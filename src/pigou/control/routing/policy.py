@@ -15,6 +15,8 @@ from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request
 
 GROUP = "pigou.routing"
+#: Weights up to here leave every cost a finite number.
+_MAX_WEIGHT = 1e9
 
 RequestView: TypeAlias = Request
 Costs: TypeAlias = NDArray[np.float64]
@@ -54,11 +56,11 @@ Parts: TypeAlias = Callable[[RequestView, FleetView, Candidates], dict[str, Cost
 
 def total(parts: Mapping[str, Costs], count: int) -> Costs:
     """Return the sum of parts of shape (count,); zeros where there are none."""
-    found: Costs = sum(parts.values(), np.zeros(count))
-    return found
+    costs: Costs = sum(parts.values(), np.zeros(count))
+    return costs
 
 
-class Table(msgspec.Struct):
+class CostTable(msgspec.Struct):
     """Parts of the costs of candidates in one array, for policies that fill it in one go.
 
     Attributes:
@@ -72,8 +74,8 @@ class Table(msgspec.Struct):
     @property
     def total(self) -> Costs:
         """The costs, (candidates,)."""
-        found: Costs = self.rows[-1]
-        return found
+        costs: Costs = self.rows[-1]
+        return costs
 
     @property
     def parts(self) -> dict[str, Costs]:
@@ -133,3 +135,39 @@ def load(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
     """
     policy: RoutingPolicy = named(GROUP, name, "policy")()
     return override(policy, params or {})
+
+
+def check_at_least(params: msgspec.Struct, minimum: float, *names: str) -> None:
+    """Check that fields are numbers from `minimum` up; infinity is one.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name in names:
+        value = getattr(params, name)
+        if not value >= minimum:
+            raise ValueError(f"{name} is {value}; it must be a number from {minimum:g}")
+
+
+def check_finite(params: msgspec.Struct, *names: str) -> None:
+    """Check that fields are numbers from 0 to 1e9, with which every cost is finite.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name in names:
+        value = getattr(params, name)
+        if not 0.0 <= value <= _MAX_WEIGHT:
+            raise ValueError(f"{name} is {value}; it must be a number from 0 to {_MAX_WEIGHT:g}")
+
+
+def check_share(params: msgspec.Struct, *names: str) -> None:
+    """Check that fields are shares, from 0 to 1.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name in names:
+        value = getattr(params, name)
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} is {value}; it must be from 0 to 1")

@@ -27,15 +27,15 @@ class Pick(msgspec.Struct):
 @bare_kernel
 def cheapest(costs: NDArray[np.float64]) -> tuple[float, int, int]:
     """Return the least cost, where it is first, and how often; NaN where there is one."""
-    least, at, ties = costs[0], 0, 1
+    lowest, at, ties = costs[0], 0, 1
     for i in range(1, costs.shape[0]):
-        if costs[i] < least:
-            least, at, ties = costs[i], i, 1
-        elif costs[i] == least:
+        if costs[i] < lowest:
+            lowest, at, ties = costs[i], i, 1
+        elif costs[i] == lowest:
             ties += 1
         elif costs[i] != costs[i]:
             return costs[i], i, 1
-    return least, at, ties
+    return lowest, at, ties
 
 
 @bare_kernel
@@ -73,17 +73,17 @@ def select(
     if costs.size == 0:
         return None
     costs = np.ascontiguousarray(costs, dtype=np.float64)
-    least, index, ties = cheapest(costs)
-    if not least > -_INF:
+    lowest, index, ties = cheapest(costs)
+    if not lowest > -_INF:
         raise ValueError("a routing policy returned a cost that is not a number")
-    if least == _INF:
+    if lowest == _INF:
         return None
     if temperature > 0.0:
-        index = _draw(costs, least, generator, temperature, softmax)
+        index = _draw(costs, lowest, generator, temperature, softmax)
         return Pick(index, float(costs[index]))
     if ties > 1:
-        index = nth(costs, least, int(ties * generator.random()))  # quicker than `integers`
-    return Pick(index, least)
+        index = nth(costs, lowest, int(ties * generator.random()))  # quicker than `integers`
+    return Pick(index, lowest)
 
 
 def probabilities(
@@ -95,18 +95,18 @@ def probabilities(
         spread = above[np.isfinite(above)].max()
         above = above / spread if spread > 0 else above
     weight = np.exp(-above / temperature)
-    found: NDArray[np.float64] = weight / weight.sum()
-    return found
+    chances: NDArray[np.float64] = weight / weight.sum()
+    return chances
 
 
 def _draw(
     costs: NDArray[np.float64],
-    least: float,
+    lowest: float,
     generator: np.random.Generator,
     temperature: float,
     softmax: Softmax,
 ) -> int:
-    if costs.size == 1 or costs.max() == least:
+    if costs.size == 1 or costs.max() == lowest:
         return int(generator.integers(costs.size))
     chances = np.cumsum(probabilities(costs, temperature, softmax))
     return min(int(np.searchsorted(chances, generator.random(), side="right")), costs.size - 1)

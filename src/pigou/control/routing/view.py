@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.compiled import bare_kernel
+from pigou.control.latency_model.estimates import Estimates
 from pigou.control.lines import Lines
-from pigou.control.routing.reads import Reads
-from pigou.control.routing.view_kernel import cached_tokens
-from pigou.control.speeds.estimates import Estimates
+from pigou.control.routing.remote_kv_fetch import RemoteFetches
 from pigou.request import Ints
 
 Counts = NDArray[np.int64]
@@ -21,7 +21,7 @@ Flags = NDArray[np.bool_]
 
 _NOTHING: Counts = np.zeros(0, dtype=np.int64)
 #: Fields that are no columns.
-_PLAIN = ("reads", "lines", "now")
+_PLAIN = ("fetches", "backlog", "now")
 
 
 class FleetView(msgspec.Struct, eq=False):
@@ -46,14 +46,14 @@ class FleetView(msgspec.Struct, eq=False):
         device: those of them that are in device memory.
         host: those that are only in host memory, or below.
         storage: those that are only on disk, or in an object store.
-        again: blocks that had to go there and were computed again, for each that is stored.
+        recomputed_share: blocks evicted there and computed again, for each that is stored.
         block_size: tokens in a block.
         blocks: KV blocks that it has, 0 when unknown.
         estimates: what was learned of each worker's speed.
         output: tokens that this request is expected to generate.
-        layout: number of its cache's layout; workers of one may read from each other, 0 from none.
-        reads: what each worker would read from another's cache; None where nobody does.
-        lines: which of each worker's prompts is under way, and since when; None where unknown.
+        layout: number of its cache's layout; workers of one may fetch from each other, 0 from none.
+        fetches: what each worker would fetch from another's cache; None where nobody does.
+        backlog: which of each worker's prompts is under way, and since when; None where unknown.
         now: nanoseconds.
     """
 
@@ -73,14 +73,14 @@ class FleetView(msgspec.Struct, eq=False):
     device: Counts
     host: Counts
     storage: Counts
-    again: Shares
+    recomputed_share: Shares
     block_size: Counts
     blocks: Counts
     estimates: Estimates
     output: float
     layout: Counts = _NOTHING
-    reads: Reads | None = None
-    lines: Lines | None = None
+    fetches: RemoteFetches | None = None
+    backlog: Lines | None = None
     now: int = 0
     _counted: Counts | None = None
     _prompt: int = 0
@@ -95,8 +95,8 @@ class FleetView(msgspec.Struct, eq=False):
 
     def resident(self, prompt: int) -> Counts:
         """Return the tokens of a prompt that each worker has on its device, (workers,)."""
-        found: Counts = np.minimum(self.device * self.block_size, max(0, prompt - 1))
-        return found
+        tokens: Counts = np.minimum(self.device * self.block_size, max(0, prompt - 1))
+        return tokens
 
     def resident_on(self, row: int, prompt: int) -> int:
         """Return the tokens of a prompt that worker `row` has on its device."""
@@ -121,7 +121,7 @@ class FleetView(msgspec.Struct, eq=False):
         Every worker may do both, blocks have 16 tokens, estimates are those of a new fleet; what
         `overlap` counts is on the device unless the tiers are given too.
         """
-        whole: dict[str, Any] = {
+        values: dict[str, Any] = {
             "ids": tuple(f"w{row}" for row in range(workers)),
             "prefills": np.ones(workers, dtype=np.bool_),
             "decodes": np.ones(workers, dtype=np.bool_),
@@ -129,24 +129,40 @@ class FleetView(msgspec.Struct, eq=False):
             "estimates": Estimates.prior(workers),
             "output": 1.0,
         }
-        for name, each in cls.__annotations__.items():
-            kind = np.float64 if each == "Shares" else np.int64
+        for name, annotation in cls.__annotations__.items():
+            kind = np.float64 if annotation == "Shares" else np.int64
             if name in columns:
                 value = columns.pop(name)
-                whole[name] = np.asarray(value, dtype=kind) if isinstance(value, list) else value
-            elif name not in whole and not name.startswith("_") and name not in _PLAIN:
-                whole[name] = np.zeros(workers, dtype=kind)
+                values[name] = np.asarray(value, dtype=kind) if isinstance(value, list) else value
+            elif name not in values and not name.startswith("_") and name not in _PLAIN:
+                values[name] = np.zeros(workers, dtype=kind)
         if columns:
             raise TypeError(f"FleetView has no column {', '.join(sorted(columns))}")
-        if not whole["device"].any() and not whole["host"].any() and not whole["storage"].any():
-            whole["device"] = whole["overlap"]
-        return cls(**whole)
+        if not values["device"].any() and not values["host"].any() and not values["storage"].any():
+            values["device"] = values["overlap"]
+        return cls(**values)
 
     @property
     def active_blocks(self) -> Counts:
         """KV blocks that the streams of each worker fill, (workers,)."""
-        found: Counts = -(-self.decode_tokens // self.block_size)
-        return found
+        blocks: Counts = -(-self.decode_tokens // self.block_size)
+        return blocks
+
+
+@bare_kernel
+def cached_tokens(
+    overlap: NDArray[np.int64], block_size: NDArray[np.int64], prompt: int, out: NDArray[np.int64]
+) -> int:
+    """Write the tokens of a prompt that each worker holds, (workers,); return the most of them.
+
+    At least one token is left to compute.
+    """
+    limit = max(0, prompt - 1)
+    longest = 0
+    for i in range(overlap.shape[0]):
+        out[i] = min(overlap[i] * block_size[i], limit)
+        longest = max(longest, out[i])
+    return longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +183,11 @@ class Candidates:
     @property
     def local(self) -> Flags:
         """Where the prompt is computed by the worker that streams, (candidates,)."""
-        found: Flags = self.prefill < 0
-        return found
+        local: Flags = self.prefill < 0
+        return local
 
     @property
     def computes(self) -> Ints:
         """Index of the worker that computes the prompt, (candidates,)."""
-        found: Ints = np.where(self.local, self.decode, self.prefill)
-        return found
+        rows: Ints = np.where(self.local, self.decode, self.prefill)
+        return rows

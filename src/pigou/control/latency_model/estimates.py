@@ -1,0 +1,320 @@
+"""What is known of each worker's speed: the numbers that prices are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.compiled import bare_kernel
+from pigou.games.latency import LatencyLaw
+
+Numbers: TypeAlias = NDArray[np.float64]
+
+#: Assumed of a fleet of which nothing was seen yet; the first observations replace it.
+PRIOR_LAW = LatencyLaw(0.0005, 0.02)
+#: Stands for a pole at infinity, which arithmetic on arrays could not bear.
+_FAR = 1e12
+#: A law that was only seen at one load is taken to rise by this part of f(1) a stream.
+MIN_SLOPE = 0.001
+#: Seconds of a prompt, apart from its tokens and of each, before any was seen.
+PRIOR_PREFILL = (0.005, 1e-4)
+#: Seconds of a transfer, apart from its tokens and of each, before any was seen.
+PRIOR_TRANSFER = (0.005, 1e-6)
+#: Seconds of a fetch from another worker's cache, and of each token, before any was seen.
+PRIOR_FETCH = (0.005, 1e-6)
+_LAW = ("a", "b", "d", "n_sat", "beta", "floor")
+#: Names of the rows of `Estimates.table`, in order.
+ROWS = (
+    "prefill_base", "prefill_token", "transfer_base", "transfer_token", "arrivals", "busy",
+    *_LAW, "interference_base", "interference_token", "mean_prefill", "arrival_cv2",
+    "prefill_cv2", "prefill_pair", "prefill_per_token", "fetch_base", "fetch_token",
+    "fleet_arrivals", "context_token", "mean_context",
+)  # fmt: skip
+#: The same for kernels.
+(
+    PREFILL_BASE, PREFILL_TOKEN, TRANSFER_BASE, TRANSFER_TOKEN, ARRIVALS, BUSY,
+    ITL_A, ITL_B, ITL_D, ITL_N_SAT, ITL_BETA, ITL_FLOOR, INTERFERENCE_BASE, INTERFERENCE_TOKEN,
+    MEAN_PREFILL, ARRIVAL_CV2, PREFILL_CV2, PREFILL_PAIR, PREFILL_PER_TOKEN, FETCH_BASE,
+    FETCH_TOKEN, FLEET_ARRIVALS, CONTEXT_TOKEN, MEAN_CONTEXT,
+) = range(len(ROWS))  # fmt: skip
+
+
+def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
+    """Return what is assumed of one worker, in the order of `ROWS`, shape (24,)."""
+    column = np.zeros(len(ROWS))
+    column[PREFILL_BASE], column[PREFILL_TOKEN] = PRIOR_PREFILL
+    column[TRANSFER_BASE], column[TRANSFER_TOKEN] = PRIOR_TRANSFER
+    column[ITL_A : ITL_FLOOR + 1] = [min(getattr(law, name), _FAR) for name in _LAW]
+    column[INTERFERENCE_BASE], column[INTERFERENCE_TOKEN] = PRIOR_PREFILL
+    column[MEAN_PREFILL], column[PREFILL_PER_TOKEN] = PRIOR_PREFILL
+    column[ARRIVAL_CV2] = column[PREFILL_CV2] = 1.0
+    column[FETCH_BASE], column[FETCH_TOKEN] = PRIOR_FETCH
+    return column
+
+
+def pairs(tokens: Any, prompt: Any) -> Any:
+    """Return how often a token of a prompt attends to one before it: u (c + u / 2).
+
+    Args:
+        tokens: u, that are uncached; the last of the prompt.
+        prompt: c + u, all of them.
+    """
+    return tokens * (prompt - 0.5 * tokens)
+
+
+def _row(name: str) -> property:
+    place = ROWS.index(name)
+
+    def read(self: Estimates) -> Numbers:
+        row: Numbers = self.table[place]
+        return row
+
+    return property(read)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Speeds of the workers; each name below is a view of shape (workers,).
+
+    Attributes:
+        table: all of them, by the names in `ROWS`, shape (24, workers).
+        prefill_base: seconds that a prompt takes apart from its tokens.
+        prefill_token: seconds that each uncached token of a prompt takes.
+        transfer_base: seconds from a remote prefill's end to the first token, apart from tokens.
+        transfer_token: seconds that each transferred token takes.
+        arrivals: prompts a second that are sent here to be computed.
+        busy: share of its time that it computes prompts, 0 to under 1.
+        a, b, d, n_sat, beta, floor: of the law of its ITL in seconds, n streams running that hold
+            as much as most (`pigou.games.latency.LatencyLaw`); a law without a pole has a far one.
+        interference_base: seconds that a prompt takes from streams beside it, tokens apart.
+        interference_token: seconds that each of its uncached tokens takes from them.
+        mean_prefill: seconds that a prompt of mean length takes alone.
+        arrival_cv2: variance of the fleet's gaps between arrivals, by their squared mean.
+        prefill_cv2: variance of the seconds of its prompts, by their squared mean.
+        prefill_pair: seconds of each pair of a prompt's token and one before it (`pairs`).
+        prefill_per_token: seconds that each uncached token takes in the mean, its pairs counted.
+        fetch_base: seconds that a fetch from another worker's cache takes, apart from tokens. This
+            and the next are laws of the fleet: no worker has a factor of its own.
+        fetch_token: seconds that each fetched token takes.
+        fleet_arrivals: prompts a second that come to the whole fleet.
+        context_token: seconds by which each token that its streams hold makes a step longer.
+        mean_context: tokens that a stream of the fleet holds in the mean, prompt and output.
+    """
+
+    table: Numbers
+
+    prefill_base = _row("prefill_base")
+    prefill_token = _row("prefill_token")
+    transfer_base = _row("transfer_base")
+    transfer_token = _row("transfer_token")
+    arrivals = _row("arrivals")
+    busy = _row("busy")
+    a = _row("a")
+    b = _row("b")
+    d = _row("d")
+    n_sat = _row("n_sat")
+    beta = _row("beta")
+    floor = _row("floor")
+    interference_base = _row("interference_base")
+    interference_token = _row("interference_token")
+    mean_prefill = _row("mean_prefill")
+    arrival_cv2 = _row("arrival_cv2")
+    prefill_cv2 = _row("prefill_cv2")
+    prefill_pair = _row("prefill_pair")
+    prefill_per_token = _row("prefill_per_token")
+    fetch_base = _row("fetch_base")
+    fetch_token = _row("fetch_token")
+    fleet_arrivals = _row("fleet_arrivals")
+    context_token = _row("context_token")
+    mean_context = _row("mean_context")
+
+    @classmethod
+    def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:
+        """Return what is assumed of workers of which nothing was seen."""
+        return cls(np.repeat(prior_column(law)[:, None], workers, axis=1))
+
+    def copy(self) -> Self:
+        """Return the same speeds in an array of their own."""
+        return type(self)(self.table.copy())
+
+    def learn(self, row: int, law: LatencyLaw) -> None:
+        """Set the law of one worker's ITL.
+
+        A law that was only seen at one load says nothing of its slope: it is taken to rise by a
+        thousandth of f(1) a stream at least, which is less than any engine's.
+        """
+        for name in _LAW:
+            getattr(self, name)[row] = min(getattr(law, name), _FAR)
+        self.a[row] = max(self.a[row], MIN_SLOPE * law(1.0))
+
+    def itl(self, rows: NDArray[np.integer], n: Numbers) -> Numbers:
+        """Return the seconds between tokens of worker `rows[i]` with `n[i]` streams, (rows,)."""
+        gap = self.n_sat[rows] - n
+        near = np.maximum(gap, self.floor[rows])
+        beta = self.beta[rows]
+        pole = self.d[rows] * near**-beta * (1.0 + (near - gap) * beta / near)
+        itl: Numbers = self.a[rows] * n + self.b[rows] + pole
+        return itl
+
+    def law(self, row: int) -> LatencyLaw:
+        """Return the law of one worker's ITL."""
+        return LatencyLaw(*(float(getattr(self, name)[row]) for name in _LAW))
+
+    def service(
+        self, rows: NDArray[np.integer], tokens: Numbers, prompt: float | Numbers
+    ) -> Numbers:
+        """Return the seconds that prompts take there, (rows,).
+
+        Args:
+            rows: workers, (rows,).
+            tokens: of the prompts that are uncached, (rows,).
+            prompt: tokens of the prompts.
+        """
+        service: Numbers = self.prefill_base[rows] + self.prefill_token[rows] * tokens
+        service += self.prefill_pair[rows] * pairs(tokens, prompt)
+        return service
+
+    def work(
+        self, requests: NDArray[np.integer], tokens: NDArray[np.integer], both: NDArray[np.integer]
+    ) -> Numbers:
+        """Return the seconds that all prompts of each worker take, (workers,).
+
+        Args:
+            requests: prompts, (workers,).
+            tokens: of theirs that are uncached, (workers,).
+            both: pairs of theirs, (workers,).
+        """
+        work: Numbers = self.prefill_base * requests + self.prefill_token * tokens
+        work += self.prefill_pair * both
+        return work
+
+    def transfer(self, rows: NDArray[np.integer], tokens: Numbers) -> Numbers:
+        """Return the seconds that so many tokens take to reach the worker, (rows,)."""
+        seconds: Numbers = self.transfer_base[rows] + self.transfer_token[rows] * tokens
+        return seconds
+
+
+# --- kernels ---------------------------------------------------------------------------------
+
+
+class ItlLaw(NamedTuple):
+    """A worker's law of ITL, as of `Estimates`."""
+
+    a: float
+    b: float
+    d: float
+    n_sat: float
+    beta: float
+    floor: float
+
+
+class PrefillLaw(NamedTuple):
+    """Seconds of a prompt, of each of its uncached tokens, and of each pair of tokens."""
+
+    base: float
+    token: float
+    pair: float
+
+
+class InterferenceLaw(NamedTuple):
+    """Seconds that a prompt takes from streams beside it, and that each of its tokens does."""
+
+    base: float
+    token: float
+
+
+@bare_kernel
+def itl_law(table: Numbers, w: int) -> ItlLaw:
+    """Return the law of ITL of worker `w`."""
+    return ItlLaw(
+        table[ITL_A, w], table[ITL_B, w], table[ITL_D, w], table[ITL_N_SAT, w],
+        table[ITL_BETA, w], table[ITL_FLOOR, w],
+    )  # fmt: skip
+
+
+@bare_kernel
+def prefill_law(table: Numbers, w: int) -> PrefillLaw:
+    """Return the law of prefill of worker `w`."""
+    return PrefillLaw(table[PREFILL_BASE, w], table[PREFILL_TOKEN, w], table[PREFILL_PAIR, w])
+
+
+@bare_kernel
+def interference_law(table: Numbers, w: int) -> InterferenceLaw:
+    """Return what prompts take from streams beside them on worker `w`."""
+    return InterferenceLaw(table[INTERFERENCE_BASE, w], table[INTERFERENCE_TOKEN, w])
+
+
+@bare_kernel
+def itl_s(law: ItlLaw, n: float) -> float:
+    """Return the seconds between tokens of n streams."""
+    itl = law.a * n + law.b
+    if law.d > 0.0:
+        gap = law.n_sat - n
+        near = max(gap, law.floor)
+        itl += law.d * near**-law.beta * (1.0 + (near - gap) * law.beta / near)
+    return itl
+
+
+@bare_kernel
+def prefill_s(law: PrefillLaw, prompts: int, tokens: float, pairs: float) -> float:
+    """Return the seconds that prompts take where nobody streams."""
+    return law.base * prompts + law.token * tokens + law.pair * pairs
+
+
+@bare_kernel
+def interference_s(
+    law: PrefillLaw, interference: InterferenceLaw, prompts: int, tokens: float, pairs: float
+) -> float:
+    """Return the seconds that prompts take from each stream beside them.
+
+    A pair counts as so many tokens as it takes as long as by `law`.
+    """
+    size = tokens if law.pair <= 0.0 else tokens + law.pair / law.token * pairs
+    return interference.base * prompts + interference.token * size
+
+
+@bare_kernel
+def later_interference_s(
+    law: PrefillLaw, interference: InterferenceLaw, prompts: int, tokens: float, pairs: float,
+    begins_s: float,
+) -> float:  # fmt: skip
+    """Return the seconds that prompts take from a stream that comes in `begins_s` seconds.
+
+    Those computed before then do not delay it. (Hits that count for more than their prompts may
+    have it come before now.)
+    """
+    ahead = prefill_s(law, prompts, tokens, pairs)
+    left = ahead - max(begins_s, 0.0)
+    if left <= 0.0:
+        return 0.0
+    return min(left, left / ahead * interference_s(law, interference, prompts, tokens, pairs))
+
+
+@bare_kernel
+def fill(
+    table: Numbers, column: Numbers, prefill: Numbers, transfer: Numbers, itl: Numbers,
+    common: tuple[float, float, float], min_slope: float,
+) -> None:  # fmt: skip
+    """Write all rows of `Estimates.table`, shape (24, workers).
+
+    Args:
+        table: to write.
+        column: what a worker with a factor of 1 has, (24,).
+        prefill, transfer, itl: factors of each worker's own, (workers,).
+        common: factors of all of them together, in this order.
+        min_slope: seconds by which the law of ITL rises a stream, at least.
+    """
+    for w in range(table.shape[1]):
+        for row in range(table.shape[0]):
+            table[row, w] = column[row]
+        prompts, moves, pace = common[0] * prefill[w], common[1] * transfer[w], common[2] * itl[w]
+        for row in (PREFILL_BASE, PREFILL_TOKEN, MEAN_PREFILL, PREFILL_PAIR, PREFILL_PER_TOKEN):
+            table[row, w] = column[row] * prompts
+        for row in (TRANSFER_BASE, TRANSFER_TOKEN):
+            table[row, w] = column[row] * moves
+        table[ITL_A, w] = max(column[ITL_A] * pace, min_slope * pace)
+        for row in (ITL_B, ITL_D, CONTEXT_TOKEN):
+            table[row, w] = column[row] * pace

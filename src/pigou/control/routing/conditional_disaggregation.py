@@ -1,0 +1,96 @@
+"""ConditionalDisaggregation disaggregation: a threshold around another policy."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from pigou.control.routing.policy import Costs, Parts, RequestView, RoutingPolicy, load, total
+from pigou.control.routing.view import Candidates, Flags, FleetView
+
+
+class ConditionalDisaggregationParams(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
+):
+    """Parameters of every threshold; those of the policy inside may be given beside them.
+
+    Attributes:
+        inner: name of the policy that chooses among the candidates that are left.
+    """
+
+    inner: str
+
+
+class ConditionalDisaggregation:
+    """For each decode worker, forbids either the local candidate or the remote ones.
+
+    cost(c) = inner cost(c) where the threshold leaves c, infinity elsewhere. The policy inside
+    is asked about what is left only. A decode worker that is offered in one way keeps that way.
+
+    Attributes:
+        inner: the policy inside; its parameters can be overridden as if they were this one's.
+    """
+
+    Params: ClassVar[type[ConditionalDisaggregationParams]]
+
+    def __init__(self, params: ConditionalDisaggregationParams | None = None) -> None:
+        self._params = params or self.Params()  # type: ignore[call-arg]
+        self.inner = self.prepared(load(self._params.inner))
+
+    @property
+    def params(self) -> Any:
+        """Parameters of the threshold; setting another `inner` loads that policy."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Any) -> None:
+        changed = params.inner != self._params.inner
+        self._params = params
+        if changed:
+            self.inner = self.prepared(load(params.inner))
+
+    def prepared(self, inner: RoutingPolicy) -> RoutingPolicy:
+        """Return the policy inside as the peer would set it up."""
+        return inner
+
+    def local(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Flags:
+        """Return whether each worker would compute the prompt itself, (workers,)."""
+        raise NotImplementedError
+
+    def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
+        """Return one cost a candidate, in the unit of the policy inside."""
+        return total(self.parts(request, fleet, candidates), len(candidates))
+
+    def parts(
+        self, request: RequestView, fleet: FleetView, candidates: Candidates
+    ) -> dict[str, Costs]:
+        """Return the parts of the policy inside, and `threshold`, which forbids."""
+        kept = self._kept(request, fleet, candidates)
+        left = Candidates(candidates.prefill[kept], candidates.decode[kept])
+        split: Parts | None = getattr(self.inner, "parts", None)
+        if split is not None:
+            parts = split(request, fleet, left)
+        else:
+            parts = {"cost": self.inner.costs(request, fleet, left)}
+        whole: dict[str, Costs] = {}
+        for name, part in parts.items():
+            whole[name] = np.zeros(len(candidates))
+            whole[name][kept] = part
+        whole["threshold"] = np.where(kept, 0.0, np.inf)
+        return whole
+
+    def _kept(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Flags:
+        remote, decode = candidates.prefill >= 0, candidates.decode
+        if not remote.any():
+            return ~remote
+        here, there = np.zeros((2, len(fleet.ids)), dtype=np.bool_)
+        here[decode[~remote]] = True
+        there[decode[remote]] = True
+        both = here & there
+        if not both.any():
+            return np.ones(len(candidates), dtype=np.bool_)
+        local = self.local(request, fleet, candidates)[decode]
+        kept: Flags = ~both[decode] | (local != remote)
+        return kept

@@ -1,0 +1,117 @@
+"""Policies that were made for one pool of workers, applied to pairs of workers."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.control.routing.policy import Costs, RequestView, total
+from pigou.control.routing.view import Candidates, Counts, FleetView
+
+#: Indices of workers, distinct.
+Rows: TypeAlias = NDArray[np.integer]
+
+
+class Pool(Enum):
+    """Which pool of workers is chosen from: those of whole requests, of prefill, or of decode."""
+
+    AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class PoolPolicy:
+    """A policy that scores one pool of workers, and scores a pair pool by pool.
+
+    With W, P and D the scores of a whole request, of its prefill and of its decode:
+
+        cost(-1, d) = W(d)                            in a fleet without separate pools
+        cost(p, d)  = D(d) + (P(p) - min over p' of P(p'))
+        cost(-1, d) = D(d), and infinity where the same d is also offered with a prefill worker
+
+    The least sum over all pairs is the least of each pool by itself, so the choice is that of
+    two routers in a row, as those systems have it, whatever the units of the two. They compute a
+    prompt remotely whenever there is somewhere to. `ConditionalDisaggregation` is wrapped around
+    them to decide otherwise, and offers each d in one way only. The minimum is subtracted so that a
+    remote pair and a local one then compare by their decode workers.
+    """
+
+    def pool_costs(
+        self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool
+    ) -> dict[str, Costs]:
+        """Return the parts of the score of workers `rows` for a pool, (rows,) each."""
+        raise NotImplementedError
+
+    def costs(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Costs:
+        """Return one cost a candidate, in the policy's own unit."""
+        return total(self.parts(request, fleet, candidates), len(candidates))
+
+    def parts(
+        self, request: RequestView, fleet: FleetView, candidates: Candidates
+    ) -> dict[str, Costs]:
+        """Return the parts of the cost, those of the prefill pool named `prefill_...`."""
+        remote = candidates.prefill >= 0
+        if not remote.any():
+            apart = request.splits and bool((fleet.prefills != fleet.decodes).any())
+            pool = Pool.DECODE if apart else Pool.AGGREGATED
+            return self.pool_costs(request, fleet, candidates.decode, pool)
+        workers = len(fleet.ids)
+        streams = _distinct(candidates.decode, workers)
+        computes = _distinct(candidates.prefill, workers)
+        parts = {}
+        for name, part in self.pool_costs(request, fleet, streams, Pool.DECODE).items():
+            parts[name] = _spread(part, streams, candidates.decode, workers)
+        prefill = self.pool_costs(request, fleet, computes, Pool.PREFILL)
+        for name, part in prefill.items():
+            parts[f"prefill_{name}"] = _spread(part, computes, candidates.prefill, workers)
+        best = total(prefill, len(computes)).min()
+        parts["prefill_best"] = remote * (-best if best < np.inf else 0.0)
+        offered = np.zeros(workers)
+        offered[candidates.decode[remote]] = np.inf
+        parts["local_too"] = offered[candidates.decode]
+        parts["local_too"][remote] = 0.0
+        return parts
+
+
+def pending(fleet: FleetView, rows: Rows, pool: Pool) -> Counts:
+    """Return the requests in flight on workers for a pool, (rows,)."""
+    counts = fleet.prefill_requests if pool is Pool.PREFILL else fleet.decode_requests
+    requests: Counts = counts[rows]
+    return requests
+
+
+def share_held(request: RequestView, fleet: FleetView, rows: Rows) -> Costs:
+    """Return the share of the prompt's full blocks that workers hold, 0 to 1, (rows,)."""
+    full = np.maximum(request.prompt // fleet.block_size[rows], 1)
+    shares: Costs = np.minimum(fleet.overlap[rows] / full, 1.0)
+    return shares
+
+
+def uncached(request: RequestView, fleet: FleetView, rows: Rows) -> Costs:
+    """Return the tokens of the prompt that workers would have to compute, (rows,)."""
+    tokens: Costs = (request.prompt - fleet.cached(request.prompt)[rows]).astype(np.float64)
+    return tokens
+
+
+def ranked(first: Costs, second: Costs) -> Costs:
+    """Return costs that order by whole numbers `first`, then by whole numbers `second`."""
+    costs: Costs = first * (float(second.max(initial=0.0)) + 1.0) + second
+    return costs
+
+
+def _distinct(at: Rows, workers: int) -> Rows:
+    """Return the workers that occur in `at`, in order; -1 is none."""
+    marks = np.zeros(workers + 1, dtype=np.bool_)
+    marks[at] = True
+    return np.flatnonzero(marks[:-1])
+
+
+def _spread(part: Costs, rows: Rows, at: Rows, workers: int) -> Costs:
+    """Return the entries of `part`, one for each of `rows`, for the workers at `at`; 0 for -1."""
+    whole = np.zeros(workers + 1)
+    whole[rows] = part
+    entries: Costs = whole[at]
+    return entries

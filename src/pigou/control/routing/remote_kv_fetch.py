@@ -1,0 +1,121 @@
+"""What each worker would fetch from another's KV cache, and what that costs it."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.compiled import bare_kernel_over
+from pigou.control.latency_model.estimates import (
+    FETCH_BASE,
+    FETCH_TOKEN,
+    PREFILL_TOKEN,
+    Numbers,
+    prefill_law,
+    prefill_s,
+)
+
+Counts: TypeAlias = NDArray[np.int64]
+Seconds: TypeAlias = NDArray[np.float64]
+#: The fields of `RemoteFetches`, in order.
+FetchArrays: TypeAlias = tuple[Counts, Counts, Counts, Counts, Seconds, Seconds]
+
+
+class RemoteFetches(msgspec.Struct, eq=False):
+    """One entry a worker, (workers,): what it would do if it computed the prompt.
+
+    Attributes:
+        source: row of the worker that it fetches from; -1 where it does better without.
+        ready: leading tokens that it would not compute: fetched, or its own in any tier.
+        host: blocks of its own that it would bring back from host memory.
+        storage: the same from disk and object storage.
+        seconds: that fetching takes, 0 where it does not.
+        saves: seconds that fetching saves, its own taken off; 0 where it does not.
+    """
+
+    source: Counts
+    ready: Counts
+    host: Counts
+    storage: Counts
+    seconds: Seconds
+    saves: Seconds
+
+
+@bare_kernel_over("control/routing", "control/latency_model")
+def best_sources(
+    layout: Counts, device: Counts, pending_tokens: Counts, open_: NDArray[np.bool_], best: Counts
+) -> bool:
+    """Write which worker of each layout has most of a prompt on its device, the idlest of equals.
+
+    Args:
+        layout: of the workers, from 1 on; 0 for those that nobody fetches from, (workers,).
+        device: leading blocks on each one's device, (workers,).
+        pending_tokens: uncached tokens that wait there, (workers,).
+        open_: who may be used, (workers,).
+        best: takes the row of each layout, -1 where it has nothing, (layouts,).
+
+    Returns:
+        Whether there is any.
+    """
+    some = False
+    for i in range(best.shape[0]):
+        best[i] = -1
+    for w in range(layout.shape[0]):
+        if layout[w] == 0 or device[w] == 0 or not open_[w]:
+            continue
+        first = best[layout[w]]
+        if (
+            first < 0
+            or device[w] > device[first]
+            or (device[w] == device[first] and pending_tokens[w] < pending_tokens[first])
+        ):
+            best[layout[w]] = w
+        some = True
+    return some
+
+
+@bare_kernel_over("control/routing", "control/latency_model")
+def choose_fetches(
+    table: Numbers, layout: Counts, best: Counts, device: Counts, cached: Counts,
+    block_size: Counts, prompt: int, restore: tuple[float, float], fetches: FetchArrays,
+) -> int:  # fmt: skip
+    """Write what each worker would fetch, as `RemoteFetches`; return how many would.
+
+    Args:
+        table: `Estimates.table`.
+        layout: of the workers, (workers,).
+        best: who would be fetched from, by layout (`best_sources`).
+        device: leading blocks of the prompt on each one's device, (workers,).
+        cached: tokens of the prompt that each holds in any tier, (workers,).
+        block_size: tokens in a block, (workers,).
+        prompt: tokens.
+        restore: shares of a token's seconds that one from host and one from storage takes.
+        fetches: as `RemoteFetches`. Ready, host and storage are what the worker has itself when
+            this is called.
+    """
+    source, ready, host, storage, seconds, saves = fetches
+    host_restore, storage_restore = restore
+    count = 0
+    for w in range(layout.shape[0]):
+        peer = best[layout[w]]
+        if layout[w] == 0 or peer < 0 or peer == w:
+            continue
+        size = block_size[w]
+        blocks = min(device[peer], (prompt - 1) // size)  # the last token is computed here
+        if blocks <= device[w]:
+            continue
+        law, token_s = prefill_law(table, w), table[PREFILL_TOKEN, w]
+        left = float(prompt - cached[w])
+        below = host_restore * host[w] + storage_restore * storage[w]
+        without_s = prefill_s(law, 1, left, left * (prompt - 0.5 * left)) + token_s * size * below
+        left = float(prompt - blocks * size)
+        link_s = table[FETCH_BASE, w] + table[FETCH_TOKEN, w] * (blocks - device[w]) * size
+        saved_s = without_s - prefill_s(law, 1, left, left * (prompt - 0.5 * left)) - link_s
+        if saved_s > 0.0:
+            count += 1
+            source[w], seconds[w], saves[w] = peer, link_s, saved_s
+            ready[w], host[w], storage[w] = blocks * size, 0, 0
+    return count

@@ -1,0 +1,1 @@
+"""Other systems' routing policies, rebuilt from their sources: one file a system."""

@@ -1,0 +1,74 @@
+"""The longest prefix among workers that are not busier than most."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from pigou.control.routing.policy import Costs, RequestView, check_finite
+from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending, ranked
+from pigou.control.routing.view import Counts, Flags, FleetView
+
+
+class AibrixPrefixParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `AibrixPrefix`, with its defaults.
+
+    Attributes:
+        standard_deviation_factor: standard deviations above the mean load that a worker with a
+            prefix may have.
+        load_imbalance_factor: times the mean of the others that the busiest must exceed.
+        load_imbalance_min_gap: requests between the busiest and the idlest.
+    """
+
+    standard_deviation_factor: float = 1.0
+    load_imbalance_factor: float = 2.0
+    load_imbalance_min_gap: int = 8
+
+    def __post_init__(self) -> None:
+        check_finite(self, *self.__struct_fields__)
+
+
+class AibrixPrefix(PoolPolicy):
+    """With L_i requests in flight and m_i blocks of the prompt held:
+
+        uneven   max L - min L >= gap  and  max L > factor (mean of the other L + 1)
+                 (the gap alone between two workers): only the idlest may match
+        match    among those with m_i > 0 and L_i <= mean + k sd: most m_i, then least L_i
+        else     least L_i
+
+    As a cost: (blocks - m_i, L_i) in that order, workers without a match after all others.
+    AIBrix, `pkg/plugins/gateway/algorithms/prefix_cache.go` and `imbalance_pods_filter.go`.
+
+    Pairs: each pool by the same rule with its own L_i.
+    """
+
+    name: ClassVar[str] = "aibrix-prefix"
+
+    def __init__(self, params: AibrixPrefixParams | None = None) -> None:
+        self.params = params or AibrixPrefixParams()
+
+    def pool_costs(
+        self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool
+    ) -> dict[str, Costs]:
+        """Return `rank`, (rows,)."""
+        load, held = pending(fleet, rows, pool), fleet.overlap[rows]
+        mean = load.sum() / len(load)
+        spread = np.sqrt(max(0.0, np.dot(load, load) / len(load) - mean * mean))
+        allowed = load <= mean + self.params.standard_deviation_factor * spread
+        matches: Flags = (held > 0) & allowed
+        if self._uneven(load):
+            matches &= load == load.min()
+        blocks = request.prompt // int(fleet.block_size[rows].min()) + 1
+        unmatched = np.where(matches, np.maximum(blocks - held, 0), blocks + 1)
+        return {"rank": ranked(unmatched.astype(np.float64), load.astype(np.float64))}
+
+    def _uneven(self, load: Counts) -> bool:
+        own, busiest = self.params, int(load.max())
+        if busiest - int(load.min()) < own.load_imbalance_min_gap:
+            return False
+        if len(load) <= 2:
+            return True
+        others = (int(load.sum()) - busiest) / (len(load) - 1)
+        return busiest > own.load_imbalance_factor * (others + 1.0)

@@ -1,0 +1,64 @@
+"""Work to compute, times work at hand."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import msgspec
+import numpy as np
+
+from pigou.control.routing.policy import Costs, RequestView
+from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending, uncached
+from pigou.control.routing.view import FleetView
+
+
+class LMetricParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `LMetric`.
+
+    Attributes:
+        port: which published port; `sglang` (llm-d's is the same but for ties) or `dynamo`.
+    """
+
+    port: Literal["sglang", "dynamo"] = "sglang"
+
+
+class LMetric(PoolPolicy):
+    """cost_i = P_i * B_i: new prefill work if it went to i, times the batch that it would join.
+
+    LMetric (arXiv 2603.15202), which has no weights. Its two ports read it so:
+
+        sglang   u_i (L_i + 1), u_i uncached tokens, L_i requests in flight; ties by L_i
+        dynamo   (Q_i + n - overlap_i) (D_i + 1) in blocks: queued prompts count as prefill work,
+                 and blocks of streams as the batch
+
+    (SGLang's `sgl-model-gateway/src/policies/lmetric.rs`; llm-d's `lmetric-scorer`; Dynamo's
+    router concepts.)
+
+    Pairs: `sglang` scores each pool by itself with its own L_i, as its gateway runs one policy a
+    pool; `dynamo` the prefill worker by Q_p + n - overlap_p, and the decode worker by D_d + 1.
+    """
+
+    name: ClassVar[str] = "lmetric"
+
+    def __init__(self, params: LMetricParams | None = None) -> None:
+        self.params = params or LMetricParams()
+
+    def pool_costs(
+        self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool
+    ) -> dict[str, Costs]:
+        """Return `product`, in token requests or block blocks, (rows,)."""
+        if self.params.port == "dynamo":
+            return {"product": _blocks(request, fleet, rows, pool)}
+        load = pending(fleet, rows, pool)
+        # Products are whole numbers, so a share under 1 only decides between equal ones.
+        return {"product": uncached(request, fleet, rows) * (load + 1), "tie": load / (load + 1)}
+
+
+def _blocks(request: RequestView, fleet: FleetView, rows: Rows, pool: Pool) -> Costs:
+    size = fleet.block_size[rows]
+    batch: Costs = fleet.active_blocks[rows].astype(np.float64) + 1.0
+    if pool is Pool.DECODE:
+        return batch
+    left = (fleet.prefill_tokens[rows] + request.prompt) / size - fleet.overlap[rows]
+    work: Costs = np.maximum(left, 0.0)
+    return work if pool is Pool.PREFILL else work * batch

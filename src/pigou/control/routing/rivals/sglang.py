@@ -1,0 +1,64 @@
+"""Cache affinity while load is even, the shortest queue while it is not."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from pigou.control.routing.policy import Costs, RequestView, check_finite, check_share
+from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending
+from pigou.control.routing.view import FleetView
+
+
+class SglangCacheAwareParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `SglangCacheAware`, with the defaults of sglang-router 0.3.2.
+
+    Attributes:
+        cache_threshold: share of the prompt that must be held for affinity to count.
+        balance_abs_threshold: requests between the busiest and the idlest worker.
+        balance_rel_threshold: ratio between them.
+    """
+
+    cache_threshold: float = 0.3
+    balance_abs_threshold: int = 64
+    balance_rel_threshold: float = 1.5
+
+    def __post_init__(self) -> None:
+        check_share(self, "cache_threshold")
+        check_finite(self, "balance_abs_threshold", "balance_rel_threshold")
+
+
+class SglangCacheAware(PoolPolicy):
+    """Three cases, with L_i requests in flight and r_i the share of the prompt that i holds:
+
+        max L - min L > abs  and  max L > rel min L    uneven: cost_i = L_i
+        max r > cache_threshold                        cost_i = tokens that i does not hold
+        else                                           cost_i = L_i
+
+    SGLang's `sgl-model-gateway/src/policies/cache_aware.rs`. Older releases went to the smallest
+    prefix tree in the last case, which its maintainers gave up: the idle worker stayed idle.
+    It matches characters of text against what it sent; here blocks that workers hold are matched.
+
+    Pairs: each pool by the same rule with its own L_i.
+    """
+
+    name: ClassVar[str] = "sglang-cache-aware"
+
+    def __init__(self, params: SglangCacheAwareParams | None = None) -> None:
+        self.params = params or SglangCacheAwareParams()
+
+    def pool_costs(
+        self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool
+    ) -> dict[str, Costs]:
+        """Return `requests`, or `unmatched` tokens, (rows,)."""
+        own = self.params
+        load = pending(fleet, rows, pool)
+        busiest, idlest = int(load.max()), int(load.min())
+        uneven = busiest - idlest > own.balance_abs_threshold
+        uneven = uneven and busiest > own.balance_rel_threshold * idlest
+        held = np.minimum(fleet.overlap[rows] * fleet.block_size[rows], request.prompt)
+        if uneven or held.max() <= own.cache_threshold * request.prompt:
+            return {"requests": load.astype(np.float64)}
+        return {"unmatched": (request.prompt - held).astype(np.float64)}

@@ -1,0 +1,120 @@
+"""Policies without a model: random, round robin, the least loaded, the better of two choices."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.control.routing.policy import Costs, RequestView
+from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending
+from pigou.control.routing.view import Candidates, Counts, FleetView
+from pigou.request import Request
+
+
+class PowerOfTwo(PoolPolicy):
+    """Draw two different workers; cost_i = requests in flight of those two, infinity of others.
+
+    Mitzenmacher, "The power of two choices in randomized load balancing" (2001); the default of
+    Ray Serve, and `power_of_two` of SGLang's gateway. Two workers are drawn for each pool.
+
+    Args:
+        seed: of the draws.
+    """
+
+    name: ClassVar[str] = "power-of-two"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._generator = np.random.default_rng(seed)
+
+    def pool_costs(
+        self,
+        request: RequestView,  # noqa: ARG002
+        fleet: FleetView,
+        rows: Rows,
+        pool: Pool,
+    ) -> dict[str, Costs]:
+        """Return requests in flight, (rows,)."""
+        return {"requests": two_choices(pending(fleet, rows, pool), self._generator)}
+
+
+def two_choices(load: Counts, generator: np.random.Generator) -> Costs:
+    """Return the load of two that are drawn, and infinity for all others, shape of `load`."""
+    costs = np.full(len(load), np.inf)
+    one = int(generator.integers(len(load)))
+    costs[one] = load[one]
+    if len(load) > 1:
+        other = int(generator.integers(len(load) - 1))
+        other += other >= one
+        costs[other] = load[other]
+    return costs
+
+
+class RandomRouting(PoolPolicy):
+    """Every worker costs the same, and ties are random: cost_i = 0.
+
+    In a fleet with separate pools, a random prefill worker and a random decode worker.
+    """
+
+    name: ClassVar[str] = "random"
+
+    def pool_costs(
+        self,
+        request: RequestView,  # noqa: ARG002
+        fleet: FleetView,  # noqa: ARG002
+        rows: Rows,
+        pool: Pool,  # noqa: ARG002
+    ) -> dict[str, Costs]:
+        """Return zeros, (rows,)."""
+        return {"chance": np.zeros(len(rows))}
+
+
+class RoundRobin(PoolPolicy):
+    """Turns until it is worker i's again: cost_i = (i - next) mod workers.
+
+    `next` moves past the worker of least cost at each decision, and each pool has its own, so
+    prefill workers and decode workers take turns by themselves (the static proxies of vLLM's
+    production stack). A worker that cannot be chosen is passed over. At a temperature above 0
+    the turn counts as taken although another worker may have been drawn.
+    """
+
+    name: ClassVar[str] = "round-robin"
+
+    def __init__(self) -> None:
+        self._next = dict.fromkeys(Pool, 0)
+
+    def pool_costs(
+        self,
+        request: RequestView,  # noqa: ARG002
+        fleet: FleetView,
+        rows: Rows,
+        pool: Pool,
+    ) -> dict[str, Costs]:
+        """Return the turns, (rows,)."""
+        turns = (rows - self._next[pool]) % len(fleet.ids)
+        self._next[pool] = int(rows[turns.argmin()]) + 1
+        return {"turn": turns.astype(float)}
+
+
+class LeastLoaded:
+    """Fewest streams on the decode worker, then fewest prompt tokens on the prefill worker.
+
+    cost(p, d) = decode_requests[d] + s(p),  s(p) = t / (2 (t + 1)) for t = prefill_tokens[p],
+    and s = 3/4 where the decode worker computes the prompt itself. s stays under 1 and grows
+    with t, so it only decides between equal decode workers, and a prompt is computed remotely
+    whenever that is possible (the unconditional disaggregation of vLLM's example proxy).
+    """
+
+    name: ClassVar[str] = "least-loaded"
+
+    def costs(
+        self,
+        request: Request,  # noqa: ARG002
+        fleet: FleetView,
+        candidates: Candidates,
+    ) -> NDArray[np.float64]:
+        """Return one cost a candidate, in streams."""
+        tokens = fleet.prefill_tokens[candidates.prefill].astype(np.float64)
+        share = np.where(candidates.prefill < 0, 0.75, tokens / (2 * (tokens + 1)))
+        return fleet.decode_requests[candidates.decode].astype(np.float64) + share
