@@ -22,7 +22,7 @@ from benchmarks.eviction_task import Meter, Outcome, Prepared, joined
 from benchmarks.eviction_training import Training
 from pigou.config import EvictionConfig
 from pigou.engine.plan import Compaction, Plan, Started
-from pigou.kv.pool import BlockPool
+from pigou.kv.block_pool import BlockPool
 from pigou.request import Ints, no_hashes
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.eviction.baselines import Oracle

@@ -17,7 +17,7 @@ from test_tier_seam import TierSeam, make_tiers
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.preemption import Rates
-from pigou.engine.sequence import State
+from pigou.engine.sequence import SequenceState
 
 
 @st.composite
@@ -76,7 +76,7 @@ class EvictionSeam(Seam):
         free, held = self.core.free_blocks, int(rows.blocks[row])
         left = int(rows.computed[row] - rows.dropped[row]) - tokens
         part = rows.tables[row, left // size : -(-left // size)]
-        if left // size < rows.sealed[row] and (self.core._state.pool.refs(part) > 1).any():
+        if left // size < rows.cached[row] and (self.core._state.pool.refs(part) > 1).any():
             with pytest.raises(ValueError, match="shared"):
                 self.core.truncate(name, tokens)
             return
@@ -91,7 +91,7 @@ class EvictionSeam(Seam):
         rows, found = self.core._state.rows, []
         for row, name in self.oracle.rows.items():
             seq = rows.owner[row]
-            if seq is None or seq.request.id != name or seq.state is not State.RUNNING:
+            if seq is None or seq.request.id != name or seq.state is not SequenceState.RUNNING:
                 continue
             computed = int(rows.computed[row])
             most = min(int(rows.length[row]) - seq.request.prompt, computed - rows.compacted[row])

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pigou.config import ConfigError, EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
-from pigou.engine.queue import WaitingQueue
-from pigou.engine.sequence import Sequence, order_key
+from pigou.engine.sequence import Sequence, WaitingQueue, order_key
 from pigou.request import Request, no_hashes
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from pigou.config import EngineConfig
-from pigou.engine.core import EngineCore
-from pigou.engine.errors import (
+from pigou.engine.checks import (
     DuplicateRequest,
     OutOfTurn,
     QueueFull,
     RequestTooLarge,
     UnknownLoad,
 )
+from pigou.engine.core import EngineCore
 from pigou.engine.plan import Finish, Result
 from pigou.request import FinishReason, Request
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pigou.config import EngineConfig
+from pigou.engine.checks import DuplicateRequest
 from pigou.engine.core import EngineCore
-from pigou.engine.errors import DuplicateRequest
 from pigou.engine.plan import Plan, Result
 from pigou.events import BlockStored
 from pigou.kv.hashing import chain

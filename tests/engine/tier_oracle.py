@@ -46,7 +46,7 @@ class TierOracle(Oracle):
 
     def execute(self, plan: Plan, most: int = 1_000_000) -> Result:
         """Queue the plan's moves too; nothing void is counted on, or read."""
-        now = self.core._state.unix
+        now = self.core._state.unix_ns
         for tier in self.tiers.tiers:
             assert all(block.expiry > now for block in tier.blocks()), (
                 "a tier counts on what is void"
@@ -87,7 +87,7 @@ class TierOracle(Oracle):
             for key in move.keys
         }
         self._heard.add(tier)
-        self.tiers.recover(tier, blocks, self.core._state.unix)
+        self.tiers.recover(tier, blocks, self.core._state.unix_ns)
         return Effects()
 
     def unsure(self, tier: int) -> bool:

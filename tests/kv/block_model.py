@@ -59,7 +59,9 @@ class BlockModel:
                 self.free.remove(block)
             self.refs[block] += 1
 
-    def seal(self, table: list[int], hashes: list[Hash], start: int, stop: int) -> list[Hash]:
+    def cache_full_blocks(
+        self, table: list[int], hashes: list[Hash], start: int, stop: int
+    ) -> list[Hash]:
         new: list[Hash] = []
         for i in range(start, stop):
             parent = hashes[i - 1] if i else None
@@ -81,13 +83,13 @@ class BlockModel:
                     freed += 1
                     at = len(self.free) if self.hash_of(block) else 0
                     self.free.insert(at, block)
-            twin = self.cached.get(hashes[i]) if i < len(hashes) else None
-            if twin is not None and twin != block and self.refs[twin] == 0:
-                self.free.remove(twin)
-                self.free.append(twin)
+            duplicate = self.cached.get(hashes[i]) if i < len(hashes) else None
+            if duplicate is not None and duplicate != block and self.refs[duplicate] == 0:
+                self.free.remove(duplicate)
+                self.free.append(duplicate)
         return freed
 
-    def yield_up(self, table: list[int]) -> int:
+    def release_chain(self, table: list[int]) -> int:
         first = len(table)
         while first:
             found = self.hash_of(table[first - 1])

@@ -12,21 +12,25 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pigou.kv import kernels
-from pigou.kv.eviction import eviction_order, eviction_rank, parents
+from pigou.kv import block_pool_kernels as kernels
+from pigou.kv.block_pool import BlockPool
 from pigou.kv.hashing import chain
 from pigou.kv.integrity import IntegrityError
-from pigou.kv.pool import BlockPool
-from pigou.kv.prefix import PrefixCache
+from pigou.kv.prefix_cache import PrefixCache
 from pigou.request import no_hashes
+
+
+def eviction_order(pool: BlockPool) -> np.ndarray:
+    """All free blocks, in the order in which they will be handed out."""
+    return pool.peek(pool.free)
 
 
 @dataclass
 class Row:
     table: np.ndarray
     hashes: np.ndarray
-    sealed: int
-    twins: bool = False
+    cached: int
+    duplicates: bool = False
     start: int = 0
 
     @property
@@ -57,7 +61,7 @@ class Blocks(RuleBasedStateMachine):
         self.pool.take(found.blocks, row.table[:hits])
         self.model.take(expected)
         self.allocate(row.table[hits:])
-        row.sealed = hits
+        row.cached = hits
         self.rows.append(row)
 
     def allocate(self, out: np.ndarray) -> None:
@@ -85,24 +89,24 @@ class Blocks(RuleBasedStateMachine):
 
     @rule(data=st.data())
     @precondition(lambda self: self.rows)
-    def seal(self, data: Any) -> None:
+    def cache(self, data: Any) -> None:
         row = data.draw(st.sampled_from(self.rows))
-        stop = data.draw(st.integers(row.sealed, len(row.hashes)))
-        if row.start or stop == row.sealed:
+        stop = data.draw(st.integers(row.cached, len(row.hashes)))
+        if row.start or stop == row.cached:
             return
-        done = self.prefix.seal(row.table, row.hashes, row.sealed, stop)
-        new = self.model.seal(row.table.tolist(), row.keys, row.sealed, stop)
+        done = self.prefix.cache_full_blocks(row.table, row.hashes, row.cached, stop)
+        new = self.model.cache_full_blocks(row.table.tolist(), row.keys, row.cached, stop)
         assert row.keys[done.first : done.first + done.new] == new
-        row.twins |= done.twins
-        row.sealed = stop
+        row.duplicates |= done.duplicates
+        row.cached = stop
 
     @rule(data=st.data())
     @precondition(lambda self: self.rows)
     def release(self, data: Any) -> None:
         row = data.draw(st.sampled_from(self.rows))
         start = data.draw(st.integers(0, len(row.table)))
-        hashes = row.hashes if row.twins else no_hashes()
-        freed = self.pool.release(row.table, start, len(row.table), row.hashes, row.twins)
+        hashes = row.hashes if row.duplicates else no_hashes()
+        freed = self.pool.release(row.table, start, len(row.table), row.hashes, row.duplicates)
         keys = [(int(high), int(low)) for high, low in hashes]
         assert freed == self.model.release(row.table.tolist(), start, keys)
         row.table = row.table[:start]
@@ -112,7 +116,7 @@ class Blocks(RuleBasedStateMachine):
 
     @rule(data=st.data(), forgotten=st.sampled_from([False, False, False, True]))
     @precondition(lambda self: self.rows)
-    def copy_and_yield(self, data: Any, forgotten: bool) -> None:
+    def copy_and_release(self, data: Any, forgotten: bool) -> None:
         row = data.draw(st.sampled_from(self.rows))
         found = self.prefix.match(row.hashes, data.draw(st.integers(0, len(row.hashes)))).blocks
         table = np.empty_like(found)
@@ -120,7 +124,7 @@ class Blocks(RuleBasedStateMachine):
         self.model.take(table.tolist())
         if forgotten:
             self.clear()
-        assert self.pool.yield_up(table) == self.model.yield_up(table.tolist())
+        assert self.pool.release_chain(table) == self.model.release_chain(table.tolist())
 
     @rule()
     def clear(self) -> None:
@@ -154,7 +158,7 @@ def filled(blocks: int, tokens: int) -> tuple[BlockPool, PrefixCache, np.ndarray
     table = np.zeros(tokens, dtype=np.int32)
     hashes = chain(list(range(tokens)), 1, b"s")
     pool.allocate(table)
-    prefix.seal(table, hashes, 0, tokens)
+    prefix.cache_full_blocks(table, hashes, 0, tokens)
     return pool, prefix, table, hashes
 
 
@@ -162,8 +166,7 @@ def test_tails_are_handed_out_before_their_prefixes() -> None:
     pool, prefix, table, hashes = filled(8, 4)
     pool.release(table, 0, 4, hashes)
     assert eviction_order(pool).tolist() == [4, 5, 6, 7, 3, 2, 1, 0]
-    assert eviction_rank(pool)[table].tolist() == [7, 6, 5, 4]
-    assert parents(pool)[table].tolist() == [-1, 0, 1, 2]
+    assert pool.meta[table, kernels.PARENT].tolist() == [-1, 0, 1, 2]
     pool.allocate(np.zeros(6, dtype=np.int32))
     assert len(prefix.match(hashes, 4).blocks) == 2
 
@@ -182,8 +185,8 @@ def test_of_two_blocks_with_one_hash_the_first_stays_cached() -> None:
     pool, prefix, _, hashes = filled(8, 3)
     again = np.zeros(3, dtype=np.int32)
     pool.allocate(again)
-    sealed = prefix.seal(again, hashes, 0, 3)
-    assert sealed == (3, 0, True)
+    cached = prefix.cache_full_blocks(again, hashes, 0, 3)
+    assert cached == (3, 0, True)
     assert prefix.match(hashes, 3).blocks.tolist() == [0, 1, 2]
     assert pool.cached == 3
 
@@ -193,11 +196,11 @@ def test_a_parent_that_dies_takes_its_children_out_of_the_cache() -> None:
     twin = np.zeros(2, dtype=np.int32)
     pool.allocate(twin)
     longer = chain([0, 1, 2], 1, b"s")
-    assert prefix.seal(twin, hashes, 0, 2).twins
+    assert prefix.cache_full_blocks(twin, hashes, 0, 2).duplicates
     pool.release(table, 1, 2, hashes)
     pool.claim(table[1:])
     three = np.array([twin[0], twin[1], table[1]], dtype=np.int32)
-    assert prefix.seal(three, longer, 1, 3).new == 2
+    assert prefix.cache_full_blocks(three, longer, 1, 3).new == 2
     pool.release(table[:1].copy(), 0, 1, hashes)
     removed = pool.claim(table[:1])
     assert removed.tolist() == [longer[2].tolist(), longer[1].tolist(), longer[0].tolist()]
@@ -209,7 +212,7 @@ def test_a_hit_makes_blocks_young_again() -> None:
     other = np.zeros(2, dtype=np.int32)
     pool.allocate(other)
     strange = chain([9, 9], 1, b"s")
-    prefix.seal(other, strange, 0, 2)
+    prefix.cache_full_blocks(other, strange, 0, 2)
     pool.release(table, 0, 2, hashes)
     pool.release(other, 0, 2, strange)
     pool.take(prefix.match(hashes, 2).blocks, table)
@@ -225,7 +228,7 @@ def test_hashes_come_and_go_without_end() -> None:
         table = np.zeros(4, dtype=np.int32)
         pool.allocate(table)
         assert len(prefix.match(hashes, 4).blocks) == 0
-        assert prefix.seal(table, hashes, 0, 4).new == 4
+        assert prefix.cache_full_blocks(table, hashes, 0, 4).new == 4
         assert prefix.match(hashes, 4).blocks.tolist() == table.tolist()
         pool.check(np.ones(4, dtype=np.int32))
 

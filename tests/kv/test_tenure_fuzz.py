@@ -18,9 +18,9 @@ from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Result
 from pigou.kv.block import chain_of, keys_of
+from pigou.kv.block_pool import BlockPool
 from pigou.kv.hashing import chain
-from pigou.kv.pool import BlockPool
-from pigou.kv.prefix import PrefixCache
+from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.tenure import Tenure, Tenured
 from pigou.kv.tier import Tier
 from pigou.request import BlockHashes, Ints, Request
@@ -123,7 +123,7 @@ class Prefix:
         if self.hits(tenure, hashes, 0) < BLOCKS:
             table = np.zeros(BLOCKS, dtype=np.int32)
             self.pool.allocate(table)
-            self.prefix.seal(table, hashes, 0, BLOCKS)
+            self.prefix.cache_full_blocks(table, hashes, 0, BLOCKS)
 
     def hits(self, tenure: Tenure, hashes: BlockHashes, now: int) -> int:
         return len(self.prefix.match(hashes, BLOCKS).blocks)

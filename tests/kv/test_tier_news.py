@@ -43,7 +43,7 @@ def hear(tiers: Tiers, told: Told) -> None:
 
 
 def land(tiers: Tiers, move: Move, told: Told, now: int) -> None:
-    tiers.landed(move.number, [True] * len(move.keys), now)
+    tiers.on_transfer_done(move.number, [True] * len(move.keys), now)
     hear(tiers, told)
     if move.source == DEVICE:  # which hands the blocks out then
         told -= {(Medium.DEVICE, key) for key in move.keys}

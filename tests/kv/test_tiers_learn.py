@@ -51,5 +51,5 @@ def test_a_chain_that_goes_down_is_offered_once() -> None:
         tiers.offer(hashes, np.arange(50, dtype=np.int32), NEVER, start, 50)
         for move in tiers.drain():
             if move.number >= 0:
-                tiers.landed(move.number, [True] * len(move.keys), start)
+                tiers.on_transfer_done(move.number, [True] * len(move.keys), start)
     assert below.offered == 50 + 50 + 50  # as copies when they arrived, twice; then given up

@@ -1,13 +1,34 @@
-"""Checks of what an engine is asked to take in, before anything changes."""
+"""What an engine refuses, and the laws of its state."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from pigou.engine.errors import DuplicateRequest, QueueFull, RequestTooLarge
 from pigou.engine.plan import Plan, Result
+from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState
 from pigou.engine.state import EngineState
-from pigou.request import Request
+from pigou.kv.integrity import IntegrityError
+from pigou.request import Ints, Request
+
+
+class RequestTooLarge(ValueError):
+    """The request could not run here even alone."""
+
+
+class QueueFull(RuntimeError):
+    """`EngineConfig.max_waiting` requests wait already."""
+
+
+class DuplicateRequest(ValueError):
+    """A request of this id is in flight, pinned, or its load has not been answered."""
+
+
+class UnknownLoad(KeyError):
+    """`loaded` for a request that has no load under way."""
+
+
+class OutOfTurn(RuntimeError):
+    """`schedule` and `apply` must alternate."""
 
 
 def check_request(state: EngineState, request: Request) -> None:
@@ -42,13 +63,13 @@ def check_request(state: EngineState, request: Request) -> None:
 
 
 def check_id(state: EngineState, request: Request) -> None:
-    """Check that nobody here has a request's id.
+    """Check that a request's id is not in use.
 
     Raises:
-        DuplicateRequest: somebody has.
+        DuplicateRequest: it is.
     """
     name = request.id
-    if name in state.sequences or name in state.held or name in state.draining:
+    if name in state.sequences or name in state.pinned or name in state.draining:
         raise DuplicateRequest(f"request id {request.id!r} is in use")
 
 
@@ -65,10 +86,10 @@ def check_hashes(request: Request) -> None:
 
 
 def check_result(plan: Plan, result: Result) -> None:
-    """Check that a result may be one of a plan.
+    """Check that a result fits its plan.
 
     Raises:
-        ValueError: it has too many steps, or none, or ends what the plan has not.
+        ValueError: it has no steps or too many, or ends an entry that the plan does not have.
     """
     if not 1 <= result.steps <= plan.repeat:
         raise ValueError(f"{result.steps} steps were done; it must be 1 to {plan.repeat}")
@@ -77,3 +98,93 @@ def check_result(plan: Plan, result: Result) -> None:
             raise ValueError(f"entry {finish.entry} finished; the plan has {len(plan.rows)}")
         if not 1 <= finish.steps <= result.steps:
             raise ValueError(f"entry finished after {finish.steps} of {result.steps} steps")
+
+
+def check_state(state: EngineState) -> None:
+    """Check blocks, rows, queue and host memory.
+
+    Raises:
+        IntegrityError: names the first law that does not hold, and where.
+    """
+    _check_rows(state)
+    _check_queue(state)
+    state.pool.check(_references(state))
+    if state.offload is not None:
+        state.offload.check()
+    state.host.check(np.concatenate([seq.host_blocks for seq in state.queue] or [NO_BLOCKS]))
+
+
+def _references(state: EngineState) -> Ints:
+    """Count the references to each block: of rows, pins, unanswered loads and copies."""
+    rows = state.rows
+    parts = [rows.tables[s.row, : rows.blocks[s.row]] for s in rows.owner if s is not None]
+    parts += [pinned.blocks for pinned in (*state.pinned.values(), *state.draining.values())]
+    parts += state.offload.pinned if state.offload is not None else []
+    parts.append(np.array([seq.copy_source for seq in state.copying], dtype=np.int32))
+    counts = np.bincount(np.concatenate(parts), minlength=state.pool.blocks)
+    return counts.astype(np.int32)
+
+
+def _check_rows(state: EngineState) -> None:
+    rows, size = state.rows, state.config.block_size
+    running = set(state.running.tolist())
+    if len(running) != len(state.running):
+        raise IntegrityError(f"a row runs twice: {state.running.tolist()}")
+    for row, seq in enumerate(rows.owner):
+        if seq is None:
+            _require(row not in running and rows.length[row] == 0, "an empty row runs", row)
+            continue
+        _require(seq.row == row, "a sequence knows its row", row)
+        _require(state.sequences.get(seq.request.id) is seq, "who has a row is in flight", row)
+        _require(
+            (row in running) == (seq.state is SequenceState.RUNNING), "who runs is in order", row
+        )
+        _require(seq.state is not SequenceState.WAITING, "who waits has no row", row)
+        _require(0 <= rows.computed[row] < rows.length[row], "one token is left to compute", row)
+        _require(rows.length[row] < rows.limit[row], "who is at its limit has left", row)
+        entries = rows.computed[row] - rows.dropped[row]
+        _require(rows.blocks[row] * size >= entries, "blocks hold what there is", row)
+        if rows.compacted[row]:
+            _check_compacted(state, row, int(entries))
+        else:
+            _require(rows.known[row] == len(seq.hashes), "known hashes are counted", row)
+            _require(rows.dropped[row] == 0, "who gave up entries is compacted", row)
+
+
+def _check_compacted(state: EngineState, row: int, entries: int) -> None:
+    """Check that a row without some of its entries shares no block, and cannot be hit."""
+    rows, size, pool = state.rows, state.config.block_size, state.pool
+    config = state.config.eviction
+    _require(config is not None, "entries are given up by a policy", row)
+    assert config is not None
+    blocks, cached = int(rows.blocks[row]), int(rows.cached[row])
+    _require(rows.compacted[row] <= rows.computed[row], "who was compacted had computed", row)
+    _require(rows.dropped[row] % size == 0, "whole blocks of entries are given up", row)
+    _require(entries >= config.least, "who gives up entries keeps the least", row)
+    _require(blocks <= -(-(entries + 1) // size), "who gave up entries holds no more", row)
+    _require(rows.known[row] == 0, "who gave up entries offers none", row)
+    own = rows.tables[row, cached:blocks]
+    _require(not pool.keys[own].any(), "what was compacted has no hash", row)
+    _require((pool.refs(own) == 1).all(), "what was compacted is nobody else's", row)
+
+
+def _check_queue(state: EngineState) -> None:
+    for seq in state.sequences.values():
+        waits = seq.state is SequenceState.WAITING
+        _require(waits == (seq in state.queue), "who waits is in the queue", seq)
+        _require(waits == (seq.row < 0), "who waits has no row", seq)
+        _require(waits or not len(seq.host_blocks), "who runs has nothing on the host", seq)
+        if waits and seq.dropped:
+            held = -(-(seq.computed - seq.dropped) // state.config.block_size)
+            _require(len(seq.host_blocks) == held, "what is left of who waits is on the host", seq)
+    if len(state.queue) + state.rows.used != len(state.sequences):
+        raise IntegrityError(
+            f"{len(state.queue)} wait and {state.rows.used} have rows, "
+            f"of {len(state.sequences)} sequences"
+        )
+
+
+def _require(holds: bool | np.bool_, law: str, where: int | Sequence) -> None:
+    if not holds:
+        place = f"row {where}" if isinstance(where, int) else f"request {where.request.id!r}"
+        raise IntegrityError(f"{law}: not so for {place}")

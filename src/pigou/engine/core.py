@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from pigou.config import EngineConfig
-from pigou.engine import eviction
-from pigou.engine.checks import check_hashes, check_id, check_request, check_result
-from pigou.engine.draft import NO_FORESIGHT
-from pigou.engine.errors import (
+from pigou.engine.admission import pin_cached
+from pigou.engine.checks import (
     DuplicateRequest,
     OutOfTurn,
     QueueFull,
     RequestTooLarge,
     UnknownLoad,
+    check_hashes,
+    check_id,
+    check_request,
+    check_result,
+    check_state,
 )
-from pigou.engine.holding import hold
-from pigou.engine.integrity import check_state
+from pigou.engine.output_processing import OutputProcessor, truncate
 from pigou.engine.plan import Effects, Plan, Result, Started
 from pigou.engine.preemption import Rates
-from pigou.engine.rollback import truncate
+from pigou.engine.schedule_builder import NO_LOOKAHEAD
 from pigou.engine.scheduler import Scheduler
-from pigou.engine.sequence import Sequence, State, order_key, usable
-from pigou.engine.settlement import Settlement
+from pigou.engine.sequence import Sequence, SequenceState, leading_hashes, order_key
 from pigou.engine.state import EngineState
+from pigou.engine.token_eviction import check_scores
 from pigou.events import AllBlocksCleared
 from pigou.kv.tiers import Tiers
 from pigou.request import NEVER, FinishReason, Ints, Request, no_hashes
@@ -61,9 +63,9 @@ class EngineCore:
         self._epoch = epoch
         self._state = EngineState(config, tiers)
         self._scheduler = Scheduler(self._state)
-        self._settlement = Settlement(self._state)
+        self._output = OutputProcessor(self._state)
         self._plan: Plan | None = None
-        self._ahead = NO_FORESIGHT
+        self._ahead = NO_LOOKAHEAD
         self._number = 0
         self.tables = self._state.rows.tables
 
@@ -82,14 +84,14 @@ class EngineCore:
         check_request(state, request)
         hashes = no_hashes()
         if self.config.prefix_caching:
-            hashes = usable(request.hashes, request.prompt // self.config.block_size)
+            hashes = leading_hashes(request.hashes, request.prompt // self.config.block_size)
         key = order_key(request, self.config.order, self._number)
         self._number += 1
         state.ranked |= request.priority != 0 and self.config.order == "priority"
         seq = state.sequences[request.id] = Sequence(request, key, hashes)
         state.queue.push(seq)
-        if state.tiering is not None:
-            state.tiering.back(seq.hashes, request.arrival + self._epoch)
+        if state.offload is not None:
+            state.offload.session_back(seq.hashes, request.arrival + self._epoch)
 
     def would_wait(self, request: Request) -> bool:
         """Whether `add` would take a request in, and place it behind somebody who waits.
@@ -115,13 +117,13 @@ class EngineCore:
         seq = state.sequences.pop(request, None)
         if seq is None:
             return self.release(request)
-        if seq.state is State.WAITING:
+        if seq.state is SequenceState.WAITING:
             state.queue.remove(seq)
             state.forget(seq)
-        elif seq.state is State.LOADING:
+        elif seq.state is SequenceState.LOADING:
             blocks = state.rows.blocks.item(seq.row)
-            state.draining[request] = state.keep_row(seq, blocks)
-            state.vacate(seq)
+            state.draining[request] = state.pin_row(seq, blocks)
+            state.free_slot(seq)
         else:
             state.starting = [s for s in state.starting if s.request != request]
             state.free_row(seq)
@@ -141,14 +143,14 @@ class EngineCore:
         """
         if self._plan is not None:
             raise OutOfTurn("apply the last plan before the next is scheduled")
-        self._state.unix = now + self._epoch
-        tiering = self._state.tiering
-        if tiering is not None:
-            tiering.begin(self._state.unix)
+        self._state.unix_ns = now + self._epoch
+        offload = self._state.offload
+        if offload is not None:
+            offload.offer_pending(self._state.unix_ns)
         plan, self._ahead = self._scheduler.schedule(now, horizon)
-        if tiering is not None:
-            plan.loads += tiering.fetches()
-            plan.moves = tiering.tiers.drain()
+        if offload is not None:
+            plan.loads += offload.take_loads()
+            plan.moves = offload.tiers.drain()
         self._plan = plan if len(plan.rows) else None
         return plan
 
@@ -165,10 +167,10 @@ class EngineCore:
             raise OutOfTurn("this is not the plan that was scheduled last")
         check_result(plan, result)
         if result.losses or result.gains:
-            eviction.refuse(plan, result)
+            check_scores(plan, result)
         self._plan = None
-        ahead, self._ahead = self._ahead, NO_FORESIGHT
-        return self._settlement.settle(plan, ahead, result)
+        ahead, self._ahead = self._ahead, NO_LOOKAHEAD
+        return self._output.process(plan, ahead, result)
 
     def loaded(self, request: str, tokens: int, failed: bool = False) -> Effects:
         """Say that a load has ended: nothing writes to its blocks any more.
@@ -187,15 +189,15 @@ class EngineCore:
             ValueError: `tokens` is more than the load's blocks hold, or negative.
         """
         state = self._state
-        if state.tiering is not None:
-            state.tiering.restored(request, tokens // self.config.block_size, failed)
-            if state.fetched(request, tokens // self.config.block_size):
+        if state.offload is not None:
+            state.offload.on_load_done(request, tokens // self.config.block_size, failed)
+            if state.cache_prefetched(request, tokens // self.config.block_size):
                 return state.flush(Effects())
         if request in state.draining:
-            state.free_kept(state.draining.pop(request))
+            state.free_pinned(state.draining.pop(request))
             return state.flush(Effects())
         seq = state.sequences.get(request)
-        if seq is None or seq.state is not State.LOADING:
+        if seq is None or seq.state is not SequenceState.LOADING:
             raise UnknownLoad(f"request {request!r} has no load under way")
         first, blocks = seq.load
         size = self.config.block_size
@@ -204,12 +206,12 @@ class EngineCore:
         computed = first * size + int(tokens)
         state.rows.computed[seq.row] = computed
         if not seq.preemptions:
-            seq.cached = computed
-        state.run(seq)
+            seq.cached_tokens = computed
+        state.start(seq)
         state.starting.append(Started(request, seq.row, computed))
         full = min(computed // size, len(seq.hashes))
-        if full > state.rows.sealed[seq.row]:
-            state.seal(seq, full)
+        if full > state.rows.cached[seq.row]:
+            state.cache_full_blocks(seq, full)
         return state.flush(Effects())
 
     def landed(self, move: int, good: Items[bool]) -> Effects:
@@ -225,10 +227,10 @@ class EngineCore:
             ValueError: no such move is under way.
         """
         state = self._state
-        assert state.tiering is not None, "without tiers nothing moves"
-        copy = state.tiering.landed(move, good)
-        if copy is not None and copy.yields:
-            state.yield_blocks(copy.table)
+        assert state.offload is not None, "without tiers nothing moves"
+        copy = state.offload.on_transfer_done(move, good)
+        if copy is not None and copy.evict_next:
+            state.free_chain(copy.table)
         elif copy is not None:
             state.free_blocks(copy.table)
         return state.flush(Effects())
@@ -236,8 +238,8 @@ class EngineCore:
     @property
     def next_return(self) -> int | None:
         """When to call `recall`, in nanoseconds of the caller's clock; None for never."""
-        tiering = self._state.tiering
-        due = tiering.next_return() if tiering is not None else None
+        offload = self._state.offload
+        due = offload.next_return() if offload is not None else None
         return None if due is None else due - self._epoch
 
     def recall(self, now: int) -> Effects:
@@ -245,8 +247,8 @@ class EngineCore:
 
         The next plan has the loads. Only blocks are taken that nobody needs now.
         """
-        self._state.unix = now + self._epoch
-        self._state.recall()
+        self._state.unix_ns = now + self._epoch
+        self._state.prefetch_returning()
         return self._state.flush(Effects())
 
     def hold_cached(self, request: Request, now: int) -> Ints:
@@ -267,15 +269,15 @@ class EngineCore:
         """
         check_hashes(request)
         check_id(self._state, request)
-        self._state.unix = now + self._epoch
-        return hold(self._state, request, self._ahead.blocks)
+        self._state.unix_ns = now + self._epoch
+        return pin_cached(self._state, request, self._ahead.blocks)
 
     def release(self, request: str) -> Effects:
         """Free the blocks that were held for a request; nothing, if none are."""
         state = self._state
-        kept = state.held.pop(request, None)
-        if kept is not None:
-            state.free_kept(kept)
+        pinned = state.pinned.pop(request, None)
+        if pinned is not None:
+            state.free_pinned(pinned)
         return state.flush(Effects())
 
     def truncate(self, request: str, tokens: int) -> Effects:
@@ -301,8 +303,8 @@ class EngineCore:
     def clear_cache(self) -> Effects:
         """Forget all cached prefixes, in all tiers; running requests go on."""
         self._state.prefix.clear()
-        if self._state.tiering is not None:
-            self._state.tiering.clear()
+        if self._state.offload is not None:
+            self._state.offload.clear()
         self._state.note(AllBlocksCleared())
         return self._state.flush(Effects())
 
@@ -348,7 +350,7 @@ class EngineCore:
     @property
     def held(self) -> int:
         """Prompts whose blocks are held, finished ones and cached ones."""
-        return len(self._state.held)
+        return len(self._state.pinned)
 
     @property
     def free_blocks(self) -> int:
@@ -373,12 +375,12 @@ class EngineCore:
     @property
     def prefix_queries(self) -> int:
         """Tokens of prompts looked up in the prefix cache since the start."""
-        return self._state.counters.queries
+        return self._state.counters.queried_tokens
 
     @property
     def prefix_hits(self) -> int:
         """Of those, tokens found."""
-        return self._state.counters.hits
+        return self._state.counters.hit_tokens
 
     @property
     def preemptions(self) -> int:
@@ -393,8 +395,8 @@ class EngineCore:
     @property
     def price(self) -> float:
         """Return that a block of cache entries has to earn to stay; 0 where none are given up."""
-        found = self._state.appraisals
-        return found.portfolio.price if found is not None else 0.0
+        scores = self._state.scores
+        return scores.portfolio.price if scores is not None else 0.0
 
     @property
     def missing_entries(self) -> int:
@@ -404,12 +406,12 @@ class EngineCore:
     @property
     def entries_given(self) -> int:
         """Cache entries that requests gave up since the start."""
-        return self._state.counters.given
+        return self._state.counters.evicted_tokens
 
     @property
     def entries_revived(self) -> int:
         """Of those, entries that were computed again on their own."""
-        return self._state.counters.revived
+        return self._state.counters.recomputed_tokens
 
     def __contains__(self, request: str) -> bool:
         """Whether a request waits, loads or runs here."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -245,3 +247,18 @@ class Effects(msgspec.Struct):
     finished: list[Finished] = msgspec.field(default_factory=list)
     events: list[KVEvent] = msgspec.field(default_factory=list)
     freed: int = 0
+
+
+class Executor(Protocol):
+    """Computes plans; a real one also keeps token ids and samples, a simulated one only time."""
+
+    def execute(self, plan: Plan) -> Result:
+        """Do the plan's moves, then its steps; return at the first sequence that ends.
+
+        Args:
+            plan: from `EngineCore.schedule`; block ids are read from `EngineCore.tables`.
+
+        Returns:
+            How far it came, and who ended.
+        """
+        ...

@@ -1,10 +1,15 @@
-"""Recompute or swap: what costs a preempted sequence less time."""
+"""Preemption: a running sequence gives up its row, and its KV is recomputed or swapped."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from pigou.engine.schedule_builder import ScheduleBuilder, pairs
+from pigou.engine.sequence import Sequence
+from pigou.engine.state import EngineState
 from pigou.request import SECOND
 
 
@@ -86,3 +91,49 @@ class RateMeter:
         rate = tokens * SECOND / duration
         self._prefill += (rate - self._prefill) * (_NEW if self._prefill else 1.0)
         return Rates(self._prefill, self._swap, self._block_bytes)
+
+
+def preempt_last(state: EngineState, builder: ScheduleBuilder) -> None:
+    """Preempt the running sequence that is last in the order of the queue."""
+    owners = (state.rows.owner[row] for row in state.running.tolist())
+    last = max((seq for seq in owners if seq is not None), key=lambda seq: seq.key)
+    _preempt(state, builder, last)
+
+
+def _preempt(state: EngineState, builder: ScheduleBuilder, seq: Sequence) -> None:
+    """Take a sequence's row; keep its KV on the host if that is cheaper."""
+    row = seq.row
+    computed, dropped = int(state.rows.computed[row]), int(state.rows.dropped[row])
+    used = -(-(computed - dropped) // state.config.block_size)
+    seq.dropped = 0
+    if _swaps(state, seq, computed, used):
+        seq.host_blocks = state.host.allocate(used)
+        seq.computed, seq.dropped = computed, dropped
+        builder.swap_out.append(pairs(state.rows.tables[row, :used], seq.host_blocks))
+        state.counters.swaps += 1
+    else:
+        builder.evictions.pop(row, None)
+    state.free_row(seq)
+    state.stop(seq)
+    seq.requeue()
+    state.queue.push(seq)
+    state.counters.preemptions += 1
+    builder.preempted.append(seq.request.id)
+
+
+def _swaps(state: EngineState, seq: Sequence, computed: int, used: int) -> bool:
+    """Whether a sequence is better swapped; what others keep in the cache will be hit.
+
+    A sequence without some of its entries is swapped wherever it can be. Computed again it would
+    have them all, and need the memory that was not there.
+    """
+    if state.rows.dropped[seq.row]:
+        return 0 < used <= state.host.free
+    if state.rates is None or not 0 < used <= state.host.free:
+        return False
+    size = state.config.block_size
+    cached = min(int(state.rows.cached[seq.row]), computed // size)
+    shared = state.prefix.match(seq.hashes, cached).blocks
+    alone = np.flatnonzero(state.pool.refs(shared) < 2)
+    hits = int(alone[0]) if len(alone) else len(shared)
+    return cheaper(computed, used, state.rates, hits * size, hits) == "swap"

@@ -1,32 +1,23 @@
-"""A request on its way through the engine, and the rows of the batch as arrays."""
+"""A sequence on its way through the engine, and the queue of those that wait."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum, auto
+from heapq import heappop, heappush
 
 import numpy as np
 
-from pigou.config import EngineConfig, QueueOrder
-from pigou.engine.kernels import (
-    BLOCKS,
-    COLUMNS,
-    COMPACTED,
-    COMPUTED,
-    DROPPED,
-    KNOWN,
-    LENGTH,
-    LIMIT,
-    PRIORITY,
-    SEALED,
-)
-from pigou.kv import kernels
+from pigou.compiled import bare_kernel_over
+from pigou.config import QueueOrder
+from pigou.kv.block_pool_kernels import HIGH, LOW
 from pigou.request import BlockHashes, Ints, Request
 
 #: An empty array of block ids.
 NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
 
 
-class State(Enum):
+class SequenceState(Enum):
     """Where a sequence is."""
 
     WAITING = auto()
@@ -44,78 +35,87 @@ class Sequence:
         row: its row of the batch, -1 while it waits.
         length: tokens known, prompt and generated; valid while it waits.
         computed: tokens whose KV was swapped to the host; valid while it waits.
-        dropped: of those, tokens whose entries were given up; valid while it waits.
-        host: host blocks with that KV, in order; empty when there is none.
+        dropped: of those, tokens whose entries were evicted; valid while it waits.
+        host_blocks: host blocks with that KV, in order; empty when there is none.
         hashes: known hashes of its full blocks, shape (known, 2), without gaps.
-        offer: tokens that another worker still offers.
-        cached: tokens of the prompt that were not computed here at first; -1 before.
-        preemptions: times that it lost its row.
-        twins: whether some block of its row has its hash cached elsewhere.
+        remote_tokens: tokens that another worker still offers.
+        cached_tokens: tokens of the prompt that were not computed here at first; -1 before.
+        preemptions: how often it lost its row.
+        duplicates: whether some block of its row has its hash cached elsewhere.
         load: first block and number of blocks of the load under way.
-        source: block that the row's last block is copied from by the plan under way, else -1.
+        copy_source: block that the row's last block is copied from by the plan under way, or -1.
     """
 
     __slots__ = (
-        "cached",
+        "cached_tokens",
         "computed",
+        "copy_source",
         "dropped",
+        "duplicates",
         "hashes",
-        "host",
+        "host_blocks",
         "key",
         "length",
         "load",
-        "offer",
         "preemptions",
+        "remote_tokens",
         "request",
         "row",
-        "source",
         "state",
-        "twins",
     )
 
     def __init__(self, request: Request, key: tuple[int, int, int], hashes: BlockHashes) -> None:
         self.request = request
         self.key = key
-        self.state = State.WAITING
+        self.state = SequenceState.WAITING
         self.row = -1
         self.length = request.prompt
         self.computed = 0
         self.dropped = 0
-        self.host: Ints = NO_BLOCKS
+        self.host_blocks: Ints = NO_BLOCKS
         self.hashes = hashes
-        self.offer = request.remote
-        self.cached = -1
+        self.remote_tokens = request.remote
+        self.cached_tokens = -1
         self.preemptions = 0
-        self.twins = False
+        self.duplicates = False
         self.load = (0, 0)
-        self.source = -1
+        self.copy_source = -1
 
-    def wait(self) -> None:
-        """Go back to the queue after a preemption, without a row."""
-        self.state = State.WAITING
+    def requeue(self) -> None:
+        """Wait again after a preemption, without a row."""
+        self.state = SequenceState.WAITING
         self.preemptions += 1
-        self.twins = False
+        self.duplicates = False
 
-    def learn(self, hashes: BlockHashes, full: int) -> None:
+    def add_hashes(self, hashes: BlockHashes, full: int) -> None:
         """Append hashes of further blocks, as far as blocks are full.
 
         Args:
             hashes: of the blocks after those known, shape (n, 2).
             full: full blocks of the sequence.
         """
-        new = usable(hashes, full - len(self.hashes))
+        new = leading_hashes(hashes, full - len(self.hashes))
         if len(new):
             self.hashes = np.concatenate((self.hashes, new))
 
 
-def usable(hashes: BlockHashes, limit: int) -> BlockHashes:
-    """Cut `hashes` to `limit` rows, and before the first that is (0, 0).
+def leading_hashes(hashes: BlockHashes, limit: int) -> BlockHashes:
+    """Return at most `limit` hashes, up to the first that is (0, 0).
 
-    The result is contiguous and can be written to: kernels are compiled for such arrays alone.
+    The result is contiguous and writable: kernels are compiled for such arrays alone.
     """
     if not (hashes.flags.c_contiguous and hashes.flags.writeable):
         hashes = hashes.copy()
-    return hashes[: kernels.gapless(hashes, min(max(limit, 0), len(hashes)))]
+    return hashes[: _gapless(hashes, min(max(limit, 0), len(hashes)))]
+
+
+@bare_kernel_over("engine", "kv")
+def _gapless(hashes: BlockHashes, limit: int) -> int:
+    """Count the hashes of `hashes[:limit]` before the first that is (0, 0)."""
+    for i in range(limit):
+        if hashes[i, HIGH] == 0 and hashes[i, LOW] == 0:
+            return i
+    return limit
 
 
 def order_key(request: Request, order: QueueOrder, number: int) -> tuple[int, int, int]:
@@ -125,7 +125,7 @@ def order_key(request: Request, order: QueueOrder, number: int) -> tuple[int, in
         request: the request.
         order: `fcfs` (by arrival), `priority` (lower first, then arrival) or `edf` (earliest
             deadline first, then arrival).
-        number: counts requests, and breaks ties.
+        number: of the request; it breaks ties.
     """
     if order == "priority":
         return request.priority, request.arrival, number
@@ -134,77 +134,45 @@ def order_key(request: Request, order: QueueOrder, number: int) -> tuple[int, in
     return request.arrival, number, number
 
 
-class Rows:
-    """The rows of the batch, one sequence each, as arrays of shape (max_seqs,).
+class WaitingQueue:
+    """Waiting sequences by their keys, lowest first."""
 
-    Attributes:
-        tables: device block ids, shape (max_seqs, blocks of the longest sequence).
-        columns: all that follow as one array, as kernels take them, shape (COLUMNS, max_seqs).
-        computed: tokens whose KV is there, or was; the position of the next one.
-        dropped: of those, tokens whose cache entries were given up (of each layer and head others);
-            a multiple of the block size.
-        compacted: tokens computed when entries were given up or computed again last; 0 where none
-            ever were. Entries before lie in no order; nothing beyond `sealed` can be hit.
-        length: tokens known; 0 for a row that nobody has. One more than `computed` in decode.
-        limit: length at which the sequence ends.
-        blocks: blocks that the row holds.
-        known: blocks whose hash is known; 0 once compacted.
-        sealed: blocks that were offered to the prefix cache.
-        priority: of the request.
-        owner: the sequence of each row, or None.
-        used: rows that some sequence has.
-    """
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._present: set[Sequence] = set()
 
-    def __init__(self, config: EngineConfig) -> None:
-        count = config.max_seqs
-        longest = -(-config.max_model_len // config.block_size)
-        self.tables: Ints = np.zeros((count, longest), dtype=np.int32)
-        self.columns: Ints = np.zeros((COLUMNS, count), dtype=np.int32)
-        self.computed: Ints = self.columns[COMPUTED]
-        self.length: Ints = self.columns[LENGTH]
-        self.limit: Ints = self.columns[LIMIT]
-        self.dropped: Ints = self.columns[DROPPED]
-        self.blocks: Ints = self.columns[BLOCKS]
-        self.known: Ints = self.columns[KNOWN]
-        self.sealed: Ints = self.columns[SEALED]
-        self.compacted: Ints = self.columns[COMPACTED]
-        self.priority: Ints = self.columns[PRIORITY]
-        self.owner: list[Sequence | None] = [None] * count
-        self._free = list(range(count - 1, -1, -1))
-        self.used = 0
+    def __len__(self) -> int:
+        return len(self._present)
 
-    @property
-    def free(self) -> int:
-        """Rows that nobody has."""
-        return len(self._free)
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._present
 
-    def occupy(self, seq: Sequence, computed: int, blocks: int, sealed: int) -> int:
-        """Give a sequence a row; returns which."""
-        row = self._free.pop()
-        self.used += 1
-        self.owner[row] = seq
-        self.computed[row] = computed
-        self.length[row] = seq.length
-        self.limit[row] = seq.request.prompt + seq.request.max_tokens
-        self.blocks[row] = blocks
-        self.dropped[row] = seq.dropped
-        self.compacted[row] = seq.computed if seq.dropped else 0
-        self.known[row] = 0 if seq.dropped else len(seq.hashes)
-        self.sealed[row] = sealed
-        self.priority[row] = seq.request.priority
-        seq.row = row
-        return row
+    def push(self, seq: Sequence) -> None:
+        """Add a sequence; keys are unique."""
+        heappush(self._heap, (seq.key, seq))
+        self._present.add(seq)
 
-    def vacate(self, seq: Sequence) -> None:
-        """Take a sequence's row away, and keep its length with it."""
-        row = seq.row
-        seq.length = self.length.item(row)
-        self.owner[row] = None
-        self.length[row] = 0
-        self.computed[row] = 0
-        self.dropped[row] = 0
-        self.compacted[row] = 0
-        self.blocks[row] = 0
-        self._free.append(row)
-        self.used -= 1
-        seq.row = -1
+    def head(self) -> Sequence | None:
+        """Return the next sequence, or None."""
+        while self._heap:
+            seq = self._heap[0][1]
+            if seq in self._present:
+                return seq
+            heappop(self._heap)
+        return None
+
+    def pop(self) -> Sequence:
+        """Remove and return the next sequence; there must be one."""
+        seq = self.head()
+        assert seq is not None, "nobody waits"
+        heappop(self._heap)
+        self._present.remove(seq)
+        return seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Remove a sequence, wherever in the queue it is."""
+        self._present.remove(seq)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yield the sequences in no particular order."""
+        return iter(self._present)

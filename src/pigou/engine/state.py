@@ -3,89 +3,92 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pigou.config import EngineConfig
-from pigou.engine import kernels
-from pigou.engine.appraisals import Appraisals
+from pigou.engine.block_table import Rows, remove_row
+from pigou.engine.kv_offload import KVOffloadConnector
 from pigou.engine.plan import Effects, Finished, Started
-from pigou.engine.preemption import Rates
-from pigou.engine.queue import WaitingQueue
-from pigou.engine.sequence import NO_BLOCKS, Rows, Sequence, State
-from pigou.engine.tiering import Tiering
+from pigou.engine.scheduler_kernels import WORK_ROWS
+from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState, WaitingQueue
+from pigou.engine.token_eviction import EvictionScores
 from pigou.events import BlockRemoved, BlockStored, KVEvent
-from pigou.kv.host import HostPool
-from pigou.kv.pool import BlockPool
-from pigou.kv.prefix import PrefixCache
+from pigou.kv.block_pool import BlockPool, HostPool
+from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.tiers import Tiers
-from pigou.request import BlockHashes, FinishReason, Ints
+from pigou.request import BlockHashes, FinishReason, Ints, no_hashes
+
+if TYPE_CHECKING:
+    from pigou.engine.preemption import Rates
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Blocks that are referred to without a row: held for a pull, or still being written to.
+class PinnedBlocks:
+    """Blocks that are referred to without a row: for a pull, or while something writes to them.
 
     Attributes:
         blocks: ids in the order of the sequence, shape (n,).
         hashes: known hashes of the sequence, shape (known, 2).
-        twins: whether some block of the sequence has its hash cached elsewhere.
+        duplicates: whether some block of the sequence has its hash cached elsewhere.
     """
 
     blocks: Ints
     hashes: BlockHashes
-    twins: bool
+    duplicates: bool
 
 
 @dataclass(slots=True)
-class Counters:
+class EngineCounters:
     """Totals since the start.
 
     Attributes:
-        queries: tokens of prompts looked up in the prefix cache.
-        hits: of those, tokens found.
-        preemptions: how often a sequence lost its row, `swaps` of them by swapping.
-        swaps: see `preemptions`.
-        given: entries that rows gave up.
-        revived: entries that were computed again.
+        queried_tokens: tokens of prompts looked up in the prefix cache.
+        hit_tokens: of those, tokens that were cached.
+        preemptions: how often a sequence lost its row.
+        swaps: of those, how often by swapping.
+        evicted_tokens: entries that rows gave up.
+        recomputed_tokens: of those, entries that were computed again.
     """
 
-    queries: int = 0
-    hits: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
     preemptions: int = 0
     swaps: int = 0
-    given: int = 0
-    revived: int = 0
+    evicted_tokens: int = 0
+    recomputed_tokens: int = 0
 
 
 class EngineState:
-    """Sequences, rows, blocks, and what has happened that the world was not told yet."""
+    """Sequences, rows, blocks, and the effects that no call has returned yet."""
 
     def __init__(self, config: EngineConfig, tiers: Tiers | None) -> None:
         self.config = config
         self.pool = BlockPool(config.blocks)
         self.prefix = PrefixCache(self.pool)
-        self.tiering: Tiering | None = None
+        #: Tiers beyond the device; None for the device alone.
+        self.offload: KVOffloadConnector | None = None
         if tiers is not None:
-            self.tiering = Tiering(tiers, self.pool, self.prefix, config.block_size)
-        #: What entries are worth, where rows give some up; None where they do not.
-        self.appraisals: Appraisals | None = None
+            self.offload = KVOffloadConnector(tiers, self.pool, self.prefix, config.block_size)
+        #: Scores of cache entries; None where no row gives any up.
+        self.scores: EvictionScores | None = None
         if config.eviction is not None:
-            self.appraisals = Appraisals(config.eviction, config.blocks, config.max_seqs)
+            self.scores = EvictionScores(config.eviction, config.blocks, config.max_seqs)
         self.host = HostPool(config.host_blocks)
         self.rows = Rows(config)
         self.queue = WaitingQueue()
         self.rates: Rates | None = None
         #: The time of the last plan, in nanoseconds since 1970.
-        self.unix = 0
-        self.counters = Counters()
+        self.unix_ns = 0
+        self.counters = EngineCounters()
         #: Sequences in flight by request id.
         self.sequences: dict[str, Sequence] = {}
-        #: Finished prompts that another worker may pull.
-        self.held: dict[str, Kept] = {}
+        #: Prompts that another worker may pull, by request id.
+        self.pinned: dict[str, PinnedBlocks] = {}
         #: Aborted loads that have not been answered: something may still write there.
-        self.draining: dict[str, Kept] = {}
-        #: The head of the queue, once found not to fit, until blocks or rows become free.
+        self.draining: dict[str, PinnedBlocks] = {}
+        #: The head of the queue, once it did not fit, until blocks or rows become free.
         self.blocked: Sequence | None = None
         #: Running sequences that have more than one token to compute.
         self.prefilling: list[Sequence] = []
@@ -93,137 +96,160 @@ class EngineState:
         self.ranked = False
         #: Sequences whose last block is copied by the plan under way.
         self.copying: list[Sequence] = []
-        #: Requests whose load has come in since the last plan.
+        #: Requests whose load has ended since the last plan.
         self.starting: list[Started] = []
+        width = max(config.blocks, config.max_seqs, config.block_size + 1)
+        #: Arrays that kernels use again for each plan; `scheduler_kernels` names its rows.
+        self.work: Ints = np.zeros((WORK_ROWS, width), dtype=np.int32)
         self._order: Ints = np.zeros(config.max_seqs, dtype=np.int32)
-        #: Rows that compute.
+        #: How many rows compute.
         self.computing = 0
         self._events: list[KVEvent] = []
         self._freed = 0
+
+    # --- rows -------------------------------------------------------------------------------
 
     @property
     def running(self) -> Ints:
         """Rows that compute, in the order in which they started, shape (n,)."""
         return self._order[: self.computing]
 
-    def run(self, seq: Sequence) -> None:
+    def start(self, seq: Sequence) -> None:
         """Let a sequence that has a row compute."""
-        seq.state = State.RUNNING
+        seq.state = SequenceState.RUNNING
         self._order[self.computing] = seq.row
         self.computing += 1
-        if self.rows.length.item(seq.row) - self.rows.computed.item(seq.row) > 1:
+        if self.rows.remaining(seq.row) > 1:
             self.prefilling.append(seq)
 
     def stop(self, seq: Sequence) -> None:
         """Take a running sequence out of the order, and from its row; its blocks are gone."""
-        self.computing = kernels.strike(self._order, self.computing, seq.row)
+        self.computing = remove_row(self._order, self.computing, seq.row)
         if seq in self.prefilling:
             self.prefilling.remove(seq)
-        self.vacate(seq)
+        self.free_slot(seq)
 
-    def vacate(self, seq: Sequence) -> None:
-        """Take a sequence's row; the head of the queue no longer leaves a block for it."""
-        if self.appraisals is not None:
-            self.appraisals.clear(seq.row)
-        self.rows.vacate(seq)
+    def free_slot(self, seq: Sequence) -> None:
+        """Take a sequence's row; the head of the queue may fit now."""
+        if self.scores is not None:
+            self.scores.clear(seq.row)
+        self.rows.free_slot(seq)
         self.blocked = None
 
-    def removed(self, hashes: BlockHashes) -> None:
-        """Note that hashes can no longer be hit."""
-        if len(hashes):
-            self._events.append(BlockRemoved(hashes))
+    # --- blocks -----------------------------------------------------------------------------
+
+    def cache_full_blocks(self, seq: Sequence, stop: int) -> None:
+        """Offer a row's blocks up to `stop` to the prefix cache; their hashes are known."""
+        row = seq.row
+        start = self.rows.cached.item(row)
+        self.rows.cached[row] = stop
+        first, count, duplicates = self.prefix.cache_full_blocks(
+            self.rows.tables[row], seq.hashes, start, stop
+        )
+        seq.duplicates |= duplicates
+        self.note_stored(seq, first, count)
+
+    def cache_prefetched(self, request: str, good: int) -> bool:
+        """Cache the first `good` blocks that were prefetched under this name; whether any were."""
+        fetch = self.offload.pop_prefetch(request) if self.offload is not None else None
+        if fetch is None:
+            return False
+        last = fetch.first + good
+        first, count, _ = self.prefix.cache_full_blocks(
+            fetch.table, fetch.hashes, fetch.first, last
+        )
+        self._note_stored(request, fetch.hashes, first, count)
+        self.free_blocks(fetch.table)
+        return True
+
+    def prefetch_returning(self) -> None:
+        """Bring back from tiers what will soon be asked for, while nobody waits for blocks."""
+        if self.offload is None:
+            return
+        spare = self.pool.free - (self.config.headroom + 1) * self.rows.used
+        spare = 0 if len(self.queue) else max(0, spare)
+        for hashes in self.offload.prefetch_returning(spare, self.unix_ns):
+            self.note_removed(hashes)
+
+    def free_row(self, seq: Sequence, keep: int = 0) -> None:
+        """Drop the blocks of a sequence's row from index `keep` on."""
+        if self.offload is not None:
+            self.offload.sequence_left(seq, self.rows.cached.item(seq.row))
+        self.free_copy_source(seq)
+        self._release_row(seq, keep)
+
+    def truncate_row(self, seq: Sequence, keep: int) -> None:
+        """Drop the blocks of a sequence's row from index `keep` on; the sequence goes on."""
+        self._release_row(seq, keep)
+        self.rows.blocks[seq.row] = keep
+
+    def free_pinned(self, pinned: PinnedBlocks) -> None:
+        """Drop blocks that were pinned without a row."""
+        self._release(
+            pinned.blocks, 0, len(pinned.blocks), pinned.hashes, duplicates=pinned.duplicates
+        )
+
+    def free_copy_source(self, seq: Sequence) -> None:
+        """Drop the block that the row's last block was copied from."""
+        if seq.copy_source >= 0:
+            source = np.array([seq.copy_source], dtype=np.int32)
+            self._release(source, 0, 1, seq.hashes[:0])
+            seq.copy_source = -1
+            self.copying.remove(seq)
+
+    def free_blocks(self, blocks: Ints) -> None:
+        """Drop blocks that no sequence has."""
+        self._release(blocks, 0, len(blocks), no_hashes())
+
+    def free_chain(self, blocks: Ints) -> None:
+        """Drop blocks of a chain, from its beginning on, whose tail is handed out next."""
+        self.note_freed(self.pool.release_chain(blocks))
+
+    def pin_row(self, seq: Sequence, count: int) -> PinnedBlocks:
+        """Return the first blocks of a row, which stay referred to."""
+        blocks = self.rows.tables[seq.row, :count].copy()
+        return PinnedBlocks(blocks, seq.hashes[:count], seq.duplicates)
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what a sequence has while it waits."""
+        self.host.release(seq.host_blocks)
+        seq.host_blocks = NO_BLOCKS
+        if self.blocked is seq:
+            self.blocked = None
+
+    def _release_row(self, seq: Sequence, keep: int) -> None:
+        rows, row = self.rows, seq.row
+        self._release(rows.tables[row], keep, rows.blocks.item(row), seq.hashes, seq.duplicates)
+
+    def _release(
+        self, table: Ints, start: int, stop: int, hashes: BlockHashes, duplicates: bool = False
+    ) -> None:
+        self.note_freed(self.pool.release(table, start, stop, hashes, duplicates))
+
+    # --- effects ----------------------------------------------------------------------------
 
     def note(self, event: KVEvent) -> None:
         """Note an event for the next effects."""
         self._events.append(event)
 
-    def seal(self, seq: Sequence, stop: int) -> None:
-        """Offer a row's blocks up to `stop` to the prefix cache; their hashes are known."""
-        row = seq.row
-        start = self.rows.sealed.item(row)
-        self.rows.sealed[row] = stop
-        first, count, twins = self.prefix.seal(self.rows.tables[row], seq.hashes, start, stop)
-        seq.twins |= twins
-        self.stored(seq, first, count)
+    def note_removed(self, hashes: BlockHashes) -> None:
+        """Note that hashes can no longer be hit."""
+        if len(hashes):
+            self._events.append(BlockRemoved(hashes))
 
-    def stored(self, seq: Sequence, first: int, count: int) -> None:
+    def note_stored(self, seq: Sequence, first: int, count: int) -> None:
         """Note that so many blocks of a sequence can be hit from now on."""
+        self._note_stored(seq.request.id, seq.hashes, first, count)
+
+    def _note_stored(self, request: str, hashes: BlockHashes, first: int, count: int) -> None:
         if count:
-            known = seq.hashes
-            mine, before = known[first : first + count], known[max(first - 1, 0) : first]
-            self._events.append(BlockStored(seq.request.id, first, mine, before))
+            stored, parent = hashes[first : first + count], hashes[max(first - 1, 0) : first]
+            self._events.append(BlockStored(request, first, stored, parent))
 
-    def free_row(self, seq: Sequence, keep: int = 0) -> None:
-        """Drop the blocks of a sequence's row from index `keep` on."""
-        row = seq.row
-        if self.tiering is not None:
-            self.tiering.leave(seq, self.rows.sealed.item(row))
-        self.free_source(seq)
-        self._release(
-            self.rows.tables[row], keep, self.rows.blocks.item(row), seq.hashes, seq.twins
-        )
-
-    def cut_row(self, seq: Sequence, keep: int) -> None:
-        """Drop the blocks of a sequence's row from index `keep` on; the sequence goes on."""
-        row = seq.row
-        self._release(
-            self.rows.tables[row], keep, self.rows.blocks.item(row), seq.hashes, seq.twins
-        )
-        self.rows.blocks[row] = keep
-
-    def recall(self) -> None:
-        """Bring back from tiers what will soon be asked for, while nobody waits for blocks."""
-        if self.tiering is None:
-            return
-        spare = self.pool.free - (self.config.headroom + 1) * self.rows.used
-        for hashes in self.tiering.recall(0 if len(self.queue) else max(0, spare), self.unix):
-            self.removed(hashes)
-
-    def fetched(self, request: str, good: int) -> bool:
-        """Cache the first `good` blocks that were fetched under this name; whether any were."""
-        fetch = self.tiering.fetched(request) if self.tiering is not None else None
-        if fetch is None:
-            return False
-        last = fetch.first + good
-        first, count, _ = self.prefix.seal(fetch.table, fetch.hashes, fetch.first, last)
-        if count:
-            parent = fetch.hashes[max(first - 1, 0) : first]
-            self._events.append(
-                BlockStored(request, first, fetch.hashes[first : first + count], parent)
-            )
-        self.free_blocks(fetch.table)
-        return True
-
-    def free_kept(self, kept: Kept) -> None:
-        """Drop blocks that were kept without a row."""
-        self._release(kept.blocks, 0, len(kept.blocks), kept.hashes, kept.twins)
-
-    def free_source(self, seq: Sequence) -> None:
-        """Drop the block that the row's last block was copied from."""
-        if seq.source >= 0:
-            source = np.array([seq.source], dtype=np.int32)
-            self._release(source, 0, 1, seq.hashes[:0], False)
-            seq.source = -1
-            self.copying.remove(seq)
-
-    def free_blocks(self, blocks: Ints) -> None:
-        """Drop blocks that no sequence has."""
-        self._release(blocks, 0, len(blocks), np.empty((0, 2), dtype=np.uint64), False)
-
-    def yield_blocks(self, blocks: Ints) -> None:
-        """Drop blocks of a chain, from its beginning on, whose tail is handed out next."""
-        self.freed(self.pool.yield_up(blocks))
-
-    def keep_row(self, seq: Sequence, count: int) -> Kept:
-        """Return the first blocks of a row as a value; their references stay."""
-        blocks = self.rows.tables[seq.row, :count].copy()
-        return Kept(blocks, seq.hashes[:count], seq.twins)
-
-    def forget(self, seq: Sequence) -> None:
-        """Drop what a sequence has while it waits."""
-        self.host.release(seq.host)
-        seq.host = NO_BLOCKS
-        if self.blocked is seq:
+    def note_freed(self, freed: int) -> None:
+        """Note that blocks came free: the head of the queue may fit now."""
+        if freed:
+            self._freed += freed
             self.blocked = None
 
     def finished(self, seq: Sequence, reason: FinishReason, held: Ints = NO_BLOCKS) -> Finished:
@@ -232,7 +258,7 @@ class EngineState:
             request=seq.request.id,
             reason=reason,
             prompt=seq.request.prompt,
-            cached=max(seq.cached, 0),
+            cached=max(seq.cached_tokens, 0),
             generated=seq.length - seq.request.prompt,
             preemptions=seq.preemptions,
             held=held,
@@ -241,19 +267,8 @@ class EngineState:
     def flush(self, effects: Effects) -> Effects:
         """Hand over what has happened since the last effects."""
         effects.events, self._events = self._events, []
-        if self.tiering is not None:
+        if self.offload is not None:
             # After those of the device: a block that was restored is known by then.
-            effects.events += self.tiering.tiers.events.take()
+            effects.events += self.offload.tiers.events.take()
         effects.freed, self._freed = self._freed, 0
         return effects
-
-    def _release(
-        self, table: Ints, start: int, stop: int, hashes: BlockHashes, twins: bool
-    ) -> None:
-        self.freed(self.pool.release(table, start, stop, hashes, twins))
-
-    def freed(self, freed: int) -> None:
-        """Note that blocks came free: the head of the queue may fit now."""
-        if freed:
-            self._freed += freed
-            self.blocked = None

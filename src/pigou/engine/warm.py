@@ -7,7 +7,7 @@ import numpy as np
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Result
-from pigou.kv.pool import BlockPool
+from pigou.kv.block_pool import BlockPool
 from pigou.request import Request
 
 
@@ -72,4 +72,4 @@ def _hand_out() -> None:
     pool = BlockPool(1)
     next_ = pool.peek(1)
     pool.claim(next_)
-    pool.yield_up(next_)
+    pool.release_chain(next_)

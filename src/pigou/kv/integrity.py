@@ -1,12 +1,30 @@
-"""The laws of a pool, checked: nothing lost, nothing twice, nothing out of order."""
+"""The laws of a block pool and of tiers, checked: nothing lost, twice or out of order."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Set
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from pigou.kv.kernels import CACHED, CHILD, FILLED, FREE, NEXT, PARENT, PREV, REFS, YOUNGER, Counts
-from pigou.kv.table_kernels import find
+from pigou.kv.block_pool_kernels import (
+    CACHED,
+    CHILD,
+    FILLED,
+    FREE,
+    NEXT,
+    PARENT,
+    PREV,
+    REFS,
+    YOUNGER,
+    Counts,
+    find,
+)
 from pigou.request import BlockHashes, Ints
+
+if TYPE_CHECKING:
+    from pigou.kv.move import Move
+    from pigou.kv.tier import Tier
 
 
 class IntegrityError(AssertionError):
@@ -14,7 +32,7 @@ class IntegrityError(AssertionError):
 
 
 def ensure(law: bool, otherwise: str) -> None:
-    """Raise an IntegrityError that says what is so `otherwise`, where a law does not hold."""
+    """Raise an IntegrityError with the message `otherwise` where a law does not hold."""
     if not law:
         raise IntegrityError(otherwise)
 
@@ -70,8 +88,8 @@ def check_table(keys: BlockHashes, slots: Ints, counts: Counts) -> None:
             f"{filled} of {len(slots)} slots are filled, {counts[FILLED]} count as such; "
             "at most half may be"
         )
-    found = [find(keys, slots, high, low) for high, low in keys[hashed]]
-    _require("a hash leads to its block", hashed[np.array(found, dtype=np.int32) != hashed])
+    blocks = [find(keys, slots, high, low) for high, low in keys[hashed]]
+    _require("a hash leads to its block", hashed[np.array(blocks, dtype=np.int32) != hashed])
 
 
 def check_forest(meta: Ints, keys: BlockHashes) -> None:
@@ -82,8 +100,8 @@ def check_forest(meta: Ints, keys: BlockHashes) -> None:
     _require("a block with a parent is cached", child[~cached[child]])
     _require("the parent of a cached block is cached", child[~cached[parent[child]]])
     _require("a block with a child is cached", _where((meta[:-1, CHILD] >= 0) & ~cached))
-    kin = [b for p in _where(meta[:-1, CHILD] >= 0) for b in _children(meta, int(p))]
-    if sorted(kin) != child.tolist():
+    children = [b for p in _where(meta[:-1, CHILD] >= 0) for b in _children(meta, int(p))]
+    if sorted(children) != child.tolist():
         raise IntegrityError("lists of children and parents of blocks differ")
     rank = _rank(meta)
     both = child[(rank[child] >= 0) & (rank[parent[child]] >= 0)]
@@ -91,14 +109,14 @@ def check_forest(meta: Ints, keys: BlockHashes) -> None:
 
 
 def _children(meta: Ints, parent: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     at = int(meta[parent, CHILD])
-    while at >= 0 and len(found) < len(meta):
+    while at >= 0 and len(children) < len(meta):
         if meta[at, PARENT] != parent:
             raise IntegrityError(f"block {at} is a child of {parent}, and says otherwise")
-        found.append(at)
+        children.append(at)
         at = int(meta[at, YOUNGER])
-    return found
+    return children
 
 
 def _rank(meta: Ints) -> Ints:
@@ -111,3 +129,38 @@ def _rank(meta: Ints) -> Ints:
         place += 1
         at = int(meta[at, NEXT])
     return rank
+
+
+def check_tier(
+    number: int,
+    tier: Tier,
+    coming: Set[bytes],
+    leaving: Set[bytes],
+    staging: int,
+    under: Collection[Move],
+) -> None:
+    """Check a tier, and the moves to it and from it.
+
+    A tier's store holds the tier's blocks, and those that are still read there for the next tier:
+    at most its cap and its staging.
+
+    Args:
+        number: of the tier.
+        tier: its blocks.
+        coming: keys that have not arrived.
+        leaving: keys that the tier evicted, and that are still read; it may hold them again.
+        staging: how many those may be.
+        under: moves that are under way.
+
+    Raises:
+        IntegrityError: names the first law that does not hold.
+    """
+    tier.check()
+    sent = [key for move in under if move.target == number for key in move.keys]
+    ensure(len(sent) == len(set(sent)), f"tier {number} is sent a block twice")
+    ensure(coming == set(sent), f"tier {number} waits for what is not on its way")
+    read = {key for move in under if move.source == number for key in move.keys}
+    ensure(leaving <= read, f"tier {number} keeps what nobody reads any more")
+    ensure(
+        len(leaving) <= staging, f"tier {number} stages {len(leaving)} blocks, and may {staging}"
+    )

@@ -1,13 +1,11 @@
 """Tiers beyond the device: what goes down, what comes back, and what is dropped.
 
-`Tiers` decides, and does no I/O. Each tier is a `pigou.kv.tier.Tier`: it knows which blocks lie
-there, under a hard cap, and whom its policy gives up first. Whoever drives the engine makes the
-moves, each on the queue of its link, and answers them with `landed`.
+`Tiers` decides, and does no I/O. Whoever drives the engine makes the moves, each on the queue of
+its link, and answers them with `on_transfer_done`.
 
-A tier is filled by the one above it, the first by the device. Every tier holds whole prefixes: a
-block goes down together with those before it that are not there yet, so that what is left after a
-restart can be hit from its beginning on. While a tier has room, it gets a copy of what arrives in
-the one above; later it gets what that one gives up.
+A tier is filled by the one above it, the first by the device. A block goes down together with those
+before it that are not there yet: so all that is left after a restart can be hit. While a tier has
+room, it gets a copy of what arrives in the one above; later it gets what that one evicts.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ import numpy as np
 
 from pigou.events import Medium
 from pigou.kv.block import ROOT, Block, chain_of, keys_of
+from pigou.kv.integrity import check_tier
 from pigou.kv.move import DEVICE, NO_BLOCKS, NOWHERE, Counts, Move, Speed, worth_reading
 from pigou.kv.tier import Tier
 from pigou.kv.tier_events import TierEvents
-from pigou.kv.tier_integrity import check_tier
 from pigou.kv.tier_path import path_down
 from pigou.kv.worth import Worth
 from pigou.request import BlockHashes, Ints
@@ -35,13 +33,13 @@ class Tiers:
     """The tiers of one worker, from the nearest to the farthest.
 
     Attributes:
-        tiers: what lies where.
+        tiers: the blocks of each.
         speeds: of reading from each, as measured; set by the driver.
-        worth: what computing a block takes, as measured (`learn`); while None, every restore pays.
+        worth: what computing a block takes, as measured (`learn`); while None, every load pays.
         counts: of each tier.
         copies: device blocks that may be under copy at once.
-        recall: whether blocks of sessions that are expected back are brought up before.
-        events: what the tiers tell the world, for whoever publishes it.
+        recall: whether blocks of sessions that may return are loaded before a request asks.
+        events: KV events, for whoever publishes them.
     """
 
     recall = True
@@ -61,25 +59,25 @@ class Tiers:
             tiers: from the nearest on.
             block_bytes: bytes of a block.
             staging: of each tier, blocks beyond its cap that may lie there while they are copied
-                to the next; the farthest needs none. Without any, what it gives up is dropped.
+                to the next. Without any, evicted blocks are dropped.
             speeds: of each tier.
             copies: device blocks that may be under copy at once.
-            media: what events call each tier; the first is the host, the rest storage, unless
-                said otherwise.
+            media: of each tier, in events; by default the first is the host, the rest storage.
         """
         self.tiers = list(tiers)
         self.speeds = list(speeds) if speeds is not None else [Speed() for _ in tiers]
         self.copies = copies
         self.worth: Worth | None = None
         self.counts = [Counts() for _ in tiers]
-        self._told = 0.0
+        self._base_told = 0.0
         self._bytes = block_bytes
         self._staging = list(staging) if staging is not None else [0 for _ in tiers]
         self._coming: list[set[bytes]] = [set() for _ in tiers]
         self._leaving: list[set[bytes]] = [set() for _ in tiers]
         self.events = TierEvents(self.tiers, self._coming, self._leaving, media)
         self._under: dict[int, Move] = {}
-        self._lent: dict[int, list[bytes]] = {}  # by move, blocks of its source that stay there
+        #: By move, blocks that stay at its source.
+        self._kept_at_source: dict[int, list[bytes]] = {}
         self._reading: dict[str, list[tuple[int, bytes]]] = {}
         self._out: list[Move] = []
         self._number = 0
@@ -87,38 +85,38 @@ class Tiers:
     def learn(self, worth: Worth) -> None:
         """Take in what computing a block takes, as measured.
 
-        Policies are told where it has changed by more than a quarter: they value blocks anew then.
+        Policies value blocks anew where it has changed by more than a quarter.
         """
         self.worth = worth
-        if abs(worth.base - self._told) <= _CHANGED * self._told:
+        if abs(worth.base - self._base_told) <= _CHANGED * self._base_told:
             return
-        self._told = worth.base
+        self._base_told = worth.base
         for tier, speed in zip(self.tiers, self.speeds, strict=True):
             back = speed.block / self._bytes if math.isfinite(speed.block) else 0.0
             tier.policy.learn(Worth(worth.base, worth.slope, back))
 
     # --- from and to the device -----------------------------------------------------------------
 
-    def attend(self, device: Callable[[bytes], bool]) -> None:
+    def set_device_probe(self, device: Callable[[bytes], bool]) -> None:
         """Take in how to ask whether the device holds a block.
 
-        The host's policy may heed it (`EvictionPolicy.above`). What a store keeps for after a
-        restart is worth that also while the device has it.
+        The host's policy may use it (`EvictionPolicy.above`). Storage keeps blocks for after a
+        restart, also while the device has them.
         """
         if self.events.media[0] is Medium.HOST and self.tiers[0].policy.exclusive:
             self.tiers[0].policy.above = device
 
-    def waits(self, blocks: int) -> bool:
-        """Whether so many blocks had better be offered when the device is about to hand them out.
+    def defers(self, blocks: int) -> bool:
+        """Whether so many blocks are better offered when the device is about to hand them out.
 
-        So it is where the first tier is full, and counts nothing that the device holds as well.
+        It is so where the first tier is full, and its policy heeds what the device holds.
         """
         first = self.tiers[0]
         room = first.cap_bytes - first.used_bytes
         return first.policy.above is not None and blocks * self._bytes > room
 
     def use(self, hashes: BlockHashes, expiry: int, now: int) -> None:
-        """Note that the first blocks of a sequence were used, shape (n, 2); they may be offered."""
+        """Note a use of the first blocks of a sequence, shape (n, 2), which may be offered next."""
         first = self.tiers[0]
         keys = keys_of(hashes)
         held = first.find(keys, now)
@@ -126,24 +124,24 @@ class Tiers:
         first.use(self._chain(hashes, keys, held, len(keys), expiry), now)
 
     def offer(
-        self, hashes: BlockHashes, device: Ints, expiry: int, now: int, most: int
+        self, hashes: BlockHashes, device: Ints, expiry: int, now: int, limit: int
     ) -> Move | None:
-        """Offer the first blocks of a sequence, which the device may soon hand out.
+        """Offer the first blocks of a sequence to the first tier.
 
         Args:
             hashes: from the sequence's beginning on, shape (n, 2).
             device: device blocks that hold them, shape (n,).
             expiry: until when they are valid, nanoseconds.
             now: nanoseconds.
-            most: blocks to be copied at most.
+            limit: most blocks to be copied.
 
         Returns:
-            The move of those that the first tier takes, also returned by `drain`; the device must
-            keep these blocks until it has `landed`. None where it takes none.
+            The move of those that the tier takes, also returned by `drain`, or None. The device
+            keeps these blocks until the move is done.
         """
         keys = keys_of(hashes)
         first = self.tiers[0].find(keys, now)
-        rest = self._chain(hashes, keys, first, first + most, expiry)
+        rest = self._chain(hashes, keys, first, first + limit, expiry)
         taken = self._admit(0, rest, now) if rest else 0
         if not taken:
             return None
@@ -157,23 +155,23 @@ class Tiers:
         return chain_of(hashes[start:stop], self._bytes, expiry, start, parent)
 
     def restorable(self, hashes: BlockHashes, first: int, now: int) -> Ints:
-        """Return from which tiers the blocks from `first` on are best restored, shape (n,).
+        """Return from which tiers the blocks from `first` on are best loaded, shape (n,).
 
-        As many as save most time, restored in place of computed (`Worth`, `Speed`).
+        As many as save most time, loaded in place of computed.
 
         Args:
             hashes: from the sequence's beginning on, shape (blocks, 2).
             first: index of the first that is not on the device.
             now: nanoseconds.
         """
-        found: list[int] = []
+        tiers: list[int] = []
         for key in keys_of(hashes[first:]):
             tier = self._where(key, now)
             if tier is None:
                 break
-            found.append(tier)
-        count = worth_reading(found, first, self.speeds, self.worth)
-        return np.array(found[:count], dtype=np.int32)
+            tiers.append(tier)
+        count = worth_reading(tiers, first, self.speeds, self.worth)
+        return np.array(tiers[:count], dtype=np.int32)
 
     def readable(self, tier: int, key: bytes, now: int) -> bool:
         """Whether a block lies in a tier, has arrived there, and is valid."""
@@ -182,8 +180,8 @@ class Tiers:
         entry = self.tiers[tier].entry(key)
         return entry is not None and key not in self._coming[tier] and entry.block.expiry > now
 
-    def begin(self, request: str, hashes: BlockHashes, tiers: Ints, now: int) -> None:
-        """Note that a request's blocks are read from these tiers, shape (n,), until `end`."""
+    def begin_load(self, request: str, hashes: BlockHashes, tiers: Ints, now: int) -> None:
+        """Note that a request's blocks are read from these tiers, shape (n,)."""
         reading = list(zip(tiers.tolist(), keys_of(hashes), strict=True))
         for number, tier in enumerate(self.tiers):
             keys = [key for at, key in reading if at == number]
@@ -191,13 +189,13 @@ class Tiers:
             tier.hit(keys, now)
         self._reading[request] = reading
 
-    def end(
+    def end_load(
         self, request: str, good: int, now: int, failed: bool = False, asked: bool = True
     ) -> None:
-        """Note that a request's read is over: `good` blocks came, and the next one is not there.
+        """Note that a request's load has ended: `good` blocks came, and the next is lost.
 
-        Unless the read failed: then the others may be there still. A request that reads nothing
-        changes nothing. Blocks that nobody has `asked` for yet are counted as recalled.
+        Where the load `failed`, the others may still be there. A request without a load changes
+        nothing. Blocks that no request has `asked` for yet count as recalled.
         """
         reading = self._reading.pop(request, [])
         for number, key in reading:
@@ -213,12 +211,12 @@ class Tiers:
     # --- moves ----------------------------------------------------------------------------------
 
     def drain(self) -> list[Move]:
-        """Return the moves that have been decided since the last call, in order."""
+        """Return the moves that were decided since the last call, in order."""
         out, self._out = self._out, []
         return out
 
-    def landed(self, number: int, good: Sequence[bool], now: int) -> Move:
-        """Note that a move has ended, and which of its blocks arrived; returns it.
+    def on_transfer_done(self, number: int, good: Sequence[bool], now: int) -> Move:
+        """Note that a move has ended, and which of its blocks arrived; return it.
 
         Raises:
             ValueError: no such move is under way.
@@ -240,7 +238,7 @@ class Tiers:
         return move
 
     def lose(self, tier: int, keys: Iterable[bytes], now: int) -> None:
-        """Note that a tier does not have these blocks, whatever was thought."""
+        """Note that a tier does not have these blocks any more."""
         there = [key for key in keys if key in self.tiers[tier]]
         self.counts[tier].lost += len(there)
         self._delete(tier, self.tiers[tier].drop(there, now))
@@ -251,7 +249,7 @@ class Tiers:
             self._delete(number, tier.expire(now))
 
     def clear(self, now: int) -> None:
-        """Delete everything, everywhere; who does it tells the world."""
+        """Delete everything, everywhere; the caller publishes the event."""
         for number, tier in enumerate(self.tiers):
             self._delete(number, tier.drop([block.key for block in tier.blocks()], now))
         self.events.forget()
@@ -259,10 +257,8 @@ class Tiers:
     def recover(self, tier: int, blocks: Iterable[Block], now: int) -> int:
         """Take in what a tier's store still has at the start; what does not fit is deleted there.
 
-        What the tier knows of already, as it was put there since, or was found twice, stays.
-
-        Nobody is told of these blocks before they are restored: their tokens are not stored, and
-        by its hash alone nobody can tell what a block is of.
+        Blocks that the tier holds already stay. No event names a recovered block before it is
+        loaded: its tokens are not stored, and its hash alone says nothing.
 
         Returns:
             How many blocks can be hit again.
@@ -276,11 +272,11 @@ class Tiers:
         return len(here)
 
     def copies_under(self) -> dict[int, int]:
-        """Return how many device blocks are read by each move that has not landed, by number."""
+        """Return how many device blocks each move under way reads, by its number."""
         return {n: len(move.keys) for n, move in self._under.items() if move.source == DEVICE}
 
     def check(self) -> None:
-        """Check the laws of every tier, and of what is on its way.
+        """Check the laws of every tier, and of the moves under way.
 
         Raises:
             IntegrityError: names the first that does not hold.
@@ -299,31 +295,31 @@ class Tiers:
         return None
 
     def _admit(self, tier: int, blocks: Sequence[Block], now: int) -> int:
-        """Offer blocks, each standing on the one before, to a tier; return how many it took.
+        """Offer consecutive blocks to a tier; return how many it took.
 
-        Those that it gives up for them go further down.
+        Those that it evicts for them go further down.
         """
         admitted, evicted = self.tiers[tier].admit(blocks, now)
         self.counts[tier].evicted += len(evicted)
         if evicted:
-            self._give_up(tier, evicted, now)
+            self._offer_below(tier, evicted, now)
         return len(admitted)
 
-    def _give_up(self, tier: int, evicted: Sequence[Block], now: int) -> None:
-        """Offer the next tier what this one evicted, together with what it stands on."""
+    def _offer_below(self, tier: int, evicted: Sequence[Block], now: int) -> None:
+        """Offer the next tier what this one evicted, together with the blocks before it."""
         gone = {block.key: block for block in evicted}
         going: dict[bytes, Block] = {}
         if tier + 1 < len(self.tiers):
             leaving = self._leaving[tier]
             room = self._staging[tier] - len(leaving)
             fresh = gone.keys() - leaving
-            leaving |= fresh  # they lie there yet, also if the same ones go from below meanwhile
+            leaving |= fresh  # they still lie there, even if the tier below evicts them meanwhile
             going = self._send_down(tier, evicted, gone, max(0, room), now)
             leaving -= fresh - going.keys()
         self._delete(tier, [key for key in gone if key not in going])
 
     def _copy_down(self, tier: int, blocks: Sequence[Block], now: int) -> None:
-        """Let the next tier have copies while it has room for them: that costs it nothing else."""
+        """Copy blocks to the next tier while it has room for them."""
         below = self.tiers[tier + 1]
         room = (below.cap_bytes - below.used_bytes) // self._bytes
         here = [block for block in blocks if block.key in self.tiers[tier]]
@@ -332,19 +328,19 @@ class Tiers:
     def _send_down(
         self, tier: int, blocks: Iterable[Block], gone: dict[bytes, Block], room: int, now: int
     ) -> dict[bytes, Block]:
-        """Offer blocks to the next tier; the deepest first, since what they stand on goes along.
+        """Offer blocks to the next tier, the deepest first; those before them go along.
 
         What was refused as a part of a chain is not offered again without its end.
 
         Args:
             tier: that has them.
-            blocks: which.
+            blocks: to be offered.
             gone: those that this tier does not hold any more, though their bytes are there.
-            room: how many may go; of those that are gone, if there are any.
+            room: how many may go; of those in `gone`, if there are any.
             now: nanoseconds.
 
         Returns:
-            What goes down, by key; on a move that was decided by this.
+            Blocks that go down in one move, by key.
         """
         here, below = self.tiers[tier], self.tiers[tier + 1]
         going: dict[bytes, Block] = {}
@@ -368,11 +364,11 @@ class Tiers:
         if going:
             stay = [key for key in going if key not in gone]
             self.tiers[tier].pin(stay)
-            self._lent[self._move(tier, tier + 1, list(going.values())).number] = stay
+            self._kept_at_source[self._move(tier, tier + 1, list(going.values())).number] = stay
         return going
 
     def _expect(self, tier: int, blocks: Sequence[Block]) -> None:
-        """Note that blocks are on their way to a tier: neither to be read nor given up."""
+        """Note that blocks are on their way to a tier: they are neither read nor evicted."""
         keys = [block.key for block in blocks]
         self.tiers[tier].pin(keys)
         self._coming[tier].update(keys)
@@ -391,7 +387,7 @@ class Tiers:
     def _left(self, move: Move, now: int) -> None:
         """Free what a move between tiers read."""
         source = move.source
-        self._unpin(source, self._lent.pop(move.number), now)
+        self._unpin(source, self._kept_at_source.pop(move.number), now)
         left = [key for key in move.keys if key in self._leaving[source]]
         self._leaving[source].difference_update(left)
         self._delete(source, [key for key in left if key not in self.tiers[source]])
@@ -401,7 +397,7 @@ class Tiers:
         self._delete(tier, self.tiers[tier].unpin(keys, now))
 
     def _delete(self, tier: int, keys: Sequence[bytes]) -> None:
-        """Delete what is not leaving: that is deleted once it has."""
+        """Delete blocks, but for those that are leaving: they are deleted once they have."""
         leaving = self._leaving[tier]
         if leaving:
             keys = [key for key in keys if key not in leaving]

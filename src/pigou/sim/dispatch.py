@@ -22,7 +22,7 @@ from pigou.control.messages import (
     Shed,
 )
 from pigou.control.plane import ControlPlane
-from pigou.engine.errors import QueueFull
+from pigou.engine.checks import QueueFull
 from pigou.engine.plan import Finished, Load
 from pigou.lifecycle.messages import (
     ClientTimedOut,

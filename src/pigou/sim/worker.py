@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from pigou.config import EngineConfig
+from pigou.engine.checks import QueueFull, RequestTooLarge
 from pigou.engine.core import EngineCore
-from pigou.engine.errors import QueueFull, RequestTooLarge
 from pigou.engine.plan import Effects, Plan, Result
 from pigou.events import KVEvent
 from pigou.kv.tiers import Tiers

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from pigou.engine.checks import QueueFull, UnknownLoad
 from pigou.engine.core import EngineCore
-from pigou.engine.errors import QueueFull, UnknownLoad
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.engine.preemption import RateMeter
 from pigou.events import BlockStored, KVEvent, Medium

@@ -63,7 +63,7 @@ class Stand:
             for _ in range(sum(move.number >= 0 for move in moves)):
                 answer = self.answers.get(timeout=60)
                 assert isinstance(answer, Landed)
-                self.tiers.landed(answer.move, answer.good, 0)
+                self.tiers.on_transfer_done(answer.move, answer.good, 0)
 
     def load(self, numbers: list[int], tiers: Ints, blocks: Ints) -> int:
         self.worker.restore(Load("r", 0, 0, blocks, tiers, keys_of(numbers)))

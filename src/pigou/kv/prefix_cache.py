@@ -6,73 +6,84 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pigou.kv import kernels
+from pigou.kv import block_pool_kernels as kernels
 from pigou.kv.block import hashes_of
-from pigou.kv.pool import BlockPool
+from pigou.kv.block_pool import BlockPool
 from pigou.request import BlockHashes, Ints
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """A cached prefix.
 
     Attributes:
         blocks: in order, shape (n,); valid until the next `match`.
-        idle: how many of them are free at present.
+        idle: how many of them nobody refers to at present.
     """
 
     blocks: Ints
     idle: int
 
 
-class Sealed(NamedTuple):
-    """What `PrefixCache.seal` did.
+class NewlyCached(NamedTuple):
+    """What `PrefixCache.cache_full_blocks` did.
 
     Attributes:
         first: index of the first block that is newly cached.
         new: how many are.
-        twins: whether a block of the range has its hash cached elsewhere.
+        duplicates: whether a block of the range has its hash cached elsewhere.
     """
 
     first: int
     new: int
-    twins: bool
+    duplicates: bool
 
 
 class PrefixCache:
-    """Hash to block, over the blocks of a pool. A block's parent is always cached, too."""
+    """Hash to block, over the blocks of a pool. A block's parent is always cached, too.
+
+    ```
+    cache = PrefixCache(BlockPool(1024))
+    cache.cache_full_blocks(table, hashes, 0, len(hashes))  # once the blocks are computed
+    blocks, idle = cache.match(hashes, len(hashes))         # the next request with this prefix
+    ```
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._found: Ints = np.empty(pool.blocks, dtype=np.int32)
-        self._one: Ints = np.empty(1, dtype=np.int32)
+        self._blocks: Ints = np.empty(pool.blocks, dtype=np.int32)
+        self._block: Ints = np.empty(1, dtype=np.int32)
 
-    def match(self, hashes: BlockHashes, limit: int) -> Match:
+    def match(self, hashes: BlockHashes, limit: int) -> PrefixMatch:
         """Find the longest cached prefix of `hashes[:limit]`, shape (n, 2)."""
         if limit == 0:
-            return Match(self._found[:0], 0)
+            return PrefixMatch(self._blocks[:0], 0)
         pool = self._pool
         count, idle = kernels.match(
-            pool.meta, pool.keys, pool.slots, hashes, min(limit, pool.blocks), self._found
+            pool.meta, pool.keys, pool.slots, hashes, min(limit, pool.blocks), self._blocks
         )
-        return Match(self._found[:count], idle)
+        return PrefixMatch(self._blocks[:count], idle)
 
     def holds(self, key: bytes) -> bool:
         """Whether a block is cached, by its key (`pigou.kv.block`)."""
         pool = self._pool
         count, _ = kernels.match(
-            pool.meta, pool.keys, pool.slots, hashes_of([key]), min(1, pool.blocks), self._one
+            pool.meta, pool.keys, pool.slots, hashes_of([key]), min(1, pool.blocks), self._block
         )
         return bool(count)
 
-    def seal(self, table: Ints, hashes: BlockHashes, start: int, stop: int) -> Sealed:
+    def cache_full_blocks(
+        self, table: Ints, hashes: BlockHashes, start: int, stop: int
+    ) -> NewlyCached:
         """Cache the full blocks `table[start:stop]` of one sequence under its hashes.
 
         Of two blocks with one hash the first stays cached, and the duplicate private. A block
         without a hash, (0, 0), ends what is cached of its sequence.
         """
         pool = self._pool
-        return Sealed(
-            *kernels.seal(pool.meta, pool.keys, pool.slots, pool.counts, table, hashes, start, stop)
+        return NewlyCached(
+            *kernels.cache_full_blocks(
+                pool.meta, pool.keys, pool.slots, pool.counts, table, hashes, start, stop
+            )
         )
 
     def clear(self) -> None:

@@ -1,38 +1,111 @@
-"""Compiled kernels over ranges of blocks. `pigou.kv.pool` wraps them; beside it only
-`pigou.engine.step_kernels` calls them.
+"""Compiled kernels of the block pool: its free queue, hash table and forest of cached blocks.
 
 State of a pool of n blocks, all arrays:
     meta: int32, shape (n + 1, 8); the columns below. Row n is the sentinel of the free queue.
     keys: uint64, shape (n, 2); the hash under which a block is cached, (0, 0) when it is not.
     slots: int32, a power of two of at least 4 n; open addressing with linear probing from a
-        hash to the block that is cached under it, or was; -1 where empty. At most half are filled.
-    counts: int64, shape (4,); free blocks, cached blocks, filled slots, and what `touch` returned
-        last (so that its loads are not optimised away).
-
-The free queue is a doubly linked list in the order in which blocks are handed out. Cached
-blocks form a forest: a block's parent is the block cached under the hash before its own.
+        hash to its block; -1 where empty. A block that is cached no longer keeps its slot until
+        the table is rebuilt. At most half are filled.
+    counts: int64, shape (4,); the entries below.
+The free queue is a doubly linked list in the order in which blocks are handed out. Cached blocks
+form a forest: a block's parent is the block cached under the hash before its own.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.kv.table_kernels import find, probe, renew, touch
 from pigou.request import BlockHashes, Ints
 
 #: Columns of `meta`: reference count; neighbours in the free queue; parent, first child and
 #: siblings in the forest of cached blocks.
 REFS, PREV, NEXT, PARENT, CHILD, ELDER, YOUNGER = range(7)
-WIDTH = 8
-#: Entries of `counts`.
-FREE, CACHED, FILLED, SEEN = range(4)
+META_COLUMNS = 8
+#: Columns of a hash: its upper and lower 64 bits.
+HIGH, LOW = range(2)
+#: Entries of `counts`: free blocks, cached blocks, filled slots, and what `prefetch` returned last
+#: (so that its loads are not optimised away).
+FREE, CACHED, FILLED, PREFETCHED = range(4)
 
 Counts = NDArray[np.int64]
+#: `meta`, `keys`, `slots`, `counts`, and `removed` (blocks, 2): hashes that kernels removed.
+PoolArrays: TypeAlias = tuple[Ints, BlockHashes, Ints, Counts, BlockHashes]
+
+_MIX_1 = np.uint64(0x9E3779B97F4A7C15)
+_MIX_2 = np.uint64(0xBF58476D1CE4E5B9)
+_SHIFT = np.uint64(31)
 
 
-# --- the free queue: who is handed out next -------------------------------------------------
+@inlined
+def is_cached(keys: BlockHashes, block: int) -> bool:
+    """Whether a block can be found by its hash."""
+    return bool(keys[block, HIGH] != 0 or keys[block, LOW] != 0)
+
+
+# --- the hash table -------------------------------------------------------------------------
+
+
+@inlined
+def home(high: np.uint64, low: np.uint64, mask: int) -> np.int64:
+    """Slot where the search for a hash begins."""
+    x = (high ^ (low * _MIX_1)) * _MIX_2
+    x ^= x >> _SHIFT
+    return np.int64(x & np.uint64(mask))
+
+
+@inlined
+def probe(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> tuple[int, np.int64]:
+    """Block that is cached under a hash, or -1; and the slot where the search ended."""
+    mask = slots.shape[0] - 1
+    i = home(high, low, mask)
+    while True:
+        block: int = slots[i]
+        if block < 0 or (keys[block, HIGH] == high and keys[block, LOW] == low):
+            return block, i
+        i = (i + 1) & mask
+
+
+@inlined
+def find(keys: BlockHashes, slots: Ints, high: np.uint64, low: np.uint64) -> int:
+    """Block that is cached under a hash, or -1; the hash (0, 0) is nobody's."""
+    if high == 0 and low == 0:
+        return -1
+    block, _ = probe(keys, slots, high, low)
+    return block
+
+
+@inlined
+def prefetch(
+    keys: BlockHashes, slots: Ints, hashes: BlockHashes, start: int, stop: int
+) -> np.int64:
+    """Load what searches for `hashes[start:stop]` look at first; return something of it.
+
+    These loads run at once. Those of searches wait for one another, as branches depend on them.
+    """
+    mask, seen = slots.shape[0] - 1, np.uint64(0)
+    for i in range(start, stop):
+        block = slots[home(hashes[i, HIGH], hashes[i, LOW], mask)]
+        seen |= keys[max(block, 0), HIGH]
+    return np.int64(seen)
+
+
+@inlined
+def rebuild(keys: BlockHashes, slots: Ints) -> int:
+    """Make the table anew, of the cached blocks alone; return how many there are."""
+    mask, filled = slots.shape[0] - 1, 0
+    slots[:] = -1
+    for block in range(keys.shape[0]):
+        if is_cached(keys, block):
+            i = home(keys[block, HIGH], keys[block, LOW], mask)
+            while slots[i] >= 0:
+                i = (i + 1) & mask
+            slots[i] = block
+            filled += 1
+    return filled
 
 
 @inlined
@@ -106,28 +179,16 @@ def uncache(
         while meta[at, CHILD] >= 0:
             at = meta[at, CHILD]
         parent = meta[at, PARENT]
-        removed[done, 0] = keys[at, 0]
-        removed[done, 1] = keys[at, 1]
+        removed[done, HIGH] = keys[at, HIGH]
+        removed[done, LOW] = keys[at, LOW]
         done += 1
         disown(meta, at)
-        keys[at, 0] = 0
-        keys[at, 1] = 0
+        keys[at, HIGH] = 0
+        keys[at, LOW] = 0
         counts[CACHED] -= 1
         if at == block:
             return done
         at = parent
-
-
-@bare_kernel
-def gapless(hashes: BlockHashes, limit: int) -> int:
-    """Count the hashes of `hashes[:limit]` before the first that is (0, 0)."""
-    for i in range(limit):
-        if hashes[i, 0] == 0 and hashes[i, 1] == 0:
-            return i
-    return limit
-
-
-# --- ranges ---------------------------------------------------------------------------------
 
 
 @bare_kernel
@@ -137,11 +198,11 @@ def match(
     """Find the longest cached prefix of `hashes[:limit]`; write its blocks to `out`.
 
     Returns:
-        Blocks found, and how many of them nobody refers to at present (they count as free).
+        Blocks of the prefix, and how many of them have no reference (they count as free).
     """
     idle = 0
     for i in range(limit):
-        block = find(keys, slots, hashes[i, 0], hashes[i, 1])
+        block = find(keys, slots, hashes[i, HIGH], hashes[i, LOW])
         if block < 0:
             return i, idle
         out[i] = block
@@ -164,13 +225,13 @@ def take(meta: Ints, counts: Counts, blocks: Ints, out: Ints) -> None:
 
 @bare_kernel
 def allocate(meta: Ints, keys: BlockHashes, counts: Counts, out: Ints, removed: BlockHashes) -> int:
-    """Fill `out` with the first blocks of the free queue; return how many hashes died."""
+    """Fill `out` with the first blocks of the free queue; return how many hashes were removed."""
     done, queue = 0, meta.shape[0] - 1
     block = meta[queue, NEXT]
     for i in range(out.shape[0]):
         out[i] = block
         after = meta[block, NEXT]
-        if keys[block, 0] != 0 or keys[block, 1] != 0:
+        if is_cached(keys, block):
             done = uncache(meta, keys, counts, block, removed, done)
         meta[block, REFS] = 1
         meta[block, PREV] = -1
@@ -184,12 +245,12 @@ def allocate(meta: Ints, keys: BlockHashes, counts: Counts, out: Ints, removed: 
 
 @bare_kernel
 def claim(meta: Ints, keys: BlockHashes, counts: Counts, blocks: Ints, removed: BlockHashes) -> int:
-    """Take these free blocks, as `allocate` takes the first; return how many hashes died."""
+    """Take these free blocks, as `allocate` does; return how many hashes were removed."""
     done = 0
     for i in range(blocks.shape[0]):
         block = blocks[i]
         unlink(meta, block)
-        if keys[block, 0] != 0 or keys[block, 1] != 0:
+        if is_cached(keys, block):
             done = uncache(meta, keys, counts, block, removed, done)
         meta[block, REFS] = 1
     counts[FREE] -= blocks.shape[0]
@@ -197,81 +258,66 @@ def claim(meta: Ints, keys: BlockHashes, counts: Counts, blocks: Ints, removed: 
 
 
 @bare_kernel
-def seal(
-    meta: Ints,
-    keys: BlockHashes,
-    slots: Ints,
-    counts: Counts,
-    table: Ints,
-    hashes: BlockHashes,
-    start: int,
-    stop: int,
-) -> tuple[int, int, bool]:
+def cache_full_blocks(
+    meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts, table: Ints, hashes: BlockHashes,
+    start: int, stop: int,
+) -> tuple[int, int, bool]:  # fmt: skip
     """Cache the blocks `table[start:stop]` under `hashes[start:stop]`.
 
-    A hash that another block is cached under already stays with that block. As a cached block's
-    parent is always cached, such hashes come first, and the new ones after them. A block whose
-    parent is not cached is left out, and so are those after it.
+    A hash of another block stays with that block; such hashes come first, as parents are cached.
+    A block without a cached parent ends the range.
 
     Returns:
         Index of the first block that was cached, how many were, and whether a block of the
-        range has its hash cached elsewhere (it is a duplicate, and stays private).
+        range is a duplicate: its hash is cached elsewhere, and it stays private.
     """
     parent = -1
     if start > 0:
-        parent = find(keys, slots, hashes[start - 1, 0], hashes[start - 1, 1])
+        parent = find(keys, slots, hashes[start - 1, HIGH], hashes[start - 1, LOW])
         if parent < 0:
             return start, 0, False
-    twins = False
+    duplicates = False
     if 2 * (counts[FILLED] + stop - start) > slots.shape[0]:
-        counts[FILLED] = renew(keys, slots)
-    counts[SEEN] = touch(keys, slots, hashes, start, stop)
+        counts[FILLED] = rebuild(keys, slots)
+    counts[PREFETCHED] = prefetch(keys, slots, hashes, start, stop)
     i = start
     while i < stop:
-        block = find(keys, slots, hashes[i, 0], hashes[i, 1])
+        block = find(keys, slots, hashes[i, HIGH], hashes[i, LOW])
         if block < 0:
             break
         if block != table[i]:
-            twins = True
+            duplicates = True
         parent = block
         i += 1
     first = i
     while i < stop:
-        high, low = hashes[i, 0], hashes[i, 1]
+        high, low = hashes[i, HIGH], hashes[i, LOW]
         if high == 0 and low == 0:
             break
         other, place = probe(keys, slots, high, low)
         if other >= 0:
             break
         block = table[i]
-        keys[block, 0] = high
-        keys[block, 1] = low
+        keys[block, HIGH] = high
+        keys[block, LOW] = low
         slots[place] = block
         adopt(meta, parent, block)
         parent = block
         i += 1
     counts[CACHED] += i - first
     counts[FILLED] += i - first
-    return first, i - first, twins
+    return first, i - first, duplicates
 
 
 @bare_kernel
 def release(
-    meta: Ints,
-    keys: BlockHashes,
-    slots: Ints,
-    counts: Counts,
-    table: Ints,
-    start: int,
-    stop: int,
-    hashes: BlockHashes,
-    twins: bool,
-) -> int:
+    meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts, table: Ints, start: int, stop: int,
+    hashes: BlockHashes, duplicates: bool,
+) -> int:  # fmt: skip
     """Refer no longer to `table[start:stop]`, last block first; return how many became free.
 
-    Free blocks that are cached join the end of the queue, so that tails are handed out before
-    the prefixes that they stand on; blocks that nobody could hit go to its front. Where the
-    range has duplicates (`twins`), the blocks cached under their hashes count as just used, too.
+    Free blocks that are cached join the end of the queue, tails before their prefixes. Others go to
+    its front. Where the range has `duplicates`, the blocks cached under its hashes are renewed too.
     """
     freed = 0
     queue = meta.shape[0] - 1
@@ -281,14 +327,14 @@ def release(
             meta[block, REFS] -= 1
             if meta[block, REFS] == 0:
                 freed += 1
-                if keys[block, 0] != 0 or keys[block, 1] != 0:
+                if is_cached(keys, block):
                     link_after(meta, meta[queue, PREV], block)
                 else:
                     link_after(meta, queue, block)
-        elif not twins:
+        elif not duplicates:
             break
-        if twins and i < hashes.shape[0]:
-            other = find(keys, slots, hashes[i, 0], hashes[i, 1])
+        if duplicates and i < hashes.shape[0]:
+            other = find(keys, slots, hashes[i, HIGH], hashes[i, LOW])
             if other >= 0 and other != table[i] and meta[other, REFS] == 0:
                 unlink(meta, other)
                 link_after(meta, meta[queue, PREV], other)
@@ -297,20 +343,48 @@ def release(
 
 
 @bare_kernel
+def release_chain(meta: Ints, counts: Counts, table: Ints) -> int:
+    """Refer no longer to the cached blocks of a chain; return how many became free.
+
+    Its tail is handed out next: blocks without other references, on which nothing is cached but the
+    chain itself. What is before them joins the end of the queue.
+    """
+    freed = 0
+    queue = meta.shape[0] - 1
+    first = table.shape[0]
+    while first > 0:
+        block = table[first - 1]
+        child = meta[block, CHILD]
+        alone = child < 0
+        if first < table.shape[0] and child == table[first]:
+            alone = meta[child, ELDER] < 0 and meta[child, YOUNGER] < 0
+        if meta[block, REFS] != 1 or not alone:
+            break
+        first -= 1
+    for i in range(first - 1, -1, -1):
+        block = table[i]
+        meta[block, REFS] -= 1
+        if meta[block, REFS] == 0:
+            freed += 1
+            link_after(meta, meta[queue, PREV], block)
+    for i in range(first, table.shape[0]):  # so that the last one is the first
+        meta[table[i], REFS] = 0
+        freed += 1
+        link_after(meta, queue, table[i])
+    counts[FREE] += freed
+    return freed
+
+
+@bare_kernel
 def forget(
-    meta: Ints,
-    keys: BlockHashes,
-    counts: Counts,
-    table: Ints,
-    start: int,
-    stop: int,
+    meta: Ints, keys: BlockHashes, counts: Counts, table: Ints, start: int, stop: int,
     removed: BlockHashes,
-) -> int:
-    """Forget the hashes of `table[start:stop]` and what stands on them; return how many died."""
+) -> int:  # fmt: skip
+    """Forget the hashes of `table[start:stop]` and their descendants; return how many."""
     done = 0
     for i in range(start, stop):
         block = table[i]
-        if keys[block, 0] != 0 or keys[block, 1] != 0:
+        if is_cached(keys, block):
             done = uncache(meta, keys, counts, block, removed, done)
     return done
 
@@ -320,9 +394,6 @@ def clear(meta: Ints, keys: BlockHashes, slots: Ints, counts: Counts) -> None:
     """Forget all hashes. The free queue keeps its order."""
     slots[:] = -1
     keys[:] = 0
-    meta[:, PARENT] = -1
-    meta[:, CHILD] = -1
-    meta[:, ELDER] = -1
-    meta[:, YOUNGER] = -1
+    meta[:, PARENT:] = -1
     counts[CACHED] = 0
     counts[FILLED] = 0

@@ -1,0 +1,139 @@
+"""The block tables and lengths of running sequences: a row of the batch each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pigou.compiled import bare_kernel
+from pigou.config import EngineConfig
+from pigou.request import Ints
+
+if TYPE_CHECKING:
+    from pigou.engine.sequence import Sequence
+
+#: Columns of a row, by their index in `Rows.columns`. Kernels take them as one array: to hand an
+#: array to a kernel takes as long as a short kernel runs.
+COMPUTED, LENGTH, LIMIT, DROPPED, BLOCKS, KNOWN, CACHED, COMPACTED, PRIORITY = range(9)
+COLUMNS = 9
+
+
+class Rows:
+    """The rows of the batch, one sequence each, as arrays of shape (max_seqs,).
+
+    Attributes:
+        tables: device block ids, shape (max_seqs, blocks of the longest sequence).
+        columns: all that follow as one array, shape (COLUMNS, max_seqs).
+        computed: tokens whose KV was computed; the position of the next one.
+        length: tokens known; 0 for a free row. One more than `computed` in decode.
+        limit: length at which the sequence ends.
+        dropped: computed tokens whose cache entries were evicted, a multiple of the block size.
+        blocks: blocks that the row holds.
+        known: blocks whose hash is known; 0 once compacted.
+        cached: full blocks that were offered to the prefix cache.
+        compacted: tokens computed at the last eviction or recomputation; 0 where there was none.
+            Entries before have no order, and blocks after `cached` cannot be hit.
+        priority: of the request.
+        owner: the sequence of each row, or None.
+        used: rows that some sequence has.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        count = config.max_seqs
+        longest = -(-config.max_model_len // config.block_size)
+        self.tables: Ints = np.zeros((count, longest), dtype=np.int32)
+        self.columns: Ints = np.zeros((COLUMNS, count), dtype=np.int32)
+        self.computed: Ints = self.columns[COMPUTED]
+        self.length: Ints = self.columns[LENGTH]
+        self.limit: Ints = self.columns[LIMIT]
+        self.dropped: Ints = self.columns[DROPPED]
+        self.blocks: Ints = self.columns[BLOCKS]
+        self.known: Ints = self.columns[KNOWN]
+        self.cached: Ints = self.columns[CACHED]
+        self.compacted: Ints = self.columns[COMPACTED]
+        self.priority: Ints = self.columns[PRIORITY]
+        self.owner: list[Sequence | None] = [None] * count
+        self._free = list(range(count - 1, -1, -1))
+        self.used = 0
+
+    @property
+    def free(self) -> int:
+        """Rows that no sequence has."""
+        return len(self._free)
+
+    def remaining(self, row: int) -> int:
+        """Return the tokens of a row that are still to be computed."""
+        return self.length.item(row) - self.computed.item(row)
+
+    def take_slot(self, seq: Sequence, computed: int, blocks: int, cached: int) -> int:
+        """Give a sequence a row; return which."""
+        row = self._free.pop()
+        self.used += 1
+        self.owner[row] = seq
+        self.computed[row] = computed
+        self.length[row] = seq.length
+        self.limit[row] = seq.request.prompt + seq.request.max_tokens
+        self.blocks[row] = blocks
+        self.dropped[row] = seq.dropped
+        self.compacted[row] = seq.computed if seq.dropped else 0
+        self.known[row] = 0 if seq.dropped else len(seq.hashes)
+        self.cached[row] = cached
+        self.priority[row] = seq.request.priority
+        seq.row = row
+        return row
+
+    def free_slot(self, seq: Sequence) -> None:
+        """Take a sequence's row away; its length stays with it."""
+        row = seq.row
+        seq.length = self.length.item(row)
+        self.owner[row] = None
+        self.length[row] = 0
+        self.computed[row] = 0
+        self.dropped[row] = 0
+        self.compacted[row] = 0
+        self.blocks[row] = 0
+        self._free.append(row)
+        self.used -= 1
+        seq.row = -1
+
+
+@bare_kernel
+def append_blocks(tables: Ints, blocks: Ints, rows: Ints, new: Ints) -> None:
+    """Append one block to each row, in order; a row may occur several times."""
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        tables[row, blocks[row]] = new[i]
+        blocks[row] += 1
+
+
+@bare_kernel
+def append_wanted(
+    tables: Ints, blocks: Ints, rows: Ints, steps: Ints, new: Ints, done: Ints, orphans: Ints
+) -> int:
+    """Append the blocks of each row's first `done[row]` steps; write the others to `orphans`.
+
+    Returns:
+        The number of orphans.
+    """
+    others = 0
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        if steps[i] < done[row]:
+            tables[row, blocks[row]] = new[i]
+            blocks[row] += 1
+        else:
+            orphans[others] = new[i]
+            others += 1
+    return others
+
+
+@bare_kernel
+def remove_row(order: Ints, count: int, row: int) -> int:
+    """Remove a row from the first `count` of `order`, which close up; return how many are left."""
+    left = 0
+    for i in range(count):
+        if order[i] != row:
+            order[left] = order[i]
+            left += 1
+    return left

@@ -1,0 +1,64 @@
+"""Chunked prefill: how many tokens of which prompts a step computes.
+
+A step's token budget goes to decodes first, then to chunks of running prompts in the order of the
+queue, then to new sequences. With priorities, a prompt takes nothing while one of a lower number is
+computed, and prompts in the background share `max_background_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pigou.engine.schedule_builder import ScheduleBuilder
+from pigou.engine.sequence import Sequence
+from pigou.engine.state import EngineState
+
+
+def prefill_room(builder: ScheduleBuilder, seq: Sequence) -> int:
+    """Return how many tokens of a prompt may still be computed in this step."""
+    if not builder.ranked:
+        return builder.budget
+    priority = seq.request.priority
+    room = builder.budget if priority <= 0 else min(builder.budget, builder.background)
+    if builder.top_priority is not None and priority > builder.top_priority:
+        room = 0
+    builder.steady &= room > 0 or builder.budget == 0
+    return room
+
+
+def add_chunk(builder: ScheduleBuilder, seq: Sequence, remaining: int) -> None:
+    """Compute as many of a prompt's remaining tokens as there is room for."""
+    count = min(remaining, prefill_room(builder, seq) if builder.ranked else builder.budget)
+    builder.batch.add(seq.row, count)
+    builder.budget -= count
+    if builder.ranked:
+        builder.top_priority = seq.request.priority
+        builder.background -= count if builder.top_priority > 0 else 0
+
+
+def still_prefilling(state: EngineState) -> list[Sequence]:
+    """Return the running sequences that have more than one token to compute."""
+    return [seq for seq in state.prefilling if state.rows.remaining(seq.row) > 1]
+
+
+def continue_prefills(
+    state: EngineState, builder: ScheduleBuilder, admit_before: Callable[[int], None]
+) -> None:
+    """Compute the next chunks of running prompts, in the order of the queue.
+
+    Args:
+        state: of the engine.
+        builder: of the plan.
+        admit_before: admits who waits with a priority below a prompt's, before it goes on.
+    """
+    if not state.prefilling:
+        return
+    remaining = {seq: state.rows.remaining(seq.row) for seq in state.prefilling}
+    unfinished = (seq for seq in state.prefilling if remaining[seq] > 1)
+    state.prefilling = sorted(unfinished, key=lambda seq: seq.key)
+    for seq in state.prefilling[:]:
+        if state.ranked and not builder.preempted:
+            admit_before(seq.request.priority)
+        if builder.budget == 0 or (builder.ranked and prefill_room(builder, seq) == 0):
+            break
+        add_chunk(builder, seq, remaining[seq])

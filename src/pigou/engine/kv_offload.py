@@ -1,0 +1,327 @@
+"""KV offload: where the engine's blocks meet the tiers beyond the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import numpy as np
+
+from pigou.engine.plan import Load
+from pigou.engine.sequence import Sequence
+from pigou.kv.block_pool import BlockPool
+from pigou.kv.integrity import ensure
+from pigou.kv.move import DEVICE, Move
+from pigou.kv.prefix_cache import PrefixCache
+from pigou.kv.returns import Pause, Returns
+from pigou.kv.tiers import Tiers
+from pigou.request import BlockHashes, Ints
+
+#: Sequences whose blocks wait to be offered; beyond it the oldest are forgotten.
+_MAX_PENDING = 4096
+#: Prefix of the name under which blocks are loaded that no request has asked for.
+RETURN = "return:"
+#: A chain is offered when its tail is so many times its own length from being handed out: the copy
+#: goes from its beginning on, and must be there before the tail is.
+_AHEAD = 2
+#: Free blocks that are looked at for it, at most: links copy faster than prompts take blocks.
+_MAX_REACH = 2048
+#: Free blocks that later steps of a plan may take while chains are deferred, at most.
+_MAX_LOOKAHEAD = 512
+
+
+class OffloadCandidate(NamedTuple):
+    """A chain of cached blocks that a sequence left on the device.
+
+    Attributes:
+        hashes: shape (n, 2).
+        expiry: when they become void, in nanoseconds since 1970.
+        use_noted: whether the tiers noted their use.
+        last: whether the device is about to hand the blocks out.
+    """
+
+    hashes: BlockHashes
+    expiry: int
+    use_noted: bool = False
+    last: bool = False
+
+
+class DeferredOffload:
+    """Chains that are offered when the device is about to hand their blocks out."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._left: dict[int, OffloadCandidate] = {}
+        self._owner: Ints = np.full(pool.blocks, -1, dtype=np.int32)
+        #: How near to being handed out each block makes its chain due; 0 where none is deferred.
+        self._reach: Ints = np.zeros(pool.blocks, dtype=np.int32)
+        self._max_reach = 0
+        self._number = 0
+
+    def add(self, left: OffloadCandidate, blocks: Ints) -> None:
+        """Defer a chain that lies in these blocks, shape (n,).
+
+        A chain whose blocks are all parts of later chains is deferred no longer.
+        """
+        before = self._owner[blocks]
+        self._owner[blocks] = self._number
+        reach = min(_AHEAD * len(blocks), _MAX_REACH)
+        self._reach[blocks] = reach
+        self._max_reach = max(self._max_reach, reach)
+        self._left[self._number] = left
+        self._number += 1
+        for number in np.unique(before).tolist():
+            if number in self._left and not (self._owner == number).any():
+                del self._left[number]
+
+    @property
+    def spare(self) -> int:
+        """How many free blocks may be handed out before a chain is due; negative where one is.
+
+        With it, plans of many steps end where single steps would offer a chain.
+        """
+        if not self._left:
+            return len(self._owner)
+        front = self._pool.peek(min(self._pool.free, self._max_reach + _MAX_LOOKAHEAD))
+        reach = self._reach[front]
+        far = np.arange(len(front)) - reach
+        return int(far[reach > 0].min(initial=_MAX_LOOKAHEAD))
+
+    def due(self) -> list[OffloadCandidate]:
+        """Return the chains that are due, and defer them no longer."""
+        candidates: list[OffloadCandidate] = []
+        if not self._left:
+            return candidates
+        front = self._pool.peek(min(self._max_reach, self._pool.free))
+        near = self._reach[front] > np.arange(len(front))
+        for number in dict.fromkeys(self._owner[front[near]].tolist()):
+            blocks = np.flatnonzero(self._owner == number)
+            self._owner[blocks] = -1
+            self._reach[blocks] = 0
+            left = self._left.pop(number, None)
+            if left is not None:
+                candidates.append(left)
+        if not self._left:
+            self._max_reach = 0
+        return candidates
+
+    def clear(self) -> None:
+        """Forget all chains."""
+        self._left.clear()
+        self._owner[:] = -1
+        self._reach[:] = 0
+        self._max_reach = 0
+
+
+class PinnedCopy(NamedTuple):
+    """Device blocks that are pinned while they are copied.
+
+    Attributes:
+        table: of a sequence from its beginning on, shape (n,).
+        evict_next: whether they are handed out next, once they are copied.
+    """
+
+    table: Ints
+    evict_next: bool
+
+
+class Prefetch(NamedTuple):
+    """Blocks that are loaded from tiers before a request asks for them.
+
+    Attributes:
+        table: device blocks of a session from its beginning on, shape (n,).
+        hashes: of these, shape (n, 2).
+        first: index of the first that is loaded.
+    """
+
+    table: Ints
+    hashes: BlockHashes
+    first: int
+
+
+class KVOffloadConnector:
+    """Offers blocks that sequences leave behind to the tiers, and pins them while they are copied.
+
+    Attributes:
+        tiers: decide what is stored, moved and dropped.
+        now: the time of the last plan, in nanoseconds since 1970.
+    """
+
+    def __init__(self, tiers: Tiers, pool: BlockPool, prefix: PrefixCache, block_size: int) -> None:
+        self.tiers = tiers
+        self.now = 0
+        self._pool, self._prefix, self._size = pool, prefix, block_size
+        self._pending: deque[OffloadCandidate] = deque(maxlen=_MAX_PENDING)
+        self._deferred = DeferredOffload(pool)
+        self._pinned: dict[int, PinnedCopy] = {}
+        #: By move, the chain of which blocks are still to be offered.
+        self._rest: dict[int, OffloadCandidate] = {}
+        self._returns = Returns()
+        self._prefetches: dict[str, Prefetch] = {}
+        self._loads: list[Load] = []
+        self._number = 0
+        self._room = tiers.copies
+        tiers.set_device_probe(prefix.holds)
+
+    @property
+    def pinned(self) -> Items[Ints]:
+        """Tables of blocks that are pinned until their copies or loads are done."""
+        copies = (copy.table for copy in self._pinned.values())
+        return [*copies, *(fetch.table for fetch in self._prefetches.values())]
+
+    def sequence_left(self, seq: Sequence, cached: int) -> None:
+        """Note that a sequence leaves its row, with so many blocks in the prefix cache."""
+        if cached:
+            self._pending.append(OffloadCandidate(seq.hashes[:cached], seq.request.expiry))
+
+    def offer_pending(self, now: int) -> None:
+        """Offer chains that were left, as far as there is room for copies under way.
+
+        The rest waits, and is not offered once it was handed out. Chains that the tiers defer are
+        offered when they are about to be handed out. A second call at once changes nothing.
+
+        Args:
+            now: nanoseconds since 1970.
+        """
+        self.now = now
+        self.tiers.expire(now)
+        self._offer_candidates()
+        due = self._deferred.due()
+        if due:
+            self._pending.extendleft(left._replace(last=True) for left in due)
+            self._offer_candidates()
+
+    @property
+    def spare(self) -> int:
+        """Free blocks that may be handed out before a chain is due (`DeferredOffload.spare`)."""
+        return self._deferred.spare
+
+    def _offer_candidates(self) -> None:
+        now = self.now
+        while self._pending and self._room > 0:
+            pending = self._pending.popleft()
+            blocks = self._prefix.match(pending.hashes, len(pending.hashes)).blocks
+            if not len(blocks) or pending.expiry <= now:
+                continue
+            hashes = pending.hashes[: len(blocks)]
+            if not pending.use_noted:
+                self.tiers.use(hashes, pending.expiry, now)
+                pending = pending._replace(use_noted=True)
+            if not pending.last and self.tiers.defers(len(blocks)):
+                self._deferred.add(pending, blocks)
+                continue
+            move = self.tiers.offer(hashes, blocks, pending.expiry, now, self._room)
+            if move is not None:
+                self._pin(move, blocks, pending.last and self._room > len(move.keys))
+                if not self._room:  # the rest of them follows
+                    self._pending.appendleft(pending)
+                    self._rest[move.number] = pending
+
+    def _pin(self, move: Move, blocks: Ints, evict_next: bool) -> None:
+        """Pin blocks that are copied, and those before them: they are released together."""
+        prefix = blocks[: move.blocks[-1].depth + 1]
+        pinned = np.empty_like(prefix)
+        self._pool.take(prefix, pinned)
+        self._pinned[move.number] = PinnedCopy(pinned, evict_next)
+        self._room -= len(move.keys)
+
+    def on_transfer_done(self, number: int, good: Items[bool]) -> PinnedCopy | None:
+        """Take a move's answer in; return the device blocks to be released, if there are any."""
+        move = self.tiers.on_transfer_done(number, good, self.now)
+        if move.source != DEVICE:
+            return None
+        self._room += len(move.keys)
+        rest = self._rest.pop(number, None)
+        if rest is not None and not all(good):  # or it were tried for ever
+            left = [pending for pending in self._pending if pending is not rest]
+            self._pending = deque(left, maxlen=_MAX_PENDING)
+        return self._pinned.pop(number)
+
+    # --- sessions that may return ---------------------------------------------------------------
+
+    def session_left(self, seq: Sequence, cached: int) -> None:
+        """Note that a sequence has ended; its session may return."""
+        if cached and self.tiers.recall:
+            self._returns.left(seq.hashes[:cached], seq.request.expiry, self.now)
+
+    def session_back(self, hashes: BlockHashes, now: int) -> None:
+        """Note a request with these blocks: a session may have returned."""
+        self._returns.came(hashes, now)
+
+    def next_return(self) -> int | None:
+        """Return when the next session is due, nanoseconds since 1970; None when none is."""
+        return self._returns.next()
+
+    def prefetch_returning(self, spare: int, now: int) -> list[BlockHashes]:
+        """Load from tiers what sessions left that are due to return.
+
+        At most half of the `spare` blocks are taken. Returns the hashes that were evicted for them.
+        """
+        room = spare // 2
+        removed = []
+        for pause in self._returns.due(now):
+            shared = self._prefix.match(pause.hashes, len(pause.hashes)).blocks
+            tiers = self.tiers.restorable(pause.hashes, len(shared), now)
+            taken = len(tiers) + int((self._pool.refs(shared) == 0).sum())
+            if len(tiers) and taken <= room:
+                room -= taken
+                removed.append(self._prefetch(pause, shared, tiers, now))
+        return removed
+
+    def _prefetch(self, pause: Pause, shared: Ints, tiers: Ints, now: int) -> BlockHashes:
+        first, last = len(shared), len(shared) + len(tiers)
+        table = np.empty(last, dtype=np.int32)
+        self._pool.take(shared, table[:first])
+        removed = self._pool.allocate(table[first:])
+        request, hashes = f"{RETURN}{self._number}", pause.hashes[first:last]
+        self._number += 1
+        self._prefetches[request] = Prefetch(table, pause.hashes[:last], first)
+        self.tiers.begin_load(request, hashes, tiers, now)
+        self._loads.append(Load(request, -1, first, table[first:].copy(), tiers, hashes))
+        return removed
+
+    def take_loads(self) -> list[Load]:
+        """Return the prefetches that have begun since the last call."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def pop_prefetch(self, request: str) -> Prefetch | None:
+        """Remove a prefetch that has ended, and return it; None if there is none of this name."""
+        return self._prefetches.pop(request, None)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def on_load_done(self, request: str, good: int, failed: bool) -> None:
+        """Note that a request's load has ended, and its first `good` blocks came."""
+        self.tiers.end_load(request, good, self.now, failed, request not in self._prefetches)
+
+    def clear(self) -> None:
+        """Forget all blocks of the tiers, and all that was to be offered."""
+        self._pending.clear()
+        self._deferred.clear()
+        self._returns.clear()
+        self.tiers.clear(self.now)
+
+    def check(self) -> None:
+        """Check the tiers, and that exactly what is copied is pinned.
+
+        Raises:
+            IntegrityError: names the first law that does not hold.
+        """
+        self.tiers.check()
+        copies = self.tiers.copies_under()
+        under = sum(copies.values())
+        ensure(copies.keys() == self._pinned.keys(), "what is copied is kept, and nothing else")
+        ensure(
+            under + self._room == self.tiers.copies and self._room >= 0,
+            f"{under} blocks are under copy, {self._room} more may be, of {self.tiers.copies}",
+        )
+
+    def restorable(self, seq: Sequence, first: int) -> Ints:
+        """Return from which tiers a sequence's blocks from `first` on are loaded, shape (n,).
+
+        Its last token is computed in any case, for its logits.
+        """
+        last = min(len(seq.hashes), (seq.length - 1) // self._size)
+        return self.tiers.restorable(seq.hashes[:last], first, self.now)

@@ -1,0 +1,167 @@
+"""A plan in the making, and the blocks that its later steps will need."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.engine.plan import Load, Plan, Revival, Started
+from pigou.engine.scheduler_kernels import (
+    ENTRY_COUNT,
+    ENTRY_ROW,
+    NEED_BLOCK,
+    NEED_ROW,
+    NEED_STEP,
+    PLAN_COUNTS,
+    PLAN_KV_LENS,
+    PLAN_ROWS,
+    PLAN_STARTS,
+    WORK_ROWS,
+)
+from pigou.request import Ints
+
+Flags = NDArray[np.bool_]
+
+_NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
+
+
+class Lookahead(msgspec.Struct):
+    """Blocks laid out for the steps of a plan after its first; still in the free queue.
+
+    Valid until the next plan is made.
+
+    Attributes:
+        work: has their rows, steps and ids (`EngineState.work`).
+        count: how many there are.
+    """
+
+    work: Ints
+    count: int
+
+    @property
+    def rows(self) -> Ints:
+        """Rows that need them, in the order of single steps, (count,)."""
+        return self.work[NEED_ROW, : self.count]
+
+    @property
+    def steps(self) -> Ints:
+        """Steps at which they are needed, 1 or more, ascending, (count,)."""
+        return self.work[NEED_STEP, : self.count]
+
+    @property
+    def blocks(self) -> Ints:
+        """The blocks, in the order of the free queue, (count,)."""
+        return self.work[NEED_BLOCK, : self.count]
+
+
+NO_LOOKAHEAD = Lookahead(np.empty((WORK_ROWS, 0), dtype=np.int32), 0)
+
+
+class EntryBuffer:
+    """The entries of a plan, gathered in `EngineState.work`.
+
+    Attributes:
+        size: how many entries there are; counts of the others are 1.
+    """
+
+    def __init__(self, work: Ints) -> None:
+        self._rows, self._counts = work[ENTRY_ROW], work[ENTRY_COUNT]
+        self._counts[:] = 1
+        self.size = self._decodes = 0
+
+    def decode(self, count: int) -> None:
+        """Begin with `count` rows, written to `work` before, that compute one token each."""
+        if self._decodes < self.size:
+            self._counts[self._decodes : self.size] = 1
+        self.size = self._decodes = count
+
+    def add(self, row: int, count: int) -> None:
+        """Add a row that computes `count` tokens."""
+        self._rows[self.size] = row
+        self._counts[self.size] = count
+        self.size += 1
+
+
+class RowEviction(msgspec.Struct):
+    """What a row gives up in a plan.
+
+    Attributes:
+        entries: that it has before.
+        first: index of the first entry that may go.
+        blocks: those that hold the entries, shape (n,).
+        freed: of these, how many come free.
+    """
+
+    entries: int
+    first: int
+    blocks: Ints
+    freed: int = 0
+
+
+class ScheduleBuilder(msgspec.Struct):
+    """What one call of the scheduler has decided so far.
+
+    Attributes:
+        batch: the entries.
+        budget: tokens that may still be computed.
+        background: of those, tokens of prompts in the background (priority above 0).
+        ranked: whether priorities count.
+        decodes: entries, the first ones, that decode.
+        top_priority: of the first prompt, which those of a higher number yield to; None before.
+        steady: whether the next step would be the same, if no sequence ended.
+        started, preempted, loads, revivals: as in `Plan`.
+        evictions: what rows give up.
+        swap_out, copies, swap_in: pairs of blocks as in `Plan`, in pieces of shape (m, 2).
+    """
+
+    batch: EntryBuffer
+    budget: int
+    background: int
+    ranked: bool
+    started: list[Started]
+    decodes: int = 0
+    preempted: list[str] = msgspec.field(default_factory=list)
+    loads: list[Load] = msgspec.field(default_factory=list)
+    evictions: dict[int, RowEviction] = msgspec.field(default_factory=dict)
+    revivals: list[Revival] = msgspec.field(default_factory=list)
+    swap_out: list[Ints] = msgspec.field(default_factory=list)
+    copies: list[Ints] = msgspec.field(default_factory=list)
+    swap_in: list[Ints] = msgspec.field(default_factory=list)
+    top_priority: int | None = None
+    steady: bool = True
+
+    @property
+    def moves(self) -> bool:
+        """Whether blocks are moved or loaded."""
+        return bool(self.loads or self.copies or self.swap_in or self.swap_out)
+
+    def build(self, entries: Ints, samples: Flags, repeat: int, horizon: int) -> Plan:
+        """Return the plan.
+
+        Args:
+            entries: rows, starts, counts and entries in the cache, (4, entries).
+            samples: whether each entry yields a token, (entries,).
+            repeat: most steps.
+            horizon: as in `Plan`.
+        """
+        return Plan(
+            entries[PLAN_ROWS],  # unpacking an array takes three times as long
+            entries[PLAN_STARTS],
+            entries[PLAN_COUNTS],
+            entries[PLAN_KV_LENS],
+            samples,
+            repeat,
+            horizon,
+            self.started,
+            self.preempted,
+            np.concatenate(self.swap_out) if self.swap_out else _NO_PAIRS,
+            np.concatenate(self.copies) if self.copies else _NO_PAIRS,
+            np.concatenate(self.swap_in) if self.swap_in else _NO_PAIRS,
+            self.loads,
+        )
+
+
+def pairs(source: Ints, target: Ints) -> Ints:
+    """Return pairs (source, target), shape (n, 2)."""
+    return np.stack((source, target), axis=1)
