@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pigou.engine.checks import UnknownLoad
 from pigou.engine.chunked_prefill import add_chunk
 from pigou.engine.plan import Load, Started
 from pigou.engine.schedule_builder import ScheduleBuilder, pairs
@@ -212,6 +213,44 @@ def _load_from_tiers(
     seq.state = SequenceState.LOADING
     seq.load = (shared, len(tiers))
     return True
+
+
+def finish_load(state: EngineState, request: str, tokens: int, failed: bool) -> None:
+    """Let a request compute whose load has ended, or free the blocks of one that was aborted.
+
+    Args:
+        state: of the engine.
+        request: its id.
+        tokens: whose KV arrived, counted from the load's first block on.
+        failed: whether the rest may still be in its tier.
+
+    Raises:
+        UnknownLoad: the request has no load under way.
+        ValueError: `tokens` is more than the load's blocks hold, or negative.
+    """
+    size = state.config.block_size
+    if state.offload is not None:
+        state.offload.on_load_done(request, tokens // size, failed)
+        if state.cache_prefetched(request, tokens // size):
+            return
+    if request in state.draining:
+        state.free_pinned(state.draining.pop(request))
+        return
+    seq = state.sequences.get(request)
+    if seq is None or seq.state is not SequenceState.LOADING:
+        raise UnknownLoad(f"request {request!r} has no load under way")
+    first, blocks = seq.load
+    if not 0 <= tokens <= blocks * size:
+        raise ValueError(f"{tokens} tokens were loaded; it must be 0 to {blocks * size}")
+    computed = first * size + tokens
+    state.rows.computed[seq.row] = computed
+    if not seq.preemptions:
+        seq.cached_tokens = computed
+    state.start(seq)
+    state.starting.append(Started(request, seq.row, computed))
+    full = min(computed // size, len(seq.hashes))
+    if full > state.rows.cached[seq.row]:
+        state.cache_full_blocks(seq, full)
 
 
 def pin_cached(state: EngineState, request: Request, lookahead: Ints) -> Ints:

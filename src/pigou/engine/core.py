@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from pigou.config import EngineConfig
-from pigou.engine.admission import pin_cached
+from pigou.engine.admission import finish_load, pin_cached
 from pigou.engine.checks import (
     DuplicateRequest,
     OutOfTurn,
     QueueFull,
     RequestTooLarge,
-    UnknownLoad,
     check_hashes,
     check_id,
     check_request,
@@ -19,7 +18,7 @@ from pigou.engine.checks import (
     check_state,
 )
 from pigou.engine.output_processing import OutputProcessor, truncate
-from pigou.engine.plan import Effects, Plan, Result, Started
+from pigou.engine.plan import Effects, Plan, Result
 from pigou.engine.preemption import Rates
 from pigou.engine.schedule_builder import NO_LOOKAHEAD
 from pigou.engine.scheduler import Scheduler
@@ -34,23 +33,27 @@ from pigou.request import NEVER, FinishReason, Ints, Request, no_hashes
 class EngineCore:
     """Continuous batching over paged, shared blocks; a state machine without a clock.
 
-    `schedule` and `apply` alternate; all other calls may come at any moment, between the two as
-    well. A plan without entries need not be applied.
-    """
+    ```
+    core.add(Request("a", prompt=700, max_tokens=64, hashes=hashes))
+    plan = core.schedule(now)                             # what to compute, for some steps
+    effects = core.apply(plan, executor.execute(plan))    # tokens, ended requests, KV events
+    ```
 
-    #: Beyond the device; None for the device alone.
-    tiers: Tiers | None
-    #: Device block ids of each row, shape (max_seqs, blocks of the longest sequence). Valid
-    #: from `schedule` to `apply`, for the blocks that the plan's entries touch.
-    tables: Ints
+    `schedule` and `apply` alternate; all other calls may come at any moment, also between the two.
+    A plan without entries need not be applied.
+
+    Attributes:
+        tiers: beyond the device; None for the device alone.
+        tables: device block ids of each row, shape (max_seqs, blocks of the longest sequence).
+            Valid from `schedule` to `apply`, for the blocks that the plan's entries touch.
+    """
 
     def __init__(self, config: EngineConfig, epoch: int = 0, tiers: Tiers | None = None) -> None:
         """Make an engine with nothing to do.
 
         Args:
             config: its limits.
-            epoch: nanoseconds since 1970 at time 0 of the caller's clock, for the expiries of
-                requests.
+            epoch: nanoseconds since 1970 at time 0 of the caller's clock; expiries need it.
             tiers: beyond the device; None for the device alone.
 
         Raises:
@@ -94,9 +97,9 @@ class EngineCore:
             state.offload.session_back(seq.hashes, request.arrival + self._epoch)
 
     def would_wait(self, request: Request) -> bool:
-        """Whether `add` would take a request in, and place it behind somebody who waits.
+        """Whether `add` would take a request in, and place it behind another that waits.
 
-        Such a request is not admitted before somebody ends: a plan under way need not be cut.
+        Such a request is not admitted before one ends: a plan under way need not be cut.
         """
         head = self._state.queue.head()
         if head is None or order_key(request, self.config.order, self._number) < head.key:
@@ -108,10 +111,10 @@ class EngineCore:
         return not self.config.max_waiting
 
     def abort(self, request: str) -> Effects:
-        """End a request, wherever it is, and free what it has; a held one is released.
+        """End a request, wherever it is, and free its blocks; pinned ones are released.
 
-        If its blocks are being loaded, they stay in use until `loaded` says that nothing writes
-        to them any more. An id that is not in flight (it may just have ended) changes nothing.
+        Blocks that are being loaded stay in use until `loaded`. An id that is not in flight (it may
+        just have ended) changes nothing.
         """
         state = self._state
         seq = state.sequences.pop(request, None)
@@ -135,8 +138,8 @@ class EngineCore:
 
         Args:
             now: the time, in nanoseconds.
-            horizon: no step may begin at or after this time; the plan carries it to the
-                executor. At or before `now`, the plan has a single step.
+            horizon: no step may begin at or after this time. At or before `now`, the plan has a
+                single step.
 
         Raises:
             OutOfTurn: the last plan had entries, and was not applied.
@@ -179,40 +182,15 @@ class EngineCore:
 
         Args:
             request: its id.
-            tokens: whose KV arrived, counted from the load's first block on; 0 when it failed.
-                The rest is computed here.
-            failed: whether the rest may still be where it was to be read from; else the first
-                block of it is not in its tier.
+            tokens: whose KV arrived, counted from the load's first block on. The rest is computed.
+            failed: whether the rest may still be in its tier; else its first block is not.
 
         Raises:
             UnknownLoad: the request has no load under way.
             ValueError: `tokens` is more than the load's blocks hold, or negative.
         """
-        state = self._state
-        if state.offload is not None:
-            state.offload.on_load_done(request, tokens // self.config.block_size, failed)
-            if state.cache_prefetched(request, tokens // self.config.block_size):
-                return state.flush(Effects())
-        if request in state.draining:
-            state.free_pinned(state.draining.pop(request))
-            return state.flush(Effects())
-        seq = state.sequences.get(request)
-        if seq is None or seq.state is not SequenceState.LOADING:
-            raise UnknownLoad(f"request {request!r} has no load under way")
-        first, blocks = seq.load
-        size = self.config.block_size
-        if not 0 <= tokens <= blocks * size:
-            raise ValueError(f"{tokens} tokens were loaded; it must be 0 to {blocks * size}")
-        computed = first * size + int(tokens)
-        state.rows.computed[seq.row] = computed
-        if not seq.preemptions:
-            seq.cached_tokens = computed
-        state.start(seq)
-        state.starting.append(Started(request, seq.row, computed))
-        full = min(computed // size, len(seq.hashes))
-        if full > state.rows.cached[seq.row]:
-            state.cache_full_blocks(seq, full)
-        return state.flush(Effects())
+        finish_load(self._state, request, int(tokens), failed)
+        return self._state.flush(Effects())
 
     def landed(self, move: int, good: Items[bool]) -> Effects:
         """Say that a plan's move has ended.
@@ -243,25 +221,25 @@ class EngineCore:
         return None if due is None else due - self._epoch
 
     def recall(self, now: int) -> Effects:
-        """Bring back from tiers what sessions left that are expected to go on soon.
+        """Load from tiers what sessions left that are due to return; the next plan has the loads.
 
-        The next plan has the loads. Only blocks are taken that nobody needs now.
+        Only blocks are taken that no sequence needs now.
         """
         self._state.unix_ns = now + self._epoch
         self._state.prefetch_returning()
         return self._state.flush(Effects())
 
     def hold_cached(self, request: Request, now: int) -> Ints:
-        """Hold what is cached of a prompt for another worker, until it is released.
+        """Pin what is cached of a prompt for another worker, until it is released.
 
-        The request is not computed here. At most half of the spare blocks are held for it.
+        The request is not computed here. At most half of the spare blocks are pinned for it.
 
         Args:
             request: whose prompt it is; its id must not be in use.
             now: the time, in nanoseconds.
 
         Returns:
-            Device blocks of the prompt's beginning, in order, shape (n,); none are held if empty.
+            Device blocks of the prompt's beginning, in order, shape (n,); none are pinned if empty.
 
         Raises:
             ValueError: the hashes have a wrong shape or type.
@@ -273,7 +251,7 @@ class EngineCore:
         return pin_cached(self._state, request, self._ahead.blocks)
 
     def release(self, request: str) -> Effects:
-        """Free the blocks that were held for a request; nothing, if none are."""
+        """Free the blocks that were pinned for a request; nothing, if none are."""
         state = self._state
         pinned = state.pinned.pop(request, None)
         if pinned is not None:
@@ -281,7 +259,7 @@ class EngineCore:
         return state.flush(Effects())
 
     def truncate(self, request: str, tokens: int) -> Effects:
-        """Take back the last tokens of a request that decodes; their blocks return at once.
+        """Take back the last tokens of a request that decodes, and free their blocks.
 
         Args:
             request: its id.
@@ -289,7 +267,7 @@ class EngineCore:
 
         Raises:
             OutOfTurn: a plan is under way.
-            ValueError: it generated fewer, does not decode, gave up entries since, or shares a
+            ValueError: it generated fewer, does not decode, had entries evicted since, or shares a
                 block of which some tokens are taken back. Nothing has changed then.
         """
         if self._plan is not None:
@@ -309,18 +287,16 @@ class EngineCore:
         return self._state.flush(Effects())
 
     def check_integrity(self) -> None:
-        """Check that free, cached and held blocks are all, and every count is right.
+        """Check that free, cached and pinned blocks are all, and every count is right.
 
         Raises:
             IntegrityError: names the law that does not hold, and the blocks.
         """
         check_state(self._state)
 
-    # --- figures ----------------------------------------------------------------------------
-
     @property
     def rates(self) -> Rates | None:
-        """What was measured here; while None, preempted sequences are recomputed."""
+        """Measured rates; while None, preempted sequences are recomputed."""
         return self._state.rates
 
     @rates.setter
@@ -334,7 +310,7 @@ class EngineCore:
 
     @property
     def computing(self) -> int:
-        """Of those that are running, requests that do not wait for blocks to be loaded."""
+        """Of those, requests that do not wait for blocks to be loaded."""
         return self._state.computing
 
     @property
@@ -349,7 +325,7 @@ class EngineCore:
 
     @property
     def held(self) -> int:
-        """Prompts whose blocks are held, finished ones and cached ones."""
+        """Prompts whose blocks are pinned, finished ones and cached ones."""
         return len(self._state.pinned)
 
     @property
@@ -368,7 +344,7 @@ class EngineCore:
         return 1.0 - self._state.pool.free / self.config.blocks
 
     def usage_at(self, step: int) -> float:
-        """Share of blocks in use while a step (0 is the first) of the plan under way runs."""
+        """Share of blocks in use during a step (0 is the first) of the plan under way."""
         claimed = int(self._ahead.steps.searchsorted(step, side="right"))
         return 1.0 - (self._state.pool.free - claimed) / self.config.blocks
 
@@ -379,7 +355,7 @@ class EngineCore:
 
     @property
     def prefix_hits(self) -> int:
-        """Of those, tokens found."""
+        """Of those, tokens that were cached."""
         return self._state.counters.hit_tokens
 
     @property
@@ -394,23 +370,23 @@ class EngineCore:
 
     @property
     def price(self) -> float:
-        """Return that a block of cache entries has to earn to stay; 0 where none are given up."""
+        """Return that a block of entries has to earn to stay; 0 where none are evicted."""
         scores = self._state.scores
         return scores.portfolio.price if scores is not None else 0.0
 
     @property
     def missing_entries(self) -> int:
-        """Cache entries that running requests gave up, and do without."""
+        """Evicted entries that running requests do without."""
         return int(self._state.rows.dropped.sum())
 
     @property
     def entries_given(self) -> int:
-        """Cache entries that requests gave up since the start."""
+        """Cache entries that were evicted since the start."""
         return self._state.counters.evicted_tokens
 
     @property
     def entries_revived(self) -> int:
-        """Of those, entries that were computed again on their own."""
+        """Of those, entries that were recomputed."""
         return self._state.counters.recomputed_tokens
 
     def __contains__(self, request: str) -> bool:
