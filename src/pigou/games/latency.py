@@ -16,13 +16,15 @@ from numpy.typing import ArrayLike
 from pigou.games.arrays import Floats
 from pigou.games.regression import Bank, bank_around, bank_over
 from pigou.games.regression_kernels import (
-    EACH,
+    HELD_S,
+    LEAST_ROWS,
     SEEN,
     SMALLEST_SCALE,
     SPREAD,
     SUMS,
     TUKEY,
     WEIGHT,
+    FitArrays,
     follow_all,
     pick,
     worth,
@@ -174,13 +176,15 @@ class OnlineFit:
         self._bank = bank_over(n_max)
         self._keep = 0.5 ** (1.0 / half_life)
         size = len(self._bank.n_sat)
-        self._gram = np.zeros((size, 3, 3))
-        self._moment = np.zeros((size, 3))
-        self._cross = np.zeros((size if doubling else 0, 3))
         self._prior = _NOISE * doubling
         self._sums = np.zeros(SUMS)
         self._sums[SPREAD] = 1.0
-        self._scratch = np.empty((5 + 6 * size, 3))
+        self._scratch = np.empty((LEAST_ROWS + 6 * size, 3))
+        self._holds = doubling > 0
+        self._poles = self._bank.arrays
+        gram, moment = np.zeros((size, 3, 3)), np.zeros((size, 3))
+        cross = np.zeros((size if doubling else 0, 3))
+        self._fit: FitArrays = (gram, moment, cross, self._sums, self._scratch)
         self._law: LatencyLaw | None = None
 
     @property
@@ -196,21 +200,19 @@ class OnlineFit:
         of them held.
         """
         self.observe_all(
-            *(np.array([each], dtype=np.float64) for each in (n, seconds, weight, held))
+            *(np.array([value], dtype=np.float64) for value in (n, seconds, weight, held))
         )
 
     def observe_all(
         self, n: Floats, seconds: Floats, weights: Floats, held: Floats | None = None
     ) -> None:
         """Take in several observations, one after the other, as `observe` does; (n,) each."""
-        bank = self._bank
         held = np.zeros(len(n)) if held is None else held
-        if held.any() and not len(self._cross):
+        if held.any() and not self._holds:
             raise ValueError("held is not 0: give `doubling` where requests hold something")
         wrong = follow_all(
-            bank.n_sat, bank.beta, bank.floor, n, held, seconds, weights, self._keep,
-            self._gram, self._moment, self._cross, self._prior, self._sums, self._scratch,
-        )  # fmt: skip
+            self._poles, n, held, seconds, weights, self._keep, self._prior, self._fit
+        )
         self._law = None
         if wrong >= 0:
             raise ValueError(_complaint(n[wrong], seconds[wrong], weights[wrong], held[wrong]))
@@ -223,10 +225,8 @@ class OnlineFit:
         if not self._sums[SEEN]:
             raise ValueError("no observations: call observe() first, or start from a fitted law")
         if self._law is None:
-            best = pick(
-                self._gram, self._moment, self._cross, self._prior, self._sums, self._scratch
-            )
-            self._law = _law(self._bank, best, self._scratch[5 + best])
+            best = pick(self._prior, self._fit)
+            self._law = _law(self._bank, best, self._scratch[LEAST_ROWS + best])
         return self._law
 
     @property
@@ -234,7 +234,7 @@ class OnlineFit:
         """Seconds by which each that is held makes latencies longer (e), as of `law`."""
         if self._sums[SEEN]:
             self.law()
-        return float(self._sums[EACH])
+        return float(self._sums[HELD_S])
 
 
 def _complaint(n: float, seconds: float, weight: float, held: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pigou.games.arrays import Floats
-from pigou.games.regression_kernels import least
+from pigou.games.regression_kernels import LEAST_ROWS, LOAD, ONE, POLE, PoleArrays, least
 
 N_SAT_RATIOS = np.array([0.7, 0.8, 0.9, 1.0, 1.03, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 6.0])
 BETAS = np.array([0.5, 1.0, 2.0, 3.0])
@@ -21,15 +21,20 @@ class Bank:
     beta: Floats
     floor: float = 1.0
 
+    @property
+    def arrays(self) -> PoleArrays:
+        """The poles as kernels take them."""
+        return self.n_sat, self.beta, self.floor
+
     def design(self, n: Floats) -> Floats:
         """Return the columns n, 1 and the pole's: shape (poles, observations, 3)."""
         gap = self.n_sat[1:, None] - n[None, :]
         near = np.maximum(gap, self.floor)
         beta = self.beta[1:, None]
         columns = np.zeros((len(self.n_sat), len(n), 3))
-        columns[:, :, 0] = n
-        columns[:, :, 1] = 1.0
-        columns[1:, :, 2] = near**-beta * (1.0 + (near - gap) * beta / near)
+        columns[:, :, LOAD] = n
+        columns[:, :, ONE] = 1.0
+        columns[1:, :, POLE] = near**-beta * (1.0 + (near - gap) * beta / near)
         return columns
 
     def fit(self, n: Floats, seconds: Floats, weight: Floats) -> tuple[Floats, Floats]:
@@ -70,5 +75,5 @@ def solve(gram: Floats, moment: Floats, energy: Floats | float) -> tuple[Floats,
     non-zero ones is both exact and fast.
     """
     best, errors = np.empty((len(moment), 3)), np.empty(len(moment))
-    least(np.ascontiguousarray(gram), moment, np.empty((5, 3)), best, errors)
+    least(np.ascontiguousarray(gram), moment, np.empty((LEAST_ROWS, 3)), best, errors)
     return best, np.maximum(energy + errors, 0.0)

@@ -20,38 +20,45 @@ TUKEY = 4.685
 #: How fast the online fit's running median moves: by this share of itself an observation.
 MEDIAN_STEP = 0.02
 SMALLEST_SCALE = 1e-6
-#: What an online fit keeps beside gram and moment: the weighted square of what was observed; the
-#: running median of absolute relative residuals; the sum of weights; observations; whether there is
-#: a law that residuals are taken from, and its a, b, d, n_sat, beta; weighted product of what was
-#: held with what was observed, weighted square of it, and what each that is held takes.
-ENERGY, SPREAD, WEIGHT, SEEN, FOLLOWS, A, B, D, N_SAT, BETA, PRODUCT, SQUARE, EACH = range(13)
+#: Columns of a design: the load, 1 and the pole's; their parameters are a, b and d.
+LOAD, ONE, POLE = range(3)
+#: Sums of an online fit: weighted square of seconds; running median of absolute relative residuals;
+#: weights; observations; whether there is a law that residuals are taken from, and its a, b, d,
+#: n_sat, beta; weighted product of what was held with seconds, weighted square of it, and the
+#: seconds of each that is held.
+ENERGY, SPREAD, WEIGHT, SEEN, FOLLOWS, A, B, D, N_SAT, BETA, PRODUCT, SQUARE, HELD_S = range(13)
 SUMS = 13
+#: Rows of scratch that `least` uses; an online fit's parameters of each pole come after them.
+LEAST_ROWS = 5
 #: A law: a, b, d, n_sat and beta.
 Curve: TypeAlias = tuple[float, float, float, float, float]
+#: Poles: n_sat and beta, (poles,) each, the first of a straight line; and the floor of a `Bank`.
+PoleArrays: TypeAlias = tuple[Floats, Floats, float]
+#: An online fit: gram (poles, 3, 3), moment (poles, 3), cross (poles, 3), which is the moment of
+#: what is held and empty where nothing is, sums (SUMS,), and scratch (LEAST_ROWS + 6 poles, 3).
+FitArrays: TypeAlias = tuple[Floats, Floats, Floats, Floats, Floats]
 #: Of sets of parameters that are equally good the smallest is taken: so much is no gain.
 _GAIN = 1e-12
 
 
 @bare_kernel
 def add(
-    n_sat: Floats, beta: Floats, floor: float, n: float, held: float, seconds: float,
-    weight: float, keep: float, gram: Floats, moment: Floats, cross: Floats,
+    poles: PoleArrays, n: float, held: float, seconds: float, weight: float, keep: float,
+    fit: FitArrays,
 ) -> None:  # fmt: skip
     """Take one observation into the sums of every pole; those before count `keep` times as much.
 
     Args:
-        n_sat: of the poles, (poles,); the first has none.
-        beta: of the poles, (poles,).
-        floor: as of `Bank`.
+        poles: of the fit.
         n: requests on the worker.
         held: by those.
         seconds: that it took.
         weight: of this observation.
         keep: factor of the sums.
-        gram: shape (poles, 3, 3).
-        moment: shape (poles, 3).
-        cross: moment of what is held, (poles, 3); left alone where it is empty.
+        fit: takes it.
     """
+    n_sat, beta, floor = poles
+    gram, moment, cross, _, _ = fit
     for k in range(n_sat.shape[0]):
         pole = 0.0
         if k > 0:
@@ -84,10 +91,18 @@ def _triple(g: Floats, r: Floats) -> tuple[float, float, float]:
 
     NaN where they cannot be told apart.
     """
-    whole = 1.0 / g[0, 0]
-    one, two = g[1, 0] * whole, g[2, 0] * whole
-    a, b, x = g[1, 1] - one * g[0, 1], g[1, 2] - one * g[0, 2], r[1] - one * r[0]
-    c, d, y = g[2, 1] - two * g[0, 1], g[2, 2] - two * g[0, 2], r[2] - two * r[0]
+    whole = 1.0 / g[LOAD, LOAD]
+    one, two = g[ONE, LOAD] * whole, g[POLE, LOAD] * whole
+    a, b, x = (
+        g[ONE, ONE] - one * g[LOAD, ONE],
+        g[ONE, POLE] - one * g[LOAD, POLE],
+        r[ONE] - one * r[LOAD],
+    )
+    c, d, y = (
+        g[POLE, ONE] - two * g[LOAD, ONE],
+        g[POLE, POLE] - two * g[LOAD, POLE],
+        r[POLE] - two * r[LOAD],
+    )
     if abs(c) > abs(a):
         a, b, x, c, d, y = c, d, y, a, b, x
     if abs(a) <= _SINGULAR:
@@ -98,25 +113,25 @@ def _triple(g: Floats, r: Floats) -> tuple[float, float, float]:
         return math.nan, math.nan, math.nan
     third = (y - ratio * x) / pivot
     second = (x - b * third) / a
-    return (r[0] - g[0, 1] * second - g[0, 2] * third) / g[0, 0], second, third
+    return (r[LOAD] - g[LOAD, ONE] * second - g[LOAD, POLE] * third) / g[LOAD, LOAD], second, third
 
 
 @inlined
-def _solved(g: Floats, r: Floats, some: int) -> tuple[float, float, float]:
+def _solved(g: Floats, r: Floats, subset: int) -> tuple[float, float, float]:
     """Solve for the unknowns of one of the seven sets; the others are 0."""
     x, y, z = 0.0, 0.0, 0.0
-    if some == 0:
-        x = r[0] / g[0, 0]
-    elif some == 1:
-        y = r[1] / g[1, 1]
-    elif some == 2:
-        z = r[2] / g[2, 2]
-    elif some == 3:
-        x, y = _pair(g, r, 0, 1)
-    elif some == 4:
-        x, z = _pair(g, r, 0, 2)
-    elif some == 5:
-        y, z = _pair(g, r, 1, 2)
+    if subset == 0:
+        x = r[LOAD] / g[LOAD, LOAD]
+    elif subset == 1:
+        y = r[ONE] / g[ONE, ONE]
+    elif subset == 2:
+        z = r[POLE] / g[POLE, POLE]
+    elif subset == 3:
+        x, y = _pair(g, r, LOAD, ONE)
+    elif subset == 4:
+        x, z = _pair(g, r, LOAD, POLE)
+    elif subset == 5:
+        y, z = _pair(g, r, ONE, POLE)
     else:
         x, y, z = _triple(g, r)
     return x, y, z
@@ -133,7 +148,7 @@ def least(gram: Floats, moment: Floats, scratch: Floats, best: Floats, errors: F
         best: takes the minimisers, (poles, 3).
         errors: takes the minima, (poles,).
     """
-    g, r, size = scratch[:3], scratch[3], scratch[4]
+    g, r, size = scratch[:3], scratch[3], scratch[4]  # of the columns of a design
     for k in range(gram.shape[0]):
         for i in range(3):
             size[i] = np.sqrt(max(gram[k, i, i], 1e-300))
@@ -143,15 +158,17 @@ def least(gram: Floats, moment: Floats, scratch: Floats, best: Floats, errors: F
             g[i, i] += RIDGE
             r[i] = moment[k, i] / size[i]
         error, known = 0.0, False
-        best[k, 0], best[k, 1], best[k, 2] = 0.0, 0.0, 0.0
-        for some in range(7):
-            x, y, z = _solved(g, r, some)
+        best[k, LOAD], best[k, ONE], best[k, POLE] = 0.0, 0.0, 0.0
+        for subset in range(7):
+            x, y, z = _solved(g, r, subset)
             if not (x >= 0.0 and y >= 0.0 and z >= 0.0):
                 continue
-            found = -(x * r[0] + y * r[1] + z * r[2])
-            if not known or found < error - _GAIN * abs(found):
-                error, known = found, True
-                best[k, 0], best[k, 1], best[k, 2] = x / size[0], y / size[1], z / size[2]
+            minimum = -(x * r[LOAD] + y * r[ONE] + z * r[POLE])
+            if not known or minimum < error - _GAIN * abs(minimum):
+                error, known = minimum, True
+                best[k, LOAD] = x / size[LOAD]
+                best[k, ONE] = y / size[ONE]
+                best[k, POLE] = z / size[POLE]
         errors[k] = error
 
 
@@ -172,41 +189,37 @@ def worth(line: float, best: float, count: int) -> bool:
 def _best(gram: Floats, moment: Floats, energy: float, count: int, scratch: Floats) -> int:
     """Return the best pole; arguments as of `pick`, and the weighted square of all."""
     poles = gram.shape[0]
-    theta, errors = scratch[5 : 5 + poles], scratch[5 + poles :].reshape(-1)[:poles]
-    least(gram, moment, scratch[:5], theta, errors)
-    best, found = 0, 0.0
+    first, last = LEAST_ROWS, LEAST_ROWS + poles
+    theta, errors = scratch[first:last], scratch[last:].reshape(-1)[:poles]
+    least(gram, moment, scratch[:first], theta, errors)
+    best, lowest = 0, 0.0
     for k in range(poles):
         error = max(energy + errors[k], 0.0)
-        if k == 0 or error < found:
-            best, found = k, error
-    return best if worth(max(energy + errors[0], 0.0), found, count) else 0
+        if k == 0 or error < lowest:
+            best, lowest = k, error
+    return best if worth(max(energy + errors[0], 0.0), lowest, count) else 0
 
 
 @bare_kernel
-def pick(
-    gram: Floats, moment: Floats, cross: Floats, prior: float, sums: Floats, scratch: Floats
-) -> int:
+def pick(prior: float, fit: FitArrays) -> int:
     """Return the pole that the sums of an online fit speak for, 0 for the straight line.
 
-    Its a, b and d are in `scratch[5 + pole]` then, and what each takes that is held in `sums`. That
-    is partialled out of gram and moment, so that all are fitted together (Frisch and Waugh, 1933;
-    Lovell, 1963), and left out where it would be negative.
+    Its a, b and d are in `scratch[LEAST_ROWS + pole]` then, and the seconds of each that is held in
+    `sums`. These are partialled out of gram and moment, so that all are fitted together (Frisch and
+    Waugh, 1933; Lovell, 1963), and left out where they would be negative.
 
     Args:
-        gram: shape (poles, 3, 3).
-        moment: shape (poles, 3).
-        cross: moment of what is held, (poles, 3); empty where nothing ever is.
         prior: what would double the seconds by being held, at one deviation of a normal prior about
             0, times the relative deviation of an observation.
-        sums: as the constants above say, shape (SUMS,).
-        scratch: shape (5 + 6 poles, 3), for use here.
+        fit: the sums.
     """
+    gram, moment, cross, sums, scratch = fit
     poles, count = gram.shape[0], max(2, int(sums[WEIGHT]))
-    sums[EACH] = 0.0
+    sums[HELD_S] = 0.0
     if sums[SQUARE] > 0.0:
-        square = sums[SQUARE] + prior * prior * gram[0, 1, 1] / sums[WEIGHT]
-        rest = scratch[5 + 2 * poles : 5 + 5 * poles].reshape((poles, 3, 3))
-        target = scratch[5 + 5 * poles : 5 + 6 * poles]
+        square = sums[SQUARE] + prior * prior * gram[0, ONE, ONE] / sums[WEIGHT]
+        first, last = LEAST_ROWS + 2 * poles, LEAST_ROWS + 5 * poles
+        rest, target = scratch[first:last].reshape((poles, 3, 3)), scratch[last : last + poles]
         for k in range(poles):
             for i in range(3):
                 for j in range(3):
@@ -217,16 +230,16 @@ def pick(
         best = _best(rest, target, energy, count, scratch)
         left = sums[PRODUCT]
         for i in range(3):
-            left -= cross[best, i] * scratch[5 + best, i]
+            left -= cross[best, i] * scratch[LEAST_ROWS + best, i]
         if left > 0.0:
-            sums[EACH] = left / square
+            sums[HELD_S] = left / square
             return best
     return _best(gram, moment, sums[ENERGY], count, scratch)
 
 
 @inlined
 def curve(law: Curve, n: float, floor: float) -> float:
-    """What a law (`LatencyLaw`) says of `n`."""
+    """Return the seconds of a law (`LatencyLaw`) at a load of `n`."""
     a, b, d, n_sat, beta = law
     value = a * n + b
     if d != 0.0:
@@ -239,30 +252,31 @@ def curve(law: Curve, n: float, floor: float) -> float:
 
 @bare_kernel
 def follow(
-    n_sat: Floats, beta: Floats, floor: float, n: float, held: float, seconds: float, sure: float,
-    keep: float, gram: Floats, moment: Floats, cross: Floats, prior: float, sums: Floats,
-    scratch: Floats,
+    poles: PoleArrays, n: float, held: float, seconds: float, sure: float, keep: float,
+    prior: float, fit: FitArrays,
 ) -> None:  # fmt: skip
     """Take one observation into an online fit.
 
     The law that residuals are taken from is solved anew often at first, then every 16th time.
 
     Args:
-        n_sat, beta, floor, n, held, seconds, keep, gram, moment, cross: as of `add`.
+        poles, n, held, seconds, keep, fit: as of `add`.
         sure: weight of the observation, above 0 and at most 1.
-        prior, sums, scratch: as of `pick`.
+        prior: as of `pick`.
     """
+    n_sat, beta, floor = poles
+    _, _, _, sums, scratch = fit
     seen = int(sums[SEEN])
     expected = seconds
     if seen > 0:
         if sums[FOLLOWS] == 0.0 or seen < 32 or seen % 16 == 0:
-            best = pick(gram, moment, cross, prior, sums, scratch)
+            best = pick(prior, fit)
             sums[FOLLOWS] = 1.0
             for i in range(3):
-                sums[A + i] = scratch[5 + best, i]
+                sums[A + i] = scratch[LEAST_ROWS + best, i]
             sums[N_SAT], sums[BETA] = n_sat[best], beta[best]
         expected = curve((sums[A], sums[B], sums[D], sums[N_SAT], sums[BETA]), n, floor)
-        expected += sums[EACH] * held
+        expected += sums[HELD_S] * held
     expected = max(expected, SMALLEST_SCALE * seconds)
     residual = (seconds / expected - 1.0) * math.sqrt(sure)
     share = residual / (TUKEY * max(1.4826 * sums[SPREAD], SMALLEST_SCALE))
@@ -272,7 +286,7 @@ def follow(
     step = MEDIAN_STEP if abs(residual) > sums[SPREAD] else -MEDIAN_STEP
     sums[SPREAD] = min(max(sums[SPREAD] * math.exp(sure * step), SMALLEST_SCALE), 1e6)
     weight = trust / (expected * expected)
-    add(n_sat, beta, floor, n, held, seconds, weight, kept, gram, moment, cross)
+    add(poles, n, held, seconds, weight, kept, fit)
     sums[ENERGY] = kept * sums[ENERGY] + weight * (seconds * seconds)
     sums[PRODUCT] = kept * sums[PRODUCT] + weight * (held * seconds)
     sums[SQUARE] = kept * sums[SQUARE] + weight * (held * held)
@@ -282,13 +296,12 @@ def follow(
 
 @bare_kernel
 def follow_all(
-    n_sat: Floats, beta: Floats, floor: float, n: Floats, held: Floats, seconds: Floats,
-    sure: Floats, keep: float, gram: Floats, moment: Floats, cross: Floats, prior: float,
-    sums: Floats, scratch: Floats,
+    poles: PoleArrays, n: Floats, held: Floats, seconds: Floats, sure: Floats, keep: float,
+    prior: float, fit: FitArrays,
 ) -> int:  # fmt: skip
     """Take several observations into an online fit, as `follow` takes one; (n,) each.
 
-    Nothing may be held where `cross` is empty.
+    Nothing may be held where the fit's `cross` is empty.
 
     Returns:
         Index of the first that is none; nothing was taken in from there on. -1 where all are.
@@ -298,8 +311,5 @@ def follow_all(
         good = good and math.isfinite(n[i] + seconds[i] + held[i])
         if not (good and sure[i] > 0.0 and sure[i] <= 1.0):
             return i
-        follow(
-            n_sat, beta, floor, n[i], held[i], seconds[i], sure[i], keep, gram, moment, cross,
-            prior, sums, scratch,
-        )  # fmt: skip
+        follow(poles, n[i], held[i], seconds[i], sure[i], keep, prior, fit)
     return -1
