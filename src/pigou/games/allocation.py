@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from scipy.optimize import brentq, minimize_scalar
 
-from pigou.games.arrays import Floats, improves
+from pigou.games import Floats, improves
 
 Kind = Literal["interior", "kink", "flat", "no prefill", "no decode"]
 
@@ -92,16 +92,17 @@ class AllocationGame:
         """
         grid = np.linspace(0.0, self.gpus, POINTS)
         gains = np.array([self._gains(float(g)) for g in grid])
-        pulls = gains[:, 0] - gains[:, 1]
+        of_prefill, of_decode = gains.T
+        pulls = of_prefill - of_decode
         rounding = ROUNDING * max(abs(self.violations(g)) for g in (0.0, self.gpus)) / self._step
         pulls[np.abs(pulls) <= LEVEL * np.abs(gains).sum(axis=1) + rounding] = 0.0
-        found = []
+        equilibria = []
         if pulls[0] < 0:
-            found.append(self._equilibrium(0.0, "no prefill", stable=True))
-        found += self._between(grid, pulls)
+            equilibria.append(self._equilibrium(0.0, "no prefill", stable=True))
+        equilibria += self._between(grid, pulls)
         if pulls[-1] > 0:
-            found.append(self._equilibrium(self.gpus, "no decode", stable=True))
-        return found
+            equilibria.append(self._equilibrium(self.gpus, "no decode", stable=True))
+        return equilibria
 
     def social_optimum(self) -> Allocation:
         """Return the allocation of least violations in all, the externality counted."""
@@ -147,22 +148,22 @@ class AllocationGame:
 
     def _between(self, grid: Floats, pulls: Floats) -> list[Equilibrium]:
         """Equilibria where the pull is, or passes through, 0."""
-        found: list[Equilibrium | None] = []
+        points: list[Equilibrium | None] = []
         index = 0
         while index < POINTS:
             first = index
             while index + 1 < POINTS and pulls[first] == pulls[index + 1] == 0.0:
                 index += 1
             if index > first:
-                found.append(self._flat(grid, pulls, first, index))
+                points.append(self._flat(grid, pulls, first, index))
             elif pulls[index] == 0.0:
-                found.append(self._point(float(grid[index]), pulls, index - 1, index + 1))
+                points.append(self._point(float(grid[index]), pulls, index - 1, index + 1))
             elif index + 1 < POINTS and pulls[index] * pulls[index + 1] < 0:
                 low, high = float(grid[index]), float(grid[index + 1])
                 root = float(brentq(self.pull, low, high, xtol=1e-12 * self.gpus))
-                found.append(self._point(root, pulls, index, index + 1))
+                points.append(self._point(root, pulls, index, index + 1))
             index += 1
-        return [each for each in found if each is not None]
+        return [point for point in points if point is not None]
 
     def _flat(self, grid: Floats, pulls: Floats, first: int, last: int) -> Equilibrium:
         comes_back = first == 0 or pulls[first - 1] > 0

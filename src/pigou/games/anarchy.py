@@ -11,13 +11,11 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pigou.games.arrays import Floats, Indices
+from pigou.games import Floats, Indices
 from pigou.games.congestion import RoutingGame
 from pigou.games.latency import LatencyLaw
 from pigou.games.levelling import Levelling
 from pigou.games.window import LOCAL, Window
-
-__all__ = ["Anarchy", "Estimate", "LegacyEstimator", "Window", "calibrated"]
 
 #: Fleets with more splits into prefill and decode than this are searched, not enumerated.
 MAX_SPLITS = 1024

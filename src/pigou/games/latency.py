@@ -13,7 +13,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pigou.games.arrays import Floats
+from pigou.games import Floats
 from pigou.games.regression import Bank, bank_around, bank_over
 from pigou.games.regression_kernels import (
     HELD_S,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pigou.games.arrays import Floats
+from pigou.games import Floats
 from pigou.games.latency import LatencyLaw
 
 #: A grid of loads is at least this fine (steps a request), and has about this many points.

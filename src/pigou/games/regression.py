@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pigou.games.arrays import Floats
+from pigou.games import Floats
 from pigou.games.regression_kernels import LEAST_ROWS, LOAD, ONE, POLE, PoleArrays, least
 
 N_SAT_RATIOS = np.array([0.7, 0.8, 0.9, 1.0, 1.03, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 6.0])

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from pigou.compiled import bare_kernel, inlined
-from pigou.games.arrays import Floats
+from pigou.games import Floats
 
 RIDGE = 1e-11
 #: Pivots below this are of sums that rounding has made singular, in spite of the ridge.
@@ -20,6 +20,8 @@ TUKEY = 4.685
 #: How fast the online fit's running median moves: by this share of itself an observation.
 MEDIAN_STEP = 0.02
 SMALLEST_SCALE = 1e-6
+#: The pole that is none: a straight line.
+LINE = 0
 #: Columns of a design: the load, 1 and the pole's; their parameters are a, b and d.
 LOAD, ONE, POLE = range(3)
 #: Sums of an online fit: weighted square of seconds; running median of absolute relative residuals;
@@ -217,7 +219,7 @@ def pick(prior: float, fit: FitArrays) -> int:
     poles, count = gram.shape[0], max(2, int(sums[WEIGHT]))
     sums[HELD_S] = 0.0
     if sums[SQUARE] > 0.0:
-        square = sums[SQUARE] + prior * prior * gram[0, ONE, ONE] / sums[WEIGHT]
+        square = sums[SQUARE] + prior * prior * gram[LINE, ONE, ONE] / sums[WEIGHT]
         first, last = LEAST_ROWS + 2 * poles, LEAST_ROWS + 5 * poles
         rest, target = scratch[first:last].reshape((poles, 3, 3)), scratch[last : last + poles]
         for k in range(poles):

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import linprog
 from scipy.sparse import block_array, csr_array, eye_array, kron
 
-from pigou.games.arrays import Floats
+from pigou.games import Floats
 
 
 class ReplicationGame:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pigou.games.arrays import Floats, Indices
+from pigou.games import Floats, Indices
 
 #: In place of a prefill worker: the decode worker prefilled itself.
 LOCAL = -1

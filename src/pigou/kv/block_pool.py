@@ -34,11 +34,9 @@ class BlockPool:
         self.blocks = blocks
         self.meta: Ints = np.full((blocks + 1, kernels.META_COLUMNS), -1, dtype=np.int32)
         self.meta[:, kernels.REFS] = 0
-        ring = np.arange(-1, blocks, dtype=np.int32)
-        self.meta[:, kernels.PREV] = ring
-        self.meta[:, kernels.NEXT] = ring + 2
-        self.meta[0, kernels.PREV] = blocks
-        self.meta[blocks, kernels.NEXT] = 0
+        ids = np.arange(blocks + 1, dtype=np.int32)
+        self.meta[:, kernels.PREV] = np.roll(ids, 1)
+        self.meta[:, kernels.NEXT] = np.roll(ids, -1)
         self.keys: BlockHashes = np.zeros((blocks, 2), dtype=np.uint64)
         size = 1 << (_SLOTS_PER_BLOCK * blocks - 1).bit_length()
         self.slots: Ints = np.full(size, -1, dtype=np.int32)

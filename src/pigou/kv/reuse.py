@@ -26,7 +26,7 @@ _SCALE = 1.0 / (FIRST_S * SECOND)
 _CLASS = [0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 6, 6]
 CLASSES = 8
 #: No bin's hazard is more, so that survival is never 0.
-_MOST = 0.98
+_MAX_HAZARD = 0.98
 
 
 def age_bin(age: int) -> int:
@@ -126,20 +126,20 @@ class Reuse:
         broken_off = ended - self._reused
         reached = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - 0.5 * broken_off
         below: Table = np.minimum(
-            self._reused.sum(axis=0) / np.maximum(reached.sum(axis=0), 1e-9), _MOST
+            self._reused.sum(axis=0) / np.maximum(reached.sum(axis=0), 1e-9), _MAX_HAZARD
         )
-        found = np.empty((CLASSES, BINS))
-        for each in range(CLASSES):
-            below = (self._reused[each] + self._prior * below) / (reached[each] + self._prior)
-            found[each] = below = np.minimum(below, _MOST)
-        return found
+        hazards = np.empty((CLASSES, BINS))
+        for uses in range(CLASSES):
+            below = (self._reused[uses] + self._prior * below) / (reached[uses] + self._prior)
+            hazards[uses] = below = np.minimum(below, _MAX_HAZARD)
+        return hazards
 
     def _going(self, now: int) -> Table:
         """Lifetimes that have not ended, by class and bin of their age now."""
-        seen = np.array(list(self._seen.values()), dtype=np.int64).reshape(-1, 2)
-        ages = (now - seen[:, 0]) * _SCALE
+        last, uses = np.array(list(self._seen.values()), dtype=np.int64).reshape(-1, 2).T
+        ages = (now - last) * _SCALE
         bins = np.where(ages < 1.0, 0, np.minimum(np.frexp(np.maximum(ages, 1.0))[1], BINS - 1))
-        classes = np.array([*_CLASS, CLASSES - 1])[np.minimum(seen[:, 1], len(_CLASS))]
+        classes = np.array([*_CLASS, CLASSES - 1])[np.minimum(uses, len(_CLASS))]
         flat = np.bincount(classes * BINS + bins, minlength=CLASSES * BINS)
         return flat.reshape(CLASSES, BINS).astype(np.float64)
 

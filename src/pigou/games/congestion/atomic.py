@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from pigou.games.arrays import improves
+from pigou.games import improves
 
 Cost = Callable[[float], float]
 Profile = tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pigou.games.arrays import Floats, Indices
+from pigou.games import Floats, Indices
 
 
 def cheapest_assignment(marginal: Floats, private: Floats) -> Indices:

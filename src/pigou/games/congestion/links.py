@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pigou.games.arrays import Floats
+from pigou.games import Floats
 
 Cost = Callable[[float], float]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from pigou.games.arrays import Floats
-from pigou.games.congestion.links import HALVINGS, check_cost, marginal
+from pigou.games import Floats
+from pigou.games.congestion.links import HALVINGS, Cost, check_cost, marginal
 
-Cost = Callable[[float], float]
 Edge = tuple[Hashable, Hashable, Cost]
 
 MAX_PATHS = 10_000

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pigou.games.arrays import Floats, Indices, improves
+from pigou.games import Floats, Indices, improves
 from pigou.games.congestion.flow import cheapest_assignment
 
 #: Seconds that each of n requests on a worker takes. A `LatencyLaw` is one.
