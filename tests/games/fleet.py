@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pigou.games.anarchy import Window
 from pigou.games.latency import LatencyLaw
+from pigou.games.window import Window
 
 Router = Callable[[list[int], np.random.Generator], int]
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tests.games.fleet import always_first, at_random, least_loaded, simulate
 
-from pigou.games.anarchy import Anarchy, LegacyEstimator, Window, calibrated
+from pigou.games.anarchy import Anarchy, LegacyEstimator, calibrated
 from pigou.games.congestion import RoutingGame
 from pigou.games.latency import LatencyLaw, fit
+from pigou.games.window import Window
 
 DECODE = LatencyLaw(0.0005, 0.02, 0.2, 40, 1.0)
 LIGHT = LatencyLaw(0.002, 0.002)
