@@ -48,11 +48,11 @@ from pigou.control.messages import (
 from pigou.control.plane import ControlPlane
 from pigou.control.prefix_index import PrefixIndex
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
-from pigou.games.anarchy import Anarchy, Estimate
+from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
 from pigou.wire.kv_event_decoding import Cleared, Removed, Stored
 
-FOUND = Assessment(Anarchy(*[Estimate(1.5, 1.25, 2.0)] * 4, (0, 2)), 3.25, 40)
+FOUND = Assessment(PriceOfAnarchy(*[Estimate(1.5, 1.25, 2.0)] * 4, (0, 2)), 3.25, 40)
 SAMPLES: dict[type, Recorded] = {
     type(each): each
     for each in (

@@ -13,9 +13,9 @@ from model_fleet import Ideal, ModelFleet, poisson
 from pigou.config import ControlConfig
 from pigou.control.messages import WorkerDown, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.games.anarchy import calibrated
 from pigou.games.latency import LatencyLaw
-from pigou.games.window import Window
+from pigou.games.price_of_anarchy import calibrated
+from pigou.games.request_window import RequestWindow
 from pigou.request import SECOND, Role, Worker
 
 LAW = LatencyLaw(0.0008, 0.02)
@@ -77,13 +77,13 @@ def test_the_present_split_is_not_offered_as_a_better_one() -> None:
     assert assessment.split is None
 
 
-def window(data: Any, count: int) -> Window:
+def window(data: Any, count: int) -> RequestWindow:
     times = st.lists(st.floats(0.0, 20.0), min_size=count, max_size=count)
     spans = st.lists(st.floats(0.01, 5.0), min_size=count, max_size=count)
     worker = st.lists(st.integers(0, 2), min_size=count, max_size=count)
     started = np.array(data.draw(times))
     waited, ran = (np.array(data.draw(spans)) for _ in range(2))
-    return Window.from_times(
+    return RequestWindow.from_times(
         arrived=started - waited,
         started=started,
         handed=started,
@@ -111,7 +111,7 @@ def test_no_part_of_it_and_no_end_of_its_interval_is_below_one(
 
 def test_the_interval_is_the_same_each_time() -> None:
     at = np.arange(40.0)
-    same = Window.from_times(
+    same = RequestWindow.from_times(
         arrived=at, started=at, handed=at, ended=at + 2.0 + at % 3, prefill=np.full(40, -1),
         decode=np.arange(40) % 2,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pigou.games.latency import LatencyLaw
-from pigou.games.window import Window
+from pigou.games.request_window import RequestWindow
 
 Router = Callable[[list[int], np.random.Generator], int]
 
@@ -73,7 +73,7 @@ def simulate(
     requests: int = 1500,
     noise: float = 0.1,
     seed: int = 0,
-) -> Window:
+) -> RequestWindow:
     """Serve Poisson ``arrivals`` a second, or a closed loop of ``clients``.
 
     Prefill workers are numbered first, decode workers after them. The first fifth is not scored.
@@ -117,7 +117,7 @@ def simulate(
     decoders = where[1] + len(prefill_laws)
     scored = np.zeros(requests, dtype=bool)
     scored[requests // 5 : -max(64, clients or 0)] = True
-    return Window.from_times(
+    return RequestWindow.from_times(
         arrived=times[0],
         started=times[1],
         handed=times[2],

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from pigou.games.allocation import AllocationGame
-from pigou.games.anarchy import LegacyEstimator
 from pigou.games.caching import CachingGame
 from pigou.games.congestion import ParallelLinks, RoutingGame
 from pigou.games.latency import LatencyLaw
+from pigou.games.legacy_estimator import LegacyEstimator
 from pigou.games.queueing import erlang_c, mm1ps_response
 
 

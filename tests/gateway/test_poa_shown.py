@@ -13,7 +13,7 @@ from pigou.control.assessment import Assessment, Split
 from pigou.control.messages import WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.status import Status
-from pigou.games.anarchy import Anarchy, Estimate
+from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 from pigou.gateway import game
 from pigou.gateway.board import Board, Row
 from pigou.gateway.pilot import Pilot
@@ -21,7 +21,7 @@ from pigou.request import Worker
 
 GAIN = Estimate(1.5, 1.25, 2.0)
 FOUND = Assessment(
-    Anarchy(GAIN, Estimate(1.0, 1.0, 1.0), GAIN, Estimate(1.0, 1.0, 1.0), (0, 1)),
+    PriceOfAnarchy(GAIN, Estimate(1.0, 1.0, 1.0), GAIN, Estimate(1.0, 1.0, 1.0), (0, 1)),
     3.0,
     40,
     {},

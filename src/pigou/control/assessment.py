@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import Estimates
-from pigou.games.anarchy import Anarchy
+from pigou.games.price_of_anarchy import PriceOfAnarchy
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -68,14 +68,14 @@ class Assessment:
     """The Price of Anarchy of a window.
 
     Attributes:
-        anarchy: calibrated (`pigou.games.anarchy.calibrated`).
+        anarchy: calibrated (`pigou.games.price_of_anarchy.calibrated`).
         legacy: the paper's index (`LegacyEstimator`); neither a bound nor an estimate.
         requests: that were scored.
         by_worker: observed over best seconds of the requests that each worker computed a part of.
         split: a better split than the present one; None where there is none.
     """
 
-    anarchy: Anarchy
+    anarchy: PriceOfAnarchy
     legacy: float
     requests: int
     by_worker: Mapping[str, float] = field(default_factory=dict)

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from pigou.control.assessment import Assessment, Record, Snapshot, Split
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.state import Load
-from pigou.games.anarchy import Anarchy, LegacyEstimator, calibrated
 from pigou.games.latency import LatencyLaw, OnlineFit
-from pigou.games.window import LOCAL, Window
+from pigou.games.legacy_estimator import LegacyEstimator
+from pigou.games.price_of_anarchy import PriceOfAnarchy, calibrated
+from pigou.games.request_window import LOCAL, RequestWindow
 from pigou.request import SECOND
 
 #: A window has the requests that ended within this time, at most so many, and at least so many.
@@ -106,7 +107,7 @@ class Audit:
         legacy, split = _legacy(window, len(laws)), _split(anarchy, snapshot)
         return Assessment(anarchy, legacy, len(window.decode), by_worker, split)
 
-    def _learn(self, window: Window, workers: Sequence[str]) -> None:
+    def _learn(self, window: RequestWindow, workers: Sequence[str]) -> None:
         """Take the window's stages into the laws."""
         decode = window.decode_seconds / window.decode_work
         for place, load, stretch in zip(
@@ -146,7 +147,7 @@ def _record(load: Load, now: int) -> Record | None:
     )
 
 
-def _window(records: Sequence[Record], row: Mapping[str, int], snapshot: Snapshot) -> Window:
+def _window(records: Sequence[Record], row: Mapping[str, int], snapshot: Snapshot) -> RequestWindow:
     """Return the scored records as a window, with the work of each stage."""
     origin = min(each.arrived for each in records)
 
@@ -158,7 +159,7 @@ def _window(records: Sequence[Record], row: Mapping[str, int], snapshot: Snapsho
     handed = np.maximum(handed, started + 1e-9)
     entered = np.where(prefill == LOCAL, started, handed)
     prompts, streams = _work(records, snapshot.estimates)
-    return Window.from_times(
+    return RequestWindow.from_times(
         arrived=seconds("arrived"),
         started=started,
         handed=handed,
@@ -196,7 +197,7 @@ def _filled(fits: Sequence[OnlineFit | None]) -> list[LatencyLaw] | None:
     return [known[len(known) // 2] if law is None else law for law in laws]
 
 
-def _split(anarchy: Anarchy, snapshot: Snapshot) -> Split | None:
+def _split(anarchy: PriceOfAnarchy, snapshot: Snapshot) -> Split | None:
     """Return the split that would be better than the present one, by name; None for none."""
     best = frozenset(anarchy.prefill_workers)
     if best == frozenset(snapshot.prefill) or anarchy.split_saves <= 0.0:
@@ -208,7 +209,7 @@ def _split(anarchy: Anarchy, snapshot: Snapshot) -> Split | None:
     return Split(prefill, decode, moves, anarchy.split_saves)
 
 
-def _legacy(window: Window, workers: int) -> float:
+def _legacy(window: RequestWindow, workers: int) -> float:
     estimator = LegacyEstimator(workers)
     for seconds in window.observed[-estimator.window :].tolist():  # it looks at no others
         estimator.observe(seconds)

@@ -13,7 +13,7 @@ from pigou.experiments.fleets import Fleet, Reading, Setting
 from pigou.experiments.level import Level, run
 from pigou.experiments.paper import COUNTERFACTUAL, LEVELS
 from pigou.experiments.rows import Row, row
-from pigou.games.anarchy import LegacyEstimator
+from pigou.games.legacy_estimator import LegacyEstimator
 
 #: Policies of the router, and the paper's own ("": Eq. 1).
 POLICIES = ("", "random", "round-robin", "power-of-two", "least-loaded", "toll")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pigou.games.anarchy import LegacyEstimator
+from pigou.games.legacy_estimator import LegacyEstimator
 from pigou.request import SECOND
 from pigou.sim.call import Call, Outcome
 from pigou.sim.clock import EPOCH, Phase

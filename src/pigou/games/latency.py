@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pigou.games import Floats
-from pigou.games.regression import Bank, bank_around, bank_over
-from pigou.games.regression_kernels import (
+from pigou.games.regression import (
     HELD_S,
     LEAST_ROWS,
     SEEN,
@@ -24,7 +23,10 @@ from pigou.games.regression_kernels import (
     SUMS,
     TUKEY,
     WEIGHT,
+    Bank,
     FitArrays,
+    bank_around,
+    bank_over,
     follow_all,
     pick,
     worth,

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from pigou.control.assessment import Assessment
 from pigou.control.caching import Caching
 from pigou.control.status import Status
-from pigou.games.anarchy import Anarchy, Estimate
+from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 
 PARTS = ("whole", "routing", "prefill_decode", "queueing")
 
@@ -220,7 +220,7 @@ def _caching_gauges(found: Caching) -> Iterator[Metric]:
         yield _gauge("pigou_game_poa_caching", text, [((), found.placement.poa)])
 
 
-def _poa_gauges(anarchy: Anarchy, legacy: float) -> Iterator[Metric]:
+def _poa_gauges(anarchy: PriceOfAnarchy, legacy: float) -> Iterator[Metric]:
     parts: dict[str, Estimate] = {name: getattr(anarchy, name) for name in PARTS}
     what = "Price of Anarchy of the last minute, and the parts that multiply to it"
     for suffix, of in (("", "value"), ("_low", "low"), ("_high", "high")):
@@ -250,7 +250,7 @@ def _gauge(
     return made
 
 
-def _anarchy(anarchy: Anarchy) -> dict[str, Any]:
+def _anarchy(anarchy: PriceOfAnarchy) -> dict[str, Any]:
     return {name: _estimate(getattr(anarchy, name)) for name in PARTS}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
-from pigou.games.regression_kernels import least
+from pigou.games.regression import least
 
 Numbers: TypeAlias = NDArray[np.float64]
 

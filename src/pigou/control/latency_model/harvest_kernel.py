@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pigou.compiled import bare_kernel_over
 from pigou.control.latency_model.scales_kernel import observe
 from pigou.control.latency_model.stall_kernel import NOISE, add, variance
-from pigou.games.regression_kernels import Curve, curve
+from pigou.games.regression import Curve, curve
 
 Numbers = NDArray[np.float64]
 Nanos = NDArray[np.int64]

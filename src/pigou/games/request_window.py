@@ -17,7 +17,7 @@ _ONE: Floats = np.float64(1.0)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class RequestWindow:
     """R completed requests. Every field has shape (requests,); times are in seconds.  ``waiting``
     is the time before any worker had the request. Its decode stage ran on worker ``decode`` for
     ``decode_seconds``, in which ``decode_load`` requests (itself counted, a mean over that
@@ -68,7 +68,7 @@ class Window:
         scored: ArrayLike | None = None,
         prefill_work: ArrayLike = 1.0,
         decode_work: ArrayLike = 1.0,
-    ) -> Window:
+    ) -> RequestWindow:
         """Build a window from when requests arrived, started, were handed over, and ended.
 
         All are (requests,), times in seconds. Prefill worker -1 means none: that request's decode

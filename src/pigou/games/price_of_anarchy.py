@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -14,80 +13,10 @@ from numpy.typing import ArrayLike
 from pigou.games import Floats, Indices
 from pigou.games.congestion import RoutingGame
 from pigou.games.latency import LatencyLaw
-from pigou.games.levelling import Levelling
-from pigou.games.window import LOCAL, Window
+from pigou.games.request_window import LOCAL, RequestWindow
 
 #: Fleets with more splits into prefill and decode than this are searched, not enumerated.
 MAX_SPLITS = 1024
-
-
-class LegacyEstimator:
-    """The paper's estimator (Georgiou 2026, Eq. 12), as its tables show that it was run.
-
-    Mean latency of the last ``window`` completions over that of an assignment of them, one to one,
-    to copies of the workers' columns: the k-th request that a column takes costs it
-    a k + b + d / max(capacity - k, eps)^beta, less ``cache_weight`` times its overlap. Columns grow
-    past ``capacity`` where the requests need it. None of the parameters is fitted to the fleet,
-    so the index is neither a bound nor an estimate of a Price of Anarchy: it is mean latency over a
-    constant. `calibrated` is what replaces it.
-    """
-
-    def __init__(
-        self,
-        workers: int,
-        *,
-        window: int = 200,
-        a: float = 0.005,
-        b: float = 0.020,
-        d: float = 0.010,
-        beta: float = 2.0,
-        capacity: int = 64,
-        eps: float = 0.4,
-        cache_weight: float = 0.015,
-    ) -> None:
-        if workers < 1 or window < 1 or capacity < 1 or not eps > 0:
-            raise ValueError("workers, window and capacity must be 1 or more, and eps above 0")
-        self.workers, self.window = workers, window
-        self.a, self.b, self.d, self.beta = a, b, d, beta
-        self.capacity, self.eps, self.cache_weight = capacity, eps, cache_weight
-        self._latencies: deque[float] = deque(maxlen=window)
-        self._overlaps: deque[Floats | None] = deque(maxlen=window)
-
-    def observe(self, seconds: float, overlaps: ArrayLike | None = None) -> None:
-        """Take in a completion: its end-to-end latency, and its overlap with each worker (0..1)."""
-        row = None if overlaps is None else np.asarray(overlaps, dtype=np.float64)
-        if row is not None and row.shape != (self.workers,):
-            raise ValueError(f"overlaps have shape {row.shape}: give ({self.workers},)")
-        self._latencies.append(float(seconds))
-        self._overlaps.append(row)
-
-    def optimum(self) -> float:
-        """Return the denominator: seconds of the cheapest assignment of the window's requests."""
-        count = len(self._latencies)
-        if not count:
-            raise ValueError("no completions: call observe() first")
-        copies = max(self.capacity, math.ceil(count / self.workers))
-        k = np.arange(1, copies + 1, dtype=np.float64)
-        gap = np.maximum(self.capacity - k, self.eps)
-        costs = self.a * k + self.b + self.d / gap**self.beta
-        if all(each is None for each in self._overlaps):
-            ordered = np.sort(costs).tolist()  # all columns have these: the cheapest are taken
-            return math.fsum(ordered[place // self.workers] for place in range(count))
-        none = np.zeros(self.workers)
-        rows = [none if each is None else each for each in self._overlaps]
-        saved = self.cache_weight * np.stack(rows)
-        matrix = (costs[None, None, :] - saved[:, :, None]).reshape(count, -1)
-        from scipy.optimize import linear_sum_assignment  # half of a gateway's import time
-
-        taken = matrix[linear_sum_assignment(matrix)]
-        return float(taken.sum())
-
-    def poa(self) -> float:
-        """Return the index: summed latencies over the `optimum`."""
-        best = self.optimum()
-        if best <= 0:
-            raise ValueError(f"the optimum costs {best}: lower cache_weight, a ratio needs > 0")
-        return math.fsum(self._latencies) / best
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +29,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Anarchy:
+class PriceOfAnarchy:
     """Observed cost over the best, and the parts that multiply to it.
 
     ``queueing``: observed seconds over those that the laws expect at the loads each request met;
@@ -126,7 +55,7 @@ class Anarchy:
 
 
 def calibrated(
-    window: Window,
+    window: RequestWindow,
     laws: Sequence[LatencyLaw],
     prefill_laws: Sequence[LatencyLaw] | None = None,
     *,
@@ -135,7 +64,7 @@ def calibrated(
     level: float = 0.9,
     draws: int = 400,
     seed: int = 0,
-) -> Anarchy:
+) -> PriceOfAnarchy:
     """Return the Price of Anarchy of a window under laws fitted to this very fleet.
 
     ``laws[w]`` is the law of worker w's decode stage (all of the request where prefill is local),
@@ -174,7 +103,7 @@ def calibrated(
     shares = _by_worker(window, best, len(laws))
     saves = float(totals[2] - totals[3]) / len(best)
     pool = tuple(sorted(split))
-    return Anarchy(ratio(0, 3), routing, prefill_decode, queueing, pool, shares, saves)
+    return PriceOfAnarchy(ratio(0, 3), routing, prefill_decode, queueing, pool, shares, saves)
 
 
 def _least(chain: Floats) -> Floats:
@@ -188,7 +117,7 @@ def _least(chain: Floats) -> Floats:
     return least
 
 
-def _by_worker(window: Window, best: Floats, workers: int) -> tuple[float | None, ...]:
+def _by_worker(window: RequestWindow, best: Floats, workers: int) -> tuple[float | None, ...]:
     """Observed over best seconds of the requests that each worker computed a stage of."""
     observed = window.observed
     found: list[float | None] = []
@@ -212,7 +141,7 @@ class _Pools:
     @classmethod
     def of(
         cls,
-        window: Window,
+        window: RequestWindow,
         laws: Sequence[LatencyLaw],
         prefill_laws: Sequence[LatencyLaw] | None,
         prefill_workers: Collection[int] | None,
@@ -231,7 +160,7 @@ class _Pools:
         return [w for w in range(len(self.laws)) if w not in prefill or w in self.both]
 
 
-def _expected(window: Window, pools: _Pools) -> Floats:
+def _expected(window: RequestWindow, pools: _Pools) -> Floats:
     """What the laws say of each request at the loads that it met, (requests,)."""
     total = window.decode_work * _of_own(window.decode, window.decode_load, pools.laws)
     remote = window.prefill != LOCAL
@@ -251,7 +180,7 @@ def _of_own(worker: Indices, load: Floats, laws: Sequence[LatencyLaw]) -> Floats
 class _Spread:
     """What each request costs when all that it met are spread at best over the pools."""
 
-    def __init__(self, window: Window, pools: _Pools) -> None:
+    def __init__(self, window: RequestWindow, pools: _Pools) -> None:
         self._pools = pools
         self._remote = window.prefill != LOCAL
         self._decode_work = window.decode_work
@@ -309,7 +238,9 @@ def _nearby(
             yield other
 
 
-def _savings(window: Window, pools: _Pools, savings: ArrayLike | None) -> tuple[Floats, Floats]:
+def _savings(
+    window: RequestWindow, pools: _Pools, savings: ArrayLike | None
+) -> tuple[Floats, Floats]:
     """What each request saved, and its share of what the optimum would save: (requests,) each.
 
     The optimum's is net of the imbalance that it accepts to be with the cached prefixes.
@@ -361,3 +292,51 @@ def _bootstrap(count: int, draws: int, seed: int) -> Floats:
     places = taken + count * np.arange(draws)[:, None]
     drawn: Floats = np.bincount(places.ravel(), minlength=draws * count).astype(np.float64)
     return drawn.reshape(draws, count)
+
+
+#: A grid of loads is at least this fine (steps a request), and has about this many points.
+STEPS = 16
+POINTS = 512
+
+
+class Levelling:
+    """Least mean cost over a pool of workers, each request meeting ``totals`` in all.
+
+    ``totals`` (requests,) are means over each request's stage, itself counted, so fractions
+    occur. A mean load x below 1 is a worker that is busy a share x of the time, with one request:
+    x of them cost x f(1). Spread continuously by that rule, then raised by what whole requests cost
+    more than continuous ones at the integers around, the result is exact for whole totals, and
+    for one worker is its law. Kept tables make further pools cheap.
+    """
+
+    def __init__(self, totals: Floats) -> None:
+        self._totals = totals
+        self._most = max(1, math.ceil(float(totals.max(initial=1.0))))
+        steps = max(1, min(STEPS, POINTS // self._most))
+        self._fine = np.arange(self._most * steps + 1) / steps
+        self._whole = np.arange(self._most + 1, dtype=np.float64)
+        self._tables: dict[LatencyLaw, tuple[Floats, Floats]] = {}
+
+    def cost(self, laws: Sequence[LatencyLaw]) -> Floats:
+        """Return seconds for each request, shape (requests,), over workers with these laws."""
+        tables = [self._table(law) for law in laws]
+        fine = self._cumulated([t[0] for t in tables], len(self._fine))
+        whole = self._cumulated([t[1] for t in tables], len(self._whole))
+        gap = np.ones_like(whole)
+        gap[1:] = whole[1:] / np.interp(self._whole[1:], self._fine, fine)
+        spread = np.interp(self._totals, self._fine, fine) / self._totals
+        least: Floats = spread * np.interp(self._totals, self._whole, gap)
+        return least
+
+    def _table(self, law: LatencyLaw) -> tuple[Floats, Floats]:
+        """What each further step of load adds, on the fine grid and by whole requests."""
+        if law not in self._tables:
+            fine = np.diff(self._fine * law(np.maximum(self._fine, 1.0)))
+            self._tables[law] = fine, np.diff(self._whole * law(self._whole))
+        return self._tables[law]
+
+    @staticmethod
+    def _cumulated(marginals: Sequence[Floats], size: int) -> Floats:
+        """Costs of 0, 1, 2 ... steps of load, each put where it adds least."""
+        added = np.sort(np.concatenate(marginals))[: size - 1]
+        return np.concatenate([[0.0], np.cumsum(added)])

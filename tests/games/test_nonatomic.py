@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.games.congestion import Network, ParallelLinks
+from pigou.games.congestion import FlowNetwork, ParallelLinks
 
 
 def pigou(degree: int) -> ParallelLinks:
@@ -86,14 +86,14 @@ def test_queues_in_parallel_share_by_the_closed_forms(rates: list[float], load: 
     assert 1 - 1e-6 <= game.price_of_anarchy() <= len(rates) + 1e-6
 
 
-def braess(bridge: bool) -> Network:
+def braess(bridge: bool) -> FlowNetwork:
     edges = [
         ("s", "a", lambda x: x),
         ("a", "t", lambda x: 1.0),
         ("s", "b", lambda x: 1.0),
         ("b", "t", lambda x: x),
     ]
-    return Network(edges + ([("a", "b", lambda x: 0.0)] if bridge else []), {("s", "t"): 1.0})
+    return FlowNetwork(edges + ([("a", "b", lambda x: 0.0)] if bridge else []), {("s", "t"): 1.0})
 
 
 def test_braess_bridge_makes_everybody_slower() -> None:
@@ -120,7 +120,7 @@ def test_affine_links_cost_at_most_a_third_too_much(
     levels = [c(x) for c, x in zip(costs, flows, strict=True)]
     used = [level for level, x in zip(levels, flows, strict=True) if x > 1e-6 * demand]
     assert max(used) <= min(levels) + 1e-6
-    graph = Network([("s", "t", c) for c in costs], {("s", "t"): demand})
+    graph = FlowNetwork([("s", "t", c) for c in costs], {("s", "t"): demand})
     assert graph.cost(graph.wardrop()) == pytest.approx(game.cost(flows), rel=1e-6)
     assert graph.cost(graph.optimum()) == pytest.approx(game.cost(game.optimum()), rel=1e-6)
 
@@ -131,9 +131,9 @@ def test_flows_refuse_what_cannot_be_carried() -> None:
     with pytest.raises(ValueError, match="demand > 0"):
         ParallelLinks([], 1.0)
     with pytest.raises(ValueError, match="no path"):
-        Network([("a", "b", lambda x: x)], {("b", "a"): 1.0})
+        FlowNetwork([("a", "b", lambda x: x)], {("b", "a"): 1.0})
     with pytest.raises(ValueError, match="flow above 0"):
-        Network([("a", "b", lambda x: x)], {("a", "b"): 0.0})
+        FlowNetwork([("a", "b", lambda x: x)], {("a", "b"): 0.0})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_flows_refuse_costs_below_zero_and_costs_that_fall(
     with pytest.raises(ValueError, match=rf"costs\[1\] .*{word}"):
         ParallelLinks([lambda x: 1.0, cost], 1.0)
     with pytest.raises(ValueError, match=word):
-        Network([("a", "b", lambda x: x), ("a", "b", cost)], {("a", "b"): 1.0})
+        FlowNetwork([("a", "b", lambda x: x), ("a", "b", cost)], {("a", "b"): 1.0})
 
 
 def test_flows_refuse_tolls_that_pay_more_than_a_link_costs() -> None:

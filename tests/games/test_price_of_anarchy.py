@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from tests.games.fleet import always_first, at_random, least_loaded, simulate
 
-from pigou.games.anarchy import Anarchy, LegacyEstimator, calibrated
 from pigou.games.congestion import RoutingGame
 from pigou.games.latency import LatencyLaw, fit
-from pigou.games.window import Window
+from pigou.games.legacy_estimator import LegacyEstimator
+from pigou.games.price_of_anarchy import PriceOfAnarchy, calibrated
+from pigou.games.request_window import RequestWindow
 
 DECODE = LatencyLaw(0.0005, 0.02, 0.2, 40, 1.0)
 LIGHT = LatencyLaw(0.002, 0.002)
@@ -30,7 +31,7 @@ def learnt(law: LatencyLaw) -> LatencyLaw:
     )
 
 
-def judged(window: Window, workers: int, prefill: LatencyLaw = LIGHT) -> Anarchy:
+def judged(window: RequestWindow, workers: int, prefill: LatencyLaw = LIGHT) -> PriceOfAnarchy:
     return calibrated(window, [learnt(DECODE)] * workers, [learnt(prefill)] * workers)
 
 
@@ -91,9 +92,11 @@ def test_a_starved_prefill_pool_moves_the_prefill_decode_part_only(clients: int)
 def test_waiting_before_any_worker_moves_the_queueing_part_only() -> None:
     window = simulate([DECODE] * 2, clients=16)
     laws = [learnt(DECODE)] * 2
-    delayed = Window(
+    delayed = RequestWindow(
         **{
-            name: getattr(window, name) for name in Window.__dataclass_fields__ if name != "waiting"
+            name: getattr(window, name)
+            for name in RequestWindow.__dataclass_fields__
+            if name != "waiting"
         },
         waiting=window.decode_seconds * 0.5,
     )
@@ -118,12 +121,12 @@ def test_a_large_fleets_split_is_searched_and_improves_too() -> None:
     assert len(result.prefill_workers) > 1
 
 
-def concurrent(decode: list[int], workers: int, seconds: np.ndarray) -> Window:
+def concurrent(decode: list[int], workers: int, seconds: np.ndarray) -> RequestWindow:
     """Requests that are all there all the time."""
     where = np.array(decode)
     load = np.bincount(where, minlength=workers)[where].astype(float)
     ones = np.ones(len(where))
-    return Window(
+    return RequestWindow(
         waiting=0 * ones,
         prefill=np.full(len(where), -1),
         prefill_seconds=0 * ones,
@@ -161,7 +164,7 @@ def test_the_interval_narrows_as_the_window_grows() -> None:
 
 
 def test_loads_are_means_over_each_requests_own_stage() -> None:
-    window = Window.from_times(
+    window = RequestWindow.from_times(
         arrived=[0, 0, 0],
         started=[0, 1, 2],
         handed=[0, 2, 2],
@@ -178,7 +181,7 @@ def test_loads_are_means_over_each_requests_own_stage() -> None:
 
 def test_a_window_says_what_is_wrong_with_it() -> None:
     good = concurrent([0, 1], 2, np.ones(2))
-    fields = {name: getattr(good, name) for name in Window.__dataclass_fields__}
+    fields = {name: getattr(good, name) for name in RequestWindow.__dataclass_fields__}
     for name, value, match in (
         ("waiting", np.zeros(3), r"give \(requests,\)"),
         ("waiting", np.array([0.0, -1.0]), "waiting must be"),
@@ -187,9 +190,11 @@ def test_a_window_says_what_is_wrong_with_it() -> None:
         ("decode_load", np.array([0.0, 1.0]), "decode_load must be"),
     ):
         with pytest.raises(ValueError, match=match):
-            Window(**{**fields, name: value})
+            RequestWindow(**{**fields, name: value})
     with pytest.raises(ValueError, match="in this order"):
-        Window.from_times(arrived=[1], started=[0], handed=[0], ended=[2], prefill=[-1], decode=[0])
+        RequestWindow.from_times(
+            arrived=[1], started=[0], handed=[0], ended=[2], prefill=[-1], decode=[0]
+        )
 
 
 def test_calibration_says_what_it_lacks() -> None:
