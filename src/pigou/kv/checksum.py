@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from pigou.kv import xxh3
 from pigou.kv.layout import Bytes
+from pigou.kv.xxh3 import SHORT, copy_rows, digest_rows
 from pigou.request import Ints
 
 #: One per block, shape (blocks,).
@@ -18,8 +18,8 @@ Checksums: TypeAlias = NDArray[np.uint64]
 
 def checksums_of(rows: Bytes, ids: Ints) -> Checksums:
     """Checksums of the rows `ids` of `rows`, C-contiguous; shape (n,)."""
-    if rows.shape[1] > xxh3.SHORT:
-        return xxh3.digest_rows(rows, ids)
+    if rows.shape[1] > SHORT:
+        return digest_rows(rows, ids)
     digests = (xxh3_64_intdigest(rows[i]) for i in ids.tolist())
     return np.fromiter(digests, dtype=np.uint64, count=len(ids))
 
@@ -30,7 +30,7 @@ def copy(source: Bytes, ids: Ints, target: Bytes, places: Ints) -> Checksums:
     Returns:
         The checksums of what was written, shape (n,).
     """
-    if source.shape[1] > xxh3.SHORT:
-        return xxh3.copy_rows(source, ids, target, places)
+    if source.shape[1] > SHORT:
+        return copy_rows(source, ids, target, places)
     target[places] = source[ids]
     return checksums_of(target, places)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING
 
 from pigou.kv.block import ROOT, Block
-from pigou.kv.tier import Tier
+
+if TYPE_CHECKING:
+    from pigou.kv.tier import Tier
 
 
 def path_down(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from random import Random as Generator
+import random
 
 import msgspec
 
@@ -11,12 +11,12 @@ from pigou.kv.policies.base import Base
 from pigou.kv.policies.policy import Setting
 
 
-class Random(Base):
+class RandomEviction(Base):
     """Any free block, each as likely as another."""
 
     def __init__(self, setting: Setting, params: msgspec.Struct | None = None) -> None:
         super().__init__(setting, params)
-        self._generator = Generator(setting.seed)
+        self._generator = random.Random(setting.seed)
         self._free: list[Entry] = []
 
     def victim(self, newcomer: Block, now: int) -> Entry | None:
