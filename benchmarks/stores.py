@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import machine
-from pigou.kv import xxh3
-from pigou.kv.layout import Bytes
+from pigou.kv import checksum
+from pigou.kv.block import Bytes
 from pigou.runtime.stores.disk import DiskStore
 from pigou.runtime.stores.entries import Entries
 from pigou.runtime.stores.host import HostStore
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block-kib", type=int, nargs="+", default=[64, 1024])
     options = parser.parse_args()
-    xxh3.warm_up()
+    checksum.warm_up()
     found = {}
     for kib in options.block_kib:
         total = options.bytes // (kib << 10) * (kib << 10)

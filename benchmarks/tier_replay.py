@@ -13,10 +13,10 @@ import numpy as np
 
 from benchmarks.tier_traces import Event, Replay
 from pigou.kv.block import Block, Entry
-from pigou.kv.policies.policy import EvictionPolicy, Setting, load, make
-from pigou.kv.policies.ranked import Lru, Ranked
+from pigou.kv.offload import RecomputeCost
 from pigou.kv.tier import Tier
-from pigou.kv.worth import Worth
+from pigou.kv.tier_eviction.lru import LruEviction, RankedEviction
+from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting, load, make
 from pigou.request import NEVER
 from pigou.sim.gpus import GPUS
 from pigou.sim.model_name import architecture
@@ -32,7 +32,7 @@ HOST_LINK = 50e9
 CHUNK = 512
 
 
-def worth(tokens: int, link: float = HOST_LINK) -> Worth:
+def worth(tokens: int, link: float = HOST_LINK) -> RecomputeCost:
     """Seconds that a block of so many tokens saves, which counts as one byte here.
 
     The roofline's time of a chunk of prompt after d chunks is a line in d. A block of a part p of
@@ -49,7 +49,7 @@ def worth(tokens: int, link: float = HOST_LINK) -> Worth:
     ]
     slope, base = np.polyfit(depths, np.array(took) * 1e-9, 1)
     part = tokens / CHUNK
-    return Worth(float(base * part), float(slope * part**2), model.kv_bytes * tokens / link)
+    return RecomputeCost(float(base * part), float(slope * part**2), model.kv_bytes * tokens / link)
 
 
 class Future:
@@ -69,14 +69,14 @@ class Future:
         return uses[place] if place < len(uses) else NEVER
 
 
-class Belady(Ranked):
+class Belady(RankedEviction):
     """The block that is used again last goes, or stays out (Belady 1966), leaf first.
 
     The bound of hits at this cap, as blocks are of one size and a parent is always used no later
     than its child. For seconds it is a mark, no bound: it does not weigh what a hit saves.
     """
 
-    def __init__(self, setting: Setting, future: Future) -> None:
+    def __init__(self, setting: TierSetting, future: Future) -> None:
         super().__init__(setting)
         self._future = future
 
@@ -105,7 +105,7 @@ class Outcome:
     cpu_s: float = 0.0
 
 
-def one_tier(replay: Replay, cap: int, policy: EvictionPolicy, gains: Worth) -> Outcome:
+def one_tier(replay: Replay, cap: int, policy: EvictionPolicy, gains: RecomputeCost) -> Outcome:
     """A tier that is offered all that is computed, and read for each prompt."""
     tier = Tier(cap, policy)
     found = Outcome()
@@ -123,9 +123,11 @@ def one_tier(replay: Replay, cap: int, policy: EvictionPolicy, gains: Worth) -> 
     return found
 
 
-def policy_of(name: str, cap: int, gains: Worth, future: Future, **params: Any) -> EvictionPolicy:
+def policy_of(
+    name: str, cap: int, gains: RecomputeCost, future: Future, **params: Any
+) -> EvictionPolicy:
     """A policy by name, or `belady`."""
-    setting = Setting(cap, gains)
+    setting = TierSetting(cap, gains)
     return Belady(setting, future) if name == "belady" else load(name, setting, params)
 
 
@@ -144,7 +146,7 @@ MODES = {
 Way = Callable[[Tier, Tier, Event, int, int], int]
 
 
-def two_tiers(replay: Replay, caps: tuple[int, int], mode: str, gains: Worth) -> Outcome:
+def two_tiers(replay: Replay, caps: tuple[int, int], mode: str, gains: RecomputeCost) -> Outcome:
     """A device tier, LRU, above another one; hits below come up, and cost the link's time.
 
     `computed`: the lower one is offered what of a prompt or an answer it lacks, and told of the
@@ -153,8 +155,8 @@ def two_tiers(replay: Replay, caps: tuple[int, int], mode: str, gains: Worth) ->
     is computed; then what the upper one is about to give up, with all before it that it lacks.
     """
     offered, name = MODES[mode]
-    device = Tier(caps[0], make(Lru, Setting(caps[0])))
-    lower = Tier(caps[1], load(name, Setting(caps[1], gains)), rooted=offered != "evicted")
+    device = Tier(caps[0], make(LruEviction, TierSetting(caps[0])))
+    lower = Tier(caps[1], load(name, TierSetting(caps[1], gains)), rooted=offered != "evicted")
     if offered == "last call":
         lower.policy.above = device.__contains__
     ways: dict[str, Way] = {

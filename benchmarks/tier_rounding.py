@@ -16,8 +16,8 @@ from pathlib import Path
 
 from benchmarks.tier_replay import one_tier
 from benchmarks.tier_traces import Chains, Event, Replay, agents
-from pigou.kv.policies.policy import Setting, load
-from pigou.kv.worth import Worth
+from pigou.kv.offload import RecomputeCost
+from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.models import bundled_path
 from pigou.text.tokenizer import Tokenizer
 from pigou.workload.packed import unpacked
@@ -94,6 +94,6 @@ def of_blocks(sessions: Path) -> None:
 def print_row(replay: Replay, size: int, total: int) -> None:
     cells = []
     for cap in (replay.footprint, replay.footprint // 20):
-        outcome = one_tier(replay, cap, load("lru", Setting(cap)), Worth())
+        outcome = one_tier(replay, cap, load("lru", TierSetting(cap)), RecomputeCost())
         cells.append(f"{outcome.hits * size / total:.4f}")
     print(f"| {size} | " + " | ".join(cells) + " |", flush=True)

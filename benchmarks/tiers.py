@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks.tier_replay import MODES, Future, Outcome, one_tier, policy_of, two_tiers, worth
 from benchmarks.tier_rounding import conversations, in_blocks, rounding
 from benchmarks.tier_traces import Replay, agents, mooncake
-from pigou.kv.policies.policy import GROUP
-from pigou.kv.worth import Worth
+from pigou.kv.offload import RecomputeCost
+from pigou.kv.tier_eviction.policy import GROUP
 
 SIZES = (0.005, 0.02, 0.05, 0.15)
 #: Parts of the footprint: of the device, and of the tier below.
@@ -70,7 +70,7 @@ def judge(rows: dict[str, list[Outcome]], heads: list[str], against: str) -> Non
         print(line)
 
 
-def single(replay: Replay, gains: Worth, names: list[str]) -> dict[str, list[Outcome]]:
+def single(replay: Replay, gains: RecomputeCost, names: list[str]) -> dict[str, list[Outcome]]:
     future = Future(replay.events)
     caps = [max(1, int(replay.footprint * size)) for size in SIZES]
     rows: dict[str, list[Outcome]] = {}
@@ -87,7 +87,7 @@ def single(replay: Replay, gains: Worth, names: list[str]) -> dict[str, list[Out
     return rows
 
 
-def double(replay: Replay, gains: Worth) -> dict[str, list[Outcome]]:
+def double(replay: Replay, gains: RecomputeCost) -> dict[str, list[Outcome]]:
     rows: dict[str, list[Outcome]] = {}
     for mode in MODES:
         rows[mode] = [

@@ -20,7 +20,7 @@ from benchmarks.token_pd_optimum import (
 from benchmarks.token_pd_record import Recorder, future_shares, lay_out
 from benchmarks.token_pd_run import BLOCK, Run, Setting
 from benchmarks.token_pd_table import markdown
-from pigou.kv.regret import by_price, growth, optimum, regret, utility
+from pigou.kv.memory_price import by_price, growth, optimum, regret, utility
 from pigou.models import bundled_path
 from pigou.report.drawing import png
 from pigou.report.figure import Axis, Chart, Line

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import machine
-from pigou.kv.layout import KVLayout
+from pigou.kv.block import KVLayout
 from pigou.request import SECOND
 from pigou.worker.kv_transfer import (
     HostBlockStore,

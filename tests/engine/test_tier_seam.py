@@ -16,12 +16,11 @@ from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.preemption import Rates
 from pigou.kv.block import ROOT, Block
-from pigou.kv.move import Speed, worth_reading
-from pigou.kv.policies.policy import Setting
-from pigou.kv.policies.policy import load as load_policy
+from pigou.kv.offload import RecomputeCost, TierSpeed, blocks_worth_loading
 from pigou.kv.tier import Tier
+from pigou.kv.tier_eviction.policy import TierSetting
+from pigou.kv.tier_eviction.policy import load as load_policy
 from pigou.kv.tiers import Tiers
-from pigou.kv.worth import Worth
 from pigou.request import NEVER
 
 BYTES = 10
@@ -30,7 +29,7 @@ POLICIES = ["lru", "price"]
 
 
 def make_tiers(caps: list[int], staging: int, copies: int = 2, policy: str = "lru") -> Tiers:
-    tiers = [Tier(cap * BYTES, load_policy(policy, Setting(cap * BYTES))) for cap in caps]
+    tiers = [Tier(cap * BYTES, load_policy(policy, TierSetting(cap * BYTES))) for cap in caps]
     return Tiers(tiers, BYTES, [staging] * len(caps), copies=copies)
 
 
@@ -112,7 +111,7 @@ class TierSeam(Seam):
         self.oracle.down ^= {tier}
         if known:
             down = tier in self.oracle.down
-            self.oracle.tiers.speeds[tier] = Speed(math.inf, math.inf) if down else Speed()
+            self.oracle.tiers.speeds[tier] = TierSpeed(math.inf, math.inf) if down else TierSpeed()
 
     @rule()
     @precondition(lambda self: any(self.oracle.links))
@@ -220,13 +219,13 @@ def test_what_a_tier_holds_is_restored_in_place_of_computed() -> None:
 
 
 def test_a_read_that_takes_longer_than_computing_is_not_made() -> None:
-    worth = Worth(base=1.0, slope=0.5)
-    speeds = [Speed(0.0, 0.9), Speed(2.5, 0.5)]
-    assert worth_reading([0, 0], 0, speeds, worth) == 2
-    assert worth_reading([1], 0, speeds, worth) == 0  # 1.0 saved, 3.0 spent
-    assert worth_reading([1, 1, 1], 0, speeds, worth) == 3  # 4.5 saved, 4.0 spent
-    assert worth_reading([0, 1], 0, speeds, worth) == 1
-    assert worth_reading([1, 0], 0, speeds, None) == 2
+    worth = RecomputeCost(base=1.0, slope=0.5)
+    speeds = [TierSpeed(0.0, 0.9), TierSpeed(2.5, 0.5)]
+    assert blocks_worth_loading([0, 0], 0, speeds, worth) == 2
+    assert blocks_worth_loading([1], 0, speeds, worth) == 0  # 1.0 saved, 3.0 spent
+    assert blocks_worth_loading([1, 1, 1], 0, speeds, worth) == 3  # 4.5 saved, 4.0 spent
+    assert blocks_worth_loading([0, 1], 0, speeds, worth) == 1
+    assert blocks_worth_loading([1, 0], 0, speeds, None) == 2
 
 
 def test_a_session_that_is_expected_back_finds_its_blocks_on_the_device() -> None:

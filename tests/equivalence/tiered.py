@@ -14,9 +14,9 @@ from pigou.config import EngineConfig
 from pigou.engine.plan import Load, Plan
 from pigou.engine.preemption import Rates
 from pigou.kv.block import keys_of
-from pigou.kv.policies.policy import Setting
-from pigou.kv.policies.ranked import Lru
 from pigou.kv.tier import Tier
+from pigou.kv.tier_eviction.lru import LruEviction
+from pigou.kv.tier_eviction.policy import TierSetting
 from pigou.kv.tiers import DEVICE, NOWHERE, Move, Tiers
 from pigou.runtime.load import LoadedModel
 from pigou.runtime.stores.disk import DiskStore
@@ -74,7 +74,7 @@ class TieredSide(Side):
         assert disk.capacity == pace.disk
         self.stores: list[Store] = [host, disk]
         caps = [pace.host * size, pace.disk * size]
-        tiers = [Tier(cap, Lru(Setting(cap), Lru.Params())) for cap in caps]
+        tiers = [Tier(cap, LruEviction(TierSetting(cap), LruEviction.Params())) for cap in caps]
         return Tiers(tiers, size, [pace.staging, 0], copies=pace.copies)
 
     def begin(self, plan: Plan) -> list[Load]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from pigou.kv.policies.policy import EvictionPolicy, Setting, make
+from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting, make
 
 _PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
 KINDS: dict[str, Any] = {
@@ -17,4 +17,4 @@ KINDS: dict[str, Any] = {
 
 
 def policy(name: str, cap: int, **params: Any) -> EvictionPolicy:
-    return make(KINDS[name], Setting(cap), params, name)
+    return make(KINDS[name], TierSetting(cap), params, name)

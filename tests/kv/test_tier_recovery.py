@@ -5,7 +5,7 @@ from __future__ import annotations
 from eviction_names import policy
 
 from pigou.kv.block import ROOT, Block
-from pigou.kv.move import NOWHERE
+from pigou.kv.offload import NOWHERE
 from pigou.kv.tier import Tier
 from pigou.kv.tiers import Tiers
 

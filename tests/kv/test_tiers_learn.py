@@ -8,32 +8,35 @@ import numpy as np
 from eviction_names import policy
 
 from pigou.kv.block import Block
-from pigou.kv.policies.base import Base
-from pigou.kv.policies.policy import Setting
+from pigou.kv.offload import RecomputeCost
 from pigou.kv.tier import Tier
-from pigou.kv.tiers import Speed, Tiers
-from pigou.kv.worth import Worth
+from pigou.kv.tier_eviction.policy import BaseEviction, TierSetting
+from pigou.kv.tiers import Tiers, TierSpeed
 from pigou.request import NEVER
 
 
 def test_policies_value_blocks_by_what_was_measured() -> None:
     kinds = [policy("price", 1000), policy("lru", 1000)]
-    tiers = Tiers([Tier(1000, kind) for kind in kinds], 10, speeds=[Speed(0.0, 0.02), Speed()])
-    tiers.learn(Worth(base=0.5, slope=0.1))
-    assert kinds[0].setting.worth == Worth(0.5, 0.1, 0.002)  # type: ignore[attr-defined]
-    assert kinds[1].setting.worth == Worth(0.5, 0.1)  # type: ignore[attr-defined]
-    tiers.learn(Worth(base=0.6))  # a little more: it counts for restores, not for what is held
-    assert tiers.worth == Worth(0.6)
-    assert kinds[1].setting.worth == Worth(0.5, 0.1)  # type: ignore[attr-defined]
-    tiers.learn(Worth(base=1.0))
-    assert kinds[1].setting.worth == Worth(1.0)  # type: ignore[attr-defined]
+    tiers = Tiers(
+        [Tier(1000, kind) for kind in kinds], 10, speeds=[TierSpeed(0.0, 0.02), TierSpeed()]
+    )
+    tiers.learn(RecomputeCost(base=0.5, slope=0.1))
+    assert kinds[0].setting.worth == RecomputeCost(0.5, 0.1, 0.002)  # type: ignore[attr-defined]
+    assert kinds[1].setting.worth == RecomputeCost(0.5, 0.1)  # type: ignore[attr-defined]
+    tiers.learn(
+        RecomputeCost(base=0.6)
+    )  # a little more: it counts for restores, not for what is held
+    assert tiers.worth == RecomputeCost(0.6)
+    assert kinds[1].setting.worth == RecomputeCost(0.5, 0.1)  # type: ignore[attr-defined]
+    tiers.learn(RecomputeCost(base=1.0))
+    assert kinds[1].setting.worth == RecomputeCost(1.0)  # type: ignore[attr-defined]
 
 
-class Refuses(Base):
+class Refuses(BaseEviction):
     """Takes nothing, and counts what it was offered."""
 
     def __init__(self) -> None:
-        super().__init__(Setting(1000))
+        super().__init__(TierSetting(1000))
         self.offered = 0
 
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:

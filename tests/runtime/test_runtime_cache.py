@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import make_config
 
-from pigou.kv.layout import KVLayout
+from pigou.kv.block import KVLayout
 from pigou.runtime.cache import KVCache, make_layout
 from pigou.runtime.config import parse_config
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from setups import LAW, differences, figures, open_loop, run, simulation
 
 from pigou.config import ConfigError
-from pigou.kv.worth import Worth
+from pigou.kv.offload import RecomputeCost
 from pigou.sim.client import ClientConfig
 from pigou.sim.config import FleetConfig, Members, Outage
 from pigou.sim.tiers import TierConfig, build_tiers, worth_of
@@ -109,7 +109,7 @@ def test_tiers_without_a_model_are_refused() -> None:
 
 
 def test_all_but_the_last_tier_have_room_for_what_is_on_its_way_down() -> None:
-    tiers = build_tiers((near(32), SLOW), 2**21, 64, Worth())
+    tiers = build_tiers((near(32), SLOW), 2**21, 64, RecomputeCost())
     assert tiers.tiers[0].cap_bytes == 30 * 2**21
     assert tiers.tiers[1].cap_bytes == 100 * 2**21
     assert tiers.copies == 32

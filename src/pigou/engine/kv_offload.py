@@ -12,9 +12,9 @@ from pigou.engine.plan import Load
 from pigou.engine.sequence import Sequence
 from pigou.kv.block_pool import BlockPool
 from pigou.kv.integrity import ensure
-from pigou.kv.move import DEVICE, Move
+from pigou.kv.offload import DEVICE, Move
 from pigou.kv.prefix_cache import PrefixCache
-from pigou.kv.returns import Pause, Returns
+from pigou.kv.session_returns import SessionPause, SessionReturns
 from pigou.kv.tiers import Tiers
 from pigou.request import BlockHashes, Ints
 
@@ -157,7 +157,7 @@ class KVOffloadConnector:
         self._pinned: dict[int, PinnedCopy] = {}
         #: By move, the chain of which blocks are still to be offered.
         self._rest: dict[int, OffloadCandidate] = {}
-        self._returns = Returns()
+        self._returns = SessionReturns()
         self._prefetches: dict[str, Prefetch] = {}
         self._loads: list[Load] = []
         self._number = 0
@@ -269,7 +269,7 @@ class KVOffloadConnector:
                 removed.append(self._prefetch(pause, shared, tiers, now))
         return removed
 
-    def _prefetch(self, pause: Pause, shared: Ints, tiers: Ints, now: int) -> BlockHashes:
+    def _prefetch(self, pause: SessionPause, shared: Ints, tiers: Ints, now: int) -> BlockHashes:
         first, last = len(shared), len(shared) + len(tiers)
         table = np.empty(last, dtype=np.int32)
         self._pool.take(shared, table[:first])

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.events import KVEvent
-from pigou.kv.move import Move
+from pigou.kv.offload import Move
 from pigou.request import NEVER, BlockHashes, FinishReason, Ints, Nanos, no_hashes
 
 _NONE: Ints = np.empty(0, dtype=np.int32)
@@ -42,7 +42,7 @@ class Load(msgspec.Struct, frozen=True):
     Attributes:
         request: its id.
         row: the row of the batch that it holds; -1 where nobody asks for the blocks yet: a session
-            that is away is expected back (`pigou.kv.returns`), and never `Started`.
+            that is away is expected back (`pigou.kv.session_returns`), and never `Started`.
         first: index of the first block to fill, within the request; those before were hit.
         blocks: device blocks to fill, in order, shape (n,); n = 0 when everything was hit, and
             the offer need only be declined.

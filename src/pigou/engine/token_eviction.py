@@ -19,8 +19,13 @@ from pigou.engine.block_table import COMPUTED, DROPPED, LENGTH
 from pigou.engine.plan import Compaction, Plan, Result, Revival
 from pigou.engine.schedule_builder import RowEviction, ScheduleBuilder
 from pigou.kv.block_pool_kernels import REFS
-from pigou.kv.portfolio import Offer, Portfolio, allowances, cut, outlook
-from pigou.kv.price import FLOOR, Floats, above, below
+from pigou.kv.memory_price import FLOOR, Floats, MemoryPrice, blocks_above, blocks_below
+from pigou.kv.memory_shares import (
+    EvictionCurve,
+    cheapest_evictions,
+    evictable_by_tenant,
+    marginal_ahead,
+)
 from pigou.request import Ints
 
 if TYPE_CHECKING:
@@ -45,7 +50,7 @@ class EvictionScores:
 
     def __init__(self, config: EvictionConfig, blocks: int, max_seqs: int) -> None:
         self.config = config
-        self.portfolio = Portfolio(blocks, config.rate, config.by_price)
+        self.portfolio = MemoryPrice(blocks, config.rate, config.by_price)
         self.losses: list[Floats | None] = [None] * max_seqs
         self.gains: list[Floats | None] = [None] * max_seqs
         self.scored_at: Ints = np.full(max_seqs, -1, dtype=np.int32)
@@ -94,7 +99,7 @@ def evict_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
     price = scores.portfolio.price
     if scores.portfolio.by_price and price > FLOOR:
         cheap = [
-            curve._replace(losses=curve.losses[: below(curve.losses, price)])
+            curve._replace(losses=curve.losses[: blocks_below(curve.losses, price)])
             for curve in _curves(state, builder, blind=False)
         ]
         _evict(state, builder, cheap, 0, sum(len(curve.losses) for curve in cheap))
@@ -215,16 +220,16 @@ def _evict(
     """Evict the blocks of least return; False where there are fewer than `needed`."""
     scores = _scores(state)
     config = scores.config
-    spare = allowances(config.floors, _blocks_by_tenant(state)) if config.floors else {}
-    offers = [Offer(c.losses, _tenant(state, c.row) if spare else "") for c in curves]
-    chosen = cut(offers, needed, wanted, config.ceiling, spare)
+    spare = evictable_by_tenant(config.floors, _blocks_by_tenant(state)) if config.floors else {}
+    offers = [EvictionCurve(c.losses, _tenant(state, c.row) if spare else "") for c in curves]
+    chosen = cheapest_evictions(offers, needed, wanted, config.ceiling, spare)
     if chosen is None:
         return False
     for i in np.flatnonzero(chosen.counts).tolist():
         _evict_row(state, builder, curves[i].row, curves[i].first, int(chosen.counts[i]))
     ahead = -math.inf
     if not scores.portfolio.by_price:
-        ahead = outlook(offers, chosen.counts, _growth(state))
+        ahead = marginal_ahead(offers, chosen.counts, _growth(state))
     scores.portfolio.note(chosen.marginal, ahead)
     return True
 
@@ -292,9 +297,9 @@ def recompute_by_price(state: EngineState, builder: ScheduleBuilder) -> None:
         gains = scores.gains[row]
         if gains is None or rows.length[row] - rows.computed[row] != 1:
             continue
-        count = min(above(gains, portfolio.price), int(rows.dropped[row]) // size)
+        count = min(blocks_above(gains, portfolio.price), int(rows.dropped[row]) // size)
         worth.append((row, gains[:count]))
-    chosen = cut([Offer(-gains) for _, gains in worth], 0, limit)
+    chosen = cheapest_evictions([EvictionCurve(-gains) for _, gains in worth], 0, limit)
     assert chosen is not None, "none are needed"
     for (row, _), count in zip(worth, chosen.counts.tolist(), strict=True):
         if count:

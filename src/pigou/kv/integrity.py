@@ -23,7 +23,7 @@ from pigou.kv.block_pool_kernels import (
 from pigou.request import BlockHashes, Ints
 
 if TYPE_CHECKING:
-    from pigou.kv.move import Move
+    from pigou.kv.offload import Move
     from pigou.kv.tier import Tier
 
 

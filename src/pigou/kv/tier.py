@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pigou.kv.block import ROOT, Block, Entry
 from pigou.kv.integrity import ensure
-from pigou.kv.policies.policy import EvictionPolicy
+from pigou.kv.tier_eviction.policy import EvictionPolicy
 from pigou.request import NEVER
 
 

@@ -18,11 +18,19 @@ import numpy as np
 from pigou.events import Medium
 from pigou.kv.block import ROOT, Block, chain_of, keys_of
 from pigou.kv.integrity import check_tier
-from pigou.kv.move import DEVICE, NO_BLOCKS, NOWHERE, Counts, Move, Speed, worth_reading
+from pigou.kv.offload import (
+    DEVICE,
+    NO_BLOCKS,
+    NOWHERE,
+    Move,
+    RecomputeCost,
+    TierCounts,
+    TierSpeed,
+    blocks_worth_loading,
+    path_down,
+)
 from pigou.kv.tier import Tier
 from pigou.kv.tier_events import TierEvents
-from pigou.kv.tier_path import path_down
-from pigou.kv.worth import Worth
 from pigou.request import BlockHashes, Ints
 
 #: Share of a block's worth that a change must exceed for policies to be told.
@@ -49,7 +57,7 @@ class Tiers:
         tiers: Sequence[Tier],
         block_bytes: int,
         staging: Sequence[int] | None = None,
-        speeds: Sequence[Speed] | None = None,
+        speeds: Sequence[TierSpeed] | None = None,
         copies: int = 512,
         media: Sequence[Medium] | None = None,
     ) -> None:
@@ -65,10 +73,10 @@ class Tiers:
             media: of each tier, in events; by default the first is the host, the rest storage.
         """
         self.tiers = list(tiers)
-        self.speeds = list(speeds) if speeds is not None else [Speed() for _ in tiers]
+        self.speeds = list(speeds) if speeds is not None else [TierSpeed() for _ in tiers]
         self.copies = copies
-        self.worth: Worth | None = None
-        self.counts = [Counts() for _ in tiers]
+        self.worth: RecomputeCost | None = None
+        self.counts = [TierCounts() for _ in tiers]
         self._base_told = 0.0
         self._bytes = block_bytes
         self._staging = list(staging) if staging is not None else [0 for _ in tiers]
@@ -82,7 +90,7 @@ class Tiers:
         self._out: list[Move] = []
         self._number = 0
 
-    def learn(self, worth: Worth) -> None:
+    def learn(self, worth: RecomputeCost) -> None:
         """Take in what computing a block takes, as measured.
 
         Policies value blocks anew where it has changed by more than a quarter.
@@ -93,7 +101,7 @@ class Tiers:
         self._base_told = worth.base
         for tier, speed in zip(self.tiers, self.speeds, strict=True):
             back = speed.block / self._bytes if math.isfinite(speed.block) else 0.0
-            tier.policy.learn(Worth(worth.base, worth.slope, back))
+            tier.policy.learn(RecomputeCost(worth.base, worth.slope, back))
 
     # --- from and to the device -----------------------------------------------------------------
 
@@ -170,7 +178,7 @@ class Tiers:
             if tier is None:
                 break
             tiers.append(tier)
-        count = worth_reading(tiers, first, self.speeds, self.worth)
+        count = blocks_worth_loading(tiers, first, self.speeds, self.worth)
         return np.array(tiers[:count], dtype=np.int32)
 
     def readable(self, tier: int, key: bytes, now: int) -> bool:

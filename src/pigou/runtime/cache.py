@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pigou.kv.layout import KVLayout
+from pigou.kv.block import KVLayout
 from pigou.request import Ints
 from pigou.runtime.config import ModelConfig
 from pigou.runtime.device_copies import DeviceCopies

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pigou.kv.layout import Bytes
+from pigou.kv.block import Bytes
 from pigou.request import Ints
 
 

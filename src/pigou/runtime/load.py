@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pigou.config import EvictionConfig
-from pigou.kv.layout import KVLayout
+from pigou.kv.block import KVLayout
 from pigou.request import Ints
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.cache import DTYPES, KVCache, make_layout

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from pigou.config import EngineConfig
 from pigou.events import KVEvent
+from pigou.kv.offload import RecomputeCost
 from pigou.kv.tiers import Tiers
-from pigou.kv.worth import Worth
 from pigou.request import Rehearsed, Worker
 from pigou.sim.config import Members
 from pigou.sim.tiers import TierConfig, build_tiers
@@ -38,7 +38,7 @@ class Plant:
     kv_bytes: int
     ahead: bool = False
     tiers: tuple[TierConfig, ...] = ()
-    worth: Worth = field(default_factory=Worth)
+    worth: RecomputeCost = field(default_factory=RecomputeCost)
     recall: bool = True
     layout: str = ""
     rehearsed: tuple[Rehearsed, ...] = ()

@@ -14,11 +14,10 @@ from pigou.config import ConfigError
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Effects, Load
 from pigou.events import Medium
-from pigou.kv.move import NOWHERE, Move, Speed, staging_of
-from pigou.kv.policies.policy import Setting, load
+from pigou.kv.offload import NOWHERE, Move, RecomputeCost, TierSpeed, staging_of
 from pigou.kv.tier import Tier
+from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.kv.tiers import Tiers
-from pigou.kv.worth import Worth
 from pigou.request import SECOND
 from pigou.sim.clock import Clock, Event, Phase
 from pigou.sim.timing import Batch, Timing
@@ -67,7 +66,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def build_tiers(
-    configs: Sequence[TierConfig], block_bytes: int, blocks: int, worth: Worth
+    configs: Sequence[TierConfig], block_bytes: int, blocks: int, worth: RecomputeCost
 ) -> Tiers:
     """Make a worker's tiers.
 
@@ -90,9 +89,9 @@ def build_tiers(
                 f"{spare + 1} are needed"
             )
         cap = (room - spare) * block_bytes
-        own = Worth(worth.base, worth.slope, config.seconds(1))
-        tiers.append(Tier(cap, load(config.policy, Setting(cap, own), config.params)))
-        speeds.append(Speed(config.latency_us * 1e-6, config.seconds(block_bytes)))
+        own = RecomputeCost(worth.base, worth.slope, config.seconds(1))
+        tiers.append(Tier(cap, load(config.policy, TierSetting(cap, own), config.params)))
+        speeds.append(TierSpeed(config.latency_us * 1e-6, config.seconds(block_bytes)))
     media = [Medium.HOST if config.name == "host" else Medium.STORAGE for config in configs]
     copies = max(1, blocks // _COPIES)
     made = Tiers(tiers, block_bytes, staging, speeds, copies, media)
@@ -100,7 +99,7 @@ def build_tiers(
     return made
 
 
-def worth_of(timing: Timing, block_size: int, tokens: int) -> Worth:
+def worth_of(timing: Timing, block_size: int, tokens: int) -> RecomputeCost:
     """Read off a timing model what computing a block takes, in steps of `tokens` tokens."""
 
     def seconds(before: int) -> float:
@@ -111,7 +110,7 @@ def worth_of(timing: Timing, block_size: int, tokens: int) -> Worth:
     near, far = seconds(0), seconds(_DEEPER * tokens)
     base = near / tokens * block_size
     slope = (far - near) / tokens * block_size / (_DEEPER * tokens / block_size)
-    return Worth(base=base, slope=max(0.0, slope))
+    return RecomputeCost(base=base, slope=max(0.0, slope))
 
 
 class TierLinks:
@@ -144,7 +143,7 @@ class TierLinks:
         """
         for tier, speed in enumerate(self._speeds):
             more = (max(0, self._up[tier] - now) + wait) / SECOND
-            self.tiers.speeds[tier] = Speed(speed.latency + more, speed.block)
+            self.tiers.speeds[tier] = TierSpeed(speed.latency + more, speed.block)
 
     def make(self, moves: Sequence[Move], now: int) -> None:
         """Make moves; the core is told when one has arrived."""

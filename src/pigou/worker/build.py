@@ -17,7 +17,7 @@ import numpy as np
 from pigou.config import ConfigError, EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.preemption import RateMeter
-from pigou.kv.layout import KVLayout
+from pigou.kv.block import KVLayout
 from pigou.request import SECOND, Ints, Rehearsed
 from pigou.runtime.stores.device import Blocks
 from pigou.runtime.stores.mover import Mover

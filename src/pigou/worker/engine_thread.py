@@ -18,7 +18,7 @@ from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.engine.preemption import RateMeter
 from pigou.events import BlockStored, KVEvent, Medium
 from pigou.kv.hashing import chain
-from pigou.kv.worth import Worth
+from pigou.kv.offload import RecomputeCost
 from pigou.request import SECOND, FinishReason, Request
 from pigou.runtime.containment import described, is_contained
 from pigou.runtime.outputs import StepOutput
@@ -294,7 +294,7 @@ class EngineThread:
         if rates is not None:
             self._core.rates = rates
             if self._core.tiers is not None:
-                self._core.tiers.learn(Worth(self._core.config.block_size / rates.prefill))
+                self._core.tiers.learn(RecomputeCost(self._core.config.block_size / rates.prefill))
 
     def _begin(self, plan: Plan, now: int) -> None:
         """Note who took a row, and begin loads and moves."""

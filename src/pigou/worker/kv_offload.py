@@ -16,12 +16,12 @@ from pigou.config import ConfigError
 from pigou.engine.plan import Load
 from pigou.events import Medium
 from pigou.kv.block import Block, hashes_of
-from pigou.kv.layout import KVLayout
-from pigou.kv.move import DEVICE, NOWHERE, Move, Speed, staging_of
-from pigou.kv.policies.policy import Setting, load
+from pigou.kv.block import KVLayout
+from pigou.kv.offload import DEVICE, NOWHERE, Move, TierSpeed, staging_of
+from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.kv.tier import Tier
 from pigou.kv.tiers import Tiers
-from pigou.kv.worth import Worth
+from pigou.kv.offload import RecomputeCost
 from pigou.request import Ints
 from pigou.runtime.stores.device import Blocks, make_arena
 from pigou.runtime.stores.disk import DiskStore
@@ -89,10 +89,10 @@ class OffloadConnector:
         self._measured = now
         for tier, (name, status) in enumerate(self.status().items()):
             if not status.reads.up:
-                self.tiers.speeds[tier] = Speed(math.inf, math.inf)
+                self.tiers.speeds[tier] = TierSpeed(math.inf, math.inf)
                 continue
             latency = self._mover.seconds(name, DEVICE_NAME, 0)  # with what is queued
-            self.tiers.speeds[tier] = Speed(latency + wait, self._mover.law(name)[1])
+            self.tiers.speeds[tier] = TierSpeed(latency + wait, self._mover.law(name)[1])
 
     # --- moves ----------------------------------------------------------------------------------
 
@@ -278,8 +278,8 @@ def _tier(config: WorkerConfig, layout: KVLayout, name: str, room: int) -> Tier:
             f"{layout.block_bytes} bytes need at least {2 * layout.block_bytes + 512}"
         )
     cap = room * layout.block_bytes
-    worth = Worth(base=layout.block_size * _TOKEN, restore=1 / _BACK)
-    return Tier(cap, load(config.tier_policy, Setting(cap, worth), config.tier_params))
+    worth = RecomputeCost(base=layout.block_size * _TOKEN, restore=1 / _BACK)
+    return Tier(cap, load(config.tier_policy, TierSetting(cap, worth), config.tier_params))
 
 
 def _mover(device: Blocks, plan: HostMemoryPlan, stores: dict[str, Store]) -> Mover:

@@ -17,7 +17,7 @@ from pigou.engine.plan import Plan
 from pigou.engine.rehearsal import CONTEXT, STEPS, TAKES, Scene, longest, scenes
 from pigou.engine.warm import warm_up
 from pigou.kernel_cache import told_of_compiling
-from pigou.kv import xxh3
+from pigou.kv import checksum
 from pigou.request import SECOND, Rehearsed, Request, no_hashes
 from pigou.runtime.outputs import StepOutput
 from pigou.sampling import SamplingParams
@@ -226,7 +226,7 @@ def build_warm(config: WorkerConfig) -> WorkerParts:
         if not config.allow_special_tokens:
             parts.model.tokenizer.warm_up()
         if config.kv_transfer != "none":
-            xxh3.warm_up()
+            checksum.warm_up()
     return parts
 
 

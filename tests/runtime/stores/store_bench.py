@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pigou.kv.layout import Bytes
+from pigou.kv.block import Bytes
 from pigou.request import NEVER, BlockHashes, Ints
 from pigou.runtime.stores.entries import Entries
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from store_bench import NAMESPACE, SIZE, bytes_of, entries_of, keys_of, rows_of
 
-from pigou.kv.layout import KVLayout
+from pigou.kv.block import KVLayout
 from pigou.request import NEVER
 from pigou.runtime.stores.bucket import BucketStore
 from pigou.runtime.stores.host import HostStore

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from store_bench import NAMESPACE, SIZE, TENURE, bytes_of, entries_of, keys_of, rows_of
 
-from pigou.kv.layout import Bytes
+from pigou.kv.block import Bytes
 from pigou.request import NEVER
 from pigou.runtime.stores.disk import DiskStore
 from pigou.runtime.stores.segment import Segment

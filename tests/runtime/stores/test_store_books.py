@@ -11,11 +11,11 @@ import pytest
 from store_bench import NAMESPACE, SIZE, bytes_of, entries_of, keys_of, rows_of
 
 from pigou.engine.plan import Load
+from pigou.kv.block import KVLayout
 from pigou.kv.block import keys_of as names_of
-from pigou.kv.layout import KVLayout
-from pigou.kv.policies.policy import Setting
-from pigou.kv.policies.ranked import Lru
 from pigou.kv.tier import Tier
+from pigou.kv.tier_eviction.lru import LruEviction
+from pigou.kv.tier_eviction.policy import TierSetting
 from pigou.kv.tiers import Tiers
 from pigou.request import NEVER, Ints
 from pigou.runtime.stores.disk import DiskStore
@@ -52,7 +52,7 @@ class Stand:
         self.mover = Mover(self.device, host, {"disk": self.disk})  # type: ignore[arg-type]
         self.answers: queue.Queue[Command] = queue.Queue()
         caps = [6 * SIZE, 12 * SIZE]
-        tiers = [Tier(cap, Lru(Setting(cap), Lru.Params())) for cap in caps]
+        tiers = [Tier(cap, LruEviction(TierSetting(cap), LruEviction.Params())) for cap in caps]
         self.tiers = Tiers(tiers, SIZE, [2, 0])
         self.worker = OffloadConnector(self.tiers, ["host", "disk"], self.mover, self.answers.put)
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from store_bench import NAMESPACE, SIZE, bytes_of, entries_of, keys_of, rows_of
 
+from pigou.kv.block import Bytes, KVLayout
 from pigou.kv.checksum import Checksums
-from pigou.kv.layout import Bytes, KVLayout
 from pigou.request import SECOND, BlockHashes, Ints
 from pigou.runtime.stores.copies import Copy
 from pigou.runtime.stores.disk import DiskStore

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pigou.kv.layout import Bytes, KVLayout
+from pigou.kv.block import Bytes, KVLayout
 from pigou.request import SECOND
 from pigou.worker.kv_transfer import (
     HostBlockStore,

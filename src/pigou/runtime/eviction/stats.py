@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pigou.kv.layout import KVLayout
+from pigou.kv.block import KVLayout
 from pigou.request import Ints
 from pigou.runtime.cache import move_blocks
 from pigou.runtime.eviction import kernels

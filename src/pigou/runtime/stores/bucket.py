@@ -16,9 +16,8 @@ import obstore
 from obstore.exceptions import BaseError
 
 from pigou.kv import checksum
-from pigou.kv.block import keys_of
+from pigou.kv.block import Bytes, keys_of
 from pigou.kv.checksum import Checksums, checksums_of
-from pigou.kv.layout import Bytes
 from pigou.request import BlockHashes, Ints
 from pigou.runtime.stores.entries import Bools, Entries, no_entries
 from pigou.runtime.stores.location import Location, first_line

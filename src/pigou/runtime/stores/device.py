@@ -7,8 +7,8 @@ from typing import Protocol
 import numpy as np
 
 from pigou.kv import checksum
+from pigou.kv.block import Bytes, KVLayout
 from pigou.kv.checksum import Checksums
-from pigou.kv.layout import Bytes, KVLayout
 from pigou.request import Ints
 
 

@@ -15,9 +15,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.kv.block import keys_of
+from pigou.kv.block import Bytes, keys_of
 from pigou.kv.checksum import Checksums, checksums_of
-from pigou.kv.layout import Bytes
 from pigou.request import BlockHashes, Ints
 from pigou.runtime.stores.entries import Bools, Entries
 from pigou.runtime.stores.folder import Folder

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from pigou.kv import checksum
-from pigou.kv.block import keys_of
+from pigou.kv.block import Bytes, keys_of
 from pigou.kv.checksum import Checksums
-from pigou.kv.layout import Bytes
 from pigou.request import BlockHashes, Ints
 from pigou.runtime.stores.entries import Bools, Entries, no_entries
 from pigou.runtime.stores.shelf import Shelf

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from pigou.kv.block import Bytes
 from pigou.kv.checksum import Checksums
-from pigou.kv.layout import Bytes
 from pigou.runtime.stores.entries import Bools, Entries
 
 #: Changes when the format does; older records are then foreign.

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from pigou.kv.layout import Bytes
+from pigou.kv.block import Bytes
 from pigou.request import Ints
 from pigou.runtime.stores.record import HEADER_BYTES
 

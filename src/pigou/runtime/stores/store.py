@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from pigou.kv.block import Bytes
 from pigou.kv.checksum import Checksums
-from pigou.kv.layout import Bytes
 from pigou.request import BlockHashes, Ints
 from pigou.runtime.stores.entries import Bools, Entries
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pigou.kv.layout import Bytes
+from pigou.kv.block import Bytes
 from pigou.request import Ints
 from pigou.worker.kv_transfer.block_store import (
     SHARED_DIR,

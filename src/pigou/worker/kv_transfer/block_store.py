@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from pigou.kv.checksum import Checksums, checksums_of
-from pigou.kv.layout import Bytes, KVLayout
+from pigou.kv.block import Bytes, KVLayout
 from pigou.request import Ints
 
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from pigou.kv import checksum
+from pigou.kv.block import Bytes
 from pigou.kv.checksum import Checksums
-from pigou.kv.layout import Bytes
 from pigou.request import Ints
 from pigou.worker.kv_transfer.block_store import BlockStore
 from pigou.worker.kv_transfer.result import TransferError, TransferReason

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from pigou.background import Background
-from pigou.kv import xxh3
+from pigou.kv import checksum
 from pigou.request import Ints
 from pigou.worker.config import TransferConfig
 from pigou.worker.kv_transfer.backends import ReceiveBackend, ShmImport, TcpImport
@@ -73,7 +73,7 @@ class Receiver:
             key: of the fleet, by which tickets and senders are known; empty trusts all.
         """
         self._key = key
-        xxh3.warm_up()
+        checksum.warm_up()
         self._config = config or TransferConfig()
         self._store = store
         self._tally = TransferCounters()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pigou.background import Background
-from pigou.kv import xxh3
+from pigou.kv import checksum
 from pigou.request import SECOND, Ints
 from pigou.worker.config import TransferConfig
 from pigou.worker.kv_transfer.backends import SendBackend, ShmExport, StagedShmExport, TcpExport
@@ -55,7 +55,7 @@ class Sender:
             OSError: the address cannot be bound.
             ValueError: the blocks do not lie in `memory`.
         """
-        xxh3.warm_up()
+        checksum.warm_up()
         background = background or Background()
         self._config = config or TransferConfig()
         self._store = store

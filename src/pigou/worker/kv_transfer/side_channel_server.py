@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from pigou.background import Background
 from pigou.kv import checksum
-from pigou.kv.layout import KVLayout
+from pigou.kv.block import KVLayout
 from pigou.request import SECOND
 from pigou.worker.config import TransferConfig
 from pigou.worker.kv_transfer.backends import SendBackend

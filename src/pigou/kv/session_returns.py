@@ -25,7 +25,7 @@ _FADE = 0.99
 
 
 @dataclass(slots=True)
-class Pause:
+class SessionPause:
     """A session that is away.
 
     Attributes:
@@ -39,7 +39,7 @@ class Pause:
     since: int
 
 
-class Returns:
+class SessionReturns:
     """Learns pauses, and tells which sessions are due."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Returns:
         """
         self.least = least
         self._early, self._late, self._likely = early, late, likely
-        self._away: OrderedDict[bytes, Pause] = OrderedDict()
+        self._away: OrderedDict[bytes, SessionPause] = OrderedDict()
         self._due: list[tuple[int, int, bytes]] = []  # when, who left when, key
         self._bins = np.zeros(_BINS)
         self._returned = self._lost = 0.0
@@ -69,7 +69,7 @@ class Returns:
         """Note that a session ended a turn, and left these blocks, shape (n, 2), at least one."""
         key = keys_of(hashes[-1:])[0]
         self._away.pop(key, None)
-        self._away[key] = Pause(hashes, expiry, now)
+        self._away[key] = SessionPause(hashes, expiry, now)
         when = self._quantile(self._early)
         if when is not None and self._likely_back():
             heapq.heappush(self._due, (now + when, now, key))
@@ -85,7 +85,7 @@ class Returns:
                 self._learn(now - pause.since)
                 return
 
-    def due(self, now: int) -> list[Pause]:
+    def due(self, now: int) -> list[SessionPause]:
         """Return the sessions that are about to come back, each once."""
         found = []
         over = self._quantile(self._late, 1)

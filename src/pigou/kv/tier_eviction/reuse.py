@@ -40,7 +40,7 @@ def use_class(uses: int) -> int:
     return _CLASS[uses] if uses < 16 else CLASSES - 1
 
 
-class Reuse:
+class ReuseModel:
     """How soon a block is used again, by how often it was and how long ago.
 
     Every `sample`-th block by key is followed, held or not: each of its lifetimes from one use to

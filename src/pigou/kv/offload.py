@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pigou.kv.block import Block
-from pigou.kv.worth import Worth
+from pigou.kv.block import ROOT, Block
 from pigou.request import Ints
+
+if TYPE_CHECKING:
+    from pigou.kv.tier import Tier
+
 
 #: In a move: the device; and nowhere, for blocks that are only deleted.
 DEVICE, NOWHERE = -1, -2
@@ -20,7 +23,7 @@ _STAGING = 16
 NO_BLOCKS: Ints = np.empty(0, dtype=np.int32)
 
 
-class Speed(NamedTuple):
+class TierSpeed(NamedTuple):
     """How fast blocks come back from a tier.
 
     Attributes:
@@ -54,7 +57,7 @@ class Move:
 
 
 @dataclass(slots=True)
-class Counts:
+class TierCounts:
     """Blocks of one tier, since the start.
 
     Attributes:
@@ -81,8 +84,8 @@ def staging_of(rooms: Sequence[int]) -> list[int]:
     return [*(max(1, room // _STAGING) for room in rooms[:-1]), 0]
 
 
-def worth_reading(
-    found: Sequence[int], first: int, speeds: Sequence[Speed], worth: Worth | None
+def blocks_worth_loading(
+    found: Sequence[int], first: int, speeds: Sequence[TierSpeed], worth: RecomputeCost | None
 ) -> int:
     """Return how many blocks of a sequence save most time if they are read, not computed.
 
@@ -104,3 +107,67 @@ def worth_reading(
         if saved > best:
             best, count = saved, i + 1
     return count
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeCost:
+    """Seconds that one use of a block saves over recomputing it.
+
+    Recomputing a block at depth d of its chain takes `base + slope * d` seconds more than not
+    having to: a linear part, and attention over what comes before it. From a tier it comes back
+    in `restore * size` seconds, its link's time. What a whole read costs once (a seek, a round
+    trip) is no block's own, and left to who decides whether to read.
+
+    Attributes:
+        base: seconds to compute a block at the beginning of a prompt.
+        slope: seconds more for each block before it.
+        restore: seconds for each byte that is read back.
+    """
+
+    base: float = 1.0
+    slope: float = 0.0
+    restore: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse negative seconds."""
+        for name in ("base", "slope", "restore"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+    def saved(self, block: Block) -> float:
+        """Return the seconds that a hit of this block saves, at least 0."""
+        return max(0.0, self.base + self.slope * block.depth - self.restore * block.size)
+
+    def recompute(self, depth: int, count: int = 1) -> float:
+        """Return the seconds to compute `count` blocks of which the first is at `depth`."""
+        return count * self.base + self.slope * (count * depth + count * (count - 1) / 2)
+
+
+def path_down(
+    here: Tier, below: Tier, coming: Set[bytes], block: Block, gone: Mapping[bytes, Block]
+) -> list[Block]:
+    """Return what must go down for a block to be of use there; nothing if it cannot be had.
+
+    What has not arrived itself cannot be sent on.
+
+    Args:
+        here: the tier that has the block.
+        below: the one that it goes to.
+        coming: keys that have not arrived here.
+        block: which.
+        gone: by key, blocks that `here` does not hold any more, though their bytes are there.
+
+    Returns:
+        Blocks of one chain that are not below, from the first of them to `block`.
+    """
+    path: list[Block] = []
+    at: Block | None = block
+    while at is not None and at.key not in below:
+        if at.key in coming:
+            return []
+        path.append(at)
+        if at.parent == ROOT or at.parent in below:
+            return path[::-1]
+        entry = here.entry(at.parent)
+        at = gone.get(at.parent) or (entry.block if entry is not None else None)
+    return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pigou.kv.returns import Returns
+from pigou.kv.session_returns import SessionReturns
 from pigou.request import NEVER, SECOND, BlockHashes
 
 
@@ -14,7 +14,7 @@ def chain(session: int, blocks: int) -> BlockHashes:
     return np.array(pairs, dtype=np.uint64)
 
 
-def play(returns: Returns, pause: float, times: int, now: int = 0) -> int:
+def play(returns: SessionReturns, pause: float, times: int, now: int = 0) -> int:
     """A session that pauses so many times, so many seconds each."""
     for i in range(times):
         returns.left(chain(0, i + 1), NEVER, now)
@@ -24,7 +24,7 @@ def play(returns: Returns, pause: float, times: int, now: int = 0) -> int:
 
 
 def test_nobody_is_due_before_enough_pauses_were_seen() -> None:
-    returns = Returns()
+    returns = SessionReturns()
     now = play(returns, 1.0, 7)
     returns.left(chain(1, 3), NEVER, now)
     assert returns.next() is None
@@ -32,7 +32,7 @@ def test_nobody_is_due_before_enough_pauses_were_seen() -> None:
 
 
 def test_a_session_is_due_shortly_before_most_pauses_are_over() -> None:
-    returns = Returns()
+    returns = SessionReturns()
     now = play(returns, 1.0, 20)
     returns.left(chain(1, 3), NEVER, now)
     due = returns.next()
@@ -45,7 +45,7 @@ def test_a_session_is_due_shortly_before_most_pauses_are_over() -> None:
 
 
 def test_who_has_come_back_is_not_due() -> None:
-    returns = Returns()
+    returns = SessionReturns()
     now = play(returns, 1.0, 20)
     returns.left(chain(1, 3), NEVER, now)
     returns.came(chain(1, 5), now + SECOND // 10)
@@ -54,28 +54,28 @@ def test_who_has_come_back_is_not_due() -> None:
 
 
 def test_another_session_with_the_same_beginning_is_not_it() -> None:
-    returns = Returns()
+    returns = SessionReturns()
     returns.left(chain(1, 3), NEVER, 0)
     returns.came(chain(1, 2), SECOND)
     assert returns.away == 1
 
 
 def test_what_has_expired_is_not_brought_back() -> None:
-    returns = Returns()
+    returns = SessionReturns()
     now = play(returns, 1.0, 20)
     returns.left(chain(1, 3), now + SECOND // 2, now)
     assert returns.due(now + SECOND) == []
 
 
 def test_who_is_late_is_given_up() -> None:
-    returns = Returns()
+    returns = SessionReturns()
     now = play(returns, 1.0, 20)
     returns.left(chain(1, 3), NEVER, now)
     assert returns.due(now + 100 * SECOND) == []
 
 
 def test_where_few_come_back_nobody_is_due() -> None:
-    returns = Returns()
+    returns = SessionReturns()
     now = play(returns, 1.0, 20)
     for session in range(5000):
         returns.left(chain(2 + session, 1), NEVER, now)
@@ -86,7 +86,7 @@ def test_where_few_come_back_nobody_is_due() -> None:
 
 @pytest.mark.parametrize("pause", [0.001, 0.3, 60.0, 1e7])
 def test_pauses_of_any_length_are_counted(pause: float) -> None:
-    returns = Returns()
+    returns = SessionReturns()
     now = play(returns, pause, 12)
     returns.left(chain(1, 1), NEVER, now)
     assert returns.next() is not None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pigou.events import BlockRemoved, Medium
 from pigou.kv.block import hashes_of, keys_of
-from pigou.kv.move import DEVICE, NOWHERE, Move
+from pigou.kv.offload import DEVICE, NOWHERE, Move
 from pigou.kv.tier import Tier
 from pigou.kv.tiers import Tiers
 from pigou.request import NEVER, SECOND, BlockHashes, Ints

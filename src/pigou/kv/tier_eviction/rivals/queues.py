@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
 
 from pigou.kv.block import Block, Entry
-from pigou.kv.policies.base import Base
-from pigou.kv.policies.ghosts import Ghosts
-from pigou.kv.policies.policy import Setting
+from pigou.kv.tier_eviction.policy import BaseEviction, TierSetting
 
 Queue = OrderedDict[bytes, Entry]
 
@@ -20,7 +19,7 @@ def oldest(queue: Queue) -> Entry:
     return next(iter(queue.values()))
 
 
-class Sieve(Base):
+class SieveEviction(BaseEviction):
     """SIEVE (Zhang et al., NSDI '24): a queue, and a hand that evicts what was not visited.
 
     The hand moves from the oldest block to the youngest. Of a visited one it takes the mark; one
@@ -29,7 +28,7 @@ class Sieve(Base):
 
     paths = True
 
-    def __init__(self, setting: Setting, params: msgspec.Struct | None = None) -> None:
+    def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:
         super().__init__(setting, params)
         #: From the oldest to the hand, and from the hand to the youngest.
         self._behind: Queue = OrderedDict()
@@ -81,7 +80,7 @@ class S3FifoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     promote: int = 2
 
 
-class S3Fifo(Base):
+class S3FifoEviction(BaseEviction):
     """S3-FIFO (Yang et al., SOSP '23): a small queue on probation, a main queue, and ghosts.
 
     What leaves the small queue with `promote` uses goes to the main one, otherwise it is evicted
@@ -93,14 +92,14 @@ class S3Fifo(Base):
     paths = True
     _MOST = 3
 
-    def __init__(self, setting: Setting, params: S3FifoParams) -> None:
+    def __init__(self, setting: TierSetting, params: S3FifoParams) -> None:
         super().__init__(setting, params)
         if not (0 <= params.small <= 1 and params.ghost >= 0 and params.promote >= 1):
             raise ValueError(f"{params}: small is in 0 to 1, ghost at least 0, promote at least 1")
         self._promote = params.promote
         self._small_cap = int(setting.cap_bytes * params.small)
         self._main_cap = setting.cap_bytes - self._small_cap
-        self._ghosts = Ghosts(int(setting.cap_bytes * params.ghost))
+        self._ghosts = GhostBlocks(int(setting.cap_bytes * params.ghost))
         self._small: Queue = OrderedDict()
         self._main: Queue = OrderedDict()
         self._small_bytes = self._main_bytes = 0
@@ -175,3 +174,135 @@ class S3Fifo(Base):
     def _enter_main(self, entry: Entry) -> None:
         self._main[entry.block.key] = entry
         self._main_bytes += entry.block.size
+
+
+class GhostBlocks:
+    """Evicted keys, the oldest of which are forgotten. Falsy where there are none."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        self.cap_bytes = cap_bytes
+        self.bytes = 0
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._sizes
+
+    def add(self, key: bytes, size: int) -> None:
+        """Remember a block of `size` bytes as the youngest."""
+        self.pop(key)
+        self._sizes[key] = size
+        self.bytes += size
+        while self.bytes > self.cap_bytes:
+            self.forget()
+
+    def pop(self, key: bytes) -> int:
+        """Forget a block; returns its size, 0 if it was not remembered."""
+        size = self._sizes.pop(key, 0)
+        self.bytes -= size
+        return size
+
+    def forget(self) -> None:
+        """Forget the oldest."""
+        _, size = self._sizes.popitem(last=False)
+        self.bytes -= size
+
+
+class ArcEviction(BaseEviction):
+    """Adaptive replacement cache (Megiddo and Modha, FAST '03), by bytes.
+
+    T1 holds blocks used once, T2 those used again, both in order of use; B1 and B2 are their
+    ghosts. A ghost that comes back moves the share p of T1: towards its own list. The list over
+    its share gives up its oldest block.
+    """
+
+    paths = True
+
+    def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:
+        super().__init__(setting, params)
+        self._once: Queue = OrderedDict()
+        self._again: Queue = OrderedDict()
+        self._once_ghosts, self._again_ghosts = GhostBlocks(sys.maxsize), GhostBlocks(sys.maxsize)
+        self._once_bytes = self._again_bytes = 0
+        self._share = 0.0
+        self._back: set[bytes] = set()
+        self._from_again: set[bytes] = set()
+
+    def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
+        """Return True for each; a ghost moves the share."""
+        for block in blocks:
+            self._recall(block)
+        return [True] * len(blocks)
+
+    def _recall(self, block: Block) -> None:
+        once, again = self._once_ghosts.bytes, self._again_ghosts.bytes
+        if self._once_ghosts.pop(block.key):
+            self._share += block.size * max(1.0, again / once)
+            self._share = min(self._share, self.setting.cap_bytes)
+            self._back.add(block.key)
+        elif self._again_ghosts.pop(block.key):
+            self._share = max(0.0, self._share - block.size * max(1.0, once / again))
+            self._back.add(block.key)
+            self._from_again.add(block.key)
+
+    def victim(self, newcomer: Block, now: int) -> Entry | None:
+        """Return the oldest free block of the list that is over its share (REPLACE)."""
+        over = self._once_bytes > self._share or (
+            self._once_bytes == self._share and newcomer.key in self._from_again
+        )
+        full = self._once_bytes >= self.setting.cap_bytes
+        lists = (self._once, self._again) if over or full else (self._again, self._once)
+        for queue in lists:
+            for entry in queue.values():
+                if entry.free:
+                    return entry
+        return None
+
+    def insert(self, entry: Entry, now: int) -> None:
+        """Put it into T1, or into T2 if it was a ghost; forget what is too much."""
+        key = entry.block.key
+        if key in self._back:
+            self._back.discard(key)
+            self._from_again.discard(key)
+            self._again[key] = entry
+            self._again_bytes += entry.block.size
+        else:
+            self._once[key] = entry
+            self._once_bytes += entry.block.size
+        self._trim()
+
+    def _trim(self) -> None:
+        """Keep |T1| + |B1| within the tier, and all four lists within twice the tier."""
+        cap, once, again = self.setting.cap_bytes, self._once_ghosts, self._again_ghosts
+        while once and self._once_bytes + once.bytes > cap:
+            once.forget()
+        held = self._once_bytes + self._again_bytes
+        while again and held + once.bytes + again.bytes > 2 * cap:
+            again.forget()
+
+    def hit(self, entry: Entry, now: int) -> None:
+        """Make it the youngest of T2."""
+        key = entry.block.key
+        if key in self._again:
+            self._again.move_to_end(key)
+            return
+        del self._once[key]
+        self._once_bytes -= entry.block.size
+        self._again[key] = entry
+        self._again_bytes += entry.block.size
+
+    def remove(self, entry: Entry, evicted: bool, now: int) -> None:
+        """Take it out of its list; if it was evicted, remember it."""
+        key, size = entry.block.key, entry.block.size
+        if key in self._once:
+            del self._once[key]
+            self._once_bytes -= size
+            ghosts = self._once_ghosts
+        else:
+            del self._again[key]
+            self._again_bytes -= size
+            ghosts = self._again_ghosts
+        if evicted:
+            ghosts.add(key, size)

@@ -10,20 +10,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.kv.portfolio import Offer, Portfolio, allowances, cut, outlook
-from pigou.kv.price import FLOOR, above, admits, averaged, below, excess, exponentiated
+from pigou.kv.memory_price import (
+    FLOOR,
+    MemoryPrice,
+    admits,
+    averaged_price,
+    blocks_above,
+    blocks_below,
+    excess,
+    exponentiated_price,
+)
+from pigou.kv.memory_shares import (
+    EvictionCurve,
+    cheapest_evictions,
+    evictable_by_tenant,
+    marginal_ahead,
+)
 
 LOSSES = st.lists(st.floats(0.0, 8.0).map(lambda x: round(x, 1)), max_size=4).map(
     lambda found: np.array(sorted(found))
 )
-OFFERS = st.lists(st.builds(Offer, LOSSES, st.sampled_from(["a", "b", ""])), max_size=4)
+OFFERS = st.lists(st.builds(EvictionCurve, LOSSES, st.sampled_from(["a", "b", ""])), max_size=4)
 
 
-def loss(offers: list[Offer], counts: tuple[int, ...]) -> float:
+def loss(offers: list[EvictionCurve], counts: tuple[int, ...]) -> float:
     return sum(float(o.losses[:n].sum()) for o, n in zip(offers, counts, strict=True))
 
 
-def choices(offers: list[Offer], blocks: int, ceiling: float, spare: dict[str, int]) -> list:
+def choices(
+    offers: list[EvictionCurve], blocks: int, ceiling: float, spare: dict[str, int]
+) -> list:
     found = []
     for counts in itertools.product(*(range(len(o.losses) + 1) for o in offers)):
         if sum(counts) != blocks:
@@ -43,9 +59,9 @@ def choices(offers: list[Offer], blocks: int, ceiling: float, spare: dict[str, i
     st.dictionaries(st.sampled_from(["a", "b"]), st.integers(0, 4)),
 )
 def test_no_choice_of_as_many_blocks_loses_less(
-    offers: list[Offer], blocks: int, ceiling: float, spare: dict[str, int]
+    offers: list[EvictionCurve], blocks: int, ceiling: float, spare: dict[str, int]
 ) -> None:
-    chosen = cut(offers, blocks, blocks, ceiling, spare)
+    chosen = cheapest_evictions(offers, blocks, blocks, ceiling, spare)
     others = choices(offers, blocks, ceiling, spare)
     if chosen is None:
         assert not others, "it could be had"
@@ -56,9 +72,9 @@ def test_no_choice_of_as_many_blocks_loses_less(
 
 
 @given(OFFERS, st.integers(0, 6), st.integers(0, 6))
-def test_a_cut_is_exact_or_is_not_made(offers: list[Offer], least: int, more: int) -> None:
+def test_a_cut_is_exact_or_is_not_made(offers: list[EvictionCurve], least: int, more: int) -> None:
     total = sum(len(offer.losses) for offer in offers)
-    chosen = cut(offers, least, least + more)
+    chosen = cheapest_evictions(offers, least, least + more)
     if total < least:
         assert chosen is None
     else:
@@ -67,8 +83,13 @@ def test_a_cut_is_exact_or_is_not_made(offers: list[Offer], least: int, more: in
 
 
 @given(OFFERS, st.integers(0, 8))
-def test_the_marginal_return_rises_with_what_is_wanted(offers: list[Offer], blocks: int) -> None:
-    one, more = cut(offers, blocks, blocks), cut(offers, blocks + 1, blocks + 1)
+def test_the_marginal_return_rises_with_what_is_wanted(
+    offers: list[EvictionCurve], blocks: int
+) -> None:
+    one, more = (
+        cheapest_evictions(offers, blocks, blocks),
+        cheapest_evictions(offers, blocks + 1, blocks + 1),
+    )
     if one is not None and more is not None:
         assert one.marginal <= more.marginal
         assert (one.counts <= more.counts).all(), "who gave up a block keeps it as more is wanted"
@@ -82,7 +103,7 @@ def test_with_true_returns_what_stays_is_the_top_k(
 ) -> None:
     """With lambda = 0 and blocks of a token: the highest returns of all requests are kept."""
     shares = [np.sort(np.array(returns[i::requests])) for i in range(requests)]
-    chosen = cut([Offer(share) for share in shares], 0, gone)
+    chosen = cheapest_evictions([EvictionCurve(share) for share in shares], 0, gone)
     assert chosen is not None
     kept = np.concatenate(
         [share[n:] for share, n in zip(shares, chosen.counts.tolist(), strict=True)]
@@ -94,8 +115,10 @@ def test_with_true_returns_what_stays_is_the_top_k(
 @given(st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)), st.integers(0, 30))
 def test_a_tenant_keeps_its_floor(held: dict[str, int], blocks: int) -> None:
     floors = {"a": 4, "b": 9}
-    offers = [Offer(np.full(count, 0.1), tenant) for tenant, count in held.items()]
-    chosen = cut(offers, 0, blocks, allowances=allowances(floors, held))
+    offers = [EvictionCurve(np.full(count, 0.1), tenant) for tenant, count in held.items()]
+    chosen = cheapest_evictions(
+        offers, 0, blocks, evictable_by_tenant=evictable_by_tenant(floors, held)
+    )
     assert chosen is not None
     for offer, count in zip(offers, chosen.counts.tolist(), strict=True):
         floor = min(floors.get(offer.tenant, 0), held[offer.tenant])
@@ -108,7 +131,7 @@ def test_a_tenant_keeps_its_floor(held: dict[str, int], blocks: int) -> None:
 def test_the_price_falls_to_its_floor_while_memory_is_left() -> None:
     price = 3.0
     for _ in range(1000):
-        following = exponentiated(price, 60.0, 100.0, 0.1)
+        following = exponentiated_price(price, 60.0, 100.0, 0.1)
         assert following < price or following == FLOOR
         price = following
     assert price == FLOOR
@@ -117,20 +140,22 @@ def test_the_price_falls_to_its_floor_while_memory_is_left() -> None:
 @given(st.floats(1e-9, 1e9), st.floats(0, 500), st.floats(0, 500), st.floats(0.01, 5.0))
 def test_the_price_rises_with_demand(price: float, one: float, other: float, rate: float) -> None:
     low, high = sorted((one, other))
-    assert exponentiated(price, low, 100.0, rate) <= exponentiated(price, high, 100.0, rate)
-    assert exponentiated(price, 100.0, 100.0, rate) == pytest.approx(price)
+    assert exponentiated_price(price, low, 100.0, rate) <= exponentiated_price(
+        price, high, 100.0, rate
+    )
+    assert exponentiated_price(price, 100.0, 100.0, rate) == pytest.approx(price)
 
 
 @given(st.floats(1e-9, 1e9), st.floats(0, 300), st.integers(1, 9))
 def test_steps_at_once_are_as_good_as_one_by_one(price: float, used: float, steps: int) -> None:
-    once = exponentiated(price, used, 100.0, 0.1, steps)
+    once = exponentiated_price(price, used, 100.0, 0.1, steps)
     for _ in range(steps):
-        price = exponentiated(price, used, 100.0, 0.1)
+        price = exponentiated_price(price, used, 100.0, 0.1)
     assert once == pytest.approx(price, rel=1e-9)
 
 
 def test_the_price_of_cuts_settles_within_ten_of_them_after_a_change_of_load() -> None:
-    portfolio = Portfolio(100, 0.1, by_price=False)
+    portfolio = MemoryPrice(100, 0.1, by_price=False)
     for marginal in (0.02, 1.7, 0.3):
         for _ in range(10):
             portfolio.note(marginal)
@@ -139,17 +164,17 @@ def test_the_price_of_cuts_settles_within_ten_of_them_after_a_change_of_load() -
 
 
 def test_the_outlook_is_the_dearest_of_what_goes_before_curves_are_renewed() -> None:
-    offers = [Offer(np.array([0.1, 0.4, 0.9])), Offer(np.array([0.2, 0.3]))]
-    offers += [Offer(np.full(4, math.inf)), Offer(np.empty(0))]
+    offers = [EvictionCurve(np.array([0.1, 0.4, 0.9])), EvictionCurve(np.array([0.2, 0.3]))]
+    offers += [EvictionCurve(np.full(4, math.inf)), EvictionCurve(np.empty(0))]
     taken = np.array([1, 0, 3, 0], dtype=np.int32)
-    assert outlook(offers, taken, 0.4) == 0.2  # one block of 0.2, 0.3, 0.4, 0.9
-    assert outlook(offers, taken, 1.5) == 0.4  # three
-    assert outlook(offers, taken, 16.0) == 0.9
-    assert outlook(offers, np.array([3, 2, 0, 0], dtype=np.int32), 1.0) == -math.inf
+    assert marginal_ahead(offers, taken, 0.4) == 0.2  # one block of 0.2, 0.3, 0.4, 0.9
+    assert marginal_ahead(offers, taken, 1.5) == 0.4  # three
+    assert marginal_ahead(offers, taken, 16.0) == 0.9
+    assert marginal_ahead(offers, np.array([3, 2, 0, 0], dtype=np.int32), 1.0) == -math.inf
 
 
 def test_the_cuts_of_one_plan_are_one_and_the_last_of_them_counts() -> None:
-    apart, alone = (Portfolio(100, 0.1, by_price=False) for _ in range(2))
+    apart, alone = (MemoryPrice(100, 0.1, by_price=False) for _ in range(2))
     for portfolio, cuts in ((apart, (0.1, 0.2, 0.8)), (alone, (0.8,))):
         portfolio.note(0.5)
         portfolio.step(100, 1)
@@ -160,7 +185,7 @@ def test_the_cuts_of_one_plan_are_one_and_the_last_of_them_counts() -> None:
 
 
 def test_the_price_stands_while_requests_will_need_what_is_free() -> None:
-    portfolio = Portfolio(100, 0.1, by_price=False)
+    portfolio = MemoryPrice(100, 0.1, by_price=False)
     portfolio.note(0.5)
     portfolio.step(100, 1)
     portfolio.step(90, 1, ahead=10)
@@ -170,13 +195,13 @@ def test_the_price_stands_while_requests_will_need_what_is_free() -> None:
 
 
 def test_small_changes_of_the_marginal_return_leave_the_price_alone() -> None:
-    assert averaged(1.0, 1.04, 0.5, 0.05) == 1.0
-    assert averaged(1.0, 1.2, 0.5, 0.05) == pytest.approx(math.sqrt(1.2))
-    assert averaged(1.0, -3.0, 1.0, 0.05) == pytest.approx(FLOOR)
+    assert averaged_price(1.0, 1.04, 0.5, 0.05) == 1.0
+    assert averaged_price(1.0, 1.2, 0.5, 0.05) == pytest.approx(math.sqrt(1.2))
+    assert averaged_price(1.0, -3.0, 1.0, 0.05) == pytest.approx(FLOOR)
 
 
 def test_a_loss_that_nobody_knows_says_nothing_of_the_price() -> None:
-    portfolio = Portfolio(100, 0.1, by_price=False)
+    portfolio = MemoryPrice(100, 0.1, by_price=False)
     portfolio.note(0.5)
     portfolio.note(math.inf)
     assert portfolio.price == 0.5
@@ -199,5 +224,5 @@ def test_a_higher_price_admits_nobody_more(
 
 
 def test_what_earns_its_price_exactly_stays_and_is_not_brought_back() -> None:
-    assert below(np.array([0.1, 0.2, 0.2, 0.3]), 0.2) == 1
-    assert above(np.array([0.3, 0.2, 0.2, 0.1]), 0.2) == 1
+    assert blocks_below(np.array([0.1, 0.2, 0.2, 0.3]), 0.2) == 1
+    assert blocks_above(np.array([0.3, 0.2, 0.2, 0.1]), 0.2) == 1

@@ -9,11 +9,11 @@ import pytest
 
 from pigou.config import ConfigError
 from pigou.kv.block import ROOT, Block
-from pigou.kv.policies.policy import Setting, make
-from pigou.kv.policies.price import Price, PriceParams
-from pigou.kv.reuse import BINS, CLASSES, GROWTH, Reuse, age_bin, use_class
+from pigou.kv.offload import RecomputeCost
 from pigou.kv.tier import Tier
-from pigou.kv.worth import Worth
+from pigou.kv.tier_eviction.policy import TierSetting, make
+from pigou.kv.tier_eviction.price import PriceEviction, PriceParams
+from pigou.kv.tier_eviction.reuse import BINS, CLASSES, GROWTH, ReuseModel, age_bin, use_class
 from pigou.request import SECOND
 
 
@@ -26,8 +26,8 @@ def chain(first: int, count: int) -> list[Block]:
     return [Block(k, keys[i - 1] if i else ROOT, i, 1) for i, k in enumerate(keys)]
 
 
-def priced(cap: int, worth: Worth | None = None) -> tuple[Tier, Price]:
-    policy = Price(Setting(cap, worth or Worth()), PriceParams(sample=1))
+def priced(cap: int, worth: RecomputeCost | None = None) -> tuple[Tier, PriceEviction]:
+    policy = PriceEviction(TierSetting(cap, worth or RecomputeCost()), PriceParams(sample=1))
     return Tier(cap, policy), policy
 
 
@@ -50,7 +50,7 @@ def test_bins_of_age_cover_all_ages_in_order() -> None:
 
 def test_uses_at_a_constant_rate_are_worth_that_rate_at_any_age() -> None:
     generator = np.random.default_rng(1)
-    reuse = Reuse(sample=1, prior=1.0, decay=1.0, followed=100_000)
+    reuse = ReuseModel(sample=1, prior=1.0, decay=1.0, followed=100_000)
     gaps = generator.exponential(20.0, (200, 400)).cumsum(axis=1)
     uses = sorted((at, key) for key, row in enumerate(gaps) for at in row)
     last = 0
@@ -67,7 +67,7 @@ def test_uses_at_a_constant_rate_are_worth_that_rate_at_any_age() -> None:
 
 
 def test_what_is_used_once_is_worth_less_than_what_comes_back() -> None:
-    reuse = Reuse(sample=1, prior=5.0, decay=1.0, followed=10_000)
+    reuse = ReuseModel(sample=1, prior=5.0, decay=1.0, followed=10_000)
     for step in range(600):
         now = step * SECOND
         reuse.use((10**6 + step).to_bytes(16), now)
@@ -121,7 +121,7 @@ def test_blocks_asked_for_once_do_not_displace_those_that_come_back() -> None:
 
 
 def test_of_equal_reuse_the_deeper_chain_stays() -> None:
-    tier, _ = priced(40, Worth(base=1.0, slope=0.5))
+    tier, _ = priced(40, RecomputeCost(base=1.0, slope=0.5))
     deep, shallow = chain(1000, 30), [chain(10_000 + 100 * i, 3) for i in range(10)]
     for step in range(400):
         now = step * 20 * SECOND
@@ -133,8 +133,8 @@ def test_of_equal_reuse_the_deeper_chain_stays() -> None:
 
 
 def test_what_costs_more_to_restore_than_to_compute_is_not_kept_for_what_does_not() -> None:
-    worth = Worth(base=1.0, slope=0.0, restore=0.3)
-    policy = Price(Setting(10, worth), PriceParams())
+    worth = RecomputeCost(base=1.0, slope=0.0, restore=0.3)
+    policy = PriceEviction(TierSetting(10, worth), PriceParams())
     assert policy.value(3, 0, 0, size=4) == 0
     assert policy.value(3, 0, 0, size=1) > 0
     assert worth.saved(block(1, size=4)) == 0
@@ -143,17 +143,17 @@ def test_what_costs_more_to_restore_than_to_compute_is_not_kept_for_what_does_no
 def test_parameters_are_checked() -> None:
     for wrong in ({"eta": 0}, {"margin": 0.5}, {"sample": 3}, {"prior": 0}, {"nothing": 1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            make(Price, Setting(10), wrong, "price")
+            make(PriceEviction, TierSetting(10), wrong, "price")
     with pytest.raises(ConfigError, match=r"price: .* unknown field `nothing`; its keys are: eta"):
-        make(Price, Setting(10), {"nothing": 1}, "price")
+        make(PriceEviction, TierSetting(10), {"nothing": 1}, "price")
 
 
 def test_worth_is_the_sum_of_its_blocks() -> None:
-    worth = Worth(base=2.0, slope=0.5, restore=0.1)
+    worth = RecomputeCost(base=2.0, slope=0.5, restore=0.1)
     alone = sum(worth.saved(block(i, depth=i)) for i in range(3, 8))
     assert worth.recompute(3, 5) - 0.1 * 5 == pytest.approx(alone)
     with pytest.raises(ValueError, match="slope"):
-        Worth(slope=-1)
+        RecomputeCost(slope=-1)
 
 
 def _lru(cap: int) -> Tier:

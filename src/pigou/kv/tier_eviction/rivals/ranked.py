@@ -1,15 +1,92 @@
-"""Frequencies that double and decay: the seed's eviction, and KVBM's filter before a disk."""
+"""Fifo."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from pigou.kv.block import Block, Entry
-from pigou.kv.policies.policy import Setting
-from pigou.kv.policies.ranked import Lru, Ranked
+from pigou.kv.tier_eviction.lru import LruEviction, RankedEviction
+from pigou.kv.tier_eviction.policy import BaseEviction, TierSetting
 from pigou.request import SECOND
+
+
+class FifoEviction(RankedEviction):
+    """First in, first out: rank = number of the admission."""
+
+    def insert(self, entry: Entry, now: int) -> None:
+        """Number it."""
+        entry.mark = next(self._number)
+        super().insert(entry, now)
+
+    def rank(self, entry: Entry, now: int) -> float:
+        """Return its number."""
+        return entry.mark
+
+
+class LfuEviction(RankedEviction):
+    """Least frequently used: rank = uses since it was admitted; of equals the oldest goes."""
+
+    def rank(self, entry: Entry, now: int) -> float:
+        """Return the uses."""
+        return entry.uses
+
+
+class GdsfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `Gdsf`.
+
+    Attributes:
+        cost: what a miss costs: `unit` (aged LFU), `bytes` (so that size does not matter), or
+            `seconds` (what the tier's `Worth` says).
+    """
+
+    cost: Literal["unit", "bytes", "seconds"] = "bytes"
+
+
+class GdsfEviction(RankedEviction):
+    """Greedy dual size frequency: rank = L + (uses + 1) * cost / size.
+
+    L is the rank of what was evicted last, at the time of the block's last use (Cherkasova 1998;
+    LFU with dynamic aging where cost / size is 1, Arlitt et al. 2000).
+    """
+
+    Params = GdsfParams
+
+    def __init__(self, setting: TierSetting, params: GdsfParams) -> None:
+        super().__init__(setting, params)
+        self._cost = params.cost
+        self._level = 0.0
+
+    def rank(self, entry: Entry, now: int) -> float:
+        """Return the rank as of the block's last use."""
+        return entry.level + (entry.uses + 1) * self._density(entry.block)
+
+    def insert(self, entry: Entry, now: int) -> None:
+        """Rank it at today's level."""
+        entry.level = self._level
+        super().insert(entry, now)
+
+    def hit(self, entry: Entry, now: int) -> None:
+        """Rank it at today's level."""
+        entry.level = self._level
+        super().hit(entry, now)
+
+    def remove(self, entry: Entry, evicted: bool, now: int) -> None:
+        """Raise the level, and hand the block's own to its parent."""
+        super().remove(entry, evicted, now)
+        if evicted:
+            self._level = max(self._level, entry.rank)
+        if entry.up is not None:
+            entry.up.level = max(entry.up.level, entry.level)
+
+    def _density(self, block: Block) -> float:
+        if self._cost == "bytes":
+            return 1.0
+        cost = 1.0 if self._cost == "unit" else self.setting.worth.saved(block)
+        return cost / block.size
 
 
 class FrequencyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,7 +99,7 @@ class FrequencyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_s: float = 600.0
 
 
-class Frequency(Ranked):
+class FrequencyEviction(RankedEviction):
     """The lowest frequency goes: 1 at first, doubled by a hit, less 1 for each step, at least 0.
 
     (Georgiou 2026, section 2, on Dynamo's KV block manager.) As all decay alike, the rank is the
@@ -34,7 +111,7 @@ class Frequency(Ranked):
     PROMOTES = 2
     paths = True
 
-    def __init__(self, setting: Setting, params: FrequencyParams) -> None:
+    def __init__(self, setting: TierSetting, params: FrequencyParams) -> None:
         super().__init__(setting, params)
         if not params.step_s > 0:
             raise ValueError(f"step_s is {params.step_s}; it must be above 0")
@@ -78,7 +155,7 @@ class KvbmParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     least: int = 2
 
 
-class Kvbm(Lru):
+class KvbmEviction(LruEviction):
     """LRU behind the filter that Dynamo's KVBM has before its disk.
 
     A block's count is 1 when it is offered first, and doubles with each offer (those of one
@@ -89,7 +166,7 @@ class Kvbm(Lru):
 
     Params: type[msgspec.Struct] = KvbmParams
 
-    def __init__(self, setting: Setting, params: KvbmParams) -> None:
+    def __init__(self, setting: TierSetting, params: KvbmParams) -> None:
         super().__init__(setting, params)
         if not (params.step_s > 0 and params.entries > 0 and params.least > 0):
             raise ValueError(f"{params}: all must be above 0")
@@ -132,3 +209,35 @@ class Kvbm(Lru):
 
     def _less(self) -> None:
         self._counts = {key: count - 1 for key, count in self._counts.items() if count > 1}
+
+
+class RandomEviction(BaseEviction):
+    """Any free block, each as likely as another."""
+
+    def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:
+        super().__init__(setting, params)
+        self._generator = random.Random(setting.seed)
+        self._free: list[Entry] = []
+
+    def victim(self, newcomer: Block, now: int) -> Entry | None:
+        """Draw until a free one is drawn; those that are not leave the list."""
+        while self._free:
+            place = self._generator.randrange(len(self._free))
+            entry = self._free[place]
+            if entry.free:
+                return entry
+            self._free[place] = self._free[-1]
+            self._free.pop()
+            entry.mark = 0
+        return None
+
+    def insert(self, entry: Entry, now: int) -> None:
+        """List it, if it is free."""
+        if entry.free:
+            self.freed(entry, now)
+
+    def freed(self, entry: Entry, now: int) -> None:
+        """List it, once."""
+        if not entry.mark:
+            entry.mark = 1
+            self._free.append(entry)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.kv.portfolio import Offer, cut
-from pigou.kv.regret import by_price, growth, optimum, regret, utility
+from pigou.kv.memory_price import by_price, growth, optimum, regret, utility
+from pigou.kv.memory_shares import EvictionCurve, cheapest_evictions
 
 
 @given(
@@ -49,7 +49,7 @@ def by_cut(returns: np.ndarray, there: np.ndarray, budget: int) -> np.ndarray:
         places = np.flatnonzero(there[t])
         order = places[np.argsort(returns[t, places])]
         over = max(0, len(order) - budget)
-        chosen = cut([Offer(returns[t, order])], over, over)
+        chosen = cheapest_evictions([EvictionCurve(returns[t, order])], over, over)
         assert chosen is not None
         kept[t, order[: chosen.counts[0]]] = False
     return kept

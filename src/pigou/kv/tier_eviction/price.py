@@ -11,10 +11,9 @@ from itertools import count
 import msgspec
 
 from pigou.kv.block import Block, Entry
-from pigou.kv.policies.base import Base
-from pigou.kv.policies.policy import Setting
-from pigou.kv.reuse import AT_ONCE, Reuse, age_bin, use_class
-from pigou.kv.worth import Worth
+from pigou.kv.offload import RecomputeCost
+from pigou.kv.tier_eviction.policy import BaseEviction, TierSetting
+from pigou.kv.tier_eviction.reuse import AT_ONCE, ReuseModel, age_bin, use_class
 from pigou.request import SECOND
 
 
@@ -40,7 +39,7 @@ class PriceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remembered: int = 262_144
 
 
-class Price(Base):
+class PriceEviction(BaseEviction):
     """The block that earns least goes, and one comes in that earns more and pays the price.
 
     What a block earns, in seconds of prefill for each byte and second that it is held:
@@ -68,7 +67,7 @@ class Price(Base):
     Params = PriceParams
     exclusive = True
 
-    def __init__(self, setting: Setting, params: PriceParams) -> None:
+    def __init__(self, setting: TierSetting, params: PriceParams) -> None:
         super().__init__(setting, params)
         if not (params.eta > 0 and params.margin >= 1 and params.remembered > 0):
             raise ValueError(
@@ -77,7 +76,7 @@ class Price(Base):
             )
         self.params = params
         self.price = 0.0
-        self.reuse = Reuse(params.sample, params.prior, params.decay, params.followed)
+        self.reuse = ReuseModel(params.sample, params.prior, params.decay, params.followed)
         #: Of blocks that are not held: uses, and when the last one was.
         self._uses: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         #: Of the blocks offered last: uses, when the last one was, and value.
@@ -87,7 +86,7 @@ class Price(Base):
         self._held = self._used = self._evicted = 0
         self._built = (-1, -_REBUILD)
 
-    def learn(self, worth: Worth) -> None:
+    def learn(self, worth: RecomputeCost) -> None:
         """Take another worth of a block from now on; what is held is valued anew."""
         super().learn(worth)
         self._built = (-1, -_REBUILD)

@@ -3,7 +3,7 @@
 Source: seed token-pd (Token-PD), section 3: a knapsack of tokens of equal size over all requests,
 whose optimum is a threshold on their returns. Its price meets the budget on average only; here
 the cut is exact, for blocks come free as wholes, and the price is what the cut shows
-(`pigou.kv.price`). No torch, no clock.
+(`pigou.kv.memory_price`). No torch, no clock.
 """
 
 from __future__ import annotations
@@ -15,17 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pigou.kv.price import FLOOR, Floats, averaged, exponentiated
+from pigou.kv.memory_price import Floats
 from pigou.request import Ints
 
-#: Share of the distance to a cut's marginal return that the price goes at once: what is left of it
-#: after ten cuts is a thousandth.
-SHARE = 0.5
-#: Relative changes of the marginal return below it leave the price alone.
-DEADBAND = 0.05
 
-
-class Offer(NamedTuple):
+class EvictionCurve(NamedTuple):
     """What one request can give up.
 
     Attributes:
@@ -37,7 +31,7 @@ class Offer(NamedTuple):
     tenant: str = ""
 
 
-class Cut(NamedTuple):
+class EvictionChoice(NamedTuple):
     """Who gives up how much.
 
     Attributes:
@@ -54,13 +48,13 @@ class Cut(NamedTuple):
         return int(self.counts.sum())
 
 
-def cut(
-    offers: Sequence[Offer],
+def cheapest_evictions(
+    offers: Sequence[EvictionCurve],
     least: int,
     most: int,
     ceiling: float = math.inf,
-    allowances: Mapping[str, int] | None = None,
-) -> Cut | None:
+    evictable_by_tenant: Mapping[str, int] | None = None,
+) -> EvictionChoice | None:
     """Find the blocks that lose the least return, across requests.
 
     A heap merges the curves. As each is ascending, and the bounds are nested (blocks of a request
@@ -78,7 +72,7 @@ def cut(
     Returns:
         The cut, or None where fewer than `least` blocks can be had.
     """
-    left = dict(allowances or {})
+    left = dict(evictable_by_tenant or {})
     counts: Ints = np.zeros(len(offers), dtype=np.int32)
     # Of equal losses, the one with more to give goes first; then the first offer.
     heap = [
@@ -106,10 +100,10 @@ def cut(
             heapreplace(heap, (float(losses[counts[i]]), -rest, i))
         else:
             heappop(heap)
-    return Cut(counts, marginal) if done >= least else None
+    return EvictionChoice(counts, marginal) if done >= least else None
 
 
-def outlook(offers: Sequence[Offer], counts: Ints, each: float) -> float:
+def marginal_ahead(offers: Sequence[EvictionCurve], counts: Ints, each: float) -> float:
     """Return what the dearest block earns that will have to go before curves are renewed.
 
     Requests grow, and their curves are renewed once in a while: until then each will have to give
@@ -133,70 +127,7 @@ def outlook(offers: Sequence[Offer], counts: Ints, each: float) -> float:
     return float(np.partition(rest, last)[last])
 
 
-class Portfolio:
-    """The price of device memory, in return per block of entries.
-
-    Two rules of pricing:
-
-    - as it is cut: the price follows the marginal return of the cuts, as far as they are foreseen
-      (`outlook`), averaged from plan to plan (`averaged`), and falls while more blocks are free
-      than requests are going to need (`exponentiated`);
-    - by price (Token-PD's own): `exponentiated` in each step, where what is wanted and not there
-      counts as used.
-
-    The first cut sets the price under both: of its first value the paper says nothing but that it
-    is above 0.
-    """
-
-    def __init__(self, budget: int, rate: float, by_price: bool) -> None:
-        """Start at the lowest price.
-
-        Args:
-            budget: blocks that there are.
-            rate: learning rate of `exponentiated`.
-            by_price: which rule, see above.
-        """
-        self.price = FLOOR
-        self.by_price = by_price
-        self._budget, self._rate = budget, rate
-        #: The price before the plan under way: its cuts are one, and the last sees it whole.
-        self._before: float | None = None
-
-    def note(self, marginal: float, ahead: float = -math.inf) -> None:
-        """Note that blocks were given up.
-
-        Args:
-            marginal: return of the dearest of them; one that nobody knows (infinite) says nothing
-                of the price.
-            ahead: of the dearest that will have to go before long (`outlook`), -inf for none.
-        """
-        if not math.isfinite(marginal):
-            return
-        first = self._before is None
-        before = self._before = self.price if self._before is None else self._before
-        if self.by_price:
-            if first and before <= FLOOR:
-                self.price = max(marginal, FLOOR)
-        elif before <= FLOOR:
-            self.price = max(marginal, ahead, FLOOR)
-        else:
-            self.price = averaged(before, max(marginal, ahead), SHARE, DEADBAND)
-
-    def step(self, used: int, steps: int, ahead: float = 0.0) -> None:
-        """Note that steps were done.
-
-        Args:
-            used: blocks in use, and those that were wanted beyond.
-            steps: how many.
-            ahead: blocks that requests will grow by until curves are renewed.
-        """
-        cut, self._before = self._before is not None, None
-        wanted = used if self.by_price else min(used + ahead, self._budget)
-        if self.by_price or not cut:
-            self.price = exponentiated(self.price, wanted, self._budget, self._rate, steps)
-
-
-def allowances(floors: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
+def evictable_by_tenant(floors: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
     """Return how many blocks each tenant with a floor can still give up.
 
     Args:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
 
 from pigou.config import ConfigError, named, wrong
 from pigou.kv.block import Block, Entry
-from pigou.kv.worth import Worth
+from pigou.kv.offload import RecomputeCost
 
 GROUP = "pigou.eviction"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TierSetting:
     """What a policy knows of its tier.
 
     Attributes:
@@ -26,11 +26,11 @@ class Setting:
     """
 
     cap_bytes: int
-    worth: Worth = field(default_factory=Worth)
+    worth: RecomputeCost = field(default_factory=RecomputeCost)
     seed: int = 0
 
 
-class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NoEvictionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A policy without parameters."""
 
 
@@ -57,7 +57,7 @@ class EvictionPolicy(Protocol):
     #: where nothing above does that.
     above: Callable[[bytes], bool] | None
 
-    def learn(self, worth: Worth) -> None:
+    def learn(self, worth: RecomputeCost) -> None:
         """Take another worth of a block from now on: it was measured anew."""
         ...
 
@@ -93,7 +93,9 @@ class EvictionPolicy(Protocol):
         ...
 
 
-def load(name: str, setting: Setting, params: Mapping[str, Any] | None = None) -> EvictionPolicy:
+def load(
+    name: str, setting: TierSetting, params: Mapping[str, Any] | None = None
+) -> EvictionPolicy:
     """Return a new policy by its name in the entry point group `pigou.eviction`.
 
     Raises:
@@ -104,7 +106,7 @@ def load(name: str, setting: Setting, params: Mapping[str, Any] | None = None) -
 
 
 def make(
-    kind: Any, setting: Setting, params: Mapping[str, Any] | None = None, name: str = ""
+    kind: Any, setting: TierSetting, params: Mapping[str, Any] | None = None, name: str = ""
 ) -> EvictionPolicy:
     """Return a new policy of this class.
 
@@ -119,3 +121,39 @@ def make(
         told = wrong(error, kind.Params, values)
         raise ConfigError(f"eviction policy {name or kind.__name__}: {told}") from None
     return policy
+
+
+class BaseEviction:
+    """Admits everything; notes nothing."""
+
+    Params: type[msgspec.Struct] = NoEvictionParams
+    paths = False
+    price = 0.0
+    exclusive = False
+    above: Callable[[bytes], bool] | None = None
+
+    def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:
+        self.setting = setting
+
+    def learn(self, worth: RecomputeCost) -> None:
+        """Take another worth of a block from now on."""
+        self.setting = replace(self.setting, worth=worth)
+
+    def asked(self, blocks: Sequence[Block], now: int) -> None:
+        """Do nothing."""
+
+    def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
+        """Return True for each."""
+        return [True] * len(blocks)
+
+    def insert(self, entry: Entry, now: int) -> None:
+        """Do nothing."""
+
+    def hit(self, entry: Entry, now: int) -> None:
+        """Do nothing."""
+
+    def freed(self, entry: Entry, now: int) -> None:
+        """Do nothing."""
+
+    def remove(self, entry: Entry, evicted: bool, now: int) -> None:
+        """Do nothing."""

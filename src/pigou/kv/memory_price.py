@@ -1,0 +1,268 @@
+"""What a block of cache entries has to earn to stay: the price of memory, and who pays it.
+
+Source: seed token-pd (Token-PD), section 4. Its price `mu` is per byte and its cost `c` the bytes
+of a token; here prices are per block, and a block costs 1, so that `mu c` is the price itself.
+Returns are in the unit of whoever predicts them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+#: Lowest price, above 0, from which a multiplicative update can rise again.
+FLOOR = 1e-12
+
+
+def exponentiated_price(
+    price: float, used: float, budget: float, rate: float, steps: int = 1
+) -> float:
+    """Raise a price while more is used than there is, lower it while less is (Token-PD, Eq. 5).
+
+    mu <- mu exp(rate (used - budget) / budget), once for each step.
+
+    Args:
+        price: before, above 0.
+        used: blocks that are in use or wanted, 0 or more.
+        budget: blocks that there are, above 0.
+        rate: learning rate, above 0.
+        steps: for how many steps `used` holds.
+
+    Returns:
+        The price after, at least `FLOOR`.
+    """
+    change = rate * steps * (used - budget) / budget
+    return min(max(price * math.exp(min(change, 700.0)), FLOOR), 1e300)
+
+
+def averaged_price(price: float, marginal: float, share: float, deadband: float) -> float:
+    """Move a price towards the marginal return at a cut, on a logarithmic scale.
+
+    The exact dual variable of one cut is the return of the dearest block given up
+    (`pigou.kv.memory_shares.cut`); from cut to cut it jumps. Its geometric mean over time, newer
+    cuts weighing more, is exponentiated gradient with a constant rate on the distance to it.
+
+    Args:
+        price: before, above 0.
+        marginal: return of the dearest block that was given up.
+        share: of the distance that is gone, above 0 and at most 1.
+        deadband: distances below it (of natural logarithms) change nothing.
+
+    Returns:
+        The price after, at least `FLOOR`.
+    """
+    target = max(marginal, FLOOR)
+    distance = math.log(target / price)
+    if abs(distance) < deadband:
+        return price
+    return max(price * math.exp(share * distance), FLOOR)
+
+
+def excess(returns: Floats, variances: Floats, risk: float, price: float) -> Floats:
+    """Return what entries earn beyond their price (Token-PD, before Eq. 4).
+
+    g = R - risk sigma^2 - mu c, with c = 1: give the price in the unit of what is priced.
+
+    Args:
+        returns: expected, any shape.
+        variances: of the returns, the same shape.
+        risk: lambda; negative where uncertainty is worth keeping (eviction is for good).
+        price: of keeping one of them.
+    """
+    found: Floats = returns - risk * variances - price
+    return found
+
+
+def admits(returns: Floats, variances: Floats, risk: float, price: float) -> NDArray[np.bool_]:
+    """Return which entries stay at a price: those with g >= 0 (Token-PD, Eq. 4)."""
+    found: NDArray[np.bool_] = excess(returns, variances, risk, price) >= 0.0
+    return found
+
+
+def blocks_below(losses: Floats, price: float) -> int:
+    """Return how many blocks of an ascending curve earn less than the price."""
+    return int(losses.searchsorted(price, side="left"))
+
+
+def blocks_above(gains: Floats, price: float) -> int:
+    """Return how many blocks of a descending curve earn more than the price."""
+    return int((-gains).searchsorted(-price, side="left"))
+
+
+#: Share of the distance to a cut's marginal return that the price goes at once: what is left of it
+#: after ten cuts is a thousandth.
+SHARE = 0.5
+
+
+#: Relative changes of the marginal return below it leave the price alone.
+DEADBAND = 0.05
+
+
+class MemoryPrice:
+    """The price of device memory, in return per block of entries.
+
+    Two rules of pricing:
+
+    - as it is cut: the price follows the marginal return of the cuts, as far as they are foreseen
+      (`outlook`), averaged from plan to plan (`averaged`), and falls while more blocks are free
+      than requests are going to need (`exponentiated`);
+    - by price (Token-PD's own): `exponentiated` in each step, where what is wanted and not there
+      counts as used.
+
+    The first cut sets the price under both: of its first value the paper says nothing but that it
+    is above 0.
+    """
+
+    def __init__(self, budget: int, rate: float, by_price: bool) -> None:
+        """Start at the lowest price.
+
+        Args:
+            budget: blocks that there are.
+            rate: learning rate of `exponentiated`.
+            by_price: which rule, see above.
+        """
+        self.price = FLOOR
+        self.by_price = by_price
+        self._budget, self._rate = budget, rate
+        #: The price before the plan under way: its cuts are one, and the last sees it whole.
+        self._before: float | None = None
+
+    def note(self, marginal: float, ahead: float = -math.inf) -> None:
+        """Note that blocks were given up.
+
+        Args:
+            marginal: return of the dearest of them; one that nobody knows (infinite) says nothing
+                of the price.
+            ahead: of the dearest that will have to go before long (`outlook`), -inf for none.
+        """
+        if not math.isfinite(marginal):
+            return
+        first = self._before is None
+        before = self._before = self.price if self._before is None else self._before
+        if self.by_price:
+            if first and before <= FLOOR:
+                self.price = max(marginal, FLOOR)
+        elif before <= FLOOR:
+            self.price = max(marginal, ahead, FLOOR)
+        else:
+            self.price = averaged_price(before, max(marginal, ahead), SHARE, DEADBAND)
+
+    def step(self, used: int, steps: int, ahead: float = 0.0) -> None:
+        """Note that steps were done.
+
+        Args:
+            used: blocks in use, and those that were wanted beyond.
+            steps: how many.
+            ahead: blocks that requests will grow by until curves are renewed.
+        """
+        cut, self._before = self._before is not None, None
+        wanted = used if self.by_price else min(used + ahead, self._budget)
+        if self.by_price or not cut:
+            self.price = exponentiated_price(self.price, wanted, self._budget, self._rate, steps)
+
+
+Flags = NDArray[np.bool_]
+
+
+def utility(
+    returns: Floats, variances: Floats, kept: Flags, there: Flags, risk: float, penalty: float
+) -> Floats:
+    """Return each step's utility: x (R - risk sigma^2) - (1 - x) penalty, summed over tokens.
+
+    Args:
+        returns: realised, (T, n).
+        variances: of the returns, (T, n).
+        kept: tokens in the cache, (T, n).
+        there: tokens that exist, (T, n).
+        risk: lambda.
+        penalty: delta, of computing a token again.
+
+    Returns:
+        Shape (T,), in the unit of the returns.
+    """
+    earned = np.where(kept & there, returns - risk * variances, 0.0)
+    missed = (there & ~kept).sum(axis=1) * penalty
+    found: Floats = earned.sum(axis=1) - missed
+    return found
+
+
+def optimum(
+    returns: Floats, variances: Floats, there: Flags, budget: int, risk: float, penalty: float
+) -> Floats:
+    """Return the best utility of each step for whoever knows the returns: the top `budget`.
+
+    Args are those of `utility`; `budget` is in tokens. Nothing is kept that costs more than it
+    spares, R - risk sigma^2 + penalty < 0.
+    """
+    worth = np.where(there, returns - risk * variances + penalty, -np.inf)
+    count = min(budget, worth.shape[1])
+    best = np.sort(worth, axis=1)[:, ::-1][:, :count]
+    found: Floats = np.maximum(best, 0.0).sum(axis=1) - there.sum(axis=1) * penalty
+    return found
+
+
+def by_price(
+    returns: Floats, there: Flags, budget: int, rate: float, capped: bool = False
+) -> tuple[Flags, Floats]:
+    """Play Token-PD's rule where its bound is proved (appendix A), and return what it keeps.
+
+    There, returns are seen before each choice, what was dropped is back the moment it is worth its
+    price, and the budget holds on average alone. Eq. 4 chooses, Eq. 5 moves the price; the first
+    step that has more than the budget sets it to the return of the first token too many.
+
+    Args:
+        returns: realised, (T, n).
+        there: tokens that exist, (T, n).
+        budget: tokens that may be kept, above 0.
+        rate: learning rate, above 0.
+        capped: whether no more than the budget is kept in any step, those of the highest returns.
+
+    Returns:
+        What is kept, and by how many tokens what earns its price exceeds the budget, of shapes
+        (T, n) and (T,); 0 as long as there was no price.
+    """
+    kept, beyond, price = there.copy(), np.zeros(len(returns)), 0.0
+    for t in range(len(returns)):
+        tokens = np.flatnonzero(there[t])
+        worth = returns[t, tokens]
+        if not price and len(tokens) > budget:
+            price = max(float(np.partition(worth, -budget - 1)[-budget - 1]), FLOOR)
+        if not price:
+            continue
+        kept[t, tokens] = admits(worth, np.zeros_like(worth), 0.0, price)
+        wanted = int(kept[t].sum())
+        if capped and wanted > budget:
+            kept[t, tokens[np.argsort(-worth, kind="stable")[budget:]]] = False
+        beyond[t] = wanted - budget
+        price = exponentiated_price(price, wanted, budget, rate)
+    return kept, beyond
+
+
+def regret(optimal: Floats, realised: Floats) -> Floats:
+    """Return the cumulative regret after each step, both of shape (T,)."""
+    found: Floats = np.cumsum(optimal - realised)
+    return found
+
+
+def growth(cumulative: Floats, begin: int = 1) -> float:
+    """Return the exponent a of the power law c t^a that fits a cumulative regret best.
+
+    By least squares of logarithms, over steps where the regret is above 0.
+
+    Args:
+        cumulative: regret after each step, (T,).
+        begin: first step (from 1) that counts.
+
+    Returns:
+        The exponent; 0 where the regret is never above 0, or at one step only.
+    """
+    steps = np.arange(1, len(cumulative) + 1)
+    good = (cumulative > 0) & (steps >= begin)
+    if good.sum() < 2:
+        return 0.0
+    slope, _ = np.polyfit(np.log(steps[good]), np.log(cumulative[good]), 1)
+    return float(slope)

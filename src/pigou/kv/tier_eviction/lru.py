@@ -1,0 +1,73 @@
+"""Policies that are an order of the free blocks: the one of lowest rank goes."""
+
+from __future__ import annotations
+
+import heapq
+from abc import abstractmethod
+from itertools import count
+
+import msgspec
+
+from pigou.kv.block import Block, Entry
+from pigou.kv.tier_eviction.policy import BaseEviction, TierSetting
+
+
+class RankedEviction(BaseEviction):
+    """A heap of free blocks. Items of blocks that have a newer rank, or are not free, are stale."""
+
+    def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:
+        super().__init__(setting, params)
+        self._heap: list[tuple[float, int, Entry]] = []
+        self._number = count()
+        self._live = 0
+
+    @abstractmethod
+    def rank(self, entry: Entry, now: int) -> float:
+        """Return the rank of a free block from now on, the lowest of which goes first.
+
+        Of equal ranks goes first what was ranked first.
+        """
+
+    def victim(self, newcomer: Block, now: int) -> Entry | None:
+        """Return the free block of lowest rank."""
+        heap = self._heap
+        while heap:
+            rank, _, entry = heap[0]
+            if entry.rank == rank and entry.free:
+                return entry
+            heapq.heappop(heap)
+        return None
+
+    def insert(self, entry: Entry, now: int) -> None:
+        """Rank it, if it is free."""
+        self._live += 1
+        if entry.free:
+            self._push(entry, now)
+
+    def hit(self, entry: Entry, now: int) -> None:
+        """Rank it anew, if it is free."""
+        if entry.free:
+            self._push(entry, now)
+
+    def freed(self, entry: Entry, now: int) -> None:
+        """Rank it."""
+        self._push(entry, now)
+
+    def remove(self, entry: Entry, evicted: bool, now: int) -> None:
+        """Count it out; its items go when they come up."""
+        self._live -= 1
+
+    def _push(self, entry: Entry, now: int) -> None:
+        entry.rank = self.rank(entry, now)
+        heapq.heappush(self._heap, (entry.rank, next(self._number), entry))
+        if len(self._heap) > 4 * self._live + 64:
+            self._heap = [item for item in self._heap if item[2].rank == item[0] and item[2].free]
+            heapq.heapify(self._heap)
+
+
+class LruEviction(RankedEviction):
+    """Least recently used: rank = time of the last use. What vLLM and Mooncake evict by."""
+
+    def rank(self, entry: Entry, now: int) -> float:
+        """Return the time of the last use, nanoseconds."""
+        return entry.last
