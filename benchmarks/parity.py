@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.common import machine, unwind_on_terminate
 from benchmarks.parity_fleet import fleet_parity
 from benchmarks.parity_worker import WORKER_SEQS, worker_parity
-from pigou.engine.warm import warm_up
+from pigou.engine.startup_profiling import warm_up
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from benchmarks.policy_workloads import _AGENTS, _TURNS, _control, _read
 from pigou.control.routing.policy import CostTable, RequestView, RoutingPolicy, load
 from pigou.control.routing.toll.policy import Toll
 from pigou.control.routing.view import Candidates, FleetView
-from pigou.engine.warm import warm_up
+from pigou.engine.startup_profiling import warm_up
 from pigou.experiments.prices import paired
 from pigou.sim.client import ClientConfig
 from pigou.sim.config import read_fleet

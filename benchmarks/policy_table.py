@@ -35,7 +35,7 @@ from typing import Any
 
 from benchmarks.policy_workloads import REQUESTS, Scenario, scenarios
 from pigou.control.routing.policy import GROUP
-from pigou.engine.warm import warm_up
+from pigou.engine.startup_profiling import warm_up
 from pigou.experiments.prices import THRESHOLDS, Contender, paired, threshold
 from pigou.request import SECOND
 

@@ -14,7 +14,7 @@ from worker_process import Worker
 
 from pigou.config import ConfigError, EngineConfig, EvictionConfig
 from pigou.engine.core import EngineCore
-from pigou.engine.rehearsal import CONTEXT, STEPS, scenes
+from pigou.engine.startup_profiling import CONTEXT_TOKENS, DECODE_STEPS, profiled_loads
 from pigou.request import SECOND
 from pigou.worker.build import build
 from pigou.worker.config import WorkerConfig
@@ -68,7 +68,7 @@ def test_a_rehearsal_of_a_model_leaves_nothing_behind(options: dict[str, Any]) -
         patch.setattr("pigou.worker.startup.time", TickingClock())
         found = rehearse(parts.core, parts.backend, 0.04)
     assert found
-    assert [each[:2] for each in found] == list(scenes(parts.core.config))[: len(found)]
+    assert [each[:2] for each in found] == list(profiled_loads(parts.core.config))[: len(found)]
     assert parts.core.price == price
     assert not parts.backend._sequences  # type: ignore[attr-defined]
     check_empty(parts.core)
@@ -78,9 +78,9 @@ def test_a_rehearsal_of_a_model_leaves_nothing_behind(options: dict[str, Any]) -
 def test_what_is_measured_is_what_the_law_says(clock: Clock, most: int) -> None:
     core, backend = EngineCore(LIMITS), sleeper()
     found = rehearse(core, backend, 1e9, backend.rest)
-    assert [each[:2] for each in found] == list(scenes(LIMITS))
+    assert [each[:2] for each in found] == list(profiled_loads(LIMITS))
     for tokens, streams, steps, seconds in found:
-        assert steps == (-(-tokens // (LIMITS.max_batched_tokens - streams)) or STEPS)
+        assert steps == (-(-tokens // (LIMITS.max_batched_tokens - streams)) or DECODE_STEPS)
         law = steps * (LAW.base + LAW.per_sequence * streams) / SECOND + tokens / LAW.prefill_rate
         assert seconds == pytest.approx(law, rel=1e-6)
     check_empty(core)
@@ -89,7 +89,7 @@ def test_what_is_measured_is_what_the_law_says(clock: Clock, most: int) -> None:
 def test_on_the_real_clock_a_sleeping_worker_measures_its_law() -> None:
     core, backend = EngineCore(LIMITS), sleeper()
     found = rehearse(core, backend, 60.0, backend.rest)
-    assert [each[:2] for each in found] == list(scenes(LIMITS))
+    assert [each[:2] for each in found] == list(profiled_loads(LIMITS))
     for tokens, streams, steps, seconds in found:
         law = steps * (LAW.base + LAW.per_sequence * streams) / SECOND + tokens / LAW.prefill_rate
         assert seconds >= law * 0.999
@@ -103,7 +103,7 @@ def test_a_slow_worker_keeps_its_budget_to_a_step(clock: Clock, budget: float) -
     found = rehearse(core, backend, budget, backend.rest)
     step = 0.05 + 0.0001 * 64 + LIMITS.max_batched_tokens / law.prefill_rate
     assert clock.now - began <= (budget + step) * SECOND
-    assert len(found) < len(scenes(LIMITS))
+    assert len(found) < len(profiled_loads(LIMITS))
     assert bool(found) == (budget > 0)
     check_empty(core)
 
@@ -131,7 +131,7 @@ def limits(draw: Callable[..., Any]) -> EngineConfig:
 @settings(max_examples=40)
 @given(config=limits())
 def test_every_scene_fits_the_limits_and_nobody_loses_a_row(config: EngineConfig) -> None:
-    wanted = scenes(config)
+    wanted = profiled_loads(config)
     assume(wanted)
     law = TimingLaw(LAW.base, 0, LAW.prefill_rate)
     core, backend = EngineCore(config), sleeper(law, config.block_size)
@@ -140,10 +140,10 @@ def test_every_scene_fits_the_limits_and_nobody_loses_a_row(config: EngineConfig
     assert [each[:2] for each in found] == list(wanted)
     for tokens, streams, steps, seconds in found:
         time = steps * law.base / SECOND + tokens / law.prefill_rate
-        assert steps == (-(-tokens // (config.max_batched_tokens - streams)) or STEPS)
+        assert steps == (-(-tokens // (config.max_batched_tokens - streams)) or DECODE_STEPS)
         # The law takes a chunk of one token for a decode.
         assert seconds == pytest.approx(time, abs=1.001 * steps / law.prefill_rate)
-        assert streams * CONTEXT <= config.blocks * config.block_size
+        assert streams * CONTEXT_TOKENS <= config.blocks * config.block_size
     check_empty(core)
 
 
@@ -152,7 +152,7 @@ def test_an_engine_that_is_too_small_measures_nothing_and_starts(clock: Clock, l
     config = EngineConfig(**{"blocks": 64, "max_seqs": 1, limit: 1})
     core = EngineCore(config)
     found = rehearse(core, sleeper(TimingLaw(0, 0, 1e9)), 0.1)
-    assert len(found) == len(scenes(config))
+    assert len(found) == len(profiled_loads(config))
     check_empty(core)
 
 

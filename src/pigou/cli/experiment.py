@@ -57,7 +57,7 @@ def experiment(
     ] = True,
 ) -> None:
     """Run an experiment of "The Price of Anarchy in Disaggregated Inference" again."""
-    from pigou.engine.warm import warm_up
+    from pigou.engine.startup_profiling import warm_up
     from pigou.experiments.document import prepared, write
     from pigou.experiments.fleets import fleet
     from pigou.experiments.registry import EXPERIMENTS

@@ -6,7 +6,7 @@ import msgspec
 
 from pigou.config import ControlConfig
 from pigou.control import prefix_index
-from pigou.engine import warm
+from pigou.engine import startup_profiling
 from pigou.sim.client import ClientConfig
 from pigou.sim.config import FleetConfig
 from pigou.sim.simulate import Setup, Simulation
@@ -26,7 +26,7 @@ def warm_up(fleet: FleetConfig, setup: Setup, control: ControlConfig) -> None:
 
     Takes some seconds the first time on a machine, and a fraction of one after that.
     """
-    warm.warm_up()
+    startup_profiling.warm_up()
     prefix_index.warm_up()  # small caches never outgrow its tables
     kinds = tuple(
         msgspec.structs.replace(

@@ -1,4 +1,5 @@
-"""Scenes of its own speed that a worker measures before it is ready (`pigou.engine.rehearsal`)."""
+"""Scenes of its own speed that a worker measures before it is ready
+(`pigou.engine.startup_profiling`)."""
 
 from __future__ import annotations
 
@@ -14,8 +15,15 @@ import numpy as np
 
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan
-from pigou.engine.rehearsal import CONTEXT, STEPS, TAKES, Scene, longest, scenes
-from pigou.engine.warm import warm_up
+from pigou.engine.startup_profiling import (
+    CONTEXT_TOKENS,
+    DECODE_STEPS,
+    REPEATS,
+    ProfiledLoad,
+    max_stream_tokens,
+    profiled_loads,
+    warm_up,
+)
 from pigou.kernel_cache import told_of_compiling
 from pigou.kv import checksum
 from pigou.request import SECOND, Rehearsed, Request, no_hashes
@@ -54,7 +62,7 @@ def rehearse(
     began = time.monotonic_ns()
     deadline, pace = began + budget_s * SECOND, 0.0
     found: list[Rehearsed] = []
-    for scene in scenes(core.config):
+    for scene in profiled_loads(core.config):
         if began + pace * scene.size >= deadline:
             break
         stage = _Stage(core, backend, scene, deadline, rest)
@@ -75,7 +83,7 @@ class _Stage:
         self,
         core: EngineCore,
         backend: Backend,
-        scene: Scene,
+        scene: ProfiledLoad,
         deadline: float,
         rest: Callable[[], None] | None,
     ) -> None:
@@ -92,7 +100,7 @@ class _Stage:
             return None
         found: list[Rehearsed] = []
         began = time.monotonic_ns()
-        for _ in range(TAKES):
+        for _ in range(REPEATS):
             steps = self._take()
             if not steps:
                 break
@@ -114,8 +122,8 @@ class _Stage:
             self._rest()
         if tokens:
             self._add(_PROMPT, tokens, 1)
-        while (_PROMPT in self._core) if tokens else (steps < STEPS):
-            done = self._advance(self._core.config.max_repeat if tokens else STEPS - steps)
+        while (_PROMPT in self._core) if tokens else (steps < DECODE_STEPS):
+            done = self._advance(self._core.config.max_repeat if tokens else DECODE_STEPS - steps)
             if done is None:
                 return 0 if tokens else steps
             steps += done[1]
@@ -124,9 +132,9 @@ class _Stage:
     def _gather(self) -> bool:
         """Let all streams decode; whether they do in time."""
         streams = self._scene.streams
-        most = longest(self._scene, self._core.config) - CONTEXT
+        most = max_stream_tokens(self._scene, self._core.config) - CONTEXT_TOKENS
         for number in range(streams):
-            self._add(f"{_STREAM}-{number}", CONTEXT, most)
+            self._add(f"{_STREAM}-{number}", CONTEXT_TOKENS, most)
         decoding = 0
         while decoding < streams:
             done = self._advance(1)

@@ -17,7 +17,7 @@ from pigou.engine import (
 )
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Result
-from pigou.engine.warm import warm_up
+from pigou.engine.startup_profiling import warm_up
 from pigou.kv import block_pool_kernels
 from pigou.kv.hashing import chain
 from pigou.request import Request
@@ -36,7 +36,7 @@ INNER = [
 
 PROGRAM = f"""
 from importlib import import_module
-from pigou.engine.warm import warm_up
+from pigou.engine.startup_profiling import warm_up
 warm_up()
 modules = [import_module(name) for name in {[module.__name__ for module in MODULES]}]
 print([name for module in modules for name, each in vars(module).items()
