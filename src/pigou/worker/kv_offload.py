@@ -15,13 +15,11 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.engine.plan import Load
 from pigou.events import Medium
-from pigou.kv.block import Block, hashes_of
-from pigou.kv.block import KVLayout
-from pigou.kv.offload import DEVICE, NOWHERE, Move, TierSpeed, staging_of
-from pigou.kv.tier_eviction.policy import TierSetting, load
+from pigou.kv.block import Block, KVLayout, hashes_of
+from pigou.kv.offload import DEVICE, NOWHERE, Move, RecomputeCost, TierSpeed, staging_of
 from pigou.kv.tier import Tier
+from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.kv.tiers import Tiers
-from pigou.kv.offload import RecomputeCost
 from pigou.request import Ints
 from pigou.runtime.stores.device import Blocks, make_arena
 from pigou.runtime.stores.disk import DiskStore

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from pigou.kv.checksum import Checksums, checksums_of
 from pigou.kv.block import Bytes, KVLayout
+from pigou.kv.checksum import Checksums, checksums_of
 from pigou.request import Ints
 
 
