@@ -1,4 +1,4 @@
-"""What benchmarks/eviction.py measures with, against cases worked out by hand."""
+"""What benchmarks/token_eviction/quality.py measures with, against cases worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.eviction_budget import Budget, budget
-from benchmarks.eviction_metrics import divergence, interval, kept_mass, nll, present
-from benchmarks.eviction_reference import mass
-from benchmarks.eviction_table import KL, NLL, Cell, above, baselines, closed, difference
-from benchmarks.eviction_task import Meter, Outcome, Prepared, Task
-from benchmarks.eviction_tracker import places
+from benchmarks.token_eviction.budget import Budget, budget
+from benchmarks.token_eviction.metrics import divergence, interval, kept_mass, nll, present
+from benchmarks.token_eviction.reference import mass
+from benchmarks.token_eviction.table import KL, NLL, Cell, above, baselines, closed, difference
+from benchmarks.token_eviction.task import Meter, Outcome, Prepared, Task
+from benchmarks.token_eviction.tracker import places
 
 
 def test_loss_is_minus_the_log_of_the_targets_share() -> None:

@@ -1,4 +1,4 @@
-"""The rows that benchmarks/eviction.py gives both sides to read."""
+"""The rows that benchmarks/token_eviction/quality.py gives both sides to read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.eviction_data import recall_rows, text_rows
+from benchmarks.token_eviction.data import recall_rows, text_rows
 from pigou.models import bundled_path
 
 TEXT = "\n".join(

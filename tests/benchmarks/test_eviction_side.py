@@ -1,4 +1,4 @@
-"""Pigou's side of benchmarks/eviction.py: what it shows is what the executor did."""
+"""Pigou's side of benchmarks/token_eviction/quality.py: what it shows is what the executor did."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.eviction_budget import budget
-from benchmarks.eviction_metrics import kept_mass, present
-from benchmarks.eviction_peer import KvpressPeer
-from benchmarks.eviction_pigou import WITHIN, PigouSide
-from benchmarks.eviction_reference import prepare
-from benchmarks.eviction_task import Prepared, Task
-from benchmarks.peers import PeerMissing
+from benchmarks.lib.peers import PeerMissing
+from benchmarks.token_eviction.budget import budget
+from benchmarks.token_eviction.kvpress_peer import KvpressPeer
+from benchmarks.token_eviction.metrics import kept_mass, present
+from benchmarks.token_eviction.pigou_side import WITHIN, PigouSide
+from benchmarks.token_eviction.reference import prepare
+from benchmarks.token_eviction.task import Prepared, Task
 from pigou.models import bundled_path
 from tools.make_random_checkpoint import Shape, write_checkpoint
 

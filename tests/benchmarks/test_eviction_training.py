@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.eviction_pigou import PigouSide
-from benchmarks.eviction_table import TRAINED
-from benchmarks.eviction_task import Prepared, Task
-from benchmarks.eviction_training import Training
+from benchmarks.token_eviction.pigou_side import PigouSide
+from benchmarks.token_eviction.table import TRAINED
+from benchmarks.token_eviction.task import Prepared, Task
+from benchmarks.token_eviction.training import Training
 from pigou.models import bundled_path
 from pigou.runtime.eviction.returns import PAPER, RETURNS
 from tools.make_random_checkpoint import Shape, write_checkpoint

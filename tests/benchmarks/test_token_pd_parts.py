@@ -1,4 +1,4 @@
-"""The parts of benchmarks.token_pd: its load, its clock, its bisection."""
+"""The parts of benchmarks.token_pd.tables: its load, its clock, its bisection."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks.token_pd_iso import least_budget
-from benchmarks.token_pd_load import (
+from benchmarks.token_pd.iso_perplexity import least_budget
+from benchmarks.token_pd.load import (
     DISTANCE,
     OUTPUT,
     PROMPT,
@@ -21,8 +21,8 @@ from benchmarks.token_pd_load import (
     make_items,
     rate_for,
 )
-from benchmarks.token_pd_run import Figures, Run, Setting, plenty
-from benchmarks.token_pd_table import published, table
+from benchmarks.token_pd.paper_tables import published, table
+from benchmarks.token_pd.run import Figures, Run, Setting, plenty
 from pigou.models import bundled_path
 from pigou.runtime.load import LoadedModel, load
 

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks.token_pd_optimum import Recorded, earned, fixed_optimum, settling
-from benchmarks.token_pd_record import Step, lay_out, shares
+from benchmarks.token_pd.optimum import Recorded, earned, fixed_optimum, settling
+from benchmarks.token_pd.record import Step, lay_out, shares
 
 
 def test_shares_are_means_over_the_queries_to_come() -> None:

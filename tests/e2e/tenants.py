@@ -16,7 +16,7 @@ import msgspec
 from tests.e2e.client import SECRET
 from tests.gateway.tenure_requests import pairs
 
-from benchmarks.common import post_json
+from benchmarks.lib.servers import post_json
 from pigou.gateway.keys import make_key
 
 _HITS = re.compile(

@@ -6,6 +6,7 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stub import Stub, serving
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
@@ -14,7 +15,6 @@ from pigou.gateway.board import Board, Row
 from pigou.gateway.history import MOST_EVENTS, MOST_SAMPLES, STEP_S, History, quantile
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.pilot import Pilot
-from stub import Stub, serving
 
 
 class Fleet:

@@ -10,12 +10,12 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from stub import Script, Stub, serving
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.gateway.keys import Key, Keys
 from pigou.gateway.limits import Limits
 from pigou.request import SECOND
-from stub import Script, Stub, serving
 
 TEXT = "/v1/completions"
 

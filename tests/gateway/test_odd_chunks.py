@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stub import Fleet, Script, Stub, serving, whole_text
 
 from pigou.gateway.regular import regular, whole, with_cached_tokens
 from pigou.request import Role
 from pigou.wire.sse import Reader
-from stub import Fleet, Script, Stub, serving, whole_text
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 BOM = b"\xef\xbb\xbf"

@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from stub import Fleet, Stub, serving
 
 from pigou.gateway.keys import Key, Keys
-from stub import Fleet, Stub, serving
 
 KEYS = Keys([Key(name, sha256(name.encode()).digest()) for name in ("alice", "bob")])
 

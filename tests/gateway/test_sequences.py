@@ -10,11 +10,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+from stub import Script, Stub, serving, whole_text
 
 from pigou.config import ControlConfig
 from pigou.gateway.keys import Key, Keys
 from pigou.request import Role
-from stub import Script, Stub, serving, whole_text
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -7,12 +7,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from stub import Script, Stub, serving
 
 from pigou.config import ControlConfig
 from pigou.control.messages import LoadReport
 from pigou.gateway.upstream import Engine
 from pigou.request import SECOND, Worker
-from stub import Script, Stub, serving
 
 TEXT = "/v1/completions"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import Server, available_cores, free_ports
-from benchmarks.peers import EventPorts, PeerMissing, VllmPair, shared, start_vllm, vllm_home
+from benchmarks.lib.peers import EventPorts, PeerMissing, VllmPair, shared, start_vllm, vllm_home
+from benchmarks.lib.servers import Server, available_cores, free_ports
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
 BLOCK_SIZE = 32  # the smallest that vLLM has on CPU; its default of 128 hides short prefixes

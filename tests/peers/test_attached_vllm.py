@@ -10,12 +10,12 @@ import pytest
 from tests.e2e.client import Endpoint
 from tests.e2e.fleet import Fleet
 
-from benchmarks.common import get_json
+from benchmarks.lib.servers import get_json
 
 if TYPE_CHECKING:
     from tests.peers.conftest import VllmWorker
 
-    from benchmarks.peers import VllmPair
+    from benchmarks.lib.peers import VllmPair
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.dynamo_mockers import dynamo_home
-from benchmarks.peers import PeerMissing
+from benchmarks.lib.dynamo_mockers import dynamo_home
+from benchmarks.lib.peers import PeerMissing
 from pigou.control.routing.rivals.dynamo import Dynamo
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request

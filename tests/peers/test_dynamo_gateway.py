@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.e2e.fleet import Fleet
 
-from benchmarks.common import LOOPBACK, free_ports
-from benchmarks.dynamo_mockers import NAME, Mockers, dynamo_home
-from benchmarks.peers import PeerMissing, shared
+from benchmarks.lib.dynamo_mockers import NAME, Mockers, dynamo_home
+from benchmarks.lib.peers import PeerMissing, shared
+from benchmarks.lib.servers import LOOPBACK, free_ports
 from pigou.gateway import chunks
 from pigou.gateway.call import Call
 from pigou.gateway.migration import sending

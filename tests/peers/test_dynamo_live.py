@@ -17,9 +17,9 @@ import aiohttp
 import pytest
 from tests.peers.dynamo_fakes import ScriptedSteering
 
-from benchmarks.common import LOOPBACK, Server, free_ports, get_json
-from benchmarks.dynamo_mockers import BLOCK_SIZE, NAME, Mockers, dynamo_home
-from benchmarks.peers import PeerMissing, shared
+from benchmarks.lib.dynamo_mockers import BLOCK_SIZE, NAME, Mockers, dynamo_home
+from benchmarks.lib.peers import PeerMissing, shared
+from benchmarks.lib.servers import LOOPBACK, Server, free_ports, get_json
 from pigou.control.regimes.parameters import Parameters
 from pigou.control.saturation.detector import Regime
 from pigou.integrations.dynamo.attribution import Ledger

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from benchmarks.common import post_json
+from benchmarks.lib.servers import post_json
 from pigou.config import ControlConfig
 from pigou.control.prefix_index import chain
 from pigou.fleet.config import AttachedWorker, WatchConfig

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 import zmq
 
-from benchmarks.common import get_json, post_json
-from benchmarks.peers import EVENTS_TOPIC
+from benchmarks.lib.peers import EVENTS_TOPIC
+from benchmarks.lib.servers import get_json, post_json
 
 if TYPE_CHECKING:
     from tests.peers.conftest import VllmWorker
 
-    from benchmarks.peers import VllmPair
+    from benchmarks.lib.peers import VllmPair
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from benchmarks.forced import force
+from benchmarks.token_eviction.forced import force
 from pigou.config import EngineConfig
 from pigou.runtime.engine import LocalEngine
 from pigou.runtime.load import LoadedModel

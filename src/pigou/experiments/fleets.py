@@ -11,7 +11,7 @@ Every constant names its source. "Ours" means: from no figure of the paper.
 | prefill, `serial-prefill` | 1/18.9 s | 1/47 s, 1/51 s | the ceilings of sections 8.1 and 8.4 |
 | prefill, otherwise | 5.9 ms | 2.4 ms | ours: FP8 weights read once from HBM (8 TB/s, 0.9 of it) |
 | pool | 100 | 100 | default limit of aiohttp's and httpx's connections |
-| barging | 0.9 | 0.9 | ours: `benchmarks/client_pool.py`, aiohttp's connector measured |
+| barging | 0.9 | 0.9 | ours: `benchmarks/gateway/client_pool.py`, aiohttp's connector measured |
 | link | 390 Gb/s | 390 Gb/s | measured between the paper's nodes (Table 3) |
 """  # noqa: E501
 
