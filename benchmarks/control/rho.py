@@ -35,9 +35,9 @@ from benchmarks.lib.peers import shared
 from pigou.config import ControlConfig
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
-from pigou.sim.clock import EPOCH, Phase
-from pigou.sim.config import read_fleet
-from pigou.sim.simulate import UNLIMITED, Setup, Simulation
+from pigou.sim.fleet_config import read_fleet
+from pigou.sim.simulation import UNLIMITED, Setup, Simulation
+from pigou.sim.virtual_clock import EPOCH, Phase
 from pigou.sim.workload import OpenLoop
 from pigou.workload.formats import read_trace
 from pigou.workload.offered import Offered, from_trace, offered

@@ -19,9 +19,9 @@ from pigou.kv.tier_eviction.lru import LruEviction, RankedEviction
 from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting, load, make
 from pigou.request import NEVER
 from pigou.sim.gpus import GPUS
-from pigou.sim.model_name import architecture
-from pigou.sim.roofline import roofline
+from pigou.sim.model_config import architecture
 from pigou.sim.timing import Batch
+from pigou.sim.timing_roofline import roofline
 
 MODEL, GPU = "llama-3.1-8b", "h200"
 #: Bytes a second from host memory: PCIe 5 x16, at about 80% of its 63 GB/s.

@@ -25,12 +25,12 @@ from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
 from pigou.request import NEVER, SECOND, Request
-from pigou.sim.capacity import kv_blocks
+from pigou.sim.architecture import kv_blocks
 from pigou.sim.gpus import gpu
-from pigou.sim.model_name import architecture
-from pigou.sim.profile import profile
-from pigou.sim.roofline import roofline
+from pigou.sim.model_config import architecture
 from pigou.sim.timing import Batch, Timing
+from pigou.sim.timing_profile import profile
+from pigou.sim.timing_roofline import roofline
 
 SHARED = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[2] / "shared"))
 PROFILES = SHARED / "profiles" / "vllm-0.19"

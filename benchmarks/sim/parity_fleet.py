@@ -20,10 +20,10 @@ from pigou.control.journal import JournalEntry, JournalHead
 from pigou.control.messages import FirstToken, PrefillDone, Submit
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
-from pigou.sim.config import FleetConfig, Members
+from pigou.sim.fleet_config import FleetConfig, Members
 from pigou.sim.network import LinkConfig
 from pigou.sim.result import Result
-from pigou.sim.simulate import Setup, Simulation
+from pigou.sim.simulation import Setup, Simulation
 from pigou.workload.formats import read_trace
 from pigou.workload.journal import lines
 from pigou.workload.offered import from_trace

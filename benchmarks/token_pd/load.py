@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from pigou.request import SECOND
-from pigou.sim.arrivals import renewal_times
+from pigou.sim.workload import renewal_times
 from pigou.workload.recall import RecallItem, pair_line, recall_items
 
 Ids = NDArray[np.int32]

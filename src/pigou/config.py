@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
@@ -286,3 +288,52 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ConfigError(f"{name} is {value}; it must be at least {least}")
+
+
+def read_yaml(path: str | Path) -> Any:
+    """Return what a YAML file holds, as plain values.
+
+    Raises:
+        ConfigError: it cannot be read, is malformed or gives a key twice, or pyyaml is missing.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"{path}: a YAML file needs the package pyyaml; install it") from None
+    try:
+        text = Path(path).read_bytes()
+        for node in _mappings(yaml.compose(text, yaml.SafeLoader)):
+            _check_keys(node)
+        return yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{path} is no YAML that is understood: {said}") from error
+
+
+def _mappings(root: Any) -> Iterator[Any]:
+    """Yield the mappings within a node, each once: aliases may lead back to where they are."""
+    import yaml
+
+    left, seen = [root], set()
+    while left:
+        node = left.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            yield node
+            left += (value for _, value in node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            left += node.value
+
+
+def _check_keys(node: Any) -> None:
+    seen = set()
+    for key, _ in node.value:
+        name = (key.tag, str(key.value))
+        if name in seen:
+            line = key.start_mark.line + 1
+            raise ValueError(f"line {line} gives {key.value!r} again; give it once")
+        seen.add(name)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pigou.cli import main
-from pigou.sim.measured import Measured
+from pigou.sim.timing_measured import Measured
 
 if TYPE_CHECKING:
     from tests.peers.conftest import VllmWorker

@@ -11,9 +11,9 @@ from pigou.config import ControlConfig
 from pigou.report.observed import record
 from pigou.report.record import Record
 from pigou.sim.client import ClientConfig
-from pigou.sim.config import read_fleet
-from pigou.sim.gaps import Gaps
-from pigou.sim.simulate import UNLIMITED, Setup, Simulation
+from pigou.sim.fleet_config import read_fleet
+from pigou.sim.simulation import UNLIMITED, Setup, Simulation
+from pigou.sim.streams import Gaps
 from pigou.sim.timeline import Timeline
 from pigou.sim.workload import ClosedLoop, Lengths
 

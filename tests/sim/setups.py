@@ -9,9 +9,17 @@ import msgspec
 
 from pigou.config import ControlConfig
 from pigou.sim.client import ClientConfig
-from pigou.sim.config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow, read_fleet
+from pigou.sim.fleet_config import (
+    FleetConfig,
+    LinkConfig,
+    Members,
+    Outage,
+    Signals,
+    Slow,
+    read_fleet,
+)
 from pigou.sim.result import Result
-from pigou.sim.simulate import UNLIMITED, Setup, Simulation
+from pigou.sim.simulation import UNLIMITED, Setup, Simulation
 from pigou.sim.workload import ClosedLoop, Lengths, OpenLoop, renewal
 
 LAW = "law:itl_a=0.008,itl_b=0.0003,prefill=0.004,prefill_token=0.00005"

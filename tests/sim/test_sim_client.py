@@ -8,7 +8,7 @@ import pytest
 from pigou.request import SECOND
 from pigou.sim.call import Call, Outcome
 from pigou.sim.client import Client, ClientConfig
-from pigou.sim.clock import EPOCH, Clock, Phase
+from pigou.sim.virtual_clock import EPOCH, Clock, Phase
 from pigou.sim.workload import ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
 
 

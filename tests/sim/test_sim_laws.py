@@ -10,7 +10,7 @@ from setups import closed_loop, differences, figures, open_loop, run, simulation
 from pigou.request import Role
 from pigou.sim.call import Outcome
 from pigou.sim.client import ClientConfig
-from pigou.sim.config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow
+from pigou.sim.fleet_config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow
 from pigou.sim.workload import Lengths, OpenLoop, renewal
 
 POLICIES = st.sampled_from(["least-loaded", "round-robin", "toll", "lmetric"])

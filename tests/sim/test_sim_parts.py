@@ -10,15 +10,14 @@ import pytest
 from pigou.config import ConfigError
 from pigou.experiments.fleets import fleet
 from pigou.request import SECOND, Role
-from pigou.sim.clock import EPOCH, Clock, Phase
-from pigou.sim.config import read_fleet
-from pigou.sim.gaps import Gaps
-from pigou.sim.hashes import block_hashes
-from pigou.sim.law import PRESETS, Law, LawTiming
+from pigou.sim.fleet_config import read_fleet
 from pigou.sim.network import LinkConfig, Network
+from pigou.sim.streams import Gaps
 from pigou.sim.timing import Batch
-from pigou.sim.timings import build_timing, capacity
-from pigou.sim.workload import Job
+from pigou.sim.timing_law import PRESETS, Law, LawTiming
+from pigou.sim.timing_models import build_timing, capacity
+from pigou.sim.virtual_clock import EPOCH, Clock, Phase
+from pigou.sim.workload import Job, block_hashes
 
 
 def test_events_run_by_time_then_phase_then_key() -> None:

@@ -7,7 +7,7 @@ from setups import run
 
 from pigou.request import Role
 from pigou.sim.call import Outcome
-from pigou.sim.config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow
+from pigou.sim.fleet_config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow
 from pigou.sim.result import Result
 from pigou.sim.workload import Lengths, OpenLoop, renewal
 

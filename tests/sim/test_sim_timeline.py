@@ -10,7 +10,7 @@ from setups import closed_loop, differences, open_loop, simulation
 
 from pigou.request import SECOND, Role
 from pigou.sim.client import ClientConfig
-from pigou.sim.config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow
+from pigou.sim.fleet_config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow
 from pigou.sim.timeline import Timeline
 
 TROUBLED = FleetConfig(

@@ -16,9 +16,9 @@ import msgspec
 from numba.core.dispatcher import Dispatcher
 from pigou.config import ControlConfig
 from pigou.sim.client import ClientConfig
-from pigou.sim.config import FleetConfig
-from pigou.sim.simulate import UNLIMITED, Setup, Simulation
-from pigou.sim.warm import warm_up
+from pigou.sim.fleet_config import FleetConfig
+from pigou.sim.simulation import UNLIMITED, Setup, Simulation
+from pigou.sim.simulation import warm_up
 from pigou.sim.workload import Lengths, renewal
 
 given = json.loads(sys.argv[1])

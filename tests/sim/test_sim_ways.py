@@ -8,7 +8,7 @@ from setups import differences, open_loop, run
 from pigou.config import ConfigError
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
-from pigou.sim.config import FleetConfig, LinkConfig, Members, Outage
+from pigou.sim.fleet_config import FleetConfig, LinkConfig, Members, Outage
 from pigou.sim.workload import Lengths, renewal
 
 LONE = renewal(Lengths(input=(33, 33), output=(5, 5)), 1.0, 0.0, 1, 0.0, 0)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_setups import LAW, VARIED, Doing, abort, add, journal, release, retime
 
-from pigou.sim.measured import Measured, MeasuredTiming
-from pigou.sim.slowed import Slowed
+from pigou.sim.timing import Slowed
+from pigou.sim.timing_measured import Measured, MeasuredTiming
 
 TIMINGS = st.sampled_from([LAW, VARIED])
 

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from pigou.config import ConfigError
-from pigou.sim.architecture import PRESETS, Architecture
-from pigou.sim.capacity import kv_blocks
+from pigou.sim.architecture import PRESETS, Architecture, kv_blocks
 from pigou.sim.gpus import GPUS, gpu
-from pigou.sim.model_config import read_architecture
-from pigou.sim.model_name import architecture
-from pigou.sim.roofline import roofline
+from pigou.sim.model_config import architecture, read_architecture
 from pigou.sim.timing import Batch
+from pigou.sim.timing_roofline import roofline
 
 QWEN = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128,

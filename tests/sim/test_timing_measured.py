@@ -11,10 +11,9 @@ import pytest
 
 from pigou.config import ConfigError
 from pigou.engine.plan import Plan
-from pigou.sim.measured import Measured, MeasuredTiming, at
-from pigou.sim.moment import Moment, Moments
-from pigou.sim.timing import Batch
-from pigou.sim.timings import build_timing, capacity
+from pigou.sim.timing import Batch, Moment, Moments
+from pigou.sim.timing_measured import Measured, MeasuredTiming, at
+from pigou.sim.timing_models import build_timing, capacity
 
 GIVEN: dict[str, Any] = {
     "decodes": [[1, 0.004], [4, 0.007]],

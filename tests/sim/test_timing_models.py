@@ -10,9 +10,9 @@ from timing_tables import write_tables
 
 from pigou.sim.architecture import PRESETS
 from pigou.sim.gpus import GPUS
-from pigou.sim.profile import profile
-from pigou.sim.roofline import roofline
 from pigou.sim.timing import Batch, Timing
+from pigou.sim.timing_profile import profile
+from pigou.sim.timing_roofline import roofline
 
 
 @pytest.fixture(scope="module", params=["roofline", "roofline-moe-tp2", "profile"])

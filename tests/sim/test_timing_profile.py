@@ -13,10 +13,10 @@ from timing_tables import CHUNKS, DECODES, KEYS, KVS, attention, write_tables
 from pigou.config import ConfigError
 from pigou.sim.architecture import PRESETS, Architecture
 from pigou.sim.gpus import GPUS
-from pigou.sim.profile import CAPTURED, ProfileTiming, profile
-from pigou.sim.profile_tables import find_tables, read_tables
-from pigou.sim.roofline import roofline
 from pigou.sim.timing import Batch
+from pigou.sim.timing_profile import CAPTURED, ProfileTiming, profile
+from pigou.sim.timing_profile_tables import find_tables, read_tables
+from pigou.sim.timing_roofline import roofline
 
 LLAMA = PRESETS["llama-3.1-8b"]
 SHARED = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[3] / "shared"))

@@ -15,12 +15,12 @@ from pigou.events import KVEvent
 from pigou.lifecycle.request import RequestLifecycle
 from pigou.request import Request
 from pigou.sim.call import Call
-from pigou.sim.clock import EPOCH, Clock, Phase
-from pigou.sim.gaps import Gaps
-from pigou.sim.law import Law, LawTiming
 from pigou.sim.leg import Leg, Trip
-from pigou.sim.measured import Measured, MeasuredTiming
+from pigou.sim.streams import Gaps
 from pigou.sim.timing import Timing
+from pigou.sim.timing_law import Law, LawTiming
+from pigou.sim.timing_measured import Measured, MeasuredTiming
+from pigou.sim.virtual_clock import EPOCH, Clock, Phase
 from pigou.sim.worker import SimWorker
 from pigou.sim.workload import Job
 

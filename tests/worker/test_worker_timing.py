@@ -16,11 +16,11 @@ from pigou.engine.core import EngineCore
 from pigou.request import SECOND, Request
 from pigou.sampling import SamplingParams
 from pigou.sim.client import ClientConfig
-from pigou.sim.config import read_fleet
+from pigou.sim.fleet_config import read_fleet
 from pigou.sim.network import LinkConfig
-from pigou.sim.simulate import Setup, Simulation
+from pigou.sim.simulation import Setup, Simulation
 from pigou.sim.timing import Batch
-from pigou.sim.timings import build_timing
+from pigou.sim.timing_models import build_timing
 from pigou.sim.workload import Job, OpenLoop, Session
 from pigou.worker.mock_worker import CATCH_UP, MockBackend, SimulatedLink
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pigou.sim.measured import Measured, at
+from pigou.sim.timing_measured import Measured, at
 from pigou.workload.outcome import Stream
 from pigou.workload.profiling.fit import added, errors, fit
 from pigou.workload.profiling.measure import batches, chunks

@@ -22,7 +22,7 @@ from tests.workload.stub import Behaviour, Stub
 
 from pigou.cli import main
 from pigou.cli.fleet_token import fleet_token
-from pigou.sim.measured import Measured, at
+from pigou.sim.timing_measured import Measured, at
 from pigou.wire.fleet_secret import VARIABLE
 from pigou.workload.profiling.config import ProfileConfig
 from pigou.workload.profiling.target import find_target

@@ -20,7 +20,7 @@ from pigou.cli.options import names, typed
 from pigou.config import ConfigError
 
 if TYPE_CHECKING:
-    from pigou.sim.measured import Measured
+    from pigou.sim.timing_measured import Measured
     from pigou.workload.profiling.config import ProfileConfig
     from pigou.workload.profiling.profile import Profile
 

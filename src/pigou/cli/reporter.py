@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from pigou.config import ConfigError
-from pigou.sim.simulate import UNLIMITED, Simulation
+from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.timeline import Timeline
 
 if TYPE_CHECKING:

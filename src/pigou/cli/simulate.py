@@ -20,9 +20,9 @@ from pigou.extras import require
 from pigou.request import SECOND, Role
 
 if TYPE_CHECKING:
-    from pigou.sim.config import FleetConfig
+    from pigou.sim.fleet_config import FleetConfig
     from pigou.sim.result import Result
-    from pigou.sim.simulate import Setup, Simulation
+    from pigou.sim.simulation import Setup, Simulation
     from pigou.sim.tiers import TierConfig
 
 _LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "client_wait_s")
@@ -127,9 +127,8 @@ def simulate(
     ] = "",
 ) -> None:
     """Simulate a fleet: the production scheduler, router and cache under a virtual clock."""
-    from pigou.sim.config import read_fleet
-    from pigou.sim.simulate import UNLIMITED, Simulation
-    from pigou.sim.warm import warm_up
+    from pigou.sim.fleet_config import read_fleet
+    from pigou.sim.simulation import UNLIMITED, Simulation, warm_up
     from pigou.workload.offered import offered
 
     try:
@@ -206,7 +205,7 @@ def _check_link(fleet: FleetConfig, model: str) -> None:
 
 
 def _setup(values: dict[str, Any]) -> Setup:
-    from pigou.sim.simulate import Setup
+    from pigou.sim.simulation import Setup
 
     try:
         return msgspec.convert(values, Setup)
@@ -232,7 +231,7 @@ def _told(message: str) -> str:
 
 
 def _run(simulation: Simulation) -> Result:
-    from pigou.sim.clock import EPOCH
+    from pigou.sim.virtual_clock import EPOCH
 
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -284,7 +283,7 @@ def _figure(value: float | None) -> str:
 
 def _options() -> dict[str, str]:
     """Return the option of each field of the configuration."""
-    from pigou.sim.simulate import Setup
+    from pigou.sim.simulation import Setup
 
     return {
         **names(Setup, ControlConfig, tiers="tier"), "detector": "--detector", "fleet": "--fleet",

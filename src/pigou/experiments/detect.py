@@ -13,9 +13,9 @@ from pigou.experiments.paper import Thresholds
 from pigou.experiments.window import at
 from pigou.request import SECOND
 from pigou.sim.call import Call
-from pigou.sim.clock import EPOCH, Phase
 from pigou.sim.result import Result
-from pigou.sim.simulate import Simulation
+from pigou.sim.simulation import Simulation
+from pigou.sim.virtual_clock import EPOCH, Phase
 
 POLL = 5.0
 _PARTS = ("whole", "queueing", "routing", "prefill_decode")

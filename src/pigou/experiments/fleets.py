@@ -27,10 +27,10 @@ from pigou.experiments.eq1 import EqualStages
 from pigou.experiments.paper import FleetName
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
-from pigou.sim.config import FleetConfig, Members
-from pigou.sim.law import Law
+from pigou.sim.fleet_config import FleetConfig, Members
 from pigou.sim.network import LinkConfig
-from pigou.sim.simulate import UNLIMITED, Setup, Simulation
+from pigou.sim.simulation import UNLIMITED, Setup, Simulation
+from pigou.sim.timing_law import Law
 from pigou.sim.workload import ClosedLoop, Lengths
 
 Reading: TypeAlias = Literal["serial-prefill", "client-pool", "fair"]

@@ -11,9 +11,9 @@ from pigou.experiments.fleets import LENGTHS, Fleet, Reading, Setting, simulatio
 from pigou.experiments.laws import RAMP
 from pigou.experiments.window import Marks, Measured, measure
 from pigou.sim.client import ClientConfig
-from pigou.sim.law import Law
 from pigou.sim.result import Result
-from pigou.sim.simulate import Simulation
+from pigou.sim.simulation import Simulation
+from pigou.sim.timing_law import Law
 from pigou.sim.workload import ClosedLoop
 
 _DEFAULT = Setting()

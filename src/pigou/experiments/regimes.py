@@ -15,7 +15,7 @@ from pigou.experiments.fleets import Fleet, Reading
 from pigou.experiments.level import Level, Seen, run
 from pigou.experiments.paper import SLOPES, THRESHOLDS
 from pigou.experiments.rows import Row, row
-from pigou.sim.simulate import Simulation
+from pigou.sim.simulation import Simulation
 
 #: Seconds for which the Saturated row is held: four times the paper's spike.
 LONG = 720.0

@@ -10,10 +10,10 @@ import numpy as np
 from pigou.games.legacy_estimator import LegacyEstimator
 from pigou.request import SECOND
 from pigou.sim.call import Call, Outcome
-from pigou.sim.clock import EPOCH, Phase
-from pigou.sim.gaps import Gaps
 from pigou.sim.result import summary
-from pigou.sim.simulate import Simulation
+from pigou.sim.simulation import Simulation
+from pigou.sim.streams import Gaps
+from pigou.sim.virtual_clock import EPOCH, Phase
 
 _SHARE = np.array([99.0])
 #: Order among the clock's events of one moment: after those of the fleet.

@@ -15,7 +15,7 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.call import Call, Outcome
-from pigou.sim.clock import EPOCH, Clock, Phase
+from pigou.sim.virtual_clock import EPOCH, Clock, Phase
 from pigou.sim.workload import MOST_SECONDS, ClosedLoop, Job, OpenLoop, Session
 
 #: Keys of client events, apart from those of calls.

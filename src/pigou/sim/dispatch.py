@@ -47,13 +47,13 @@ from pigou.lifecycle.migration import Continuation
 from pigou.lifecycle.request import Effects, RequestLifecycle
 from pigou.request import Request
 from pigou.sim.call import Call, Outcome
-from pigou.sim.clock import Clock, Phase
-from pigou.sim.hashes import block_hashes
 from pigou.sim.leg import NO_SOURCE, KVSource, Leg, Trip
-from pigou.sim.lending import Lending
-from pigou.sim.member import Member
 from pigou.sim.network import Network
+from pigou.sim.remote_kv_fetch import Lending
+from pigou.sim.virtual_clock import Clock, Phase
 from pigou.sim.worker import Behind
+from pigou.sim.worker_spec import Member
+from pigou.sim.workload import block_hashes
 
 
 class Dispatcher:

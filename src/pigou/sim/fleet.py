@@ -25,15 +25,15 @@ from pigou.control.routing.policy import RoutingPolicy
 from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
 from pigou.request import SECOND, Worker
-from pigou.sim.clock import EPOCH, Clock, Phase
-from pigou.sim.config import FleetConfig
 from pigou.sim.dispatch import Dispatcher
-from pigou.sim.gaps import Gaps
+from pigou.sim.fleet_config import FleetConfig
 from pigou.sim.leg import Leg
-from pigou.sim.member import Member, Plant
 from pigou.sim.network import Network
-from pigou.sim.slowed import Slowed
+from pigou.sim.streams import Gaps
+from pigou.sim.timing import Slowed
+from pigou.sim.virtual_clock import EPOCH, Clock, Phase
 from pigou.sim.worker import Behind, SimWorker
+from pigou.sim.worker_spec import Member, Plant
 
 #: As the gateway's: time passes for the control plane so often.
 TICK = SECOND // 10

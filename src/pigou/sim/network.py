@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.sim.clock import Clock, Event, Phase
+from pigou.sim.virtual_clock import Clock, Event, Phase
 
 #: Gigabits a second: a thousand bits. Microseconds: an hour.
 _SLOWEST, _LONGEST = 1e-6, 3.6e9

@@ -15,7 +15,7 @@ from pigou.control.assessment import Assessment
 from pigou.control.placement import Placement
 from pigou.request import SECOND, Nanos
 from pigou.sim.call import Call, Outcome
-from pigou.sim.gaps import Gaps
+from pigou.sim.streams import Gaps
 
 PERCENTILES = np.array([50.0, 90.0, 95.0, 99.0])
 _NAMES = ("p50", "p90", "p95", "p99")

@@ -19,8 +19,8 @@ from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.kv.tiers import Tiers
 from pigou.request import SECOND
-from pigou.sim.clock import Clock, Event, Phase
 from pigou.sim.timing import Batch, Timing
+from pigou.sim.virtual_clock import Clock, Event, Phase
 
 #: Of the device's blocks, the share that may be under copy at once.
 _COPIES = 2

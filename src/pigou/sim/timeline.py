@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.request import SECOND
-from pigou.sim.clock import EPOCH, Phase
-from pigou.sim.simulate import Simulation
+from pigou.sim.simulation import Simulation
+from pigou.sim.virtual_clock import EPOCH, Phase
 
 #: Of the fleet. `client` waits for a connection, or is on its way; `queued` waits for a worker;
 #: `running` and `waiting` are the sums over the workers; `rho` is active over device blocks,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from pigou.compiled import bare_kernel
+from pigou.engine.plan import Plan
 from pigou.request import Ints, Nanos
-from pigou.sim.moment import Moment
 
 
 class Batch(msgspec.Struct):
@@ -46,3 +49,116 @@ class Timing(Protocol):
         return.
         """
         ...
+
+
+@bare_kernel
+def accumulate(times: Nanos, start: int) -> None:
+    """Turn the times that steps take into those at which they end, the first begun at `start`."""
+    end = start
+    for i in range(times.shape[0]):
+        end += times[i]
+        times[i] = end
+
+
+_MASK = 2**64 - 1
+_STRIDE = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+class Moment(NamedTuple):
+    """A step of a worker; with the steps after it, where several are asked for.
+
+    Attributes:
+        key: of what is drawn for this worker.
+        step: how many it computed before.
+        age: how many steps before have decoded for the same sequences, and nothing else.
+    """
+
+    key: int
+    step: int
+    age: int
+
+    def uniforms(self, repeat: int) -> NDArray[np.float64]:
+        """Return a number in [0, 1) for each of `repeat` steps, shape (repeat,).
+
+        Each depends on the key and its step alone: SplitMix64's output function (Steele, Lea,
+        Flood 2014), once for each; the top 52 bits.
+        """
+        start = (_mix(self.key & _MASK) + self.step) & _MASK
+        state = np.uint64(start) + np.arange(repeat, dtype=np.uint64) + np.uint64(_STRIDE)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(_FIRST)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(_SECOND)
+        state ^= state >> np.uint64(31)
+        return (state >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+class Moments:
+    """Finds the moments of one worker's plans, however many steps a plan has."""
+
+    def __init__(self, seed: int, number: int) -> None:
+        """Start with a worker that has done nothing.
+
+        Args:
+            seed: of the run.
+            number: of the worker, in the fleet.
+        """
+        self._key = _mix(_mix(seed & _MASK) + number)
+        self._rows: Ints | None = None
+        self._since = 0
+
+    def of(self, plan: Plan, step: int) -> Moment:
+        """Return the moment of a plan's first step, before which the worker computed `step`."""
+        rows = plan.rows
+        if plan.started or plan.preempted or int(plan.counts.max()) > 1:
+            self._rows = None
+            return Moment(self._key, step, 0)
+        if self._rows is None or not np.array_equal(self._rows, rows):
+            self._since = step
+        self._rows = rows
+        return Moment(self._key, step, step - self._since)
+
+
+def varies(timing: Any) -> bool:
+    """Whether a timing asks for the moments of steps."""
+    return bool(getattr(timing, "varies", False))
+
+
+def _mix(key: int) -> int:
+    state = (key + _STRIDE) & _MASK
+    state = ((state ^ (state >> 30)) * _FIRST) & _MASK
+    state = ((state ^ (state >> 27)) * _SECOND) & _MASK
+    return state ^ (state >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Slowed:
+    """A timing model whose every step takes `factor` times as long."""
+
+    timing: Timing
+    factor: float
+
+    @property
+    def varies(self) -> bool:
+        """Whether it asks for the moments of steps."""
+        return varies(self.timing)
+
+    def durations(self, batch: Batch, repeat: int) -> Nanos:
+        """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
+        slow = self.timing.durations(batch, repeat) * self.factor
+        found: Nanos = np.maximum(1, np.rint(slow)).astype(np.int64)
+        return found
+
+
+def ends(timing: Timing, now: int, plan: Plan, repeat: int, moment: Moment | None = None) -> Nanos:
+    """Return when each of a plan's steps ends, nanoseconds, (repeat,).
+
+    Args:
+        timing: of the worker's steps.
+        now: when the plan begins, nanoseconds.
+        plan: what they compute.
+        repeat: steps, at least 1.
+        moment: of the first step.
+    """
+    found = timing.durations(Batch(plan.counts, plan.kv_lens, plan.samples, moment), repeat)
+    accumulate(found, now)
+    return found

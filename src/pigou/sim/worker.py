@@ -15,16 +15,11 @@ from pigou.engine.plan import Effects, Plan, Result
 from pigou.events import KVEvent
 from pigou.kv.tiers import Tiers
 from pigou.request import Ints, Nanos, Request
-from pigou.sim.clock import Clock, Event, Phase
-from pigou.sim.ends import ends
-from pigou.sim.gaps import Gaps
-from pigou.sim.inbox import Inbox
-from pigou.sim.kernels import Counts
 from pigou.sim.leg import Leg, Listener
-from pigou.sim.moment import Moments, varies
-from pigou.sim.streams import Streams
+from pigou.sim.streams import Counts, Gaps, Streams
 from pigou.sim.tiers import TierLinks
-from pigou.sim.timing import Timing
+from pigou.sim.timing import Moments, Timing, ends, varies
+from pigou.sim.virtual_clock import Clock, Event, Inbox, Phase
 
 #: Workers by number whose KV events have not all been published.
 Behind: TypeAlias = "dict[int, SimWorker]"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from pigou.compiled import kernel
 from pigou.config import ConfigError
-from pigou.request import SECOND
-from pigou.sim.arrivals import LEAST_CV, MOST_CV, renewal_times
+from pigou.request import SECOND, BlockHashes
 
 #: Of a request's prompt, and of its answer.
 MOST_TOKENS = 2**24
@@ -237,3 +239,93 @@ def renewal(
             break
         sessions.append(Session(start, (lengths.draw(jobs),)))
     return OpenLoop(tuple(sessions))
+
+
+_CHUNK = 1024
+#: Variations of gaps: a burst is about cv^2 requests at once, then nothing for as many.
+LEAST_CV, MOST_CV = 1e-6, 1e3
+#: Nanoseconds; later times are no integers of 64 bits.
+_FAR = 2.0**62
+
+
+def renewal_times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
+    """Yield intended send times, nanoseconds from the start, without end and never falling.
+
+    The gaps, that before the first request included, are independent and Gamma distributed with
+    mean 1/rate and coefficient of variation `cv`: shape 1/cv^2, scale cv^2/rate. A cv of 1 is
+    Poisson (exponential gaps), less is smoother, more is burstier, and 0 is a metronome.
+
+    Args:
+        rate: requests per second, above 0.
+        cv: standard deviation of a gap over its mean: 0, or `LEAST_CV` to `MOST_CV`.
+        rng: the only source of randomness; the same generator state gives the same times.
+
+    Raises:
+        ValueError: rate or cv is out of its range.
+    """
+    if not (math.isfinite(rate) and rate > 0):
+        raise ValueError(f"rate is {rate}; it must be above 0 requests per second")
+    if cv and not LEAST_CV <= cv <= MOST_CV:
+        raise ValueError(f"cv is {cv}; it must be 0, or {LEAST_CV:g} to {MOST_CV:g}")
+    return _times(rate, cv, rng)
+
+
+def _times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
+    mean = SECOND / rate
+    last = 0.0
+    while True:
+        gaps = rng.gamma(1 / cv**2, mean * cv**2, _CHUNK) if cv else np.full(_CHUNK, mean)
+        times = last + np.cumsum(gaps)
+        last = float(times[-1])
+        yield from np.minimum(times, _FAR).round().astype(np.int64).tolist()
+
+
+#: Scope of prompts that no other shares; scopes of workloads are other numbers.
+_ALONE = 2**63
+_MASK = 2**64 - 1
+
+
+def block_hashes(job: Job, number: int, size: int) -> BlockHashes:
+    """Return hashes of the full blocks of a job's prompt, shape (input // size, 2).
+
+    A block's hash is that of all ids of the trace up to the one that holds its last token, and of
+    its place. So prompts share the blocks of their common ids, and the ids of a trace are trusted.
+
+    Args:
+        job: whose blocks; one without ids shares nothing with others.
+        number: of the request, which stands for its content where it has no ids.
+        size: tokens in a block.
+    """
+    found = np.empty((job.input // size, 2), dtype=np.uint64)
+    if job.blocks:
+        ids = np.array(job.blocks, dtype=np.int64).view(np.uint64)
+        _chained(ids, np.uint64(job.scope & _MASK), job.block, size, found)
+    else:
+        _chained(np.array([number], np.uint64), np.uint64(_ALONE), 1.0, size, found)
+    return found
+
+
+@kernel
+def _chained(
+    ids: NDArray[np.uint64], scope: np.uint64, block: float, size: int, found: NDArray[np.uint64]
+) -> None:
+    # SplitMix64's finalizer (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators).
+    one, two = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+    golden, other = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+    a, b, c = np.uint64(30), np.uint64(27), np.uint64(31)
+    state = scope * golden + golden
+    known = -1
+    for i in range(len(found)):
+        want = min(int(((i + 1) * size - 1) / block), len(ids) - 1)
+        while known < want:
+            known += 1
+            state = state ^ (ids[known] + other)
+            state = (state ^ (state >> a)) * one
+            state = (state ^ (state >> b)) * two
+            state = (state ^ (state >> c)) + golden
+        for half in range(2):
+            word = state + np.uint64(i + 1) * (golden if half else other)
+            word = (word ^ (word >> a)) * one
+            word = (word ^ (word >> b)) * two
+            word = word ^ (word >> c)
+            found[i, half] = word if word else np.uint64(1)

@@ -20,10 +20,9 @@ from pigou.kv.hashing import chain
 from pigou.request import SECOND, BlockHashes, FinishReason, Nanos, no_hashes
 from pigou.runtime.outputs import StepOutput, TokenLogprobs
 from pigou.sampling import Grammar, SamplingParams
-from pigou.sim.moment import Moments, varies
 from pigou.sim.network import LinkConfig
-from pigou.sim.timing import Batch, Timing
-from pigou.sim.timings import build_timing, is_measured, kv_bytes
+from pigou.sim.timing import Batch, Moments, Timing, varies
+from pigou.sim.timing_models import build_timing, is_measured, kv_bytes
 from pigou.worker.backend import OnStep
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
-from pigou.sim.arrivals import renewal_times
+from pigou.sim.workload import renewal_times
 from pigou.workload.client import Client, open_session
 from pigou.workload.config import BenchConfig
 from pigou.workload.dialect import Dialect

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from pigou.config import ConfigError
-from pigou.sim.arrivals import LEAST_CV, MOST_CV
+from pigou.sim.workload import LEAST_CV, MOST_CV
 
 _LENGTHS = re.compile(r"(\d+)(?::(\d+))?", re.ASCII)
 _REQUESTS = 100

@@ -14,9 +14,19 @@ import numpy as np
 
 from pigou.config import ConfigError, wrong
 from pigou.request import SECOND
-from pigou.sim.arrivals import LEAST_CV, MOST_CV, renewal_times
 from pigou.sim.client import ClientConfig
-from pigou.sim.workload import MOST_SECONDS, ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
+from pigou.sim.workload import (
+    LEAST_CV,
+    MOST_CV,
+    MOST_SECONDS,
+    ClosedLoop,
+    Job,
+    Lengths,
+    OpenLoop,
+    Session,
+    renewal,
+    renewal_times,
+)
 from pigou.workload.formats import read_trace
 from pigou.workload.trace import Trace
 

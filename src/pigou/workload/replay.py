@@ -10,7 +10,7 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
-from pigou.sim.arrivals import renewal_times
+from pigou.sim.workload import renewal_times
 from pigou.workload.config import BenchConfig
 from pigou.workload.drive import Drive
 from pigou.workload.formats import read_trace

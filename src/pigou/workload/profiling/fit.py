@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from pigou.sim.measured import Curve, Measured, at
+from pigou.sim.timing_measured import Curve, Measured, at
 from pigou.workload.profiling.seen import Decodes, Prompts, Seen
 
 _Array = NDArray[np.float64]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pigou.sim.measured import Spread
+from pigou.sim.timing_measured import Spread
 
 
 @dataclass(frozen=True, slots=True)

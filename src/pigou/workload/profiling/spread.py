@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.request import SECOND
-from pigou.sim.measured import Spread
+from pigou.sim.timing_measured import Spread
 from pigou.workload.outcome import Stream
 from pigou.workload.profiling.seen import Decodes
 from pigou.workload.profiling.stream import arrivals

@@ -25,9 +25,9 @@ from pigou.config import ConfigError
 from pigou.request import Nanos
 from pigou.sim.architecture import Architecture
 from pigou.sim.gpus import Gpu
-from pigou.sim.profile_kernels import profile_durations
-from pigou.sim.profile_tables import Curve, Floats, Tables, find_tables, read_tables
 from pigou.sim.timing import Batch, Timing
+from pigou.sim.timing_profile_kernels import profile_durations
+from pigou.sim.timing_profile_tables import Curve, Floats, Tables, find_tables, read_tables
 
 #: Batch sizes that vLLM captures as CUDA graphs by default (`cudagraph_capture_sizes`, up to 512).
 CAPTURED: list[int] = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]

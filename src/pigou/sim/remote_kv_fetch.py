@@ -7,10 +7,10 @@ from typing import TypeAlias
 
 from pigou.lifecycle.messages import FetchKV
 from pigou.request import Request
-from pigou.sim.clock import Clock, Phase
 from pigou.sim.leg import Trip
-from pigou.sim.member import Member
+from pigou.sim.virtual_clock import Clock, Phase
 from pigou.sim.worker import SimWorker
+from pigou.sim.worker_spec import Member
 
 #: Told of a fetch, the worker that holds blocks for its trip, under which id, how many, and when.
 Lent: TypeAlias = Callable[[Trip, FetchKV, str, str, int, int], None]

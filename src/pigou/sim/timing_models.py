@@ -8,15 +8,14 @@ from pathlib import Path
 import msgspec
 
 from pigou.config import ConfigError, wrong
-from pigou.sim.architecture import Architecture
-from pigou.sim.capacity import kv_blocks
+from pigou.sim.architecture import Architecture, kv_blocks
 from pigou.sim.gpus import gpu as find_gpu
-from pigou.sim.law import PRESET_WORKERS, PRESETS, Law, LawTiming
-from pigou.sim.measured import MeasuredTiming, read_measured
-from pigou.sim.model_name import architecture
-from pigou.sim.profile import profile
-from pigou.sim.roofline import roofline
+from pigou.sim.model_config import architecture
 from pigou.sim.timing import Timing
+from pigou.sim.timing_law import PRESET_WORKERS, PRESETS, Law, LawTiming
+from pigou.sim.timing_measured import MeasuredTiming, read_measured
+from pigou.sim.timing_profile import profile
+from pigou.sim.timing_roofline import roofline
 
 
 @dataclass(frozen=True, slots=True)

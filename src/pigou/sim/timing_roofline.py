@@ -17,7 +17,7 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.request import Nanos
-from pigou.sim import roofline_kernels as kernels
+from pigou.sim import timing_roofline_kernels as kernels
 from pigou.sim.architecture import DTYPE_BYTES, Architecture
 from pigou.sim.gpus import Gpu
 from pigou.sim.timing import Batch, Timing

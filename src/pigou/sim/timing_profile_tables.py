@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ConfigError
-from pigou.sim.model_name import plain, shape_name
-from pigou.sim.yaml_file import read_yaml
+from pigou.config import ConfigError, read_yaml
+from pigou.sim.model_config import plain, shape_name
 
 Floats = NDArray[np.float64]
 #: Nanoseconds in a microsecond.

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from pigou.config import ConfigError
 from pigou.request import SECOND, Nanos
-from pigou.sim.moment import Moment
-from pigou.sim.timing import Batch
+from pigou.sim.timing import Batch, Moment
 
 #: Of the file; changes when a key changes its meaning.
 FORMAT = 2
