@@ -61,7 +61,7 @@ async def measure(arguments: argparse.Namespace) -> None:
             await asyncio.sleep(arguments.after)
             name = f"beside {arguments.prompts} prompts x {arguments.output} tokens"
             report(name, await series(session, url, arguments.streams))
-            running = serving.pilot.plane.state.columns.decode_requests.tolist()
+            running = serving.plane_driver.plane.state.columns.decode_requests.tolist()
             print(f"sequences at the workers: {running}; large request over: {going.done()}")
             going.cancel()
             await asyncio.gather(going, return_exceptions=True)

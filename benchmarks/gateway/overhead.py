@@ -65,14 +65,14 @@ def request_bytes(url: str, tokens: int, chunks: int, pause_ms: float) -> bytes:
     return head.encode() + body
 
 
-class Line:
+class HTTPConnection:
     """A kept-alive connection that sends prepared requests."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls, url: str) -> Line:
+    async def open(cls, url: str) -> HTTPConnection:
         """Connect."""
         host, port = urlsplit(url).netloc.split(":")
         return cls(*await asyncio.open_connection(host, int(port), limit=1 << 20))
@@ -106,7 +106,7 @@ async def measure_ttft(ways: Sequence[Way], rounds: int) -> None:
     Turns of one request would measure how cold a process gets while a slow one has its turn.
     """
     for tokens in PROMPTS:
-        lines = [await Line.open(way.url) for way in ways]
+        lines = [await HTTPConnection.open(way.url) for way in ways]
         requests = [request_bytes(way.url, tokens, 2, 0.0) for way in ways]
         for turn in range(1 + -(-rounds // _TURN)):
             for way, line, request in zip(ways, lines, requests, strict=True):
@@ -124,7 +124,7 @@ async def measure_chunks(ways: Sequence[Way], mode: str, streams: int, rounds: i
         for way in ways:
             if not way.pid:
                 continue
-            lines = [await Line.open(way.url) for _ in range(streams)]
+            lines = [await HTTPConnection.open(way.url) for _ in range(streams)]
             request = request_bytes(way.url, 128, chunks, pause)
             before = cpu_seconds(way.pid)
             found = await asyncio.gather(*(line.ask(request) for line in lines))

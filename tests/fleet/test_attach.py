@@ -54,7 +54,7 @@ async def until(client: Client, law: Any) -> dict[str, dict[str, Any]]:
 async def test_a_server_is_learnt_and_its_load_is_followed() -> None:
     stub = Stub("a", script=Script(hang_after=1))
     async with attached(stub) as (serving, client):
-        (worker,) = serving.pilot.plane.state.workers
+        (worker,) = serving.plane_driver.plane.state.workers
         assert (worker.block_size, worker.blocks) == (32, 77)
         task = asyncio.create_task(client.reply(ignore_eos=None))
         await until(
@@ -91,14 +91,14 @@ async def test_what_a_worker_measured_is_known_of_it_and_of_no_stock_server(stoc
     stub = Stub("a", stock=stock, about={"rehearsed": [[0, 4, 8, 0.02], [512, 4, 1, 0.035]]})
     told = (Rehearsed(0, 4, 8, 0.02), Rehearsed(512, 4, 1, 0.035))
     async with attached(stub) as (serving, _):
-        (worker,) = serving.pilot.plane.state.workers
+        (worker,) = serving.plane_driver.plane.state.workers
         assert worker.rehearsed == (() if stock else told)
 
 
 @pytest.mark.parametrize("order", ["edf", "priority", "fcfs"])
 async def test_what_a_worker_orders_by_is_known_of_it(order: str) -> None:
     async with attached(Stub("a", about={"order": order})) as (serving, _):
-        (upstream,) = serving.pilot.upstreams.values()
+        (upstream,) = serving.plane_driver.upstreams.values()
         assert upstream.engine.deadlines == (order == "edf")
         assert upstream.engine.ranks == (order == "priority")
 

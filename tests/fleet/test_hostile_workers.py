@@ -187,7 +187,7 @@ async def test_a_member_whose_metrics_are_hostile_stays_and_its_load_is_read_aga
         assert (await client.workers())["a"]["restarts"] == 0
         chunks = await client.reply(max_tokens=3, ignore_eos=None)
         assert "".join(c["choices"][0]["text"] for c in chunks if c.get("choices")) == whole_text(3)
-        assert not serving.pilot.background.failing
+        assert not serving.plane_driver.background.failing
 
 
 async def test_a_task_that_fails_is_logged_shown_and_started_again(

@@ -111,7 +111,7 @@ async def test_kv_events_of_workers_reach_the_index() -> None:
         else:
             raise AssertionError(f"no KV events: {rows}")
         assert not any(row["gaps"] for row in rows.values())
-        assert serving.pilot.plane.index.cache("prefill-0").held
+        assert serving.plane_driver.plane.index.cache("prefill-0").held
 
 
 async def test_a_fleet_under_twice_its_capacity_sheds_and_serves() -> None:

@@ -22,7 +22,7 @@ from pigou.gateway.board import Board
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.keys import Keys
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.server import GatewayServer
 from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
@@ -303,19 +303,19 @@ class Fleet:
 
     url: str
     stubs: dict[str, Stub]
-    pilot: Pilot
+    plane_driver: PlaneDriver
     metrics: Metrics
     stop: Callable[[], Awaitable[None]]
 
     def idle(self) -> bool:
         """Whether nothing weighs on anybody."""
-        columns = self.pilot.plane.state.columns
+        columns = self.plane_driver.plane.state.columns
         counts = (columns.prefill_tokens, columns.decode_tokens, columns.decode_requests)
-        ups = self.pilot.upstreams.values()
+        ups = self.plane_driver.upstreams.values()
         return (
             all((c == 0).all() for c in counts)
-            and not self.pilot.plane.state.loads
-            and self.pilot.queued == 0
+            and not self.plane_driver.plane.state.loads
+            and self.plane_driver.queued == 0
             and all(up.inflight == 0 for up in ups)
         )
 
@@ -338,18 +338,22 @@ async def serving(
 ) -> AsyncIterator[Fleet]:
     """Run a gateway over these stubs, all of them up; its end waits `drain_s` for requests."""
     runners = [await stub.start() for stub in stubs]
-    pilot = Pilot(ControlPlane(control or ControlConfig()))
+    plane_driver = PlaneDriver(ControlPlane(control or ControlConfig()))
     metrics = Metrics()
     config = GatewayConfig(port=0, **limits)
-    board = Board(pilot, list)
-    server = GatewayServer(Gateway(config, pilot, metrics, board, keys, 1), shutdown_s=drain_s)
+    board = Board(plane_driver, list)
+    server = GatewayServer(
+        Gateway(config, plane_driver, metrics, board, keys, 1), shutdown_s=drain_s
+    )
     try:
         async with server:
             for stub in stubs:
                 worker = Worker(stub.name, stub.url, stub.role)
-                await pilot.up(worker, Engine(stub.stock, "stub", 2048))
+                await plane_driver.up(worker, Engine(stub.stock, "stub", 2048))
             url = f"http://127.0.0.1:{server.port}"
-            yield Fleet(url, {stub.name: stub for stub in stubs}, pilot, metrics, server.stop)
+            yield Fleet(
+                url, {stub.name: stub for stub in stubs}, plane_driver, metrics, server.stop
+            )
     finally:
         for runner in runners:
             await runner.cleanup()

@@ -19,7 +19,7 @@ EDF: dict[str, Any] = {"order": "edf"}
 def tell(fleet: Fleet, *workers: str) -> None:
     """Have workers go by deadlines, as those that are started with `--order edf` say."""
     for name in workers:
-        upstream = fleet.pilot.upstreams[name]
+        upstream = fleet.plane_driver.upstreams[name]
         upstream.engine = replace(upstream.engine, deadlines=True)
 
 

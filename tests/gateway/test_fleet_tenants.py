@@ -37,7 +37,7 @@ async def marks(*, stock: bool = False, secret: str = "", keyed: bool = True) ->
         runners = [await stub.start() for stub in stubs]
         for stub in stubs:
             worker = Worker(stub.name, stub.url, stub.role)
-            await fleet.pilot.up(worker, Engine(stock, "stub", 2048), secret)
+            await fleet.plane_driver.up(worker, Engine(stock, "stub", 2048), secret)
         before = [len(stub.seen) for stub in stubs]
         for path, body in BODIES:
             data = await _status(fleet, path, body, header)

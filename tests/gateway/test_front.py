@@ -245,12 +245,12 @@ async def test_a_full_queue_sheds_and_a_cancelled_request_leaves_it() -> None:
         first = asyncio.create_task(post(fleet, TEXT, {"prompt": "x"}))
         await eventually(lambda: len(stub.seen) == 1)
         second = asyncio.create_task(post(fleet, TEXT, {"prompt": "x"}))
-        await eventually(lambda: fleet.pilot.queued == 1)
+        await eventually(lambda: fleet.plane_driver.queued == 1)
         status, answer, headers = await post(fleet, TEXT, {"prompt": "x"})
         assert (status, int(headers["retry-after"]) >= 1) == (503, True)
         assert "the queue is full" in answer["error"]["message"]
         second.cancel()
-        await eventually(lambda: fleet.pilot.queued == 0)
+        await eventually(lambda: fleet.plane_driver.queued == 0)
         stub.script.held.set()
         assert (await first)[0] == 200
         await fleet.settle()
@@ -276,13 +276,13 @@ async def test_a_tenant_whose_share_of_the_queue_is_full_gets_a_429_and_others_m
         await eventually(lambda: len(stub.seen) == 2)
         for queued in (1, 2):
             going.append(send(loud))
-            await eventually(lambda queued=queued: fleet.pilot.queued == queued)
+            await eventually(lambda queued=queued: fleet.plane_driver.queued == queued)
         status, answer, headers = await send(loud)
         assert (status, answer["error"]["type"]) == (429, "RateLimitError")
         assert "the tenant's share of the queue is full" in answer["error"]["message"]
         assert int(headers["retry-after"]) >= 1
         going.append(send(calm))
-        await eventually(lambda: fleet.pilot.queued == 3)
+        await eventually(lambda: fleet.plane_driver.queued == 3)
         stub.script.held.set()
         assert [(await each)[0] for each in going] == [200] * 4
         await fleet.settle()
@@ -404,7 +404,7 @@ async def test_health_says_whether_anybody_decodes() -> None:
     async with serving(Stub("d", Role.DECODE)) as fleet:
         status, body = await get(fleet, "/health")
         assert (status, json.loads(body)["status"]) == (200, "ok")
-        await fleet.pilot.down("d")
+        await fleet.plane_driver.down("d")
         assert (await get(fleet, "/health"))[0] == 503
 
 

@@ -14,7 +14,7 @@ from pigou.gateway.assets import ASSETS
 from pigou.gateway.board import Board, Row
 from pigou.gateway.history import MOST_EVENTS, MOST_SAMPLES, STEP_S, History, quantile
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
 
 
 class Fleet:
@@ -25,7 +25,7 @@ class Fleet:
         self.metrics = Metrics()
         self.now = 1000.0
         rows = lambda: [self.row]  # noqa: E731
-        board = Board(Pilot(ControlPlane(ControlConfig())), rows)
+        board = Board(PlaneDriver(ControlPlane(ControlConfig())), rows)
         self.history = History(board, self.metrics, rows, lambda: self.now)
 
     def step(self) -> None:

@@ -20,12 +20,12 @@ from pigou.gateway import upstream as upstreams
 from pigou.gateway.app import Gateway
 from pigou.gateway.board import Board
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.line import Line, LineError, _weight
+from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError, _weight
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.outlet import Outlet
-from pigou.gateway.pilot import Pilot
-from pigou.gateway.relay import Relay
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.server import GatewayServer
+from pigou.gateway.sse_relay import Relay
+from pigou.gateway.sse_writer import SSEWriter
 from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
 from pigou.wire import kv_event_decoding, kv_event_slices, sse
@@ -57,29 +57,29 @@ class Transport(asyncio.Transport):
         self.paused = False
 
 
-async def asked(line: Line) -> asyncio.Task[Any]:
-    line.connection_made(Transport())
-    task = asyncio.create_task(line.ask(b"x"))
+async def asked(connection: HTTPConnection) -> asyncio.Task[Any]:
+    connection.connection_made(Transport())
+    task = asyncio.create_task(connection.ask(b"x"))
     await asyncio.sleep(0)
     return task
 
 
-async def whole_body(line: Line, task: asyncio.Task[Any]) -> bytes:
+async def whole_body(connection: HTTPConnection, task: asyncio.Task[Any]) -> bytes:
     await task
     body = b""
-    while data := await line.read():
+    while data := await connection.read():
         body += data
     return body
 
 
 async def answered(pieces: list[bytes]) -> bytes:
     """Return the body that a line makes of the pieces of an answer."""
-    line = Line()
-    task = await asked(line)
+    connection = HTTPConnection()
+    task = await asked(connection)
     for piece in pieces:
-        line.data_received(piece)
+        connection.data_received(piece)
         await asyncio.sleep(0)
-    return await whole_body(line, task)
+    return await whole_body(connection, task)
 
 
 @given(
@@ -124,64 +124,64 @@ def test_chunks_mean_the_same_however_they_are_cut(
     ],
 )
 async def test_what_is_no_http_ends_the_connection(data: bytes) -> None:
-    line = Line()
-    task = await asked(line)
+    connection = HTTPConnection()
+    task = await asked(connection)
     for at in range(0, len(data), 65_536):
-        line.data_received(data[at : at + 65_536])
-    with pytest.raises(LineError):
-        await whole_body(line, task)
+        connection.data_received(data[at : at + 65_536])
+    with pytest.raises(HTTPConnectionError):
+        await whole_body(connection, task)
 
 
 async def test_a_chunk_of_any_size_is_passed_on_as_it_comes() -> None:
-    line = Line()
-    task = await asked(line)
-    line.data_received(HEAD + b"ffffffff\r\n")
+    connection = HTTPConnection()
+    task = await asked(connection)
+    connection.data_received(HEAD + b"ffffffff\r\n")
     await task
     taken: list[int] = []
-    reading = asyncio.create_task(line.read(lambda data: taken.append(len(data)) is None))
+    reading = asyncio.create_task(connection.read(lambda data: taken.append(len(data)) is None))
     await asyncio.sleep(0)
     for _ in range(1000):
-        line.data_received(b"a" * 1000)
+        connection.data_received(b"a" * 1000)
     assert sum(taken) == 1_000_000
     reading.cancel()
 
 
 async def test_a_reader_that_takes_nothing_pauses_the_worker() -> None:
-    line = Line()
-    task = await asked(line)
-    line.data_received(HEAD + b"ffffffff\r\n" + b"a" * 1_000_000)
+    connection = HTTPConnection()
+    task = await asked(connection)
+    connection.data_received(HEAD + b"ffffffff\r\n" + b"a" * 1_000_000)
     await task
-    transport = line._transport
+    transport = connection._transport
     assert isinstance(transport, Transport)
     assert transport.paused
 
 
 async def test_a_last_answer_of_a_connection_is_read_on_after_a_pause() -> None:
-    line = Line()
-    task = await asked(line)
+    connection = HTTPConnection()
+    task = await asked(connection)
     head = JSON + b"connection: close\r\ncontent-length: 1000000\r\n\r\n"
-    line.data_received(head + b"a" * 500_000)
+    connection.data_received(head + b"a" * 500_000)
     await task
-    transport = line._transport
+    transport = connection._transport
     assert isinstance(transport, Transport)
     assert transport.paused
-    assert len(await line.read() or b"") == 500_000
-    reading = asyncio.create_task(line.read())
+    assert len(await connection.read() or b"") == 500_000
+    reading = asyncio.create_task(connection.read())
     await asyncio.sleep(0)
     assert not transport.paused
     reading.cancel()
 
 
 async def test_a_flood_is_read_in_slices_between_which_others_run() -> None:
-    line = Line()
-    task = await asked(line)
-    line.data_received(HEAD)
+    connection = HTTPConnection()
+    task = await asked(connection)
+    connection.data_received(HEAD)
     await task
     taken: list[int] = []
-    reading = asyncio.create_task(line.read(lambda data: taken.append(len(data)) is None))
+    reading = asyncio.create_task(connection.read(lambda data: taken.append(len(data)) is None))
     await asyncio.sleep(0)
-    line.data_received(b"40000\r\n" + b"a" * 0x40000 + b"\r\n")
-    transport = line._transport
+    connection.data_received(b"40000\r\n" + b"a" * 0x40000 + b"\r\n")
+    transport = connection._transport
     assert isinstance(transport, Transport)
     assert transport.paused
     assert sum(taken) < 20_000
@@ -196,15 +196,15 @@ async def test_a_flood_is_read_in_slices_between_which_others_run() -> None:
 
 @pytest.mark.parametrize("size", [1500, 16_000, 120_000])
 async def test_of_chunks_of_one_byte_few_are_read_in_one_turn(size: int) -> None:
-    line = Line()
-    task = await asked(line)
-    line.data_received(HEAD)
+    connection = HTTPConnection()
+    task = await asked(connection)
+    connection.data_received(HEAD)
     await task
     taken: list[int] = []
-    reading = asyncio.create_task(line.read(lambda data: taken.append(len(data)) is None))
+    reading = asyncio.create_task(connection.read(lambda data: taken.append(len(data)) is None))
     await asyncio.sleep(0)
     count = size // 6
-    line.data_received(b"1\r\na\r\n" * count)
+    connection.data_received(b"1\r\na\r\n" * count)
     while sum(taken) < count:
         await asyncio.sleep(0)
     assert max(taken) <= 256
@@ -213,53 +213,53 @@ async def test_of_chunks_of_one_byte_few_are_read_in_one_turn(size: int) -> None
 
 
 async def test_a_flood_beyond_its_burst_waits() -> None:
-    line, loop = Line(), asyncio.get_running_loop()
-    await asked(line)
-    assert [line._delay_s(2**14, loop.time()) for _ in range(2)] == [0.0, 0.0]
-    assert line._delay_s(2**23, 1.0 + loop.time()) == 1.0
-    assert line._delay_s(2**14, 60.0 + loop.time()) == 0.0
+    connection, loop = HTTPConnection(), asyncio.get_running_loop()
+    await asked(connection)
+    assert [connection._delay_s(2**14, loop.time()) for _ in range(2)] == [0.0, 0.0]
+    assert connection._delay_s(2**23, 1.0 + loop.time()) == 1.0
+    assert connection._delay_s(2**14, 60.0 + loop.time()) == 0.0
 
 
 async def test_a_slice_that_waits_is_read_before_the_end_of_its_connection() -> None:
-    line = Line()
-    task = await asked(line)
-    line.data_received(HEAD)
+    connection = HTTPConnection()
+    task = await asked(connection)
+    connection.data_received(HEAD)
     await task
     taken: list[int] = []
-    reading = asyncio.create_task(line.read(lambda data: taken.append(len(data)) is None))
+    reading = asyncio.create_task(connection.read(lambda data: taken.append(len(data)) is None))
     await asyncio.sleep(0)
-    line.data_received(b"20000\r\n" + b"a" * 0x20000 + b"\r\n0\r\n\r\n")
-    line.connection_lost(None)
+    connection.data_received(b"20000\r\n" + b"a" * 0x20000 + b"\r\n0\r\n\r\n")
+    connection.connection_lost(None)
     assert await reading == b""
     assert sum(taken) == 0x20000
 
 
 async def test_a_line_with_bytes_after_its_answer_takes_no_other_request() -> None:
-    line = Line()
-    task = await asked(line)
-    line.data_received(HEAD)
+    connection = HTTPConnection()
+    task = await asked(connection)
+    connection.data_received(HEAD)
     await task
-    reading = asyncio.create_task(line.read(lambda _: True))
+    reading = asyncio.create_task(connection.read(lambda _: True))
     await asyncio.sleep(0)
-    line.data_received(b"1\r\na\r\n0\r\n\r\n" + b"b" * 40_000)
+    connection.data_received(b"1\r\na\r\n0\r\n\r\n" + b"b" * 40_000)
     await asyncio.wait([reading])
-    assert not line.idle
-    with pytest.raises(LineError):
-        await line.ask(b"z")
+    assert not connection.idle
+    with pytest.raises(HTTPConnectionError):
+        await connection.ask(b"z")
 
 
 async def test_a_line_that_was_paused_at_its_answer_s_end_reads_the_next() -> None:
-    line = Line()
-    task = await asked(line)
-    line.data_received(JSON + b"content-length: 1000000\r\n\r\n" + b"a" * 1_000_000)
-    assert len(await whole_body(line, task)) == 1_000_000
-    transport = line._transport
+    connection = HTTPConnection()
+    task = await asked(connection)
+    connection.data_received(JSON + b"content-length: 1000000\r\n\r\n" + b"a" * 1_000_000)
+    assert len(await whole_body(connection, task)) == 1_000_000
+    transport = connection._transport
     assert isinstance(transport, Transport)
-    assert line.idle
-    again = asyncio.create_task(line.ask(b"y"))
+    assert connection.idle
+    again = asyncio.create_task(connection.ask(b"y"))
     await asyncio.sleep(0)
     assert not transport.paused
-    line.data_received(JSON + b"content-length: 0\r\n\r\n")
+    connection.data_received(JSON + b"content-length: 0\r\n\r\n")
     await again
 
 
@@ -306,7 +306,9 @@ async def front(answer: Callable[[int], list[Any]]) -> AsyncIterator[tuple[str, 
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2])
+                fields = dict(
+                    connection.split(b": ", 1) for connection in head.split(b"\r\n")[1:-2]
+                )
                 await reader.readexactly(int(fields.get(b"content-length", b"0")))
                 pieces = answer(count)
                 count += 1
@@ -321,11 +323,13 @@ async def front(answer: Callable[[int], list[Any]]) -> AsyncIterator[tuple[str, 
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    pilot, metrics = Pilot(ControlPlane(ControlConfig())), Metrics()
-    gateway = Gateway(GatewayConfig(port=0), pilot, metrics, Board(pilot, list), None, 1)
+    plane_driver, metrics = PlaneDriver(ControlPlane(ControlConfig())), Metrics()
+    gateway = Gateway(
+        GatewayConfig(port=0), plane_driver, metrics, Board(plane_driver, list), None, 1
+    )
     try:
         async with GatewayServer(gateway, shutdown_s=0.2) as running:
-            await pilot.up(
+            await plane_driver.up(
                 Worker("w", f"http://127.0.0.1:{port}", Role.BOTH), Engine(True, "stub", 2048)
             )
             yield f"http://127.0.0.1:{running.port}", metrics
@@ -443,14 +447,14 @@ async def test_an_unforeseen_failure_of_a_stream_is_told_within_it(
             raise ZeroDivisionError("nobody thought of this")
         return feed(self, data)
 
-    write, written = Outlet.write, asyncio.Event()
+    write, written = SSEWriter.write, asyncio.Event()
 
-    async def told(self: Outlet, data: bytes) -> None:
+    async def told(self: SSEWriter, data: bytes) -> None:
         await write(self, data)
         written.set()
 
     monkeypatch.setattr(Relay, "feed", broken)
-    monkeypatch.setattr(Outlet, "write", told)
+    monkeypatch.setattr(SSEWriter, "write", told)
     pieces = [HEAD, chunk(TOKEN), written, chunk(b'"second"')]
     async with front(lambda _: pieces) as (url, _):
         status, body = await ask(url, stream=True)

@@ -105,7 +105,7 @@ async def test_the_least_loaded_server_is_chosen_and_the_load_is_counted() -> No
         )
         assert done
         busy, idle = (a, b) if a.began.is_set() else (b, a)
-        assert fleet.pilot.upstreams[busy.name].inflight == 1
+        assert fleet.plane_driver.upstreams[busy.name].inflight == 1
         assert not fleet.idle()
         second = asyncio.create_task(asked(session, "/v1/embeddings"))
         await asyncio.wait_for(idle.began.wait(), 10)
@@ -220,4 +220,4 @@ async def test_a_client_that_leaves_ends_the_servers_work() -> None:
         await asyncio.wait_for(server.began.wait(), 10)
         task.cancel()
         await fleet.settle(10.0)
-        assert fleet.pilot.upstreams["a"].inflight == 0
+        assert fleet.plane_driver.upstreams["a"].inflight == 0

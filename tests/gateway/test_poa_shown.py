@@ -16,7 +16,7 @@ from pigou.control.status import Status
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 from pigou.gateway import game
 from pigou.gateway.board import Board, Row
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.request import Worker
 
 GAIN = Estimate(1.5, 1.25, 2.0)
@@ -74,7 +74,7 @@ def test_what_is_known_has_its_interval_and_the_better_split_its_gain() -> None:
 def test_a_worker_of_the_fleet_that_is_not_up_makes_it_unknown() -> None:
     made, rows = plane(), [Row(id="w", url="", role="both", state="up", kind="local")]
     made.status = lambda now: status(FOUND)  # type: ignore[method-assign, assignment]
-    board = Board(Pilot(made), lambda: rows)
+    board = Board(PlaneDriver(made), lambda: rows)
     assert board.prices()[0].assessment is FOUND
     for state in ("starting", "down", "backoff"):
         rows[1:] = [Row(id="other", url="", role="both", state=state, kind="attached")]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.gateway.call import Call
-from pigou.gateway.relay import Relay
+from pigou.gateway.sse_relay import Relay
 from pigou.wire.sse import DONE, frame
 
 texts = st.text(max_size=6) | st.sampled_from(

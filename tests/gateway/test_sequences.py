@@ -78,7 +78,7 @@ async def test_each_sequence_becomes_a_choice(path: str, body: Any, total: int) 
         assert texts(chunks) == dict.fromkeys(range(total), whole_text(4))
         assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
         await fleet.settle()
-        assert fleet.pilot.plane.queue.shares.requests == 0
+        assert fleet.plane_driver.plane.queue.shares.requests == 0
 
 
 async def test_usage_counts_each_prompt_once_and_each_output() -> None:
@@ -120,7 +120,7 @@ async def test_few_sequences_of_a_request_are_at_the_workers_at_once(stream: boo
         ask = events if stream else post
         going = asyncio.create_task(ask(fleet, TEXT, body))
         await eventually(lambda: stub.active == 3)
-        assert fleet.pilot.plane.queue.shares.requests == 37
+        assert fleet.plane_driver.plane.queue.shares.requests == 37
         assert len(stub.seen) == 3
         held.set()
         await going
@@ -140,7 +140,7 @@ async def test_another_request_finds_room_beside_one_of_a_thousand_prompts() -> 
             await asyncio.sleep(0.1)
         small = asyncio.create_task(post(fleet, TEXT, {"prompt": "mine", "max_tokens": 1}))
         await eventually(lambda: any(seen.body["prompt"] == "mine" for seen in stub.seen))
-        assert fleet.pilot.queued == 0
+        assert fleet.plane_driver.queued == 0
         held.set()
         assert (await small)[0] == 200
         status, reply = await large
@@ -154,7 +154,7 @@ async def test_a_client_that_leaves_ends_all_its_sequences() -> None:
         await eventually(lambda: stub.active == 2)
         going.cancel()
         await eventually(fleet.idle)
-        assert fleet.pilot.plane.queue.shares.requests == 0
+        assert fleet.plane_driver.plane.queue.shares.requests == 0
         await eventually(lambda: stub.active == 0)
         assert len(stub.seen) == 2
 
@@ -185,7 +185,7 @@ async def test_a_request_whose_sequences_find_no_place_in_the_queue_is_refused_w
     control = ControlConfig(max_inflight=1, max_queued=10)
     async with serving(stub, control=control) as fleet:
         going = [asyncio.create_task(post(fleet, TEXT, {"prompt": "x"})) for _ in range(2)]
-        await eventually(lambda: fleet.pilot.queued == 1)
+        await eventually(lambda: fleet.plane_driver.queued == 1)
         status, reply = await post(fleet, TEXT, {"prompt": "x", "n": 10})
         assert status == 503
         assert "10 more" in reply["error"]["message"]

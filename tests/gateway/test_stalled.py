@@ -43,7 +43,7 @@ async def test_a_client_that_takes_nothing_is_cut_and_its_worker_goes_on(
                 break
             await asyncio.sleep(0.02)
         assert stub.active == 0
-        assert list(fleet.pilot.upstreams) == ["a"]
+        assert list(fleet.plane_driver.upstreams) == ["a"]
         writer.close()
         async with aiohttp.ClientSession() as session:
             body = {"prompt": "x", "max_tokens": 3}
@@ -60,7 +60,7 @@ async def test_while_a_client_takes_nothing_its_worker_owes_nothing() -> None:
     stub = Stub("a", script=WIDE)
     async with serving(stub, client_timeout=60) as fleet:
         _, writer = await paused(fleet, 5_000_000)
-        (upstream,) = fleet.pilot.upstreams.values()
+        (upstream,) = fleet.plane_driver.upstreams.values()
         for _ in range(1500):
             if upstream.paused:
                 break

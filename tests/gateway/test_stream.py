@@ -204,8 +204,8 @@ async def test_a_worker_that_hangs_is_left_once_it_is_declared_down(k: int) -> N
         while script.times > 0:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
-        (hung,) = [name for name, up in fleet.pilot.upstreams.items() if up.inflight]
-        await fleet.pilot.down(hung)
+        (hung,) = [name for name, up in fleet.plane_driver.upstreams.items() if up.inflight]
+        await fleet.plane_driver.down(hung)
         check(await task, True)
         await fleet.settle()
 
@@ -247,7 +247,10 @@ async def test_with_no_worker_left_the_stream_ends_in_an_honest_error() -> None:
 async def test_a_first_token_is_told_to_the_control_plane() -> None:
     async with serving(Stub("a")) as fleet:
         facts: list[Any] = []
-        observe = fleet.pilot.plane.observe
-        fleet.pilot.plane.observe = lambda fact, now: (facts.append(fact), observe(fact, now))[1]  # type: ignore[method-assign,func-returns-value]
+        observe = fleet.plane_driver.plane.observe
+        fleet.plane_driver.plane.observe = lambda fact, now: (
+            facts.append(fact),
+            observe(fact, now),
+        )[1]  # type: ignore[method-assign,func-returns-value]
         await events(fleet, True)
         assert [type(fact) for fact in facts].count(FirstToken) == 1

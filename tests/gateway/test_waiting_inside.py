@@ -44,14 +44,14 @@ async def test_a_request_that_waits_too_long_inside_a_worker_is_answered_503(
         await eventually(lambda: stub.active == 1)
         await asyncio.sleep(0.5)
         assert not going.done(), "nobody said that it waits: it may be at its prompt"
-        fleet.pilot.observe(LoadReport("a", 0, 1, 0.5))
+        fleet.plane_driver.observe(LoadReport("a", 0, 1, 0.5))
         status, text, headers = await going
         assert status == 503
         assert "inside a" in text
         assert int(headers["retry-after"]) >= 1
         await eventually(lambda: stub.cancelled == 1)
         await eventually(fleet.idle)
-        assert fleet.pilot.shed == 1
+        assert fleet.plane_driver.shed == 1
         assert len(stub.seen) == 1
 
 
@@ -61,8 +61,10 @@ async def test_a_stream_that_has_begun_is_never_timed_out() -> None:
         going = asyncio.create_task(
             post(fleet, {"prompt": "x", "stream": True, "max_tokens": 8, "priority": 0})
         )
-        await eventually(lambda: any(load.first for load in fleet.pilot.plane.state.loads.values()))
-        fleet.pilot.observe(LoadReport("a", 0, 1, 0.5))
+        await eventually(
+            lambda: any(load.first for load in fleet.plane_driver.plane.state.loads.values())
+        )
+        fleet.plane_driver.observe(LoadReport("a", 0, 1, 0.5))
         status, text, _ = await going
         assert status == 200
         assert text.endswith("data: [DONE]\n\n")
@@ -75,10 +77,10 @@ async def test_what_waits_at_a_worker_goes_to_one_that_comes_up(stream: bool) ->
         body = {"prompt": "x", "stream": stream, "max_tokens": 4}
         going = [asyncio.create_task(post(fleet, body)) for _ in range(6)]
         await eventually(lambda: first.active == 6)
-        fleet.pilot.observe(LoadReport("a", 1, 5, 0.5))
+        fleet.plane_driver.observe(LoadReport("a", 1, 5, 0.5))
         runner = await second.start()
         try:
-            await fleet.pilot.up(Worker("b", second.url), Engine(False, "stub", 2048))
+            await fleet.plane_driver.up(Worker("b", second.url), Engine(False, "stub", 2048))
             await eventually(lambda: len(second.seen) == 3)
             assert first.script.held is not None
             await eventually(lambda: first.cancelled == 3)

@@ -133,7 +133,7 @@ def test_a_pin_before_what_is_no_dynamo_is_refused() -> None:
     from pigou.control.plane import ControlPlane
     from pigou.fleet.attach import AttachedMember
     from pigou.fleet.config import AttachedWorker, WatchConfig
-    from pigou.gateway.pilot import Pilot
+    from pigou.gateway.plane_driver import PlaneDriver
 
     async def main() -> None:
         async def models(_: web.Request) -> web.Response:
@@ -146,7 +146,7 @@ def test_a_pin_before_what_is_no_dynamo_is_refused() -> None:
         port = free_ports(1)[0]
         await web.TCPSite(runner, LOOPBACK, port).start()
         spec = AttachedWorker.parse(f"http://{LOOPBACK}:{port},pin=7", 0)
-        member = AttachedMember(spec, Pilot(ControlPlane(ControlConfig())), WatchConfig())
+        member = AttachedMember(spec, PlaneDriver(ControlPlane(ControlConfig())), WatchConfig())
         await asyncio.wait_for(member.run(), 10)
         assert "no frontend of Dynamo" in member.failed
         await runner.cleanup()

@@ -78,8 +78,8 @@ def test_the_index_knows_every_block_that_two_servers_hold(
         async with gateway(*attach) as (serving, url, session):
             prompts = [[300 + k, *IDS[1:]] for k in range(8)]
             await asyncio.gather(*(ask(session, url, prompt=prompt) for prompt in prompts))
-            index = serving.pilot.plane.index
-            names = list(serving.pilot.upstreams)
+            index = serving.plane_driver.plane.index
+            names = list(serving.plane_driver.upstreams)
             for _ in range(100):
                 held = [max(index.overlap(n, chain(p, size)) for n in names) for p in prompts]
                 if held == [len(IDS) // size] * 8:
@@ -105,7 +105,7 @@ def test_a_stream_of_a_server_that_hangs_goes_on_at_the_other(
             async for line in stream(session, url, max_tokens=300, ignore_eos=True):
                 lines.append(line)
                 if len(lines) == 20:
-                    (busy,) = [up for up in serving.pilot.upstreams.values() if up.inflight]
+                    (busy,) = [up for up in serving.plane_driver.upstreams.values() if up.inflight]
                     (paused,) = [w for w in vllm_plain_two if w.url == busy.worker.url]
                     paused.server.pause()
                     before = text_of([*lines, b"[DONE]"])

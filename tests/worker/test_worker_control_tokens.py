@@ -10,10 +10,10 @@ import pytest
 from worker_process import Worker, start, stop
 
 from pigou.gateway.asked import Asked
-from pigou.gateway.speller import Speller
+from pigou.gateway.prompt_tokenizer import PromptTokenizer
 from pigou.models import bundled_path
 
-SPELLER = Speller.load(bundled_path())
+SPELLER = PromptTokenizer.load(bundled_path())
 SPECIAL = {
     i: token.content
     for i, token in SPELLER.tokenizer.backend.get_added_tokens_decoder().items()
@@ -46,10 +46,10 @@ def ask() -> Any:
         stop(worker)
 
 
-def _spelt(speller: Speller, messages: list[dict[str, Any]]) -> list[int]:
+def _spelt(speller: PromptTokenizer, messages: list[dict[str, Any]]) -> list[int]:
     asked = Asked(messages=msgspec.Raw(msgspec.json.encode(messages)))
     text = speller.prompt_of(asked, chat=True, stock=False)
-    return speller.spell(text, asked, chat=True)
+    return speller.encode(text, asked, chat=True)
 
 
 def test_worker_and_gateway_read_them_as_text_in_chats_and_alike(ask: Any) -> None:
@@ -64,7 +64,7 @@ def test_worker_and_gateway_read_them_as_text_in_chats_and_alike(ask: Any) -> No
 
 
 def test_a_switch_lets_them_be_control_tokens(ask: Any) -> None:
-    raw = Speller.load(bundled_path())
+    raw = PromptTokenizer.load(bundled_path())
     raw.allow_special_tokens = True
     typed = [{"role": "user", "content": EVIL}]
     tokens = ask("--allow-special-tokens")(messages=typed)

@@ -422,7 +422,7 @@ def _roles(workers: list[LocalWorker | AttachedWorker]) -> str:
 def _banner(serving: Serving, host: str) -> str:
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{serving.port}"
-    ups = list(serving.pilot.upstreams.values())
+    ups = list(serving.plane_driver.upstreams.values())
     model = ups[0].engine.model if ups else "MODEL"
     lines = [f"  {row.id:<12} {row.state:<8} {row.url}" for row in serving.supervisor.rows()]
     request = (

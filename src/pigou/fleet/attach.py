@@ -11,7 +11,7 @@ from pigou.fleet.errors import FleetError
 from pigou.fleet.member import Backoff, Member
 from pigou.fleet.probe import Found, ProbeFailed, Source, fleet_key, probe
 from pigou.fleet.pulse import Bench
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.wire.fleet_secret import FleetSecret
 
 
@@ -23,12 +23,12 @@ class AttachedMember(Member):
     def __init__(
         self,
         spec: AttachedWorker,
-        pilot: Pilot,
+        plane_driver: PlaneDriver,
         config: WatchConfig,
         bench: Bench | None = None,
         secret: FleetSecret | None = None,
     ) -> None:
-        super().__init__(spec.id, spec.role, pilot, config, bench, secret)
+        super().__init__(spec.id, spec.role, plane_driver, config, bench, secret)
         self._spec = spec
         self._row.url = spec.url
         self._backoff = Backoff(config)
@@ -51,7 +51,7 @@ class AttachedMember(Member):
                     self.ready.set()
                     return
             except Exception as error:
-                self._pilot.background.failed(self.id, error)
+                self._plane_driver.background.failed(self.id, error)
                 why = f"{type(error).__name__}: {error}"
             wait = self._backoff.failed(time.monotonic() - began)
             self._say("down", why)

@@ -12,7 +12,7 @@ from pigou.fleet.member import Backoff, Member
 from pigou.fleet.probe import ProbeFailed, probe
 from pigou.fleet.process import WorkerProcess
 from pigou.fleet.pulse import Bench
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.wire.fleet_secret import FleetSecret
 
 
@@ -24,12 +24,12 @@ class LocalMember(Member):
     def __init__(
         self,
         spec: LocalWorker,
-        pilot: Pilot,
+        plane_driver: PlaneDriver,
         config: WatchConfig,
         bench: Bench | None = None,
         secret: FleetSecret | None = None,
     ) -> None:
-        super().__init__(spec.id, spec.role, pilot, config, bench, secret)
+        super().__init__(spec.id, spec.role, plane_driver, config, bench, secret)
         self._spec = spec
         self._backoff = Backoff(config)
 
@@ -47,7 +47,7 @@ class LocalMember(Member):
                     return
                 why = str(error)
             except Exception as error:
-                self._pilot.background.failed(self.id, error)
+                self._plane_driver.background.failed(self.id, error)
                 why = f"{type(error).__name__}: {error}"
                 if not self.ready.is_set():
                     self.failed = why

@@ -18,7 +18,7 @@ from pigou.fleet.process_facts import ProcessFacts
 from pigou.fleet.pulse import Bench
 from pigou.fleet.watch import Watch
 from pigou.gateway.board import Row
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.upstream import Engine
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import Role, Worker
@@ -47,7 +47,7 @@ class Member(ABC):
         self,
         id: str,
         role: Role,
-        pilot: Pilot,
+        plane_driver: PlaneDriver,
         config: WatchConfig,
         bench: Bench | None = None,
         secret: FleetSecret | None = None,
@@ -58,7 +58,7 @@ class Member(ABC):
         self.ready = asyncio.Event()
         self.failed = ""
         self.on_stage: Callable[[str, str], None] | None = None
-        self._pilot = pilot
+        self._plane_driver = plane_driver
         self._config = config
         self._secret = secret
         self._row = Row(id=id, url="", role=role.value, state="starting", kind=self.kind)
@@ -92,7 +92,7 @@ class Member(ABC):
             FleetError: it does not fit the workers that are there.
         """
         sources = self._readable(sources)
-        others = [up for up in self._pilot.upstreams.values() if up.worker.id != self.id]
+        others = [up for up in self._plane_driver.upstreams.values() if up.worker.id != self.id]
         check_fit([(self.role, found.engine), *((up.worker.role, up.engine) for up in others)])
         worker = Worker(
             self.id,
@@ -106,17 +106,17 @@ class Member(ABC):
             found.layout,
             found.rehearsed,
         )
-        if not self._pilot.compiled.is_set():
+        if not self._plane_driver.compiled.is_set():
             self._report("waiting for the gateway's kernels")
-            await self._pilot.compiled.wait()
-        await self._pilot.up(worker, found.engine, key)
+            await self._plane_driver.compiled.wait()
+        await self._plane_driver.up(worker, found.engine, key)
         self._report("ready")
         self._say("up", "")
         self._row.url = url
         self.ready.set()
         watch = Watch(
-            self._pilot,
-            self._pilot.upstreams[self.id],
+            self._plane_driver,
+            self._plane_driver.upstreams[self.id],
             self._config,
             self._bench,
             None if process is None else ProcessFacts(process.pid),
@@ -131,7 +131,7 @@ class Member(ABC):
             return why
         finally:
             self._row.gaps += watch.gaps
-            await self._pilot.down(self.id, self._end(watch, process))
+            await self._plane_driver.down(self.id, self._end(watch, process))
 
     def _end(self, watch: Watch, process: WorkerProcess | None) -> WorkerEnd:
         """Return how the worker ended."""

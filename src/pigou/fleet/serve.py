@@ -22,10 +22,10 @@ from pigou.gateway.config import GatewayConfig
 from pigou.gateway.journal import Journal
 from pigou.gateway.keys import Keys
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.pilot import Pilot
-from pigou.gateway.prompts import Prompts
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.prompt_reader import PromptReader
+from pigou.gateway.prompt_tokenizer import PromptTokenizer
 from pigou.gateway.server import GatewayServer
-from pigou.gateway.speller import Speller
 from pigou.gateway.startup import StageListener, Startup
 from pigou.kernel_cache import told_of_compiling
 from pigou.request import Role
@@ -72,22 +72,24 @@ class Serving:
         """
         self._watch = watch or WatchConfig()
         keys = Keys.read(Path(gateway.api_keys_file)) if gateway.api_keys_file else None
-        prompts = Prompts(
-            Speller.named(tokenizer) if tokenizer else None,
+        prompts = PromptReader(
+            PromptTokenizer.named(tokenizer) if tokenizer else None,
             allow_special_tokens=gateway.allow_special_tokens,
         )
         plane = ControlPlane(control)
         journal = None if gateway.journal is None else Journal(Path(gateway.journal), control)
-        self.pilot = Pilot(plane, prompts, journal)
-        self.supervisor = Supervisor(self.pilot, workers, self._watch, secret or FleetSecret.make())
+        self.plane_driver = PlaneDriver(plane, prompts, journal)
+        self.supervisor = Supervisor(
+            self.plane_driver, workers, self._watch, secret or FleetSecret.make()
+        )
         self.startup = Startup(on_stage)
         self.supervisor.report_stages(self.startup.report)
         self._server = GatewayServer(
             Gateway(
                 config=gateway,
-                pilot=self.pilot,
+                plane_driver=self.plane_driver,
                 metrics=Metrics(),
-                board=Board(self.pilot, self.supervisor.rows),
+                board=Board(self.plane_driver, self.supervisor.rows),
                 keys=keys,
                 created=int(time.time()),
                 startup=self.startup,
@@ -108,20 +110,20 @@ class Serving:
         Raises:
             OSError: the address is taken. FleetError: a worker did not come up.
         """
-        self.pilot.compiled.clear()
+        self.plane_driver.compiled.clear()
         self.startup.active = True
         await self._server.start()
         try:
             await asyncio.gather(self._compile(), self.supervisor.start())
         finally:
             self.startup.active = False
-            self.pilot.compiled.set()
+            self.plane_driver.compiled.set()
 
     async def _compile(self) -> None:
         """Compile or load the gateway's kernels, on a thread that nobody waits for at the end."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        config, compiled = self.pilot.plane.config, 0
+        config, compiled = self.plane_driver.plane.config, 0
 
         def tell(stage: str) -> None:
             with suppress(RuntimeError):  # the loop has ended
@@ -147,7 +149,7 @@ class Serving:
         tell("loading kernels")
         threading.Thread(target=work, name="compile", daemon=True).start()
         await done
-        self.pilot.compiled.set()
+        self.plane_driver.compiled.set()
         self.startup.report("gateway", "ready")
 
     async def stop(self) -> None:

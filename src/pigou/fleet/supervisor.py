@@ -13,7 +13,7 @@ from pigou.fleet.local import LocalMember
 from pigou.fleet.member import Member
 from pigou.fleet.pulse import Bench
 from pigou.gateway.board import Row
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")
@@ -27,7 +27,7 @@ class Supervisor:
 
     def __init__(
         self,
-        pilot: Pilot,
+        plane_driver: PlaneDriver,
         workers: Sequence[LocalWorker | AttachedWorker],
         config: WatchConfig | None = None,
         secret: FleetSecret | None = None,
@@ -37,12 +37,12 @@ class Supervisor:
         Local workers are given the `secret`; None leaves them open to this machine.
         """
         config = config or WatchConfig()
-        self._pilot = pilot
+        self._plane_driver = plane_driver
         bench = Bench(config.hang)
         self._members: list[Member] = [
-            LocalMember(each, pilot, config, bench, secret)
+            LocalMember(each, plane_driver, config, bench, secret)
             if isinstance(each, LocalWorker)
-            else AttachedMember(each, pilot, config, bench, secret)
+            else AttachedMember(each, plane_driver, config, bench, secret)
             for each in workers
         ]
         self._tasks: list[asyncio.Task[None]] = []
@@ -64,7 +64,9 @@ class Supervisor:
         Raises:
             FleetError: a local worker did not come up, or one does not fit the others.
         """
-        self._tasks = [self._pilot.background.start(each.id, each.run) for each in self._members]
+        self._tasks = [
+            self._plane_driver.background.start(each.id, each.run) for each in self._members
+        ]
         waits = {asyncio.create_task(each.ready.wait()): each for each in self._members}
         local = [task for task, each in waits.items() if isinstance(each, LocalMember)]
         if local:

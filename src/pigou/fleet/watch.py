@@ -16,7 +16,7 @@ from pigou.fleet.events import Subscriber
 from pigou.fleet.probe import Source, engine_sign, loads
 from pigou.fleet.process_facts import ProcessFacts
 from pigou.fleet.pulse import Bench, Pulse, Sign, read_health
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.upstream import GONE, Upstream
 from pigou.wire.kv_event_decoding import WireEvent
 
@@ -53,7 +53,7 @@ class Watch:
 
     def __init__(
         self,
-        pilot: Pilot,
+        plane_driver: PlaneDriver,
         upstream: Upstream,
         config: WatchConfig,
         bench: Bench | None = None,
@@ -69,7 +69,7 @@ class Watch:
             facts: what the system knows of its process; None where it runs elsewhere.
             heard: returns the heartbeat that came by another way than HTTP; None without one.
         """
-        self._pilot = pilot
+        self._plane_driver = plane_driver
         self._upstream = upstream
         self._config = config
         self._bench = bench or Bench(config.hang)
@@ -83,7 +83,7 @@ class Watch:
 
     async def until_down(self, sources: Sequence[Source]) -> str:
         """Return why the worker counts as down, once it does."""
-        worker, background = self._upstream.worker.id, self._pilot.background
+        worker, background = self._upstream.worker.id, self._plane_driver.background
         subscribers = [
             background.start(f"{worker} KV events", Subscriber(source, self._apply, self._lose).run)
             for source in sources
@@ -98,11 +98,11 @@ class Watch:
             await asyncio.gather(*subscribers, return_exceptions=True)
 
     def _apply(self, events: tuple[WireEvent, ...]) -> None:
-        self._pilot.observe(CacheChanged(self._upstream.worker.id, events))
+        self._plane_driver.observe(CacheChanged(self._upstream.worker.id, events))
 
     def _lose(self) -> None:
         self.gaps += 1
-        self._pilot.observe(CacheLost(self._upstream.worker.id))
+        self._plane_driver.observe(CacheLost(self._upstream.worker.id))
 
     async def _look(self) -> str:
         config, failures = self._config, 0
@@ -168,11 +168,11 @@ class Watch:
             return b""
         if status != 200:
             return b""
-        self._pilot.observe(loads(page, self._upstream.worker.id))
+        self._plane_driver.observe(loads(page, self._upstream.worker.id))
         return page
 
     def _stock_sign(self, page: bytes) -> Sign | None:
         """Return the sign of a server that has no heartbeat, by its metrics."""
         worker, owed = self._upstream.worker.id, self._upstream.owed
-        tokens = self._pilot.plane.state.figures(worker)["prefill_tokens"]
+        tokens = self._plane_driver.plane.state.figures(worker)["prefill_tokens"]
         return engine_sign(page, owed=owed, planned_tokens=int(tokens))

@@ -33,10 +33,10 @@ from pigou.gateway.intake import read
 from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.limits import KeyUsage
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.outlet import ClientStalled, Outlet
 from pigou.gateway.overrides import HEADER, read_overrides
 from pigou.gateway.passing import ROOT_PATHS, Passing
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.sse_writer import ClientStalled, SSEWriter
 from pigou.gateway.startup import Startup
 from pigou.gateway.stated import read_stated
 from pigou.gateway.upstream import Upstream
@@ -75,7 +75,7 @@ class Gateway:
     """
 
     config: GatewayConfig
-    pilot: Pilot
+    plane_driver: PlaneDriver
     metrics: Metrics
     board: Board
     keys: Keys | None
@@ -110,12 +110,12 @@ def build(gateway: Gateway) -> web.Application:
     app.router.add_route("*", "/v1/{path:.*}", routes.passed)
 
     async def start(_: web.Application) -> None:
-        gateway.pilot.start()
+        gateway.plane_driver.start()
         routes.begin()
 
     async def stop(_: web.Application) -> None:
         routes.close()
-        await gateway.pilot.stop()
+        await gateway.plane_driver.stop()
 
     app.on_response_prepare.append(close_old_streams)
     app.on_response_prepare.append(add_cors(gateway.config))
@@ -146,24 +146,24 @@ class _Routes:
         board = gateway.board
         self._history = History(board, gateway.metrics, board.rows)
         self._sampling: asyncio.Task[None] | None = None
-        self._generator = Generator(gateway.pilot, gateway.metrics)
+        self._generator = Generator(gateway.plane_driver, gateway.metrics)
         self._usage = KeyUsage()
-        self._passing = Passing(gateway.pilot, gateway.config, self._usage, self._facts)
+        self._passing = Passing(gateway.plane_driver, gateway.config, self._usage, self._facts)
         self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
         gateway.metrics.add_fleet(gateway.board.gauges)
         gateway.metrics.add(Game(gateway.board.prices))
-        index = gateway.pilot.plane.index
+        index = gateway.plane_driver.plane.index
         gateway.metrics.add_count(
             "pigou_index_evicted_blocks",
             "Blocks that the prefix index forgot to stay within its limits.",
             lambda: index.evicted,
         )
-        self._decisions = Decisions(gateway.pilot.plane)
-        gateway.pilot.timed = gateway.metrics.decision.observe
+        self._decisions = Decisions(gateway.plane_driver.plane)
+        gateway.plane_driver.timed = gateway.metrics.decision.observe
 
     def begin(self) -> None:
         """Begin the history."""
-        run = self._gateway.pilot.background.start
+        run = self._gateway.plane_driver.background.start
         self._sampling = run("history of the page", self._history.run)
 
     def close(self) -> None:
@@ -228,44 +228,44 @@ class _Routes:
         )
 
     async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
-        await self._gateway.pilot.read(call)
+        await self._gateway.plane_driver.read(call)
         if not call.stream:
             reply = await self._generator.whole(call)
             return web.Response(body=reply, content_type=_JSON, headers=_decided(call))
         told = echo(request.headers.get(REQUEST_ID))
         limit_s = self._gateway.config.client_timeout
-        outlet = Outlet(request, lambda: {**told, **_decided(call)}, limit_s)
+        writer = SSEWriter(request, lambda: {**told, **_decided(call)}, limit_s)
         try:
-            await self._stream(call, outlet)
-            return await outlet.close()
+            await self._stream(call, writer)
+            return await writer.close()
         except ClientStalled as error:
             self._gateway.metrics.stalled.inc()
             _log.warning("request %s was cut off: %s", call.wire_id, error)
             raise
 
-    async def _stream(self, call: Call, outlet: Outlet) -> None:
+    async def _stream(self, call: Call, writer: SSEWriter) -> None:
         try:
             with self._gateway.closing.told():
-                await self._generator.stream(call, outlet)
+                await self._generator.stream(call, writer)
         except (APIError, Rejected) as error:
-            if not outlet.open:
+            if not writer.open:
                 raise
-            await outlet.fail(error)
+            await writer.fail(error)
         except (ConnectionError, TimeoutError):
             raise  # the client is gone
         except Exception as error:
-            if not outlet.open:
+            if not writer.open:
                 raise
             _log.exception("the stream of request %s failed", call.wire_id)
-            await outlet.fail(APIError(500, f"The gateway failed: {type(error).__name__}."))
+            await writer.fail(APIError(500, f"The gateway failed: {type(error).__name__}."))
 
     def _pigou_only(self) -> bool:
         """Whether all workers that are up are Pigou's own, which know no other fields."""
-        upstreams = self._gateway.pilot.upstreams.values()
+        upstreams = self._gateway.plane_driver.upstreams.values()
         return bool(upstreams) and not any(up.engine.stock for up in upstreams)
 
     def _check_started(self) -> None:
-        ups = self._gateway.pilot.upstreams.values()
+        ups = self._gateway.plane_driver.upstreams.values()
         self._gateway.startup.check(any(up.worker.role.decodes for up in ups))
 
     async def _off_loop(self, data: bytes, work: Callable[[], _T]) -> _T:
@@ -276,7 +276,7 @@ class _Routes:
 
     def _context(self) -> int:
         """Return the tokens that any worker can hold; 0 where one did not say."""
-        sizes = [up.engine.max_model_len for up in self._gateway.pilot.upstreams.values()]
+        sizes = [up.engine.max_model_len for up in self._gateway.plane_driver.upstreams.values()]
         return max(sizes) if sizes and all(sizes) else 0
 
     def _check_model(self, raw: msgspec.Raw | None) -> None:
@@ -291,8 +291,12 @@ class _Routes:
             )
 
     def _check_deadline(self, call: Call) -> None:
-        pilot = self._gateway.pilot
-        if call.deadline_ms is not None and pilot.upstreams and not pilot.heeds_deadlines:
+        plane_driver = self._gateway.plane_driver
+        if (
+            call.deadline_ms is not None
+            and plane_driver.upstreams
+            and not plane_driver.heeds_deadlines
+        ):
             raise bad_request(
                 f"deadline_ms is {call.deadline_ms}; nobody here goes by deadlines: start the "
                 "gateway with --admission edf, or its workers with --order edf, or remove the "
@@ -301,17 +305,17 @@ class _Routes:
             )
 
     def _facts(self) -> Facts:
-        pilot = self._gateway.pilot
-        engines = [up.engine for up in pilot.upstreams.values()]
+        plane_driver = self._gateway.plane_driver
+        engines = [up.engine for up in plane_driver.upstreams.values()]
         return Facts(
             model=engines[0].model if engines else "",
             release=self._gateway.config.release,
             releases=frozenset(engine.release for engine in engines if engine.release),
-            template=pilot.prompts.template if pilot.prompts is not None else "",
+            template=plane_driver.prompts.template if plane_driver.prompts is not None else "",
         )
 
     def _models(self) -> dict[str, Upstream]:
-        return {up.engine.model: up for up in self._gateway.pilot.upstreams.values()}
+        return {up.engine.model: up for up in self._gateway.plane_driver.upstreams.values()}
 
     async def models(self, _: web.Request) -> web.Response:
         cards = [self._card(name, up) for name, up in self._models().items()]
@@ -335,7 +339,7 @@ class _Routes:
         body = await self._off_loop(data, partial(read_fields, without_bom(data)))
         last: WorkerFailed | None = None
         tenant = current_key().tenant
-        for upstream in list(self._gateway.pilot.upstreams.values()):
+        for upstream in list(self._gateway.plane_driver.upstreams.values()):
             try:
                 reply = await upstream.whole(request.path, body, "forward", tenant)
             except WorkerFailed as failure:
@@ -346,8 +350,8 @@ class _Routes:
 
     async def health(self, _: web.Request) -> web.Response:
         """Answer 200 while requests can be served; 503 while the gateway starts or drains."""
-        background = self._gateway.pilot.background
-        workers = (up.worker for up in self._gateway.pilot.upstreams.values())
+        background = self._gateway.plane_driver.background
+        workers = (up.worker for up in self._gateway.plane_driver.upstreams.values())
         decodes = any(worker.role.decodes for worker in workers)
         body = {"status": "ok", "background": background.health()}
         startup = self._gateway.startup
@@ -376,7 +380,7 @@ class _Routes:
         With `open_metrics` those that name no tenant are for everybody.
         """
         metrics, keys = self._gateway.metrics, self._gateway.keys
-        metrics.queued.set(self._gateway.pilot.queued)
+        metrics.queued.set(self._gateway.plane_driver.queued)
         model, registry = self._facts().model, metrics.registry
         key = NO_KEY if keys is None else keys.find(request.headers.get("authorization"))
         if key is not None:

@@ -11,8 +11,8 @@ import msgspec
 
 from pigou.control.status import Status
 from pigou.gateway import game
-from pigou.gateway.pilot import Pilot
-from pigou.gateway.prompts import Way
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.prompt_reader import TokenizationMode
 from pigou.request import SECOND
 
 
@@ -54,8 +54,8 @@ class Board:
         rows: what whoever runs the fleet says of its workers.
     """
 
-    def __init__(self, pilot: Pilot, rows: Rows) -> None:
-        self._pilot = pilot
+    def __init__(self, plane_driver: PlaneDriver, rows: Rows) -> None:
+        self._plane_driver = plane_driver
         self.rows = rows
         self._last: dict[str, tuple[int, int, float]] = {}
 
@@ -70,23 +70,27 @@ class Board:
         return {
             "workers": workers,
             "game": game.view(status),
-            "tokenized": self._ways(),
-            "queued": self._pilot.queued,
-            "held_sequences": self._pilot.held,
-            "shed": self._pilot.shed,
-            "background": self._pilot.background.view(),
+            "tokenized": self._modes(),
+            "queued": self._plane_driver.queued,
+            "held_sequences": self._plane_driver.held,
+            "shed": self._plane_driver.shed,
+            "background": self._plane_driver.background.view(),
             "tokens_per_second": round(sum(w["tokens_per_second"] for w in workers), 1),
         }
 
-    def _ways(self) -> dict[str, str]:
+    def _modes(self) -> dict[str, str]:
         """Return how prompts of each route are tokenized: none, here or worker."""
-        prompts = self._pilot.prompts
-        ways = (prompts.way(chat=chat) if prompts else Way.NONE for chat in (False, True))
-        return dict(zip(("completions", "chats"), (way.name.lower() for way in ways), strict=True))
+        prompts = self._plane_driver.prompts
+        modes = (
+            prompts.mode(chat=chat) if prompts else TokenizationMode.NONE for chat in (False, True)
+        )
+        return dict(
+            zip(("completions", "chats"), (mode.name.lower() for mode in modes), strict=True)
+        )
 
     def prices(self) -> tuple[Status, list[game.Price]]:
         """Return what the control plane says of itself, and each worker's prices."""
-        plane = self._pilot.plane
+        plane = self._plane_driver.plane
         status = self._whole(plane.status(time.monotonic_ns()))
         streams = plane.state.columns.decode_requests.tolist()
         return status, game.prices(status, streams)
@@ -109,8 +113,8 @@ class Board:
             yield row.id, row.role, {"up": up, "restarts": row.restarts, **load}
 
     def _load(self, worker: str) -> dict[str, Any]:
-        state, upstream = self._pilot.plane.state, self._pilot.upstreams.get(worker)
-        cache = self._pilot.plane.index.cache(worker)
+        state, upstream = self._plane_driver.plane.state, self._plane_driver.upstreams.get(worker)
+        cache = self._plane_driver.plane.index.cache(worker)
         return {
             **state.figures(worker),
             "model": "" if upstream is None else upstream.engine.model,

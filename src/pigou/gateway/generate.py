@@ -10,11 +10,11 @@ from pigou.gateway import sequences
 from pigou.gateway.call import Call
 from pigou.gateway.failure import WorkerFailed
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.outlet import Outlet
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.regular import whole, with_cached_tokens
-from pigou.gateway.relay import Relay
 from pigou.gateway.request_driver import RequestDriver
+from pigou.gateway.sse_relay import Relay
+from pigou.gateway.sse_writer import SSEWriter
 from pigou.gateway.stream_driver import StreamDriver
 from pigou.lifecycle.messages import LifecycleEvent, StartDecode, StreamFinished
 from pigou.request import SECOND
@@ -24,8 +24,8 @@ from pigou.wire.openai_requests import without_bom
 class Generator:
     """Serves generation requests over the fleet."""
 
-    def __init__(self, pilot: Pilot, metrics: Metrics) -> None:
-        self._pilot = pilot
+    def __init__(self, plane_driver: PlaneDriver, metrics: Metrics) -> None:
+        self._plane_driver = plane_driver
         self._metrics = metrics
 
     async def whole(self, call: Call) -> bytes:
@@ -35,7 +35,7 @@ class Generator:
             APIError: no worker could serve it. Rejected: a worker refused it.
         """
         if sequences.splits(call):
-            reply = await sequences.whole(self._pilot, call, self._whole)
+            reply = await sequences.whole(self._plane_driver, call, self._whole)
         else:
             reply = await self._whole(call)
         self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
@@ -43,9 +43,9 @@ class Generator:
 
     async def _whole(self, call: Call) -> bytes:
         """Return the reply of one sequence, or of several that are not to be split."""
-        return await ReplyDriver(self._pilot, self._metrics, Relay(call)).run()
+        return await ReplyDriver(self._plane_driver, self._metrics, Relay(call)).run()
 
-    async def stream(self, call: Call, outlet: Outlet) -> None:
+    async def stream(self, call: Call, writer: SSEWriter) -> None:
         """Stream a reply to `outlet`.
 
         Raises:
@@ -53,17 +53,17 @@ class Generator:
                 stream with an error event.
         """
         if sequences.splits(call):
-            await sequences.stream(self._pilot, call, outlet, self._stream)
+            await sequences.stream(self._plane_driver, call, writer, self._stream)
         else:
-            await self._stream(call, outlet)
+            await self._stream(call, writer)
         self._metrics.duration.observe((time.monotonic_ns() - call.arrival) / SECOND)
 
-    async def _stream(self, call: Call, outlet: Outlet) -> None:
+    async def _stream(self, call: Call, writer: SSEWriter) -> None:
         """Stream one sequence, or several that are not to be split."""
         relay = Relay(call)
-        self._pilot.watch(relay)
+        self._plane_driver.watch(relay)
         try:
-            await StreamDriver(self._pilot, self._metrics, relay, outlet).run()
+            await StreamDriver(self._plane_driver, self._metrics, relay, writer).run()
         finally:
             prompt_tokens = relay.state.prompt_tokens
             self._metrics.generation_tokens.labels(call.tenant).inc(relay.counted)
@@ -89,7 +89,7 @@ class ReplyDriver(RequestDriver):
         if read.usage is not None:
             tokens = read.usage.completion_tokens
             decode.tokens += tokens
-            self._pilot.on_tokens(((call.id, tokens),))
+            self._plane_driver.on_tokens(((call.id, tokens),))
             self._metrics.generation_tokens.labels(call.tenant).inc(tokens)
             self._metrics.prompt_tokens.labels(call.tenant).inc(read.usage.prompt_tokens)
             call.stats.add(read.usage.prompt_tokens, tokens)

@@ -28,7 +28,7 @@ from pigou.gateway.facts import Facts, salt
 from pigou.gateway.failure import WorkerFailed, busy
 from pigou.gateway.keys import Key
 from pigou.gateway.limits import KeyUsage
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.upstream import Upstream
 from pigou.kv.tenure import Tenure
 from pigou.request import FinishReason
@@ -72,9 +72,13 @@ class Passing:
     """Passes requests on; one for each gateway."""
 
     def __init__(
-        self, pilot: Pilot, config: GatewayConfig, usage: KeyUsage, facts: Callable[[], Facts]
+        self,
+        plane_driver: PlaneDriver,
+        config: GatewayConfig,
+        usage: KeyUsage,
+        facts: Callable[[], Facts],
     ) -> None:
-        self._pilot = pilot
+        self._plane_driver = plane_driver
         self._config = config
         self._usage = usage
         self._facts = facts
@@ -93,7 +97,7 @@ class Passing:
         """
         path = request.rel_url.raw_path
         _check_path(path, request)
-        servers = [up for up in self._pilot.upstreams.values() if up.engine.stock]
+        servers = [up for up in self._plane_driver.upstreams.values() if up.engine.stock]
         servers = await self._having(servers, request.method, path)
         if not servers:
             raise _absent(request.method, path, self._known())
@@ -123,15 +127,15 @@ class Passing:
         left = {up.worker.id for up in servers if up.worker.role.decodes}
         try:
             while left:
-                others = frozenset(self._pilot.upstreams.keys() - left)
+                others = frozenset(self._plane_driver.upstreams.keys() - left)
                 if call.share is not None:
-                    await call.share.take(call.id, self._pilot.queue_timeout_s)
-                route = await self._pilot.decide(call.request(), others)
+                    await call.share.take(call.id, self._plane_driver.queue_timeout_s)
+                route = await self._plane_driver.decide(call.request(), others)
                 if isinstance(route, Shed):
                     raise busy(route)
                 if call.share is not None:
                     call.share.sent()
-                upstream = self._pilot.upstreams.get(route.choice.decode)
+                upstream = self._plane_driver.upstreams.get(route.choice.decode)
                 left.discard(route.choice.decode)
                 if upstream is None:
                     continue
@@ -148,7 +152,7 @@ class Passing:
             reason = FinishReason.ABORT
             raise
         finally:
-            self._pilot.end(call.id, reason)
+            self._plane_driver.end(call.id, reason)
             if call.share is not None:
                 call.share.ended(call.id)
 
@@ -195,7 +199,7 @@ class Passing:
         head = b""
         async for data in reply.content.iter_any():
             if not head:
-                self._pilot.observe(FirstToken(call.id))
+                self._plane_driver.observe(FirstToken(call.id))
             if len(head) < _HEAD_BYTES:
                 head += data[:_HEAD_BYTES]
                 self._note_owner(head, call, up)

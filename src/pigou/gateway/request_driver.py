@@ -17,9 +17,9 @@ from pigou.gateway.failure import Rejected, WorkerFailed, busy
 from pigou.gateway.lender import lent
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.overrides import refused
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.regular import cached_tokens
-from pigou.gateway.relay import Relay
+from pigou.gateway.sse_relay import Relay
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.lifecycle.messages import (
     ClientLeft,
@@ -62,11 +62,11 @@ class RequestDriver(ABC):
         life: what comes next for it.
     """
 
-    def __init__(self, pilot: Pilot, metrics: Metrics, relay: Relay) -> None:
+    def __init__(self, plane_driver: PlaneDriver, metrics: Metrics, relay: Relay) -> None:
         self.call: Call = relay.call
         self.relay = relay
         self.life = RequestLifecycle(relay.call.id)
-        self._pilot = pilot
+        self._plane_driver = plane_driver
         self._metrics = metrics
         self._choice = Choice("")
         self._priority: int | None = None
@@ -87,7 +87,7 @@ class RequestDriver(ABC):
             APIError: no worker could serve it. Rejected: a worker refused it.
         """
         try:
-            with self._pilot.driving(self.call.id, self):
+            with self._plane_driver.driving(self.call.id, self):
                 step = self._apply(self.life.begin())
                 while step is not None:
                     step = self._apply(await self._follow(step))
@@ -125,7 +125,7 @@ class RequestDriver(ABC):
                 case EndRequest():
                     self._over(effect)
                 case _:
-                    self._pilot.observe(effect)
+                    self._plane_driver.observe(effect)
         return step
 
     async def _follow(self, step: Step) -> Effects:
@@ -190,7 +190,7 @@ class RequestDriver(ABC):
     def _over(self, end: EndRequest) -> None:
         self._end = end
         call = self.call
-        self._pilot.end(call.id, end.finish)
+        self._plane_driver.end(call.id, end.finish)
         if call.choice is not None:
             call.stats.worker = call.choice.decode
         if call.share is not None:
@@ -233,9 +233,9 @@ class RequestDriver(ABC):
         if share is not None:
             # Further sequences of a request were accepted with its first one.
             later = call.group not in ("", call.id)
-            await share.take(call.id, None if later else self._pilot.queue_timeout_s)
+            await share.take(call.id, None if later else self._plane_driver.queue_timeout_s)
         try:
-            decision = await self._pilot.decide(call.request(step.tokens), step.exclude)
+            decision = await self._plane_driver.decide(call.request(step.tokens), step.exclude)
         except ConfigError as error:
             raise refused(error) from error
         if isinstance(decision, Shed):
@@ -246,8 +246,8 @@ class RequestDriver(ABC):
             share.sent()
         if call.on_route is not None:
             call.on_route(choice)
-        why = self._pilot.plane.decision(call.id)
-        computes = self._pilot.upstreams.get(choice.prefill or choice.decode)
+        why = self._plane_driver.plane.decision(call.id)
+        computes = self._plane_driver.upstreams.get(choice.prefill or choice.decode)
         if why is not None and computes is not None:
             self._metrics.decided(why, computes.worker.block_size)
         return await self._prepare(step, decision)
@@ -263,7 +263,7 @@ class RequestDriver(ABC):
 
     async def _fetch(self, step: FetchKV) -> LifecycleEvent:
         """Ask another worker for what it has cached of the prompt."""
-        source = self._pilot.upstreams.get(step.read.worker)
+        source = self._plane_driver.upstreams.get(step.read.worker)
         params, outcome = None, "gone"
         if source is not None:
             call = self.call
@@ -306,12 +306,12 @@ class RequestDriver(ABC):
 
     def _ordered(self, engine: Engine, body: Body) -> Body:
         """Return a body with what matters to the order inside a worker, as that understands it."""
-        if self.call.deadline_ms is not None and self._pilot.heeds_deadlines:
+        if self.call.deadline_ms is not None and self._plane_driver.heeds_deadlines:
             body = engine.dated(body, self.call.left_ms(time.monotonic_ns()))
         return engine.ranked(body, self._priority)
 
     def _upstream(self, worker: str) -> Upstream:
-        upstream = self._pilot.upstreams.get(worker)
+        upstream = self._plane_driver.upstreams.get(worker)
         if upstream is None:
             raise WorkerFailed("connect", f"{worker} is gone", frozenset({worker}))
         return upstream

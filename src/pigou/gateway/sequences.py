@@ -18,9 +18,9 @@ import msgspec
 
 from pigou.control.messages import Choice, GroupEnded
 from pigou.gateway.call import Call
-from pigou.gateway.outlet import _HIGH_WATER as HIGH_WATER
-from pigou.gateway.outlet import Outlet
-from pigou.gateway.pilot import Pilot
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.sse_writer import _HIGH_WATER as HIGH_WATER
+from pigou.gateway.sse_writer import SSEWriter
 from pigou.wire.errors import bad_request
 from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
 
@@ -75,8 +75,8 @@ class Sequences:
     find its blocks in the cache.
     """
 
-    def __init__(self, pilot: Pilot, call: Call) -> None:
-        self._pilot = pilot
+    def __init__(self, plane_driver: PlaneDriver, call: Call) -> None:
+        self._plane_driver = plane_driver
         self._call = call
         self._total = call.choices * len(call.prompts)
         self._first = deque(range(0, self._total, call.choices))
@@ -92,7 +92,7 @@ class Sequences:
             APIError, Rejected: the first failure of any; the others are ended.
         """
         try:
-            with self._pilot.woken(self._wake):
+            with self._plane_driver.woken(self._wake):
                 async with asyncio.TaskGroup() as tasks:
                     for sent in range(1, self._total + 1):
                         index = await self._turn()
@@ -102,7 +102,7 @@ class Sequences:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         finally:
-            self._pilot.observe(GroupEnded(self._call.id))
+            self._plane_driver.observe(GroupEnded(self._call.id))
 
     def looked(self) -> None:
         """Something happened that may let the next one go."""
@@ -113,7 +113,7 @@ class Sequences:
         while True:
             self._follow()
             waiting = self._next or self._first
-            if waiting and self._pilot.may_add(self._call, len(self._active)):
+            if waiting and self._plane_driver.may_add(self._call, len(self._active)):
                 return waiting.popleft()
             self._wake.clear()
             await self._wake.wait()
@@ -121,7 +121,7 @@ class Sequences:
     def _follow(self) -> None:
         """Let the other choices go of prompts that are computed."""
         for index, leader in list(self._leading.items()):
-            if index not in self._active or not self._pilot.plane.computes(leader.id):
+            if index not in self._active or not self._plane_driver.plane.computes(leader.id):
                 del self._leading[index]
                 self._next.extend(range(index + 1, index + self._call.choices))
 
@@ -143,7 +143,7 @@ class Sequences:
 
     async def _one(self, sequence: _Sequence, serve: Serve) -> None:
         try:
-            await self._pilot.read(sequence.call)
+            await self._plane_driver.read(sequence.call)
             await serve(sequence.call, sequence.index)
         finally:
             del self._active[sequence.index]
@@ -182,14 +182,16 @@ def one_of(call: Call, index: int) -> Call:
     )
 
 
-async def whole(pilot: Pilot, call: Call, serve: Callable[[Call], Awaitable[bytes]]) -> bytes:
+async def whole(
+    plane_driver: PlaneDriver, call: Call, serve: Callable[[Call], Awaitable[bytes]]
+) -> bytes:
     """Return the JSON body of a reply with all choices, `serve` being that of one sequence."""
     replies: dict[int, dict[str, Any]] = {}
 
     async def one(sequence: Call, index: int) -> None:
         replies[index] = msgspec.json.decode(await serve(sequence))
 
-    await Sequences(pilot, call).run(one)
+    await Sequences(plane_driver, call).run(one)
     usage = Usage(call.choices)
     choices = []
     for index in sorted(replies):
@@ -202,16 +204,19 @@ async def whole(pilot: Pilot, call: Call, serve: Callable[[Call], Awaitable[byte
 
 
 async def stream(
-    pilot: Pilot, call: Call, outlet: Outlet, serve: Callable[[Call, Outlet], Awaitable[None]]
+    plane_driver: PlaneDriver,
+    call: Call,
+    writer: SSEWriter,
+    serve: Callable[[Call, SSEWriter], Awaitable[None]],
 ) -> None:
     """Stream all choices to `outlet`, `serve` being that of one sequence."""
-    sequences, joined = Sequences(pilot, call), _Joined(call, outlet)
+    sequences, joined = Sequences(plane_driver, call), _Joined(call, writer)
 
     async def one(sequence: Call, index: int) -> None:
         await serve(sequence, _Choice(joined, index, sequences.looked))
 
     await sequences.run(one)
-    await outlet.write(joined.end())
+    await writer.write(joined.end())
 
 
 class Usage:
@@ -243,9 +248,9 @@ class Usage:
 class _Joined:
     """What the chunks of all sequences have in common."""
 
-    def __init__(self, call: Call, outlet: Outlet) -> None:
+    def __init__(self, call: Call, writer: SSEWriter) -> None:
         self.call = call
-        self.outlet = outlet
+        self.writer = writer
         self.usage = Usage(call.choices)
         self._head: dict[str, Any] = {}
         self._last: dict[str, Any] | None = None
@@ -254,7 +259,7 @@ class _Joined:
     async def write(self, frames: bytes) -> None:
         """Send whole frames; waits while the client is slow."""
         async with self._writing:
-            await self.outlet.write(frames)
+            await self.writer.write(frames)
 
     def fit(self, payload: bytes, index: int) -> bytes:
         """Return a chunk of sequence `index` for the client; empty for its usage."""
@@ -279,7 +284,7 @@ class _Joined:
         return frame(msgspec.json.encode(self._last | {"usage": self.usage.total})) + DONE
 
 
-class _Choice(Outlet):
+class _Choice(SSEWriter):
     """The outlet of one sequence: its chunks become those of one choice of the reply."""
 
     def __init__(self, joined: _Joined, index: int, looked: Callable[[], None]) -> None:
@@ -290,7 +295,7 @@ class _Choice(Outlet):
     @property
     def open(self) -> bool:
         """Whether the client has got anything."""
-        return self._joined.outlet.open
+        return self._joined.writer.open
 
     @property
     def fast(self) -> bool:
@@ -309,7 +314,7 @@ class _Choice(Outlet):
 
     async def drain(self, most: int = HIGH_WATER) -> None:
         """Wait until the client has taken enough."""
-        await self._joined.outlet.drain(most)
+        await self._joined.writer.drain(most)
 
 
 def _common(id_: Any, call: Call, index: int) -> Any:

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pigou.control.messages import Route
 from pigou.gateway.call import Call
 from pigou.gateway.failure import WorkerFailed
-from pigou.gateway.line import Line, LineError
+from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.migration import closing, out_of_room, sending
-from pigou.gateway.outlet import Outlet
-from pigou.gateway.pilot import Pilot
-from pigou.gateway.relay import Relay
+from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.request_driver import RequestDriver
+from pigou.gateway.sse_relay import Relay
+from pigou.gateway.sse_writer import SSEWriter
 from pigou.gateway.upstream import Upstream
 from pigou.lifecycle.messages import (
     CompleteStream,
@@ -36,9 +36,11 @@ _END_S = 1.0
 class StreamDriver(RequestDriver):
     """Serves a request whose reply is streamed to an outlet."""
 
-    def __init__(self, pilot: Pilot, metrics: Metrics, relay: Relay, outlet: Outlet) -> None:
-        super().__init__(pilot, metrics, relay)
-        self._outlet = outlet
+    def __init__(
+        self, plane_driver: PlaneDriver, metrics: Metrics, relay: Relay, writer: SSEWriter
+    ) -> None:
+        super().__init__(plane_driver, metrics, relay)
+        self._writer = writer
         self._worker: Upstream | None = None
         self._mapped = False
 
@@ -59,7 +61,7 @@ class StreamDriver(RequestDriver):
             max_model_len=engine.max_model_len, dynamo=engine.dynamo,
         )  # fmt: skip
         if sent.body.get("max_tokens") == 0:
-            await self._outlet.write(out_of_room(call, state) + closing(call, state))
+            await self._writer.write(out_of_room(call, state) + closing(call, state))
             return StreamFinished(step.leg)
         self._path, self._mapped = sent.path, sent.mapped
         self._set_body(sent.body)
@@ -71,22 +73,22 @@ class StreamDriver(RequestDriver):
         body = self._decode_body(decode.engine)
         self.relay.begin(stock=decode.engine.stock, mapped=self._mapped)
         with decode.busy():
-            async with decode.stream(self._path, body, call.wire_id, call.tenant) as line:
-                await self._pump(step, decode, line)
+            async with decode.stream(self._path, body, call.wire_id, call.tenant) as connection:
+                await self._pump(step, decode, connection)
         return StreamFinished(step.leg)
 
     async def _complete(self, step: CompleteStream) -> LifecycleEvent:
         self._count_move(self._failure.reason)
-        await self._outlet.write(closing(self.call, self.relay.state))
+        await self._writer.write(closing(self.call, self.relay.state))
         return StreamFinished(step.leg)
 
-    async def _pump(self, step: StartDecode, decode: Upstream, line: Line) -> None:
+    async def _pump(self, step: StartDecode, decode: Upstream, connection: HTTPConnection) -> None:
         """Pass the worker's bytes on until the stream is done.
 
         Once the client has the head of its response, chunks pass within the call that receives
         them (`take`); the task only wakes when the client is slow, or at the end.
         """
-        relay, outlet, state = self.relay, self._outlet, self.relay.state
+        relay, writer, state = self.relay, self._writer, self.relay.state
         last_ns = 0
         itl = self._metrics.itl.observe
 
@@ -107,35 +109,35 @@ class StreamDriver(RequestDriver):
 
         def take(data: bytes) -> bool:
             out = feed(data)
-            room = not out or outlet.push(out)
+            room = not out or writer.push(out)
             return room and relay.failed is None and not state.done
 
         while True:
             try:
-                data = await line.read(take if outlet.fast else None)
-            except LineError as error:
+                data = await connection.read(take if writer.fast else None)
+            except HTTPConnectionError as error:
                 raise decode.broke("broke", error) from error
             if data:
                 out = feed(data)
                 if out:
                     with decode.waiting():
-                        await outlet.write(out)
+                        await writer.write(out)
             if relay.failed is not None:
                 if isinstance(relay.failed, WorkerFailed):
                     relay.failed.workers = frozenset({decode.worker.id})
                     relay.failed.fate = decode.fate
                 raise relay.failed
             if state.done:
-                await _to_end(line)
+                await _to_end(connection)
                 return
             if data == b"" and (out := relay.end()):
-                await outlet.write(out)
+                await writer.write(out)
                 return
             if data == b"":
                 raise decode.broke("broke", EOFError("the stream ended early"))
             if data is None:
                 with decode.waiting():
-                    await outlet.drain()
+                    await writer.drain()
 
     def _first_token(self, step: StartDecode) -> None:
         now_ns = time.monotonic_ns()
@@ -145,11 +147,11 @@ class StreamDriver(RequestDriver):
         self._metrics.first_token.observe((now_ns - self.call.arrival) / SECOND)
 
 
-async def _to_end(line: Line) -> None:
+async def _to_end(connection: HTTPConnection) -> None:
     """Read what follows the last event, so that the connection can be kept."""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(_END_S):
-            while await line.read():
+            while await connection.read():
                 pass
 
 

@@ -14,9 +14,9 @@ import msgspec
 from yarl import URL
 
 from pigou.gateway.call import Body
+from pigou.gateway.connection_pool import CONNECT_S, KEEPALIVE_S, HTTPConnectionPool
 from pigou.gateway.failure import Rejected, WorkerFailed, is_request_failure
-from pigou.gateway.line import Line, LineError
-from pigou.gateway.lines import CONNECT_S, KEEPALIVE_S, Lines
+from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import Worker
 from pigou.wire.fleet_secret import tenant_mark
@@ -123,7 +123,7 @@ class Upstream:
         if engine.pin:
             self._headers["x-dynamo-worker-instance-id"] = engine.pin
         self._tells_tenants = bool(secret) and not engine.stock
-        self._lines = Lines(worker.url, self._headers)
+        self._connections = HTTPConnectionPool(worker.url, self._headers)
         self._session = aiohttp.ClientSession(
             headers=bearer,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
@@ -178,7 +178,7 @@ class Upstream:
     @asynccontextmanager
     async def stream(
         self, path: str, body: Body, request_id: str, tenant: str = ""
-    ) -> AsyncIterator[Line]:
+    ) -> AsyncIterator[HTTPConnection]:
         """Send a request; within the block its answer, of status 200, can be read.
 
         A worker that knows the fleet's secret is told a mark of the tenant, where there is one.
@@ -190,19 +190,21 @@ class Upstream:
         """
         try:
             mark = tenant_mark(tenant) if tenant and self._tells_tenants else ""
-            line, head = await self._lines.ask(path, msgspec.json.encode(body), request_id, mark)
-        except LineError as error:  # the request was sent
+            connection, head = await self._connections.ask(
+                path, msgspec.json.encode(body), request_id, mark
+            )
+        except HTTPConnectionError as error:  # the request was sent
             raise self.broke("broke", error) from error
         except (OSError, TimeoutError) as error:
             raise self.broke("connect", error) from error
         try:
             if head.status != 200:
-                raise self._refusal(head.status, await self._rest(line, MOST_ERROR))
-            yield line
+                raise self._refusal(head.status, await self._rest(connection, MOST_ERROR))
+            yield connection
         finally:
-            self._lines.give_back(line)
+            self._connections.give_back(connection)
 
-    async def _rest(self, line: Line, most: int) -> bytes:
+    async def _rest(self, connection: HTTPConnection, most: int) -> bytes:
         """Return the rest of an answer.
 
         Raises:
@@ -210,10 +212,10 @@ class Upstream:
         """
         answer = bytearray()
         try:
-            while data := await line.read():
+            while data := await connection.read():
                 answer += data
                 if len(answer) > most:
-                    line.abort()
+                    connection.abort()
                     raise self.broke("garbage", ValueError(f"a reply of over {most} bytes"))
         except OSError as error:
             raise self.broke("broke", error) from error
@@ -241,8 +243,8 @@ class Upstream:
 
     async def whole(self, path: str, body: Body, request_id: str, tenant: str = "") -> bytes:
         """Send a request; return the body of its answer. Raises as `stream`."""
-        async with self.stream(path, body, request_id, tenant) as line:
-            return await self._rest(line, MOST_REPLY)
+        async with self.stream(path, body, request_id, tenant) as connection:
+            return await self._rest(connection, MOST_REPLY)
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body of a GET; raises `aiohttp.ClientError`, `TimeoutError`."""
@@ -308,7 +310,7 @@ class Upstream:
             self._end.set_result(end)
         for task in self._tasks:
             task.cancel()
-        self._lines.close()
+        self._connections.close()
         await self._session.close()
 
     def _gone(self) -> WorkerFailed:

@@ -11,7 +11,7 @@ from tests.peers.conftest import BLOCK_SIZE, peer_model, vllm_plain_two, vllm_ve
 
 from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker
-from pigou.gateway.prompts import Way
+from pigou.gateway.prompt_reader import TokenizationMode
 
 if TYPE_CHECKING:
     from tests.peers.conftest import VllmWorker
@@ -45,16 +45,16 @@ async def test_a_repeated_prompt_overlaps_in_all_its_full_blocks(
     vllm_plain_two: list[VllmWorker], here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not here:
-        monkeypatch.setattr("pigou.gateway.prompts._find", lambda engine: None)
+        monkeypatch.setattr("pigou.gateway.prompt_reader._find", lambda engine: None)
     worker = AttachedWorker(id="attached-0", url=vllm_plain_two[0].url)
     watch = WATCH
     async with running(
         0, 0, 0, attach=(worker,), watch=watch, control=ControlConfig(policy="toll")
     ) as (serving, client):
-        prompts = serving.pilot.prompts
+        prompts = serving.plane_driver.prompts
         assert prompts is not None
-        way = Way.HERE if here else Way.WORKER
-        assert (prompts.way(chat=False), prompts.way(chat=True)) == (way, way)
+        mode = TokenizationMode.HERE if here else TokenizationMode.WORKER
+        assert (prompts.mode(chat=False), prompts.mode(chat=True)) == (mode, mode)
         for path, made in BODIES:
             body = {**made, **({} if "cache_salt" in made else {"cache_salt": f"here-{here}"})}
             first, before = await decided(client, path, body)

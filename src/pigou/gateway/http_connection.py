@@ -31,7 +31,7 @@ _BREAK = 64
 _LITTLE = 1024
 
 
-class LineError(ConnectionError):
+class HTTPConnectionError(ConnectionError):
     """The connection ended, or what came is not HTTP.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Phase(Enum):
     UNTIL_CLOSE = 4
 
 
-class _Chunk(Enum):
+class _ChunkPart(Enum):
     """What comes next in a chunked body: `DATA` includes the line break after it."""
 
     SIZE = 0
@@ -60,7 +60,7 @@ class _Chunk(Enum):
 
 
 # Looked up once: members of an Enum are slow to find.
-_IDLE, _CHUNKS, _SIZE = _Phase.IDLE, _Phase.CHUNKS, _Chunk.SIZE
+_IDLE, _CHUNKS, _SIZE = _Phase.IDLE, _Phase.CHUNKS, _ChunkPart.SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Head:
 Take = Callable[[bytes], bool]
 
 
-class Line(asyncio.Protocol):
+class HTTPConnection(asyncio.Protocol):
     """One request at a time; `ask`, then `read` until it returns empty bytes.
 
     Attributes:
@@ -91,7 +91,7 @@ class Line(asyncio.Protocol):
         self._phase = _Phase.IDLE
         self._rest = b""
         self._left = 0
-        self._chunk = _Chunk.SIZE
+        self._chunk = _ChunkPart.SIZE
         self._interim = 0
         self._head: Head | None = None
         self._body = bytearray()
@@ -109,12 +109,12 @@ class Line(asyncio.Protocol):
         """Send a request, its head and body; return the head of the answer.
 
         Raises:
-            LineError: the connection ended first.
+            HTTPConnectionError: the connection ended first.
         """
         if self._transport is None or self.closed or not self._over() or self._backlog:
-            raise LineError("the connection is closed", fresh=True)
+            raise HTTPConnectionError("the connection is closed", fresh=True)
         self._phase = _Phase.HEAD
-        self._chunk, self._left, self._interim = _Chunk.SIZE, 0, 0
+        self._chunk, self._left, self._interim = _ChunkPart.SIZE, 0, 0
         self._head = None
         self._resume()  # the last answer may have ended while reading was paused
         self._transport.write(request)
@@ -128,7 +128,7 @@ class Line(asyncio.Protocol):
         With `take`, bytes go there as they arrive; None is returned once it has declined.
 
         Raises:
-            LineError: the connection ended within the body. Whatever `take` raises.
+            HTTPConnectionError: the connection ended within the body. Whatever `take` raises.
         """
         while not self._body:
             if self._over():
@@ -182,7 +182,7 @@ class Line(asyncio.Protocol):
         elif self._phase is not _Phase.IDLE:
             fresh = self._phase is _Phase.HEAD and not self._rest
             words = str(error) if error else "the connection was closed"
-            self._error = LineError(words, fresh)
+            self._error = HTTPConnectionError(words, fresh)
         self._wake()
 
     def data_received(self, data: bytes) -> None:
@@ -263,7 +263,7 @@ class Line(asyncio.Protocol):
             if data or self._phase is _Phase.SIZED:
                 self._deliver(self._take_body(data))
         except (ValueError, IndexError) as error:
-            self._error = LineError(f"not HTTP: {error}", fresh=False)
+            self._error = HTTPConnectionError(f"not HTTP: {error}", fresh=False)
             self.abort()
             self._wake()
 
@@ -346,13 +346,13 @@ class Line(asyncio.Protocol):
         parts: list[bytes] = []
         at, size = 0, len(data)
         while at < size and self._phase is _CHUNKS:
-            if self._chunk is _Chunk.DATA:
+            if self._chunk is _ChunkPart.DATA:
                 at = self._take_chunk(data, at, parts)
             elif (end := data.find(b"\r\n", at)) < 0:
                 break
-            elif self._chunk is _Chunk.SIZE:
+            elif self._chunk is _ChunkPart.SIZE:
                 self._left = _chunk_size(data[at:end])
-                self._chunk = _Chunk.DATA if self._left else _Chunk.TRAILERS
+                self._chunk = _ChunkPart.DATA if self._left else _ChunkPart.TRAILERS
                 self._left += 2 if self._left else 0
                 at = end + 2
             else:
@@ -360,7 +360,7 @@ class Line(asyncio.Protocol):
                 if end == at:
                     self._phase = _Phase.IDLE
                 at = end + 2
-            if self._chunk is _Chunk.TRAILERS and self._left > _MOST_TRAILERS:
+            if self._chunk is _ChunkPart.TRAILERS and self._left > _MOST_TRAILERS:
                 raise ValueError("the trailers are too long")
         if self._phase is _IDLE and at < size:
             raise ValueError("bytes follow the last chunk")
@@ -384,7 +384,7 @@ class Line(asyncio.Protocol):
             self._left -= len(breaks)
             at += len(breaks)
             if self._left == 0:
-                self._chunk = _Chunk.SIZE
+                self._chunk = _ChunkPart.SIZE
         return at
 
     async def _wait(self) -> None:

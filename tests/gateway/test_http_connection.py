@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pigou.gateway.line import Line, LineError, Take
-from pigou.gateway.lines import Lines
+from pigou.gateway.connection_pool import HTTPConnectionPool
+from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError, Take
 
 BODY = [b"one", b"two" * 1000, b"", b"x"]
 WHOLE = b"".join(BODY)
@@ -26,10 +26,10 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 
 
 @asynccontextmanager
-async def lines(serve: Serve) -> AsyncIterator[Lines]:
+async def lines(serve: Serve) -> AsyncIterator[HTTPConnectionPool]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)  # type: ignore[arg-type]
     port = server.sockets[0].getsockname()[1]
-    pool = Lines(f"http://127.0.0.1:{port}", {"x-key": "k"})
+    pool = HTTPConnectionPool(f"http://127.0.0.1:{port}", {"x-key": "k"})
     try:
         yield pool
     finally:
@@ -60,16 +60,16 @@ def answering(answer: bytes, cut: int, close: bool = False) -> tuple[Serve, list
     return serve, asked
 
 
-async def whole(line: Line, take: Take | None = None) -> bytes:
+async def whole(connection: HTTPConnection, take: Take | None = None) -> bytes:
     found = b""
-    while (data := await line.read(take)) != b"":
+    while (data := await connection.read(take)) != b"":
         found += data or b""
     return found
 
 
-async def ask_whole(pool: Lines) -> bytes:
-    line, _ = await pool.ask("/", b"body", "i")
-    return await whole(line)
+async def ask_whole(pool: HTTPConnectionPool) -> bytes:
+    connection, _ = await pool.ask("/", b"body", "i")
+    return await whole(connection)
 
 
 @pytest.mark.parametrize("cut", [7, 100, 1_000_000])
@@ -79,11 +79,11 @@ async def test_a_body_arrives_whole_and_the_line_is_kept(answer: bytes, cut: int
     async with lines(serve) as pool:
         first = None
         for _ in range(3):
-            line, head = await pool.ask("/v1/x", b"body", "id-1")
+            connection, head = await pool.ask("/v1/x", b"body", "id-1")
             assert head.status == 200
-            assert await whole(line) == WHOLE
-            pool.give_back(line)
-            assert line is (first := first or line)
+            assert await whole(connection) == WHOLE
+            pool.give_back(connection)
+            assert connection is (first := first or connection)
     assert len(asked) == 3
     assert asked[0].startswith(b"POST /v1/x HTTP/1.1\r\nhost: 127.0.0.1:")
     assert b"x-key: k\r\nx-request-id: id-1\r\ncontent-length: 4\r\n\r\nbody" in asked[0]
@@ -92,45 +92,45 @@ async def test_a_body_arrives_whole_and_the_line_is_kept(answer: bytes, cut: int
 async def test_a_body_without_a_length_ends_with_the_connection() -> None:
     serve, _ = answering(CLOSED, 10, close=True)
     async with lines(serve) as pool:
-        line, _ = await pool.ask("/", b"body", "i")
-        assert await whole(line) == WHOLE
-        assert not line.idle
+        connection, _ = await pool.ask("/", b"body", "i")
+        assert await whole(connection) == WHOLE
+        assert not connection.idle
 
 
 @pytest.mark.parametrize("cut", [7, 1_000_000])
 async def test_what_a_taker_declines_is_not_lost(cut: int) -> None:
     serve, _ = answering(CHUNKED, cut)
     async with lines(serve) as pool:
-        line, _ = await pool.ask("/", b"body", "i")
+        connection, _ = await pool.ask("/", b"body", "i")
         taken: list[bytes] = []
 
         def take(data: bytes) -> bool:
             taken.append(data)
             return len(taken) % 3 != 0
 
-        while (data := await line.read(take)) != b"":
+        while (data := await connection.read(take)) != b"":
             taken += [data] if data else []
         assert b"".join(taken) == WHOLE
-        assert line.idle
+        assert connection.idle
 
 
 async def test_an_error_of_a_taker_reaches_the_reader() -> None:
     serve, _ = answering(CHUNKED, 50)
     async with lines(serve) as pool:
-        line, _ = await pool.ask("/", b"body", "i")
+        connection, _ = await pool.ask("/", b"body", "i")
 
         def take(_: bytes) -> bool:
             raise KeyError("mine")
 
         with pytest.raises(KeyError):
-            await whole(line, take)
+            await whole(connection, take)
 
 
 @pytest.mark.parametrize("end", [0, 10, 60, 200, len(CHUNKED) - 1])
 async def test_a_body_that_breaks_off_is_an_error(end: int) -> None:
     serve, _ = answering(CHUNKED[:end], 1_000_000, close=True)
     async with lines(serve) as pool:
-        with pytest.raises(LineError):
+        with pytest.raises(HTTPConnectionError):
             await ask_whole(pool)
 
 
@@ -143,7 +143,7 @@ async def test_a_body_that_breaks_off_is_an_error(end: int) -> None:
 async def test_what_is_not_http_is_an_error(answer: bytes) -> None:
     serve, _ = answering(answer, 1_000_000)
     async with lines(serve) as pool:
-        with pytest.raises(LineError):
+        with pytest.raises(HTTPConnectionError):
             await ask_whole(pool)
 
 
@@ -151,9 +151,9 @@ async def test_a_kept_line_that_was_closed_is_replaced() -> None:
     serve, asked = answering(SIZED, 1_000_000, close=True)
     async with lines(serve) as pool:
         for _ in range(3):
-            line, _ = await pool.ask("/", b"body", "i")
-            assert await whole(line) == WHOLE
-            pool.give_back(line)
+            connection, _ = await pool.ask("/", b"body", "i")
+            assert await whole(connection) == WHOLE
+            pool.give_back(connection)
     assert len(asked) == 3
 
 
@@ -170,7 +170,7 @@ async def test_a_closed_pool_cuts_lines_in_use_and_opens_none() -> None:
         waiting = asyncio.create_task(pool.ask("/", b"", "i"))
         await asked.wait()
         pool.close()
-        with pytest.raises(LineError):
+        with pytest.raises(HTTPConnectionError):
             await waiting
-        with pytest.raises(LineError):
+        with pytest.raises(HTTPConnectionError):
             await pool.ask("/", b"", "i")

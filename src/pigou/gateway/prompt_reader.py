@@ -17,7 +17,7 @@ from pigou.control.prefix_index.block_keys import chain, token_array
 from pigou.gateway.asked import Asked
 from pigou.gateway.call import Body, Call
 from pigou.gateway.failure import Rejected, WorkerFailed
-from pigou.gateway.speller import Speller, Unspellable, first_prompt
+from pigou.gateway.prompt_tokenizer import NotTokenizable, PromptTokenizer, first_prompt
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import BlockKeys
 from pigou.text.folder import find_tokenizer
@@ -40,7 +40,7 @@ _CHAT_STOCK = ("chat_template",)
 _T = TypeVar("_T")
 
 
-class Way(IntEnum):
+class TokenizationMode(IntEnum):
     """How prompts are tokenized: not at all, here, or by asking a worker each time."""
 
     NONE = 0
@@ -49,7 +49,7 @@ class Way(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Spelt:
+class _PromptTokens:
     """A prompt's tokens: how many, their block keys by block size, and the ids as JSON.
 
     `ids` is None where no worker is to be sent them.
@@ -60,11 +60,11 @@ class _Spelt:
     ids: msgspec.Raw | None = None
 
 
-class _Told(msgspec.Struct):
+class _TokenizeReply(msgspec.Struct):
     tokens: list[int]
 
 
-class Prompts:
+class PromptReader:
     """Finds the tokenizer of the fleet's model, and uses it.
 
     A tokenizer is looked for where a worker says that its model is. It is used when it says of
@@ -74,22 +74,22 @@ class Prompts:
     """
 
     def __init__(
-        self, speller: Speller | None = None, *, allow_special_tokens: bool = False
+        self, tokenizer: PromptTokenizer | None = None, *, allow_special_tokens: bool = False
     ) -> None:
         """Begin; `speller` is used in place of what workers name."""
         self._special = allow_special_tokens
-        self._speller = self._ready(speller)
-        self._ways: dict[str, tuple[Way, Way]] = {}
+        self._tokenizer = self._ready(tokenizer)
+        self._modes: dict[str, tuple[TokenizationMode, TokenizationMode]] = {}
         self._warned: set[str] = set()
         self._finding = asyncio.Lock()
         self._pool = FairThreadPool()
 
-    def _ready(self, speller: Speller | None) -> Speller | None:
-        if speller is not None:
-            speller.allow_special_tokens = self._special
+    def _ready(self, tokenizer: PromptTokenizer | None) -> PromptTokenizer | None:
+        if tokenizer is not None:
+            tokenizer.allow_special_tokens = self._special
             if not self._special:
-                speller.tokenizer.warm_up()
-        return speller
+                tokenizer.tokenizer.warm_up()
+        return tokenizer
 
     def close(self) -> None:
         """End the threads."""
@@ -98,22 +98,22 @@ class Prompts:
     @property
     def template(self) -> str:
         """Digest of the model's chat template; empty where there is none here."""
-        return "" if self._speller is None else self._speller.version
+        return "" if self._tokenizer is None else self._tokenizer.version
 
-    def way(self, *, chat: bool) -> Way:
+    def mode(self, *, chat: bool) -> TokenizationMode:
         """Return how prompts of a route are tokenized."""
-        return max((ways[chat] for ways in self._ways.values()), default=Way.NONE)
+        return max((modes[chat] for modes in self._modes.values()), default=TokenizationMode.NONE)
 
     async def meet(self, upstream: Upstream) -> None:
         """Learn how a worker that came up reads its prompts."""
         async with self._finding:
-            if self._speller is None:
-                self._speller = await self._off_loop(lambda: self._ready(_find(upstream.engine)))
+            if self._tokenizer is None:
+                self._tokenizer = await self._off_loop(lambda: self._ready(_find(upstream.engine)))
         size = upstream.worker.block_size
         await self._off_loop(lambda: chain([0] * size, size))  # compiled code is loaded once
         text = await self._compare(upstream, chat=False)
         chat = await self._compare(upstream, chat=True)
-        self._ways[upstream.worker.id] = (text, chat)
+        self._modes[upstream.worker.id] = (text, chat)
 
     async def read(self, call: Call, upstreams: Collection[Upstream]) -> None:
         """Put the prompt's tokens and block keys into a call, as far as they can be known.
@@ -122,52 +122,54 @@ class Prompts:
         What is wrong with a request is not told here: that is the worker's to do.
         """
         try:
-            spelt = await self._spelt(call, upstreams)
-        except Unspellable:
+            tokens_of_prompt = await self._prompt_tokens(call, upstreams)
+        except NotTokenizable:
             return
         prompt = call.asked.prompt
         several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-        call.prompt = max(1, spelt.count, call.prompt if several else 0)
+        call.prompt = max(1, tokens_of_prompt.count, call.prompt if several else 0)
         if not call.asked.scores_prompt(call.chat):
-            call.keys = spelt.keys
-        if spelt.ids is not None:
-            call.body["prompt_token_ids" if call.chat else "prompt"] = spelt.ids
+            call.keys = tokens_of_prompt.keys
+        if tokens_of_prompt.ids is not None:
+            call.body["prompt_token_ids" if call.chat else "prompt"] = tokens_of_prompt.ids
 
-    async def _spelt(self, call: Call, upstreams: Collection[Upstream]) -> _Spelt:
+    async def _prompt_tokens(self, call: Call, upstreams: Collection[Upstream]) -> _PromptTokens:
         asked, chat = call.asked, call.chat
         sizes = {up.worker.block_size for up in upstreams}
         source = None if chat else _first(asked.prompt)
-        way, speller = self.way(chat=chat), self._speller
-        if isinstance(source, list) or (way is Way.HERE and speller is not None):
+        mode, tokenizer = self.mode(chat=chat), self._tokenizer
+        if isinstance(source, list) or (mode is TokenizationMode.HERE and tokenizer is not None):
 
-            def work() -> _Spelt:
-                return _spell(speller if way is Way.HERE else None, call, upstreams, sizes)
+            def work() -> _PromptTokens:
+                return _tokenize(
+                    tokenizer if mode is TokenizationMode.HERE else None, call, upstreams, sizes
+                )
 
             size = len(memoryview(asked.messages)) if source is None else len(source)
             return work() if size <= LONG else await self._pool.run(call.tenant, work)
-        if way is not Way.WORKER:
-            raise Unspellable("there is no tokenizer")
+        if mode is not TokenizationMode.WORKER:
+            raise NotTokenizable("there is no tokenizer")
         tokens = _cut(await self._ask_any(call, source, upstreams), asked)
         if len(tokens) <= LONG:
             return _keyed(tokens, call.salt, sizes)
         return await self._pool.run(call.tenant, lambda: _keyed(tokens, call.salt, sizes))
 
-    async def _compare(self, upstream: Upstream, *, chat: bool) -> Way:
+    async def _compare(self, upstream: Upstream, *, chat: bool) -> TokenizationMode:
         """Return how prompts of a route can be tokenized for this worker."""
-        engine, speller = upstream.engine, self._speller
+        engine, tokenizer = upstream.engine, self._tokenizer
         asked = Asked(prompt=_TEXT, messages=msgspec.Raw(msgspec.json.encode(_CHAT)))
         body: Body = {"messages": _CHAT} if chat else {"prompt": _TEXT}
         told = await _ask(upstream, body | {"model": engine.model})
         own = None
-        if speller is not None:
+        if tokenizer is not None:
             try:
-                text = speller.prompt_of(asked, chat=chat, stock=engine.stock)
-                own = speller.spell(text, asked, chat=chat)
-            except Unspellable:
+                text = tokenizer.prompt_of(asked, chat=chat, stock=engine.stock)
+                own = tokenizer.encode(text, asked, chat=chat)
+            except NotTokenizable:
                 pass
         kind = "chats" if chat else "prompts"
         if own is not None and told in (None, own):
-            return Way.HERE
+            return TokenizationMode.HERE
         if told is None:
             if not chat:
                 self._warn(
@@ -175,13 +177,13 @@ class Prompts:
                     f"has no /tokenize; text {kind} are routed without knowing what is cached. "
                     "Give --tokenizer"
                 )
-            return Way.NONE
+            return TokenizationMode.NONE
         why = "the tokenizer here disagrees with it" if own else "there is no tokenizer here"
         self._warn(
             f"{upstream.worker.id}: {why}, so the worker is asked to tokenize all {kind} of "
             f"{engine.model!r}, which is slow. Give --tokenizer"
         )
-        return Way.WORKER
+        return TokenizationMode.WORKER
 
     async def _ask_any(
         self, call: Call, source: str | None, upstreams: Collection[Upstream]
@@ -197,7 +199,7 @@ class Prompts:
                     body |= {} if source is None else {"prompt": source}
                     if (tokens := await _ask(upstream, body)) is not None:
                         return tokens
-        raise Unspellable("no worker tokenizes it")
+        raise NotTokenizable("no worker tokenizes it")
 
     def _warn(self, words: str) -> None:
         if words not in self._warned:
@@ -208,12 +210,12 @@ class Prompts:
         return await self._pool.run("", work)
 
 
-def _find(engine: Engine) -> Speller | None:
+def _find(engine: Engine) -> PromptTokenizer | None:
     for name in (engine.root, engine.model):
         folder = find_tokenizer(name)
         if folder is not None:
             try:
-                return Speller.load(folder)
+                return PromptTokenizer.load(folder)
             except ConfigError as error:
                 _log.warning("%s", error)
     return None
@@ -224,29 +226,32 @@ async def _ask(upstream: Upstream, body: Body) -> list[int] | None:
     try:
         async with asyncio.timeout(_ASK_S):
             answer = await upstream.whole("/tokenize", body, "tokenize")
-        return msgspec.json.decode(answer, type=_Told).tokens
+        return msgspec.json.decode(answer, type=_TokenizeReply).tokens
     except (WorkerFailed, Rejected, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
-def _spell(
-    speller: Speller | None, call: Call, upstreams: Collection[Upstream], sizes: Collection[int]
-) -> _Spelt:
+def _tokenize(
+    tokenizer: PromptTokenizer | None,
+    call: Call,
+    upstreams: Collection[Upstream],
+    sizes: Collection[int],
+) -> _PromptTokens:
     """Spell a prompt of ids, or of text where there is a speller."""
     asked, chat = call.asked, call.chat
     stock = any(up.engine.stock for up in upstreams)
     most = max((up.engine.max_model_len for up in upstreams), default=0)
-    if speller is None:
+    if tokenizer is None:
         return _keyed(_cut(_ids(first_prompt(asked.prompt)), asked), call.salt, sizes)
-    source = speller.prompt_of(asked, chat=chat, stock=stock)
-    if most and isinstance(source, str) and len(source) > most * speller.longest:
-        raise Unspellable("it is longer than the context")
-    tokens = speller.spell(source, asked, chat=chat)
-    spelt = _keyed(_cut(tokens, asked), call.salt, sizes)
+    source = tokenizer.prompt_of(asked, chat=chat, stock=stock)
+    if most and isinstance(source, str) and len(source) > most * tokenizer.longest:
+        raise NotTokenizable("it is longer than the context")
+    tokens = tokenizer.encode(source, asked, chat=chat)
+    tokens_of_prompt = _keyed(_cut(tokens, asked), call.salt, sizes)
     wanted = not stock and call.single and isinstance(source, str) and not asked.echo
     if not (wanted and asked.truncate_prompt_tokens is None and 0 < len(tokens) <= most):
-        return spelt
-    return replace(spelt, ids=msgspec.Raw(msgspec.json.encode(tokens)))
+        return tokens_of_prompt
+    return replace(tokens_of_prompt, ids=msgspec.Raw(msgspec.json.encode(tokens)))
 
 
 def _first(prompt: Any) -> str | list[Any]:
@@ -254,13 +259,13 @@ def _first(prompt: Any) -> str | list[Any]:
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if not isinstance(prompt, str | list):
-        raise Unspellable("prompt is neither text nor token ids")
+        raise NotTokenizable("prompt is neither text nor token ids")
     return prompt
 
 
 def _ids(prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
-        raise Unspellable("there is no tokenizer")
+        raise NotTokenizable("there is no tokenizer")
     return prompt
 
 
@@ -269,10 +274,10 @@ def _cut(tokens: list[int], asked: Asked) -> list[int]:
     return tokens[-keep:] if keep is not None and keep > 0 else tokens
 
 
-def _keyed(tokens: list[int], salt: str, sizes: Collection[int]) -> _Spelt:
+def _keyed(tokens: list[int], salt: str, sizes: Collection[int]) -> _PromptTokens:
     try:
         packed = token_array(tokens)
         keys = {size: chain(packed, size, salt) for size in sizes}
     except (OverflowError, ValueError, TypeError) as error:
-        raise Unspellable(f"ids are out of range: {error}") from error
-    return _Spelt(len(tokens), keys)
+        raise NotTokenizable(f"ids are out of range: {error}") from error
+    return _PromptTokens(len(tokens), keys)

@@ -24,7 +24,7 @@ class ClientStalled(ConnectionResetError):
     """A client took nothing of its stream for too long, and was cut off."""
 
 
-class Outlet:
+class SSEWriter:
     """A streamed response whose head is sent with its first bytes.
 
     Until then the request can still be answered with a plain error.
@@ -85,23 +85,23 @@ class Outlet:
         transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return bool(transport.get_write_buffer_size() < _HIGH_WATER)
 
-    async def drain(self, most: int = _HIGH_WATER) -> None:
+    async def drain(self, max_waiting_bytes: int = _HIGH_WATER) -> None:
         """Wait until fewer than `most` bytes wait for the client.
 
         Raises:
             ConnectionResetError: the client left. ClientStalled: it takes nothing.
         """
-        least, since = None, time.monotonic()
+        min_waiting_bytes, since = None, time.monotonic()
         while True:
             transport = self._transport
             if transport is None or transport.is_closing():
                 raise ConnectionResetError("the client left")
             size = transport.get_write_buffer_size()
-            if size < most:
+            if size < max_waiting_bytes:
                 return
             now = time.monotonic()
-            if least is None or size < least:
-                least, since = size, now
+            if min_waiting_bytes is None or size < min_waiting_bytes:
+                min_waiting_bytes, since = size, now
             elif self._client_timeout_s and now - since > self._client_timeout_s:
                 transport.abort()
                 raise ClientStalled(f"the client took nothing for {now - since:.0f} s")

@@ -20,11 +20,11 @@ from pigou.wire.request_validation import check_messages
 _messages = msgspec.json.Decoder(list[dict[str, Any]])
 
 
-class Unspellable(ValueError):
+class NotTokenizable(ValueError):
     """What a prompt's tokens are is for the worker to say, or to refuse."""
 
 
-class Speller:
+class PromptTokenizer:
     """A tokenizer and its chat template.
 
     Attributes:
@@ -44,7 +44,7 @@ class Speller:
         self.version = version
 
     @classmethod
-    def load(cls, folder: Path) -> Speller:
+    def load(cls, folder: Path) -> PromptTokenizer:
         """Read a model folder.
 
         Raises:
@@ -58,7 +58,7 @@ class Speller:
         return cls(tokenizer, template, digest(template.identity.encode()) if template else "")
 
     @classmethod
-    def named(cls, name: str) -> Speller:
+    def named(cls, name: str) -> PromptTokenizer:
         """Find a tokenizer by folder or hub id, which is asked when its cache has it not.
 
         Raises:
@@ -77,11 +77,11 @@ class Speller:
         """Most bytes of any token."""
         return self.tokenizer.vocabulary.longest
 
-    def spell(self, text: str | list[int], asked: Asked, *, chat: bool) -> list[int]:
+    def encode(self, text: str | list[int], asked: Asked, *, chat: bool) -> list[int]:
         """Return the token ids of what `prompt_of` returned, all of them.
 
         Raises:
-            Unspellable: it is no text.
+            NotTokenizable: it is no text.
         """
         if isinstance(text, list):
             return text
@@ -89,7 +89,7 @@ class Speller:
         try:
             return self.tokenizer.encode(text, bool(special) if chat else special is not False)
         except (ValueError, TypeError) as error:
-            raise Unspellable(str(error)) from error
+            raise NotTokenizable(str(error)) from error
 
     def prompt_of(self, asked: Asked, *, chat: bool, stock: bool) -> str | list[int]:
         """Return the prompt's text, or its ids; of several prompts, the first.
@@ -101,17 +101,17 @@ class Speller:
                 also where none may be called.
 
         Raises:
-            Unspellable: it cannot be rendered here.
+            NotTokenizable: it cannot be rendered here.
         """
         if not chat:
             return first_prompt(asked.prompt)
         if asked.prompt_token_ids and not stock:
             return asked.prompt_token_ids
         if self.template is None or asked.chat_template is not None:
-            raise Unspellable("there is no template, or one of the request's own")
+            raise NotTokenizable("there is no template, or one of the request's own")
         variables = dict(asked.chat_template_kwargs or {})
         if {"messages", "add_generation_prompt"} & variables.keys():
-            raise Unspellable("the template's variables are fields of their own")
+            raise NotTokenizable("the template's variables are fields of their own")
         if asked.reasoning_effort is not None:
             variables["reasoning_effort"] = asked.reasoning_effort
         if asked.tools and (stock or asked.tool_choice != "none"):
@@ -131,16 +131,16 @@ class Speller:
                 variables=variables,
             )
         except (APIError, ChatError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Unspellable(str(error)) from error
+            raise NotTokenizable(str(error)) from error
         except (KeyError, TypeError, AttributeError) as error:
-            raise Unspellable(f"messages: {error!r}") from error
+            raise NotTokenizable(f"messages: {error!r}") from error
 
 
 def first_prompt(prompt: Any) -> str | list[int]:
     """Return the first prompt of a completion, text or ids.
 
     Raises:
-        Unspellable: it is neither.
+        NotTokenizable: it is neither.
     """
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -148,7 +148,7 @@ def first_prompt(prompt: Any) -> str | list[int]:
         return prompt
     if isinstance(prompt, list) and all(type(each) is int for each in prompt):
         return prompt
-    raise Unspellable("prompt is neither text nor token ids")
+    raise NotTokenizable("prompt is neither text nor token ids")
 
 
 def _parsed(message: dict[str, Any]) -> dict[str, Any]:
@@ -167,5 +167,5 @@ def _parsed_call(call: Any) -> Any:
     try:
         parsed = json.loads(arguments or "{}")
     except ValueError as error:
-        raise Unspellable(f"tool_calls: {error}") from error
+        raise NotTokenizable(f"tool_calls: {error}") from error
     return {**call, "function": {**function, "arguments": parsed}}

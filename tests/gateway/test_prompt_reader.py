@@ -19,9 +19,9 @@ from pigou.control.plane import ControlPlane
 from pigou.fleet.serve import Serving
 from pigou.gateway.call import Call
 from pigou.gateway.intake import read
-from pigou.gateway.pilot import Pilot
-from pigou.gateway.prompts import Prompts, Way
-from pigou.gateway.speller import Speller, first_prompt
+from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.prompt_reader import PromptReader, TokenizationMode
+from pigou.gateway.prompt_tokenizer import PromptTokenizer, first_prompt
 from pigou.gateway.upstream import Engine
 from pigou.models import bundled_path
 from pigou.request import Worker
@@ -76,10 +76,10 @@ async def decided(
 
 async def settled(serving: Serving) -> None:
     """Wait until KV events have been quiet for a while."""
-    index, last, quiet = serving.pilot.plane.index, -1, 0
+    index, last, quiet = serving.plane_driver.plane.index, -1, 0
     for _ in range(400):
         await asyncio.sleep(0.05)
-        events = sum(index.cache(worker).events for worker in serving.pilot.upstreams)
+        events = sum(index.cache(worker).events for worker in serving.plane_driver.upstreams)
         quiet = quiet + 1 if events == last and events else 0
         if quiet == 6:
             return
@@ -90,9 +90,9 @@ async def settled(serving: Serving) -> None:
 @pytest.mark.parametrize("counts", [(0, 0, 1), (1, 1, 0)])
 async def test_a_repeated_prompt_overlaps_in_all_its_full_blocks(counts: tuple[int, ...]) -> None:
     async with fleet(*counts) as (serving, client):
-        assert serving.pilot.prompts is not None
-        assert serving.pilot.prompts.way(chat=False) is Way.HERE
-        assert serving.pilot.prompts.way(chat=True) is Way.HERE
+        assert serving.plane_driver.prompts is not None
+        assert serving.plane_driver.prompts.mode(chat=False) is TokenizationMode.HERE
+        assert serving.plane_driver.prompts.mode(chat=True) is TokenizationMode.HERE
         async with client.session.get(client.url + "/workers") as response:
             told = (await response.json())["tokenized"]
         assert told == {"completions": "here", "chats": "here"}
@@ -125,7 +125,7 @@ async def test_a_prompt_under_another_salt_overlaps_in_nothing() -> None:
         _, why = await decided(client, COMPLETION, body, named)
         assert why["cached_tokens"] > 0
         scored = call_of(body | {"prompt_logprobs": 1})
-        await serving.pilot.read(scored)
+        await serving.plane_driver.read(scored)
         assert (scored.prompt, dict(scored.keys)) == (why["prompt_tokens"], {})
 
 
@@ -135,7 +135,7 @@ async def test_streams_name_their_decision_and_worker_too() -> None:
         async with client.session.post(client.url + COMPLETION, json=wanted) as response:
             await response.read()
             assert response.headers["x-pigou-worker"] == "decode-0"
-            why = serving.pilot.plane.decision(response.headers["x-pigou-decision"])
+            why = serving.plane_driver.plane.decision(response.headers["x-pigou-decision"])
             assert why is not None
             named = response.headers.get("x-pigou-prefill-worker")
             assert named == (why.prefill[why.chosen] or None)
@@ -145,10 +145,10 @@ def call_of(body: dict[str, Any], *, chat: bool = False) -> Call:
     return read(msgspec.json.encode(body), chat=chat, strict=True)
 
 
-async def met(stub: Stub, prompts: Prompts) -> Pilot:
-    pilot = Pilot(ControlPlane(ControlConfig()), prompts)
-    await pilot.up(Worker(stub.name, stub.url, stub.role), Engine(stub.stock, "stub", 2048))
-    return pilot
+async def met(stub: Stub, prompts: PromptReader) -> PlaneDriver:
+    plane_driver = PlaneDriver(ControlPlane(ControlConfig()), prompts)
+    await plane_driver.up(Worker(stub.name, stub.url, stub.role), Engine(stub.stock, "stub", 2048))
+    return plane_driver
 
 
 class Tokenizing(Stub):
@@ -169,28 +169,28 @@ class Tokenizing(Stub):
 
 
 async def test_workers_are_asked_where_the_tokenizer_here_disagrees() -> None:
-    for speller in (None, Speller.load(bundled_path())):
+    for speller in (None, PromptTokenizer.load(bundled_path())):
         stub = Tokenizing("a", stock=True)
         runner = await stub.start()
-        pilot = await met(stub, Prompts(speller))
+        plane_driver = await met(stub, PromptReader(speller))
         try:
-            assert pilot.prompts is not None
-            assert pilot.prompts.way(chat=True) is Way.WORKER
+            assert plane_driver.prompts is not None
+            assert plane_driver.prompts.mode(chat=True) is TokenizationMode.WORKER
             for chat in (False, True):
                 source: dict[str, Any] = {"prompt": "a" * 40}
                 if chat:
                     source = {"messages": [{"role": "user", "content": "a" * 40}]}
                 asked = stub.asked
                 call = call_of(source, chat=chat)
-                await pilot.read(call)
+                await plane_driver.read(call)
                 assert (call.prompt, len(call.keys[16]), stub.asked) == (40, 2, asked + 1)
                 assert "prompt_token_ids" not in call.body
             ids = call_of({"prompt": list(range(48))})
             asked = stub.asked
-            await pilot.read(ids)
+            await plane_driver.read(ids)
             assert (ids.prompt, len(ids.keys[16]), stub.asked) == (48, 3, asked)
         finally:
-            await pilot.stop()
+            await plane_driver.stop()
             await runner.cleanup()
 
 
@@ -200,27 +200,27 @@ async def test_without_any_tokenizer_requests_go_on_with_a_guess(
     stub = Tokenizing("a", stock=True)
     stub.broken = True
     runner = await stub.start()
-    pilot = await met(stub, Prompts())
+    plane_driver = await met(stub, PromptReader())
     try:
         assert "--tokenizer" in caplog.text
         call = call_of({"prompt": "a" * 400})
-        await pilot.read(call)
+        await plane_driver.read(call)
         assert (call.prompt, dict(call.keys)) == (100, {})
         ids = call_of({"prompt": list(range(48))})
-        await pilot.read(ids)
+        await plane_driver.read(ids)
         assert (ids.prompt, len(ids.keys[16])) == (48, 3)
     finally:
-        await pilot.stop()
+        await plane_driver.stop()
         await runner.cleanup()
 
 
 def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Any) -> None:
     for name in (str(tmp_path), str(tmp_path / "none"), "a/b/c"):
         with pytest.raises(ConfigError, match="tokenizer"):
-            Speller.named(name)
+            PromptTokenizer.named(name)
 
 
-SPELLER = Speller.load(bundled_path())
+SPELLER = PromptTokenizer.load(bundled_path())
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=200), st.booleans())

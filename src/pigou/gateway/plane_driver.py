@@ -27,8 +27,8 @@ from pigou.control.messages import (
 from pigou.control.plane import ControlPlane
 from pigou.gateway.call import Call
 from pigou.gateway.journal import Journal
-from pigou.gateway.prompts import Prompts
-from pigou.gateway.relay import Relay
+from pigou.gateway.prompt_reader import PromptReader
+from pigou.gateway.sse_relay import Relay
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import SECOND, FinishReason, Request, Worker
@@ -44,7 +44,7 @@ class Interruptible(Protocol):
         ...
 
 
-class Pilot:
+class PlaneDriver:
     """Turns decisions into futures, and facts into observations.
 
     Attributes:
@@ -60,7 +60,7 @@ class Pilot:
     def __init__(
         self,
         plane: ControlPlane,
-        prompts: Prompts | None = None,
+        prompts: PromptReader | None = None,
         journal: Journal | None = None,
     ) -> None:
         self.plane = plane

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pigou.gateway.asked import Asked
-from pigou.gateway.prompts import Prompts
-from pigou.gateway.speller import Speller, Unspellable
+from pigou.gateway.prompt_reader import PromptReader
+from pigou.gateway.prompt_tokenizer import NotTokenizable, PromptTokenizer
 from pigou.models import bundled_path
 from pigou.text.template import ChatTemplate
 
@@ -41,9 +41,9 @@ CHATS: list[list[dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def speller() -> Speller:
-    made = Speller.load(bundled_path())
-    return Speller(made.tokenizer, ChatTemplate(TEMPLATE, made.tokenizer.names))
+def speller() -> PromptTokenizer:
+    made = PromptTokenizer.load(bundled_path())
+    return PromptTokenizer(made.tokenizer, ChatTemplate(TEMPLATE, made.tokenizer.names))
 
 
 def asked(messages: Any, **fields: Any) -> Asked:
@@ -85,7 +85,7 @@ UNSPELLABLE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", UNSPELLABLE)
 def test_what_cannot_be_rendered_is_left_to_the_worker(fields: dict[str, Any]) -> None:
-    with pytest.raises(Unspellable):
+    with pytest.raises(NotTokenizable):
         speller().prompt_of(asked(**fields), chat=True, stock=True)
 
 
@@ -94,15 +94,15 @@ def test_what_is_no_prompt_is_left_to_the_worker(prompt: Any) -> None:
     made = speller()
     try:
         text = made.prompt_of(Asked(prompt=prompt), chat=False, stock=False)
-    except Unspellable:
+    except NotTokenizable:
         return
     assert text == []
 
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_gateway_prepares_for_control_tokens_before_the_first_chat(allowed: bool) -> None:
-    speller = Speller.load(bundled_path())
-    Prompts(speller, allow_special_tokens=allowed)
+    speller = PromptTokenizer.load(bundled_path())
+    PromptReader(speller, allow_special_tokens=allowed)
     control = speller.tokenizer.control
     assert control is not None
     assert (control._copy is None) == allowed

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from urllib.parse import urlsplit
 
-from pigou.gateway.line import Head, Line, LineError
+from pigou.gateway.http_connection import Head, HTTPConnection, HTTPConnectionError
 from pigou.wire.fleet_secret import TENANT
 
 #: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
@@ -15,7 +15,7 @@ KEEPALIVE_S = 4.0
 CONNECT_S = 5.0
 
 
-class Lines:
+class HTTPConnectionPool:
     """A pool without a limit."""
 
     def __init__(self, url: str, headers: dict[str, str]) -> None:
@@ -27,13 +27,13 @@ class Lines:
         self._prefix = parts.path.encode()
         fixed = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._fixed = f"host: {parts.netloc}\r\n{fixed}".encode()
-        self._idle: list[Line] = []
-        self._used: set[Line] = set()
+        self._idle: list[HTTPConnection] = []
+        self._used: set[HTTPConnection] = set()
         self._closed = False
 
     async def ask(
         self, path: str, body: bytes, request_id: str, tenant: str = ""
-    ) -> tuple[Line, Head]:
+    ) -> tuple[HTTPConnection, Head]:
         """Post a body; return the line, whose body is to be read, and the head of the answer.
 
         Args:
@@ -46,7 +46,7 @@ class Lines:
         answered, the server had ended the connection before.
 
         Raises:
-            LineError, OSError, TimeoutError: no connection, or no answer.
+            HTTPConnectionError, OSError, TimeoutError: no connection, or no answer.
         """
         own = f"x-request-id: {request_id}\r\ncontent-length: {len(body)}\r\n"
         if tenant:
@@ -58,55 +58,57 @@ class Lines:
         if kept is not None:
             try:
                 return kept, await self._send(kept, request)
-            except LineError as error:
+            except HTTPConnectionError as error:
                 if not error.fresh:
                     raise
         try:
-            line = await self._open()
+            connection = await self._open()
         except (OSError, TimeoutError) as error:
             if kept is None:
                 raise
-            raise LineError(f"it ended with the request: {error}", fresh=True) from error
-        return line, await self._send(line, request)
+            raise HTTPConnectionError(f"it ended with the request: {error}", fresh=True) from error
+        return connection, await self._send(connection, request)
 
-    def give_back(self, line: Line) -> None:
+    def give_back(self, connection: HTTPConnection) -> None:
         """Keep a line for the next request; cut one whose answer was not read to its end."""
-        self._used.discard(line)
-        if line.idle and not self._closed:
-            line.idle_since = asyncio.get_running_loop().time()
-            self._idle.append(line)
+        self._used.discard(connection)
+        if connection.idle and not self._closed:
+            connection.idle_since = asyncio.get_running_loop().time()
+            self._idle.append(connection)
         else:
-            line.abort()
+            connection.abort()
 
     def close(self) -> None:
         """Cut all lines: whoever reads one gets an error."""
         self._closed = True
-        for line in [*self._idle, *self._used]:
-            line.abort()
+        for connection in [*self._idle, *self._used]:
+            connection.abort()
         self._idle.clear()
 
-    def _kept(self) -> Line | None:
+    def _kept(self) -> HTTPConnection | None:
         oldest = asyncio.get_running_loop().time() - KEEPALIVE_S
         while self._idle:
-            line = self._idle.pop()
-            if line.idle and line.idle_since > oldest:
-                return line
-            line.abort()
+            connection = self._idle.pop()
+            if connection.idle and connection.idle_since > oldest:
+                return connection
+            connection.abort()
         return None
 
-    async def _open(self) -> Line:
+    async def _open(self) -> HTTPConnection:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
-            _, line = await loop.create_connection(Line, self._host, self._port, ssl=self._tls)
-        return line
+            _, connection = await loop.create_connection(
+                HTTPConnection, self._host, self._port, ssl=self._tls
+            )
+        return connection
 
-    async def _send(self, line: Line, request: bytes) -> Head:
+    async def _send(self, connection: HTTPConnection, request: bytes) -> Head:
         if self._closed:
-            line.abort()
-            raise LineError("the worker was left", fresh=False)
-        self._used.add(line)
+            connection.abort()
+            raise HTTPConnectionError("the worker was left", fresh=False)
+        self._used.add(connection)
         try:
-            return await line.ask(request)
+            return await connection.ask(request)
         except BaseException:
-            self.give_back(line)
+            self.give_back(connection)
             raise

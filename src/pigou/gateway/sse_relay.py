@@ -9,9 +9,9 @@ import msgspec
 
 from pigou.gateway import chunks
 from pigou.gateway.call import Call
+from pigou.gateway.chunks import IDS, PROMPT_IDS
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.migration import MigratedChunks
-from pigou.gateway.mould import Mould
 from pigou.gateway.regular import count, with_cached_tokens
 from pigou.lifecycle.migration import StreamState
 from pigou.wire.errors import REQUEST_FAILED
@@ -21,7 +21,7 @@ from pigou.wire.sse import DONE, DONE_PAYLOAD, EventTooLong, Reader, frame
 #: Finish reasons that say the worker gave up; no client knows them.
 _GAVE_UP = ("abort", "error")
 #: Moulds that are made within one attempt: where no two chunks are alike, it does not pay.
-_MOULDS = 16
+_MAX_FAST_PATHS = 16
 #: Events without anything for the client, comments among them, between two that have something.
 MAX_IDLE_EVENTS = 4096
 
@@ -51,9 +51,9 @@ class Relay:
         self._stock = False
         self._full = True
         self._migrated: MigratedChunks | None = None
-        self._mould: Mould | None = None
-        self._ready: Mould | None = None
-        self._moulds = 0
+        self._fast_path: SSEFastPath | None = None
+        self._ready: SSEFastPath | None = None
+        self._fast_paths = 0
         self._learns = False
 
     @property
@@ -74,8 +74,8 @@ class Relay:
         self._idle_events = 0
         self._stock = stock
         self._full = stock or not self.state.begun or not self.call.single
-        self._mould = self._ready = None
-        self._moulds = 0
+        self._fast_path = self._ready = None
+        self._fast_paths = 0
         if self.state.begun:
             self._migrated = MigratedChunks(self.call, self.state, mapped)
 
@@ -90,7 +90,7 @@ class Relay:
         found = None if self._ready is None else self._ready.token(data)
         if found is None:
             out = self._parse(data)
-            self._ready = None if self._reader.pending else self._mould
+            self._ready = None if self._reader.pending else self._fast_path
             return out
         token, text, bare = found
         tokens = self.state.tokens
@@ -116,7 +116,7 @@ class Relay:
             return b""
         self._idle_events += self._reader.skipped
         self._reader.skipped = 0
-        self._learns = self._moulds > 0 and len(payloads) == 1
+        self._learns = self._fast_paths > 0 and len(payloads) == 1
         for payload in payloads:
             if payload.strip() == DONE_PAYLOAD:
                 self.state.done = True
@@ -144,8 +144,8 @@ class Relay:
             return
         ids = choices[0].token_ids
         if choices[0].finish_reason is None and ids is not None and len(ids) == 1:
-            self._moulds -= 1
-            self._mould = Mould.of(frame(payload)) or self._mould
+            self._fast_paths -= 1
+            self._fast_path = SSEFastPath.of(frame(payload)) or self._fast_path
 
     def _take(self, payload: bytes) -> bytes:
         """Note one chunk; return what the client gets of it, nothing where it is no chunk."""
@@ -195,7 +195,7 @@ class Relay:
             state.head = chunk.head()
             state.prompt = prompt
             self._full = self._stock or not self.call.single
-            self._moulds = _MOULDS if self.call.single else 0
+            self._fast_paths = _MAX_FAST_PATHS if self.call.single else 0
         if (has_ids or prompt) and not self.call.wants_ids:
             return chunks.without_ids(payload, bool(prompt))
         return payload
@@ -239,3 +239,66 @@ def _error(error: dict[str, Any], payload: bytes) -> WorkerFailed | Rejected:
     if 400 <= status < 500 or error.get("type") == REQUEST_FAILED:
         return Rejected(status, payload)
     return WorkerFailed("error", f"the worker said: {error.get('message')}", status=status)
+
+
+_NO_IDS = b'"token_ids":null'
+_QUOTE, _BACKSLASH, _ZERO = b'"', 0x5C, 0x30
+#: Token ids with more digits are left to the parser.
+_MAX_ID_DIGITS = 9
+
+
+class SSEFastPath:
+    """Recognizes events that are another one, but for its text and its one token id.
+
+    Such an event is valid JSON, and means the same, if that other one is and does: the text is
+    a string's whole content without quotes, escapes or control characters, the id a number. In
+    JSON a quote within a string is escaped, so that what looks like a key is one.
+    """
+
+    __slots__ = ("_end", "_head", "_size", "_tail", "_text_end")
+
+    def __init__(self, head: bytes, text_end: bytes, tail: bytes) -> None:
+        """Keep what comes before the text, from its end to the ids, and after them."""
+        self._head = head
+        self._size = len(head)
+        self._text_end = text_end
+        self._tail = tail
+        self._end = _NO_IDS + tail
+
+    @classmethod
+    def of(cls, event: bytes) -> SSEFastPath | None:
+        """Return the mould of an event; None where it has none.
+
+        Args:
+            event: a parsed and valid chunk, framed, with one choice, one token id and no end.
+        """
+        if _BACKSLASH in event or PROMPT_IDS in event:
+            return None
+        # Each key once, so that it is the choice's: spelt otherwise it would have a backslash.
+        keys = [event.count(key + _QUOTE) for key in (b'"token_ids', b'"text', b'"content')]
+        if keys[0] != 1 or keys[1] + keys[2] != 1:
+            return None
+        before, _, rest = event.rpartition(IDS)
+        _, _, tail = rest.partition(b"]")
+        head, key, rest = before.partition(b'"text":"' if keys[1] else b'"content":"')
+        _, _, text_end = rest.partition(_QUOTE)
+        fast_path = cls(head + key, text_end, tail)
+        return None if fast_path.token(event) is None else fast_path
+
+    def token(self, event: bytes) -> tuple[int, bytes, bytes] | None:
+        """Return id, text, and the event with null in place of its ids; None for all else."""
+        before, _, rest = event.rpartition(IDS)
+        digits, _, tail = rest.partition(b"]")
+        if tail != self._tail or before[: self._size] != self._head:
+            return None
+        text, _, text_end = before[self._size :].partition(_QUOTE)
+        if text_end != self._text_end or _BACKSLASH in text:
+            return None
+        if not digits.isdigit() or len(digits) > _MAX_ID_DIGITS or digits[0] == _ZERO:
+            return None
+        try:
+            if not text.decode().isprintable():
+                return None
+        except UnicodeDecodeError:
+            return None
+        return int(digits), text, before + self._end
