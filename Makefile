@@ -38,7 +38,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.dev
-	for b in core transfer gateway engine; do $(BIN)/python -m benchmarks.$$b $(ARGS) || exit 1; done
+	for b in engine.core worker.kv_transfer gateway.overhead worker.throughput; do $(BIN)/python -m benchmarks.$$b $(ARGS) || exit 1; done
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m tools.cli_reference > docs/reference/cli.md

@@ -67,7 +67,7 @@ class Tally:
 
 def read_trace(count: int) -> list[Line] | None:
     """Read the first `count` requests of the trace, or None where it is not to be had."""
-    path = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[2] / "shared")) / TRACE
+    path = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[3] / "shared")) / TRACE
     if not path.exists():
         return None
     import zstandard

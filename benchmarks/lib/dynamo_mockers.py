@@ -22,7 +22,7 @@ from typing import Any, Self
 from benchmarks.lib.peers import PeerMissing, shared
 from benchmarks.lib.servers import LOOPBACK, Server, ServerFailed, free_ports
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "src" / "pigou" / "models" / "tiny"
 NAME = "tiny"
 BLOCK_SIZE = 16

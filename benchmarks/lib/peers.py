@@ -39,7 +39,7 @@ class PeerMissing(RuntimeError):
 
 def shared() -> Path:
     """The folder of peer scripts and data: $PIGOU_SHARED, else `../shared` beside the checkout."""
-    default = Path(__file__).resolve().parents[2] / "shared"
+    default = Path(__file__).resolve().parents[3] / "shared"
     folder = Path(os.environ.get("PIGOU_SHARED", default))
     if not (folder / "tools").is_dir():
         raise PeerMissing(f"{folder}/tools is absent; set PIGOU_SHARED to the folder that has it")

@@ -28,7 +28,7 @@ from benchmarks.lib.servers import machine
 from benchmarks.routing.throughput_data import BLOCK_SIZE, LONG, SHORT, workload
 from benchmarks.routing.throughput_pigou import Call, Side, timed
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 #: Calls of a turn on short prompts. The first tenth, which does not count, has all 64 of them.
 CALLS = 800
 

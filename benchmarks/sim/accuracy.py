@@ -32,7 +32,7 @@ from pigou.sim.timing import Batch, Timing
 from pigou.sim.timing_profile import profile
 from pigou.sim.timing_roofline import roofline
 
-SHARED = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[2] / "shared"))
+SHARED = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[3] / "shared"))
 PROFILES = SHARED / "profiles" / "vllm-0.19"
 LOG = PROFILES / "logs" / "RTX4090" / "Llama-3.1-8B" / "vllm"
 #: Allowed errors in percent: of the means, and of every P95.

@@ -126,7 +126,7 @@ def pigou(trace: Path, workers: int, policy: str, shape: Shape) -> Run:
             "--fleet", str(fleet), "--model", MODEL, "--gpu", GPU, "--policy", policy,
             "--max-batched-tokens", str(shape.tokens), "--json", str(figures),
         ]  # fmt: skip
-        source = Path(__file__).resolve().parents[1] / "src"  # whatever is installed
+        source = Path(__file__).resolve().parents[2] / "src"  # whatever is installed
         _, process, cpu, rss = measured(argv, folder, PYTHONPATH=str(source))
         found = json.loads(figures.read_text())
         return Took(found["completed"], found["wall_s"], process, cpu, rss)
@@ -162,7 +162,7 @@ def dynamo(trace: Path, workers: int, shape: Shape) -> Run:
     home = _home("PIGOU_PEER_DYNAMO", "a venv with ai-dynamo-runtime 1.6.1")
 
     def run(folder: Path) -> Took:
-        script = Path(__file__).with_name("simulator_dynamo.py")
+        script = Path(__file__).with_name("speed_dynamo.py")
         engine = {"block_size": shape.block, "max_num_batched_tokens": shape.tokens}
         argv = [str(home / "bin" / "python"), str(script), str(trace), str(workers)]
         argv.append(json.dumps(engine))

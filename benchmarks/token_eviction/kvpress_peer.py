@@ -41,7 +41,7 @@ class KvpressPeer:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                cwd=Path(__file__).parents[1],
+                cwd=Path(__file__).parents[2],
                 env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
             )
 

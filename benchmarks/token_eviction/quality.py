@@ -131,7 +131,7 @@ def sized(value: str) -> tuple[int, ...]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    shared = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[2] / "shared"))
+    shared = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[3] / "shared"))
     parser.add_argument("--corpus", type=Path, default=shared / "corpus")
     parser.add_argument("--shares", default="0.75,0.5,0.25,0.125", help="of the full cache")
     parser.add_argument("--rows", type=int, default=8, help="of text")

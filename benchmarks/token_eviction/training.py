@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-TOOL = Path(__file__).parents[1] / "tools" / "train_returns.py"
+TOOL = Path(__file__).parents[2] / "tools" / "train_returns.py"
 
 
 @dataclass(frozen=True)

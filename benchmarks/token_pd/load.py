@@ -24,7 +24,7 @@ from pigou.workload.recall import RecallItem, pair_line, recall_items
 
 Ids = NDArray[np.int32]
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 #: Lengths in tokens, least and most, both drawn evenly.
 PROMPT, OUTPUT = (48, 144), (96, 256)
 #: Pairs told in a recall item, and tokens between the last of them and the question.
