@@ -18,12 +18,12 @@ from aiohttp import web
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
 from pigou.gateway.app import Gateway
-from pigou.gateway.board import Board
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.keys import Keys
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.server import GatewayServer
+from pigou.gateway.status_api import FleetStatus
 from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
 
@@ -341,9 +341,9 @@ async def serving(
     plane_driver = PlaneDriver(ControlPlane(control or ControlConfig()))
     metrics = Metrics()
     config = GatewayConfig(port=0, **limits)
-    board = Board(plane_driver, list)
+    fleet_status = FleetStatus(plane_driver, list)
     server = GatewayServer(
-        Gateway(config, plane_driver, metrics, board, keys, 1), shutdown_s=drain_s
+        Gateway(config, plane_driver, metrics, fleet_status, keys, 1), shutdown_s=drain_s
     )
     try:
         async with server:

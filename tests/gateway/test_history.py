@@ -10,23 +10,22 @@ from stub import Stub, serving
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
-from pigou.gateway.assets import ASSETS
-from pigou.gateway.board import Board, Row
-from pigou.gateway.history import MOST_EVENTS, MOST_SAMPLES, STEP_S, History, quantile
+from pigou.gateway.dashboard import ASSETS, MAX_EVENTS, MAX_SAMPLES, STEP_S, History, quantile
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.status_api import FleetStatus, WorkerRow
 
 
 class Fleet:
     """One worker whose row, and a clock that one can set."""
 
     def __init__(self) -> None:
-        self.row = Row(id="a", url="", role="both", state="starting", kind="local")
+        self.row = WorkerRow(id="a", url="", role="both", state="starting", kind="local")
         self.metrics = Metrics()
         self.now = 1000.0
         rows = lambda: [self.row]  # noqa: E731
-        board = Board(PlaneDriver(ControlPlane(ControlConfig())), rows)
-        self.history = History(board, self.metrics, rows, lambda: self.now)
+        fleet_status = FleetStatus(PlaneDriver(ControlPlane(ControlConfig())), rows)
+        self.history = History(fleet_status, self.metrics, rows, lambda: self.now)
 
     def step(self) -> None:
         self.now += STEP_S
@@ -35,12 +34,12 @@ class Fleet:
 
 async def test_the_history_is_bounded_and_told_from_a_time_on() -> None:
     fleet = Fleet()
-    for number in range(MOST_SAMPLES + 50):
+    for number in range(MAX_SAMPLES + 50):
         fleet.row.state = "up" if number % 2 else "down"
         fleet.step()
     view = fleet.history.view()
-    assert {len(column) for column in view["series"].values()} == {MOST_SAMPLES}
-    assert len(view["events"]) == MOST_EVENTS
+    assert {len(column) for column in view["series"].values()} == {MAX_SAMPLES}
+    assert len(view["events"]) == MAX_EVENTS
     last = view["series"]["time"][-1]
     late = fleet.history.view(last - 2 * STEP_S)
     assert late["series"]["time"] == view["series"]["time"][-2:]

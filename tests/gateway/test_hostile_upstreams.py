@@ -18,7 +18,6 @@ from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
 from pigou.gateway import upstream as upstreams
 from pigou.gateway.app import Gateway
-from pigou.gateway.board import Board
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError, _weight
 from pigou.gateway.metrics import Metrics
@@ -26,6 +25,7 @@ from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.server import GatewayServer
 from pigou.gateway.sse_relay import Relay
 from pigou.gateway.sse_writer import SSEWriter
+from pigou.gateway.status_api import FleetStatus
 from pigou.gateway.upstream import Engine
 from pigou.request import Role, Worker
 from pigou.wire import kv_event_decoding, kv_event_slices, sse
@@ -325,7 +325,7 @@ async def front(answer: Callable[[int], list[Any]]) -> AsyncIterator[tuple[str, 
     port = server.sockets[0].getsockname()[1]
     plane_driver, metrics = PlaneDriver(ControlPlane(ControlConfig())), Metrics()
     gateway = Gateway(
-        GatewayConfig(port=0), plane_driver, metrics, Board(plane_driver, list), None, 1
+        GatewayConfig(port=0), plane_driver, metrics, FleetStatus(plane_driver, list), None, 1
     )
     try:
         async with GatewayServer(gateway, shutdown_s=0.2) as running:

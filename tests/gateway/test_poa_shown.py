@@ -14,9 +14,9 @@ from pigou.control.messages import WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.status import Status
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
-from pigou.gateway import game
-from pigou.gateway.board import Board, Row
+from pigou.gateway import prices_api
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.status_api import FleetStatus, WorkerRow
 from pigou.request import Worker
 
 GAIN = Estimate(1.5, 1.25, 2.0)
@@ -41,12 +41,12 @@ def status(assessment: Assessment | None, why: str = "") -> Status:
 
 def metrics(found: Status) -> str:
     registry = CollectorRegistry()
-    registry.register(game.Game(lambda: (found, [])))
+    registry.register(prices_api.PriceGauges(lambda: (found, [])))
     return generate_latest(registry).decode()
 
 
 def test_what_is_unknown_is_null_with_its_reason() -> None:
-    told = game.view(status(None, "nothing ended"))
+    told = prices_api.view(status(None, "nothing ended"))
     assert (told["poa"], told["poa_split"], told["poa_unknown"]) == (None, None, "nothing ended")
     page = metrics(status(None, "nothing ended"))
     assert "pigou_game_poa_known 0.0" in page
@@ -54,7 +54,7 @@ def test_what_is_unknown_is_null_with_its_reason() -> None:
 
 
 def test_what_is_known_has_its_interval_and_the_better_split_its_gain() -> None:
-    told: dict[str, Any] = game.view(status(FOUND))
+    told: dict[str, Any] = prices_api.view(status(FOUND))
     assert told["poa_unknown"] is None
     assert told["poa"]["whole"] == {"value": 1.5, "low": 1.25, "high": 2.0}
     assert told["poa_split"] == {
@@ -72,13 +72,13 @@ def test_what_is_known_has_its_interval_and_the_better_split_its_gain() -> None:
 
 
 def test_a_worker_of_the_fleet_that_is_not_up_makes_it_unknown() -> None:
-    made, rows = plane(), [Row(id="w", url="", role="both", state="up", kind="local")]
+    made, rows = plane(), [WorkerRow(id="w", url="", role="both", state="up", kind="local")]
     made.status = lambda now: status(FOUND)  # type: ignore[method-assign, assignment]
-    board = Board(PlaneDriver(made), lambda: rows)
-    assert board.prices()[0].assessment is FOUND
+    fleet_status = FleetStatus(PlaneDriver(made), lambda: rows)
+    assert fleet_status.prices()[0].assessment is FOUND
     for state in ("starting", "down", "backoff"):
-        rows[1:] = [Row(id="other", url="", role="both", state=state, kind="attached")]
-        found, prices = board.prices()
+        rows[1:] = [WorkerRow(id="other", url="", role="both", state=state, kind="attached")]
+        found, prices = fleet_status.prices()
         assert found.assessment is None
         assert "other" in found.unknown
         assert all(math.isnan(each.poa) for each in prices)

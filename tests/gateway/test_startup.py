@@ -14,7 +14,7 @@ from pigou.fleet import serve
 from pigou.fleet.errors import FleetError
 from pigou.fleet.serve import Serving, local_workers
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.startup import RETRY_AFTER, Startup
+from pigou.gateway.startup_shutdown import STARTING_RETRY_AFTER_S, Startup
 from pigou.wire.errors import APIError
 
 
@@ -28,7 +28,7 @@ def test_a_request_before_the_first_worker_is_told_the_stage() -> None:
     assert told == [("decode-0", "loading the model")]
     with pytest.raises(APIError, match="decode-0: loading the model") as error:
         startup.check(can_serve=False)
-    assert (error.value.status, error.value.retry_after) == (503, RETRY_AFTER)
+    assert (error.value.status, error.value.retry_after) == (503, STARTING_RETRY_AFTER_S)
     startup.check(can_serve=True)
 
 
@@ -56,7 +56,7 @@ async def test_requests_while_kernels_are_compiled_get_503_and_workers_start_mea
             async with session.post("/v1/completions", json=body) as response:
                 error = (await response.json())["error"]
                 assert response.status == 503
-                assert response.headers["retry-after"] == str(RETRY_AFTER)
+                assert response.headers["retry-after"] == str(STARTING_RETRY_AFTER_S)
                 assert "starting" in error["message"]
                 assert "both-0: waiting for the gateway's kernels" in error["message"]
             async with session.get("/health") as response:

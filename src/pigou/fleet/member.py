@@ -17,8 +17,8 @@ from pigou.fleet.process import WorkerProcess
 from pigou.fleet.process_facts import ProcessFacts
 from pigou.fleet.pulse import Bench
 from pigou.fleet.watch import Watch
-from pigou.gateway.board import Row
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.status_api import WorkerRow
 from pigou.gateway.upstream import Engine
 from pigou.lifecycle.suspicion import WorkerEnd
 from pigou.request import Role, Worker
@@ -61,9 +61,9 @@ class Member(ABC):
         self._plane_driver = plane_driver
         self._config = config
         self._secret = secret
-        self._row = Row(id=id, url="", role=role.value, state="starting", kind=self.kind)
+        self._row = WorkerRow(id=id, url="", role=role.value, state="starting", kind=self.kind)
 
-    def row(self) -> Row:
+    def row(self) -> WorkerRow:
         """Return what the board shows of it."""
         return self._row
 

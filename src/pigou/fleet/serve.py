@@ -17,7 +17,6 @@ from pigou.control.warm import warm_up
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.app import Gateway
-from pigou.gateway.board import Board
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.journal import Journal
 from pigou.gateway.keys import Keys
@@ -26,7 +25,8 @@ from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader
 from pigou.gateway.prompt_tokenizer import PromptTokenizer
 from pigou.gateway.server import GatewayServer
-from pigou.gateway.startup import StageListener, Startup
+from pigou.gateway.startup_shutdown import StageListener, Startup
+from pigou.gateway.status_api import FleetStatus
 from pigou.kernel_cache import told_of_compiling
 from pigou.request import Role
 from pigou.wire import json_limits, msgpack_walk
@@ -89,7 +89,7 @@ class Serving:
                 config=gateway,
                 plane_driver=self.plane_driver,
                 metrics=Metrics(),
-                board=Board(self.plane_driver, self.supervisor.rows),
+                fleet_status=FleetStatus(self.plane_driver, self.supervisor.rows),
                 keys=keys,
                 created=int(time.time()),
                 startup=self.startup,

@@ -12,8 +12,8 @@ from pigou.fleet.errors import FleetError
 from pigou.fleet.local import LocalMember
 from pigou.fleet.member import Member
 from pigou.fleet.pulse import Bench
-from pigou.gateway.board import Row
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.status_api import WorkerRow
 from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")
@@ -52,7 +52,7 @@ class Supervisor:
         for member in self._members:
             member.on_stage = listener
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[WorkerRow]:
         """Return what the board shows of each member."""
         return [member.row() for member in self._members]
 

@@ -15,30 +15,25 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pigou import __version__
-from pigou.gateway.assets import ASSETS, asset, read_assets
-from pigou.gateway.board import Board
-from pigou.gateway.browsers import add_cors, browsers
 from pigou.gateway.call import CHAT, COMPLETIONS, Call
-from pigou.gateway.closing import Closing
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.decisions import Decisions
-from pigou.gateway.exposition import page, page_without_tenants
+from pigou.gateway.dashboard import ASSETS, History, asset, read_assets
 from pigou.gateway.facts import Facts
 from pigou.gateway.failure import Rejected, WorkerFailed
-from pigou.gateway.game import Game
 from pigou.gateway.generate import Generator
-from pigou.gateway.guard import current_key, guard, unauthorized
-from pigou.gateway.history import History
 from pigou.gateway.intake import read
 from pigou.gateway.keys import NO_KEY, Key, Keys
 from pigou.gateway.limits import KeyUsage
-from pigou.gateway.metrics import Metrics
+from pigou.gateway.metrics import Metrics, page, page_without_tenants
+from pigou.gateway.middleware import add_cors, check_browser, current_key, guard, unauthorized
 from pigou.gateway.overrides import HEADER, read_overrides
 from pigou.gateway.passing import ROOT_PATHS, Passing
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.prices_api import PriceGauges
 from pigou.gateway.sse_writer import ClientStalled, SSEWriter
-from pigou.gateway.startup import Startup
+from pigou.gateway.startup_shutdown import Shutdown, Startup
 from pigou.gateway.stated import read_stated
+from pigou.gateway.status_api import Decisions, FleetStatus
 from pigou.gateway.upstream import Upstream
 from pigou.logs import describe_access
 from pigou.request import SECOND
@@ -77,10 +72,10 @@ class Gateway:
     config: GatewayConfig
     plane_driver: PlaneDriver
     metrics: Metrics
-    board: Board
+    fleet_status: FleetStatus
     keys: Keys | None
     created: int
-    closing: Closing = field(default_factory=Closing)
+    shutdown: Shutdown = field(default_factory=Shutdown)
     startup: Startup = field(default_factory=Startup)
 
 
@@ -89,8 +84,8 @@ def build(gateway: Gateway) -> web.Application:
     app = web.Application(
         client_max_size=gateway.config.max_body,
         middlewares=[
-            browsers(gateway.config),
-            guard(gateway.keys, gateway.metrics, gateway.closing),
+            check_browser(gateway.config),
+            guard(gateway.keys, gateway.metrics, gateway.shutdown),
         ],
     )
     routes = _Routes(gateway)
@@ -143,15 +138,15 @@ class _Routes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._large = FairThreadPool()
-        board = gateway.board
-        self._history = History(board, gateway.metrics, board.rows)
+        fleet_status = gateway.fleet_status
+        self._history = History(fleet_status, gateway.metrics, fleet_status.rows)
         self._sampling: asyncio.Task[None] | None = None
         self._generator = Generator(gateway.plane_driver, gateway.metrics)
         self._usage = KeyUsage()
         self._passing = Passing(gateway.plane_driver, gateway.config, self._usage, self._facts)
         self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
-        gateway.metrics.add_fleet(gateway.board.gauges)
-        gateway.metrics.add(Game(gateway.board.prices))
+        gateway.metrics.add_fleet(gateway.fleet_status.gauges)
+        gateway.metrics.add(PriceGauges(gateway.fleet_status.prices))
         index = gateway.plane_driver.plane.index
         gateway.metrics.add_count(
             "pigou_index_evicted_blocks",
@@ -180,13 +175,13 @@ class _Routes:
 
     async def passed(self, request: web.Request) -> web.StreamResponse:
         """Pass a request of another route to an attached server that has it."""
-        self._gateway.closing.check_open()
+        self._gateway.shutdown.check_open()
         key, stated = current_key(), read_stated(request.headers)
         tenure = key.grant.apply(key.tenant, stated, time.time_ns())
         return await self._passing.answer(request, key, tenure)
 
     async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
-        self._gateway.closing.check_open()
+        self._gateway.shutdown.check_open()
         self._check_started()
         key, stated = current_key(), read_stated(request.headers)
         tenure = key.grant.apply(key.tenant, stated, time.time_ns())
@@ -245,7 +240,7 @@ class _Routes:
 
     async def _stream(self, call: Call, writer: SSEWriter) -> None:
         try:
-            with self._gateway.closing.told():
+            with self._gateway.shutdown.told():
                 await self._generator.stream(call, writer)
         except (APIError, Rejected) as error:
             if not writer.open:
@@ -355,7 +350,7 @@ class _Routes:
         decodes = any(worker.role.decodes for worker in workers)
         body = {"status": "ok", "background": background.health()}
         startup = self._gateway.startup
-        if self._gateway.closing.begun:
+        if self._gateway.shutdown.begun:
             body["status"] = "closing"
         elif startup.active and not decodes:
             body |= {"status": "starting", "stages": startup.stages}
@@ -363,7 +358,7 @@ class _Routes:
             body["status"] = "no decode worker is up"
         elif background.failing:
             body["status"] = "degraded"
-        ready = decodes and not self._gateway.closing.begun
+        ready = decodes and not self._gateway.shutdown.begun
         if ready:
             return _json(body)
         response = _json(body, 503)
@@ -393,7 +388,7 @@ class _Routes:
 
     async def workers(self, _: web.Request) -> web.Response:
         _check_admin()
-        return _json(self._gateway.board.view())
+        return _json(self._gateway.fleet_status.view())
 
     async def history(self, request: web.Request) -> web.Response:
         """Tell samples and events after `since`, Unix time in seconds."""

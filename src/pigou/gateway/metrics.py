@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
+from pigou import __version__
 from pigou.control.decisions import Explanation
 from pigou.control.messages import Read
-from pigou.gateway.exposition import BuildInfo
-from pigou.gateway.histogram import FastHistogram
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
             300, 600)  # fmt: skip
@@ -207,3 +221,120 @@ def _worker_family(name: str) -> GaugeMetricFamily | CounterMetricFamily:
     made = CounterMetricFamily if name in _WORKER_COUNTERS else GaugeMetricFamily
     name = _WORKER_UNITS.get(name, name)
     return made(f"pigou_worker_{name}", help, labels=["worker", "role"])
+
+
+class FastHistogram(Collector):
+    """Counts observations by bucket; to be used by one thread.
+
+    Attributes:
+        total: sum of all observations.
+    """
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
+        """Begin; `bounds` are the upper bounds of the buckets, ascending."""
+        self._name = name
+        self._help = help
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
+
+    def describe(self) -> list[Metric]:
+        """Return its name and help, without values."""
+        return [HistogramMetricFamily(self._name, self._help)]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the cumulative counts."""
+        buckets, so_far = [], 0
+        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
+            so_far += count
+            buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), so_far))
+        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self.total)
+
+
+#: Label with the tenant's name.
+TENANT = "tenant"
+#: Label with the model's name, as vLLM calls it.
+MODEL = "model_name"
+_BUILD = "pigou_build_info"
+_Filter: TypeAlias = Callable[[Iterable[Metric]], Iterator[Metric]]
+
+
+class BuildInfo(Collector):
+    """The gauge `pigou_build_info`: 1, with the version as its label."""
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the family without samples."""
+        return [_build_info()]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the one sample."""
+        family = _build_info()
+        family.add_metric([__version__], 1)
+        yield family
+
+
+def page(registry: CollectorRegistry, model: str, *, tenant: str | None = None) -> bytes:
+    """Return the metrics in the text format of Prometheus.
+
+    Args:
+        registry: all metrics.
+        model: the fleet's model; the label `model_name` of every sample but the build's.
+        tenant: writes this tenant's own samples, and nothing else; None writes all.
+    """
+    return generate_latest(
+        _FilteredMetrics(registry, model, lambda families: _own(families, tenant))
+    )
+
+
+def page_without_tenants(registry: CollectorRegistry, model: str) -> bytes:
+    """Return the metrics without the families that name tenants."""
+    return generate_latest(_FilteredMetrics(registry, model, _nameless))
+
+
+class _FilteredMetrics(Collector):
+    """Metrics of a registry, filtered and labelled as they are read."""
+
+    def __init__(self, registry: CollectorRegistry, model: str, keep: _Filter) -> None:
+        self._registry, self._model, self._keep = registry, model, keep
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._keep(self._registry.collect()):
+            yield _labelled(family, self._model)
+
+
+def _own(families: Iterable[Metric], tenant: str | None) -> Iterator[Metric]:
+    for family in families:
+        if tenant is None:
+            yield family
+        elif kept := [s for s in family.samples if s.labels.get(TENANT) == tenant]:
+            yield _with(family, kept)
+
+
+def _nameless(families: Iterable[Metric]) -> Iterator[Metric]:
+    return (each for each in families if not any(TENANT in s.labels for s in each.samples))
+
+
+def _labelled(family: Metric, model: str) -> Metric:
+    if family.name == _BUILD or not model:
+        return family
+    label = {MODEL: model}
+    return _with(family, [_relabelled(sample, label) for sample in family.samples])
+
+
+def _relabelled(sample: Sample, label: dict[str, str]) -> Sample:
+    return sample._replace(labels=label | sample.labels)
+
+
+def _with(family: Metric, samples: list[Sample]) -> Metric:
+    made = Metric(family.name, family.documentation, family.type, family.unit)
+    made.samples = samples
+    return made
+
+
+def _build_info() -> GaugeMetricFamily:
+    return GaugeMetricFamily(_BUILD, "Version of Pigou; the value is always 1.", labels=["version"])

@@ -78,16 +78,16 @@ class GatewayServer:
         await self._runner.cleanup()
 
     async def _drain(self) -> None:
-        closing = self._gateway.closing
-        closing.begun = True
-        await closing.idle(self._shutdown_s)
-        if cut := closing.cut():
+        shutdown = self._gateway.shutdown
+        shutdown.begun = True
+        await shutdown.idle(self._shutdown_s)
+        if cut := shutdown.cut():
             _log.warning(
                 "the drain of %g s is over: %d requests were cut off, and told so",
                 self._shutdown_s,
                 cut,
             )
-            await closing.idle(_TELL_S)
+            await shutdown.idle(_TELL_S)
 
     async def __aenter__(self) -> Self:
         await self.start()

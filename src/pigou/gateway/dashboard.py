@@ -7,18 +7,21 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
 import msgspec
+from aiohttp import web
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from pigou.gateway.board import Board, Row
 from pigou.gateway.metrics import Metrics
+from pigou.gateway.status_api import FleetStatus, WorkerRow
 
 #: Seconds between samples, and how many of them, and of events, are kept: half an hour.
-STEP_S, MOST_SAMPLES, MOST_EVENTS = 2.0, 900, 200
+STEP_S, MAX_SAMPLES, MAX_EVENTS = 2.0, 900, 200
 _REGIMES = ("below", "transition", "saturated")
 _WORK = ("/v1/completions", "/v1/chat/completions", "other")
 
@@ -43,15 +46,15 @@ class History:
     """Keeps samples and events of the last half hour, in bounded rings."""
 
     def __init__(
-        self, board: Board, metrics: Metrics, rows: Callable[[], list[Row]],
+        self, fleet_status: FleetStatus, metrics: Metrics, rows: Callable[[], list[WorkerRow]],
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        self._board = board
+        self._fleet_status = fleet_status
         self._metrics = metrics
         self._rows = rows
         self._clock = clock
-        self._samples: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
-        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._states: dict[str, tuple[str, int]] = {}
         self._counts: dict[str, float] = {}
         self._buckets: dict[str, dict[float, float]] = {}
@@ -67,7 +70,7 @@ class History:
         """Take one sample, and note what happened since the last."""
         now = round(self._clock(), 3)
         self._note_events(now)
-        view = self._board.view()
+        view = self._fleet_status.view()
         workers = view["workers"]
         poa = view["game"]["poa"]
         elapsed = now - self._last if self._last else 0.0
@@ -104,7 +107,7 @@ class History:
         names = self._samples[-1].keys() if self._samples else ()
         return {
             "step_s": STEP_S,
-            "kept_s": STEP_S * MOST_SAMPLES,
+            "kept_s": STEP_S * MAX_SAMPLES,
             "series": {name: [sample[name] for sample in kept] for name in names},
             "totals": {
                 "requests": self._counts.get("requests", 0.0),
@@ -181,3 +184,42 @@ def quantile(cumulative: Mapping[float, float], share: float) -> float | None:
         below = cumulative.get(low, 0.0)
         return low + (high - low) * (wanted - below) / max(count - below, 1e-12)
     return None
+
+
+#: By path: file and media type.
+ASSETS = {
+    "/": ("page.html", "text/html"),
+    "/static/page.css": ("page.css", "text/css"),
+    "/static/page.js": ("page.js", "text/javascript"),
+    "/static/charts.js": ("charts.js", "text/javascript"),
+    "/static/uplot.js": ("uplot.js", "text/javascript"),
+    "/static/uplot.css": ("uplot.css", "text/css"),
+}
+#: The page needs nothing from elsewhere, runs no script within itself, and nobody frames it.
+_POLICY = (
+    "default-src 'none'; connect-src 'self'; script-src 'self'; style-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+async def asset(request: web.Request) -> web.Response:
+    """Return one of the page's files."""
+    name, kind = ASSETS[request.path]
+    headers = {
+        "content-security-policy": _POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return web.Response(text=_text(name), content_type=kind, charset="utf-8", headers=headers)
+
+
+def read_assets() -> None:
+    """Read all files now, so that no request needs a file descriptor for one."""
+    for name, _ in ASSETS.values():
+        _text(name)
+
+
+@lru_cache
+def _text(name: str) -> str:
+    return files("pigou.gateway").joinpath("web", name).read_text(encoding="utf-8")

@@ -1,20 +1,69 @@
-"""The end of a gateway: who is still under way, and what they are told when time is up."""
+"""The time until a fleet can serve: what clients are told meanwhile, and how far it is."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pigou.wire.errors import APIError
 
+#: Seconds after which a client may try again.
+STARTING_RETRY_AFTER_S = 2
+
+#: Takes the name of a part (a worker, or the gateway) and its stage.
+StageListener = Callable[[str, str], None]
+
+
+class Startup:
+    """Knows the stage of each part of a fleet that starts.
+
+    Attributes:
+        active: whether the fleet is still starting.
+        stages: the last stage of each part, by its name.
+    """
+
+    def __init__(self, listener: StageListener | None = None) -> None:
+        """Not starting yet; `listener` gets each stage."""
+        self.active = False
+        self.stages: dict[str, str] = {}
+        self._listener = listener
+
+    def report(self, part: str, stage: str) -> None:
+        """A part came to another stage."""
+        if self.stages.get(part) == stage:
+            return
+        self.stages[part] = stage
+        if self.active and self._listener is not None:
+            self._listener(part, stage)
+
+    def check(self, can_serve: bool) -> None:
+        """Refuse a request that would have to wait for the start.
+
+        Args:
+            can_serve: whether a worker that decodes is up.
+
+        Raises:
+            APIError: 503, with the stages and a Retry-After.
+        """
+        if not self.active or can_serve:
+            return
+        stages = "; ".join(f"{part}: {stage}" for part, stage in self.stages.items())
+        raise APIError(
+            503,
+            f"The fleet is starting ({stages or 'no worker has begun'}); send the request again "
+            f"in {STARTING_RETRY_AFTER_S} seconds.",
+            retry_after=STARTING_RETRY_AFTER_S,
+        )
+
+
 _LOOK_S = 0.02
 #: Seconds after which a client may try again, at whoever takes this gateway's place.
-_RETRY_AFTER = 1
+_SHUTDOWN_RETRY_AFTER_S = 1
 
 
-class Closing:
+class Shutdown:
     """Knows the requests under way, and ends them with an error that they can tell.
 
     Attributes:
@@ -40,7 +89,7 @@ class Closing:
             self._cut.discard(task)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def reports_end(self) -> Iterator[None]:
         """Within it, and within `under_way`, the end comes as an error for the client.
 
         Raises:
@@ -63,7 +112,7 @@ class Closing:
             raise APIError(
                 503,
                 "This gateway is shutting down: send the request to another, or again later.",
-                retry_after=_RETRY_AFTER,
+                retry_after=_SHUTDOWN_RETRY_AFTER_S,
             )
 
     async def idle(self, timeout_s: float) -> None:
@@ -92,5 +141,5 @@ def _over() -> APIError:
         503,
         "This gateway is shutting down, and the time for requests under way is over: send the "
         "request to another, or again later.",
-        retry_after=_RETRY_AFTER,
+        retry_after=_SHUTDOWN_RETRY_AFTER_S,
     )

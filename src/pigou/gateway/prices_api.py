@@ -132,7 +132,7 @@ def _caching(found: Caching) -> dict[str, Any]:
     }
 
 
-class Game(Collector):
+class PriceGauges(Collector):
     """The gauges `pigou_game_*`, read anew at each scrape."""
 
     def __init__(self, look: Callable[[], tuple[Status, list[Price]]]) -> None:

@@ -1,0 +1,306 @@
+"""The guard: who may come in, and how refusals and failures are told."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from pigou.gateway.call import CHAT, COMPLETIONS
+from pigou.gateway.config import GatewayConfig, is_loopback
+from pigou.gateway.dashboard import ASSETS
+from pigou.gateway.failure import Rejected
+from pigou.gateway.keys import NO_KEY, Key, Keys
+from pigou.gateway.metrics import Metrics
+from pigou.gateway.startup_shutdown import Shutdown
+from pigou.logs import accessed
+from pigou.wire.connections import is_reserved, too_many_connections
+from pigou.wire.errors import SUSPECT, APIError, bad_request, http_error, too_large
+from pigou.wire.request_id import HEADER, echo
+
+_log = logging.getLogger("pigou.gateway")
+
+
+#: With which key the request of the current task came.
+_key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
+#: Routes that need no key: for probes, and the page, which holds no data itself. `/metrics` looks
+#: at the key by itself.
+_OPEN = ("/health", "/health/ready", "/health/live", "/ping", "/version", "/metrics",
+         *ASSETS)  # fmt: skip
+_PROBES = ("/health", "/health/ready", "/health/live", "/ping", "/metrics")
+_KEYED = ("/v1/models", "/tokenize", "/detokenize", "/workers", "/history", "/usage", "/decisions")
+_ROUTES = (COMPLETIONS, CHAT, *_KEYED, *_OPEN)
+
+
+def current_key() -> Key:
+    """Return the key that the request came with; `NO_KEY` where there are no keys."""
+    return _key.get()
+
+
+def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware:
+    """Return the middleware that checks keys, turns errors into bodies, and counts.
+
+    Args:
+        keys: accepted API keys; None lets everybody in.
+        metrics: counters.
+        closing: knows who is under way.
+    """
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with accessed(request.method, request.path) as fields:
+            response = await counted(request, handler)
+            fields["status"] = response.status
+        return response
+
+    async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
+        route = request.path if request.path in _ROUTES else "other"
+        # Probes and scrapes are not work: they are counted by route alone.
+        works = request.method == "POST"
+        metrics.inflight.inc(works)
+        status = "499"
+        try:
+            with shutdown.under_way():
+                response = await _answer(request, handler, keys, metrics, shutdown)
+            status = str(response.status)
+        finally:
+            metrics.inflight.dec(works)
+            metrics.requests.labels(route, status).inc()
+            if status == "499" and works:
+                metrics.cancelled.inc()
+        if not response.prepared:
+            response.headers.update(echo(request.headers.get(HEADER)))
+        return response
+
+    return middleware
+
+
+async def _answer(
+    request: web.Request,
+    handler: Handler,
+    keys: Keys | None,
+    metrics: Metrics,
+    shutdown: Shutdown,
+) -> web.StreamResponse:
+    try:
+        if keys is not None and request.path not in _OPEN:
+            key = keys.find(request.headers.get("authorization") or _x_api_key(request))
+            if key is None:
+                raise unauthorized()
+            _key.set(key)
+        if is_reserved(request) and (keys is None or request.path in _OPEN):
+            _check_reserved(request.path)
+        with shutdown.reports_end():
+            return await handler(request)
+    except (ConnectionError, TimeoutError):
+        raise  # the client is gone: there is nobody to tell
+    except Exception as error:
+        return _refusal(request, error, metrics)
+
+
+def _x_api_key(request: web.Request) -> str | None:
+    """Return the key that clients of Anthropic's API send, as the header of all others."""
+    key = request.headers.get("x-api-key")
+    return None if key is None else f"Bearer {key}"
+
+
+def _refusal(request: web.Request, error: Exception, metrics: Metrics) -> web.Response:
+    """Return the response that tells the client of an error."""
+    match error:
+        case Rejected():
+            return _json(error.status, error.body)
+        case APIError():
+            if error.status in (429, 503) and request.method == "POST":
+                metrics.shed.inc()
+            return error_response(error)
+        case web.HTTPRequestEntityTooLarge():
+            return error_response(too_large(request.client_max_size))
+        case web.HTTPException():
+            response = error_response(
+                http_error(error.status, request.method, request.path, error.reason)
+            )
+            if "allow" in error.headers:
+                response.headers["allow"] = error.headers["allow"]
+            return response
+    _log.error("%s %s failed", request.method, request.path, exc_info=error)
+    return error_response(APIError(500, "The gateway failed; its log says why."))
+
+
+def _check_reserved(path: str) -> None:
+    """Let only probes in over a connection above the cap, where no key tells who comes."""
+    if path not in _PROBES:
+        raise too_many_connections()
+
+
+def unauthorized() -> APIError:
+    """Return the error of a request without a key that is known."""
+    return APIError(
+        401,
+        "The request has no API key that this gateway knows: send one as the header "
+        "`Authorization: Bearer KEY`.",
+        "authorization",
+    )
+
+
+def _json(status: int, body: bytes) -> web.Response:
+    return web.Response(status=status, body=body, content_type="application/json")
+
+
+def error_response(error: APIError) -> web.Response:
+    """Return the response that tells a client of an error."""
+    response = _json(error.status, error.body())
+    if error.retry_after is not None:
+        response.headers["retry-after"] = str(error.retry_after)
+    if error.type == SUSPECT:
+        response.headers["x-should-retry"] = "false"  # clients of OpenAI retry 5xx otherwise
+    if error.status == 401:
+        response.headers["www-authenticate"] = "Bearer"
+    return response
+
+
+_EXPOSED = (
+    "x-request-id, x-pigou-decision, x-pigou-worker, x-pigou-prefill-worker, retry-after, "
+    "x-pigou-unknown-fields"
+)
+_CORS_METHODS = "GET, POST, OPTIONS"
+_CORS_HEADERS = "authorization, content-type, x-request-id"
+_MAX_AGE_S = "600"
+_MAX_HEADERS_CHARS = 1024
+
+
+def check_browser(config: GatewayConfig) -> Middleware:
+    """Return the middleware that checks `Host`, and answers preflight requests before any key.
+
+    A page of any site can have its own name resolve to 127.0.0.1 (DNS rebinding). Its requests
+    then reach a gateway on loopback, but still carry that name as `Host`.
+    """
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            check_host(request, config)
+        except APIError as error:
+            return error_response(error)
+        if request.method == "OPTIONS" and "access-control-request-method" in request.headers:
+            return _preflight(request, config)
+        return await handler(request)
+
+    return middleware
+
+
+def check_host(request: web.BaseRequest, config: GatewayConfig) -> None:
+    """Raise `APIError` unless a request is meant for this gateway, by `Host` or an absolute URI.
+
+    Only a gateway on a loopback address checks this, or one with `allowed_hosts`.
+    """
+    named = request.headers.getall("host", [])
+    if len(named) > 1:
+        raise bad_request(f"Host comes {len(named)} times; send it once.", "host")
+    # The authority of an absolute URI is what counts (RFC 9112, 3.2.2); `Host` must fit as well.
+    for host in (*named, *_authority(request.raw_path)):
+        _check_name(host, config)
+
+
+def _authority(target: str) -> tuple[str, ...]:
+    """Return the authority of a request's target that is an absolute URI, else nothing.
+
+    Raises:
+        APIError: 400, it is none of HTTP, or has user information.
+    """
+    if target.startswith("/") or "://" not in target:
+        return ()
+    scheme, _, rest = target.partition("://")
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if scheme.lower() not in ("http", "https") or "@" in authority or not authority:
+        raise bad_request(
+            f"The request's target is {target[:80]!r}; send its path alone, like /v1/models.",
+            "target",
+        )
+    return (authority,)
+
+
+def _check_name(host: str, config: GatewayConfig) -> None:
+    """Raise `APIError` 403 unless this gateway is called so."""
+    if not (is_loopback(config.host) or config.allowed_hosts):
+        return
+    name = host_name(host)
+    if is_loopback(config.host) and _is_local(name):
+        return
+    if name not in (config.host.lower(), *(host.lower() for host in config.allowed_hosts)):
+        raise APIError(
+            403,
+            f"Host is {host[:80]!r}; this gateway is called by local names only, unless it is "
+            "started with --allowed-host NAME.",
+            "host",
+        )
+
+
+def _is_local(name: str) -> bool:
+    """Whether a name cannot be one that a stranger has in the public DNS."""
+    # A name of one label, as a container's, is no stranger's: those have their own domain.
+    return is_loopback(name) or name.endswith(".localhost") or not ("." in name or ":" in name)
+
+
+def host_name(host: str) -> str:
+    """Return the name or address in a `Host` header, without port and brackets."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host.rpartition(":")[0] if ":" in host else host.rstrip(".")
+    return host
+
+
+def add_cors(
+    config: GatewayConfig,
+) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Return what adds CORS headers to every response; for `on_response_prepare`."""
+
+    async def add(request: web.Request, response: web.StreamResponse) -> None:
+        if not config.cors_origins:
+            return
+        response.headers["vary"] = "Origin"
+        if origin := _allowed(request, config):
+            response.headers["access-control-allow-origin"] = origin
+            response.headers["access-control-expose-headers"] = _EXPOSED
+
+    return add
+
+
+def _allowed(request: web.BaseRequest, config: GatewayConfig) -> str:
+    """Return the origin that is told as allowed; empty where the request's is not."""
+    origin = request.headers.get("origin", "")
+    if origin and "*" in config.cors_origins:
+        return "*"
+    return origin if origin in config.cors_origins else ""
+
+
+def _preflight(request: web.Request, config: GatewayConfig) -> web.StreamResponse:
+    if not _allowed(request, config):
+        origin = request.headers.get("origin", "")[:80]
+        return error_response(
+            APIError(
+                403,
+                f"Origin is {origin!r}; start the gateway with --cors-origin {origin or 'ORIGIN'} "
+                "to let its pages in.",
+                "origin",
+            )
+        )
+    wanted = request.headers.get("access-control-request-headers", "")
+    headers = {
+        "access-control-allow-methods": _CORS_METHODS,
+        "access-control-allow-headers": wanted
+        if 0 < len(wanted) <= _MAX_HEADERS_CHARS
+        else _CORS_HEADERS,
+        "access-control-max-age": _MAX_AGE_S,
+    }
+    if "access-control-request-private-network" in request.headers:
+        headers["access-control-allow-private-network"] = "true"
+    return web.Response(status=204, headers=headers)
