@@ -14,9 +14,9 @@ from checkpoints import BASE, FAMILIES, VOCAB, make_config, make_tensors, write_
 from safetensors.torch import save_file
 
 from pigou.config import EngineConfig
+from pigou.models import ModelError
 from pigou.runtime.config import parse_config
 from pigou.runtime.engine import LocalEngine
-from pigou.runtime.errors import ModelError
 from pigou.runtime.load import load
 from pigou.runtime.rope import read_rope
 from pigou.runtime.weights import find_model

@@ -11,9 +11,9 @@ import torch
 from checkpoints import ARCHITECTURES, BASE, FAMILIES, VOCAB, make_config, write_checkpoint
 
 from pigou.config import EngineConfig
+from pigou.models import ModelError
 from pigou.runtime.config import parse_config
 from pigou.runtime.engine import LocalEngine
-from pigou.runtime.errors import ModelError
 from pigou.runtime.load import load
 from pigou.runtime.rope import read_rope
 from pigou.sampling import SamplingParams

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from test_runtime_loading import PARAMS, tokens_of
 
 from pigou.config import EngineConfig
+from pigou.models import ModelError
 from pigou.runtime.engine import LocalEngine
-from pigou.runtime.errors import ModelError
 from pigou.runtime.load import load
 from pigou.runtime.weights import digest_model
 from reference import Reference, make_prompts

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pigou.models.errors import ModelError
+from pigou.models import ModelError
 
 _ORIGINAL = "original_max_position_embeddings"
 #: Parameters that each type knows, besides `COMMON`.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pigou.models import ModelError
 from pigou.models.rope_parameters import scaled_context
-from pigou.runtime.errors import ModelError
 from pigou.runtime.rope import Rope, read_rope
 from pigou.text.ends import read_end_tokens
 

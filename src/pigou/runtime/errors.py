@@ -1,10 +1,6 @@
-"""What can be wrong with a model, its weights, or a grammar."""
+"""What can be wrong with a grammar."""
 
 from __future__ import annotations
-
-from pigou.models.errors import ModelError
-
-__all__ = ["GrammarError", "ModelError"]
 
 
 class GrammarError(ValueError):

@@ -10,12 +10,12 @@ import torch
 
 from pigou.config import EvictionConfig
 from pigou.kv.block import KVLayout
+from pigou.models import ModelError
 from pigou.request import Ints
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.cache import DTYPES, KVCache, make_layout
 from pigou.runtime.config import ModelConfig, read_config
 from pigou.runtime.cpu_attention import CPUAttention
-from pigou.runtime.errors import ModelError
 from pigou.runtime.eviction.evictor import Evictor
 from pigou.runtime.eviction.policy import Setting
 from pigou.runtime.eviction.policy import load as load_policy

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
-from pigou.runtime.config import ModelConfig
+if TYPE_CHECKING:
+    import torch
+
+    from pigou.runtime.config import ModelConfig
 
 #: Parameters of glibc's mallopt (malloc.h), and what they are set to.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -21,6 +24,8 @@ _LOGIT_BYTES = 2 + 4 + 4 + 8
 def free_memory(device: torch.device) -> int:
     """Return the bytes that can still be allocated on a device."""
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.models import ModelError
 from pigou.models.rope_parameters import (
     COMMON,
     KEYS,
@@ -19,7 +20,6 @@ from pigou.models.rope_parameters import (
     trained_and_factor,
     trained_positions,
 )
-from pigou.runtime.errors import ModelError
 
 Frequencies = NDArray[np.float32]
 

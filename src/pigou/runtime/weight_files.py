@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pigou.runtime.errors import ModelError
+from pigou.models import ModelError
 
 log = logging.getLogger(__name__)
 

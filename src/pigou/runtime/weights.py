@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pigou.runtime.errors import ModelError
+from pigou.models import ModelError
 from pigou.runtime.weight_files import INDEX, STRAYS, find_weight_files
 
 log = logging.getLogger(__name__)

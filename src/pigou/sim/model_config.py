@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pigou.config import ConfigError
-from pigou.models.errors import ModelError
+from pigou.models import ModelError
 from pigou.models.rope_parameters import rope_parameters, scaled_context
 from pigou.sim.architecture import DTYPE_BYTES, PRESETS, QUANTISED, Architecture
 

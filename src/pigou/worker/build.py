@@ -247,8 +247,8 @@ def _times(config: WorkerConfig, folder: Path) -> MockTimes:
 
 def _context(spec: dict[str, Any]) -> int:
     """Return the context of a model that is not computed, of whatever family."""
+    from pigou.models import ModelError
     from pigou.models.rope_parameters import scaled_context
-    from pigou.runtime.errors import ModelError
 
     spec = {"max_position_embeddings": 2048, **spec}
     try:

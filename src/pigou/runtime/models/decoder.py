@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pigou.models import ModelError
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.config import ModelConfig
-from pigou.runtime.errors import ModelError
 from pigou.runtime.linear import Linear
 from pigou.runtime.models.layer import Layer, load_layer
 from pigou.runtime.ops import Ops
