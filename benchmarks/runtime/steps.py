@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pigou.runtime.threads import prepare_environment
+from pigou.runtime.resources import prepare_environment
 
 if TYPE_CHECKING:
-    from pigou.runtime.engine import LocalEngine
     from pigou.runtime.load import LoadedModel
+    from pigou.runtime.local_engine import LocalEngine
 
 
 def main() -> None:
@@ -36,9 +36,9 @@ def main() -> None:
     options = parser.parse_args()
     prepare_environment(options.threads)
     from pigou.config import EngineConfig
-    from pigou.runtime.engine import LocalEngine
     from pigou.runtime.load import load
-    from pigou.runtime.threads import set_threads
+    from pigou.runtime.local_engine import LocalEngine
+    from pigou.runtime.resources import set_threads
 
     set_threads(options.threads)
     model = load(options.model, options.dtype, options.device)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pigou.runtime.threads import prepare_environment
+from pigou.runtime.resources import prepare_environment
 
 if TYPE_CHECKING:
     from pigou.config import EvictionConfig
@@ -80,7 +80,7 @@ def main() -> None:
     from pigou.config import EvictionConfig
     from pigou.models import bundled_path
     from pigou.runtime.load import load
-    from pigou.runtime.threads import set_threads
+    from pigou.runtime.resources import set_threads
 
     set_threads(options.threads)
     model = load(options.model or bundled_path(), options.dtype)

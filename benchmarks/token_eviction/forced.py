@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.ops import Ops
-from pigou.runtime.outputs import TokenLogprobs
 from pigou.runtime.sampling import Sampler
 from pigou.runtime.sequence import Sequence as Row
+from pigou.runtime.step_output import TokenLogprobs
 
 
 class Script:

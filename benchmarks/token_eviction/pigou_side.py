@@ -25,11 +25,11 @@ from pigou.engine.plan import Compaction, Plan, Started
 from pigou.kv.block_pool import BlockPool
 from pigou.request import Ints, no_hashes
 from pigou.runtime.attention import PagedAttention
+from pigou.runtime.decoder import Decoder
 from pigou.runtime.eviction.baselines import Oracle
 from pigou.runtime.eviction.policy import GROUP, Entries
 from pigou.runtime.eviction.returns import RETURNS
 from pigou.runtime.load import LoadedModel, load
-from pigou.runtime.models.decoder import Decoder
 from pigou.sampling import SamplingParams
 
 #: Tokens after a cut that the oracle knows.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.token_pd.load import Item
 from benchmarks.token_pd.optimum import Recorded
 from pigou.engine.plan import Plan
-from pigou.runtime.engine import LocalEngine
+from pigou.runtime.local_engine import LocalEngine
 
 Ints = NDArray[np.int32]
 

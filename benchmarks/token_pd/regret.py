@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 
 from benchmarks.lib.servers import machine
-from pigou.runtime.threads import prepare_environment, set_threads
+from pigou.runtime.resources import prepare_environment, set_threads
 
 
 def main() -> None:

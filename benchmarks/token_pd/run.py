@@ -20,9 +20,9 @@ from benchmarks.token_pd.load import Arrival, Item
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan
 from pigou.request import SECOND
-from pigou.runtime.engine import LocalEngine, Output
 from pigou.runtime.eviction.policy import Entries, Returns
 from pigou.runtime.load import LoadedModel
+from pigou.runtime.local_engine import LocalEngine, Output
 from pigou.sampling import SamplingParams
 
 #: Tokens of a block that budgets are told in.

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.lib.servers import machine
-from pigou.runtime.threads import prepare_environment, set_threads
+from pigou.runtime.resources import prepare_environment, set_threads
 
 #: Steps before the load doubles, and steps looked at after that.
 CHANGE, WINDOW = 60, 160

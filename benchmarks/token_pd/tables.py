@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.lib.servers import machine
-from pigou.runtime.threads import prepare_environment, set_threads
+from pigou.runtime.resources import prepare_environment, set_threads
 
 if TYPE_CHECKING:
     from benchmarks.token_pd.load import Arrival, Item

@@ -13,9 +13,9 @@ from pigou.engine.preemption import Rates
 from pigou.kv.hashing import chain
 from pigou.kv.tiers import Tiers
 from pigou.request import FinishReason, Ints, Request
-from pigou.runtime.engine import LocalEngine
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.outputs import StepOutput
+from pigou.runtime.local_engine import LocalEngine
+from pigou.runtime.step_output import StepOutput
 from pigou.sampling import SamplingParams
 
 SEED = b"tenure"

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from pigou.config import EngineConfig
 from pigou.models import bundled_path
-from pigou.runtime.engine import LocalEngine
 from pigou.runtime.load import load
+from pigou.runtime.local_engine import LocalEngine
 from pigou.sampling import SamplingParams
 from pigou.text.template import ChatTemplate
 from pigou.workload.recall import KEYS, MARK, VALUES, RecallItem, is_held_out, recall_items

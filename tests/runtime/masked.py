@@ -17,7 +17,7 @@ from pigou.runtime.eviction.evictor import Evictor
 from pigou.runtime.eviction.stats import Stats
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.rotary import rotary_table, rotate
+from pigou.runtime.rotary_embedding import rotary_table, rotate
 from pigou.sampling import SamplingParams
 
 ROWS, WIDE, SIZE = 4, 16, 16

@@ -23,21 +23,21 @@ from torch.utils._pytree import tree_leaves
 
 from pigou.config import EngineConfig
 from pigou.engine.plan import Plan
-from pigou.runtime import upload as upload_module
+from pigou.runtime import tensor_io as upload_module
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.batch import make_batch
-from pigou.runtime.cache import KVCache, make_layout, queue_moves
-from pigou.runtime.config import ModelConfig, parse_config
-from pigou.runtime.device_copies import DeviceCopies
-from pigou.runtime.engine import LocalEngine
+from pigou.runtime.decoder import Decoder, load_decoder
 from pigou.runtime.gpu.profile import waits_per_step
 from pigou.runtime.gpu.random_model import TINY, random_model
+from pigou.runtime.kv_cache import KVCache, make_layout, queue_moves
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.memory import kv_room
-from pigou.runtime.models.decoder import Decoder, load_decoder
+from pigou.runtime.local_engine import LocalEngine
+from pigou.runtime.model_config import ModelConfig, parse_config
 from pigou.runtime.ops import TorchOps
+from pigou.runtime.resources import kv_room
 from pigou.runtime.sampling import Sampler
 from pigou.runtime.sequence import make_sequence
+from pigou.runtime.tensor_io import DeviceCopies
 from pigou.sampling import SamplingParams
 
 DEVICE = torch.device("meta")

@@ -14,9 +14,9 @@ from checkpoints import VOCAB, make_config, write_checkpoint
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan
 from pigou.engine.preemption import Rates
-from pigou.runtime.engine import LocalEngine, Output
 from pigou.runtime.eviction.returns import PAPER, PaperModel
 from pigou.runtime.load import LoadedModel, load
+from pigou.runtime.local_engine import LocalEngine, Output
 from pigou.sampling import SamplingParams
 
 #: Seconds of the long version.

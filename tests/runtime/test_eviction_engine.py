@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan, Result
 from pigou.engine.preemption import Rates
-from pigou.runtime.engine import LocalEngine, Output
 from pigou.runtime.executor import OnStep
 from pigou.runtime.load import LoadedModel
+from pigou.runtime.local_engine import LocalEngine, Output
 from pigou.sampling import SamplingParams
 from reference import Prompt, make_prompts
 

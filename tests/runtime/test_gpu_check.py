@@ -11,11 +11,10 @@ import torch
 from pigou.gpu_check import sections
 from pigou.gpu_check.__main__ import FAILED, NO_CUDA, OK, main
 from pigou.gpu_check.disaggregation import decode_alone, decode_elsewhere
-from pigou.runtime.config import parse_config
-from pigou.runtime.gpu.device import Peaks
 from pigou.runtime.gpu.equality import compare
 from pigou.runtime.gpu.random_model import QWEN3_600M, TINY, random_model
-from pigou.runtime.gpu.speed import measure_speed, parameters
+from pigou.runtime.gpu.speed import Peaks, measure_speed, parameters
+from pigou.runtime.model_config import parse_config
 
 ON_CPU = ["--device", "cpu", "--small", "--skip-tests"]
 

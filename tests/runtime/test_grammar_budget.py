@@ -10,13 +10,12 @@ import pytest
 
 from pigou.config import EngineConfig
 from pigou.models import bundled_path
-from pigou.runtime.engine import LocalEngine
-from pigou.runtime.errors import GrammarError
-from pigou.runtime.grammar import Grammars, GrammarState, read_grammars
-from pigou.runtime.grammar_budget import Debt, WorkBudget
 from pigou.runtime.grammar_trial import try_grammar
 from pigou.runtime.load import load
-from pigou.runtime.token_counts import TokenCounts
+from pigou.runtime.local_engine import LocalEngine
+from pigou.runtime.sequence import TokenCounts
+from pigou.runtime.step_output import GrammarError
+from pigou.runtime.structured_output import Debt, Grammars, GrammarState, WorkBudget, read_grammars
 from pigou.sampling import Grammar, SamplingParams
 
 MILLISECOND = 1_000_000

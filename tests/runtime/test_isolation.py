@@ -13,11 +13,10 @@ from pigou.engine.plan import Plan, Started
 from pigou.request import FinishReason
 from pigou.runtime import executor as executor_module
 from pigou.runtime import sampling as sampling_module
-from pigou.runtime.containment import is_contained
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.outputs import StepOutput
 from pigou.runtime.sequence import Sequence
+from pigou.runtime.step_output import StepOutput, is_contained
 from pigou.sampling import SamplingParams
 
 Find = Callable[[str], LoadedModel]

@@ -11,8 +11,8 @@ from checkpoints import BUNDLED
 from masked import SIZE, Bench, bench, random_tokens
 
 from pigou.models import bundled_path
-from pigou.runtime.elementary import exponential, logarithm
 from pigou.runtime.load import LoadedModel, load
+from pigou.runtime.simd import exponential, logarithm
 
 Find = Callable[[str], LoadedModel]
 RECENT = 8  # as `bench` has it

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pigou.config import ConfigError, EvictionConfig
 from pigou.models import bundled_path
-from pigou.runtime.config import parse_config
 from pigou.runtime.eviction.generic import GenericReturns
 from pigou.runtime.eviction.learned import Paper, PaperLossy, Pigou
 from pigou.runtime.eviction.policy import Entries, Setting, TokenPolicy, make
 from pigou.runtime.eviction.returns import PAPER, SCALES, PaperModel, ReturnModel, unrotate
-from pigou.runtime.rotary import rotary_table, rotate
+from pigou.runtime.model_config import parse_config
+from pigou.runtime.rotary_embedding import rotary_table, rotate
 
 FOLDER = bundled_path()
 CONFIG = parse_config(json.loads((FOLDER / "config.json").read_text()))

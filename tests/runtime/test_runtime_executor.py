@@ -14,7 +14,7 @@ from pigou.kv.hashing import chain
 from pigou.request import FinishReason
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.outputs import StepOutput
+from pigou.runtime.step_output import StepOutput
 from pigou.sampling import SamplingParams
 
 Find = Callable[[str], LoadedModel]

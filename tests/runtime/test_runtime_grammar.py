@@ -13,10 +13,10 @@ from checkpoints import make_config, write_checkpoint
 from tokenizers import Tokenizer
 
 from pigou.config import EngineConfig
-from pigou.runtime.engine import LocalEngine
-from pigou.runtime.errors import GrammarError
-from pigou.runtime.grammar import Grammars, read_grammars
 from pigou.runtime.load import load
+from pigou.runtime.local_engine import LocalEngine
+from pigou.runtime.step_output import GrammarError
+from pigou.runtime.structured_output import Grammars, read_grammars
 from pigou.sampling import Grammar, SamplingParams
 
 SCHEMA = {

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pigou.config import EngineConfig
 from pigou.engine.preemption import Rates
-from pigou.runtime.engine import LocalEngine, Output
 from pigou.runtime.load import LoadedModel, load
-from pigou.runtime.outputs import TokenLogprobs
+from pigou.runtime.local_engine import LocalEngine, Output
+from pigou.runtime.step_output import TokenLogprobs
 from pigou.sampling import SamplingParams
 from reference import Prompt, Reference, bundled_prompts, make_prompts, report
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from pigou.engine.plan import Plan
 from pigou.runtime.attention import HeadNorm, PagedAttention
 from pigou.runtime.batch import make_batch
-from pigou.runtime.cache import KVCache, make_layout
-from pigou.runtime.config import ModelConfig, parse_config
 from pigou.runtime.cpu_attention import CPUAttention
-from pigou.runtime.elementary import exponential
+from pigou.runtime.kv_cache import KVCache, make_layout
 from pigou.runtime.linear import Linear
+from pigou.runtime.model_config import ModelConfig, parse_config
 from pigou.runtime.ops import KernelOps, TorchOps
+from pigou.runtime.simd import exponential
 from pigou.runtime.spread import always_spread
-from pigou.runtime.team import team_start
+from pigou.runtime.thread_pool import team_start
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pigou.config import EngineConfig
-from pigou.runtime.draw import choose, uniform
-from pigou.runtime.engine import LocalEngine
 from pigou.runtime.load import LoadedModel
+from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.ops import KernelOps
-from pigou.runtime.sampling import Sampler
+from pigou.runtime.sampling import Sampler, choose, cut_min_p, cut_top_k, cut_top_p, uniform
 from pigou.runtime.sequence import Sequence, make_sequence
-from pigou.runtime.truncation import cut_min_p, cut_top_k, cut_top_p
 from pigou.sampling import SamplingParams
 from reference import Reference, make_prompts
 

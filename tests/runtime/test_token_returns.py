@@ -21,8 +21,7 @@ from pigou.runtime.eviction.returns import (
     ReturnModel,
     unrotate,
 )
-from pigou.runtime.rope import Rope
-from pigou.runtime.rotary import rotary_table, rotate
+from pigou.runtime.rotary_embedding import Rope, rotary_table, rotate
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 

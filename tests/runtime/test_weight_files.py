@@ -15,8 +15,8 @@ from test_runtime_loading import PARAMS, tokens_of
 
 from pigou.config import EngineConfig
 from pigou.models import ModelError
-from pigou.runtime.engine import LocalEngine
 from pigou.runtime.load import load
+from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.weights import digest_model
 from reference import Reference, make_prompts
 

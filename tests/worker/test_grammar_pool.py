@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pigou.models import bundled_path
-from pigou.runtime.errors import GrammarError
-from pigou.runtime.grammar import Grammars, read_grammars
+from pigou.runtime.step_output import GrammarError
+from pigou.runtime.structured_output import Grammars, read_grammars
 from pigou.sampling import Grammar
 from pigou.worker.structured_output_pool import (
     MAX_QUEUED_PER_TENANT,

@@ -14,7 +14,7 @@ import pytest
 
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.request import FinishReason
-from pigou.runtime.outputs import StepOutput
+from pigou.runtime.step_output import StepOutput
 from pigou.worker.backend import OnStep
 from pigou.worker.build import build
 from pigou.worker.config import WorkerConfig

@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from pigou.runtime.decoder import Decoder
 from pigou.runtime.eviction.returns import PAPER, RETURNS, PaperModel, ReturnModel
-from pigou.runtime.models.decoder import Decoder
 from returns import judge
 from returns.judge import SHARES
 from returns.policies import Learned, Paper, Policy, baselines

@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("gpu_check: torch is not installed; install a CUDA build of it first")
         return NO_CUDA
     from pigou.gpu_check.sections import Check
-    from pigou.runtime.gpu.device import describe
+    from pigou.runtime.gpu.speed import describe
 
     device = describe(options.device)
     if device is None:

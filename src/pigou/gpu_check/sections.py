@@ -11,12 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pigou.gpu_check.disaggregation import decode_alone, decode_elsewhere
-from pigou.runtime.cache import DTYPES
-from pigou.runtime.gpu.device import Peaks, measure_peaks
 from pigou.runtime.gpu.equality import compare
 from pigou.runtime.gpu.profile import profile_plans, waits_per_step
 from pigou.runtime.gpu.random_model import QWEN3_600M, TINY, random_model
-from pigou.runtime.gpu.speed import measure_speed
+from pigou.runtime.gpu.speed import Peaks, measure_peaks, measure_speed
+from pigou.runtime.kv_cache import DTYPES
 from pigou.runtime.load import LoadedModel
 
 STREAMS = (1, 32, 256)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pigou.request import Ints
 from pigou.runtime.batch import Batch, Chunk
-from pigou.runtime.cache import KVCache
-from pigou.runtime.config import ModelConfig
 from pigou.runtime.eviction.watch import Watch
-from pigou.runtime.rotary import rotary_table, rotate
-from pigou.runtime.upload import upload
+from pigou.runtime.kv_cache import KVCache
+from pigou.runtime.model_config import ModelConfig
+from pigou.runtime.rotary_embedding import rotary_table, rotate
+from pigou.runtime.tensor_io import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pigou.engine.plan import Plan
 from pigou.request import Ints
-from pigou.runtime.upload import upload
+from pigou.runtime.tensor_io import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from pigou.request import Ints
 from pigou.runtime import kernels
 from pigou.runtime.attention import HeadNorm, PagedAttention
 from pigou.runtime.batch import Batch, Chunk
-from pigou.runtime.cache import KVCache
-from pigou.runtime.config import ModelConfig
+from pigou.runtime.kv_cache import KVCache
+from pigou.runtime.model_config import ModelConfig
 from pigou.runtime.simd import LANES
 from pigou.runtime.spread import spread
-from pigou.runtime.stored import stored
+from pigou.runtime.tensor_io import stored
 
 #: Sums of probabilities, by tile, head and entry, that are held at once.
 _SUMS = 2**20

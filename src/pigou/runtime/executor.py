@@ -15,19 +15,16 @@ from pigou.engine.plan import Finish, Plan, Result
 from pigou.request import BlockHashes, FinishReason, Ints
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.batch import Batch, make_batch
-from pigou.runtime.cache import KVCache
-from pigou.runtime.containment import described, is_contained
+from pigou.runtime.decoder import Decoder
 from pigou.runtime.eviction.evictor import Evictor
 from pigou.runtime.eviction.revival import Revival
-from pigou.runtime.grammar import Grammars, GrammarState
-from pigou.runtime.isolation import IsolatedSampler
-from pigou.runtime.logprobs import report
-from pigou.runtime.models.decoder import Decoder
+from pigou.runtime.kv_cache import KVCache
 from pigou.runtime.ops import Ops
-from pigou.runtime.outputs import StepOutput, TokenLogprobs
-from pigou.runtime.sampling import Sampler
+from pigou.runtime.sampling import IsolatedSampler, Sampler, report
 from pigou.runtime.sequence import Sequence, make_sequence
-from pigou.runtime.upload import upload
+from pigou.runtime.step_output import StepOutput, TokenLogprobs, described, is_contained
+from pigou.runtime.structured_output import Grammars, GrammarState
+from pigou.runtime.tensor_io import upload
 from pigou.sampling import SamplingParams
 
 #: Tokens of a prompt whose logits, each as wide as the vocabulary, are held at once.

@@ -23,9 +23,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from pigou.runtime.errors import GrammarError
-from pigou.runtime.grammar import Grammars, GrammarState
-from pigou.runtime.grammar_budget import WorkBudget
+from pigou.runtime.step_output import GrammarError
+from pigou.runtime.structured_output import Grammars, GrammarState, WorkBudget
 from pigou.sampling import Grammar
 
 #: CPU seconds of one trial; the system ends the process soon after.

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.request import Ints
-from pigou.runtime.elementary import exponential, fast
-from pigou.runtime.simd import LANES, accumulate, narrow, product, widen
-from pigou.runtime.team import team
+from pigou.runtime.simd import LANES, accumulate, exponential, fast, narrow, product, widen
+from pigou.runtime.thread_pool import team
 
 Stored = NDArray[Any]
 Floats = NDArray[np.float32]

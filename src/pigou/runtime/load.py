@@ -6,26 +6,29 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from pigou.config import EvictionConfig
+from pigou.engine.plan import Plan, Started
 from pigou.kv.block import KVLayout
 from pigou.models import ModelError
 from pigou.request import Ints
 from pigou.runtime.attention import PagedAttention
-from pigou.runtime.cache import DTYPES, KVCache, make_layout
-from pigou.runtime.config import ModelConfig, read_config
 from pigou.runtime.cpu_attention import CPUAttention
+from pigou.runtime.decoder import Decoder, load_decoder
 from pigou.runtime.eviction.evictor import Evictor
 from pigou.runtime.eviction.policy import Setting
 from pigou.runtime.eviction.policy import load as load_policy
 from pigou.runtime.executor import TorchExecutor
-from pigou.runtime.grammar import read_grammars
-from pigou.runtime.memory import keep_memory
-from pigou.runtime.models.decoder import Decoder, load_decoder
+from pigou.runtime.kv_cache import DTYPES, KVCache, make_layout
+from pigou.runtime.model_config import ModelConfig, read_config
 from pigou.runtime.ops import KernelOps, TorchOps
-from pigou.runtime.warmup import WARM_UP_TOKENS, warm_up
+from pigou.runtime.resources import keep_memory
+from pigou.runtime.spread import always_spread
+from pigou.runtime.structured_output import read_grammars
 from pigou.runtime.weights import Weights, digest_model, find_model
+from pigou.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +166,35 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device; give cpu")
     return device
+
+
+#: Length of the sequence that it computes.
+WARM_UP_TOKENS = 4
+_REQUEST = "warm-up"
+
+
+def warm_up(executor: TorchExecutor) -> None:
+    """Compute a few tokens of nothing in block 0, before the core's first plan."""
+    _run(executor)
+    with always_spread():
+        _run(executor)
+
+
+def _run(executor: TorchExecutor) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    executor.add(_REQUEST, [0, 0], params, b"")
+    executor.execute(_plan(start=0, count=2))
+    executor.execute(_plan(start=2, count=1))
+    executor.drop(_REQUEST)
+
+
+def _plan(start: int, count: int) -> Plan:
+    starts = np.array([start], dtype=np.int32)
+    return Plan(
+        rows=np.zeros(1, dtype=np.int32),
+        starts=starts,
+        counts=np.array([count], dtype=np.int32),
+        kv_lens=starts.copy(),
+        samples=np.ones(1, dtype=np.bool_),
+        started=[Started(_REQUEST, 0, 0)] if start == 0 else [],
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pigou.runtime import kernels
 from pigou.runtime.spread import spread
-from pigou.runtime.stored import stored
+from pigou.runtime.tensor_io import stored
 
 
 class Ops(Protocol):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pigou.runtime.sequence import Sequence
-from pigou.runtime.upload import upload
+from pigou.runtime.tensor_io import upload
 from pigou.sampling import SamplingParams
 
 _OUT = float("-inf")

@@ -8,15 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pigou.runtime.draw import choose, uniform
-from pigou.runtime.errors import GrammarError
-from pigou.runtime.logprobs import report
 from pigou.runtime.ops import Ops
-from pigou.runtime.outputs import TokenLogprobs
 from pigou.runtime.penalties import adjust, adjusts
 from pigou.runtime.sequence import Sequence
-from pigou.runtime.truncation import cut_min_p, cut_top_k, cut_top_p
-from pigou.runtime.upload import upload
+from pigou.runtime.step_output import GrammarError, TokenLogprobs, described, is_contained
+from pigou.runtime.tensor_io import upload
 from pigou.sampling import SamplingParams
 
 #: Logits beyond this are as good as certain.
@@ -108,3 +104,190 @@ class Sampler:
         tops = [self._sequences[i].params.logprobs or 0 for i in self._reported]
         reports = report(raw, tokens[self._index(self._reported)], tops)
         return dict(zip(self._reported, reports, strict=True))
+
+
+_MASK = 2**64 - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return a number in [0, 1) that depends on the seed and the position alone.
+
+    SplitMix64's output function (Steele, Lea, Flood 2014), once for each key; the top 52 bits.
+    """
+    state = _mix(_mix(seed & _MASK) + position)
+    return (state >> 12) * 2.0**-52
+
+
+def choose(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Invert each row's cumulative distribution, in the order of the vocabulary.
+
+    Args:
+        probabilities: shape (n, vocab), not negative, each row with a positive sum.
+        uniforms: shape (n,), float64, in [0, 1).
+
+    Returns:
+        Tokens, shape (n,), int64; never one of probability 0. A row without any probability
+        (everything is forbidden) gives the last token.
+    """
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
+    targets = uniforms.unsqueeze(-1) * sums[:, -1:]
+    tokens = torch.searchsorted(sums, targets, right=True).squeeze(-1)
+    return tokens.clamp_(max=probabilities.shape[-1] - 1)
+
+
+def _mix(key: int) -> int:
+    state = (key + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+#: Tokens among which the nucleus is sought first; sorting a whole vocabulary takes far longer.
+_HEAD = 512
+_OUT = float("-inf")
+
+
+def cut_min_p(logits: Tensor, min_p: Tensor) -> None:
+    """Drop, in place, tokens less than `min_p` times as probable as the most probable.
+
+    Args:
+        logits: shape (n, vocab), after temperature.
+        min_p: shape (n,), in [0, 1]; 0 drops nothing (arXiv 2407.01082).
+    """
+    least = logits.amax(-1) + min_p.log()
+    logits.masked_fill_(logits < least.unsqueeze(-1), _OUT)
+
+
+def cut_top_k(logits: Tensor, top_k: Tensor, largest: int) -> None:
+    """Keep, in place, the k most probable tokens, and those as probable as the k-th.
+
+    Args:
+        logits: shape (n, vocab).
+        top_k: shape (n,), int64; 0 keeps all.
+        largest: of `top_k`, at least 1; known to the host, so that it need not ask the device.
+    """
+    vocab = logits.shape[-1]
+    ks = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab))
+    largest = min(largest, vocab)
+    values = logits.topk(largest, dim=-1).values
+    least = values.gather(-1, (ks.clamp(max=largest) - 1).unsqueeze(-1))
+    least.masked_fill_((top_k == 0).unsqueeze(-1), _OUT)
+    logits.masked_fill_(logits < least, _OUT)
+
+
+def cut_top_p(logits: Tensor, top_p: Tensor) -> None:
+    """Keep, in place, the smallest set of most probable tokens with at least this probability.
+
+    Tokens as probable as the least of that set stay too (arXiv 1904.09751).
+
+    Args:
+        logits: shape (n, vocab), after temperature and the other cuts.
+        top_p: shape (n,), in (0, 1]; 1 keeps all.
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+    values = logits.topk(min(_HEAD, logits.shape[-1]), dim=-1).values
+    sums = (values - total).exp().cumsum(-1, dtype=torch.float64)
+    short = bool(((sums[:, -1] < top_p) & (top_p < 1.0)).any())
+    if short and values.shape[-1] < logits.shape[-1]:
+        values = logits.sort(-1, descending=True).values
+        sums = (values - total).exp().cumsum(-1, dtype=torch.float64)
+    count = (sums < top_p.unsqueeze(-1)).sum(-1, keepdim=True)
+    least = values.gather(-1, count.clamp(max=values.shape[-1] - 1))
+    least.masked_fill_((top_p >= 1.0).unsqueeze(-1), _OUT)
+    logits.masked_fill_(logits < least, _OUT)
+
+
+def report(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[TokenLogprobs]:
+    """Report tokens and the most probable ones beside them.
+
+    Args:
+        logits: raw, shape (n, vocab).
+        tokens: chosen or given, shape (n,), int64.
+        tops: how many of the most probable to report, by row.
+
+    Returns:
+        A report for each row.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens.unsqueeze(-1))
+    ranks = (logprobs > chosen).sum(-1) + 1
+    values, ids = logprobs.topk(min(max(tops), logits.shape[-1]), dim=-1)
+    columns = zip(
+        tokens.tolist(),
+        chosen.squeeze(-1).tolist(),
+        ranks.tolist(),
+        ids.cpu().numpy(),
+        values.cpu().numpy(),
+        tops,
+        strict=True,
+    )
+    return [
+        TokenLogprobs(token, logprob, rank, top[:k].copy(), top_logprobs[:k].copy())
+        for token, logprob, rank, top, top_logprobs, k in columns
+    ]
+
+
+def as_tokens(tokens: list[int], device: torch.device) -> Tensor:
+    """Return token ids as int64 on a device."""
+    return torch.tensor(tokens, dtype=torch.int64, device=device)
+
+
+MakeSampler = Callable[[list[Sequence], Ops, torch.device], Sampler]
+
+
+class IsolatedSampler:
+    """Chooses tokens as `Sampler` does; what fails in one row fails that row alone."""
+
+    def __init__(
+        self, make: MakeSampler, sequences: list[Sequence], ops: Ops, device: torch.device
+    ) -> None:
+        """Prepare for these sequences, in the order of the logits' rows."""
+        self._make, self._ops, self._device = make, ops, device
+        self._sequences = sequences
+        self._together: Sampler | None = None
+        try:
+            self._together = make(sequences, ops, device)
+        except BaseException as error:
+            if not is_contained(error):
+                raise
+
+    def __call__(
+        self, logits: Callable[[Tensor], Tensor], hidden: Tensor
+    ) -> tuple[Tensor, dict[int, TokenLogprobs], dict[int, str]]:
+        """Choose a token for each row.
+
+        Args:
+            logits: of hidden states, shape (n, vocab); called again after a failure, because a
+                sampler may overwrite them.
+            hidden: states of the last tokens, shape (n, hidden).
+
+        Returns:
+            Tokens, shape (n,), int64, 0 where it failed; reports by row; failures by row.
+        """
+        if self._together is not None:
+            try:
+                return *self._together(logits(hidden)), {}
+            except BaseException as error:
+                if not is_contained(error):
+                    raise
+        return self._one_by_one(logits(hidden))
+
+    def _one_by_one(
+        self, logits: Tensor
+    ) -> tuple[Tensor, dict[int, TokenLogprobs], dict[int, str]]:
+        tokens = torch.zeros(len(self._sequences), dtype=torch.int64, device=self._device)
+        reports: dict[int, TokenLogprobs] = {}
+        failed: dict[int, str] = {}
+        for row, sequence in enumerate(self._sequences):
+            try:
+                sampler = self._make([sequence], self._ops, self._device)
+                chosen, report = sampler(logits[row : row + 1].clone())
+            except BaseException as error:
+                if not is_contained(error):
+                    raise
+                failed[row] = described(error)
+            else:
+                tokens[row] = chosen[0]
+                if 0 in report:
+                    reports[row] = report[0]
+        return tokens, reports, failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -10,10 +11,8 @@ from numpy.typing import NDArray
 
 from pigou.kv.hashing import chain
 from pigou.request import BlockHashes, Ints, no_hashes
-from pigou.runtime.errors import GrammarError
-from pigou.runtime.grammar import GrammarState
-from pigou.runtime.outputs import TokenLogprobs
-from pigou.runtime.token_counts import TokenCounts
+from pigou.runtime.step_output import GrammarError, TokenLogprobs
+from pigou.runtime.structured_output import GrammarState
 from pigou.sampling import SamplingParams
 
 _NO_TOKENS = np.empty(0, dtype=np.int64)
@@ -194,3 +193,43 @@ def make_sequence(
         last=None if hashes is None else hashes[-1:],
         prompt_logprobs=[None] * (given - resume if params.prompt_logprobs is not None else 0),
     )
+
+
+_FIRST = 64
+
+
+class TokenCounts:
+    """Counts of the distinct tokens of a growing list.
+
+    A step costs one look-up to add a token, and one pass over the distinct tokens to read them,
+    however long the list is.
+    """
+
+    __slots__ = ("_counts", "_ids", "_places")
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        """Count these tokens."""
+        self._places: dict[int, int] = {}
+        self._ids = np.empty(_FIRST, dtype=np.int64)
+        self._counts = np.zeros(_FIRST, dtype=np.int64)
+        for token in tokens:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Count one further token."""
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        self._ids[place] = token
+        self._counts[place] += 1
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Distinct tokens, in order of their first occurrence; a view."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """How often each of `ids` occurred; a view."""
+        return self._counts[: len(self._places)]

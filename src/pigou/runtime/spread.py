@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from pigou.runtime import kernels
-from pigou.runtime.team import team_start
+from pigou.runtime.thread_pool import team_start
 
 #: Work, in about nanoseconds of one thread, below which handing a part to another does not pay.
 WORTH = 20_000.0

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pigou.engine.plan import Plan, Result
 from pigou.request import BlockHashes
-from pigou.runtime.outputs import StepOutput
+from pigou.runtime.step_output import StepOutput
 from pigou.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from pigou.runtime.grammar import GrammarState
+    from pigou.runtime.structured_output import GrammarState
 
 #: Is called after each step; returns whether the plan's next steps may go on.
 OnStep: TypeAlias = Callable[[StepOutput], bool]

@@ -40,7 +40,7 @@ from pigou.worker.structured_output_pool import GrammarCompilePool, GrammarSourc
 from pigou.worker.structured_output_sandbox import GrammarSandbox
 
 if TYPE_CHECKING:
-    from pigou.runtime.grammar import Grammars
+    from pigou.runtime.structured_output import Grammars
 
 log = logging.getLogger(__name__)
 
@@ -128,10 +128,9 @@ def transfer_config(config: WorkerConfig, backends: tuple[str, ...]) -> Transfer
 
 
 def _build_torch(config: WorkerConfig) -> WorkerParts:
-    from pigou.runtime.grammar_budget import WorkBudget
     from pigou.runtime.load import load
-    from pigou.runtime.memory import free_memory, kv_room
-    from pigou.runtime.threads import set_threads
+    from pigou.runtime.resources import free_memory, kv_room, set_threads
+    from pigou.runtime.structured_output import WorkBudget
 
     set_threads(config.threads)
     source = bundled() if config.model == "bundled" else config.model

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pigou.engine.plan import Finished
 from pigou.kv.block import Block
 from pigou.request import Request
-from pigou.runtime.outputs import TokenLogprobs
+from pigou.runtime.step_output import TokenLogprobs
 from pigou.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pigou.engine.core import EngineCore
-    from pigou.runtime.grammar import GrammarState
+    from pigou.runtime.structured_output import GrammarState
 
 
 @dataclass(frozen=True, slots=True)

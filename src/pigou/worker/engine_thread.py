@@ -20,8 +20,7 @@ from pigou.events import BlockStored, KVEvent, Medium
 from pigou.kv.hashing import chain
 from pigou.kv.offload import RecomputeCost
 from pigou.request import SECOND, FinishReason, Request
-from pigou.runtime.containment import described, is_contained
-from pigou.runtime.outputs import StepOutput
+from pigou.runtime.step_output import StepOutput, described, is_contained
 from pigou.wire.errors import REQUEST_FAILED
 from pigou.worker.backend import Backend
 from pigou.worker.commands import (

@@ -18,7 +18,7 @@ from pigou.config import ConfigError
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.kv.hashing import chain
 from pigou.request import SECOND, BlockHashes, FinishReason, Nanos, no_hashes
-from pigou.runtime.outputs import StepOutput, TokenLogprobs
+from pigou.runtime.step_output import StepOutput, TokenLogprobs
 from pigou.sampling import Grammar, SamplingParams
 from pigou.sim.network import LinkConfig
 from pigou.sim.timing import Batch, Moments, Timing, varies
@@ -26,7 +26,7 @@ from pigou.sim.timing_models import build_timing, is_measured, kv_bytes
 from pigou.worker.backend import OnStep
 
 if TYPE_CHECKING:
-    from pigou.runtime.grammar import GrammarState
+    from pigou.runtime.structured_output import GrammarState
 
 
 #: Nanoseconds that a step may begin in the past, to make up for bookkeeping after the one before.

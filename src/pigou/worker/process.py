@@ -288,7 +288,7 @@ def run(config: WorkerConfig) -> int:
     if config.exit_with_parent:
         watch_parent()
     if not config.sleeps:
-        from pigou.runtime.threads import prepare_environment
+        from pigou.runtime.resources import prepare_environment
 
         prepare_environment(config.threads)
         with uncollected():

@@ -27,7 +27,7 @@ from pigou.engine.startup_profiling import (
 from pigou.kernel_cache import told_of_compiling
 from pigou.kv import checksum
 from pigou.request import SECOND, Rehearsed, Request, no_hashes
-from pigou.runtime.outputs import StepOutput
+from pigou.runtime.step_output import StepOutput
 from pigou.sampling import SamplingParams
 from pigou.wire import json_limits
 from pigou.worker.backend import Backend
@@ -245,7 +245,7 @@ def warm_all(config: WorkerConfig) -> None:
         ConfigError, ModelError, TokenizerError: as `run`.
     """
     if not config.sleeps:
-        from pigou.runtime.threads import prepare_environment
+        from pigou.runtime.resources import prepare_environment
 
         prepare_environment(config.threads)
     parts = build_warm(config)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from pigou.runtime.containment import described, is_contained
+from pigou.runtime.step_output import described, is_contained
 from pigou.sampling import Grammar
 from pigou.wire.errors import APIError, bad_request
 from pigou.wire.openai_requests import ChatRequest, GenerationRequest
@@ -21,10 +21,10 @@ from pigou.worker.sequence_output import Tools, request_tools
 from pigou.worker.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from pigou.runtime.grammar import Grammars, GrammarState
+    from pigou.runtime.structured_output import Grammars, GrammarState
 
 if TYPE_CHECKING:
-    from pigou.runtime.grammar import GrammarState
+    from pigou.runtime.structured_output import GrammarState
 
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from pigou.runtime.errors import GrammarError
+from pigou.runtime.step_output import GrammarError
 from pigou.sampling import Grammar
 
 #: Seconds of one trial, where the system does not end it for its CPU time.

@@ -14,15 +14,15 @@ from pigou.config import EvictionConfig
 from pigou.engine.plan import Compaction, Load, Plan, Started
 from pigou.request import Ints
 from pigou.runtime.batch import Batch
-from pigou.runtime.cache import KVCache
 from pigou.runtime.eviction import kernels
 from pigou.runtime.eviction.memory import Dropped
 from pigou.runtime.eviction.policy import Entries, Floats, Judged, Row, TokenPolicy
 from pigou.runtime.eviction.ranking import Ranking, rank
 from pigou.runtime.eviction.stats import CPUStats, Stats
 from pigou.runtime.eviction.watch import Watch
+from pigou.runtime.kv_cache import KVCache
 from pigou.runtime.simd import LANES
-from pigou.runtime.stored import stored
+from pigou.runtime.tensor_io import stored
 
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 T = TypeVar("T")

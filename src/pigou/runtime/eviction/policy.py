@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pigou.config import ConfigError, EvictionConfig, named, wrong
 from pigou.request import Ints
-from pigou.runtime.config import ModelConfig
+from pigou.runtime.model_config import ModelConfig
 
 GROUP = "pigou.token_eviction"
 
@@ -35,7 +35,7 @@ class Setting:
         config: of eviction.
         model: whose entries they are.
         folder: of the model's files.
-        turns: rotary table by position (`pigou.runtime.rotary.rotary_table`).
+        turns: rotary table by position (`pigou.runtime.rotary_embedding.rotary_table`).
     """
 
     config: EvictionConfig

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.request import Ints
-from pigou.runtime.elementary import exponential, fast, logarithm
 from pigou.runtime.eviction.returns import CONTENT, FLOOR, SPREAD
-from pigou.runtime.simd import LANES, product, widen
+from pigou.runtime.simd import LANES, exponential, fast, logarithm, product, widen
 
 Floats = NDArray[np.float32]
 Stored = NDArray[Any]

@@ -13,9 +13,9 @@ from pigou.engine import plan as plans
 from pigou.request import Ints
 from pigou.runtime.attention import PagedAttention, Past
 from pigou.runtime.batch import Batch, Chunk
-from pigou.runtime.cache import KVCache
+from pigou.runtime.decoder import Decoder
 from pigou.runtime.eviction.evictor import Evictor
-from pigou.runtime.models.decoder import Decoder
+from pigou.runtime.kv_cache import KVCache
 
 
 class _EarlierOnly(PagedAttention):

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from pigou.kv.block import KVLayout
 from pigou.request import Ints
-from pigou.runtime.cache import move_blocks
 from pigou.runtime.eviction import kernels
 from pigou.runtime.eviction.policy import Floats, Folding
+from pigou.runtime.kv_cache import move_blocks
 
 
 class Stats:
@@ -196,6 +196,6 @@ class CPUStats(Stats):
 
     def fill(self, data: Tensor, table: Ints, moves: Ints, counts: Ints) -> None:
         """Move entries of a row into holes."""
-        from pigou.runtime.stored import stored
+        from pigou.runtime.tensor_io import stored
 
         kernels.fill(stored(data), self.array, table, moves, counts)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pigou.runtime.engine import Output
 from pigou.runtime.gpu.speed import make_engine
 from pigou.runtime.load import LoadedModel
+from pigou.runtime.local_engine import Output
 from pigou.sampling import SamplingParams
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pigou.runtime.config import parse_config
+from pigou.runtime.decoder import load_decoder
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.models.decoder import load_decoder
+from pigou.runtime.model_config import parse_config
 from pigou.runtime.ops import KernelOps, TorchOps
 
 #: The shape of Qwen3-0.6B.

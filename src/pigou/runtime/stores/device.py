@@ -13,7 +13,7 @@ from pigou.request import Ints
 
 
 class Blocks(Protocol):
-    """A KV cache seen as bytes: `pigou.runtime.cache.KVCache`, or an array of a test."""
+    """A KV cache seen as bytes: `pigou.runtime.kv_cache.KVCache`, or an array of a test."""
 
     @property
     def layout(self) -> KVLayout:

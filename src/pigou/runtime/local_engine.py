@@ -15,7 +15,7 @@ from pigou.engine.plan import Plan, Result
 from pigou.kv.hashing import chain
 from pigou.request import NEVER, FinishReason, Request
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.outputs import StepOutput, TokenLogprobs
+from pigou.runtime.step_output import StepOutput, TokenLogprobs
 from pigou.sampling import SamplingParams
 
 Prompt = Sequence[int] | NDArray[np.integer]

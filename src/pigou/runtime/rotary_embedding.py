@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pigou.models import ModelError
 from pigou.models.rope_parameters import (
@@ -171,3 +173,25 @@ def _list(given: Mapping[str, Any], name: str, length: int) -> Frequencies:
     ):  # fmt: skip
         raise ModelError(f"rope parameter {name} must be a list of {length} numbers above 0")
     return np.array(values, dtype=np.float32)
+
+
+def rotary_table(rope: Rope, positions: int, device: torch.device) -> Tensor:
+    """Return cosines, then sines, of each position, shape (positions, head_dim), float32."""
+    angles = torch.from_numpy(rope.angles(positions))
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.amplitude
+    return table.to(device)
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotate pairs (i, i + head_dim / 2) of each head (RoFormer, in the order of Hugging Face).
+
+    Args:
+        x: shape (tokens, heads, head_dim).
+        turns: rows of `rotary_table`, shape (tokens, 1, head_dim), in x's dtype.
+
+    Returns:
+        Shape of `x`.
+    """
+    cos, sin = turns.chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from pigou.kv.block import KVLayout
 from pigou.request import Ints
-from pigou.runtime.config import ModelConfig
-from pigou.runtime.device_copies import DeviceCopies
-from pigou.runtime.upload import upload
+from pigou.runtime.model_config import ModelConfig
+from pigou.runtime.tensor_io import DeviceCopies, upload
 
 #: Blocks as bytes, shape (blocks, block_bytes).
 Bytes: TypeAlias = NDArray[np.uint8]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pigou.models import ModelError
 from pigou.models.rope_parameters import scaled_context
-from pigou.runtime.rope import Rope, read_rope
+from pigou.runtime.rotary_embedding import Rope, read_rope
 from pigou.text.ends import read_end_tokens
 
 #: Architectures that can be run -> name of the family.
