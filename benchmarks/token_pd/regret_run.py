@@ -22,8 +22,8 @@ from benchmarks.token_pd.record import Recorder, future_shares, lay_out
 from benchmarks.token_pd.run import BLOCK, Run, Setting
 from pigou.kv.memory_price import by_price, growth, optimum, regret, utility
 from pigou.models import bundled_path
-from pigou.report.drawing import png
 from pigou.report.figure import Axis, Chart, Line
+from pigou.report.figure_png import png
 from pigou.runtime.load import LoadedModel, load
 
 #: Steps before the load doubles, and steps looked at after that.

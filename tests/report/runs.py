@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from pigou.config import ControlConfig
-from pigou.report.observed import record
-from pigou.report.record import Record
+from pigou.report.record_run import record
+from pigou.report.run_record import Record
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.simulation import UNLIMITED, Setup, Simulation

@@ -12,10 +12,9 @@ from pages import Read
 from runs import made
 
 from pigou.cli import main
-from pigou.report import compare, levels
-from pigou.report.files import ReportError, as_record, load
-from pigou.report.page import html
-from pigou.report.record import Record
+from pigou.report import comparison_page, experiment_page
+from pigou.report.page import ReportError, as_record, html, load
+from pigou.report.run_record import Record
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def runs() -> tuple[Record, Record]:
 
 
 def test_two_runs_stand_beside_each_other_with_ratios(runs: tuple[Record, Record]) -> None:
-    read = Read(html(compare.page(runs, ["toll", "turns"])))
+    read = Read(html(comparison_page.page(runs, ["toll", "turns"])))
     assert read.fetched == []
     one, other = (run.figures for run in runs)
     rows = read.exact("latency-ttft_s")
@@ -49,10 +48,10 @@ def test_two_runs_stand_beside_each_other_with_ratios(runs: tuple[Record, Record
 
 
 def test_many_runs_are_told_apart_by_colour_and_stroke() -> None:
-    styles = [compare.style(place) for place in range(compare.MOST)]
-    assert len(set(styles)) == compare.MOST
-    with pytest.raises(ValueError, match=f"give 2 to {compare.MOST}"):
-        compare.page([made(2)], ["alone"])
+    styles = [comparison_page.style(place) for place in range(comparison_page.MOST)]
+    assert len(set(styles)) == comparison_page.MOST
+    with pytest.raises(ValueError, match=f"give 2 to {comparison_page.MOST}"):
+        comparison_page.page([made(2)], ["alone"])
 
 
 def test_the_command_compares_reports_and_bare_figures(
@@ -158,7 +157,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_an_experiment_is_drawn_beside_the_paper() -> None:
-    read = Read(html(levels.page(rows(), title="adaptive")))
+    read = Read(html(experiment_page.page(rows(), title="adaptive")))
     drawn = {trace["name"]: trace for trace in read.figures["ttft_p99_s"]["data"]}
     assert list(drawn) == ["the paper", "static", "adaptive"]
     assert drawn["the paper"]["y"] == [0.01, 0.32, 2.56]
@@ -175,7 +174,7 @@ def test_a_grid_is_drawn_against_its_setting_and_experiments_stay_apart() -> Non
          "rps": omega + tau}
         for omega in (0.3, 0.7) for tau in (0.0, 1.0)
     ]  # fmt: skip
-    read = Read(html(levels.page([*rows(), *grid], title="all")))
+    read = Read(html(experiment_page.page([*rows(), *grid], title="all")))
     drawn = {trace["name"]: trace["x"] for trace in read.figures["grid-rps"]["data"]}
     assert drawn == {"temperature 0": [0.3, 0.7], "temperature 1": [0.3, 0.7]}
     assert "adaptive-ttft_p99_s" in read.figures
@@ -194,7 +193,7 @@ def test_rows_that_cannot_be_drawn_are_refused(
     given: list[dict[str, Any]], more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        levels.page(given, title="x", **more)
+        experiment_page.page(given, title="x", **more)
 
 
 def test_a_record_of_another_version_is_refused(runs: tuple[Record, Record]) -> None:

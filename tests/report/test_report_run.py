@@ -11,13 +11,12 @@ import pytest
 from pages import Read
 from runs import made
 
-from pigou.report.drawing import png
 from pigou.report.figure import Axis, Heat, ticks
-from pigou.report.files import as_record, load, write
-from pigou.report.latency import FIGURES, LATENCIES
-from pigou.report.page import html
-from pigou.report.record import Record
-from pigou.report.run import COUNTS, page
+from pigou.report.figure_png import png
+from pigou.report.latency_figures import FIGURES, LATENCIES
+from pigou.report.page import as_record, html, load, write
+from pigou.report.run_page import COUNTS, page
+from pigou.report.run_record import Record
 from pigou.sim.client import ClientConfig
 
 

@@ -9,10 +9,10 @@ import pytest
 from pages import Read
 from runs import made
 
-from pigou.report import compare, levels
+from pigou.report import comparison_page, experiment_page
 from pigou.report.page import html
-from pigou.report.record import Record, Samples
-from pigou.report.run import page
+from pigou.report.run_page import page
+from pigou.report.run_record import Record, Samples
 from pigou.report.table import Cell, Table
 from pigou.report.verdict import of_rows, of_run, of_runs
 
@@ -98,12 +98,15 @@ def test_a_verdict_on_an_experiment_tells_the_distance_from_the_paper() -> None:
 
 
 def test_a_page_shows_its_verdict_first(run: Record) -> None:
-    for made_page in (page(run), compare.page([run, run], ["a", "b"])):
+    for made_page in (page(run), comparison_page.page([run, run], ["a", "b"])):
         text = html(made_page)
         assert made_page.verdict is not None
         assert text.index('id="verdict"') < text.index('<section id="summary"')
     rows = [{"concurrency": 1, "rps": 2.0}, {"concurrency": 2, "rps": 3.0}]
-    assert Read(html(levels.page(rows, title="x"))).text.count("the paper has no figures") == 1
+    assert (
+        Read(html(experiment_page.page(rows, title="x"))).text.count("the paper has no figures")
+        == 1
+    )
 
 
 def test_columns_without_a_figure_are_left_out() -> None:

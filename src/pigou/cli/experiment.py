@@ -190,7 +190,7 @@ def _show(one: Experiment, found: Mapping[str, Any]) -> None:
 def _draw(folder: Path, found: Mapping[str, Any]) -> None:
     """Write the page of results beside them; what cannot be drawn is said, and no error."""
     from pigou.cli.report import experiment_page, publish
-    from pigou.report.files import ReportError
+    from pigou.report.page import ReportError
 
     try:
         publish(experiment_page(folder.name, found), folder)

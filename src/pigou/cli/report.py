@@ -15,7 +15,7 @@ from pigou.extras import require
 
 if TYPE_CHECKING:
     from pigou.report.page import Page
-    from pigou.report.record import Record
+    from pigou.report.run_record import Record
 
 
 def report(
@@ -37,7 +37,7 @@ def report(
     except ConfigError as error:
         typer.echo(f"pigou report: {error}", err=True)
         raise typer.Exit(2) from None
-    from pigou.report.files import ReportError, prepare
+    from pigou.report.page import ReportError, prepare
 
     try:
         page = _page(paths)
@@ -53,7 +53,7 @@ def publish(page: Page, folder: Path, data: Any = None) -> None:
     Raises:
         ReportError: a file cannot be written.
     """
-    from pigou.report.files import write
+    from pigou.report.page import write
 
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"))
@@ -68,8 +68,8 @@ def publish(page: Page, folder: Path, data: Any = None) -> None:
 
 
 def _page(paths: Sequence[str]) -> Page:
-    from pigou.report import compare
-    from pigou.report.files import ReportError, as_record, load
+    from pigou.report import comparison_page
+    from pigou.report.page import ReportError, as_record, load
 
     labels, names = zip(*(_labelled(each) for each in paths), strict=True)
     found = [load(name) for name in names]
@@ -83,7 +83,7 @@ def _page(paths: Sequence[str]) -> Page:
     runs = [as_record(name, each) for name, each in zip(names, found, strict=True)]
     if len(runs) == 1:
         return _alone(names[0], runs[0])
-    return compare.page(runs, _different(labels, names))
+    return comparison_page.page(runs, _different(labels, names))
 
 
 def experiment_page(name: str, found: Mapping[str, Any]) -> Page:
@@ -92,23 +92,23 @@ def experiment_page(name: str, found: Mapping[str, Any]) -> Page:
     Raises:
         ValueError: it has nothing to draw.
     """
-    from pigou.report import levels
+    from pigou.report import experiment_page
 
     title = str(found.get("experiment") or Path(name).stem)
     about = [f"{key} {found[key]}" for key in ("fleet", "reading") if found.get(key)]
-    return levels.page(found["rows"], title=title, subtitle=", ".join(about))
+    return experiment_page.page(found["rows"], title=title, subtitle=", ".join(about))
 
 
 def _alone(name: str, found: Record) -> Page:
-    from pigou.report import run
-    from pigou.report.files import ReportError
+    from pigou.report import run_page
+    from pigou.report.page import ReportError
 
     if not found.curves:
         raise ReportError(
             f"{name} has figures only; give the folder of `pigou simulate --report`, or two runs "
             "or more"
         )
-    return run.page(found)
+    return run_page.page(found)
 
 
 def _labelled(text: str) -> tuple[str, str]:

@@ -26,7 +26,7 @@ class Reporter:
         Raises:
             ConfigError: the folder cannot be made.
         """
-        from pigou.report.files import ReportError, prepare
+        from pigou.report.page import ReportError, prepare
 
         try:
             self._folder: Path = prepare(folder)
@@ -49,9 +49,9 @@ class Reporter:
             Exit: a file cannot be written; the message was shown.
         """
         from pigou.cli.report import publish
-        from pigou.report.files import ReportError
-        from pigou.report.observed import record
-        from pigou.report.run import page
+        from pigou.report.page import ReportError
+        from pigou.report.record_run import record
+        from pigou.report.run_page import page
 
         config = {name: _plain(msgspec.to_builtins(group)) for name, group in asked.items()}
         found = record(result, self._timeline, document, title, config)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pigou.report.figure import duration
-from pigou.report.record import Record, Samples
+from pigou.report.run_record import Record, Samples
 
 #: Share of offered requests that may fail before a run is bad, not only fair.
 MAX_FAILED_SHARE = 0.01

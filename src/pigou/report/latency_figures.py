@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pigou.report.figure import Axis, Bars, Chart, Line
-from pigou.report.record import Attainment, Curve, Load, Record, Stage
+from pigou.report.run_record import Attainment, Curve, Load, Record, Stage
 from pigou.report.table import Cell, Table, row
 
 #: Figure -> how it is called.

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pigou.report.figure import Axis, Chart, Figure, Line
+from pigou.report.figure import LINES, STROKES, Axis, Chart, Figure, Line
 from pigou.report.page import Page, Section
-from pigou.report.palette import LINES, STROKES
 from pigou.report.table import Cell, Form, Table
 from pigou.report.verdict import of_rows
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pigou.control.saturation.detector import LEVELS
-from pigou.report.figure import Axis, Chart, Figure, Heat, Line, Unit
-from pigou.report.palette import LINES
-from pigou.report.record import Course, Record, Samples
+from pigou.report.figure import LINES, Axis, Chart, Figure, Heat, Line, Unit
+from pigou.report.run_record import Course, Record, Samples
 from pigou.report.table import Cell, Table
 
 TIME = Axis("simulated seconds")

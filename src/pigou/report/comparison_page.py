@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pigou.report.course import REGIMES, TIME
-from pigou.report.figure import Axis, Chart, Line, Stroke, Unit, duration
-from pigou.report.latency import FIGURES, LATENCIES
+from pigou.report.figure import LINES, STROKES, Axis, Chart, Line, Stroke, Unit, duration
+from pigou.report.latency_figures import FIGURES, LATENCIES
 from pigou.report.page import Page, Section
-from pigou.report.palette import LINES, STROKES
-from pigou.report.record import Attainment, Curve, Record
-from pigou.report.run import COUNTS, flat, notices, said
+from pigou.report.run_page import COUNTS, flat, notices, said
+from pigou.report.run_record import Attainment, Curve, Record
 from pigou.report.table import Cell, Form, Table
+from pigou.report.timeline_figures import REGIMES, TIME
 from pigou.report.verdict import of_runs
 
 #: Runs that can be told apart by colour and stroke.

@@ -16,10 +16,10 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
-from pigou.report import palette
+from pigou.report import figure
 from pigou.report.figure import Axis, Bars, Chart, Figure, Heat, extent, loose, padded, ticks
 
-_COLOURS = palette.COLOURS["light"]
+_COLOURS = figure.COLOURS["light"]
 _STROKES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1.5, 1.8))}
 _WIDTH, _HEIGHT, _DPI = 8.0, 3.8, 160
 
@@ -62,7 +62,7 @@ def _chart(axes: Any, chart: Chart) -> None:
         ]
         xs, ys = zip(*points, strict=True) if points else ((), ())
         axes.plot(
-            xs, ys, label=line.name, color=_COLOURS[palette.line(line.colour)], linewidth=1.6,
+            xs, ys, label=line.name, color=_COLOURS[figure.line(line.colour)], linewidth=1.6,
             linestyle="none" if line.bare else _STROKES[line.stroke], markersize=4,
             marker="o" if line.marks or line.bare else None,
             drawstyle="steps-post" if line.step else "default",
@@ -77,7 +77,7 @@ def _bars(axes: Any, bars: Bars) -> None:
     begin = [0.0] * len(bars.rows)
     for number, (name, values) in enumerate(bars.parts):
         lengths = [value or 0.0 for value in values]
-        colour = _COLOURS[palette.line(number)]
+        colour = _COLOURS[figure.line(number)]
         axes.barh(
             places, lengths, left=begin, label=name, color=colour, height=0.62,
             edgecolor=_COLOURS["paper"], linewidth=0.6,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pigou.report import palette
+from pigou.report import figure
 from pigou.report.figure import (
     Axis,
     Bars,
@@ -53,7 +53,7 @@ def _aligned(lines: Sequence[Line]) -> bool:
 
 
 def _line(line: Line, chart: Chart) -> dict[str, Any]:
-    colour = "@" + palette.line(line.colour)
+    colour = "@" + figure.line(line.colour)
     mode = "markers" if line.bare else "lines+markers" if line.marks else "lines"
     return {
         "type": "scatter",

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pigou.report import course, latency
+from pigou.report import latency_figures, timeline_figures
 from pigou.report.figure import Figure
 from pigou.report.page import Page, Section, Tile
-from pigou.report.record import Record
+from pigou.report.run_record import Record
 from pigou.report.table import Cell, Form, Table, Value
 from pigou.report.verdict import of_run
 
@@ -97,7 +97,9 @@ def _tiles(figures: Mapping[str, Any]) -> tuple[Tile, ...]:
     def spread(name: str) -> Tile:
         found = figures[name]
         p99 = Cell(found["p99"], "seconds").text
-        return Tile(f"{latency.LATENCIES[name]}, p50", Cell(found["p50"], "seconds"), f"p99 {p99}")
+        return Tile(
+            f"{latency_figures.LATENCIES[name]}, p50", Cell(found["p50"], "seconds"), f"p99 {p99}"
+        )
 
     served, offered = figures["completed"], figures["offered"]
     part = f"of {offered:,} offered"
@@ -148,18 +150,18 @@ def anarchy(figures: Mapping[str, Any]) -> Table:
 
 def _latency(run: Record) -> Section:
     items: tuple[Figure | Table, ...] = (
-        latency.latencies(run.figures),
-        latency.request_cdf(run),
-        latency.token_cdf(run),
-        latency.stages(run.stages),
+        latency_figures.latencies(run.figures),
+        latency_figures.request_cdf(run),
+        latency_figures.token_cdf(run),
+        latency_figures.stages(run.stages),
     )
     return Section("latency", "Latency", items)
 
 
 def _attainment(run: Record) -> Section:
-    items: tuple[Figure | Table, ...] = (latency.attainment_curve(run.attainment),)
+    items: tuple[Figure | Table, ...] = (latency_figures.attainment_curve(run.attainment),)
     if run.attainment is not None:
-        items += (latency.attainment_grid(run.attainment),)
+        items += (latency_figures.attainment_grid(run.attainment),)
     return Section("attained", "Attainment", items)
 
 
@@ -169,25 +171,25 @@ def _load(run: Record) -> Section:
         ("tpot-load", "Time per token against load", "tpot_s"),
         ("e2e-load", "End-to-end time against load", "e2e_s"),
     )
-    curves = tuple(latency.load_curve(*pair, run.load) for pair in pairs)
-    return Section("against-load", "Load", (*curves, latency.load_table(run.load)))
+    curves = tuple(latency_figures.load_curve(*pair, run.load) for pair in pairs)
+    return Section("against-load", "Load", (*curves, latency_figures.load_table(run.load)))
 
 
 def _over_time(run: Record) -> Section:
-    items: tuple[Figure | Table, ...] = course.rates(run.course)
+    items: tuple[Figure | Table, ...] = timeline_figures.rates(run.course)
     if run.samples is not None:
         items += (
-            *course.fleet(run.samples),
-            *course.memory(run.samples),
-            course.tolls(run.samples),
+            *timeline_figures.fleet(run.samples),
+            *timeline_figures.memory(run.samples),
+            timeline_figures.tolls(run.samples),
         )
     return Section("timeline", "Timeline", items)
 
 
 def _workers(run: Record) -> Section:
-    items: tuple[Figure | Table, ...] = (course.worker_table(run),)
+    items: tuple[Figure | Table, ...] = (timeline_figures.worker_table(run),)
     if run.samples is not None:
-        items += course.workers(run.samples)
+        items += timeline_figures.workers(run.samples)
     return Section("by-worker", "Workers", items)
 
 

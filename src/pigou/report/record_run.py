@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou import __version__
-from pigou.report.record import (
+from pigou.report.run_record import (
     SHARES,
     Attainment,
     Course,
