@@ -20,8 +20,8 @@ from pigou.control.plane import ControlPlane
 from pigou.gateway.journal import Journal
 from pigou.request import SECOND, FinishReason, Request, Worker
 from pigou.wire.kv_event_decoding import Stored
-from pigou.workload.journal import lines
-from pigou.workload.rerun import rerun
+from pigou.workload.journal_file import lines
+from pigou.workload.journal_replay import rerun
 
 CONFIG = ControlConfig(policy="toll")
 WORKERS, REQUESTS, BLOCKS, ROUNDS = 8, 1500, 128, 5

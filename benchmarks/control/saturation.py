@@ -44,15 +44,15 @@ from benchmarks.control.saturation_load import (
     steady,
     step,
 )
-from pigou.control.saturation.detector import Detector, Sample
-from pigou.control.saturation.paper import PRESETS, PaperConfig, PaperDetector
-from pigou.control.saturation.queueing import CusumDetector
-from pigou.control.saturation.signals import (
+from pigou.control.saturation.cusum_detector import CusumDetector
+from pigou.control.saturation.paper_detector import PRESETS, PaperConfig, PaperDetector
+from pigou.control.saturation.polled_detectors import (
     ConfigVariance,
     ConfigVarianceConfig,
     SecondDifference,
     SecondDifferenceConfig,
 )
+from pigou.control.saturation.regime import Detector, Sample
 from pigou.request import SECOND
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.routing.selection import select
-from pigou.control.saturation.detector import Sample
+from pigou.control.saturation.regime import Sample
 from pigou.request import SECOND
 
 Floats = NDArray[np.float64]

@@ -33,7 +33,7 @@ from benchmarks.lib.servers import (
     unwind_on_terminate,
 )
 from benchmarks.live.routing import FLEETS, fleet
-from pigou.control.admission.activity import LINGERS
+from pigou.control.admission.tenant_quota import LINGERS
 from pigou.gateway.keys import make_key
 from pigou.request import SECOND
 

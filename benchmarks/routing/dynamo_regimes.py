@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks.lib.dynamo_mockers import NAME, Mockers, dynamo_home
 from benchmarks.lib.servers import LOOPBACK, Server, free_ports, machine, unwind_on_terminate
-from pigou.control.regimes.regime import RegimeTable
+from pigou.control.regimes.routing_controllers import RegimeTable
 from pigou.integrations.dynamo.attribution import Ledger
 from pigou.integrations.dynamo.plane import EventPlane
 

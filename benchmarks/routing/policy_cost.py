@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 
 import numpy as np
 
-from pigou.control.candidates import candidates
+from pigou.control.router import candidates
 from pigou.control.routing.policy import GROUP, RoutingPolicy, load
 from pigou.control.routing.view import Candidates, FleetView
 from pigou.request import Request

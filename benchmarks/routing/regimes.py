@@ -30,9 +30,9 @@ from pigou.config import ControlConfig
 from pigou.control.journal import report_tokens
 from pigou.control.messages import CacheChanged, Ended, FirstToken, Route, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.control.regimes.learner import Bandit, BanditConfig
+from pigou.control.regimes.bandit import Bandit, BanditConfig
 from pigou.control.regimes.parameters import Finish, Parameters, Setting
-from pigou.control.regimes.regime import (
+from pigou.control.regimes.routing_controllers import (
     Controller,
     Interpolated,
     InterpolatedConfig,
@@ -42,9 +42,9 @@ from pigou.control.regimes.regime import (
     StaticConfig,
 )
 from pigou.control.routing.policy import load, params_of
-from pigou.control.saturation.detector import Detector, Sample
-from pigou.control.saturation.paper import PaperConfig, PaperDetector
-from pigou.control.saturation.queueing import CusumDetector
+from pigou.control.saturation.cusum_detector import CusumDetector
+from pigou.control.saturation.paper_detector import PaperConfig, PaperDetector
+from pigou.control.saturation.regime import Detector, Sample
 from pigou.events import BlockRemoved, BlockStored
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, FinishReason, Request, Worker

@@ -25,7 +25,7 @@ from pigou.sim.network import LinkConfig
 from pigou.sim.result import Result
 from pigou.sim.simulation import Setup, Simulation
 from pigou.workload.formats import read_trace
-from pigou.workload.journal import lines
+from pigou.workload.journal_file import lines
 from pigou.workload.offered import from_trace
 
 LAW = "law:itl_a=0.02,itl_b=0.0002,prefill=0.004,prefill_token=0.00005"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -220,10 +220,10 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             range (`min-max`); 0 takes the cheapest.
         softmax: form of the choice at a temperature above 0.
         saturation: what tells the regime: `detector` is its name, the rest its parameters
-            (`pigou.control.saturation.paper`).
+            (`pigou.control.saturation.paper_detector`).
         controller: what sets temperature and overlap weight while it runs: `controller` is its
-            name, the rest its parameters (`pigou.control.regimes.regime`); `static` leaves them
-            alone.
+            name, the rest its parameters (`pigou.control.regimes.routing_controllers`); `static`
+            leaves them alone.
         max_decisions: decisions that are kept for whoever asks why.
         index: limits of the prefix index.
         peer_reads: let workers read the beginning of a prompt from another one's cache, where
@@ -240,7 +240,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             the order holds requests back.
         max_request_inflight: most sequences of one client's request (`n`, and its prompts) that
             run at once on the fleet; 0 takes as many as at most double the step of a worker
-            (`pigou.control.admission.groups`).
+            (`pigou.control.admission.parallel_sequences`).
         max_inflight_tokens: most tokens that one decode worker is given to hold at once (uncached
             prompts and expected output); 0 takes its KV capacity, where that is known.
         prefill_ahead_ms: a worker is sent no more prompts while those it has take longer than so
@@ -337,3 +337,27 @@ def _check_keys(node: Any) -> None:
             line = key.start_mark.line + 1
             raise ValueError(f"line {line} gives {key.value!r} again; give it once")
         seen.add(name)
+
+
+def tagged(field: str, name: str, values: Mapping[str, Any], kinds: Any) -> Any:
+    """Read values as one of several tagged structs.
+
+    Args:
+        field: of `ControlConfig` that the values are of.
+        name: key that names the struct; the other values are its fields.
+        values: to read.
+        kinds: union of the structs.
+
+    Raises:
+        ConfigError: there is none of that name (the message lists those that there are), it has no
+            such field, or a value does not fit.
+    """
+    known = {str(kind.__struct_config__.tag): kind for kind in get_args(kinds)}
+    chosen, own = values.get(name), {key: values[key] for key in values if key != name}
+    if chosen not in known:
+        names = ", ".join(sorted(known))
+        raise ConfigError(f"{name} is {chosen!r}; it must be one of: {names}")
+    try:
+        return msgspec.convert(own | {name: chosen}, known[chosen], strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{field} {chosen}: {wrong(error, known[chosen], own)}") from error

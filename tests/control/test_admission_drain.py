@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.control.admission.bound import FIRST, StreamBound
-from pigou.control.admission.drain import DrainRate
+from pigou.control.admission.drain_rate import DrainRate
+from pigou.control.admission.worker_capacity import FIRST, StreamBound
 from pigou.control.messages import LoadReport
 from pigou.request import SECOND
 

@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.control.admission import vtc
-from pigou.control.admission.vtc import Fair, FairParams
-from pigou.control.admission.waiting import Waiting
+from pigou.control.admission import fair_order
+from pigou.control.admission.fair_order import Fair, FairParams
+from pigou.control.admission.queue_order import Waiting
 from pigou.request import Request
 
 W_P, W_Q = 1.0, 2.0
@@ -153,12 +153,12 @@ def test_output_tokens_weigh_twice_those_of_prompts() -> None:
 
 def test_tenants_that_owe_nothing_are_forgotten_and_lose_nothing() -> None:
     order = Fair(FairParams(credit=0.0))
-    for number in range(3 * vtc._MOST_TENANTS):
+    for number in range(3 * fair_order._MOST_TENANTS):
         request = Request(f"r{number}", 10, 8, tenant=f"t{number}")
         one = Waiting(request, 0, 10, serial=number)
         order.add(one)
         order.taken(one, 10)
-    assert len(order._tenants) <= 2 * vtc._MOST_TENANTS
+    assert len(order._tenants) <= 2 * fair_order._MOST_TENANTS
     last = order.counter(f"t{number}")
     order.add(Waiting(Request("old", 1, 1, tenant="t0"), 0, 1, serial=number + 1))
     assert order.counter("t0") >= last

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError
-from pigou.control.admission.order import Order, load
-from pigou.control.admission.waiting import Heap, Waiting
+from pigou.control.admission.queue_order import Heap, Order, Waiting, load
 from pigou.request import NEVER, SECOND, Request
 
 ORDERS = ["fcfs", "priority", "edf", "shortest", "fair", "priority-fair"]

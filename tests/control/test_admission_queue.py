@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.admission.activity import LINGERS, Activity
-from pigou.control.admission.shares import Shares
-from pigou.control.admission.waiting import Waiting
+from pigou.control.admission.queue_order import Waiting
+from pigou.control.admission.tenant_quota import LINGERS, Activity, Shares
 from pigou.control.journal import report_tokens
 from pigou.control.messages import (
     Ended,

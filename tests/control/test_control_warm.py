@@ -11,23 +11,24 @@ import pytest
 PROGRAM = """
 import sys
 from pigou.config import ControlConfig
-from pigou.control import warm
+from pigou.control import warm_up
 
 config = ControlConfig(policy=sys.argv[1])
-warm.warm_up(config)
+warm_up.warm_up(config)
 import gc
 from numba.core.dispatcher import Dispatcher
 kernels = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]
 assert len(kernels) > 20
 before = {each: set(each.overloads) for each in kernels}
-warm._PROMPT, warm._OUTPUT, warm._REQUESTS = 20 * warm._BLOCK, 40, 64
-warm._drive(config)
-plane = warm.ControlPlane(config)  # requests whose blocks are not known
-for number, role in enumerate(warm.Role):
-    plane.observe(warm.WorkerUp(warm._worker(role, number)), 0)
-plane.submit(warm.Request("none", 100, 10, keys={}), 1)
-plane.submit(warm.Request("other", 100, 10, keys={7: warm.np.ones(9, dtype=warm.np.uint64)}), 2)
-print([(each.__name__, sig) for each in kernels for sig in set(each.overloads) - before[each]])
+warm_up._PROMPT, warm_up._OUTPUT, warm_up._REQUESTS = 20 * warm_up._BLOCK, 40, 64
+warm_up._drive(config)
+plane = warm_up.ControlPlane(config)  # requests whose blocks are not known
+for number, role in enumerate(warm_up.Role):
+    plane.observe(warm_up.WorkerUp(warm_up._worker(role, number)), 0)
+plane.submit(warm_up.Request("none", 100, 10, keys={}), 1)
+plane.submit(warm_up.Request("other", 100, 10, keys={7: warm_up.np.ones(9,
+dtype=warm_up.np.uint64)}), 2) print([(each.__name__, sig) for each in kernels for sig in
+set(each.overloads) - before[each]])
 """
 
 

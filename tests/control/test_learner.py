@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pigou.control.regimes.learner import Bandit, BanditConfig, DiscountedUCB
+from pigou.control.regimes.bandit import Bandit, BanditConfig, DiscountedUCB
 from pigou.control.regimes.parameters import Finish
-from pigou.control.saturation.detector import Sample
+from pigou.control.saturation.regime import Sample
 from pigou.request import SECOND
 
 

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from pigou.config import ControlConfig
-from pigou.control.caching import BEAT, LEAST
+from pigou.control.cache_monitor import BEAT, LEAST
+from pigou.control.caching_game import Fleet, Placement, Prefixes, Prompt, place
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import CacheChanged, Ended, LoadReport, WorkerUp
-from pigou.control.placement import Fleet, Placement, Prompt, place
 from pigou.control.plane import ControlPlane
 from pigou.control.prefix_index import Overlaps
-from pigou.control.prefixes import Prefixes
 from pigou.events import BlockRemoved, BlockStored, Medium
 from pigou.request import SECOND, FinishReason, Request, Worker, no_hashes
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError
-from pigou.control.regimes.learner import Bandit
+from pigou.control.regimes.bandit import Bandit
 from pigou.control.regimes.parameters import Finish, Parameters, Setting
-from pigou.control.regimes.regime import (
+from pigou.control.regimes.routing_controllers import (
     Interpolated,
     InterpolatedConfig,
     RegimeConfig,
@@ -21,8 +21,8 @@ from pigou.control.regimes.regime import (
     controller,
     controller_config,
 )
-from pigou.control.saturation.detector import Regime, Sample
-from pigou.control.saturation.queueing import CusumDetector
+from pigou.control.saturation.cusum_detector import CusumDetector
+from pigou.control.saturation.regime import Regime, Sample
 
 
 class Fixed:

@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError
-from pigou.control.saturation.detector import Detector, Latches, Regime, Sample
-from pigou.control.saturation.paper import (
+from pigou.control.saturation.cusum_detector import CusumConfig, CusumDetector
+from pigou.control.saturation.paper_detector import (
     PRESETS,
     PaperConfig,
     PaperDetector,
     detector,
     detector_config,
 )
-from pigou.control.saturation.queueing import CusumConfig, CusumDetector
-from pigou.control.saturation.signals import (
+from pigou.control.saturation.polled_detectors import (
     ConfigVariance,
     ConfigVarianceConfig,
     SecondDifference,
     SecondDifferenceConfig,
 )
+from pigou.control.saturation.regime import Detector, Latches, Regime, Sample
 from pigou.request import SECOND
 
 POLL = 5 * SECOND

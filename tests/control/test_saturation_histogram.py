@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as Metric
 
-from pigou.control.saturation.detector import Regime
 from pigou.control.saturation.histogram import DYNAMO_TTFT, VLLM_TTFT, Histogram, parse_histogram
-from pigou.control.saturation.paper import PaperConfig, PaperDetector
+from pigou.control.saturation.paper_detector import PaperConfig, PaperDetector
+from pigou.control.saturation.regime import Regime
 from pigou.request import SECOND
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)

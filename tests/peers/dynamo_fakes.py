@@ -11,8 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from pigou.control.regimes.parameters import Finish
-from pigou.control.regimes.regime import RegimeConfig, RegimeController, RegimeTable
-from pigou.control.saturation.detector import Regime, Sample
+from pigou.control.regimes.routing_controllers import RegimeConfig, RegimeController, RegimeTable
+from pigou.control.saturation.regime import Regime, Sample
 from pigou.integrations.dynamo.steering import Steering, Trip
 
 TEMPERATURE = "router_temperature"

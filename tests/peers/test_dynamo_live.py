@@ -21,7 +21,7 @@ from benchmarks.lib.dynamo_mockers import BLOCK_SIZE, NAME, Mockers, dynamo_home
 from benchmarks.lib.peers import PeerMissing, shared
 from benchmarks.lib.servers import LOOPBACK, Server, free_ports, get_json
 from pigou.control.regimes.parameters import Parameters
-from pigou.control.saturation.detector import Regime
+from pigou.control.saturation.regime import Regime
 from pigou.integrations.dynamo.attribution import Ledger
 from pigou.integrations.dynamo.plane import EventPlane
 from pigou.integrations.dynamo.switch import Frontend, Switch, serve
@@ -96,7 +96,7 @@ def test_the_probe_tells_what_this_version_does(either: Mockers) -> None:
 
 WRAPPED = """
 import asyncio, collections, json, os, random
-from pigou.control.saturation.detector import Regime
+from pigou.control.saturation.regime import Regime
 from pigou.integrations.dynamo import binding
 from pigou.integrations.dynamo.router import AdaptiveRouter, OverridesIgnored
 from tests.peers.dynamo_fakes import ScriptedSteering

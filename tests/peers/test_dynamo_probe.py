@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.peers.dynamo_fakes import PAPER, TEMPERATURE, WEIGHT, FakeRouter, ScriptedSteering
 
 from pigou.config import ConfigError
-from pigou.control.saturation.detector import Regime
+from pigou.control.saturation.regime import Regime
 from pigou.integrations.dynamo import binding
 from pigou.integrations.dynamo.probe import Honoured, probe
 from pigou.integrations.dynamo.router import AdaptiveRouter, OverridesIgnored

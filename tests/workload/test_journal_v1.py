@@ -30,9 +30,9 @@ from pigou.control.messages import (
 from pigou.control.prefix_index.block_keys import KeyedCleared, KeyedRemoved, KeyedStored
 from pigou.gateway.journal import Journal
 from pigou.request import FinishReason, Role, Worker
-from pigou.workload.journal import lines, read_workload
+from pigou.workload.journal_file import lines, read_workload
+from pigou.workload.journal_replay import rerun
 from pigou.workload.journal_v1 import decode
-from pigou.workload.rerun import rerun
 
 RECORDED = Path(__file__).with_name("journal_v1.jsonl")
 MESSAGES = {

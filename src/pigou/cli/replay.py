@@ -16,8 +16,8 @@ from pigou.cli.options import check_json
 from pigou.config import ConfigError
 
 if TYPE_CHECKING:
-    from pigou.workload.rerun import Difference, Rerun
-    from pigou.workload.rival import Rival
+    from pigou.workload.counterfactual import Rival
+    from pigou.workload.journal_replay import Difference, Rerun
 
 
 def replay(
@@ -58,7 +58,7 @@ def replay(
 
 
 def _rival(policy: str, temperature: float | None, softmax: str, seed: int | None) -> Rival | None:
-    from pigou.workload.rival import Rival
+    from pigou.workload.counterfactual import Rival
 
     if not policy and temperature is None and not softmax and seed is None:
         return None
@@ -74,8 +74,8 @@ def _rival(policy: str, temperature: float | None, softmax: str, seed: int | Non
 
 
 def _run(journal: str, other: Rival | None) -> Rerun:
-    from pigou.workload.journal import lines
-    from pigou.workload.rerun import rerun
+    from pigou.workload.journal_file import lines
+    from pigou.workload.journal_replay import rerun
 
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

@@ -40,7 +40,7 @@ def warm(
 
     with progress, told_of_compiling(listener):
         if what != "worker":
-            from pigou.control.warm import warm_up as warm_control
+            from pigou.control.warm_up import warm_up as warm_control
             from pigou.wire import json_limits
 
             warm_control()

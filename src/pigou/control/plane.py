@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
-from pigou.control.admission.desk import Chosen, Desk
-from pigou.control.admission.groups import UNLIMITED, has_place, most_of_one
+from pigou.control.admission.admission_controller import Chosen, Desk
+from pigou.control.admission.parallel_sequences import UNLIMITED, has_place, most_of_one
 from pigou.control.admission.queue import WaitQueue
-from pigou.control.admission.room import least_seconds
-from pigou.control.admission.waiting import Waiting
+from pigou.control.admission.queue_order import Waiting
+from pigou.control.admission.worker_capacity import least_seconds
 from pigou.control.assessment import Assessment, Snapshot
-from pigou.control.caching import CachingWatch
+from pigou.control.cache_monitor import CachingWatch
 from pigou.control.decisions import Explanation
 from pigou.control.messages import (
     Action,
@@ -40,16 +40,16 @@ from pigou.control.messages import (
 )
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.recall import REPORT_HOLDS, Returning, overdue, to_move
-from pigou.control.regimes.regime import StaticConfig, controller, controller_config
+from pigou.control.regimes.routing_controllers import StaticConfig, controller, controller_config
+from pigou.control.request_tracker import Watch
 from pigou.control.router import Router
 from pigou.control.routing.policy import RoutingPolicy, load, params_of
 from pigou.control.routing.toll.policy import memory_prices, stream_tolls
 from pigou.control.routing.view import FleetView
-from pigou.control.saturation.detector import Regime
-from pigou.control.saturation.paper import detector, detector_config
+from pigou.control.saturation.paper_detector import detector, detector_config
+from pigou.control.saturation.regime import Regime
 from pigou.control.state import both, everybody
 from pigou.control.status import Status
-from pigou.control.watch import Watch
 from pigou.request import NEVER, SECOND, Request, Worker
 
 #: Nanoseconds between two assessments of the Price of Anarchy.

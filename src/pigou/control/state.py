@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pigou.control.latency_model.estimates import pairs
 from pigou.control.lines import Lines
 from pigou.control.messages import Choice, LoadReport, Read
-from pigou.control.seats import Seats
+from pigou.control.stream_slots import Seats
 from pigou.request import Request, Worker
 
 Counts = NDArray[np.int64]

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.assessment import Assessment
-from pigou.control.caching import Caching
+from pigou.control.cache_monitor import Caching
 from pigou.control.latency_model.estimates import Estimates
-from pigou.control.saturation.detector import Regime
+from pigou.control.saturation.regime import Regime
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
 
-from pigou.control.saturation.detector import Regime
+from pigou.control.saturation.regime import Regime
 from pigou.experiments.detect import Poller
 from pigou.experiments.fleets import LENGTHS, Fleet, Reading, simulation
 from pigou.experiments.laws import RAMP

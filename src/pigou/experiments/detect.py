@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pigou.control.saturation.detector import LEVELS, Regime, Sample
-from pigou.control.saturation.paper import PaperConfig, PaperDetector
+from pigou.control.saturation.paper_detector import PaperConfig, PaperDetector
+from pigou.control.saturation.regime import LEVELS, Regime, Sample
 from pigou.experiments.paper import Thresholds
 from pigou.experiments.window import at
 from pigou.request import SECOND

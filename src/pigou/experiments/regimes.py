@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from pigou.control.regimes.regime import RegimeTable
-from pigou.control.saturation.detector import Regime
+from pigou.control.regimes.routing_controllers import RegimeTable
+from pigou.control.saturation.regime import Regime
 from pigou.experiments.detect import Poller, Watcher, as_json, config, regime_of
 from pigou.experiments.fleets import Fleet, Reading
 from pigou.experiments.level import Level, Seen, run

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
-from pigou.control.warm import warm_up
+from pigou.control.warm_up import warm_up
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.app import Gateway

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pigou.control.assessment import Assessment
-from pigou.control.caching import Caching
+from pigou.control.cache_monitor import Caching
 from pigou.control.status import Status
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pigou.control.saturation.detector import LEVELS
+from pigou.control.saturation.regime import LEVELS
 from pigou.report.figure import LINES, Axis, Chart, Figure, Heat, Line, Unit
 from pigou.report.run_record import Course, Record, Samples
 from pigou.report.table import Cell, Table

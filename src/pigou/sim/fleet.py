@@ -10,6 +10,7 @@ import msgspec
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.assessment import Assessment
+from pigou.control.caching_game import Placement
 from pigou.control.messages import (
     Assess,
     Assessed,
@@ -19,7 +20,6 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
-from pigou.control.placement import Placement
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.engine.plan import Finished, Load

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.assessment import Assessment
-from pigou.control.placement import Placement
+from pigou.control.caching_game import Placement
 from pigou.request import SECOND, Nanos
 from pigou.sim.call import Call, Outcome
 from pigou.sim.streams import Gaps

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.workload import journal
+from pigou.workload import journal_file
 from pigou.workload.packed import name_of, unpacked
 from pigou.workload.rows import BailianRow, MooncakeRow, Row, VllmRow, of_rows
 from pigou.workload.trace import Session, Trace, Turn, ordered, turn
@@ -67,8 +67,8 @@ def _read(path: Path) -> Trace:
         if name.endswith(".tar"):
             return _agents(_members(io.BytesIO(file.read())), str(path))
         first = file.readline()
-        if journal.is_journal(first):
-            return journal.read_workload(path)
+        if journal_file.is_journal(first):
+            return journal_file.read_workload(path)
         data = (first + file.read()).removeprefix(_BOM)
     if name.endswith(".json"):
         return _agents([data.decode("utf-8")], str(path))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
-from pigou.control.admission.order import Order
-from pigou.control.admission.shares import Refusal, Shares
-from pigou.control.admission.waiting import Heap, Waiting
+from pigou.control.admission.queue_order import Heap, Order, Waiting
+from pigou.control.admission.tenant_quota import Refusal, Shares
 
 #: Requests that are shed at most for one newcomer.
 _MOST_SHED = 8

@@ -8,11 +8,16 @@ from typing import Any
 import numpy as np
 
 from pigou.control.regimes.parameters import Finish, Parameters
-from pigou.control.regimes.regime import Controller, RegimeConfig, RegimeController, controller
-from pigou.control.regimes.regime import controller_config as read_controller
-from pigou.control.saturation.detector import Detector, Regime, Sample
-from pigou.control.saturation.paper import PaperDetector, detector
-from pigou.control.saturation.paper import detector_config as read_detector
+from pigou.control.regimes.routing_controllers import (
+    Controller,
+    RegimeConfig,
+    RegimeController,
+    controller,
+)
+from pigou.control.regimes.routing_controllers import controller_config as read_controller
+from pigou.control.saturation.paper_detector import PaperDetector, detector
+from pigou.control.saturation.paper_detector import detector_config as read_detector
+from pigou.control.saturation.regime import Detector, Regime, Sample
 from pigou.request import SECOND
 
 

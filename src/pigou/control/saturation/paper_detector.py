@@ -8,18 +8,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pigou.config import ConfigError
-from pigou.control.saturation.detector import Detector, Regime, Sample
+from pigou.config import ConfigError, tagged
+from pigou.control.saturation.cusum_detector import CusumConfig, CusumDetector
 from pigou.control.saturation.histogram import Histogram
-from pigou.control.saturation.polled import Polled, PolledConfig
-from pigou.control.saturation.queueing import CusumConfig, CusumDetector
-from pigou.control.saturation.signals import (
+from pigou.control.saturation.polled_detectors import (
     ConfigVariance,
     ConfigVarianceConfig,
+    Polled,
+    PolledConfig,
     SecondDifference,
     SecondDifferenceConfig,
 )
-from pigou.control.tagged import tagged
+from pigou.control.saturation.regime import Detector, Regime, Sample
 
 #: What the paper advises for the first threshold: 3 to 5 times the P99 of a fleet at rest.
 ADVISED_FACTOR = 4.0

@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from pigou.control.regimes.learner import Bandit, BanditConfig
+from pigou.config import tagged
+from pigou.control.regimes.bandit import Bandit, BanditConfig
 from pigou.control.regimes.parameters import Finish, Parameters, Setting
-from pigou.control.saturation.detector import Detector, Regime, Sample
-from pigou.control.tagged import tagged
+from pigou.control.saturation.regime import Detector, Regime, Sample
 
 
 class Controller(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.admission.room import Room
+from pigou.control.admission.worker_capacity import Room
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.state import State
 

@@ -6,18 +6,15 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from pigou.config import ControlConfig
-from pigou.control.admission.activity import Activity
-from pigou.control.admission.drain import LEAST_RETRY, DrainRate
-from pigou.control.admission.order import load
-from pigou.control.admission.orders import Keyed
+from pigou.control.admission.drain_rate import LEAST_RETRY, DrainRate
 from pigou.control.admission.queue import WaitQueue
-from pigou.control.admission.room import Room
-from pigou.control.admission.shares import Refusal, Shares
-from pigou.control.admission.waiting import Waiting
+from pigou.control.admission.queue_order import Keyed, Waiting, load
+from pigou.control.admission.tenant_quota import Activity, Refusal, Shares
+from pigou.control.admission.worker_capacity import Room
 from pigou.control.messages import Choice, Decision, Queue, Route, Shed
 from pigou.control.routing.view import FleetView
-from pigou.control.seats import Counts, Seats
 from pigou.control.state import Load
+from pigou.control.stream_slots import Counts, Seats
 from pigou.request import NEVER, SECOND, Request
 
 #: A worker that failed a request is tried again for it after this time, if no other can serve.

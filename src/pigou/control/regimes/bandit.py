@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pigou.config import ConfigError
 from pigou.control.regimes.parameters import Finish, Parameters, Setting
-from pigou.control.saturation.detector import Sample
+from pigou.control.saturation.regime import Sample
 from pigou.request import SECOND
 
 #: An epoch's mean latency counts for at most as many times the mean of all.

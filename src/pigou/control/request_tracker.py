@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.assessment import Snapshot
-from pigou.control.audit import Audit
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.latency_model.model import LatencyModel
 from pigou.control.messages import Choice
 from pigou.control.prefix_index import Overlaps, PrefixIndex
+from pigou.control.price_of_anarchy import Audit
 from pigou.control.regimes.parameters import Finish
-from pigou.control.regimes.regime import Controller, Static
+from pigou.control.regimes.routing_controllers import Controller, Static
 from pigou.control.routing.view import FleetView
-from pigou.control.saturation.detector import Detector, Sample
+from pigou.control.saturation.regime import Detector, Sample
 from pigou.control.state import Load, State
 from pigou.request import SECOND, Request, Worker
 

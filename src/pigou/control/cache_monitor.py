@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.control.caching_game import Fleet, Placement, Prompt, place
 from pigou.control.latency_model.estimates import PRIOR_FETCH, PRIOR_TRANSFER, Estimates
-from pigou.control.placement import Fleet, Placement, Prompt, place
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.state import Columns, State
 from pigou.request import SECOND, Request

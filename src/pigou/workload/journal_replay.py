@@ -11,8 +11,8 @@ from pigou.control.journal import JournalEntry, JournalHead, replay_call
 from pigou.control.messages import Ended, FirstToken, Submit, Tokens
 from pigou.control.plane import ControlPlane
 from pigou.request import SECOND, FinishReason
-from pigou.workload.journal import Line
-from pigou.workload.rival import Comparison, Rival, rival
+from pigou.workload.counterfactual import Comparison, Rival, rival
+from pigou.workload.journal_file import Line
 
 
 @dataclass(frozen=True, slots=True)
