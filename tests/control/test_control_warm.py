@@ -26,9 +26,8 @@ plane = warm_up.ControlPlane(config)  # requests whose blocks are not known
 for number, role in enumerate(warm_up.Role):
     plane.observe(warm_up.WorkerUp(warm_up._worker(role, number)), 0)
 plane.submit(warm_up.Request("none", 100, 10, keys={}), 1)
-plane.submit(warm_up.Request("other", 100, 10, keys={7: warm_up.np.ones(9,
-dtype=warm_up.np.uint64)}), 2) print([(each.__name__, sig) for each in kernels for sig in
-set(each.overloads) - before[each]])
+plane.submit(warm_up.Request("other", 100, 10, keys={7: warm_up.np.ones(9, dtype="u8")}), 2)
+print([(each.__name__, sig) for each in kernels for sig in set(each.overloads) - before[each]])
 """
 
 
