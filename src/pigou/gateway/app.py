@@ -240,7 +240,7 @@ class _Routes:
 
     async def _stream(self, call: Call, writer: SSEWriter) -> None:
         try:
-            with self._gateway.shutdown.told():
+            with self._gateway.shutdown.reports_end():
                 await self._generator.stream(call, writer)
         except (APIError, Rejected) as error:
             if not writer.open:
