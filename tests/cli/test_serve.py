@@ -11,7 +11,7 @@ from pigou.fleet.config import AttachedWorker
 from pigou.fleet.errors import FleetError
 from pigou.fleet.member import check_fit
 from pigou.fleet.serve import local_workers
-from pigou.gateway.keys import Keys
+from pigou.gateway.api_keys import Keys
 from pigou.gateway.upstream import Engine
 from pigou.request import Role
 

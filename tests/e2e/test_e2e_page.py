@@ -166,8 +166,8 @@ async def explained(page: Page, client: Client) -> None:
 async def test_the_page_asks_for_a_key_and_says_when_it_is_wrong(tmp_path: Path) -> None:
     from pigou.config import ControlConfig as Control
     from pigou.fleet.serve import Serving, local_workers
+    from pigou.gateway.api_keys import make_key
     from pigou.gateway.config import GatewayConfig
-    from pigou.gateway.keys import make_key
 
     secret, line = make_key("ann", admin=True)
     tenant, other = make_key("bob")

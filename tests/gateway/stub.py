@@ -17,9 +17,9 @@ from aiohttp import web
 
 from pigou.config import ControlConfig
 from pigou.control.plane import ControlPlane
+from pigou.gateway.api_keys import Keys
 from pigou.gateway.app import Gateway
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.keys import Keys
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.server import GatewayServer

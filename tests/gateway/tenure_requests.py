@@ -10,10 +10,15 @@ from typing import Any
 import msgspec
 from tests.kv.tenure_pairs import disguises, word
 
-from pigou.gateway.facts import Facts
-from pigou.gateway.grant import OPEN
-from pigou.gateway.intake import read
-from pigou.gateway.stated import SETS, TEXTS, header, read_stated
+from pigou.gateway.request_parsing import read
+from pigou.gateway.request_tenure import (
+    OPEN_POLICY,
+    SETS,
+    TEXTS,
+    ServerScope,
+    header,
+    read_tenure_headers,
+)
 from pigou.request import SECOND
 
 TENANTS = ("", "acme", "a", "ab")
@@ -22,7 +27,7 @@ TOOLS: tuple[Any, ...] = (None, [], [{"a": 1}], [{"a": "1"}], [{"a": 1}, {"b": 2
 
 
 @dataclass(frozen=True)
-class Asked:
+class BodyFields:
     """What decides on the tenure of a request."""
 
     tenant: str
@@ -51,9 +56,9 @@ class Asked:
     def salt(self, now: int) -> str:
         """Return the salt that workers are sent at a time (ns); raises APIError."""
         named = {header(field): value for field, value in self.headers.items()}
-        tenure = OPEN.apply(self.tenant, read_stated(named), now)
-        facts = Facts("m", self.release, self.releases, "t")
-        return read(self.body, chat=False, strict=False, tenure=tenure, facts=facts).salt
+        tenure = OPEN_POLICY.apply(self.tenant, read_tenure_headers(named), now)
+        scope = ServerScope("m", self.release, self.releases, "t")
+        return read(self.body, chat=False, strict=False, tenure=tenure, scope=scope).salt
 
 
 def plain(at: random.Random) -> str:
@@ -71,7 +76,7 @@ def body(at: random.Random) -> bytes:
     return msgspec.json.encode(found)
 
 
-def one(at: random.Random, now: int) -> Asked:
+def one(at: random.Random, now: int) -> BodyFields:
     """Return a request at a time (ns)."""
     fields = [field for field in (*TEXTS, *SETS) if at.random() < 0.3]
     headers = {
@@ -81,10 +86,10 @@ def one(at: random.Random, now: int) -> Asked:
     if at.random() < 0.2:
         headers["expiry"] = str(now // SECOND + 10_000 + at.choice((1, 2, 10, 11)))
     releases = frozenset(at.sample(RELEASES[1:], at.randrange(3)))
-    return Asked(at.choice(TENANTS), headers, at.choice(RELEASES), releases, body(at))
+    return BodyFields(at.choice(TENANTS), headers, at.choice(RELEASES), releases, body(at))
 
 
-def other(at: random.Random, asked: Asked, now: int) -> Asked:
+def other(at: random.Random, asked: BodyFields, now: int) -> BodyFields:
     """Return one that says the same, or almost."""
     headers = dict(asked.headers)
     match at.randrange(7):
@@ -112,7 +117,7 @@ def other(at: random.Random, asked: Asked, now: int) -> Asked:
     return replace(asked, headers=headers)
 
 
-def pairs(seed: int, count: int, now: int) -> Iterator[tuple[Asked, Asked]]:
+def pairs(seed: int, count: int, now: int) -> Iterator[tuple[BodyFields, BodyFields]]:
     at = random.Random(seed)
     for _ in range(count):
         asked = one(at, now)

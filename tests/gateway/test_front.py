@@ -16,8 +16,8 @@ import pytest
 from tests.gateway.stub import Fleet, Script, Stub, serving, whole_text
 
 from pigou.config import ConfigError, ControlConfig
+from pigou.gateway.api_keys import Keys, make_key
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.keys import Keys, make_key
 from pigou.request import Role
 
 PROMPT = "a prompt that is longer than one block of sixteen tokens, surely so it is"

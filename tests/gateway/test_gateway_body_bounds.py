@@ -12,8 +12,8 @@ from tests.gateway.stub import Stub, serving
 from tests.gateway.test_front import eventually, post
 from tests.wire.hostile_bodies import CASES, TEXT, encode
 
-from pigou.gateway import intake
-from pigou.gateway.keys import Key, Keys, make_key
+from pigou.gateway import request_parsing
+from pigou.gateway.api_keys import Key, Keys, make_key
 from pigou.wire.json_limits import SMALL
 from pigou.wire.request_body import FairThreadPool
 
@@ -35,7 +35,7 @@ async def test_a_tenant_with_too_many_large_bodies_gets_429_and_others_are_serve
     (one, line), (two, other) = make_key("one"), make_key("two")
     parts = [each.rpartition(":") for each in (line, other)]
     keys = Keys([Key(tenant, bytes.fromhex(digest)) for tenant, _, digest in parts])
-    go, under_way, read = threading.Event(), threading.Semaphore(0), intake.read
+    go, under_way, read = threading.Event(), threading.Semaphore(0), request_parsing.read
 
     def held(*args: Any, **fields: Any) -> Any:
         under_way.release()

@@ -13,15 +13,14 @@ import pytest
 from stub import Script, Stub, serving
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.gateway.keys import Key, Keys
-from pigou.gateway.limits import Limits
+from pigou.gateway.api_keys import Key, KeyLimits, Keys
 from pigou.request import SECOND
 
 TEXT = "/v1/completions"
 
 
 def keys(**limits: int) -> Keys:
-    own = Key("acme", sha256(b"one").digest(), limits=Limits(**limits))
+    own = Key("acme", sha256(b"one").digest(), limits=KeyLimits(**limits))
     return Keys([own, Key("acme", sha256(b"two").digest())])
 
 
@@ -124,7 +123,7 @@ def test_limits_are_read_from_the_keys_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_bytes(entry({"sequences": 8, "queued_tokens": 100}))
     (key,) = Keys.read(path)._keys
-    assert key.limits == Limits(sequences=8, queued_tokens=100)
+    assert key.limits == KeyLimits(sequences=8, queued_tokens=100)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from tests.gateway.stub import Stub
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.plane import ControlPlane
 from pigou.fleet.serve import Serving
-from pigou.gateway.call import Call
-from pigou.gateway.intake import read
+from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader, TokenizationMode
 from pigou.gateway.prompt_tokenizer import PromptTokenizer, first_prompt
+from pigou.gateway.request_parsing import read
 from pigou.gateway.upstream import Engine
 from pigou.models import bundled_path
 from pigou.request import Worker
@@ -141,7 +141,7 @@ async def test_streams_name_their_decision_and_worker_too() -> None:
             assert named == (why.prefill[why.chosen] or None)
 
 
-def call_of(body: dict[str, Any], *, chat: bool = False) -> Call:
+def call_of(body: dict[str, Any], *, chat: bool = False) -> GatewayRequest:
     return read(msgspec.json.encode(body), chat=chat, strict=True)
 
 

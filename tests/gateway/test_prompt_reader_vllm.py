@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.fleet.harness import WATCH, running
-from tests.gateway.test_tokenizing import CHAT, COMPLETION, TEXT, decided, settled
+from tests.gateway.test_prompt_reader import CHAT, COMPLETION, TEXT, decided, settled
 from tests.peers.conftest import BLOCK_SIZE, peer_model, vllm_plain_two, vllm_venv
 
 from pigou.config import ControlConfig

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pigou.gateway.asked import Asked
+from pigou.gateway.gateway_request import BodyFields
 from pigou.gateway.prompt_reader import PromptReader
 from pigou.gateway.prompt_tokenizer import NotTokenizable, PromptTokenizer
 from pigou.models import bundled_path
@@ -46,8 +46,8 @@ def speller() -> PromptTokenizer:
     return PromptTokenizer(made.tokenizer, ChatTemplate(TEMPLATE, made.tokenizer.names))
 
 
-def asked(messages: Any, **fields: Any) -> Asked:
-    return Asked(messages=msgspec.Raw(json.dumps(messages).encode()), **fields)
+def asked(messages: Any, **fields: Any) -> BodyFields:
+    return BodyFields(messages=msgspec.Raw(json.dumps(messages).encode()), **fields)
 
 
 def parsed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def test_what_cannot_be_rendered_is_left_to_the_worker(fields: dict[str, Any]) -
 def test_what_is_no_prompt_is_left_to_the_worker(prompt: Any) -> None:
     made = speller()
     try:
-        text = made.prompt_of(Asked(prompt=prompt), chat=False, stock=False)
+        text = made.prompt_of(BodyFields(prompt=prompt), chat=False, stock=False)
     except NotTokenizable:
         return
     assert text == []

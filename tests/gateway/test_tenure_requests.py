@@ -8,10 +8,15 @@ from tests.gateway.tenure_requests import pairs
 from pigou.config import ControlConfig
 from pigou.control.journal import JournalRecorder, encode
 from pigou.control.plane import ControlPlane
-from pigou.gateway.facts import Facts
-from pigou.gateway.grant import OPEN
-from pigou.gateway.intake import read
-from pigou.gateway.stated import SETS, TEXTS, header, read_stated
+from pigou.gateway.request_parsing import read
+from pigou.gateway.request_tenure import (
+    OPEN_POLICY,
+    SETS,
+    TEXTS,
+    ServerScope,
+    header,
+    read_tenure_headers,
+)
 from pigou.kv.tenure import salt_expiry
 from pigou.request import SECOND
 from pigou.wire.errors import APIError
@@ -53,9 +58,9 @@ def test_the_journal_has_nothing_of_a_tenure_but_its_tenant() -> None:
     secrets = {field: f"secret-{field}" for field in (*TEXTS, *SETS)}
     secrets["expiry"] = str(NOW // SECOND + 123_456)
     named = {header(field): value for field, value in secrets.items()}
-    tenure = OPEN.apply("acme", read_stated(named), NOW)
+    tenure = OPEN_POLICY.apply("acme", read_tenure_headers(named), NOW)
     asked = b'{"prompt": "secret-prompt", "cache_salt": "secret-salt"}'
-    call = read(asked, chat=False, strict=True, tenure=tenure, facts=Facts("m", "secret-r"))
+    call = read(asked, chat=False, strict=True, tenure=tenure, scope=ServerScope("m", "secret-r"))
     assert salt_expiry(call.salt) == tenure.expiry
     lines: list[bytes] = []
     recorder = JournalRecorder(

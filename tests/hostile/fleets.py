@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from pigou.gateway.keys import make_key
+from pigou.gateway.api_keys import make_key
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = ("--timing", "law:itl_a=0.01,itl_b=0.0002,prefill_token=0.00005")

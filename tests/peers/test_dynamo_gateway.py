@@ -14,8 +14,8 @@ from tests.e2e.fleet import Fleet
 from benchmarks.lib.dynamo_mockers import NAME, Mockers, dynamo_home
 from benchmarks.lib.peers import PeerMissing, shared
 from benchmarks.lib.servers import LOOPBACK, free_ports
-from pigou.gateway import chunks
-from pigou.gateway.call import Call
+from pigou.gateway import reply_parsing
+from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.migration import sending
 from pigou.lifecycle.migration import StreamState
 
@@ -24,14 +24,16 @@ WORKERS = 3
 WATCH = {"timeout": 30.0, "failures": 10, "hang": 300.0}
 
 
-def call(stream: bool = True, wants_ids: bool = False, **body: Any) -> Call:
+def call(stream: bool = True, wants_ids: bool = False, **body: Any) -> GatewayRequest:
     if stream:
         body["return_token_ids"] = True
-    return Call(id="0a", wire_id="", chat=False, stream=stream, body=body, prompt=3, max_tokens=4,
-                wants_ids=wants_ids)  # fmt: skip
+    return GatewayRequest(
+        id="0a", wire_id="", chat=False, stream=stream, body=body, prompt=3, max_tokens=4,
+        wants_ids=wants_ids,
+    )  # fmt: skip
 
 
-def sent(one: Call) -> dict[str, Any]:
+def sent(one: GatewayRequest) -> dict[str, Any]:
     found = sending(one, StreamState(), stock=True, seed=0, max_model_len=0, dynamo=True)
     return found.body
 
@@ -53,7 +55,7 @@ def test_what_a_client_asked_for_itself_is_dynamos_to_judge() -> None:
 
 
 def test_only_an_extension_of_token_ids_alone_is_cut() -> None:
-    cut = chunks.without_extension
+    cut = reply_parsing.without_extension
     plain = b'{"id":"a","choices":[{"text":" \\",\\"nvext\\":{"}]}'
     added = plain[:-1] + b',"nvext":{"completion_token_ids":[5,6]}}'
     assert cut(plain) == plain

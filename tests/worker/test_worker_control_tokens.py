@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from worker_process import Worker, start, stop
 
-from pigou.gateway.asked import Asked
+from pigou.gateway.gateway_request import BodyFields
 from pigou.gateway.prompt_tokenizer import PromptTokenizer
 from pigou.models import bundled_path
 
@@ -47,7 +47,7 @@ def ask() -> Any:
 
 
 def _spelt(speller: PromptTokenizer, messages: list[dict[str, Any]]) -> list[int]:
-    asked = Asked(messages=msgspec.Raw(msgspec.json.encode(messages)))
+    asked = BodyFields(messages=msgspec.Raw(msgspec.json.encode(messages)))
     text = speller.prompt_of(asked, chat=True, stock=False)
     return speller.encode(text, asked, chat=True)
 

@@ -16,10 +16,10 @@ from pigou.control.plane import ControlPlane
 from pigou.control.warm_up import warm_up
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
 from pigou.fleet.supervisor import Supervisor
+from pigou.gateway.api_keys import Keys
 from pigou.gateway.app import Gateway
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.journal import Journal
-from pigou.gateway.keys import Keys
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prompt_reader import PromptReader

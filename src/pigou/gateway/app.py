@@ -15,24 +15,21 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pigou import __version__
-from pigou.gateway.call import CHAT, COMPLETIONS, Call
+from pigou.gateway.api_keys import NO_KEY, Key, KeyLoads, Keys
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.dashboard import ASSETS, History, asset, read_assets
-from pigou.gateway.facts import Facts
 from pigou.gateway.failure import Rejected, WorkerFailed
-from pigou.gateway.generate import Generator
-from pigou.gateway.intake import read
-from pigou.gateway.keys import NO_KEY, Key, Keys
-from pigou.gateway.limits import KeyUsage
+from pigou.gateway.gateway_request import CHAT, COMPLETIONS, GatewayRequest
 from pigou.gateway.metrics import Metrics, page, page_without_tenants
 from pigou.gateway.middleware import add_cors, check_browser, current_key, guard, unauthorized
-from pigou.gateway.overrides import HEADER, read_overrides
-from pigou.gateway.passing import ROOT_PATHS, Passing
+from pigou.gateway.passthrough import ROOT_PATHS, Passthrough
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.prices_api import PriceGauges
+from pigou.gateway.reply_drivers import Generator
+from pigou.gateway.request_parsing import ROUTING_HEADER, read, read_overrides
+from pigou.gateway.request_tenure import ServerScope, read_tenure_headers
 from pigou.gateway.sse_writer import ClientStalled, SSEWriter
 from pigou.gateway.startup_shutdown import Shutdown, Startup
-from pigou.gateway.stated import read_stated
 from pigou.gateway.status_api import Decisions, FleetStatus
 from pigou.gateway.upstream import Upstream
 from pigou.logs import describe_access
@@ -142,8 +139,10 @@ class _Routes:
         self._history = History(fleet_status, gateway.metrics, fleet_status.rows)
         self._sampling: asyncio.Task[None] | None = None
         self._generator = Generator(gateway.plane_driver, gateway.metrics)
-        self._usage = KeyUsage()
-        self._passing = Passing(gateway.plane_driver, gateway.config, self._usage, self._facts)
+        self._usage = KeyLoads()
+        self._passthrough = Passthrough(
+            gateway.plane_driver, gateway.config, self._usage, self._scope
+        )
         self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
         gateway.metrics.add_fleet(gateway.fleet_status.gauges)
         gateway.metrics.add(PriceGauges(gateway.fleet_status.prices))
@@ -176,16 +175,16 @@ class _Routes:
     async def passed(self, request: web.Request) -> web.StreamResponse:
         """Pass a request of another route to an attached server that has it."""
         self._gateway.shutdown.check_open()
-        key, stated = current_key(), read_stated(request.headers)
-        tenure = key.grant.apply(key.tenant, stated, time.time_ns())
-        return await self._passing.answer(request, key, tenure)
+        key, headers = current_key(), read_tenure_headers(request.headers)
+        tenure = key.policy.apply(key.tenant, headers, time.time_ns())
+        return await self._passthrough.answer(request, key, tenure)
 
     async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         self._gateway.shutdown.check_open()
         self._check_started()
-        key, stated = current_key(), read_stated(request.headers)
-        tenure = key.grant.apply(key.tenant, stated, time.time_ns())
-        overrides = read_overrides(request.headers.get(HEADER))
+        key, headers = current_key(), read_tenure_headers(request.headers)
+        tenure = key.policy.apply(key.tenant, headers, time.time_ns())
+        overrides = read_overrides(request.headers.get(ROUTING_HEADER))
         data = await read_json(request, self._gateway.config.max_body)
         work = partial(
             read,
@@ -193,7 +192,7 @@ class _Routes:
             chat=chat,
             strict=self._gateway.config.strict or self._pigou_only(),
             tenure=tenure,
-            facts=self._facts(),
+            scope=self._scope(),
             request_id=request.headers.get(REQUEST_ID),
             overrides=overrides,
             context=self._context(),
@@ -208,13 +207,13 @@ class _Routes:
         finally:
             self._describe_access(call)
 
-    def _describe_access(self, call: Call) -> None:
+    def _describe_access(self, call: GatewayRequest) -> None:
         """Tell the access log what came of a call."""
         stats, first = call.stats, call.stats.first_token
         describe_access(
             request_id=call.wire_id,
             tenant=call.tenant,
-            model=self._facts().model,
+            model=self._scope().model,
             stream=call.stream,
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
@@ -222,7 +221,7 @@ class _Routes:
             worker=stats.worker,
         )
 
-    async def _serve(self, request: web.Request, call: Call) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, call: GatewayRequest) -> web.StreamResponse:
         await self._gateway.plane_driver.read(call)
         if not call.stream:
             reply = await self._generator.whole(call)
@@ -238,7 +237,7 @@ class _Routes:
             _log.warning("request %s was cut off: %s", call.wire_id, error)
             raise
 
-    async def _stream(self, call: Call, writer: SSEWriter) -> None:
+    async def _stream(self, call: GatewayRequest, writer: SSEWriter) -> None:
         try:
             with self._gateway.shutdown.reports_end():
                 await self._generator.stream(call, writer)
@@ -285,7 +284,7 @@ class _Routes:
                 404, f"The model `{named}` does not exist. Valid aliases: {valid}.", "model"
             )
 
-    def _check_deadline(self, call: Call) -> None:
+    def _check_deadline(self, call: GatewayRequest) -> None:
         plane_driver = self._gateway.plane_driver
         if (
             call.deadline_ms is not None
@@ -299,10 +298,10 @@ class _Routes:
                 "deadline_ms",
             )
 
-    def _facts(self) -> Facts:
+    def _scope(self) -> ServerScope:
         plane_driver = self._gateway.plane_driver
         engines = [up.engine for up in plane_driver.upstreams.values()]
-        return Facts(
+        return ServerScope(
             model=engines[0].model if engines else "",
             release=self._gateway.config.release,
             releases=frozenset(engine.release for engine in engines if engine.release),
@@ -376,7 +375,7 @@ class _Routes:
         """
         metrics, keys = self._gateway.metrics, self._gateway.keys
         metrics.queued.set(self._gateway.plane_driver.queued)
-        model, registry = self._facts().model, metrics.registry
+        model, registry = self._scope().model, metrics.registry
         key = NO_KEY if keys is None else keys.find(request.headers.get("authorization"))
         if key is not None:
             body = page(registry, model, tenant=None if key.admin else key.tenant)
@@ -431,7 +430,7 @@ def _seen_by(key: Key) -> str | None:
     return None if key.admin else key.tenant
 
 
-def _decided(call: Call) -> dict[str, str]:
+def _decided(call: GatewayRequest) -> dict[str, str]:
     """Return the headers that tell who serves a request, and where the reason can be had."""
     unknown = {UNKNOWN: header_value(call.unknown)} if call.unknown else {}
     if call.choice is None:

@@ -11,11 +11,11 @@ from contextvars import ContextVar
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from pigou.gateway.call import CHAT, COMPLETIONS
+from pigou.gateway.api_keys import NO_KEY, Key, Keys
 from pigou.gateway.config import GatewayConfig, is_loopback
 from pigou.gateway.dashboard import ASSETS
 from pigou.gateway.failure import Rejected
-from pigou.gateway.keys import NO_KEY, Key, Keys
+from pigou.gateway.gateway_request import CHAT, COMPLETIONS
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.startup_shutdown import Shutdown
 from pigou.logs import accessed

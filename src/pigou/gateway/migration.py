@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pigou.gateway.call import CHAT, COMPLETIONS, Body, Call
+from pigou.gateway.gateway_request import CHAT, COMPLETIONS, Body, GatewayRequest
 from pigou.lifecycle.migration import Continuation, StreamState
 from pigou.wire.sse import DONE, frame
 
@@ -39,7 +39,7 @@ class Sending:
 
 
 def sending(
-    call: Call, state: StreamState, *, stock: bool, seed: int, max_model_len: int,
+    call: GatewayRequest, state: StreamState, *, stock: bool, seed: int, max_model_len: int,
     dynamo: bool = False,
 ) -> Sending:  # fmt: skip
     """Return what to send for the next attempt; first or not.
@@ -103,7 +103,7 @@ class MigratedChunks:
     reply; prompt ids are not told again.
     """
 
-    def __init__(self, call: Call, state: StreamState, mapped: bool) -> None:
+    def __init__(self, call: GatewayRequest, state: StreamState, mapped: bool) -> None:
         """Prepare for one attempt; `mapped` turns completion chunks into chat chunks."""
         self._call = call
         self._state = state
@@ -176,7 +176,7 @@ def _whole(told: dict[str, Any], state: StreamState) -> dict[str, Any]:
     return usage | {_DETAILS: details}
 
 
-def closing(call: Call, state: StreamState) -> bytes:
+def closing(call: GatewayRequest, state: StreamState) -> bytes:
     """Return the frames that end a stream whose last token came, but whose end did not."""
     head = state.head
     assert head is not None
@@ -194,7 +194,7 @@ def closing(call: Call, state: StreamState) -> bytes:
     return b"".join([*frames, DONE])
 
 
-def out_of_room(call: Call, state: StreamState) -> bytes:
+def out_of_room(call: GatewayRequest, state: StreamState) -> bytes:
     """Return the chunk that says a reply ended for its length, when its last token has come."""
     head = state.head
     assert head is not None

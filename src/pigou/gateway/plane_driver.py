@@ -25,7 +25,7 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
-from pigou.gateway.call import Call
+from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.journal import Journal
 from pigou.gateway.prompt_reader import PromptReader
 from pigou.gateway.sse_relay import Relay
@@ -123,12 +123,12 @@ class PlaneDriver:
         if upstream is not None:
             await upstream.close(end)
 
-    async def read(self, call: Call) -> None:
+    async def read(self, call: GatewayRequest) -> None:
         """Put the prompt's tokens and block keys into a call, as far as they can be known."""
         if self.prompts is not None and call.single:
             await self.prompts.read(call, list(self.upstreams.values()))
 
-    def may_add(self, call: Call, own: int) -> bool:
+    def may_add(self, call: GatewayRequest, own: int) -> bool:
         """Whether another sequence of a request may be sent; `own` of them are under way."""
         prompt = max(1, call.prompt // len(call.prompts))
         return self.plane.may_add(own, prompt, call.max_tokens, time.monotonic_ns())

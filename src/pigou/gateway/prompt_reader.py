@@ -14,9 +14,8 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.prefix_index.block_keys import chain, token_array
-from pigou.gateway.asked import Asked
-from pigou.gateway.call import Body, Call
 from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.gateway_request import Body, BodyFields, GatewayRequest
 from pigou.gateway.prompt_tokenizer import NotTokenizable, PromptTokenizer, first_prompt
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import BlockKeys
@@ -115,7 +114,7 @@ class PromptReader:
         chat = await self._compare(upstream, chat=True)
         self._modes[upstream.worker.id] = (text, chat)
 
-    async def read(self, call: Call, upstreams: Collection[Upstream]) -> None:
+    async def read(self, call: GatewayRequest, upstreams: Collection[Upstream]) -> None:
         """Put the prompt's tokens and block keys into a call, as far as they can be known.
 
         Where all workers are Pigou's own they are sent the ids, and need not tokenize again.
@@ -125,18 +124,20 @@ class PromptReader:
             tokens_of_prompt = await self._prompt_tokens(call, upstreams)
         except NotTokenizable:
             return
-        prompt = call.asked.prompt
+        prompt = call.fields.prompt
         several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
         call.prompt = max(1, tokens_of_prompt.count, call.prompt if several else 0)
-        if not call.asked.scores_prompt(call.chat):
+        if not call.fields.scores_prompt(call.chat):
             call.keys = tokens_of_prompt.keys
         if tokens_of_prompt.ids is not None:
             call.body["prompt_token_ids" if call.chat else "prompt"] = tokens_of_prompt.ids
 
-    async def _prompt_tokens(self, call: Call, upstreams: Collection[Upstream]) -> _PromptTokens:
-        asked, chat = call.asked, call.chat
+    async def _prompt_tokens(
+        self, call: GatewayRequest, upstreams: Collection[Upstream]
+    ) -> _PromptTokens:
+        fields, chat = call.fields, call.chat
         sizes = {up.worker.block_size for up in upstreams}
-        source = None if chat else _first(asked.prompt)
+        source = None if chat else _first(fields.prompt)
         mode, tokenizer = self.mode(chat=chat), self._tokenizer
         if isinstance(source, list) or (mode is TokenizationMode.HERE and tokenizer is not None):
 
@@ -145,11 +146,11 @@ class PromptReader:
                     tokenizer if mode is TokenizationMode.HERE else None, call, upstreams, sizes
                 )
 
-            size = len(memoryview(asked.messages)) if source is None else len(source)
+            size = len(memoryview(fields.messages)) if source is None else len(source)
             return work() if size <= LONG else await self._pool.run(call.tenant, work)
         if mode is not TokenizationMode.WORKER:
             raise NotTokenizable("there is no tokenizer")
-        tokens = _cut(await self._ask_any(call, source, upstreams), asked)
+        tokens = _cut(await self._ask_any(call, source, upstreams), fields)
         if len(tokens) <= LONG:
             return _keyed(tokens, call.salt, sizes)
         return await self._pool.run(call.tenant, lambda: _keyed(tokens, call.salt, sizes))
@@ -157,14 +158,14 @@ class PromptReader:
     async def _compare(self, upstream: Upstream, *, chat: bool) -> TokenizationMode:
         """Return how prompts of a route can be tokenized for this worker."""
         engine, tokenizer = upstream.engine, self._tokenizer
-        asked = Asked(prompt=_TEXT, messages=msgspec.Raw(msgspec.json.encode(_CHAT)))
+        fields = BodyFields(prompt=_TEXT, messages=msgspec.Raw(msgspec.json.encode(_CHAT)))
         body: Body = {"messages": _CHAT} if chat else {"prompt": _TEXT}
         told = await _ask(upstream, body | {"model": engine.model})
         own = None
         if tokenizer is not None:
             try:
-                text = tokenizer.prompt_of(asked, chat=chat, stock=engine.stock)
-                own = tokenizer.encode(text, asked, chat=chat)
+                text = tokenizer.prompt_of(fields, chat=chat, stock=engine.stock)
+                own = tokenizer.encode(text, fields, chat=chat)
             except NotTokenizable:
                 pass
         kind = "chats" if chat else "prompts"
@@ -186,7 +187,7 @@ class PromptReader:
         return TokenizationMode.WORKER
 
     async def _ask_any(
-        self, call: Call, source: str | None, upstreams: Collection[Upstream]
+        self, call: GatewayRequest, source: str | None, upstreams: Collection[Upstream]
     ) -> list[int]:
         """Ask the least busy worker that answers for the tokens of a prompt."""
         with suppress(TimeoutError):
@@ -233,23 +234,23 @@ async def _ask(upstream: Upstream, body: Body) -> list[int] | None:
 
 def _tokenize(
     tokenizer: PromptTokenizer | None,
-    call: Call,
+    call: GatewayRequest,
     upstreams: Collection[Upstream],
     sizes: Collection[int],
 ) -> _PromptTokens:
     """Spell a prompt of ids, or of text where there is a speller."""
-    asked, chat = call.asked, call.chat
+    fields, chat = call.fields, call.chat
     stock = any(up.engine.stock for up in upstreams)
     most = max((up.engine.max_model_len for up in upstreams), default=0)
     if tokenizer is None:
-        return _keyed(_cut(_ids(first_prompt(asked.prompt)), asked), call.salt, sizes)
-    source = tokenizer.prompt_of(asked, chat=chat, stock=stock)
+        return _keyed(_cut(_ids(first_prompt(fields.prompt)), fields), call.salt, sizes)
+    source = tokenizer.prompt_of(fields, chat=chat, stock=stock)
     if most and isinstance(source, str) and len(source) > most * tokenizer.longest:
         raise NotTokenizable("it is longer than the context")
-    tokens = tokenizer.encode(source, asked, chat=chat)
-    tokens_of_prompt = _keyed(_cut(tokens, asked), call.salt, sizes)
-    wanted = not stock and call.single and isinstance(source, str) and not asked.echo
-    if not (wanted and asked.truncate_prompt_tokens is None and 0 < len(tokens) <= most):
+    tokens = tokenizer.encode(source, fields, chat=chat)
+    tokens_of_prompt = _keyed(_cut(tokens, fields), call.salt, sizes)
+    wanted = not stock and call.single and isinstance(source, str) and not fields.echo
+    if not (wanted and fields.truncate_prompt_tokens is None and 0 < len(tokens) <= most):
         return tokens_of_prompt
     return replace(tokens_of_prompt, ids=msgspec.Raw(msgspec.json.encode(tokens)))
 
@@ -269,8 +270,8 @@ def _ids(prompt: str | list[int]) -> list[int]:
     return prompt
 
 
-def _cut(tokens: list[int], asked: Asked) -> list[int]:
-    keep = asked.truncate_prompt_tokens
+def _cut(tokens: list[int], fields: BodyFields) -> list[int]:
+    keep = fields.truncate_prompt_tokens
     return tokens[-keep:] if keep is not None and keep > 0 else tokens
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.gateway.asked import Asked
-from pigou.gateway.facts import digest
+from pigou.gateway.gateway_request import BodyFields
+from pigou.gateway.request_tenure import digest
 from pigou.text.folder import find_tokenizer
 from pigou.text.template import ChatError, ChatTemplate
 from pigou.text.tokenizer import Tokenizer, TokenizerError
@@ -77,7 +77,7 @@ class PromptTokenizer:
         """Most bytes of any token."""
         return self.tokenizer.vocabulary.longest
 
-    def encode(self, text: str | list[int], asked: Asked, *, chat: bool) -> list[int]:
+    def encode(self, text: str | list[int], fields: BodyFields, *, chat: bool) -> list[int]:
         """Return the token ids of what `prompt_of` returned, all of them.
 
         Raises:
@@ -85,13 +85,13 @@ class PromptTokenizer:
         """
         if isinstance(text, list):
             return text
-        special = asked.add_special_tokens
+        special = fields.add_special_tokens
         try:
             return self.tokenizer.encode(text, bool(special) if chat else special is not False)
         except (ValueError, TypeError) as error:
             raise NotTokenizable(str(error)) from error
 
-    def prompt_of(self, asked: Asked, *, chat: bool, stock: bool) -> str | list[int]:
+    def prompt_of(self, fields: BodyFields, *, chat: bool, stock: bool) -> str | list[int]:
         """Return the prompt's text, or its ids; of several prompts, the first.
 
         Args:
@@ -104,20 +104,20 @@ class PromptTokenizer:
             NotTokenizable: it cannot be rendered here.
         """
         if not chat:
-            return first_prompt(asked.prompt)
-        if asked.prompt_token_ids and not stock:
-            return asked.prompt_token_ids
-        if self.template is None or asked.chat_template is not None:
+            return first_prompt(fields.prompt)
+        if fields.prompt_token_ids and not stock:
+            return fields.prompt_token_ids
+        if self.template is None or fields.chat_template is not None:
             raise NotTokenizable("there is no template, or one of the request's own")
-        variables = dict(asked.chat_template_kwargs or {})
+        variables = dict(fields.chat_template_kwargs or {})
         if {"messages", "add_generation_prompt"} & variables.keys():
             raise NotTokenizable("the template's variables are fields of their own")
-        if asked.reasoning_effort is not None:
-            variables["reasoning_effort"] = asked.reasoning_effort
-        if asked.tools and (stock or asked.tool_choice != "none"):
-            variables["tools"] = asked.tools
+        if fields.reasoning_effort is not None:
+            variables["reasoning_effort"] = fields.reasoning_effort
+        if fields.tools and (stock or fields.tool_choice != "none"):
+            variables["tools"] = fields.tools
         try:
-            messages = _messages.decode(asked.messages)
+            messages = _messages.decode(fields.messages)
             check_messages(messages)
             if stock:  # which reads special tokens wherever they stand
                 messages = [_parsed(message) for message in messages]
@@ -126,8 +126,8 @@ class PromptTokenizer:
                 variables = self.tokenizer.guard(variables)
             return self.template.render(
                 messages,
-                add_generation_prompt=asked.add_generation_prompt is not False,
-                continue_final_message=bool(asked.continue_final_message),
+                add_generation_prompt=fields.add_generation_prompt is not False,
+                continue_final_message=bool(fields.continue_final_message),
                 variables=variables,
             )
         except (APIError, ChatError, msgspec.DecodeError, UnicodeDecodeError) as error:

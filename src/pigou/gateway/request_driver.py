@@ -12,15 +12,14 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.messages import Choice, Recall, Route, Shed
-from pigou.gateway.call import COMPLETIONS, Body, Call
 from pigou.gateway.failure import Rejected, WorkerFailed, busy
-from pigou.gateway.lender import lent
+from pigou.gateway.gateway_request import COMPLETIONS, Body, GatewayRequest
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.overrides import refused
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.regular import cached_tokens
+from pigou.gateway.reply_parsing import cached_tokens
+from pigou.gateway.request_parsing import overrides_refused
 from pigou.gateway.sse_relay import Relay
-from pigou.gateway.upstream import Engine, Upstream
+from pigou.gateway.upstream import Engine, Upstream, fetch_kv
 from pigou.lifecycle.messages import (
     ClientLeft,
     CompleteStream,
@@ -63,7 +62,7 @@ class RequestDriver(ABC):
     """
 
     def __init__(self, plane_driver: PlaneDriver, metrics: Metrics, relay: Relay) -> None:
-        self.call: Call = relay.call
+        self.call: GatewayRequest = relay.call
         self.relay = relay
         self.life = RequestLifecycle(relay.call.id)
         self._plane_driver = plane_driver
@@ -193,8 +192,8 @@ class RequestDriver(ABC):
         self._plane_driver.end(call.id, end.finish)
         if call.choice is not None:
             call.stats.worker = call.choice.decode
-        if call.share is not None:
-            call.share.ended(call.id)
+        if call.quota is not None:
+            call.quota.ended(call.id)
 
     def _result(self) -> bytes:
         """Return the reply; raise what the client is told instead of one."""
@@ -227,23 +226,23 @@ class RequestDriver(ABC):
 
     async def _submit(self, step: Submit) -> LifecycleEvent:
         """Ask the control plane for workers, once the key's limits let the request go."""
-        call, share = self.call, self.call.share
+        call, quota = self.call, self.call.quota
         if step.cause:
             self._count_move(step.cause)
-        if share is not None:
+        if quota is not None:
             # Further sequences of a request were accepted with its first one.
             later = call.group not in ("", call.id)
-            await share.take(call.id, None if later else self._plane_driver.queue_timeout_s)
+            await quota.take(call.id, None if later else self._plane_driver.queue_timeout_s)
         try:
             decision = await self._plane_driver.decide(call.request(step.tokens), step.exclude)
         except ConfigError as error:
-            raise refused(error) from error
+            raise overrides_refused(error) from error
         if isinstance(decision, Shed):
             return decision
         choice = call.choice = self._choice = decision.choice
         self._priority, self._transfer = decision.priority, None
-        if share is not None and not step.exclude:
-            share.sent()
+        if quota is not None and not step.exclude:
+            quota.sent()
         if call.on_route is not None:
             call.on_route(choice)
         why = self._plane_driver.plane.decision(call.id)
@@ -267,7 +266,7 @@ class RequestDriver(ABC):
         params, outcome = None, "gone"
         if source is not None:
             call = self.call
-            params, outcome = await lent(source, self._body, call.wire_id, step, call.tenant)
+            params, outcome = await fetch_kv(source, self._body, call.wire_id, step, call.tenant)
         self._transfer = params
         self._metrics.read(outcome, step.read)
         return KVFetchFailed(step.leg) if params is None else KVFetched(step.leg)
@@ -328,7 +327,7 @@ def _surrender(failure: WorkerFailed) -> APIError:
     return APIError(502, f"No worker could finish this request; the last failure: {failure}.")
 
 
-def _suspect(call: Call, deaths: tuple[str, ...]) -> APIError:
+def _suspect(call: GatewayRequest, deaths: tuple[str, ...]) -> APIError:
     return APIError(
         502,
         f"Request {call.wire_id} was under way when {len(deaths)} workers ended "

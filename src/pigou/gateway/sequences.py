@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from pigou.control.messages import Choice, GroupEnded
-from pigou.gateway.call import Call
+from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.sse_writer import _HIGH_WATER as HIGH_WATER
 from pigou.gateway.sse_writer import SSEWriter
@@ -27,7 +27,7 @@ from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
 #: Most sequences that one request may ask for.
 MAX_SEQUENCES = 1024
 #: Fields under which the sequences of a request depend on each other; their neutral values.
-_JOINED: dict[str, tuple[Any, ...]] = {
+_JOINING_FIELDS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "best_of": (None, 1),
 }
@@ -36,7 +36,7 @@ _DETAILS, _CACHED = "prompt_tokens_details", "cached_tokens"
 _ID = 240
 
 
-def splits(call: Call) -> bool:
+def splits(call: GatewayRequest) -> bool:
     """Whether a request is served as one request for each of its sequences.
 
     Raises:
@@ -51,7 +51,7 @@ def splits(call: Call) -> bool:
         )
     return total > 1 and all(
         _value(call.body.get(name)) in (*neutral, *((call.choices,) if name == "best_of" else ()))
-        for name, neutral in _JOINED.items()
+        for name, neutral in _JOINING_FIELDS.items()
     )
 
 
@@ -59,13 +59,13 @@ def splits(call: Call) -> bool:
 class _Sequence:
     """One sequence under way; `routed` is set once it has workers, or is over."""
 
-    call: Call
+    call: GatewayRequest
     index: int
     routed: asyncio.Event
 
 
 #: Serves one sequence.
-Serve = Callable[[Call, int], Awaitable[None]]
+Serve = Callable[[GatewayRequest, int], Awaitable[None]]
 
 
 class Sequences:
@@ -75,13 +75,13 @@ class Sequences:
     find its blocks in the cache.
     """
 
-    def __init__(self, plane_driver: PlaneDriver, call: Call) -> None:
+    def __init__(self, plane_driver: PlaneDriver, call: GatewayRequest) -> None:
         self._plane_driver = plane_driver
         self._call = call
         self._total = call.choices * len(call.prompts)
         self._first = deque(range(0, self._total, call.choices))
         self._next: deque[int] = deque()
-        self._leading: dict[int, Call] = {}
+        self._leading: dict[int, GatewayRequest] = {}
         self._active: dict[int, _Sequence] = {}
         self._wake = asyncio.Event()
 
@@ -151,7 +151,7 @@ class Sequences:
             self._wake.set()
 
 
-def one_of(call: Call, index: int) -> Call:
+def one_of(call: GatewayRequest, index: int) -> GatewayRequest:
     """Return sequence `index` of a request as a request of its own.
 
     Choice j of a seeded request is what the same request yields with seed + j.
@@ -162,8 +162,8 @@ def one_of(call: Call, index: int) -> Call:
     changes: dict[str, Any] = {"n": 1}
     if prompt is not None:
         body["prompt"] = changes["prompt"] = prompt
-    if call.asked.seed is not None:
-        body["seed"] = changes["seed"] = call.asked.seed + sample
+    if call.fields.seed is not None:
+        body["seed"] = changes["seed"] = call.fields.seed + sample
     return replace(
         call,
         id=secrets.token_hex(16) if index else call.id,
@@ -171,8 +171,8 @@ def one_of(call: Call, index: int) -> Call:
         body=body,
         prompt=max(1, call.prompt // len(call.prompts)),
         single=True,
-        splits=not call.asked.scores_prompt(call.chat),
-        asked=msgspec.structs.replace(call.asked, **changes),
+        splits=not call.fields.scores_prompt(call.chat),
+        fields=msgspec.structs.replace(call.fields, **changes),
         arrival=time.monotonic_ns() if index else call.arrival,
         choices=1,
         prompts=(prompt,),
@@ -183,16 +183,18 @@ def one_of(call: Call, index: int) -> Call:
 
 
 async def whole(
-    plane_driver: PlaneDriver, call: Call, serve: Callable[[Call], Awaitable[bytes]]
+    plane_driver: PlaneDriver,
+    call: GatewayRequest,
+    serve: Callable[[GatewayRequest], Awaitable[bytes]],
 ) -> bytes:
     """Return the JSON body of a reply with all choices, `serve` being that of one sequence."""
     replies: dict[int, dict[str, Any]] = {}
 
-    async def one(sequence: Call, index: int) -> None:
+    async def one(sequence: GatewayRequest, index: int) -> None:
         replies[index] = msgspec.json.decode(await serve(sequence))
 
     await Sequences(plane_driver, call).run(one)
-    usage = Usage(call.choices)
+    usage = UsageSum(call.choices)
     choices = []
     for index in sorted(replies):
         reply = replies[index]
@@ -205,21 +207,21 @@ async def whole(
 
 async def stream(
     plane_driver: PlaneDriver,
-    call: Call,
+    call: GatewayRequest,
     writer: SSEWriter,
-    serve: Callable[[Call, SSEWriter], Awaitable[None]],
+    serve: Callable[[GatewayRequest, SSEWriter], Awaitable[None]],
 ) -> None:
     """Stream all choices to `outlet`, `serve` being that of one sequence."""
-    sequences, joined = Sequences(plane_driver, call), _Joined(call, writer)
+    sequences, joined = Sequences(plane_driver, call), _JoinedStream(call, writer)
 
-    async def one(sequence: Call, index: int) -> None:
-        await serve(sequence, _Choice(joined, index, sequences.looked))
+    async def one(sequence: GatewayRequest, index: int) -> None:
+        await serve(sequence, _SequenceWriter(joined, index, sequences.looked))
 
     await sequences.run(one)
     await writer.write(joined.end())
 
 
-class Usage:
+class UsageSum:
     """Adds the usage of sequences up; a prompt counts once, whatever its choices.
 
     Attributes:
@@ -245,13 +247,13 @@ class Usage:
             known[_CACHED] += details.get(_CACHED) or 0
 
 
-class _Joined:
+class _JoinedStream:
     """What the chunks of all sequences have in common."""
 
-    def __init__(self, call: Call, writer: SSEWriter) -> None:
+    def __init__(self, call: GatewayRequest, writer: SSEWriter) -> None:
         self.call = call
         self.writer = writer
-        self.usage = Usage(call.choices)
+        self.usage = UsageSum(call.choices)
         self._head: dict[str, Any] = {}
         self._last: dict[str, Any] | None = None
         self._writing = asyncio.Lock()  # the first write sends the head
@@ -284,10 +286,10 @@ class _Joined:
         return frame(msgspec.json.encode(self._last | {"usage": self.usage.total})) + DONE
 
 
-class _Choice(SSEWriter):
+class _SequenceWriter(SSEWriter):
     """The outlet of one sequence: its chunks become those of one choice of the reply."""
 
-    def __init__(self, joined: _Joined, index: int, looked: Callable[[], None]) -> None:
+    def __init__(self, joined: _JoinedStream, index: int, looked: Callable[[], None]) -> None:
         self._joined, self._index, self._looked = joined, index, looked
         self._reader = Reader()
         self._begun = False
@@ -317,7 +319,7 @@ class _Choice(SSEWriter):
         await self._joined.writer.drain(most)
 
 
-def _common(id_: Any, call: Call, index: int) -> Any:
+def _common(id_: Any, call: GatewayRequest, index: int) -> Any:
     """Return the reply's id for the id of sequence `index`."""
     if not isinstance(id_, str):
         return id_

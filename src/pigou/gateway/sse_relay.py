@@ -7,12 +7,11 @@ from typing import Any
 
 import msgspec
 
-from pigou.gateway import chunks
-from pigou.gateway.call import Call
-from pigou.gateway.chunks import IDS, PROMPT_IDS
+from pigou.gateway import reply_parsing
 from pigou.gateway.failure import Rejected, WorkerFailed
+from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.migration import MigratedChunks
-from pigou.gateway.regular import count, with_cached_tokens
+from pigou.gateway.reply_parsing import PROMPT_TOKEN_IDS, TOKEN_IDS, count, with_cached_tokens
 from pigou.lifecycle.migration import StreamState
 from pigou.wire.errors import REQUEST_FAILED
 from pigou.wire.json_limits import is_deep
@@ -40,7 +39,7 @@ class Relay:
         failed: why the attempt cannot go on, set by `feed`; None while it can.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: GatewayRequest) -> None:
         self.call = call
         self.state = StreamState()
         self.counted = 0
@@ -138,7 +137,7 @@ class Relay:
             self.failed = WorkerFailed("garbage", words)
         return b"".join(out)
 
-    def _learn(self, payload: bytes, choices: Sequence[chunks.Choice]) -> None:
+    def _learn(self, payload: bytes, choices: Sequence[reply_parsing.ChunkChoice]) -> None:
         """Make a mould of a chunk that is one token amid the reply, for those that follow."""
         if len(choices) != 1 or b"\n" in payload:
             return
@@ -155,10 +154,10 @@ class Relay:
             raise WorkerFailed("garbage", "the worker sent a chunk that is nested too deeply")
         if self._full:
             return self._take_full(payload)
-        chunk, payload = chunks.chunk(payload)
+        chunk, payload = reply_parsing.chunk(payload)
         if chunk.error:
             raise _error(chunk.error, payload)
-        if not chunk.choices and not chunks.given(chunk.usage):
+        if not chunk.choices and not reply_parsing.given(chunk.usage):
             return b"" if chunk.nvext is None else payload
         payload = self._cached(payload, chunk.usage)
         has_ids = self._count(chunk.choices)
@@ -169,15 +168,15 @@ class Relay:
         if self._learns and chunk.nvext is None:
             self._learn(payload, chunk.choices)
         if has_ids and not self.call.wants_ids:
-            return chunks.without_ids(payload, False)
+            return reply_parsing.without_ids(payload, False)
         return payload
 
     def _take_full(self, payload: bytes) -> bytes:
         """Do the same where a chunk may hold the prompt's ids, or its text matters."""
-        chunk, payload = chunks.full_chunk(payload)
+        chunk, payload = reply_parsing.full_chunk(payload)
         if chunk.error:
             raise _error(chunk.error, payload)
-        if not chunk.choices and not chunks.given(chunk.usage) and chunk.nvext is None:
+        if not chunk.choices and not reply_parsing.given(chunk.usage) and chunk.nvext is None:
             return b""
         payload = self._cached(payload, chunk.usage)
         state = self.state
@@ -197,17 +196,17 @@ class Relay:
             self._full = self._stock or not self.call.single
             self._fast_paths = _MAX_FAST_PATHS if self.call.single else 0
         if (has_ids or prompt) and not self.call.wants_ids:
-            return chunks.without_ids(payload, bool(prompt))
+            return reply_parsing.without_ids(payload, bool(prompt))
         return payload
 
     def _cached(self, payload: bytes, usage: msgspec.Raw) -> bytes:
         """Return a chunk with what the prefill worker had cached, where that is known."""
         cached = self.call.cached
-        if cached is None or not chunks.given(usage):
+        if cached is None or not reply_parsing.given(usage):
             return payload
         return with_cached_tokens(payload, cached)
 
-    def _count(self, choices: Sequence[chunks.Choice]) -> bool:
+    def _count(self, choices: Sequence[reply_parsing.ChunkChoice]) -> bool:
         """Note tokens and ends; return whether there are token ids."""
         found = False
         for choice in choices:
@@ -224,13 +223,13 @@ class Relay:
             self.state.usage = True
         return found
 
-    def _extended(self, payload: bytes, extension: chunks.Extension) -> bytes:
+    def _extended(self, payload: bytes, extension: reply_parsing.DynamoExtension) -> bytes:
         """Note the token ids that a frontend of Dynamo told; return what the client gets."""
         ids = extension.completion_token_ids
         if ids:
             self.state.tokens += ids
             self.counted += len(ids)
-        return chunks.without_extension(payload)
+        return reply_parsing.without_extension(payload)
 
 
 def _error(error: dict[str, Any], payload: bytes) -> WorkerFailed | Rejected:
@@ -272,13 +271,13 @@ class SSEFastPath:
         Args:
             event: a parsed and valid chunk, framed, with one choice, one token id and no end.
         """
-        if _BACKSLASH in event or PROMPT_IDS in event:
+        if _BACKSLASH in event or PROMPT_TOKEN_IDS in event:
             return None
         # Each key once, so that it is the choice's: spelt otherwise it would have a backslash.
         keys = [event.count(key + _QUOTE) for key in (b'"token_ids', b'"text', b'"content')]
         if keys[0] != 1 or keys[1] + keys[2] != 1:
             return None
-        before, _, rest = event.rpartition(IDS)
+        before, _, rest = event.rpartition(TOKEN_IDS)
         _, _, tail = rest.partition(b"]")
         head, key, rest = before.partition(b'"text":"' if keys[1] else b'"content":"')
         _, _, text_end = rest.partition(_QUOTE)
@@ -287,7 +286,7 @@ class SSEFastPath:
 
     def token(self, event: bytes) -> tuple[int, bytes, bytes] | None:
         """Return id, text, and the event with null in place of its ids; None for all else."""
-        before, _, rest = event.rpartition(IDS)
+        before, _, rest = event.rpartition(TOKEN_IDS)
         digits, _, tail = rest.partition(b"]")
         if tail != self._tail or before[: self._size] != self._head:
             return None

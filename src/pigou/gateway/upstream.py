@@ -13,14 +13,16 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from pigou.gateway.call import Body
 from pigou.gateway.connection_pool import CONNECT_S, KEEPALIVE_S, HTTPConnectionPool
 from pigou.gateway.failure import Rejected, WorkerFailed, is_request_failure
+from pigou.gateway.gateway_request import Body
 from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError
+from pigou.lifecycle.messages import FetchKV
 from pigou.lifecycle.suspicion import WorkerEnd
-from pigou.request import Worker
+from pigou.request import SECOND, Worker
 from pigou.wire.fleet_secret import tenant_mark
 from pigou.wire.json_limits import is_deep
+from pigou.wire.prefill_decode_legs import ticket
 
 _READ_BUFFER = 256 * 1024
 #: Errors by which the other side says that nobody is there. Others may be this process's own,
@@ -316,3 +318,48 @@ class Upstream:
     def _gone(self) -> WorkerFailed:
         worker = self.worker.id
         return WorkerFailed("down", f"{worker} went down", frozenset({worker}), fate=self.fate)
+
+
+OFFER = "/v1/kv/offer"
+#: What says, beside its tokens, which blocks a prompt has.
+_PROMPT_FIELDS = ("model", "cache_salt", "resume_tokens")
+
+
+async def fetch_kv(
+    source: Upstream, body: Body, request_id: str, fetch: FetchKV, tenant: str = ""
+) -> tuple[dict[str, Any] | None, str]:
+    """Return the ticket for what a worker has cached of a prompt, and what came of asking.
+
+    It is waited for until computing the prompt would have been as quick. The answer's second part
+    is "offered" with a ticket, "nothing" where none of it is cached (any more), or why it failed:
+    "late", or a reason of `WorkerFailed`.
+
+    Args:
+        source: who is asked.
+        body: of the request, as whoever computes it is sent it.
+        request_id: as its legs have it.
+        fetch: what is expected of it.
+        tenant: whose request it is.
+    """
+    try:
+        async with asyncio.timeout(fetch.wait_ns / SECOND):
+            with source.busy():
+                reply = await source.whole(OFFER, _prompt_of(body), request_id, tenant)
+        params = ticket(reply)
+    except TimeoutError:
+        return None, "late"
+    except WorkerFailed as failure:
+        return None, failure.reason
+    except Rejected:
+        return None, "refused"
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None, "garbage"
+    return params, "nothing" if params is None else "offered"
+
+
+def _prompt_of(body: Body) -> Body:
+    """Return what the worker needs to find the prompt's blocks; its ids alone where there are."""
+    ids = body.get("prompt_token_ids")
+    if ids is None:
+        return body
+    return {name: body[name] for name in _PROMPT_FIELDS if name in body} | {"prompt": ids}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.gateway.call import Call
+from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.sse_relay import Relay
 from pigou.wire.sse import DONE, frame
 
@@ -48,7 +48,9 @@ def encode(body: dict[str, Any], spaced: bool) -> bytes:
 
 
 def relayed(parts: list[bytes], stock: bool, wants_ids: bool) -> tuple[bytes, Relay]:
-    relay = Relay(cast(Call, SimpleNamespace(single=True, wants_ids=wants_ids, cached=None)))
+    relay = Relay(
+        cast(GatewayRequest, SimpleNamespace(single=True, wants_ids=wants_ids, cached=None))
+    )
     relay.begin(stock=stock, mapped=False)
     return b"".join(relay.feed(part) for part in parts), relay
 
@@ -126,7 +128,9 @@ def cut(stream: bytes, places: set[int]) -> list[bytes]:
 
 def until_failed(parts: list[bytes], stock: bool, wants_ids: bool) -> tuple[object, ...]:
     """What a client and the gateway know after these parts, or those before one that fails."""
-    relay = Relay(cast(Call, SimpleNamespace(single=True, wants_ids=wants_ids, cached=None)))
+    relay = Relay(
+        cast(GatewayRequest, SimpleNamespace(single=True, wants_ids=wants_ids, cached=None))
+    )
     relay.begin(stock=stock, mapped=False)
     got = b""
     for part in parts:
@@ -172,7 +176,7 @@ def test_tokens_that_come_alone_are_not_parsed(
         body = f'{{"id":"a","choices":[{{"index":0,{shown},"finish_reason":{finish},"token_ids":'
         return frame(f"{body}[{token}]}}]}}".encode())
 
-    relay = Relay(cast(Call, SimpleNamespace(single=True, wants_ids=True, cached=None)))
+    relay = Relay(cast(GatewayRequest, SimpleNamespace(single=True, wants_ids=True, cached=None)))
     relay.begin(stock=stock, mapped=False)
     relay.feed(event(" a", 1))
     relay.feed(event(" b", 2))

@@ -21,14 +21,12 @@ import msgspec
 from aiohttp import web
 
 from pigou.control.messages import FirstToken, Shed
-from pigou.gateway.asked import Asked
-from pigou.gateway.call import CHAT, COMPLETIONS, Body, Call
+from pigou.gateway.api_keys import Key, KeyLoads
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.facts import Facts, salt
 from pigou.gateway.failure import WorkerFailed, busy
-from pigou.gateway.keys import Key
-from pigou.gateway.limits import KeyUsage
+from pigou.gateway.gateway_request import CHAT, COMPLETIONS, Body, BodyFields, GatewayRequest
 from pigou.gateway.plane_driver import PlaneDriver
+from pigou.gateway.request_tenure import ServerScope, salt
 from pigou.gateway.upstream import Upstream
 from pigou.kv.tenure import Tenure
 from pigou.request import FinishReason
@@ -68,20 +66,20 @@ _TOKENS = 256
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class Passing:
+class Passthrough:
     """Passes requests on; one for each gateway."""
 
     def __init__(
         self,
         plane_driver: PlaneDriver,
         config: GatewayConfig,
-        usage: KeyUsage,
-        facts: Callable[[], Facts],
+        usage: KeyLoads,
+        scope: Callable[[], ServerScope],
     ) -> None:
         self._plane_driver = plane_driver
         self._config = config
         self._usage = usage
-        self._facts = facts
+        self._scope = scope
         self._routes: WeakKeyDictionary[Upstream, list[tuple[re.Pattern[str], set[str]]] | None]
         self._routes = WeakKeyDictionary()
         self._lacks: WeakKeyDictionary[Upstream, set[tuple[str, str]]] = WeakKeyDictionary()
@@ -120,7 +118,7 @@ class Passing:
             return await self._admitted(request, call, servers, data)
 
     async def _admitted(
-        self, request: web.Request, call: Call, servers: list[Upstream], data: Any
+        self, request: web.Request, call: GatewayRequest, servers: list[Upstream], data: Any
     ) -> web.StreamResponse:
         """Pass it to the server that admission and routing choose, or the next that has it."""
         reason = FinishReason.ERROR
@@ -128,13 +126,13 @@ class Passing:
         try:
             while left:
                 others = frozenset(self._plane_driver.upstreams.keys() - left)
-                if call.share is not None:
-                    await call.share.take(call.id, self._plane_driver.queue_timeout_s)
+                if call.quota is not None:
+                    await call.quota.take(call.id, self._plane_driver.queue_timeout_s)
                 route = await self._plane_driver.decide(call.request(), others)
                 if isinstance(route, Shed):
                     raise busy(route)
-                if call.share is not None:
-                    call.share.sent()
+                if call.quota is not None:
+                    call.quota.sent()
                 upstream = self._plane_driver.upstreams.get(route.choice.decode)
                 left.discard(route.choice.decode)
                 if upstream is None:
@@ -153,11 +151,11 @@ class Passing:
             raise
         finally:
             self._plane_driver.end(call.id, reason)
-            if call.share is not None:
-                call.share.ended(call.id)
+            if call.quota is not None:
+                call.quota.ended(call.id)
 
     async def _passed(
-        self, request: web.Request, call: Call, upstream: Upstream, data: Any
+        self, request: web.Request, call: GatewayRequest, upstream: Upstream, data: Any
     ) -> web.StreamResponse:
         """Pass a request to one server, and its answer back.
 
@@ -194,7 +192,11 @@ class Passing:
         return out
 
     async def _copy(
-        self, reply: aiohttp.ClientResponse, out: web.StreamResponse, call: Call, up: Upstream
+        self,
+        reply: aiohttp.ClientResponse,
+        out: web.StreamResponse,
+        call: GatewayRequest,
+        up: Upstream,
     ) -> None:
         head = b""
         async for data in reply.content.iter_any():
@@ -263,7 +265,7 @@ class Passing:
             )  # fmt: skip
         return found
 
-    def _note_owner(self, head: bytes, call: Call, upstream: Upstream) -> None:
+    def _note_owner(self, head: bytes, call: GatewayRequest, upstream: Upstream) -> None:
         """Remember who keeps a response, and whose it is."""
         match = _RESPONSE_ID.search(head)
         if match is None:
@@ -274,8 +276,8 @@ class Passing:
 
     def _salted(self, sent: bytes, body: Body, tenure: Tenure) -> bytes:
         """Return what is sent with the cache salt of its tenure, as completions have it."""
-        asked = Asked(model=_text(body, "model"), cache_salt=_text(body, "cache_salt"))
-        whole = self._facts().joined(tenure, asked, body, chat=True)
+        fields = BodyFields(model=_text(body, "model"), cache_salt=_text(body, "cache_salt"))
+        whole = self._scope().joined(tenure, fields, body, chat=True)
         if whole == Tenure():
             return sent
         expired = time.time_ns() >= whole.expiry
@@ -310,7 +312,7 @@ def _absent(method: str, path: str, attached: list[str]) -> APIError:
     )
 
 
-def _call(request: web.Request, body: Body | None, data: Any, key: Key) -> Call:
+def _call(request: web.Request, body: Body | None, data: Any, key: Key) -> GatewayRequest:
     size = len(data) if isinstance(data, bytes) else (request.content_length or 0)
     wanted = None
     for name in ("max_output_tokens", "max_completion_tokens", "max_tokens"):
@@ -318,7 +320,7 @@ def _call(request: web.Request, body: Body | None, data: Any, key: Key) -> Call:
         value = None if raw is None else msgspec.json.decode(raw)
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
             wanted = value
-    call = Call(
+    call = GatewayRequest(
         id=secrets.token_hex(16),
         wire_id=request_id(request.headers.get(REQUEST_ID), None),
         chat=False,
@@ -395,7 +397,7 @@ def _kind(path: str) -> str:
     return "/".join(path.split("/")[:4])
 
 
-def _reply_headers(reply: aiohttp.ClientResponse, call: Call) -> dict[str, str]:
+def _reply_headers(reply: aiohttp.ClientResponse, call: GatewayRequest) -> dict[str, str]:
     headers = {name: reply.headers[name] for name in _REPLY_HEADERS if name in reply.headers}
     return headers | {"x-request-id": call.wire_id}
 

@@ -20,11 +20,18 @@ from multidict import CIMultiDict
 from tests.gateway.stub import Fleet, Stub, serving
 
 from pigou.config import ConfigError
-from pigou.gateway.asked import Asked
-from pigou.gateway.facts import Facts
-from pigou.gateway.grant import OPEN, Fixed, Grant, May
-from pigou.gateway.keys import Keys, make_key
-from pigou.gateway.stated import Stated, header, read_stated
+from pigou.gateway.api_keys import Keys, make_key
+from pigou.gateway.gateway_request import BodyFields
+from pigou.gateway.request_tenure import (
+    OPEN_POLICY,
+    KeyPolicy,
+    ServerScope,
+    TenureChoices,
+    TenureDefaults,
+    TenureHeaders,
+    header,
+    read_tenure_headers,
+)
 from pigou.kv.tenure import Tenure, salt_expiry
 from pigou.request import NEVER, SECOND, Role
 from pigou.wire.errors import APIError
@@ -32,23 +39,23 @@ from pigou.wire.errors import APIError
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 NOW = 1_800_000_000 * SECOND
-GRANT = Grant(
-    tenure=Fixed(principal="svc", permissions=frozenset({"a"}), safety="v3", ttl=60),
-    may=May(principal=("ann", "user:*"), permissions=("a", "b"), corpus=("*",), ttl=3600),
+GRANT = KeyPolicy(
+    tenure=TenureDefaults(principal="svc", permissions=frozenset({"a"}), safety="v3", ttl=60),
+    may=TenureChoices(principal=("ann", "user:*"), permissions=("a", "b"), corpus=("*",), ttl=3600),
 )
 
 
-def stated(**values: str) -> Stated:
-    return read_stated({header(field): value for field, value in values.items()})
+def stated(**values: str) -> TenureHeaders:
+    return read_tenure_headers({header(field): value for field, value in values.items()})
 
 
-def applied(grant: Grant = GRANT, **values: str) -> Tenure:
-    return grant.apply("t", stated(**values), NOW)
+def applied(policy: KeyPolicy = GRANT, **values: str) -> Tenure:
+    return policy.apply("t", stated(**values), NOW)
 
 
-def refusal(grant: Grant = GRANT, **values: str) -> APIError:
+def refusal(policy: KeyPolicy = GRANT, **values: str) -> APIError:
     with pytest.raises(APIError) as refused:
-        applied(grant, **values)
+        applied(policy, **values)
     return refused.value
 
 
@@ -61,12 +68,12 @@ def test_every_field_has_a_header() -> None:
         "permissions": " b,\ta ", "tools": "", "expiry": "1800000001",
     }  # fmt: skip
     found = stated(**values)
-    assert found == Stated(
+    assert found == TenureHeaders(
         principal="ann", release="r", template="t", corpus="c", safety="s",
         permissions=frozenset("ab"), tools=frozenset(), expiry=1_800_000_001,
     )  # fmt: skip
-    assert stated(ttl="60") == Stated(ttl=60)
-    assert stated() == Stated()
+    assert stated(ttl="60") == TenureHeaders(ttl=60)
+    assert stated() == TenureHeaders()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +91,7 @@ def test_every_field_has_a_header() -> None:
 )  # fmt: skip
 def test_a_header_that_says_nothing_sensible_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(APIError) as refused:
-        read_stated({name: value})
+        read_tenure_headers({name: value})
     assert refused.value.status == 400
     assert name in refused.value.message
     assert refused.value.param == name
@@ -93,7 +100,7 @@ def test_a_header_that_says_nothing_sensible_is_refused_by_name(name: str, value
 def test_a_header_that_comes_twice_and_two_ends_are_refused() -> None:
     twice = CIMultiDict([("x-pigou-tenure-corpus", "a"), ("X-Pigou-Tenure-Corpus", "b")])
     with pytest.raises(APIError, match="twice"):
-        read_stated(twice)
+        read_tenure_headers(twice)
     with pytest.raises(APIError, match="keep one"):
         stated(ttl="60", expiry="1900000000")
 
@@ -142,15 +149,15 @@ def test_a_request_sets_nothing_else(field: str, value: str, told: str) -> None:
 
 def test_an_expiry_that_is_past_is_refused() -> None:
     for seconds in (0, -1):
-        error = refusal(OPEN, expiry=str(NOW // SECOND + seconds))
+        error = refusal(OPEN_POLICY, expiry=str(NOW // SECOND + seconds))
         assert (error.status, "past" in error.message) == (400, True)
-    assert applied(OPEN, expiry=str(NOW // SECOND + 1)).expiry == NOW + SECOND
+    assert applied(OPEN_POLICY, expiry=str(NOW // SECOND + 1)).expiry == NOW + SECOND
 
 
 def test_nothing_may_be_set_with_a_key_that_grants_nothing() -> None:
     for field, value in {"principal": "x", "ttl": "1", "expiry": "1900000000"}.items():
-        assert refusal(Grant(), **{field: value}).status == 403
-    assert applied(Grant()) == Tenure(tenant="t")
+        assert refusal(KeyPolicy(), **{field: value}).status == 403
+    assert applied(KeyPolicy()) == Tenure(tenant="t")
 
 
 # --- the file -----------------------------------------------------------------------------------
@@ -178,14 +185,14 @@ keys:
     bearer = f"Bearer {secret}"
     key = entry(tmp_path, yaml).find(bearer)
     assert key is not None
-    assert (key.tenant, key.grant) == ("acme", GRANT)
+    assert (key.tenant, key.policy) == ("acme", GRANT)
     as_json = json.dumps({"keys": [{"tenant": "acme", "sha256": line.partition(":")[2]}]})
     key = entry(tmp_path, as_json, "keys.json").find(bearer)
     assert key is not None
-    assert key.grant == Grant()
+    assert key.policy == KeyPolicy()
     key = entry(tmp_path, line, "keys").find(bearer)
     assert key is not None
-    assert key.grant is OPEN
+    assert key.policy is OPEN_POLICY
     assert entry(tmp_path, line, "keys").find("Bearer other") is None
 
 
@@ -225,19 +232,23 @@ def test_a_bad_file_of_keys_is_refused_with_the_place(text: str, told: str, tmp_
 
 words = st.text(alphabet="ab;:1\0", max_size=3)
 facts = st.builds(
-    Facts, model=words, release=words, releases=st.frozensets(words, max_size=2), template=words
+    ServerScope,
+    model=words,
+    release=words,
+    releases=st.frozensets(words, max_size=2),
+    template=words,
 )
 said = st.builds(Tenure, tenant=words, release=words, template=words, tools=st.frozensets(words))
 
 
-def joined(known: Facts, tenure: Tenure, tools: list[Any] | None = None) -> Tenure:
+def joined(known: ServerScope, tenure: Tenure, tools: list[Any] | None = None) -> Tenure:
     body = {} if tools is None else {"tools": msgspec.Raw(msgspec.json.encode(tools))}
-    return known.joined(tenure, Asked(), body, chat=True)
+    return known.joined(tenure, BodyFields(), body, chat=True)
 
 
 @given(st.tuples(facts, said), st.tuples(facts, said))
 def test_what_is_known_and_what_is_said_never_stand_for_each_other(
-    one: tuple[Facts, Tenure], other: tuple[Facts, Tenure]
+    one: tuple[ServerScope, Tenure], other: tuple[ServerScope, Tenure]
 ) -> None:
     nothing = any(said == Tenure() and not known.release for known, said in (one, other))
     if not nothing:
@@ -247,16 +258,18 @@ def test_what_is_known_and_what_is_said_never_stand_for_each_other(
 def test_tools_join_the_tenure_one_by_one_and_in_any_order() -> None:
     tenure = Tenure(tenant="t", tools=frozenset({"v1"}))
     one, other = {"function": {"name": "a"}}, {"function": {"name": "b"}}
-    assert joined(Facts(), tenure, [one, other]) == joined(Facts(), tenure, [other, one])
-    found = {joined(Facts(), tenure, tools) for tools in (None, [one], [other], [one, other])}
+    assert joined(ServerScope(), tenure, [one, other]) == joined(
+        ServerScope(), tenure, [other, one]
+    )
+    found = {joined(ServerScope(), tenure, tools) for tools in (None, [one], [other], [one, other])}
     assert len(found) == 4
-    assert joined(Facts(), tenure, []) == joined(Facts(), tenure)
+    assert joined(ServerScope(), tenure, []) == joined(ServerScope(), tenure)
 
 
 def test_who_says_nothing_has_no_tenure_unless_there_is_a_release() -> None:
-    known = Facts("m", "", frozenset({"w"}), "t")
+    known = ServerScope("m", "", frozenset({"w"}), "t")
     assert joined(known, Tenure()) == Tenure()
-    assert joined(Facts(release="r"), Tenure()) != Tenure()
+    assert joined(ServerScope(release="r"), Tenure()) != Tenure()
     assert joined(known, Tenure(tenant="a")).model == "m"
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stub import Fleet, Script, Stub, serving, whole_text
 
-from pigou.gateway.regular import regular, whole, with_cached_tokens
+from pigou.gateway.reply_parsing import normalized, whole, with_cached_tokens
 from pigou.request import Role
 from pigou.wire.sse import Reader
 
@@ -144,7 +144,7 @@ json_values = st.recursive(
 def test_any_json_is_brought_into_the_shape_of_a_chunk(value: Any) -> None:
     raw = json.dumps(value, allow_nan=False, default=str) if _finite(value) else "{}"
     try:
-        body = regular(raw.encode())
+        body = normalized(raw.encode())
     except UnicodeEncodeError:  # a lone surrogate
         return
     except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""A generation request as the gateway reads it."""
+"""What the gateway itself reads of a body; the rest is the worker's to judge."""
 
 from __future__ import annotations
 
@@ -6,12 +6,77 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
+
 from pigou.control.messages import Choice
-from pigou.gateway.asked import Asked
+from pigou.gateway.reply_parsing import ABSENT
 from pigou.request import NEVER, BlockKeys, Request
 
 if TYPE_CHECKING:
-    from pigou.gateway.limits import Share
+    from pigou.gateway.api_keys import RequestQuota
+
+
+class RequestedStreamOptions(msgspec.Struct):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class RequestedFormat(msgspec.Struct):
+    """`response_format`, as far as it matters here."""
+
+    type: str = "text"
+
+
+class BodyFields(msgspec.Struct):
+    """A body of either route; `None` means that a field was not given."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: RequestedStreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+    response_format: RequestedFormat | None = None
+    structured_outputs: Any = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    deadline_ms: int | None = None
+    # What the prompt's tokens are made of.
+    prompt: Any = None
+    messages: msgspec.Raw = ABSENT
+    prompt_token_ids: list[int] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Any = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+
+    def scores_prompt(self, chat: bool) -> bool:
+        """Whether the prompt's log-probabilities are wanted.
+
+        Then the worker that decodes must compute all of it, cached or not.
+        """
+        if self.prompt_logprobs is not None:
+            return True
+        return not chat and bool(self.echo) and self.logprobs not in (None, False)
+
 
 #: Fields of a JSON body, the untouched ones still encoded (`msgspec.Raw`).
 Body: TypeAlias = dict[str, Any]
@@ -22,7 +87,7 @@ _MILLISECOND = 1_000_000
 
 
 @dataclass(slots=True)
-class CallStats:
+class RequestStats:
     """What came of a request so far, all its sequences together.
 
     Attributes:
@@ -45,7 +110,7 @@ class CallStats:
 
 
 @dataclass(slots=True)
-class Call:
+class GatewayRequest:
     """One request of a client.
 
     Attributes:
@@ -103,19 +168,19 @@ class Call:
     arrival: int = 0
     salt: str = ""
     expiry: int = NEVER
-    asked: Asked = field(default_factory=Asked, repr=False)
+    fields: BodyFields = field(default_factory=BodyFields, repr=False)
     keys: Mapping[int, BlockKeys] = field(default_factory=dict, repr=False)
     overrides: Mapping[str, float] = field(default_factory=dict)
     unknown: Sequence[str] = ()
     cached: int | None = None
     choice: Choice | None = None
-    stats: CallStats = field(default_factory=CallStats, repr=False)
+    stats: RequestStats = field(default_factory=RequestStats, repr=False)
     choices: int = 1
     prompts: Sequence[Any] = (None,)
     group: str = ""
     held: int = 0
     held_tokens: int = 0
-    share: Share | None = field(default=None, repr=False)
+    quota: RequestQuota | None = field(default=None, repr=False)
     on_route: Callable[[Choice], None] | None = field(default=None, repr=False)
 
     @property

@@ -10,8 +10,7 @@ import pytest
 from aiohttp import web
 
 from pigou.control.messages import Read
-from pigou.gateway.lender import lent
-from pigou.gateway.upstream import Engine, Upstream
+from pigou.gateway.upstream import Engine, Upstream, fetch_kv
 from pigou.lifecycle.messages import FetchKV
 from pigou.request import Worker
 
@@ -41,7 +40,7 @@ def ask(answer: Any, body: dict[str, Any], *, gone: bool = False) -> tuple[Any, 
         if gone:
             await upstream.close()
         try:
-            return await lent(upstream, body, "id", FetchKV(1, READ))
+            return await fetch_kv(upstream, body, "id", FetchKV(1, READ))
         finally:
             await upstream.close()
             await runner.cleanup()

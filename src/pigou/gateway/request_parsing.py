@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -9,12 +11,11 @@ from typing import Any
 
 import msgspec
 
-from pigou.gateway.asked import Asked
-from pigou.gateway.call import Body, Call
-from pigou.gateway.chunks import ABSENT, given
-from pigou.gateway.facts import Facts, salt
+from pigou.gateway.gateway_request import Body, BodyFields, GatewayRequest
+from pigou.gateway.reply_parsing import ABSENT, given
+from pigou.gateway.request_tenure import ServerScope, salt
 from pigou.kv.tenure import Tenure
-from pigou.wire.errors import bad_request, decode_error
+from pigou.wire.errors import APIError, bad_request, decode_error
 from pigou.wire.json_limits import read_fields
 from pigou.wire.openai_requests import (
     ChatRequest,
@@ -28,8 +29,8 @@ from pigou.wire.request_validation import check
 
 #: Bytes of text that make a token, as a guess.
 _BYTES_PER_TOKEN = 4
-_COMPLETION_TOKENS = 16
-_CHAT_TOKENS = 256
+_DEFAULT_COMPLETION_TOKENS = 16
+_DEFAULT_CHAT_TOKENS = 256
 #: Fields that are the gateway's to fill in, and what to do instead.
 _RESERVED = {
     "kv_transfer_params": "the gateway makes transfers itself; remove it",
@@ -41,17 +42,17 @@ _KNOWN = set(CompletionRequest.__struct_fields__) | set(ChatRequest.__struct_fie
 
 #: The tenure of a request of which nothing is known or said.
 NOTHING = Tenure()
-NO_FACTS = Facts()
+NO_SCOPE = ServerScope()
 
-_asked = msgspec.json.Decoder(Asked, strict=False)
+_body_fields = msgspec.json.Decoder(BodyFields, strict=False)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read(
-    data: bytes, *, chat: bool, strict: bool, tenure: Tenure = NOTHING, facts: Facts = NO_FACTS,
-    request_id: str | None = None, overrides: Mapping[str, float] | None = None,
-    context: int = 0,
-) -> Call:  # fmt: skip
+    data: bytes, *, chat: bool, strict: bool, tenure: Tenure = NOTHING,
+    scope: ServerScope = NO_SCOPE, request_id: str | None = None,
+    overrides: Mapping[str, float] | None = None, context: int = 0,
+) -> GatewayRequest:  # fmt: skip
     """Read a body; a large one is to be read on a thread (`pigou.wire.json_limits.SMALL`).
 
     Args:
@@ -72,13 +73,13 @@ def read(
     data = without_bom(data)
     body: Body = dict(read_fields(data, context))
     try:
-        asked = _asked.decode(data)
+        fields = _body_fields.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise decode_error(error, data) from None
     for name, remedy in _RESERVED.items():
         if given(body.get(name, ABSENT)):
             raise bad_request(f"{name} is refused: {remedy}.", name)
-    if asked.cache_salt == "":
+    if fields.cache_salt == "":
         raise bad_request("cache_salt is empty: leave it out, or send a text.", "cache_salt")
     unknown: list[str] = []
     if strict:
@@ -87,47 +88,47 @@ def read(
         unknown = known.unknown
         if known.body is not data:
             body = dict(_fields.decode(known.body))
-    call = _call(asked, body, chat)
+    call = _generation_request(fields, body, chat)
     call.unknown = unknown
     call.arrival, call.tenant, call.wire_id = (
         arrival,
         tenure.tenant,
-        wire_id(request_id, asked.request_id),
+        wire_id(request_id, fields.request_id),
     )
     if overrides:
         call.overrides = overrides
-    whole = facts.joined(tenure, asked, body, chat=chat)
+    whole = scope.joined(tenure, fields, body, chat=chat)
     if whole != NOTHING:
         call.salt, call.expiry = salt(whole), whole.expiry
         body["cache_salt"] = call.salt
     return call
 
 
-def _call(asked: Asked, body: Body, chat: bool) -> Call:
-    prompts, tokens = (1, _chat_size(asked)) if chat else _prompt_size(asked.prompt)
-    choices = max(1, asked.n or 1)
+def _generation_request(fields: BodyFields, body: Body, chat: bool) -> GatewayRequest:
+    prompts, tokens = (1, _chat_size(fields)) if chat else _prompt_size(fields.prompt)
+    choices = max(1, fields.n or 1)
     single = prompts == 1 and choices == 1
-    stream = bool(asked.stream)
-    wanted = asked.max_completion_tokens or asked.max_tokens
-    call = Call(
+    stream = bool(fields.stream)
+    wanted = fields.max_completion_tokens or fields.max_tokens
+    call = GatewayRequest(
         id=secrets.token_hex(16),
         wire_id="",
         chat=chat,
         stream=stream,
         body=body,
         prompt=max(1, tokens),
-        max_tokens=wanted or (_CHAT_TOKENS if chat else _COMPLETION_TOKENS),
+        max_tokens=wanted or (_DEFAULT_CHAT_TOKENS if chat else _DEFAULT_COMPLETION_TOKENS),
         single=single,
-        splits=single and not asked.scores_prompt(chat),
-        portable=_portable(asked, body),
-        seeded=asked.seed is not None,
-        wants_ids=bool(asked.return_token_ids),
-        wants_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
-        priority=asked.priority or 0,
-        deadline_ms=asked.deadline_ms,
-        asked=asked,
+        splits=single and not fields.scores_prompt(chat),
+        portable=_portable(fields, body),
+        seeded=fields.seed is not None,
+        wants_ids=bool(fields.return_token_ids),
+        wants_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
+        priority=fields.priority or 0,
+        deadline_ms=fields.deadline_ms,
+        fields=fields,
         choices=choices,
-        prompts=asked.prompt if prompts > 1 else (None,) if chat else _prompts(asked.prompt),
+        prompts=fields.prompt if prompts > 1 else (None,) if chat else _prompts(fields.prompt),
     )
     body.pop("request_id", None)
     if stream:
@@ -157,29 +158,82 @@ def _prompts(prompt: Any) -> tuple[Any, ...]:
     return (prompt[0] if alone else prompt,)
 
 
-def _chat_size(asked: Asked) -> int:
-    if asked.prompt_token_ids:
-        return len(asked.prompt_token_ids)
-    if not given(asked.messages):
+def _chat_size(fields: BodyFields) -> int:
+    if fields.prompt_token_ids:
+        return len(fields.prompt_token_ids)
+    if not given(fields.messages):
         raise bad_request("messages is required, and missing.", "messages")
-    return len(memoryview(asked.messages)) // _BYTES_PER_TOKEN
+    return len(memoryview(fields.messages)) // _BYTES_PER_TOKEN
 
 
-def _portable(asked: Asked, body: Body) -> bool:
+def _portable(fields: BodyFields, body: Body) -> bool:
     """Whether prompt and tokens so far are all that the rest of the reply depends on.
 
     A field that the gateway does not know may mean anything, so it makes a request unportable.
     """
     return body.keys() <= _KNOWN and not (
-        asked.stop
-        or asked.presence_penalty
-        or asked.frequency_penalty
-        or asked.repetition_penalty not in (None, 1.0)
-        or asked.logprobs not in (None, False)
-        or asked.prompt_logprobs is not None
-        or asked.echo
-        or asked.tools
-        or asked.structured_outputs is not None
-        or (asked.response_format is not None and asked.response_format.type != "text")
-        or (asked.seed is not None and asked.temperature != 0)
+        fields.stop
+        or fields.presence_penalty
+        or fields.frequency_penalty
+        or fields.repetition_penalty not in (None, 1.0)
+        or fields.logprobs not in (None, False)
+        or fields.prompt_logprobs is not None
+        or fields.echo
+        or fields.tools
+        or fields.structured_outputs is not None
+        or (fields.response_format is not None and fields.response_format.type != "text")
+        or (fields.seed is not None and fields.temperature != 0)
     )
+
+
+ROUTING_HEADER = "X-Pigou-Routing"
+_OVERRIDE_NAME = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+_MAX_OVERRIDES = 32
+
+
+def read_overrides(text: str | None) -> dict[str, float]:
+    """Read `name=number`, several with commas: `temperature=0.7,overlap_weight=2`.
+
+    Which names there are is the routing policy's to say.
+
+    Raises:
+        APIError: 400, naming what is not understood.
+    """
+    if text is None:
+        return {}
+    items = text.split(",")
+    if len(items) > _MAX_OVERRIDES:
+        raise bad_request(
+            f"{ROUTING_HEADER} has {len(items)} items; at most {_MAX_OVERRIDES} are read.",
+            ROUTING_HEADER,
+        )
+    overrides: dict[str, float] = {}
+    for item in items:
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not _OVERRIDE_NAME.fullmatch(name):
+            raise bad_request(
+                f"{ROUTING_HEADER} has {item.strip()[:60]!r}; write name=number, several with "
+                "commas.",
+                ROUTING_HEADER,
+            )
+        if name in overrides:
+            raise bad_request(f"{ROUTING_HEADER} has {name} twice; keep one.", ROUTING_HEADER)
+        overrides[name] = _number(name, value)
+    return overrides
+
+
+def overrides_refused(why: Exception) -> APIError:
+    """Return the error for overrides that the routing policy refuses."""
+    return bad_request(f"{ROUTING_HEADER}: {why}.", ROUTING_HEADER)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise bad_request(
+            f"{ROUTING_HEADER} has {name}={text[:40]!r}; it must be a number.", ROUTING_HEADER
+        )
+    return value

@@ -1,0 +1,350 @@
+"""API keys: kept as hashes, compared in constant time, each of a tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import secrets
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.gateway.gateway_request import GatewayRequest
+from pigou.gateway.request_tenure import OPEN_POLICY, KeyPolicy, TenureChoices, TenureDefaults
+from pigou.wire.errors import APIError
+
+_RETRY_AFTER_S = 1
+
+
+class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of a key; 0 for none. A sequence is one choice (`n`) of one prompt.
+
+    Attributes:
+        sequences: most of them at the workers at once; further ones wait.
+        queued: most of them that wait, those of a request that has just come included; beyond,
+            a request is answered 429.
+        queued_tokens: the same for the tokens that they ask for, prompt and `max_tokens`.
+    """
+
+    sequences: int = 0
+    queued: int = 0
+    queued_tokens: int = 0
+
+    def check(self, where: str) -> None:
+        """Raise `ConfigError`, which begins with `where`, for a negative limit."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(
+                    f"{where}: limits.{name} is {value}; it must be at least 0, which is no limit"
+                )
+
+
+class KeyLoad:
+    """What one key has under way.
+
+    Attributes:
+        running: sequences at workers.
+        waiting: sequences that were accepted and are not at a worker.
+        tokens: that these ask for.
+    """
+
+    def __init__(self, limits: KeyLimits) -> None:
+        self.limits = limits
+        self.running = self.waiting = self.tokens = 0
+        self._turns: deque[asyncio.Future[None]] = deque()
+
+    @contextmanager
+    def accepted(self, sequences: int, tokens: int) -> Iterator[RequestQuota]:
+        """Within it, a request of so many sequences, of so many tokens each, is under way.
+
+        Raises:
+            APIError: 429, naming the limit that the request does not fit in.
+        """
+        self._check("queued", self.waiting, sequences)
+        self._check("queued_tokens", self.tokens, sequences * tokens)
+        quota = RequestQuota(self, sequences, tokens)
+        try:
+            yield quota
+        finally:
+            quota.close()
+
+    def _check(self, name: str, now: int, more: int) -> None:
+        limit = getattr(self.limits, name)
+        if not limit or now + more <= limit:
+            return
+        what = "sequences" if name == "queued" else "tokens"
+        remedy = "wait for those under way" if more <= limit else "send fewer in one request"
+        raise APIError(
+            429,
+            f"limits.{name} of this API key is {limit}: {now} {what} wait, and this request (its "
+            f"prompts times n, and max_tokens) asks for {more} more; {remedy}.",
+            "n" if name == "queued" else "max_tokens",
+            retry_after=_RETRY_AFTER_S,
+        )
+
+    async def _take(self) -> None:
+        """Wait until one more sequence may run, first come, first served."""
+        most = self.limits.sequences
+        if not most or (self.running < most and not self._turns):
+            self.running += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turns.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._give()
+            else:
+                self._turns.remove(turn)
+            raise
+
+    def _give(self) -> None:
+        """One sequence less runs: the next one may."""
+        self.running -= 1
+        while self._turns and self.running < self.limits.sequences:
+            turn = self._turns.popleft()
+            if not turn.done():
+                self.running += 1
+                turn.set_result(None)
+
+
+class RequestQuota:
+    """What one request has of its key's limits."""
+
+    def __init__(self, usage: KeyLoad, sequences: int, tokens: int) -> None:
+        self._usage = usage
+        self._tokens = tokens
+        self._waiting = 0
+        self._running: set[str] = set()
+        self._count(sequences)
+
+    async def take(self, call: str, timeout_s: float | None) -> None:
+        """Wait until a sequence may run; does nothing where it has run already.
+
+        Raises:
+            APIError: 429, it waited for so many seconds.
+        """
+        if call in self._running:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._usage._take()
+        except TimeoutError:
+            most = self._usage.limits.sequences
+            raise APIError(
+                429,
+                f"limits.sequences of this API key is {most}: so many run, and this request waited "
+                f"{timeout_s:g} s for one of them to end; send fewer at once.",
+                retry_after=_RETRY_AFTER_S,
+            ) from None
+        self._running.add(call)
+
+    def sent(self) -> None:
+        """A sequence is at a worker: it waits no more."""
+        if self._waiting:
+            self._count(-1)
+
+    def ended(self, call: str) -> None:
+        """A sequence is over."""
+        if call in self._running:
+            self._running.discard(call)
+            self._usage._give()
+
+    def close(self) -> None:
+        """The request is over, with all its sequences."""
+        self._count(-self._waiting)
+        for call in list(self._running):
+            self.ended(call)
+
+    def _count(self, sequences: int) -> None:
+        self._waiting += sequences
+        self._usage.waiting += sequences
+        self._usage.tokens += sequences * self._tokens
+
+
+class KeyLoads:
+    """What each key has under way, by its hash."""
+
+    def __init__(self) -> None:
+        self._usage: dict[bytes, KeyLoad] = {}
+
+    def of(self, digest: bytes, limits: KeyLimits) -> KeyLoad:
+        """Return what a key has under way."""
+        found = self._usage.get(digest)
+        if found is None or found.limits != limits:
+            found = self._usage[digest] = KeyLoad(limits)
+        return found
+
+    @contextmanager
+    def accepted(self, digest: bytes, limits: KeyLimits, call: GatewayRequest) -> Iterator[None]:
+        """Within it, a request of a key is under way; its sequences take turns by the limits.
+
+        Raises:
+            APIError: 429, the key has too much under way.
+        """
+        if limits == KeyLimits():
+            yield
+            return
+        sequences = call.choices * len(call.prompts)
+        tokens = call.prompt // len(call.prompts) + call.max_tokens
+        with self.of(digest, limits).accepted(sequences, tokens) as call.quota:
+            yield
+
+
+NO_LIMITS = KeyLimits()
+_TENANT = re.compile(r"[A-Za-z0-9_-]{1,32}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+#: Files in which each key says what its requests may do; others have a line for each key.
+_STRUCTURED = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The SHA-256 of a key (32 bytes), whose it is, and what it gives.
+
+    An `admin` key sees the whole fleet and all tenants; others see what is their tenant's.
+    """
+
+    tenant: str
+    digest: bytes
+    policy: KeyPolicy = OPEN_POLICY
+    admin: bool = False
+    limits: KeyLimits = NO_LIMITS
+
+
+#: What everybody has where there are no keys.
+NO_KEY = Key("", b"", admin=True)
+#: What ends the line of an administrator's key.
+_ADMIN = ":admin"
+
+
+class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    tenant: str
+    sha256: str
+    tenure: TenureDefaults = TenureDefaults()
+    may: TenureChoices = TenureChoices()
+    admin: bool = False
+    limits: KeyLimits = NO_LIMITS
+
+
+class _KeysFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    keys: list[_KeyEntry]
+
+
+class Keys:
+    """All keys that are accepted."""
+
+    def __init__(self, keys: Iterable[Key]) -> None:
+        self._keys = tuple(keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @classmethod
+    def read(cls, path: Path) -> Keys:
+        """Read a file.
+
+        A `.yaml` or `.json` file has `keys`, a list of `tenant`, `sha256`, `tenure`, `may`
+        (`pigou.gateway.request_tenure`), `admin` and `limits` (`pigou.gateway.api_keys`). Any
+        other has lines `TENANT:SHA256_HEX` or `TENANT:SHA256_HEX:admin`, whose requests may set
+        all of their tenure; empty lines and lines with # are skipped.
+
+        Raises:
+            ConfigError: the file cannot be read, has a bad entry, or no key, or one twice.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_keys_file {path}: {error}") from error
+        keys = _entries(text, path) if path.suffix in _STRUCTURED else _lines(text, path)
+        if not keys:
+            raise ConfigError(f"api_keys_file {path} has no keys; `pigou key TENANT` makes one")
+        if len({key.digest for key in keys}) < len(keys):
+            raise ConfigError(f"api_keys_file {path} has a key twice; keep one of its entries")
+        return cls(keys)
+
+    def find(self, authorization: str | None) -> Key | None:
+        """Return the key that an `Authorization: Bearer KEY` header holds; None for a wrong one.
+
+        All hashes are compared, each in constant time, so that the time says nothing.
+        """
+        scheme, _, secret = (authorization or "").partition(" ")
+        digest = sha256(secret.strip().encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found if scheme.lower() == "bearer" else None
+
+
+def make_key(tenant: str, *, admin: bool = False) -> tuple[str, str]:
+    """Return a new random key, and the line for the keys file.
+
+    Args:
+        tenant: whose it is.
+        admin: it sees the whole fleet.
+
+    Raises:
+        ConfigError: the tenant's name has other characters than letters, digits, `_`, `-`.
+    """
+    _check_tenant(tenant, "tenant")
+    secret = f"pigou-{secrets.token_urlsafe(32)}"
+    return secret, f"{tenant}:{sha256(secret.encode()).hexdigest()}{_ADMIN * admin}"
+
+
+def _lines(text: str, path: Path) -> list[Key]:
+    return [
+        _parse(line.strip(), f"{path}, line {number}")
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.strip().startswith("#")
+    ]
+
+
+def _parse(line: str, where: str) -> Key:
+    admin = line.endswith(_ADMIN)
+    tenant, _, digest = line.removesuffix(_ADMIN).rpartition(":")
+    _check_tenant(tenant, where)
+    if not _DIGEST.fullmatch(digest):
+        raise ConfigError(
+            f"{where}: not TENANT:SHA256_HEX or TENANT:SHA256_HEX:admin; `pigou key TENANT` "
+            "makes such a line"
+        )
+    return Key(tenant, bytes.fromhex(digest), admin=admin)
+
+
+def _entries(text: str, path: Path) -> list[Key]:
+    decode = msgspec.json.decode if path.suffix == ".json" else msgspec.yaml.decode
+    try:
+        entries = decode(text, type=_KeysFile).keys
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"api_keys_file {path}: {error}") from error
+    return [_key(entry, f"{path}, keys[{number}]") for number, entry in enumerate(entries)]
+
+
+def _key(entry: _KeyEntry, where: str) -> Key:
+    _check_tenant(entry.tenant, where)
+    if not _DIGEST.fullmatch(entry.sha256):
+        raise ConfigError(
+            f"{where}: sha256 is {entry.sha256!r}; it must be the 64 hexadecimal digits after the "
+            "colon of what `pigou key TENANT` prints"
+        )
+    policy = KeyPolicy(tenure=entry.tenure, may=entry.may)
+    policy.check(where)
+    entry.limits.check(where)
+    return Key(entry.tenant, bytes.fromhex(entry.sha256), policy, entry.admin, entry.limits)
+
+
+def _check_tenant(tenant: str, where: str) -> None:
+    if not _TENANT.fullmatch(tenant):
+        raise ConfigError(
+            f"{where}: the tenant {tenant!r} must have 1 to 32 letters, digits, '_' or '-'"
+        )

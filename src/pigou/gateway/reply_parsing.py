@@ -1,0 +1,307 @@
+"""Chunks of a worker's stream: the few fields that are read, and the ids that are cut out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pigou.lifecycle.migration import ReplyHead
+
+#: What opens a choice's token ids, as compact encoders write it.
+TOKEN_IDS = b'"token_ids":['
+PROMPT_TOKEN_IDS = b'"prompt_token_ids":['
+_EXTENSION = b',"nvext":{"completion_token_ids":['
+#: A field that is not there (`msgspec.Raw` cannot be optional).
+ABSENT = msgspec.Raw(b"")
+
+
+def given(raw: msgspec.Raw) -> bool:
+    """Whether a field is there and not null."""
+    return len(memoryview(raw)) > 4 or bytes(raw) not in (b"", b"null")
+
+
+class Delta(msgspec.Struct):
+    """What a chat chunk adds."""
+
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    """What is read of each choice."""
+
+    index: int = 0
+    text: str = ""
+    delta: Delta = msgspec.field(default_factory=Delta)
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The text that the client sees of it."""
+        return self.text or self.delta.content or ""
+
+
+class DynamoExtension(msgspec.Struct):
+    """What a frontend of Dynamo adds to a chunk."""
+
+    completion_token_ids: list[int] | None = None
+
+
+class RelayChunk(msgspec.Struct):
+    """A chunk, or an error in its place."""
+
+    choices: list[ChunkChoice] = []
+    usage: msgspec.Raw = ABSENT
+    nvext: DynamoExtension | None = None
+    error: dict[str, Any] | None = None
+
+
+class FullChunkChoice(ChunkChoice):
+    """A choice with what matters only at a stream's beginning."""
+
+    prompt_token_ids: msgspec.Raw = ABSENT
+
+
+class FullChunk(msgspec.Struct):
+    """A chunk with the prompt's ids and its text."""
+
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    choices: list[FullChunkChoice] = []
+    usage: msgspec.Raw = ABSENT
+    nvext: DynamoExtension | None = None
+    prompt_token_ids: msgspec.Raw = ABSENT
+    error: dict[str, Any] | None = None
+
+    def head(self) -> ReplyHead:
+        """Return what the stream's other chunks have as well."""
+        return ReplyHead(self.id, self.created, self.model)
+
+    def prompt(self) -> bytes:
+        """Return the prompt's ids, wherever they are; empty when they are not here."""
+        places = [self.prompt_token_ids, *(choice.prompt_token_ids for choice in self.choices)]
+        return next((bytes(raw) for raw in places if given(raw)), b"")
+
+
+_chunk = msgspec.json.Decoder(RelayChunk).decode
+_full_chunk = msgspec.json.Decoder(FullChunk).decode
+
+
+def chunk(payload: bytes) -> tuple[RelayChunk, bytes]:
+    """Return a chunk and its JSON, made regular where it was not.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError: it is not JSON.
+    """
+    try:
+        return _chunk(payload), payload
+    except msgspec.ValidationError:
+        value = normalized(payload)
+        return msgspec.convert(value, RelayChunk), msgspec.json.encode(value)
+
+
+def full_chunk(payload: bytes) -> tuple[FullChunk, bytes]:
+    """Return the same with the prompt's ids and the text; raise as `chunk`."""
+    try:
+        return _full_chunk(payload), payload
+    except msgspec.ValidationError:
+        payload = msgspec.json.encode(normalized(payload))
+        return _full_chunk(payload), payload
+
+
+def without_ids(payload: bytes, prompt: bool) -> bytes:
+    """Return a chunk's JSON with null in place of its token ids.
+
+    Cuts bytes: within a JSON string a quote is escaped, so that what is looked for is a key.
+    What another encoder has spaced out is decoded and encoded again.
+
+    Args:
+        payload: JSON of a chunk that has token ids.
+        prompt: whether it has the prompt's ids as well.
+    """
+    at = payload.find(TOKEN_IDS)
+    if at < 0 and not prompt:
+        return _encoded_without_ids(payload)
+    while at >= 0:
+        payload = payload[: at + 12] + b"null" + payload[payload.index(b"]", at) + 1 :]
+        at = payload.find(TOKEN_IDS, at)
+    if prompt:
+        at = payload.find(PROMPT_TOKEN_IDS)
+        if at < 0:
+            return _encoded_without_ids(payload)
+        while at >= 0:
+            payload = payload[: at + 19] + b"null" + payload[payload.index(b"]", at) + 1 :]
+            at = payload.find(PROMPT_TOKEN_IDS, at)
+    return payload
+
+
+def without_extension(payload: bytes) -> bytes:
+    """Return a chunk's JSON without Dynamo's extension, if it has nothing but token ids."""
+    at = payload.rfind(_EXTENSION)
+    if at < 0 or payload.find(b"]", at) != len(payload) - 3 or not payload.endswith(b"]}}"):
+        return payload
+    return payload[:at] + b"}"
+
+
+def _encoded_without_ids(payload: bytes) -> bytes:
+    body: dict[str, Any] = msgspec.json.decode(payload)
+    for each in [body, *(body.get("choices") or [])]:
+        for name in ("token_ids", "prompt_token_ids"):
+            if each.get(name) is not None:
+                each[name] = None
+    return msgspec.json.encode(body)
+
+
+#: The largest integer that a float holds exactly.
+_MAX_EXACT_FLOAT = 2**53
+_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+
+class ReplyUsage(msgspec.Struct):
+    """Usage of a whole reply."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class ReplyChoice(msgspec.Struct):
+    """What is read of a choice."""
+
+    finish_reason: str | None = None
+
+
+class WholeReply(msgspec.Struct):
+    """A reply that is not streamed."""
+
+    choices: list[ReplyChoice] = []
+    usage: ReplyUsage | None = None
+
+
+_whole = msgspec.json.Decoder(WholeReply).decode
+
+
+def whole(reply: bytes) -> WholeReply:
+    """Return what is read of a reply; counts and lists that it does not tell are 0 and empty.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError: it is no JSON object.
+    """
+    try:
+        return _whole(reply)
+    except msgspec.ValidationError:
+        if not isinstance(msgspec.json.decode(reply), dict):
+            raise
+        return msgspec.convert(normalized(reply), WholeReply)
+
+
+def normalized(payload: bytes) -> dict[str, Any]:
+    """Return a JSON value in the shape of a reply or chunk; empty where it is no object.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError: it is not JSON, or has token ids that are none.
+    """
+    body = msgspec.json.decode(payload)
+    if not isinstance(body, dict):
+        return {}
+    choices = body.get("choices")
+    body["choices"] = [
+        _choice(choice)
+        for choice in (choices if isinstance(choices, list) else [])
+        if isinstance(choice, dict)
+    ]
+    for name in ("id", "model"):
+        if name in body and not isinstance(body[name], str):
+            body[name] = "" if body[name] is None else str(body[name])
+    if "created" in body:
+        body["created"] = count(body["created"]) or 0
+    if "usage" in body:
+        body["usage"] = _usage(body["usage"])
+    if not isinstance(body.get("error"), dict):
+        error = body.pop("error", None)
+        if error:
+            body["error"] = {"message": str(error)}
+    if not isinstance(body.get("nvext"), dict):
+        body.pop("nvext", None)
+    return body
+
+
+def count(value: Any) -> int | None:
+    """Return a number as an integer; None for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if isinstance(value, float):
+        return int(value) if abs(value) <= _MAX_EXACT_FLOAT else None
+    return value
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    choice = dict(choice)
+    if "index" in choice:
+        choice["index"] = count(choice["index"]) or 0
+    for name in ("finish_reason", "text"):
+        if not isinstance(choice.get(name, ""), str):
+            choice[name] = None if name == "finish_reason" else ""
+    if "delta" in choice:
+        delta = choice["delta"] if isinstance(choice["delta"], dict) else {}
+        choice["delta"] = delta
+        if not isinstance(delta.get("content"), str | None):
+            choice["delta"] = delta | {"content": _parts(delta["content"])}
+    for name in ("token_ids", "prompt_token_ids"):
+        if name in choice:
+            choice[name] = _ids(choice[name])
+    return choice
+
+
+def _parts(content: Any) -> str:
+    """Return the text of content that comes in parts."""
+    parts = content if isinstance(content, list) else []
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _ids(value: Any) -> list[int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise msgspec.ValidationError("token ids that are no list")
+    found = [count(item) for item in value]
+    ids = [item for item in found if item is not None and item >= 0]
+    if len(ids) < len(value):
+        raise msgspec.ValidationError("token ids that are no numbers")
+    return ids
+
+
+def _usage(usage: Any) -> dict[str, Any] | None:
+    if not isinstance(usage, dict):
+        return None
+    return {
+        name: (count(value) or 0) if name in _COUNTS else value for name, value in usage.items()
+    }
+
+
+def cached_tokens(reply: bytes) -> int | None:
+    """Return what a reply says was cached of its prompt; None where it says nothing."""
+    try:
+        usage = msgspec.json.decode(reply, type=dict[str, msgspec.Raw]).get("usage")
+        body = None if usage is None else msgspec.json.decode(usage)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    details = body.get("prompt_tokens_details") if isinstance(body, dict) else None
+    return count(details.get("cached_tokens")) if isinstance(details, dict) else None
+
+
+def with_cached_tokens(payload: bytes, cached: int) -> bytes:
+    """Return a reply's or chunk's JSON with another count of cached tokens, where it has one."""
+    try:
+        parts = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
+        usage = msgspec.json.decode(parts.get("usage", msgspec.Raw(b"null")))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return payload
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    if not isinstance(details, dict) or "cached_tokens" not in details:
+        return payload
+    most = count(usage.get("prompt_tokens"))
+    details["cached_tokens"] = cached if most is None else min(cached, most)
+    return msgspec.json.encode({**parts, "usage": usage})

@@ -1,0 +1,330 @@
+"""What a request states of its tenure: the headers `X-Pigou-Tenure-...`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.gateway.gateway_request import Body, BodyFields
+from pigou.kv.tenure import Tenure
+from pigou.request import NEVER, SECOND
+from pigou.wire.errors import APIError, bad_request
+
+_PREFIX = "x-pigou-tenure"
+#: Fields that are a text, those that are a set of texts, and those that are whole seconds.
+TEXTS = ("principal", "release", "template", "corpus", "safety")
+SETS = ("permissions", "tools")
+TIMES = ("ttl", "expiry")
+#: Characters of a value, and items of a set, at most.
+MAX_VALUE_CHARS = 256
+MAX_SET_ITEMS = 64
+#: Seconds that a tenure lasts at most: ten years.
+MAX_TTL_S = 10 * 365 * 86_400
+#: What HTTP allows around a value.
+_SPACE = " \t"
+_SECONDS = re.compile(r"[0-9]{1,10}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenureHeaders:
+    """The fields that a request sets itself; None for those that it leaves to its key.
+
+    `ttl` is a number of seconds, `expiry` one of seconds since 1970; the others are those of
+    `pigou.kv.tenure.Tenure`.
+    """
+
+    principal: str | None = None
+    release: str | None = None
+    template: str | None = None
+    corpus: str | None = None
+    safety: str | None = None
+    permissions: frozenset[str] | None = None
+    tools: frozenset[str] | None = None
+    ttl: int | None = None
+    expiry: int | None = None
+
+
+def header(field: str) -> str:
+    """Return the name of a field's header."""
+    return f"X-Pigou-Tenure-{'TTL' if field == 'ttl' else field.capitalize()}"
+
+
+_FIELDS = {header(field).lower(): field for field in (*TEXTS, *SETS, *TIMES)}
+
+
+def read_tenure_headers(headers: Mapping[str, str]) -> TenureHeaders:
+    """Read a request's headers; sets are lists with commas, an empty one is the empty set.
+
+    Raises:
+        APIError: 400 for a header that is unknown, comes twice, or has no such value.
+    """
+    found: dict[str, str] = {}
+    for name, value in headers.items():
+        lower = name.lower()
+        if not lower.startswith(_PREFIX):
+            continue
+        field = _FIELDS.get(lower)
+        if field is None:
+            names = ", ".join(map(header, _FIELDS.values()))
+            raise bad_request(f"{name} is no header of a tenure; these are: {names}.", str(name))
+        if field in found:
+            raise bad_request(f"{header(field)} comes twice; keep one.", header(field))
+        found[field] = value.strip(_SPACE)
+    if {"ttl", "expiry"} <= found.keys():
+        why = f"{header('ttl')} is given too: keep one"
+        raise refused("expiry", found["expiry"][:60], why)
+    return TenureHeaders(**{field: _read(field, value) for field, value in found.items()})
+
+
+def refused(field: str, value: object, why: str, *, status: int = 400) -> APIError:
+    """Return the error for a header's value."""
+    name = header(field)
+    return APIError(status, f"{name} is {value!r}; {why}.", name)
+
+
+def is_value(field: str, value: str) -> bool:
+    """Whether a header can say this value, or this item of a set."""
+    whole = field in TEXTS or "," not in value
+    return 1 <= len(value) <= MAX_VALUE_CHARS and value == value.strip(_SPACE) and whole
+
+
+def _read(field: str, value: str) -> Any:
+    read = _text if field in TEXTS else _set if field in SETS else _seconds
+    return read(field, value)
+
+
+def _text(field: str, value: str) -> str:
+    if not 1 <= len(value) <= MAX_VALUE_CHARS:
+        why = f"it must have 1 to {MAX_VALUE_CHARS} characters; else leave it out"
+        raise refused(field, value[:60], why)
+    return value
+
+
+def _set(field: str, value: str) -> frozenset[str]:
+    items = [item.strip(_SPACE) for item in value.split(",")] if value else []
+    if len(items) > MAX_SET_ITEMS:
+        raise refused(
+            field, f"{value[:60]}...", f"it has {len(items)} items, at most {MAX_SET_ITEMS} work"
+        )
+    return frozenset(_text(field, item) for item in items)
+
+
+def _seconds(field: str, value: str) -> int:
+    most = MAX_TTL_S if field == "ttl" else NEVER // SECOND - 1
+    if not _SECONDS.fullmatch(value) or not 1 <= int(value) <= most:
+        raise refused(field, value[:60], f"it must be a whole number of seconds in [1, {most}]")
+    return int(value)
+
+
+_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerScope:
+    """What the gateway knows, whatever a request says.
+
+    Attributes:
+        model: that is served.
+        release: that the gateway was given; empty for none.
+        releases: that the workers report, of weights or engines.
+        template: digest of the model's chat template; empty where it is not known here.
+    """
+
+    model: str = ""
+    release: str = ""
+    releases: frozenset[str] = frozenset()
+    template: str = ""
+
+    def joined(self, tenure: Tenure, fields: BodyFields, body: Body, *, chat: bool) -> Tenure:
+        """Return a request's whole tenure.
+
+        What is known joins what key and request say (`tenure`) in the same field, so that each
+        of the two alone makes another tenure. A request without key, salt and headers, at a
+        gateway without a release, says nothing: its tenure is empty, and workers keep apart what
+        they know themselves, model and release.
+
+        Args:
+            tenure: by key and headers.
+            asked: the body as the gateway reads it.
+            body: the same, `tools` still encoded.
+            chat: whether it came to the chat route.
+        """
+        own_tenure = replace(tenure, cache_salt=fields.cache_salt or "")
+        if own_tenure == Tenure() and not self.release:
+            return own_tenure
+        template = ""
+        if chat:
+            own = fields.chat_template
+            known = isinstance(own, str)
+            template = digest(own.encode("utf-8", "surrogatepass")) if known else self.template
+        return replace(
+            own_tenure,
+            model=self.model if fields.model is None else fields.model,
+            release=_packed(self.release, *sorted(self.releases)) + own_tenure.release,
+            template=_packed(template) + own_tenure.template,
+            tools=frozenset(f"stated:{name}" for name in own_tenure.tools) | _schemas(body),
+        )
+
+
+def digest(text: bytes) -> str:
+    """Return the digest that stands for a long text, 32 hexadecimal digits."""
+    return blake2b(text, digest_size=16).hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def salt(tenure: Tenure) -> str:
+    """Return `Tenure.salt`, which few tenures ask for often."""
+    return tenure.salt()
+
+
+def _packed(*parts: str) -> str:
+    """Put texts together so that they can be told apart again, and from what follows."""
+    return f"{len(parts)};" + "".join(f"{len(part)}:{part}" for part in parts)
+
+
+def _schemas(body: Body) -> frozenset[str]:
+    """Return the versions of a request's tools: the digest of each, as it was sent."""
+    raw = body.get("tools")
+    if not isinstance(raw, msgspec.Raw):
+        return frozenset()
+    return frozenset(f"schema:{digest(bytes(tool))}" for tool in _list.decode(raw) or ())
+
+
+#: Ends a name that stands for all names that begin so; alone, for any.
+ANY = "*"
+
+
+class TenureDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields of the tenure where a request sets no other; `ttl` is in seconds."""
+
+    principal: str | None = None
+    release: str | None = None
+    template: str | None = None
+    corpus: str | None = None
+    safety: str | None = None
+    permissions: frozenset[str] | None = None
+    tools: frozenset[str] | None = None
+    ttl: int | None = None
+
+
+class TenureChoices(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The names that a request may set a field to; None for a field that it may not set.
+
+    A name that ends in `*` stands for all that begin so. Each item of a set must be among the
+    names, which so are the most that it may have. `ttl` is the most seconds until an expiry.
+    """
+
+    principal: tuple[str, ...] | None = None
+    release: tuple[str, ...] | None = None
+    template: tuple[str, ...] | None = None
+    corpus: tuple[str, ...] | None = None
+    safety: tuple[str, ...] | None = None
+    permissions: tuple[str, ...] | None = None
+    tools: tuple[str, ...] | None = None
+    ttl: int | None = None
+
+
+class KeyPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a key gives: the `tenure` of its requests, and what they `may` set instead."""
+
+    tenure: TenureDefaults = TenureDefaults()
+    may: TenureChoices = TenureChoices()
+
+    def check(self, where: str) -> None:
+        """Raise `ConfigError`, which begins with `where`, for what no request could have."""
+        for field in (*TEXTS, *SETS):
+            fixed, names = getattr(self.tenure, field), getattr(self.may, field)
+            for value in _items(fixed):
+                if not is_value(field, value):
+                    raise ConfigError(f"{where}: tenure.{field} has {value!r}, which is no value")
+            for name in names or ():
+                if ANY in name[:-1] or not is_value(field, name):
+                    raise ConfigError(
+                        f"{where}: may.{field} has {name!r}; it must be a value, or the beginning "
+                        f"of some with one {ANY} at its end"
+                    )
+        for part, ttl in (("tenure", self.tenure.ttl), ("may", self.may.ttl)):
+            if ttl is not None and not 1 <= ttl <= MAX_TTL_S:
+                raise ConfigError(
+                    f"{where}: {part}.ttl is {ttl}; it must be in [1, {MAX_TTL_S}] seconds"
+                )
+
+    def apply(self, tenant: str, headers: TenureHeaders, now: int) -> Tenure:
+        """Return the tenure of a tenant's request at `now` (ns since 1970).
+
+        Raises:
+            APIError: 403 for what the key does not let it set; 400 for an expiry that is past.
+        """
+        found: dict[str, Any] = {}
+        for field in (*TEXTS, *SETS):
+            value, fixed = getattr(headers, field), getattr(self.tenure, field)
+            if value is None:
+                value = fixed
+            elif value != fixed:
+                self._check(field, value)
+            if value is not None:
+                found[field] = value
+        return self._until(Tenure(tenant=tenant, **found), headers, now)
+
+    def _check(self, field: str, value: str | frozenset[str]) -> None:
+        names = getattr(self.may, field)
+        if names is None:
+            raise _forbidden(field, _shown(value), "")
+        for item in sorted(_items(value)):
+            if not any(_matches(name, item) for name in names):
+                raise _forbidden(field, item, ", ".join(map(repr, names)))
+
+    def _until(self, tenure: Tenure, headers: TenureHeaders, now: int) -> Tenure:
+        if headers.expiry is not None:
+            expiry = headers.expiry * SECOND
+            if expiry <= now:
+                raise refused("expiry", headers.expiry, "it is past: send a later one, or none")
+            self._check_time("expiry", headers.expiry, -((now - expiry) // SECOND))
+            return replace(tenure, expiry=expiry)
+        ttl = self.tenure.ttl if headers.ttl is None else headers.ttl
+        if ttl is None:
+            return tenure
+        if ttl != self.tenure.ttl:
+            self._check_time("ttl", ttl, ttl)
+        return tenure.lasting(ttl * SECOND, now)
+
+    def _check_time(self, field: str, value: int, seconds: int) -> None:
+        most = self.may.ttl
+        if most is None:
+            raise _forbidden(field, value, "")
+        if seconds > most:
+            raise _forbidden(field, value, f"at most {most} seconds from now")
+
+
+#: Everything may be set: without keys, and with keys of which nothing is said. Whoever has such a
+#: key may use all that is cached for its tenant.
+OPEN_POLICY = KeyPolicy(may=TenureChoices(**dict.fromkeys((*TEXTS, *SETS), (ANY,)), ttl=MAX_TTL_S))
+
+
+def _forbidden(field: str, value: object, allowed: str) -> APIError:
+    if allowed:
+        why = f"this key allows {allowed}: send such a value, or leave the header out"
+    else:
+        why = "this key does not let requests set it: leave the header out"
+    return refused(field, value, why, status=403)
+
+
+def _items(value: str | Iterable[str] | None) -> Iterable[str]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+def _shown(value: str | frozenset[str]) -> str:
+    return value if isinstance(value, str) else ",".join(sorted(value))
+
+
+def _matches(name: str, value: str) -> bool:
+    return value.startswith(name[:-1]) if name.endswith(ANY) else value == name
