@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # What needs no peer, no GPU, and not much time.
 FAST   := not slow and not vllm and not dynamo and not gpu
 
-.PHONY: serve gpu test test-all explore lint format bench docs clean
+.PHONY: serve gpu test test-all explore lint format bench check-results docs clean
 
 serve: $(VENV)/.serve
 	$(BIN)/pigou serve $(ARGS)
@@ -39,6 +39,10 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	for b in engine.core worker.kv_transfer gateway.overhead worker.throughput; do $(BIN)/python -m benchmarks.$$b $(ARGS) || exit 1; done
+
+# Simulated figures of docs/results, a sample, against the pages: about five minutes.
+check-results: $(VENV)/.dev
+	$(BIN)/python -m tools.check_results $(ARGS)
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m tools.cli_reference > docs/reference/cli.md
