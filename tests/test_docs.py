@@ -94,3 +94,17 @@ def test_the_glossary_has_one_line_a_term() -> None:
     terms = [term for term in terms if term != "term"]
     assert len(terms) == len(set(terms))
     assert 40 <= len(terms) <= 80
+
+
+def test_the_twenty_concepts_are_where_the_architecture_says() -> None:
+    page = (DOCS / "internals" / "architecture.md").read_text()
+    section = page.partition("## Where twenty concepts are")[2]
+    rows = re.findall(r"^\| ([^|]+?) \| `(src/[^`]+)` \|$", section, re.M)
+    assert len(rows) == 20
+    missing = [f"{concept}: {path}" for concept, path in rows if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_the_docs_without_notes_have_at_most_45000_words() -> None:
+    pages = [page for page in DOCS.rglob("*.md") if "notes" not in page.parts]
+    assert sum(len(page.read_text().split()) for page in pages) <= 45_000
