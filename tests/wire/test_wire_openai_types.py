@@ -213,7 +213,7 @@ def test_unknown_fields_are_logged_once_and_told_in_a_header_or_refused() -> Non
         UnknownFields("refuse", lambda *_: None).judge(["b"])
     for number in range(2000):
         warns.judge([f"x{number}"])
-    assert len(logged) == UnknownFields.MOST_LOGGED
+    assert len(logged) == UnknownFields.MAX_LOGGED
 
 
 def test_a_hostile_name_breaks_neither_header_nor_log() -> None:

@@ -19,7 +19,7 @@ from pigou.request import SECOND
 from pigou.worker.build import build
 from pigou.worker.config import WorkerConfig
 from pigou.worker.mock_worker import MockBackend, TimingLaw
-from pigou.worker.startup import rehearse
+from pigou.worker.startup import profile_at_startup
 
 LAW = TimingLaw(base=2_000_000, per_sequence=100_000, prefill_rate=100_000.0)
 LIMITS = EngineConfig(blocks=4096, max_model_len=16_384, max_seqs=128, max_repeat=8)
@@ -66,7 +66,7 @@ def test_a_rehearsal_of_a_model_leaves_nothing_behind(options: dict[str, Any]) -
     price = parts.core.price
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pigou.worker.startup.time", TickingClock())
-        found = rehearse(parts.core, parts.backend, 0.04)
+        found = profile_at_startup(parts.core, parts.backend, 0.04)
     assert found
     assert [each[:2] for each in found] == list(profiled_loads(parts.core.config))[: len(found)]
     assert parts.core.price == price
@@ -77,7 +77,7 @@ def test_a_rehearsal_of_a_model_leaves_nothing_behind(options: dict[str, Any]) -
 @pytest.mark.parametrize("most", [1, 8, 32])
 def test_what_is_measured_is_what_the_law_says(clock: Clock, most: int) -> None:
     core, backend = EngineCore(LIMITS), sleeper()
-    found = rehearse(core, backend, 1e9, backend.rest)
+    found = profile_at_startup(core, backend, 1e9, backend.rest)
     assert [each[:2] for each in found] == list(profiled_loads(LIMITS))
     for tokens, streams, steps, seconds in found:
         assert steps == (-(-tokens // (LIMITS.max_batched_tokens - streams)) or DECODE_STEPS)
@@ -88,7 +88,7 @@ def test_what_is_measured_is_what_the_law_says(clock: Clock, most: int) -> None:
 
 def test_on_the_real_clock_a_sleeping_worker_measures_its_law() -> None:
     core, backend = EngineCore(LIMITS), sleeper()
-    found = rehearse(core, backend, 60.0, backend.rest)
+    found = profile_at_startup(core, backend, 60.0, backend.rest)
     assert [each[:2] for each in found] == list(profiled_loads(LIMITS))
     for tokens, streams, steps, seconds in found:
         law = steps * (LAW.base + LAW.per_sequence * streams) / SECOND + tokens / LAW.prefill_rate
@@ -100,7 +100,7 @@ def test_a_slow_worker_keeps_its_budget_to_a_step(clock: Clock, budget: float) -
     law = TimingLaw(base=50_000_000, prefill_rate=10_000.0)
     core, backend = EngineCore(LIMITS), sleeper(law)
     began = clock.now
-    found = rehearse(core, backend, budget, backend.rest)
+    found = profile_at_startup(core, backend, budget, backend.rest)
     step = 0.05 + 0.0001 * 64 + LIMITS.max_batched_tokens / law.prefill_rate
     assert clock.now - began <= (budget + step) * SECOND
     assert len(found) < len(profiled_loads(LIMITS))
@@ -136,7 +136,7 @@ def test_every_scene_fits_the_limits_and_nobody_loses_a_row(config: EngineConfig
     law = TimingLaw(LAW.base, 0, LAW.prefill_rate)
     core, backend = EngineCore(config), sleeper(law, config.block_size)
     with slept():
-        found = rehearse(core, backend, 1e9, backend.rest)
+        found = profile_at_startup(core, backend, 1e9, backend.rest)
     assert [each[:2] for each in found] == list(wanted)
     for tokens, streams, steps, seconds in found:
         time = steps * law.base / SECOND + tokens / law.prefill_rate
@@ -151,7 +151,7 @@ def test_every_scene_fits_the_limits_and_nobody_loses_a_row(config: EngineConfig
 def test_an_engine_that_is_too_small_measures_nothing_and_starts(clock: Clock, limit: str) -> None:
     config = EngineConfig(**{"blocks": 64, "max_seqs": 1, limit: 1})
     core = EngineCore(config)
-    found = rehearse(core, sleeper(TimingLaw(0, 0, 1e9)), 0.1)
+    found = profile_at_startup(core, sleeper(TimingLaw(0, 0, 1e9)), 0.1)
     assert len(found) == len(profiled_loads(config))
     check_empty(core)
 

@@ -125,12 +125,12 @@ class Connections:
                 del self._peers[connection.peer]
 
     def _evict(self) -> bool:
-        waiting = [each for each in self._open if each.waits]
+        waiting = [connection for connection in self._open if connection.waits]
         if not waiting:
             return False
-        strangers = [each for each in waiting if not each.served]
-        peers = Counter(each.peer for each in strangers)
-        victim = max(strangers, key=lambda each: peers[each.peer], default=waiting[0])
+        strangers = [connection for connection in waiting if not connection.served]
+        peers = Counter(connection.peer for connection in strangers)
+        victim = max(strangers, key=lambda connection: peers[connection.peer], default=waiting[0])
         self.evicted += 1
         self.remove(victim)
         victim.force_close()
@@ -250,7 +250,7 @@ class LimitedHandler(RequestHandler):
             self.transport.write(_raw(APIError(408, "The request's head did not end in time.")))
             self.force_close()
 
-    def _look_after(self, probes: int, waited_s: float) -> None:
+    def _look_after(self, probes: int, wait_s: float) -> None:
         """See whether a half-closed client is still there, until its answer is sent.
 
         A client that has closed both sides looks the same, until something is sent to it: then
@@ -266,11 +266,11 @@ class LimitedHandler(RequestHandler):
             self._half_open = False
             transport.abort()
             return
-        if probes < len(_PROBES_S) and waited_s >= _PROBES_S[probes]:
+        if probes < len(_PROBES_S) and wait_s >= _PROBES_S[probes]:
             self._probe(transport)
             probes += 1
         self._probe_timer = self._loop.call_later(
-            _LOOK_S, self._look_after, probes, waited_s + _LOOK_S
+            _LOOK_S, self._look_after, probes, wait_s + _LOOK_S
         )
 
     def _probe(self, transport: asyncio.Transport) -> None:

@@ -136,9 +136,9 @@ def http_error(status: int, method: str, path: str, reason: str = "") -> APIErro
     return APIError(status, reason)
 
 
-def too_large(most: int) -> APIError:
-    """Return the error 413 for a body of more than `most` bytes."""
-    return APIError(413, f"The body has more than {most} bytes.")
+def too_large(max_bytes: int) -> APIError:
+    """Return the error 413 for a body of more than `max_bytes` bytes."""
+    return APIError(413, f"The body has more than {max_bytes} bytes.")
 
 
 def error_body(message: str, type: str, param: str | None, code: int | str) -> bytes:

@@ -28,7 +28,7 @@ NONCE = "x-pigou-fleet-nonce"
 PROOF = "x-pigou-fleet-proof"
 #: Header in which a gateway tells a worker whose request it sends; it counts with the secret alone.
 TENANT = "x-pigou-fleet-tenant"
-_LEAST, _MOST = 16, 4096
+_MIN_CHARS, _MAX_CHARS = 16, 4096
 _PERSON = b"pigou-fleet-1:"
 
 
@@ -42,9 +42,9 @@ class FleetSecret:
             ConfigError: it is shorter or longer; `where` says where it came from.
         """
         text = text.strip()
-        if not _LEAST <= len(text) <= _MOST:
+        if not _MIN_CHARS <= len(text) <= _MAX_CHARS:
             raise ConfigError(
-                f"{where} has {len(text)} characters; it must have {_LEAST} to {_MOST}: "
+                f"{where} has {len(text)} characters; it must have {_MIN_CHARS} to {_MAX_CHARS}: "
                 "`openssl rand -hex 32` makes one"
             )
         self._secret = text.encode("utf-8", "surrogateescape")
@@ -136,7 +136,7 @@ def _digest(data: bytes) -> bytes:
 def _read_descriptor(text: str) -> str:
     try:
         with os.fdopen(int(text), "rb") as source:
-            return source.read(_MOST + 1).decode("utf-8", "surrogateescape")
+            return source.read(_MAX_CHARS + 1).decode("utf-8", "surrogateescape")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{DESCRIPTOR} is {text!r}, which cannot be read: {error}") from error
 

@@ -171,10 +171,11 @@ def _check_fields(fields: dict[str, msgspec.Raw], context: int) -> None:
         if name in _IDS:
             _check_ids(name, view, shape, 0 if cut else context)
             continue
-        if shape.items > (most := _ITEMS.get(name, MAX_VALUES)):
+        if shape.items > (max_items := _ITEMS.get(name, MAX_VALUES)):
             remedy = _REMEDY.get(name, "shorten it")
             raise bad_request(
-                f"{name[:80]} has {shape.items} entries; at most {most} work: {remedy}.", name[:80]
+                f"{name[:80]} has {shape.items} entries; at most {max_items} work: {remedy}.",
+                name[:80],
             )
         if shape.values > MAX_VALUES:
             raise bad_request(

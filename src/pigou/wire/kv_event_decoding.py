@@ -86,7 +86,7 @@ class KVEventBatch:
 
 
 #: Bounds of one event: blocks, tokens in a block, bytes of a hash, characters of a name.
-MOST_BLOCKS, MOST_BLOCK_SIZE, MOST_HASH, MOST_NAME = 2**16, 2**16, 64, 1024
+MAX_BLOCKS, MAX_BLOCK_SIZE, MAX_HASH_BYTES, MAX_NAME_CHARS = 2**16, 2**16, 64, 1024
 Tokens = list[Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**32)]]
 
 _encoder = msgspec.msgpack.Encoder()
@@ -223,15 +223,15 @@ def read_event(item: Any) -> WireEvent | None:
 
 def check_blocks(count: int) -> None:
     """Raise EventError where an event has too many blocks."""
-    if count > MOST_BLOCKS:
-        raise EventError(f"an event has {count} blocks; it may have {MOST_BLOCKS}")
+    if count > MAX_BLOCKS:
+        raise EventError(f"an event has {count} blocks; it may have {MAX_BLOCKS}")
 
 
 def read_block_size(fields: dict[str, Any]) -> int:
     """Return the tokens in a block."""
     size = fields.get("block_size")
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_BLOCK_SIZE:
-        raise EventError(f"block_size is {shown(size)}; it must be in [1, {MOST_BLOCK_SIZE}]")
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_BLOCK_SIZE:
+        raise EventError(f"block_size is {shown(size)}; it must be in [1, {MAX_BLOCK_SIZE}]")
     return size
 
 
@@ -243,7 +243,7 @@ def shown(value: Any) -> str:
 def read_text(fields: dict[str, Any], name: str) -> str | None:
     """Return a short text, or None where there is none."""
     value = fields.get(name)
-    if value is None or (isinstance(value, str) and len(value) <= MOST_NAME):
+    if value is None or (isinstance(value, str) and len(value) <= MAX_NAME_CHARS):
         return value
     raise EventError(f"{name} is {shown(value)}; it must be a short text or null")
 
@@ -266,7 +266,7 @@ def read_hash(value: Any) -> WireHash:
     """Return a block's hash, unsigned where it is an integer."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value & 0xFFFF_FFFF_FFFF_FFFF  # some engines send it signed
-    if isinstance(value, bytes) and 0 < len(value) <= MOST_HASH:
+    if isinstance(value, bytes) and 0 < len(value) <= MAX_HASH_BYTES:
         return value
     raise EventError(f"a block hash is an integer or bytes, not {shown(value)}")
 
@@ -279,5 +279,5 @@ def read_salt(fields: dict[str, Any]) -> str | None:
     keys = fields.get("extra_keys")
     if isinstance(keys, list) and keys and isinstance(keys[0], list):
         texts = [key for key in keys[0] if isinstance(key, str)]
-        return texts[-1] if texts and len(texts[-1]) <= MOST_NAME else None
+        return texts[-1] if texts and len(texts[-1]) <= MAX_NAME_CHARS else None
     return None

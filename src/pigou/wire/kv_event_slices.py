@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from pigou.wire.kv_event_decoding import (
-    MOST_HASH,
+    MAX_HASH_BYTES,
     REMOVED_FIELDS,
     STORED_FIELDS,
     Cleared,
@@ -39,9 +39,9 @@ SLICE = 512
 #: Bytes of an event that is decoded as a whole, and of a field of a larger one, but for arrays.
 SMALL, _FIELD = 16 * 1024, 16 * 1024
 #: Tokens that are decoded at once, and fields of an event.
-_TOKENS, _MOST_FIELDS = 16 * 1024, 64
+_TOKENS, _MAX_FIELDS = 16 * 1024, 64
 #: Most bytes of an integer, and of a hash with its header.
-_INTEGER, _HASH = 9, MOST_HASH + 5
+_INTEGER, _HASH = 9, MAX_HASH_BYTES + 5
 
 _decoder = msgspec.msgpack.Decoder()
 _token_decoder = msgspec.msgpack.Decoder(Tokens)
@@ -175,8 +175,8 @@ def _spans(walk: Walk, at: int) -> Generator[None, None, dict[str, _Span]]:
     if head is None and (head := walk.array_head(at)) is None:
         raise EventError("an event is a map or a non-empty array, and no long value")
     count, at = head
-    if count > _MOST_FIELDS:
-        raise EventError(f"an event has {count} fields; it may have {_MOST_FIELDS}")
+    if count > _MAX_FIELDS:
+        raise EventError(f"an event has {count} fields; it may have {_MAX_FIELDS}")
     names: tuple[str, ...] = ("type", *STORED_FIELDS)
     for place in range(count):
         name: Any = names[place] if place < len(names) else None
@@ -220,22 +220,22 @@ class _Items:
             raise EventError(f"{name} is no array; it must be a list")
         return cls(walk, name, head[1], head[0])
 
-    def take_hashes(self, most: int) -> Generator[None, None, tuple[WireHash, ...]]:
+    def take_hashes(self, max_items: int) -> Generator[None, None, tuple[WireHash, ...]]:
         """Return the next hashes, at most so many."""
-        data = yield from self._take(most, _HASH)
+        data = yield from self._take(max_items, _HASH)
         return tuple(read_hash(value) for value in _decoder.decode(data))
 
-    def take_tokens(self, most: int) -> Generator[None, None, list[int]]:
+    def take_tokens(self, max_items: int) -> Generator[None, None, list[int]]:
         """Return the next tokens, at most so many."""
-        data = yield from self._take(most, _INTEGER)
+        data = yield from self._take(max_items, _INTEGER)
         try:
             return _token_decoder.decode(data)
         except msgspec.ValidationError as error:
             raise EventError(f"{self.name}: {error}") from None
 
-    def _take(self, most: int, widest: int) -> Generator[None, None, bytes]:
+    def _take(self, max_items: int, widest: int) -> Generator[None, None, bytes]:
         """Return the next items as an array of their own, each of so many bytes at most."""
-        count = min(most, self.left)
+        count = min(max_items, self.left)
         end = yield from self.walk.skip(self.at, count)
         if end - self.at > widest * count:
             raise EventError(f"{self.name} has items of over {widest} bytes")

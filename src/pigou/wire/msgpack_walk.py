@@ -50,20 +50,20 @@ _TABLE = _table()
 
 @kernel
 def _skip(
-    data: NDArray[np.uint8], table: NDArray[np.int64], state: NDArray[np.int64], most: int
+    data: NDArray[np.uint8], table: NDArray[np.int64], state: NDArray[np.int64], max_values: int
 ) -> int:
-    """Step over up to `most` values; return a fault, or 0.
+    """Step over up to `max_values` values; return a fault, or 0.
 
     `state` has the position and how many values are left; what they contain counts too.
     """
     at, left, size = state[0], state[1], data.shape[0]
-    while left > 0 and most > 0:
+    while left > 0 and max_values > 0:
         if left > size - at:  # each value has a byte at least
             return 1
         byte = data[at]
         at += 1
         left -= 1
-        most -= 1
+        max_values -= 1
         if byte < 0x80 or byte >= 0xE0:  # a small integer, as most are
             continue
         width, body = table[byte, 0], table[byte, 1]

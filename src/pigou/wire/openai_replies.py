@@ -115,13 +115,13 @@ def _chat_token(token: TokenLogprobs) -> Json:
 
 def prompt_logprobs(tokens: list[TokenLogprobs]) -> list[Json | None]:
     """Return `prompt_logprobs`: per token of the prompt, a map from token id."""
-    found: list[Json | None] = []
+    by_token: list[Json | None] = []
     for token in tokens:
         if token.chosen is None:
-            found.append(None)
+            by_token.append(None)
             continue
         entries = {token.chosen.id: token.chosen} | {other.id: other for other in token.top}
-        found.append(
+        by_token.append(
             {
                 str(entry.id): {
                     "logprob": entry.logprob,
@@ -131,7 +131,7 @@ def prompt_logprobs(tokens: list[TokenLogprobs]) -> list[Json | None]:
                 for entry in entries.values()
             }
         )
-    return found
+    return by_token
 
 
 def completion_choice(

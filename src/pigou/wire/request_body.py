@@ -16,19 +16,19 @@ _JSON = "application/json"
 #: Seconds that a body may take, besides what its size takes at the least rate.
 _GRACE_S = 15.0
 #: Bytes a second, at least, that a client must send.
-_LEAST_RATE = 16 * 1024
+_MIN_BYTES_PER_S = 16 * 1024
 
 
 async def no_interim_answer(_: web.Request) -> None:
     """Take the place of aiohttp's answer to `Expect`: `read_body` sends it, after the checks."""
 
 
-async def read_json(request: web.Request, most: int) -> bytes:
+async def read_json(request: web.Request, max_bytes: int) -> bytes:
     """Return a request's body, which must be declared as JSON.
 
     Args:
         request: whose body was not read yet.
-        most: bytes of the body.
+        max_bytes: bytes of the body.
 
     Raises:
         APIError: 400, it is not declared as JSON; else as `read_body`.
@@ -39,10 +39,10 @@ async def read_json(request: web.Request, most: int) -> bytes:
             f"Content-Type is {request.content_type[:80]!r}; send application/json.",
             "content-type",
         )
-    return await read_body(request, most)
+    return await read_body(request, max_bytes)
 
 
-async def read_body(request: web.Request, most: int) -> bytes:
+async def read_body(request: web.Request, max_bytes: int) -> bytes:
     """Return a request's body.
 
     Raises:
@@ -51,26 +51,26 @@ async def read_body(request: web.Request, most: int) -> bytes:
     """
     _check_encoding(request)
     length = request.content_length
-    if length is not None and length > most:
-        raise too_large(most)
+    if length is not None and length > max_bytes:
+        raise too_large(max_bytes)
     await _expected(request)
     loop = asyncio.get_running_loop()
     start, body = loop.time(), bytearray()
     content = request.content
     while not content.at_eof():
         try:
-            async with asyncio.timeout_at(start + _GRACE_S + len(body) / _LEAST_RATE):
+            async with asyncio.timeout_at(start + _GRACE_S + len(body) / _MIN_BYTES_PER_S):
                 body += await content.readany()
         except TimeoutError:
             raise APIError(
                 408,
                 f"After {loop.time() - start:.0f} s {len(body)} bytes of the body have come; send "
-                f"at least {_LEAST_RATE} bytes a second.",
+                f"at least {_MIN_BYTES_PER_S} bytes a second.",
             ) from None
         except (web.RequestPayloadError, web.PayloadAccessError) as error:
             raise bad_request(f"The body cannot be read: {error}.") from None
-        if len(body) > most:
-            raise too_large(most)
+        if len(body) > max_bytes:
+            raise too_large(max_bytes)
     return bytes(body)
 
 
@@ -107,17 +107,17 @@ async def _expected(request: web.Request) -> None:
 
 _THREADS = 2
 #: Pieces of work of one tenant that may wait; more are answered 429.
-_MOST_WAITING = 64
+_MAX_WAITING = 64
 _T = TypeVar("_T")
 
 
 class FairThreadPool:
     """Runs work on threads; tenants that wait take turns."""
 
-    def __init__(self, threads: int = _THREADS, most_waiting: int = _MOST_WAITING) -> None:
+    def __init__(self, threads: int = _THREADS, max_waiting: int = _MAX_WAITING) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="off-loop")
         self._free = threads
-        self._most = most_waiting
+        self._max_waiting = max_waiting
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, tenant: str, work: Callable[[], _T]) -> _T:
@@ -141,7 +141,7 @@ class FairThreadPool:
             self._free -= 1
             return
         queue = self._waiting.setdefault(tenant, deque())
-        if len(queue) >= self._most:
+        if len(queue) >= self._max_waiting:
             raise APIError(
                 429,
                 f"{len(queue)} large requests with this key wait to be read. Try again later.",

@@ -48,22 +48,23 @@ def prompts(request: CompletionRequest) -> list[str | list[int]]:
     """Return the prompts, each text or token ids; raise `APIError` 400 when there is none."""
     prompt = request.prompt
     if isinstance(prompt, str):
-        found: list[str | list[int]] = [prompt]
+        parsed: list[str | list[int]] = [prompt]
     elif prompt and isinstance(prompt[0], int):
-        found = [_ids(prompt)]
+        parsed = [_ids(prompt)]
     elif prompt and isinstance(prompt[0], str):
         if not all(isinstance(item, str) for item in prompt):
             raise _mixed()
-        found = [item for item in prompt if isinstance(item, str)]
+        parsed = [item for item in prompt if isinstance(item, str)]
     else:
-        found = [_ids(item) for item in prompt]
-    if len(found) > MAX_PROMPTS:
+        parsed = [_ids(item) for item in prompt]
+    if len(parsed) > MAX_PROMPTS:
         raise bad_request(
-            f"prompt has {len(found)} prompts; at most {MAX_PROMPTS} work in one request.", "prompt"
+            f"prompt has {len(parsed)} prompts; at most {MAX_PROMPTS} work in one request.",
+            "prompt",
         )
-    if not found or any(not item for item in found):
+    if not parsed or any(not item for item in parsed):
         raise bad_request("prompt is empty: send text or token ids.", "prompt")
-    return found
+    return parsed
 
 
 def scores_only(request: GenerationRequest) -> bool:
@@ -136,12 +137,12 @@ def _check_stream(request: GenerationRequest) -> None:
 
 
 def _check_stops(request: GenerationRequest) -> None:
-    found = stops(request)
-    if "" in found:
+    strings = stops(request)
+    if "" in strings:
         raise bad_request("stop holds an empty string: remove it.", "stop")
-    if len(found) > MAX_STOPS:
-        raise bad_request(f"stop has {len(found)} strings; at most {MAX_STOPS} work.", "stop")
-    if (longest := max(map(len, found), default=0)) > MAX_STOP_LENGTH:
+    if len(strings) > MAX_STOPS:
+        raise bad_request(f"stop has {len(strings)} strings; at most {MAX_STOPS} work.", "stop")
+    if (longest := max(map(len, strings), default=0)) > MAX_STOP_LENGTH:
         raise bad_request(
             f"stop has a string of {longest} characters; at most {MAX_STOP_LENGTH} work.", "stop"
         )
@@ -235,21 +236,21 @@ def _check_part(part: Any, where: str) -> None:
         raise bad_request(f"{where}.content has a text part without text.", "messages")
 
 
-def _within(request: msgspec.Struct, name: str, least: float, most: float) -> None:
+def _within(request: msgspec.Struct, name: str, minimum: float, maximum: float) -> None:
     value = getattr(request, name)
-    if value is not None and not (least <= value <= most):
-        raise bad_request(f"{name} is {value}; it must be in [{least}, {most}].", name)
+    if value is not None and not (minimum <= value <= maximum):
+        raise bad_request(f"{name} is {value}; it must be in [{minimum}, {maximum}].", name)
 
 
-def _at_most(items: Sized | None, most: int, name: str) -> None:
-    if items is not None and len(items) > most:
-        raise bad_request(f"{name} has {len(items)} entries; at most {most} work.", name)
+def _at_most(items: Sized | None, maximum: int, name: str) -> None:
+    if items is not None and len(items) > maximum:
+        raise bad_request(f"{name} has {len(items)} entries; at most {maximum} work.", name)
 
 
-def _above_zero(request: msgspec.Struct, name: str, most: float) -> None:
+def _above_zero(request: msgspec.Struct, name: str, maximum: float) -> None:
     value = getattr(request, name)
-    if value is not None and not (0 < value <= most and math.isfinite(value)):
-        raise bad_request(f"{name} is {value}; it must be in (0, {most:g}].", name)
+    if value is not None and not (0 < value <= maximum and math.isfinite(value)):
+        raise bad_request(f"{name} is {value}; it must be in (0, {maximum:g}].", name)
 
 
 def _ids(items: Any, name: str = "prompt") -> list[int]:

@@ -67,16 +67,16 @@ def sampling_params(
     Raises:
         APIError: 400, the request cannot fit, or names tokens outside the vocabulary.
     """
-    most = max_tokens(request, prompt_tokens, limits.max_model_len)
-    least = request.min_tokens or 0
-    if least > most:
+    limit = max_tokens(request, prompt_tokens, limits.max_model_len)
+    min_tokens = request.min_tokens or 0
+    if min_tokens > limit:
         raise bad_request(
-            f"min_tokens is {least}; it must be at most max_tokens, which is {most} here.",
+            f"min_tokens is {min_tokens}; it must be at most max_tokens, which is {limit} here.",
             "min_tokens",
         )
     return SamplingParams(
-        max_tokens=most,
-        min_tokens=least,
+        max_tokens=limit,
+        min_tokens=min_tokens,
         temperature=_temperature(_or(request.temperature, defaults.temperature)),
         top_k=max(0, _or(request.top_k, defaults.top_k)),
         top_p=_or(request.top_p, defaults.top_p),

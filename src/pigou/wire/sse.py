@@ -8,7 +8,7 @@ DONE_PAYLOAD = b"[DONE]"
 #: Bytes of one event. The first may hold the ids of a prompt of a million tokens.
 MAX_EVENT = 32 * 1024 * 1024
 #: Pieces that are kept before they are joined.
-_MOST_PARTS = 16_384
+_MAX_PARTS = 16_384
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -93,7 +93,7 @@ class Reader:
         if data:
             self._parts.append(data)
             self._size += len(data)
-        if len(self._parts) > _MOST_PARTS:
+        if len(self._parts) > _MAX_PARTS:
             self._parts = [b"".join(self._parts)]
         if self._size > MAX_EVENT:
             raise EventTooLong(f"an event has more than {MAX_EVENT} bytes")

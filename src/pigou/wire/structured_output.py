@@ -52,9 +52,9 @@ def grammar(request: GenerationRequest, flexible: bool = False) -> Grammar | Non
     if wanted is None:
         return None
     if len(given) != 1:
-        found = ", ".join(given) or "none"
+        named = ", ".join(given) or "none"
         raise bad_request(
-            f"structured_outputs has {found}; give exactly one of json, regex, choice, grammar, "
+            f"structured_outputs has {named}; give exactly one of json, regex, choice, grammar, "
             "json_object.",
             "structured_outputs",
         )
@@ -93,14 +93,14 @@ def _structured(name: str, value: Any, wanted: StructuredOutputs, flexible: bool
             )
         return _bounded(Grammar("choice", _text(value)), field)
     if name in ("regex", "grammar"):
-        found = _bounded(Grammar("regex" if name == "regex" else "grammar", value), field)
+        bounded = _bounded(Grammar("regex" if name == "regex" else "grammar", value), field)
         if _brackets(value) > MAX_DEPTH:
             raise bad_request(
                 f"structured_outputs.{name} has brackets nested deeper than {MAX_DEPTH}: flatten "
                 "it.",
                 field,
             )
-        return found
+        return bounded
     schema = value
     if isinstance(value, str):
         try:
@@ -146,17 +146,17 @@ def _json_grammar(
     return Grammar(base.kind, base.source, True, pattern)
 
 
-def _bounded(found: Grammar, field: str) -> Grammar:
-    most = MAX_BYTES[found.kind]
+def _bounded(output_grammar: Grammar, field: str) -> Grammar:
+    max_bytes = MAX_BYTES[output_grammar.kind]
     # A character has at least one byte, so that huge texts are not encoded to be measured.
-    size = len(found.source)
-    if size <= most:
-        size = len(found.source.encode("utf-8", "surrogatepass"))
-    if size > most:
+    size = len(output_grammar.source)
+    if size <= max_bytes:
+        size = len(output_grammar.source.encode("utf-8", "surrogatepass"))
+    if size > max_bytes:
         raise bad_request(
-            f"{field} has a {found.kind} of {size} bytes; at most {most} work.", field
+            f"{field} has a {output_grammar.kind} of {size} bytes; at most {max_bytes} work.", field
         )
-    return found
+    return output_grammar
 
 
 def _too_deep(value: Any) -> bool:

@@ -60,15 +60,15 @@ def tool_use(request: ChatRequest) -> ToolUse | None:
     if mode == "named":
         grammar = schema_grammar(_parameters(functions[named], ""), "tools")
         return ToolUse("named", names, named, grammar)
-    most = 1 if request.parallel_tool_calls is False else MAX_CALLS
-    return ToolUse("required", names, grammar=schema_grammar(_calls(functions, most), "tools"))
+    max_calls = 1 if request.parallel_tool_calls is False else MAX_CALLS
+    return ToolUse("required", names, grammar=schema_grammar(_calls(functions, max_calls), "tools"))
 
 
 def _functions(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the functions by name."""
     if len(tools) > MAX_TOOLS:
         raise bad_request(f"tools has {len(tools)} entries; at most {MAX_TOOLS} work.", "tools")
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if (kind := tool.get("type")) != "function":
@@ -82,14 +82,14 @@ def _functions(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 f"{where}.function.name must have 1 to 64 letters, digits, '_', '-' or '.'.",
                 "tools",
             )
-        if name in found:
+        if name in by_name:
             raise bad_request(f"tools has the function {name!r} twice: keep one.", "tools")
         if not isinstance(function.get("parameters") or {}, dict):
             raise bad_request(
                 f"{where}.function.parameters must be a JSON schema (an object).", "tools"
             )
-        found[name] = function
-    return found
+        by_name[name] = function
+    return by_name
 
 
 def _mode(choice: Any, functions: dict[str, Any], given: bool) -> tuple[str, str]:
@@ -116,7 +116,7 @@ def _mode(choice: Any, functions: dict[str, Any], given: bool) -> tuple[str, str
     return "named", str(name)
 
 
-def _calls(functions: dict[str, dict[str, Any]], most: int) -> dict[str, Any]:
+def _calls(functions: dict[str, dict[str, Any]], max_calls: int) -> dict[str, Any]:
     """Return the schema of a list of calls."""
     items, definitions = [], {}
     for number, (name, function) in enumerate(functions.items()):
@@ -137,7 +137,7 @@ def _calls(functions: dict[str, dict[str, Any]], most: int) -> dict[str, Any]:
         "type": "array",
         "items": {"anyOf": items},
         "minItems": 1,
-        "maxItems": most,
+        "maxItems": max_calls,
     }
 
 
@@ -165,23 +165,23 @@ def _prepared(schema: Any, root: str, *, closes: bool) -> Any:
         return [_prepared(item, root, closes=closes) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found: dict[str, Any] = {}
+    prepared: dict[str, Any] = {}
     combined = any(name in schema for name in _BRANCHES)
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            found[key] = f"#{root}{value[1:]}"
+            prepared[key] = f"#{root}{value[1:]}"
         elif key in _DATA:
-            found[key] = value
+            prepared[key] = value
         elif key in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            found[key] = {
+            prepared[key] = {
                 name: _prepared(inner, root, closes=closes) for name, inner in value.items()
             }
         else:
-            found[key] = _prepared(value, root, closes=closes and key not in _BRANCHES)
+            prepared[key] = _prepared(value, root, closes=closes and key not in _BRANCHES)
     own = isinstance(schema.get("properties"), dict)
     if closes and own and not combined and "patternProperties" not in schema:
-        found.setdefault("additionalProperties", False)
-    return found
+        prepared.setdefault("additionalProperties", False)
+    return prepared
 
 
 def _conflict(field: str) -> APIError:

@@ -19,7 +19,7 @@ HEADER = "X-Pigou-Unknown-Fields"
 #: What a server does with unknown fields.
 MODES = ("warn", "refuse")
 #: Most names in the header, and most characters of each.
-_MOST_NAMES, _MOST_CHARS = 16, 64
+_MAX_NAMES, _MAX_CHARS = 16, 64
 #: Values of refused fields, beside null, that ask for what happens anyway.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
@@ -112,20 +112,20 @@ def _pruned(
 def header_value(names: Iterable[str]) -> str:
     """Return the value of `X-Pigou-Unknown-Fields`: printable names, cut, with commas."""
     shown = list(dict.fromkeys(printable(name) for name in names))
-    rest = len(shown) - _MOST_NAMES
-    return ", ".join(shown[:_MOST_NAMES] + ([f"{rest} more"] if rest > 0 else []))
+    rest = len(shown) - _MAX_NAMES
+    return ", ".join(shown[:_MAX_NAMES] + ([f"{rest} more"] if rest > 0 else []))
 
 
 def printable(name: str) -> str:
     """Return a field's name as it may stand in a header or a log line."""
-    return _UNPRINTABLE.sub("?", name[:_MOST_CHARS]) or "?"
+    return _UNPRINTABLE.sub("?", name[:_MAX_CHARS]) or "?"
 
 
 class UnknownFields:
     """What a server does with unknown fields: refuse them, or warn of each name once."""
 
     #: Names that are remembered as logged; beyond it nothing more is logged.
-    MOST_LOGGED = 256
+    MAX_LOGGED = 256
 
     def __init__(self, mode: str, log: Callable[[str, str], None]) -> None:
         """Go by `mode`, one of `MODES`; `log` takes a message with one `%s`, and its value."""
@@ -145,7 +145,7 @@ class UnknownFields:
         if self._refuses:
             raise unknown_field(names[0])
         for name in map(printable, names):
-            if name not in self._logged and len(self._logged) < self.MOST_LOGGED:
+            if name not in self._logged and len(self._logged) < self.MAX_LOGGED:
                 self._logged.add(name)
                 self._log("requests have the unknown field %s, which has no effect", name)
         return {HEADER: header_value(names)}

@@ -300,11 +300,11 @@ def _epoch() -> int:
 
 def _engine_config(config: WorkerConfig, blocks: int, longest: int) -> EngineConfig:
     """Return the core's limits; no sequence is longer than all blocks together."""
-    most = blocks * config.block_size
-    if config.max_model_len > most:
+    cache_tokens = blocks * config.block_size
+    if config.max_model_len > cache_tokens:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}; {blocks} blocks of {config.block_size} "
-            f"tokens hold {most}: lower it, or give more blocks or memory"
+            f"tokens hold {cache_tokens}: lower it, or give more blocks or memory"
         )
     return EngineConfig(
         blocks=blocks,
@@ -313,7 +313,7 @@ def _engine_config(config: WorkerConfig, blocks: int, longest: int) -> EngineCon
         max_seqs=config.max_seqs,
         max_batched_tokens=config.max_batched_tokens,
         max_background_tokens=config.max_background_tokens,
-        max_model_len=min(longest, most),
+        max_model_len=min(longest, cache_tokens),
         order=config.order,
         prefix_caching=config.prefix_caching,
         max_repeat=config.repeat,

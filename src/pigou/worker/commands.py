@@ -58,14 +58,14 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
+class LeaseCached:
     """Offer what is cached of a prompt to another worker; the request is not computed."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw:
+class EndLease:
     """Take back an offer of cached blocks that nobody was told of."""
 
     request: str
@@ -123,8 +123,8 @@ Command: TypeAlias = (
     Add
     | Abort
     | Release
-    | Lend
-    | Withdraw
+    | LeaseCached
+    | EndLease
     | Loaded
     | Restored
     | Landed
@@ -157,7 +157,7 @@ class Gauges:
     tokens_total: int = 0
     blocks_received_total: int = 0
     bytes_received_total: int = 0
-    blocks_lent_total: int = 0
+    blocks_leased_total: int = 0
 
     def read(self, core: EngineCore, warm_queries: int) -> Gauges:
         """Take the core's figures; `warm_queries` are prefix queries of the warm-up."""
@@ -218,7 +218,7 @@ class Report:
         prompts: (request, log-probabilities of its prompt), in order.
         finished: requests that left the engine.
         tickets: by request, `kv_transfer_params` of the blocks held.
-        lent: the same of cached blocks that were asked for; None where there are none.
+        leases: the same of cached blocks that were asked for; None where there are none.
         failed: requests that were refused.
         events: KV events, as maps of the wire.
         computed: tokens computed in each step of the plan; 0 in reports between its steps.
@@ -232,7 +232,7 @@ class Report:
     prompts: list[tuple[str, list[TokenLogprobs | None]]] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     tickets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    lent: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    leases: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     failed: list[Failed] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     computed: int = 0
@@ -248,5 +248,5 @@ class Report:
             or self.finished
             or self.failed
             or self.events
-            or self.lent
+            or self.leases
         )

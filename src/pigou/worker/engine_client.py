@@ -12,7 +12,16 @@ from pigou.engine.plan import Finished
 from pigou.request import FinishReason, Request
 from pigou.runtime.step_output import TokenLogprobs as Report
 from pigou.wire.errors import REQUEST_FAILED, APIError
-from pigou.worker.commands import Abort, Add, Begun, ClearCache, Command, Gauges, Lend, Withdraw
+from pigou.worker.commands import (
+    Abort,
+    Add,
+    Begun,
+    ClearCache,
+    Command,
+    EndLease,
+    Gauges,
+    LeaseCached,
+)
 from pigou.worker.commands import Report as EngineReport
 from pigou.worker.metrics import WorkerMetrics
 from pigou.worker.reply import Reply, ReplySequence
@@ -33,7 +42,7 @@ class EngineClient:
         put: Callable[[Command], None],
         metrics: WorkerMetrics,
         publish: Callable[[list[dict[str, Any]]], None],
-        most: int = 0,
+        max_in_engine: int = 0,
     ) -> None:
         """Begin with nothing in flight.
 
@@ -41,15 +50,15 @@ class EngineClient:
             put: sends a command to the engine thread.
             metrics: counts what passes.
             publish: sends KV events.
-            most: sequences of one request that are in the engine at once; 0 for all.
+            max_in_engine: sequences of one request that are in the engine at once; 0 for all.
         """
-        self._held = WaitingSequences(most)
+        self._held = WaitingSequences(max_in_engine)
         self._put = put
         self._metrics = metrics
         self._publish = publish
         self._flights: dict[str, tuple[ReplySequence, Reply, Add]] = {}
         self._followers: dict[str, list[Add]] = {}
-        self._lending: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
+        self._lease_futures: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
         self.gauges = Gauges()
         self.dead = False
         self.draining = False
@@ -122,26 +131,26 @@ class EngineClient:
             if flight is not None:
                 self._send(flight[1], add)
 
-    async def lend(self, request: Request) -> dict[str, Any] | None:
+    async def lease_cached(self, request: Request) -> dict[str, Any] | None:
         """Offer what is cached of a prompt to another worker; return the ticket, None without.
 
         Raises:
             APIError: 500, the engine died meanwhile.
         """
         asked: asyncio.Future[dict[str, Any] | None]
-        asked = self._lending[request.id] = asyncio.get_running_loop().create_future()
-        self._put(Lend(request))
+        asked = self._lease_futures[request.id] = asyncio.get_running_loop().create_future()
+        self._put(LeaseCached(request))
         try:
             return await asked
         finally:
-            self._lending.pop(request.id, None)
+            self._lease_futures.pop(request.id, None)
 
-    def _lent(self, request: str, ticket: dict[str, Any] | None) -> None:
-        asked = self._lending.pop(request, None)
+    def _on_lease(self, request: str, ticket: dict[str, Any] | None) -> None:
+        asked = self._lease_futures.pop(request, None)
         if asked is not None and not asked.done():
             asked.set_result(ticket)
         elif ticket is not None:
-            self._put(Withdraw(request))
+            self._put(EndLease(request))
 
     def clear_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -173,7 +182,7 @@ class EngineClient:
         replies = {id(reply): reply for _, reply, _ in self._flights.values() if not reply.done}
         for reply in replies.values():
             reply.fail(error)
-        for asked in self._lending.values():
+        for asked in self._lease_futures.values():
             if not asked.done():
                 asked.set_exception(error)
         return len(replies)
@@ -193,8 +202,8 @@ class EngineClient:
             self._isolated(request, self._explain_prompt, request, prompt)
         if report.tokens:
             self._take_tokens(report)
-        for request, ticket in report.lent.items():
-            self._lent(request, ticket)
+        for request, ticket in report.leases.items():
+            self._on_lease(request, ticket)
         for failed in report.failed:
             retry = RETRY_AFTER if failed.status == 503 else None
             error = APIError(
@@ -245,14 +254,14 @@ class EngineClient:
         sequence, reply, _ = flight
         assert sequence.explainer is not None
         explainer = sequence.explainer.fresh()
-        told = [
+        logprobs = [
             explainer.bare(token) if report is None else explainer.explain(report)
             for token, report in zip(sequence.prompt, reports, strict=True)
         ]
-        sequence.prompt_logprobs = told
+        sequence.prompt_logprobs = logprobs
         options = reply.options
         if options.echo is not None and options.logprobs and not options.resumed:
-            sequence.logprobs += told
+            sequence.logprobs += logprobs
 
     def _take_tokens(self, report: EngineReport) -> None:
         flights, metrics, now = self._flights, self._metrics, report.now
@@ -315,9 +324,9 @@ class WaitingSequences:
     A reply is known by a number of its own, as long as it has sequences.
     """
 
-    def __init__(self, most: int = 0) -> None:
-        """Start empty; `most` of one reply are in the engine at once, 0 for all."""
-        self._most = most
+    def __init__(self, max_in_engine: int = 0) -> None:
+        """Start empty; `max_in_engine` of one reply are in the engine at once, 0 for all."""
+        self._max_in_engine = max_in_engine
         self._inside: dict[int, int] = {}
         self._held: dict[int, deque[Add]] = {}
 
@@ -327,7 +336,7 @@ class WaitingSequences:
     def enters(self, reply: int, add: Add) -> bool:
         """Return whether a sequence goes to the engine now; otherwise it is kept."""
         inside = self._inside.get(reply, 0)
-        if self._most and inside >= self._most:
+        if self._max_in_engine and inside >= self._max_in_engine:
             self._held.setdefault(reply, deque()).append(add)
             return False
         self._inside[reply] = inside + 1

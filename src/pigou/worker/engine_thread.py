@@ -29,17 +29,17 @@ from pigou.worker.commands import (
     Begun,
     ClearCache,
     Command,
+    EndLease,
     Failed,
     Gauges,
     Landed,
-    Lend,
+    LeaseCached,
     Loaded,
     Recovered,
     Release,
     Report,
     Restored,
     Stop,
-    Withdraw,
 )
 from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.kv_event_publisher import event_map
@@ -151,9 +151,9 @@ class EngineThread:
                 self._abort(request)
             case Release(request):
                 self._take(self._core.release(request))
-            case Lend(request=core_request):
-                self._lend(core_request)
-            case Withdraw(request):
+            case LeaseCached(request=core_request):
+                self._lease_cached(core_request)
+            case EndLease(request):
                 self.transfers.withdraw(request)
             case Loaded():
                 self._load_ended(command)
@@ -217,7 +217,7 @@ class EngineThread:
         self.transfers.cancel(request)
         self._take(self._core.abort(request))
 
-    def _lend(self, request: Request) -> None:
+    def _lease_cached(self, request: Request) -> None:
         """Offer what is cached of a prompt; the answer does not wait for the next step."""
         core, ticket, held = self._core, None, np.empty(0, dtype=np.int32)
         try:
@@ -227,10 +227,10 @@ class EngineThread:
         if len(held):
             last_hash = hash_text(request.hashes[len(held) - 1])
             ticket = self.transfers.offer(request.id, held, core.config.block_size, last_hash)
-            self._gauges.blocks_lent_total += len(held)
+            self._gauges.blocks_leased_total += len(held)
             if ticket is None:
                 self._take(core.release(request.id))
-        self._out.lent[request.id] = ticket
+        self._out.leases[request.id] = ticket
         self._flush()
 
     def _load_ended(self, loaded: Loaded) -> None:

@@ -47,18 +47,18 @@ class Generation:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete a prompt, or several."""
         known = await self._bodies.read(request, known_completion)
-        told = self._unknown.judge(known.unknown)
+        headers = self._unknown.judge(known.unknown)
         id = _id(request, known.request.request_id)
         reply = await self._intake.completion(known.request, id, fleet_tenant())
-        return await self._send(request, reply, told)
+        return await self._send(request, reply, headers)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
         known = await self._bodies.read(request, known_chat)
-        told = self._unknown.judge(known.unknown)
+        headers = self._unknown.judge(known.unknown)
         id = _id(request, known.request.request_id)
         reply = await self._intake.chat(known.request, id, fleet_tenant())
-        return await self._send(request, reply, told)
+        return await self._send(request, reply, headers)
 
     async def _send(
         self, request: web.Request, reply: Reply, headers: dict[str, str]
@@ -108,14 +108,15 @@ class Generation:
 def _describe(reply: Reply) -> None:
     """Tell the access log what came of a reply."""
     sequences = reply.sequences
-    first = min((each.first for each in sequences if each.first), default=0)
-    began = min((each.arrival for each in sequences), default=0)
+    leaders = sequences[:: reply.options.per_prompt]
+    first = min((sequence.first for sequence in sequences if sequence.first), default=0)
+    began = min((sequence.arrival for sequence in sequences), default=0)
     describe_access(
         request_id=reply.id,
         model=reply.model,
         stream=reply.options.stream,
-        prompt_tokens=sum(len(each.prompt) for each in sequences[:: reply.options.per_prompt]),
-        completion_tokens=sum(len(each.choice.tokens) for each in sequences),
+        prompt_tokens=sum(len(sequence.prompt) for sequence in leaders),
+        completion_tokens=sum(len(sequence.choice.tokens) for sequence in sequences),
         ttft_s=round((first - began) / SECOND, 6) if first else None,
     )
 
@@ -175,17 +176,17 @@ def _id(request: web.Request, body: str | None) -> str:
 
 _B = TypeVar("_B")
 #: Large bodies of one tenant that may wait for a thread.
-_MOST_WAITING = 1024
+_MAX_WAITING = 1024
 
 
 class Bodies:
     """Reads and decodes bodies within bounds."""
 
-    def __init__(self, most: int, context: int) -> None:
-        """Read bodies of at most `most` bytes, for a model that holds `context` tokens."""
-        self._most = most
+    def __init__(self, max_bytes: int, context: int) -> None:
+        """Read bodies of at most `max_bytes` bytes, for a model that holds `context` tokens."""
+        self._max_bytes = max_bytes
         self._context = context
-        self._large = FairThreadPool(most_waiting=_MOST_WAITING)
+        self._large = FairThreadPool(max_waiting=_MAX_WAITING)
 
     async def read(self, request: web.Request, decode: Callable[[bytes], _B]) -> _B:
         """Return what `decode` makes of a request's body, which must be declared as JSON.
@@ -194,7 +195,7 @@ class Bodies:
             APIError: as `pigou.wire.request_body.read_json`; 400 for a body out of bounds. Whatever
                 `decode` raises.
         """
-        data = await read_json(request, self._most)
+        data = await read_json(request, self._max_bytes)
         if len(data) <= SMALL:
             return self._decode(data, decode)
         return await self._large.run(fleet_tenant(), lambda: self._decode(data, decode))

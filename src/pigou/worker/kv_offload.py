@@ -64,11 +64,11 @@ class OffloadConnector:
         """Ask every store what it still has."""
         for tier, name in enumerate(self.names):
 
-            def found(entries: Entries | None, tier: int = tier) -> None:
+            def on_survey(entries: Entries | None, tier: int = tier) -> None:
                 if entries is not None and len(entries):
                     self._put(Recovered(tier, entries.blocks(self._bytes)))
 
-            self._mover.survey(name, found)
+            self._mover.survey(name, on_survey)
 
     def recovered(self, tier: int, blocks: list[Block]) -> None:
         """Take note of blocks that a store has from before the start."""
@@ -132,8 +132,8 @@ class OffloadConnector:
 
     def status(self) -> dict[str, StoreStatus]:
         """Describe each tier's store, by name; from any thread."""
-        found = self._mover.status()
-        return {name: found[name] for name in self.names}
+        statuses = self._mover.status()
+        return {name: statuses[name] for name in self.names}
 
     def close(self) -> None:
         """Finish what is queued, within limits; close the stores."""
@@ -168,7 +168,7 @@ class _Restore:
 
 
 #: Of the device's blocks, the share that may be under copy at once, and the most there may be.
-_COPIES, _MOST_COPIES = 2, 512
+_COPIES, _MAX_COPIES = 2, 512
 #: Rows for reading what does not go straight into the device.
 _READS = 64
 #: Seconds that a token of a prompt takes, and bytes that come back in a second, before they were
@@ -208,7 +208,7 @@ def plan_host(config: WorkerConfig, layout: KVLayout, blocks: int) -> HostMemory
     """
     far = bool(config.disk_cache) + bool(config.bucket_cache)
     reads = _READS if far > 1 or (far and config.device != "cpu") else 0
-    copies = max(1, min(blocks // _COPIES, _MOST_COPIES))
+    copies = max(1, min(blocks // _COPIES, _MAX_COPIES))
     if not config.host_cache:
         return HostMemoryPlan(copies + reads, copies, 0)
     rows = config.host_cache // layout.block_bytes

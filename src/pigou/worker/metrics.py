@@ -143,7 +143,7 @@ class WorkerMetrics:
             ("num_preemptions", "preemptions_total"),
             ("kv_blocks_received", "blocks_received_total"),
             ("kv_bytes_received", "bytes_received_total"),
-            ("kv_blocks_lent", "blocks_lent_total"),
+            ("kv_blocks_lent", "blocks_leased_total"),
             ("swaps", "swaps_total"),
             ("kv_entries_given", "given_total"),
             ("kv_entries_revived", "revived_total"),
@@ -234,10 +234,10 @@ class WorkerMetrics:
         return {value: counter.labels(**self._labels, **{label: value}) for value in values}
 
 
-def _tokens(most: int) -> tuple[float, ...]:
-    """Return the buckets 1, 2, 5, 10, 20, 50, ... up to `most`."""
+def _tokens(max_tokens: int) -> tuple[float, ...]:
+    """Return the buckets 1, 2, 5, 10, 20, 50, ... up to `max_tokens`."""
     buckets = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
-    return tuple(bucket for bucket in buckets if bucket <= most)
+    return tuple(bucket for bucket in buckets if bucket <= max_tokens)
 
 
 _TIER_LABELS = ("model_name", "engine", "tier")

@@ -195,8 +195,8 @@ class MockBackend:
         count = seq.params.prompt_logprobs
         if count is not None and not seq.reported:
             seq.reported = True
-            told = [self._explain(token, count) for token in seq.tokens[1 : seq.prompt]]
-            out.prompt_logprobs[entry] = [None, *told]
+            explained = [self._explain(token, count) for token in seq.tokens[1 : seq.prompt]]
+            out.prompt_logprobs[entry] = [None, *explained]
 
     def _next(self, seq: _MockSequence) -> int:
         """Return a token that follows from the last one and the position."""

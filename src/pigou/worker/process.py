@@ -34,9 +34,7 @@ from pigou.worker.kv_transfer import Receiver, Sender, transfer_key
 from pigou.worker.kv_transfers import KVTransfers, NoTransfers
 from pigou.worker.metrics import TierMetrics, WorkerMetrics
 from pigou.worker.routes import Routes
-from pigou.worker.startup import (
-    _prepare,
-)
+from pigou.worker.startup import prepare
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +85,8 @@ class WorkerServer:
         self.engine.meter = parts.meter
         self.engine.rest = parts.rest
         publish = self._events.publish if self._events is not None else _discard
-        most = max(1, core.config.max_seqs // 2)  # half is left to other requests
-        self._service = EngineClient(self.engine.put, self._metrics, publish, most)
+        max_in_engine = max(1, core.config.max_seqs // 2)  # half is left to other requests
+        self._service = EngineClient(self.engine.put, self._metrics, publish, max_in_engine)
         key = b"" if secret is None else transfer_key(secret)
         self._intake = InputProcessor(model, config, self._service, parts.grammars, key)
         self._transfers = self._start_transfers()
@@ -295,7 +293,7 @@ def run(config: WorkerConfig) -> int:
             import_module("pigou.runtime.load")  # torch, for the most part
     sys.setswitchinterval(_SWITCH)
     with ThreadPoolExecutor(1) as preparation:
-        parts = preparation.submit(_prepare, config).result()
+        parts = preparation.submit(prepare, config).result()
 
     async def main() -> int:
         return await WorkerServer(config, parts, secret).serve()

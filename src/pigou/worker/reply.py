@@ -338,5 +338,5 @@ class Reply:
 
 
 def _prompt_logprobs(sequence: ReplySequence) -> list[dict[str, Any] | None] | None:
-    told = sequence.prompt_logprobs
-    return None if told is None else openai_replies.prompt_logprobs(told)
+    logprobs = sequence.prompt_logprobs
+    return None if logprobs is None else openai_replies.prompt_logprobs(logprobs)

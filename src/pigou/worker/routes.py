@@ -172,7 +172,7 @@ class Routes:
         be computed here. The ticket is null where nothing of it is cached.
         """
         body = await self._bodies.read(request, decode_cached)
-        ticket = await self._service.lend(await self._intake.cached(body))
+        ticket = await self._service.lease_cached(await self._intake.cached(body))
         return _json({"kv_transfer_params": ticket})
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:

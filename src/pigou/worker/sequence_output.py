@@ -58,8 +58,8 @@ class SequenceOutput:
         "_detokenizer",
         "_ends",
         "_eos",
-        "_least",
-        "_most",
+        "_max_tokens",
+        "_min_tokens",
         "_options",
         "_stops",
         "_tokenizer",
@@ -90,7 +90,7 @@ class SequenceOutput:
         self._tokenizer = tokenizer
         self._eos = frozenset[int]() if params.ignore_eos else eos
         self._ends = self._eos | params.stop_token_ids
-        self._least, self._most = params.min_tokens, params.max_tokens
+        self._min_tokens, self._max_tokens = params.min_tokens, params.max_tokens
         self._options = options
         self._detokenizer = Detokenizer(
             tokenizer.vocabulary, options.skip_special, shown=options.shown, begins=False
@@ -109,18 +109,18 @@ class SequenceOutput:
         """Take the next token; return the text to show, and note the end if it is one."""
         self.tokens.append(token)
         self.count += 1
-        if token in self._ends and self.count > self._least:
+        if token in self._ends and self.count > self._min_tokens:
             self.stop = None if token in self._eos else token
             text = self._detokenizer.next(token) if self._options.include_stop else ""
             return text + self.end("stop")
         text = self._detokenizer.next(token)
         if self._stops is not None:
-            found = self._stops.feed(text)
-            if isinstance(found, Match):
-                self.finish, self.stop = "stop", found.stop
-                return found.text
-            text = found
-        return text + self.end("length") if self.count >= self._most else text
+            fed = self._stops.feed(text)
+            if isinstance(fed, Match):
+                self.finish, self.stop = "stop", fed.stop
+                return fed.text
+            text = fed
+        return text + self.end("length") if self.count >= self._max_tokens else text
 
     @property
     def stopped_by_text(self) -> bool:
@@ -309,5 +309,5 @@ def call_id(key: str, index: int, *, short: bool) -> str:
         index: of the call.
         short: nine letters and digits, which Mistral's templates demand.
     """
-    found = hashlib.blake2b(f"{key}/{index}".encode(), digest_size=12).hexdigest()
-    return found[:9] if short else f"call_{found}"
+    digest = hashlib.blake2b(f"{key}/{index}".encode(), digest_size=12).hexdigest()
+    return digest[:9] if short else f"call_{digest}"

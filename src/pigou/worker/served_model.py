@@ -81,7 +81,7 @@ def tool_format(template: ChatTemplate | None, option: str) -> ParserName | None
     return None if option == "none" else cast("ParserName", option)
 
 
-#: Range of each sampling value of a generation config: least, most, and whether the least counts.
+#: Sampling values of a generation config: minimum, maximum, and whether the minimum is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 2.0, True),
     "top_p": (0.0, 1.0, False),
@@ -99,21 +99,21 @@ def sampling_defaults(generation: dict[str, Any]) -> Defaults:
     not keep its model from being served.
     """
     given: dict[str, Any] = {}
-    for name, (least, most, inclusive) in _RANGES.items():
+    for name, (low, high, inclusive) in _RANGES.items():
         value = generation.get(name)
         if value is None:
             continue
-        if _is_within(value, least, most, inclusive) and (name != "top_k" or value == int(value)):
+        if _is_within(value, low, high, inclusive) and (name != "top_k" or value == int(value)):
             given[name] = int(value) if name == "top_k" else float(value)
             continue
         log.warning(
             "generation_config.json: %s is %r, which is left out; it must be in %s%g, %g]",
-            name, value, "[" if inclusive else "(", least, most,
+            name, value, "[" if inclusive else "(", low, high,
         )  # fmt: skip
     return Defaults(**given)
 
 
-def _is_within(value: object, least: float, most: float, inclusive: bool) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value <= most:
+def _is_within(value: object, minimum: float, maximum: float, inclusive: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value <= maximum:
         return False
-    return value >= least if inclusive else value > least
+    return value >= minimum if inclusive else value > minimum

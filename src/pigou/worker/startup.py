@@ -38,7 +38,7 @@ _PROMPT = "rehearsed-prompt"
 _STREAM = "rehearsed-stream"
 
 
-def rehearse(
+def profile_at_startup(
     core: EngineCore,
     backend: Backend,
     budget_s: float,
@@ -61,7 +61,7 @@ def rehearse(
     """
     began = time.monotonic_ns()
     deadline, pace = began + budget_s * SECOND, 0.0
-    found: list[Rehearsed] = []
+    profiles: list[Rehearsed] = []
     for scene in profiled_loads(core.config):
         if began + pace * scene.size >= deadline:
             break
@@ -70,10 +70,10 @@ def rehearse(
         stage.clear()
         if measured is None:
             break
-        found.append(measured)
+        profiles.append(measured)
         now = time.monotonic_ns()
         pace, began = (now - began) / scene.size, now
-    return tuple(found)
+    return tuple(profiles)
 
 
 class _Stage:
@@ -98,16 +98,16 @@ class _Stage:
         """Return what the scene takes at its quickest; None where it was broken off."""
         if not self._gather():
             return None
-        found: list[Rehearsed] = []
+        takes: list[Rehearsed] = []
         began = time.monotonic_ns()
         for _ in range(REPEATS):
             steps = self._take()
             if not steps:
                 break
             ended = time.monotonic_ns()
-            found.append(Rehearsed(*self._scene, steps, (ended - began) / SECOND))
+            takes.append(Rehearsed(*self._scene, steps, (ended - began) / SECOND))
             began = ended
-        return min(found, key=lambda each: each.seconds / each.steps, default=None)
+        return min(takes, key=lambda take: take.seconds / take.steps, default=None)
 
     def clear(self) -> None:
         """Take everything off the core and the backend."""
@@ -132,9 +132,9 @@ class _Stage:
     def _gather(self) -> bool:
         """Let all streams decode; whether they do in time."""
         streams = self._scene.streams
-        most = max_stream_tokens(self._scene, self._core.config) - CONTEXT_TOKENS
+        max_tokens = max_stream_tokens(self._scene, self._core.config) - CONTEXT_TOKENS
         for number in range(streams):
-            self._add(f"{_STREAM}-{number}", CONTEXT_TOKENS, most)
+            self._add(f"{_STREAM}-{number}", CONTEXT_TOKENS, max_tokens)
         decoding = 0
         while decoding < streams:
             done = self._advance(1)
@@ -143,18 +143,18 @@ class _Stage:
             decoding = int(np.count_nonzero(done[0].samples))
         return True
 
-    def _add(self, name: str, prompt: int, most: int) -> None:
-        params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
+    def _add(self, name: str, prompt: int, max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         self._backend.add(name, [0] * prompt, params, seed=b"", hashes=no_hashes())
-        self._core.add(Request(name, prompt, most))
+        self._core.add(Request(name, prompt, max_tokens))
         self._ids.append(name)
 
-    def _advance(self, most: int) -> tuple[Plan, int] | None:
+    def _advance(self, max_steps: int) -> tuple[Plan, int] | None:
         """Compute a plan, at most so many steps; return it and them, None for nothing done."""
         now = time.monotonic_ns()
         if now >= self._deadline:
             return None
-        left = most
+        left = max_steps
 
         def goes_on(_: StepOutput) -> bool:
             nonlocal left
@@ -253,7 +253,7 @@ def warm_all(config: WorkerConfig) -> None:
         parts.memory.close()
 
 
-def _prepare(config: WorkerConfig) -> WorkerParts:
+def prepare(config: WorkerConfig) -> WorkerParts:
     """Build a worker's parts, warm them up, and measure them.
 
     It must be called on a thread that then ends, and takes its OpenMP threads with it. The engine
@@ -262,5 +262,5 @@ def _prepare(config: WorkerConfig) -> WorkerParts:
     """
     parts = build_warm(config)
     report_stage("measuring its speed")
-    measured = rehearse(parts.core, parts.backend, config.rehearse, parts.rest)
+    measured = profile_at_startup(parts.core, parts.backend, config.rehearse, parts.rest)
     return replace(parts, rehearsed=measured)

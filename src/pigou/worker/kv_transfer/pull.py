@@ -244,7 +244,7 @@ class ConnectionPool:
         self._key = key
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._lent: set[SideChannelLink] = set()
+        self._in_use: set[SideChannelLink] = set()
         self._idle: dict[Address, list[tuple[int, SideChannelLink]]] = {}
         self.closed = False
 
@@ -269,7 +269,7 @@ class ConnectionPool:
             yield link, used
         except BaseException:
             with self._lock:
-                self._lent.discard(link)
+                self._in_use.discard(link)
             link.close()
             raise
         self._give_back(address, link)
@@ -291,7 +291,7 @@ class ConnectionPool:
         """Cut every connection, and open no more."""
         with self._lock:
             self.closed = True
-            links = [*self._lent, *(link for kept in self._idle.values() for _, link in kept)]
+            links = [*self._in_use, *(link for kept in self._idle.values() for _, link in kept)]
             self._idle.clear()
         for link in links:
             link.close()
@@ -303,12 +303,12 @@ class ConnectionPool:
             if not kept:
                 return None
             _, link = kept.pop()
-            self._lent.add(link)
+            self._in_use.add(link)
             return link
 
     def _give_back(self, address: Address, link: SideChannelLink) -> None:
         with self._lock:
-            self._lent.discard(link)
+            self._in_use.discard(link)
             if not self.closed:
                 self._idle.setdefault(address, []).append((time.monotonic_ns(), link))
                 return
@@ -323,7 +323,7 @@ class ConnectionPool:
         link = SideChannelLink(sock, self._timeout)
         with self._lock:
             if not self.closed:
-                self._lent.add(link)
+                self._in_use.add(link)
                 return link
         link.close()
         raise TransferError(TransferReason.CLOSED, "the receiver was closed")

@@ -76,7 +76,7 @@ class Receiver:
         checksum.warm_up()
         self._config = config or TransferConfig()
         self._store = store
-        self._tally = TransferCounters()
+        self._counters = TransferCounters()
         self._imports = [self._import(name) for name in self._config.backends]
         self._puller = Puller(store, self._imports, self._config, key)
         self._wake = threading.Condition()
@@ -134,7 +134,7 @@ class Receiver:
 
     def stats(self) -> TransferStats:
         """Counters of what was pulled."""
-        return self._tally.stats()
+        return self._counters.stats()
 
     def close(self) -> None:
         """End every pull (CLOSED) and thread. The store may go then."""
@@ -201,7 +201,7 @@ class Receiver:
             log.warning("pull of request %s: %s %s", *_words(outcome))
         if pull.done is None:
             return
-        self._tally.add(outcome.blocks, outcome.bytes, outcome.seconds, outcome.reason)
+        self._counters.add(outcome.blocks, outcome.bytes, outcome.seconds, outcome.reason)
         try:
             pull.done(outcome)
         except Exception:

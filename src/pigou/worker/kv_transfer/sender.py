@@ -62,7 +62,7 @@ class Sender:
         self._key = key
         self._fingerprint = store.layout.fingerprint()
         self._host_id = host_id()
-        self._tally = TransferCounters()
+        self._counters = TransferCounters()
         self.engine_id = str(uuid.uuid4())
         self._exports = self._export(memory)
         self._book = LeaseTable(self._config.lease, self._config.max_hold, on_release)
@@ -73,7 +73,7 @@ class Sender:
             layout=store.layout,
             book=self._book,
             exports=self._exports,
-            tally=self._tally,
+            counters=self._counters,
             background=background,
             key=key,
         )
@@ -122,7 +122,7 @@ class Sender:
 
     def stats(self) -> TransferStats:
         """Counters of what receivers took."""
-        return self._tally.stats()
+        return self._counters.stats()
 
     def close(self) -> None:
         """Release every offer, and end every connection and thread. The store may go then."""

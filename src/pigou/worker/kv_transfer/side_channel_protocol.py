@@ -191,10 +191,10 @@ class SideChannelLink:
             count = min(left[0].nbytes, len(self._ahead))
             left[0][:count] = self._ahead[:count]
             del self._ahead[:count]
-            left = _beyond(left, count)
+            left = _after_bytes(left, count)
         deadline = time.monotonic_ns() + self._timeout
         while left:
-            left = _beyond(left, self._receive(left[:_IOV_MAX], deadline))
+            left = _after_bytes(left, self._receive(left[:_IOV_MAX], deadline))
 
     def _fill(self, size: int) -> None:
         """Have `size` bytes ahead, or a few more that came with them."""
@@ -222,7 +222,7 @@ class SideChannelLink:
                 count = self._sock.sendmsg(left[:_IOV_MAX])
             except OSError as error:
                 raise _failure(error) from error
-            left = _beyond(left, count)
+            left = _after_bytes(left, count)
 
     def _patience(self, deadline: int) -> None:
         seconds = (deadline - time.monotonic_ns()) / SECOND
@@ -242,7 +242,7 @@ class SideChannelLink:
         self._sock.close()
 
 
-def _beyond(buffers: list[memoryview], count: int) -> list[memoryview]:
+def _after_bytes(buffers: list[memoryview], count: int) -> list[memoryview]:
     """What remains of the buffers after their first `count` bytes."""
     for i, buffer in enumerate(buffers):
         if count < buffer.nbytes:
@@ -291,7 +291,7 @@ def expect_checksums(link: SideChannelLink, count: int) -> Checksums:
 
 
 _NONCE_BYTES = 32
-_LEAST, _MOST = 16, 64
+_MIN_NONCE, _MAX_NONCE = 16, 64
 
 
 def transfer_key(secret: FleetSecret) -> bytes:
@@ -320,7 +320,7 @@ def prove_as_sender(link: SideChannelLink, key: bytes) -> None:
         TransferError: UNPROVEN, when it does not; or as `Link.receive`.
     """
     hello = link.receive(REQUESTS, MAX_REQUEST)
-    if not isinstance(hello, Hello) or not _LEAST <= len(hello.nonce) <= _MOST:
+    if not isinstance(hello, Hello) or not _MIN_NONCE <= len(hello.nonce) <= _MAX_NONCE:
         raise TransferError(
             TransferReason.UNPROVEN, "this sender serves who knows the fleet's secret, and no other"
         )

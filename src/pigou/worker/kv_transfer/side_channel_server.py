@@ -48,7 +48,7 @@ class SideChannel:
         layout: KVLayout,
         book: LeaseTable,
         exports: Mapping[str, SendBackend],
-        tally: TransferCounters,
+        counters: TransferCounters,
         background: Background,
         key: bytes = b"",
     ) -> None:
@@ -63,7 +63,7 @@ class SideChannel:
         self._fingerprint = layout.fingerprint()
         self._book = book
         self._exports = exports
-        self._tally = tally
+        self._counters = counters
         self._key = key
         self._lock = threading.Lock()
         self._links: dict[SideChannelLink, threading.Thread] = {}
@@ -132,7 +132,7 @@ class SideChannel:
                 self._links.pop(link, None)
 
     def _refuse(self, link: SideChannelLink, error: TransferError) -> None:
-        self._tally.add(0, 0, 0.0, error.reason)
+        self._counters.add(0, 0, 0.0, error.reason)
         if error.reason in (TransferReason.CUT, TransferReason.TIMEOUT):
             return
         try:
@@ -181,7 +181,7 @@ class SideChannel:
             export.finish(details)
         taken = min(max(done.blocks, 0), len(blocks))
         held = self._book.finish(offer)
-        self._tally.add(
+        self._counters.add(
             taken,
             taken * self._layout.block_bytes,
             time.monotonic() - began,
