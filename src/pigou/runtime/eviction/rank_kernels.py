@@ -28,19 +28,19 @@ def deal(keys: Keys, slots: Ints, out: Keys, order: Ints, ends: Slots) -> None:
         order: takes their slots, shape (n,).
         ends: takes the end of each bucket in `out`, shape (`BUCKETS` + 1,); the last is no bucket.
     """
-    least = greatest = keys[0]
+    low = high = keys[0]
     for key in keys:
-        least, greatest = min(least, key), max(greatest, key)
+        low, high = min(low, key), max(high, key)
     shift = np.uint64(0)
-    while (greatest - least) >> shift >= np.uint64(BUCKETS):
+    while (high - low) >> shift >= np.uint64(BUCKETS):
         shift += np.uint64(1)
     ends[:] = 0
     for key in keys:
-        ends[((key - least) >> shift) + np.uint64(1)] += 1
+        ends[((key - low) >> shift) + np.uint64(1)] += 1
     for bucket in range(1, BUCKETS):
         ends[bucket] += ends[bucket - 1]
     for i in range(len(keys)):
-        bucket = (keys[i] - least) >> shift
+        bucket = (keys[i] - low) >> shift
         out[ends[bucket]], order[ends[bucket]] = keys[i], slots[i]
         ends[bucket] += 1
 
@@ -61,7 +61,7 @@ def arrange(keys: Keys, slots: Ints) -> None:
 
 
 @kernel
-def rank(
+def select_victims(
     scores: NDArray[np.floating], bits: NDArray[np.unsignedinteger], positions: Ints, first: int,
     sinks: int, stop: int, victims: Ints, losses: NDArray[np.float64], size: int,
 ) -> int:  # fmt: skip
@@ -91,7 +91,7 @@ def rank(
     sign = np.uint64(1) << np.uint64(8 * bits.itemsize - 1)
     depth = victims.shape[1]
     for head in range(heads):
-        found = 0
+        eligible = 0
         for slot in range(first, count):
             # As integers, numbers are in their order once those below 0 are turned around.
             key = np.uint64(bits[head, slot])
@@ -99,12 +99,12 @@ def rank(
                 key = (sign << np.uint64(1)) - np.uint64(1) - key
             elif key < sign:
                 key |= sign
-            keys[found], slots[found] = key, slot
-            found += sinks <= positions[head, slot] < stop
-        depth = min(depth, found)
+            keys[eligible], slots[eligible] = key, slot
+            eligible += sinks <= positions[head, slot] < stop
+        depth = min(depth, eligible)
         if depth == 0:
             return 0
-        deal(keys[:found], slots[:found], dealt, order, ends)
+        deal(keys[:eligible], slots[:eligible], dealt, order, ends)
         start = bucket = 0
         while start < depth:
             arrange(dealt[start : ends[bucket]], order[start : ends[bucket]])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pigou.config import EvictionConfig
 from pigou.request import Ints
 from pigou.runtime.eviction.policy import Judged, Returns
-from pigou.runtime.eviction.rank_kernels import rank as least
+from pigou.runtime.eviction.rank_kernels import select_victims
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Ranking:
 
 
 def rank(
-    config: EvictionConfig, judged: Judged, following: int, first: int, most: int, size: int
+    config: EvictionConfig, judged: Judged, following: int, first: int, max_entries: int, size: int
 ) -> Ranking:
     """Rank a row's entries.
 
@@ -43,7 +43,7 @@ def rank(
         judged: its entries' scores, by the policy, and positions.
         following: position of the row's next token.
         first: slot from which on entries may go.
-        most: entries that may go.
+        max_entries: entries that may go.
         size: tokens in a block.
 
     Raises:
@@ -56,9 +56,9 @@ def rank(
     flat = np.ascontiguousarray(scores.reshape(1 if whole else -1, scores.shape[-1]))
     bits = flat.view(f"u{flat.itemsize}")
     places = positions.reshape(-1, positions.shape[-1])
-    victims = np.empty((len(flat), most), dtype=np.int32)
-    losses = np.zeros(most // size)
+    victims = np.empty((len(flat), max_entries), dtype=np.int32)
+    losses = np.zeros(max_entries // size)
     stop = following - config.recent
     some = (first, config.sinks, stop, victims, losses, size)
-    depth = least(flat, bits, places, *some)
+    depth = select_victims(flat, bits, places, *some)
     return Ranking(first, victims[:, :depth], losses[: depth // size], scores if whole else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ from pigou.request import Ints
 from pigou.runtime.attention import PagedAttention, Past
 from pigou.runtime.batch import Batch, Chunk
 from pigou.runtime.decoder import Decoder
-from pigou.runtime.eviction.evictor import Evictor
+
+if TYPE_CHECKING:
+    from pigou.runtime.eviction.evictor import Evictor
 from pigou.runtime.kv_cache import KVCache
 
 
