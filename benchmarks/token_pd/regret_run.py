@@ -174,8 +174,8 @@ def settle(model: LoadedModel, policy: str, texts: Texts, args: argparse.Namespa
 
 
 def _changed(
-    model: LoadedModel, setting: Setting, texts: Texts, args: argparse.Namespace, early: int,
-    late: int,
+    model: LoadedModel, setting: Setting, texts: Texts, args: argparse.Namespace,
+    early: int, late: int,
 ) -> list[float]:  # fmt: skip
     """Return the price by step where one half has other times than the other.
 

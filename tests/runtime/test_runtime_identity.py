@@ -16,7 +16,7 @@ from pigou.config import EngineConfig
 from pigou.engine.preemption import Rates
 from pigou.runtime.load import LoadedModel, load
 from pigou.runtime.local_engine import LocalEngine, Output
-from pigou.runtime.step_output import TokenLogprobs
+from pigou.runtime.step_output import RankedLogprobs
 from pigou.sampling import SamplingParams
 from reference import Prompt, Reference, bundled_prompts, make_prompts, report
 
@@ -166,7 +166,7 @@ def test_bf16_is_no_farther_from_fp32_than_that_of_transformers(
     assert distance(found, exact) < 1.1 * theirs
 
 
-def spread_out(reports: list[TokenLogprobs | None], vocab: int) -> Tensor:
+def spread_out(reports: list[RankedLogprobs | None], vocab: int) -> Tensor:
     """Reports of all tokens, as a matrix in the order of the vocabulary."""
     rows = torch.empty(len(reports), vocab)
     for row, found in zip(rows, reports, strict=True):

@@ -17,12 +17,12 @@ from pigou.runtime.attention import PagedAttention
 from pigou.runtime.batch import Batch, make_batch
 from pigou.runtime.decoder import Decoder
 from pigou.runtime.eviction.evictor import Evictor
-from pigou.runtime.eviction.revival import Revival
+from pigou.runtime.eviction.revival import TokenRecomputation
 from pigou.runtime.kv_cache import KVCache
 from pigou.runtime.ops import Ops
 from pigou.runtime.sampling import IsolatedSampler, Sampler, report
 from pigou.runtime.sequence import Sequence, make_sequence
-from pigou.runtime.step_output import StepOutput, TokenLogprobs, described, is_contained
+from pigou.runtime.step_output import StepOutput, RankedLogprobs, described, is_contained
 from pigou.runtime.structured_output import Grammars, GrammarState
 from pigou.runtime.tensor_io import upload
 from pigou.sampling import SamplingParams
@@ -76,11 +76,11 @@ class TorchExecutor:
         self._ends = ends
         self._clock = clock
         self.evictor = evictor
-        self._revival: Revival | None = None
+        self._revival: TokenRecomputation | None = None
         if evictor is not None:
             attention.watch = evictor.watch if evictor.watches else None
             if evictor.policy.revives:
-                self._revival = Revival(model, cache, evictor, attention.turns)
+                self._revival = TokenRecomputation(model, cache, evictor, attention.turns)
         self._device = cache.data.device
         self.sampler: Callable[[list[Sequence], Ops, torch.device], Sampler] = Sampler
         self._sequences: dict[str, Sequence] = {}
@@ -332,7 +332,7 @@ class TorchExecutor:
 
     def _report_prompt(
         self, states: Tensor, tokens: Ints, params: SamplingParams
-    ) -> list[TokenLogprobs]:
+    ) -> list[RankedLogprobs]:
         """Report tokens given the hidden states before them, some at a time to spare memory."""
         ids = upload(tokens.astype(np.int64), self._device)
         reports = []

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pigou.kv.hashing import chain
 from pigou.request import BlockHashes, Ints, no_hashes
-from pigou.runtime.step_output import GrammarError, TokenLogprobs
+from pigou.runtime.step_output import GrammarError, RankedLogprobs
 from pigou.runtime.structured_output import GrammarState
 from pigou.sampling import SamplingParams
 
@@ -48,7 +48,7 @@ class Sequence:
     sealed: int
     last: BlockHashes | None = None
     grammar: GrammarState | None = None
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
     failure: str | None = None
     _output_counts: TokenCounts | None = None
     _all_counts: TokenCounts | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from pigou.runtime.step_output import TokenLogprobs as Report
+from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.sampling import SamplingParams
 from pigou.text.call_reader import CallArguments, CallStart, Event
 from pigou.text.detokenizer import Detokenizer

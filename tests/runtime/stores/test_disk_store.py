@@ -199,7 +199,8 @@ def test_two_stores_cannot_use_one_directory(store: DiskStore) -> None:
     with pytest.raises(StoreError, match="in use by another process"):
         open_store(store.path)
     code = (
-        "import sys; from pathlib import Path; from pigou.runtime.stores.disk import DiskStore\n"
+        "import sys; from pathlib import Path\n"
+        "from pigou.runtime.stores.disk import DiskStore\n"
         "DiskStore(Path(sys.argv[1]), bytes(16), 512, 9999)"
     )
     ran = subprocess.run(

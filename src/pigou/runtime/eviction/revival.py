@@ -41,7 +41,7 @@ class _EarlierOnly(PagedAttention):
         return Past(self._index(self.tables[chunk.row, :width]), 1, seen)
 
 
-class Revival:
+class TokenRecomputation:
     """Computes tokens at their own positions, and stores them behind a row's entries.
 
     They see the entries that are there now. Where others had gone when they were first computed, or
