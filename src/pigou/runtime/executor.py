@@ -22,7 +22,7 @@ from pigou.runtime.kv_cache import KVCache
 from pigou.runtime.ops import Ops
 from pigou.runtime.sampling import IsolatedSampler, Sampler, report
 from pigou.runtime.sequence import Sequence, make_sequence
-from pigou.runtime.step_output import StepOutput, RankedLogprobs, described, is_contained
+from pigou.runtime.step_output import RankedLogprobs, StepOutput, described, is_contained
 from pigou.runtime.structured_output import Grammars, GrammarState
 from pigou.runtime.tensor_io import upload
 from pigou.sampling import SamplingParams

@@ -15,7 +15,7 @@ from pigou.engine.plan import Plan, Result
 from pigou.kv.hashing import chain
 from pigou.request import NEVER, FinishReason, Request
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.step_output import StepOutput, RankedLogprobs
+from pigou.runtime.step_output import RankedLogprobs, StepOutput
 from pigou.sampling import SamplingParams
 
 Prompt = Sequence[int] | NDArray[np.integer]

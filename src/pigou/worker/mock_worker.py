@@ -18,7 +18,7 @@ from pigou.config import ConfigError
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.kv.hashing import chain
 from pigou.request import SECOND, BlockHashes, FinishReason, Nanos, no_hashes
-from pigou.runtime.step_output import StepOutput, RankedLogprobs
+from pigou.runtime.step_output import RankedLogprobs, StepOutput
 from pigou.sampling import Grammar, SamplingParams
 from pigou.sim.network import LinkConfig
 from pigou.sim.timing import Batch, Moments, Timing, varies
