@@ -26,8 +26,7 @@ import torch
 from tokenizers import Tokenizer
 
 from pigou.models import bundled_path
-from pigou.runtime.eviction.generic import GENERIC
-from pigou.runtime.eviction.returns import PAPER, RETURNS, PaperModel, ReturnModel
+from pigou.runtime.token_eviction.predictor import GENERIC, PAPER, RETURNS, PaperModel, ReturnModel
 from returns.bench import Bench
 from returns.blend import Blend
 from returns.collect import Collected, collect
