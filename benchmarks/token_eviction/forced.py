@@ -18,7 +18,7 @@ from torch import Tensor
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.ops import Ops
 from pigou.runtime.sampling import Sampler
-from pigou.runtime.sequence import Sequence as Row
+from pigou.runtime.sequence import TokenSequence as Row
 from pigou.runtime.step_output import RankedLogprobs
 
 

@@ -17,7 +17,7 @@ from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine
 from pigou.runtime.ops import KernelOps
 from pigou.runtime.sampling import Sampler, choose, cut_min_p, cut_top_k, cut_top_p, uniform
-from pigou.runtime.sequence import Sequence, make_sequence
+from pigou.runtime.sequence import TokenSequence, make_sequence
 from pigou.sampling import SamplingParams
 from reference import Reference, make_prompts
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 Find = Callable[[str], LoadedModel]
 
 
-def make(params: SamplingParams, tokens: list[int], resume: int = 0) -> Sequence:
+def make(params: SamplingParams, tokens: list[int], resume: int = 0) -> TokenSequence:
     return make_sequence(
         "r",
         tokens,

@@ -15,7 +15,7 @@ from pigou.runtime import executor as executor_module
 from pigou.runtime import sampling as sampling_module
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.sequence import Sequence
+from pigou.runtime.sequence import TokenSequence
 from pigou.runtime.step_output import StepOutput, is_contained
 from pigou.sampling import SamplingParams
 
@@ -67,18 +67,18 @@ def run(executor: TorchExecutor, steps: int = 4) -> tuple[dict[str, list[int]], 
 def fault(monkeypatch: pytest.MonkeyPatch, place: str, victim: str) -> None:
     """Let a place raise for one sequence, from its second token on."""
 
-    def hits(sequence: Sequence) -> bool:
+    def hits(sequence: TokenSequence) -> bool:
         return sequence.request == victim and sequence.generated >= 1
 
     if place == "append":
-        append = Sequence.append
+        append = TokenSequence.append
 
-        def failing(self: Sequence, token: int) -> bool:
+        def failing(self: TokenSequence, token: int) -> bool:
             if hits(self):
                 raise RuntimeError("injected")
             return append(self, token)
 
-        monkeypatch.setattr(Sequence, "append", failing)
+        monkeypatch.setattr(TokenSequence, "append", failing)
         return
     call = sampling_module.Sampler.__call__
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from collections.abc import SequenceState as Items
+from collections.abc import Sequence as Items
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from pigou.runtime.decoder import Decoder
 from pigou.runtime.kv_cache import KVCache
 from pigou.runtime.ops import Ops
 from pigou.runtime.sampling import IsolatedSampler, Sampler, report
-from pigou.runtime.sequence import SequenceState, make_sequence
+from pigou.runtime.sequence import TokenSequence, make_sequence
 from pigou.runtime.step_output import RankedLogprobs, StepOutput, described, is_contained
 from pigou.runtime.structured_output import Grammars, GrammarState
 from pigou.runtime.tensor_io import upload
@@ -82,9 +82,9 @@ class TorchExecutor:
             if evictor.policy.revives:
                 self._revival = TokenRecomputation(model, cache, evictor, attention.turns)
         self._device = cache.data.device
-        self.sampler: Callable[[list[SequenceState], Ops, torch.device], Sampler] = Sampler
-        self._sequences: dict[str, SequenceState] = {}
-        self._rows: dict[int, SequenceState] = {}
+        self.sampler: Callable[[list[TokenSequence], Ops, torch.device], Sampler] = Sampler
+        self._sequences: dict[str, TokenSequence] = {}
+        self._rows: dict[int, TokenSequence] = {}
 
     def set_beat(self, beat: Callable[[], None]) -> None:
         """Call `beat` before each layer of a step."""
@@ -218,7 +218,7 @@ class TorchExecutor:
         return result
 
     def _steps(
-        self, plan: Plan, sequences: list[SequenceState], on_step: OnStep | None
+        self, plan: Plan, sequences: list[TokenSequence], on_step: OnStep | None
     ) -> tuple[int, dict[int, FinishReason], list[int]]:
         """Do the plan's steps; return how many, who ended in the last one, and durations."""
         batch = self._lay_out(plan, sequences)
@@ -272,12 +272,12 @@ class TorchExecutor:
             places = np.ascontiguousarray(batch.places[:, at : at + _AT_ONCE])
             self.evictor.end_step(places, logits)
 
-    def _lay_out(self, plan: Plan, sequences: list[SequenceState]) -> StepBatch:
+    def _lay_out(self, plan: Plan, sequences: list[TokenSequence]) -> StepBatch:
         spans = zip(sequences, plan.starts.tolist(), plan.counts.tolist(), strict=True)
         return make_batch(plan, [s.buffer[at : at + n] for s, at, n in spans], self._device)
 
     def _note(
-        self, batch: StepBatch, sampling: list[SequenceState], chosen: Tensor, output: StepOutput
+        self, batch: StepBatch, sampling: list[TokenSequence], chosen: Tensor, output: StepOutput
     ) -> None:
         """Append the tokens to their sequences, and tell the output."""
         tokens = chosen.tolist()
@@ -302,7 +302,7 @@ class TorchExecutor:
     def _report_prompts(
         self,
         plan: Plan,
-        sequences: list[SequenceState],
+        sequences: list[TokenSequence],
         batch: StepBatch,
         hidden: Tensor,
         output: StepOutput,
@@ -344,7 +344,7 @@ class TorchExecutor:
         return reports
 
     def _seal(
-        self, plan: Plan, sequences: list[SequenceState], steps: int
+        self, plan: Plan, sequences: list[TokenSequence], steps: int
     ) -> dict[int, BlockHashes]:
         """Hash the blocks that became full, except where entries are missing from the cache."""
         ends = plan.kv_lens + plan.counts + (steps - 1)

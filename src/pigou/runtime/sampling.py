@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pigou.runtime.ops import Ops
 from pigou.runtime.penalties import adjust, adjusts
-from pigou.runtime.sequence import SequenceState
+from pigou.runtime.sequence import TokenSequence
 from pigou.runtime.step_output import GrammarError, RankedLogprobs, described, is_contained
 from pigou.runtime.tensor_io import upload
 from pigou.sampling import SamplingParams
@@ -26,7 +26,7 @@ class Sampler:
     A row's token depends on its own logits, parameters, tokens and position, and on no other row.
     """
 
-    def __init__(self, sequences: list[SequenceState], ops: Ops, device: torch.device) -> None:
+    def __init__(self, sequences: list[TokenSequence], ops: Ops, device: torch.device) -> None:
         """Prepare for these sequences, in the order of the logits' rows."""
         self._sequences = sequences
         self._ops = ops
@@ -232,14 +232,14 @@ def as_tokens(tokens: list[int], device: torch.device) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64, device=device)
 
 
-MakeSampler = Callable[[list[SequenceState], Ops, torch.device], Sampler]
+MakeSampler = Callable[[list[TokenSequence], Ops, torch.device], Sampler]
 
 
 class IsolatedSampler:
     """Chooses tokens as `Sampler` does; what fails in one row fails that row alone."""
 
     def __init__(
-        self, make: MakeSampler, sequences: list[SequenceState], ops: Ops, device: torch.device
+        self, make: MakeSampler, sequences: list[TokenSequence], ops: Ops, device: torch.device
     ) -> None:
         """Prepare for these sequences, in the order of the logits' rows."""
         self._make, self._ops, self._device = make, ops, device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import SequenceState as Items
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
-class SequenceState:
+class TokenSequence:
     """Token ids of a request, prompt and output, and the state of its sampling.
 
     Attributes:
@@ -159,7 +159,7 @@ def make_sequence(
     ends: frozenset[int],
     block_size: int,
     hashes: BlockHashes | None = None,
-) -> SequenceState:
+) -> TokenSequence:
     """Take up a request.
 
     Args:
@@ -181,7 +181,7 @@ def make_sequence(
     buffer = np.empty(given + params.max_tokens, dtype=np.int32)
     buffer[:given] = tokens
     stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | ends
-    return SequenceState(
+    return TokenSequence(
         request=request,
         params=params,
         buffer=buffer,

@@ -28,7 +28,7 @@ from pigou.runtime.kv_offload.offloader import HOST, KVOffloader, StoreStatus
 from pigou.runtime.kv_offload.records import BlockRecords
 from pigou.runtime.kv_offload.store import Store, StoreError
 from pigou.runtime.kv_offload.transfer_jobs import DeviceBlocks, make_arena
-from pigou.runtime.kv_offload.transfer_queue import TransferResult
+from pigou.runtime.kv_offload.transfer_queue import OffloadResult
 from pigou.worker.commands import Command, Landed, Recovered, Restored
 from pigou.worker.config import WorkerConfig
 
@@ -108,8 +108,8 @@ class OffloadConnector:
             if not taken:
                 self._put(Landed(move.number, [False] * len(move.keys)))
 
-    def _answer(self, move: Move) -> Callable[[TransferResult], None]:
-        def moved(result: TransferResult) -> None:
+    def _answer(self, move: Move) -> Callable[[OffloadResult], None]:
+        def moved(result: OffloadResult) -> None:
             self._put(Landed(move.number, result.good.tolist()))
 
         return moved
@@ -125,7 +125,7 @@ class OffloadConnector:
             name, keys = self.names[tier], load.hashes[index]
             done = restore.part(index)
             if not self._mover.restore(keys, name, load.blocks[index], done):
-                done(TransferResult(np.zeros(len(index), dtype=np.bool_), "refused", 0))
+                done(OffloadResult(np.zeros(len(index), dtype=np.bool_), "refused", 0))
 
     # --- figures --------------------------------------------------------------------------------
 
@@ -149,10 +149,10 @@ class _Restore:
         self._left = parts
         self._lock = threading.Lock()
 
-    def part(self, index: Ints) -> Callable[[TransferResult], None]:
+    def part(self, index: Ints) -> Callable[[OffloadResult], None]:
         """Return what takes the answer for the blocks at `index`, on whatever thread."""
 
-        def done(moved: TransferResult) -> None:
+        def done(moved: OffloadResult) -> None:
             with self._lock:
                 self._good[index] = moved.good
                 self._failed[index] = bool(moved.reason)

@@ -22,7 +22,7 @@ from pigou.runtime.kv_offload.bucket_store import BucketStore
 from pigou.runtime.kv_offload.host_store import HostStore
 from pigou.runtime.kv_offload.offloader import KVOffloader, OffloaderSettings
 from pigou.runtime.kv_offload.store import StoreError
-from pigou.runtime.kv_offload.transfer_queue import TransferResult
+from pigou.runtime.kv_offload.transfer_queue import OffloadResult
 
 RECORD = SIZE + 128
 CAP = 300 * RECORD
@@ -246,10 +246,10 @@ def test_a_server_that_is_killed_is_a_miss_until_it_is_back(server: Server) -> N
     settings = OffloaderSettings(failures=1, pause=1_000_000, longest_pause=2_000_000)
     mover = KVOffloader(Device(), host, {"remote": store}, settings)  # type: ignore[arg-type]
 
-    def restore() -> TransferResult | None:
+    def restore() -> OffloadResult | None:
         there, answers = threading.Event(), []
 
-        def done(moved: TransferResult) -> None:
+        def done(moved: OffloadResult) -> None:
             answers.append(moved)
             there.set()
 

@@ -21,7 +21,7 @@ from pigou.runtime.kv_offload.offloader import KVOffloader, OffloaderSettings
 from pigou.runtime.kv_offload.records import BlockRecords, Bools
 from pigou.runtime.kv_offload.store import Store, StoreError
 from pigou.runtime.kv_offload.transfer_jobs import StagedCopy
-from pigou.runtime.kv_offload.transfer_queue import TransferResult
+from pigou.runtime.kv_offload.transfer_queue import OffloadResult
 
 LAYOUT = KVLayout("m", "d", "float32", 16, 1, 1, 4, SIZE)
 FAST = OffloaderSettings(pause=1_000_000, longest_pause=2_000_000, failures=2, close_seconds=30)
@@ -129,7 +129,7 @@ def ids(*numbers: int) -> Ints:
 
 def restored(
     mover: KVOffloader, numbers: list[int], source: str, blocks: list[int]
-) -> TransferResult:
+) -> OffloadResult:
     answer = Answer()
     assert mover.restore(keys_of(numbers), source, ids(*blocks), answer)
     return answer.wait()
@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(
     assert mover._host.free_rows == 7
     inside, go_on, third = threading.Event(), threading.Event(), Answer()
 
-    def hold(_: TransferResult) -> None:
+    def hold(_: OffloadResult) -> None:
         inside.set()
         go_on.wait(60)
 

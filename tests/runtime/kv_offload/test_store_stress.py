@@ -20,7 +20,7 @@ from pigou.runtime.kv_offload.offloader import KVOffloader, OffloaderSettings
 from pigou.runtime.kv_offload.records import BlockRecords, Bools
 from pigou.runtime.kv_offload.store import Store, StoreError
 from pigou.runtime.kv_offload.transfer_jobs import StagedCopy
-from pigou.runtime.kv_offload.transfer_queue import TransferQueueStatus, TransferResult
+from pigou.runtime.kv_offload.transfer_queue import OffloadResult, TransferQueueStatus
 
 NUMBERS = 40
 KNOWN = bytes_of(range(NUMBERS))
@@ -147,10 +147,10 @@ class Driver:
         self.free = set(range(NUMBERS))
         self.lock = threading.Lock()
 
-    def once(self, check: Callable[[TransferResult], None]) -> Callable[[TransferResult], None]:
+    def once(self, check: Callable[[OffloadResult], None]) -> Callable[[OffloadResult], None]:
         number = self.asked
 
-        def done(moved: TransferResult) -> None:
+        def done(moved: OffloadResult) -> None:
             check(moved)
             self.answered.append(number)
 
@@ -191,7 +191,7 @@ class Driver:
         numbers = numbers[: len(places)]
         blocks = np.array(places, dtype=np.int32) + NUMBERS
 
-        def check(moved: TransferResult) -> None:
+        def check(moved: OffloadResult) -> None:
             good = moved.good
             if not (self.device.data[blocks][good] == KNOWN[numbers][good]).all():
                 self.wrong.append(f"{name}: {numbers}")

@@ -54,10 +54,10 @@ from pigou.runtime.kv_offload.transfer_jobs import (
     survey,
 )
 from pigou.runtime.kv_offload.transfer_queue import (
+    OffloadResult,
     TransferQueue,
     TransferQueueStatus,
     TransferRate,
-    TransferResult,
 )
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class KVOffloader:
             elif not reason and self.send(copy, index, entries, target, done):
                 return
             copy.drop()
-            done(TransferResult(good, reason or ("" if target == HOST else REFUSED), 0))
+            done(OffloadResult(good, reason or ("" if target == HOST else REFUSED), 0))
 
         return self.copy_out(blocks, copied)
 

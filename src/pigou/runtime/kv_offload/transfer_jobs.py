@@ -15,9 +15,9 @@ from pigou.request import BlockHashes, Ints
 from pigou.runtime.kv_offload.host_store import HostStore
 from pigou.runtime.kv_offload.records import BlockRecords, Bools
 from pigou.runtime.kv_offload.store import Store
-from pigou.runtime.kv_offload.transfer_queue import TransferJob, TransferResult
+from pigou.runtime.kv_offload.transfer_queue import OffloadResult, TransferJob
 
-Done: TypeAlias = Callable[[TransferResult], None]
+Done: TypeAlias = Callable[[OffloadResult], None]
 
 #: Reason of a job that found no staging row.
 NO_ROWS = "no staging row is free"
@@ -43,7 +43,7 @@ class TransferJobs:
                 copy.sums[part] = sums
                 job.good[part] = True
 
-        def end(moved: TransferResult) -> None:
+        def end(moved: OffloadResult) -> None:
             copy.good, copy.reason = moved.good, moved.reason
             done(copy)
 
@@ -165,7 +165,7 @@ def survey(store: Store, done: Callable[[BlockRecords | None], None]) -> Transfe
     def run() -> None:
         found.append(store.entries())
 
-    def end(_moved: TransferResult) -> None:
+    def end(_moved: OffloadResult) -> None:
         done(found[0] if found else None)
 
     return TransferJob(nobody(0), run, _nothing, end)
@@ -180,7 +180,7 @@ def _nothing() -> None:
     """Nothing is to be given back."""
 
 
-def _ignore(_moved: TransferResult) -> None:
+def _ignore(_moved: OffloadResult) -> None:
     """Nobody wants to know."""
 
 

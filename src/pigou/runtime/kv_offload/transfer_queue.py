@@ -23,7 +23,7 @@ _LIVES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class TransferResult:
+class OffloadResult:
     """How a job ended.
 
     Attributes:
@@ -54,7 +54,7 @@ class TransferJob:
     good: Bools
     run: Callable[[], None]
     release: Callable[[], None]
-    done: Callable[[TransferResult], None]
+    done: Callable[[OffloadResult], None]
     patient: bool = False
     reason: str = ""
 
@@ -328,7 +328,7 @@ class TransferQueue:
             else:
                 self._counts.missed += len(job.good) - good
             self._counts.nanos += nanos
-        for call in (job.release, lambda: job.done(TransferResult(job.good, reason, nanos))):
+        for call in (job.release, lambda: job.done(OffloadResult(job.good, reason, nanos))):
             try:
                 call()
             except Exception:

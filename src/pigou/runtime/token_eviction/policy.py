@@ -23,7 +23,7 @@ Returns = NDArray[np.floating]
 Floats = NDArray[np.float32]
 
 
-class NoEvictionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NoTokenPolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A policy without parameters."""
 
 
@@ -141,7 +141,7 @@ class TokenPolicy:
     """
 
     #: The type of its parameters, a frozen `msgspec.Struct` with defaults.
-    Params: type[msgspec.Struct] = NoEvictionParams
+    Params: type[msgspec.Struct] = NoTokenPolicyParams
     #: Numbers kept for each entry. The first is "mass" where attention is to be watched: the
     #: probabilities that the queries of its KV head gave it since the last fold.
     fields: tuple[str, ...] = ()
