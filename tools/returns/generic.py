@@ -10,14 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from make_random_checkpoint import Shape, write_checkpoint
-from pigou.runtime.token_eviction.predictor import (
-    CONTENT,
-    POWER,
-    SCALES,
-    GenericReturns,
-    features,
-    relative,
-)
+from pigou.runtime.eviction.generic import GenericReturns, relative
+from pigou.runtime.eviction.returns import CONTENT, POWER, SCALES, features
 from returns.examples import Examples
 
 HIDDEN = 16

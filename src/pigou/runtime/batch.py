@@ -15,7 +15,7 @@ from pigou.runtime.tensor_io import upload
 
 
 @dataclass(frozen=True, slots=True)
-class PromptChunk:
+class Chunk:
     """Several tokens of one sequence in a step.
 
     Attributes:
@@ -34,7 +34,7 @@ class PromptChunk:
 
 
 @dataclass(slots=True)
-class StepBatch:
+class Batch:
     """The tokens of one step: first the entries of a single token, then the chunks.
 
     Attributes:
@@ -51,7 +51,7 @@ class StepBatch:
     tokens: Tensor
     places: Ints
     singles: int
-    chunks: list[PromptChunk]
+    chunks: list[Chunk]
     last: NDArray[np.int64]
     entries: NDArray[np.int64]
 
@@ -88,7 +88,7 @@ class StepBatch:
         self.places[:2] += 1
 
 
-def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> StepBatch:
+def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> Batch:
     """Lay out the first step of a plan.
 
     Args:
@@ -112,12 +112,12 @@ def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> StepBatc
     last = np.empty(len(order), dtype=np.int64)
     last[order] = ends - 1
     ids = np.concatenate([tokens[entry] for entry in order])
-    return StepBatch(
+    return Batch(
         tokens=upload(ids, device),
         places=places,
         singles=singles,
         chunks=[
-            PromptChunk(
+            Chunk(
                 int(order[at]),
                 int(plan.rows[order[at]]),
                 int(firsts[at]),

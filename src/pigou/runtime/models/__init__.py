@@ -1,0 +1,1 @@
+"""The models: one decoder, with the families' switches in its configuration."""

@@ -1,0 +1,204 @@
+"""Chat templates: from messages to the text of a prompt, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from pigou.text.template_env import ChatError, make_environment
+from pigou.text.template_needs import read_needs
+
+__all__ = ["ChatError", "ChatTemplate"]
+
+#: Marks the end of a final message that is to be continued. Its own trailing space shows whether
+#: the template trims messages.
+_END = "CONTINUE_FINAL_MESSAGE_TAG "
+#: What OpenAI's newer clients call the role `system`.
+_DEVELOPER = "developer"
+#: Names under which a message's reasoning may come; templates read the first, gpt-oss's the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+
+
+class ChatTemplate:
+    """A compiled chat template, as Hugging Face tokenizers publish them.
+
+    Attributes:
+        source: Jinja2 text.
+        needs: what it expects of messages.
+    """
+
+    def __init__(
+        self, source: str, names: Mapping[str, str], tool_use: ChatTemplate | None = None
+    ) -> None:
+        """Compile a template.
+
+        Args:
+            source: Jinja2 text.
+            names: special tokens (`bos_token`, ...), which templates use.
+            tool_use: the template that is used instead where there are tools.
+
+        Raises:
+            ValueError: it is not valid Jinja2.
+        """
+        env = make_environment()
+        try:
+            tree = env.parse(source)
+            self._template = env.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is not valid Jinja2: {error}") from None
+        self.source = source
+        self.needs = read_needs(tree)
+        self._names = names
+        self._tool_use = tool_use
+        self._knows_developer = _DEVELOPER in source
+
+    @classmethod
+    def choose(cls, templates: Mapping[str, str], names: Mapping[str, str]) -> ChatTemplate | None:
+        """Compile a tokenizer's templates: `default`, and `tool_use` for chats with tools.
+
+        Args:
+            templates: Jinja2 texts by name.
+            names: special tokens.
+
+        Returns:
+            None where there is no `default`.
+
+        Raises:
+            ValueError: one of them is not valid Jinja2.
+        """
+        if _DEFAULT not in templates:
+            return None
+        tool_use = templates.get(_TOOL_USE)
+        return cls(templates[_DEFAULT], names, cls(tool_use, names) if tool_use else None)
+
+    @property
+    def identity(self) -> str:
+        """The text that tells this template, with its companion, from others."""
+        return self.source + (f"\0{self._tool_use.source}" if self._tool_use else "")
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt.
+
+        Args:
+            messages: checked by `pigou.wire.request_validation.check_messages`. The template gets
+                their
+                content as it reads it: parts where it loops over them, else one string, the
+                parts joined with line breaks. Fields that are None are left out. The role
+                `developer` is `system` for a template that does not name it.
+            add_generation_prompt: open the assistant's turn at the end.
+            continue_final_message: end within the final message, for the model to go on; its
+                trailing space stays if the template keeps it.
+            variables: further variables of the template; `tools` and `documents` are None where
+                they are not given.
+
+        Raises:
+            ChatError: the template refuses the messages, or fails on them.
+        """
+        given: dict[str, Any] = {"tools": None, "documents": None, **(variables or {})}
+        if given["tools"] is not None and self._tool_use is not None:
+            return self._tool_use.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+        shown = [self._prepare(message) for message in messages]
+        final = _mark_end(shown) if continue_final_message else ""
+        try:
+            text: str = self._template.render(
+                **{
+                    **self._names,
+                    **given,
+                    "messages": shown,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except ChatError:
+            raise
+        except _FAILURES as error:
+            raise ChatError(f"the chat template failed on these messages: {error}") from None
+        return _within(text, final) if continue_final_message else text
+
+    def _prepare(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message as the template reads it."""
+        result = {key: value for key, value in message.items() if value is not None}
+        if result.get("role") == _DEVELOPER and not self._knows_developer:
+            result["role"] = "system"
+        if "content" in result:
+            result["content"] = self._content(result["content"])
+        if isinstance(result.get("tool_calls"), list) and not self.needs.text_arguments:
+            result["tool_calls"] = [_parsed_call(call) for call in result["tool_calls"]]
+        reasoning = next((result[key] for key in _REASONING if key in result), None)
+        if reasoning is not None:
+            result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
+        return result
+
+    def _content(self, content: Any) -> Any:
+        if isinstance(content, str):
+            return content if self.needs.strings else [{"type": "text", "text": content}]
+        texts = [part if isinstance(part, str) else _text(part) for part in content]
+        if self.needs.parts:
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
+
+
+_FAILURES = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+    RecursionError,
+)  # fmt: skip
+
+
+def _text(part: dict[str, Any]) -> str:
+    text: str = part["refusal"] if part["type"] == "refusal" else part["text"]
+    return text
+
+
+def _parsed_call(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, where they are JSON of one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments or "{}")
+    except ValueError:
+        return call
+    if not isinstance(parsed, dict):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _mark_end(messages: list[dict[str, Any]]) -> str:
+    """Mark the end of the final message, in place; return its text.
+
+    Raises:
+        ChatError: it has no text.
+    """
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _END
+        return content
+    if content:
+        text: str = content[-1]["text"]
+        content[-1]["text"] = text + _END
+        return text
+    raise ChatError("continue_final_message: the final message has no content to continue")
+
+
+def _within(text: str, final: str) -> str:
+    """Cut what the template puts after the final message, as transformers does."""
+    at = text.rfind(_END.strip())
+    if at < 0 or final.strip() not in text:
+        raise ChatError("continue_final_message: the template does not show the final message")
+    return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
