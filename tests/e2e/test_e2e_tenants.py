@@ -55,7 +55,7 @@ def test_each_tenure_hits_its_own_blocks_alone(
     finally:
         fleet.stop()
     written = journal.read_text()
-    assert written.count('"k":"submit"') >= 2 * len(APART)
+    assert written.count('"kind":"submit"') >= 2 * len(APART)
     assert "tenure1" not in written
 
 
