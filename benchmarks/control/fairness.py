@@ -5,7 +5,7 @@
 
 Workers are simulated: steps of continuous batching with chunked prefill, first come first served
 inside, a step's seconds affine in its streams and prompt tokens. The control plane is the real
-one, and sees what the gateway's pilot would tell it. Rates are shares of the fleet's measured
+one, and sees what the gateway would tell it. Rates are shares of the fleet's measured
 capacity. Each quiet tenant also runs alone on the same fleet, with the same requests.
 """
 

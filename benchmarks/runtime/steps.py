@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tokens per second of the runtime alone, beside the time of its matrix products alone.
 
-    runtime.py MODEL [--dtype bf16] [--threads 2] [--batch 1 8 32] [--prompt 128] [--output 64]
+    steps.py MODEL [--dtype bf16] [--threads 2] [--batch 1 8 32] [--prompt 128] [--output 64]
 
 For each batch it prints the prefill's and the decode's tokens per second, and the share of a
 decode step that goes into the products of the linear layers, which no runtime can avoid.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What token eviction adds to a decode step: step times with and without it, and where they go.
 
-    eviction_cost.py [--streams 256] [--entries 512] [--interval 64] [--threads 1] [--policy h2o]
+    cost.py [--streams 256] [--entries 512] [--interval 64] [--threads 1] [--policy h2o]
 
 Every stream has as many cache entries with eviction as without it. With it, each stream is
 appraised once every `interval` tokens, and then gives up as many entries as it has gained. Steps

@@ -1,4 +1,4 @@
-"""Laws of the speller: chats for stock servers are rendered as transformers renders them."""
+"""Laws of the prompt tokenizer: chats for stock servers are rendered as by transformers."""
 
 from __future__ import annotations
 

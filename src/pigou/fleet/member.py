@@ -64,7 +64,7 @@ class Member(ABC):
         self._row = WorkerRow(id=id, url="", role=role.value, state="starting", kind=self.kind)
 
     def row(self) -> WorkerRow:
-        """Return what the board shows of it."""
+        """Return what the status API shows of it."""
         return self._row
 
     @abstractmethod

@@ -40,7 +40,7 @@ class Serving:
     """A gateway and its fleet; `start` and `stop` it, or `run` it until a signal.
 
     Attributes:
-        pilot: drives the control plane.
+        plane_driver: drives the control plane.
         supervisor: runs the workers.
         startup: how far the start is.
     """

@@ -53,7 +53,7 @@ class Supervisor:
             member.on_stage = listener
 
     def rows(self) -> list[WorkerRow]:
-        """Return what the board shows of each member."""
+        """Return what the status API shows of each member."""
         return [member.row() for member in self._members]
 
     async def start(self) -> None:

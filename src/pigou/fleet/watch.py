@@ -63,7 +63,7 @@ class Watch:
         """Prepare.
 
         Args:
-            pilot, upstream: of the worker.
+            plane_driver, upstream: of the worker.
             config: how closely it is watched.
             bench: of the fleet; None for a fleet of one.
             facts: what the system knows of its process; None where it runs elsewhere.

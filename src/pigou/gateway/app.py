@@ -57,12 +57,12 @@ class Gateway:
 
     Attributes:
         config: limits.
-        pilot: drives the control plane.
+        plane_driver: drives the control plane.
         metrics: counters.
-        board: the fleet's table.
+        fleet_status: the fleet's table.
         keys: accepted API keys; None lets everybody in.
         created: Unix time in seconds, which the model card shows.
-        closing: knows who is under way, and ends that.
+        shutdown: knows who is under way, and ends that.
         startup: knows whether the fleet is still starting.
     """
 
@@ -77,7 +77,7 @@ class Gateway:
 
 
 def build(gateway: Gateway) -> web.Application:
-    """Return the application, whose start and end also start and end the pilot."""
+    """Return the application, whose start and end also start and end the plane driver."""
     app = web.Application(
         client_max_size=gateway.config.max_body,
         middlewares=[

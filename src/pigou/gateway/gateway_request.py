@@ -133,7 +133,7 @@ class GatewayRequest:
         arrival: nanoseconds of the gateway's clock.
         salt: the cache salt that workers are sent; empty for none.
         expiry: when what is cached under it becomes void, in nanoseconds since 1970.
-        asked: the body's fields that the gateway reads.
+        fields: the body's fields that the gateway reads.
         keys: the router's keys of the prompt's blocks, by block size; none while unknown.
         overrides: parameters of the routing policy, for this request.
         unknown: names of fields that no worker knows, left out of the body.
@@ -145,7 +145,7 @@ class GatewayRequest:
         group: id of the request that it is one sequence of; empty for one that is alone.
         held: sequences of that request that were not sent when this one was.
         held_tokens: of the prompts of those.
-        share: what it has of its key's limits; None without.
+        quota: what it has of its key's limits; None without.
         on_route: told of the workers each time that it is sent to some.
     """
 

@@ -164,7 +164,7 @@ class Metrics:
         }
 
     def read(self, outcome: str, read: Read) -> None:
-        """Count what came of asking for what another worker has cached (`gateway.lender`)."""
+        """Count what came of asking for what another worker has cached (`upstream.fetch_kv`)."""
         self.reads.labels(outcome).inc()
         if outcome == "offered":
             self.read_tokens.inc(read.tokens)

@@ -48,7 +48,7 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
     Args:
         keys: accepted API keys; None lets everybody in.
         metrics: counters.
-        closing: knows who is under way.
+        shutdown: knows who is under way.
     """
 
     @web.middleware

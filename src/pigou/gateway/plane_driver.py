@@ -1,4 +1,4 @@
-"""The pilot: drives ControlPlane by the wall clock, and keeps an upstream for each worker."""
+"""The plane driver: runs ControlPlane by the wall clock; has an upstream for each worker."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class PromptReader:
     def __init__(
         self, tokenizer: PromptTokenizer | None = None, *, allow_special_tokens: bool = False
     ) -> None:
-        """Begin; `speller` is used in place of what workers name."""
+        """Begin; `tokenizer` is used in place of what workers name."""
         self._special = allow_special_tokens
         self._tokenizer = self._ready(tokenizer)
         self._modes: dict[str, tuple[TokenizationMode, TokenizationMode]] = {}
@@ -238,7 +238,7 @@ def _tokenize(
     upstreams: Collection[Upstream],
     sizes: Collection[int],
 ) -> _PromptTokens:
-    """Spell a prompt of ids, or of text where there is a speller."""
+    """Tokenize a prompt of ids, or of text where there is a tokenizer."""
     fields, chat = call.fields, call.chat
     stock = any(up.engine.stock for up in upstreams)
     most = max((up.engine.max_model_len for up in upstreams), default=0)

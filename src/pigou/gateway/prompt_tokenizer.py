@@ -1,4 +1,4 @@
-"""The speller: spells a request's prompt in token ids, as its worker will."""
+"""The prompt tokenizer: turns a request's prompt into token ids, as its worker will."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class PromptTokenizer:
         """Return the prompt's text, or its ids; of several prompts, the first.
 
         Args:
-            asked: the request.
+            fields: of the request's body.
             chat: whether it came to the chat route.
             stock: it is for a server that is not Pigou's own: that shows tools to the template
                 also where none may be called.

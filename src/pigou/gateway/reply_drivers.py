@@ -61,7 +61,7 @@ class Generator:
         return await ReplyDriver(self._plane_driver, self._metrics, Relay(call)).run()
 
     async def stream(self, call: GatewayRequest, writer: SSEWriter) -> None:
-        """Stream a reply to `outlet`.
+        """Stream a reply to `writer`.
 
         Raises:
             APIError, Rejected: as `whole`; when something was written before, the caller ends the
@@ -116,7 +116,7 @@ _END_S = 1.0
 
 
 class StreamDriver(RequestDriver):
-    """Serves a request whose reply is streamed to an outlet."""
+    """Serves a request whose reply is streamed."""
 
     def __init__(
         self, plane_driver: PlaneDriver, metrics: Metrics, relay: Relay, writer: SSEWriter

@@ -61,7 +61,7 @@ def read(
         strict: refuse what Pigou's own workers would refuse, and leave out fields that they do
             not know; otherwise the workers judge.
         tenure: of its key and headers.
-        facts: that the gateway adds to it.
+        scope: that the gateway adds to it.
         request_id: the client's `X-Request-Id`.
         overrides: of the routing policy's parameters, for this request.
         context: tokens that the model can hold; 0 where that is not known.

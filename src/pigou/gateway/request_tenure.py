@@ -152,7 +152,7 @@ class ServerScope:
 
         Args:
             tenure: by key and headers.
-            asked: the body as the gateway reads it.
+            fields: the body as the gateway reads it.
             body: the same, `tools` still encoded.
             chat: whether it came to the chat route.
         """

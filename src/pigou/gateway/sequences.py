@@ -211,7 +211,7 @@ async def stream(
     writer: SSEWriter,
     serve: Callable[[GatewayRequest, SSEWriter], Awaitable[None]],
 ) -> None:
-    """Stream all choices to `outlet`, `serve` being that of one sequence."""
+    """Stream all choices to `writer`, `serve` being that of one sequence."""
     sequences, joined = Sequences(plane_driver, call), _JoinedStream(call, writer)
 
     async def one(sequence: GatewayRequest, index: int) -> None:
@@ -287,7 +287,7 @@ class _JoinedStream:
 
 
 class _SequenceWriter(SSEWriter):
-    """The outlet of one sequence: its chunks become those of one choice of the reply."""
+    """The writer of one sequence: its chunks become those of one choice of the reply."""
 
     def __init__(self, joined: _JoinedStream, index: int, looked: Callable[[], None]) -> None:
         self._joined, self._index, self._looked = joined, index, looked

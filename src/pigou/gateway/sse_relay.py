@@ -138,7 +138,7 @@ class Relay:
         return b"".join(out)
 
     def _learn(self, payload: bytes, choices: Sequence[reply_parsing.ChunkChoice]) -> None:
-        """Make a mould of a chunk that is one token amid the reply, for those that follow."""
+        """Make a fast path of a chunk that is one token amid the reply, for those that follow."""
         if len(choices) != 1 or b"\n" in payload:
             return
         ids = choices[0].token_ids
@@ -266,7 +266,7 @@ class SSEFastPath:
 
     @classmethod
     def of(cls, event: bytes) -> SSEFastPath | None:
-        """Return the mould of an event; None where it has none.
+        """Return the fast path of an event; None where it has none.
 
         Args:
             event: a parsed and valid chunk, framed, with one choice, one token id and no end.

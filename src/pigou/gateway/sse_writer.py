@@ -1,4 +1,4 @@
-"""The outlet: the client's end of a stream."""
+"""The SSE writer: the client's end of a stream."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def cheapest_evictions(
         least: blocks that are needed.
         most: blocks that are taken where there are so many, at least `least`.
         ceiling: highest loss of a block that is accepted.
-        allowances: most blocks that may be taken from all requests of a tenant together; no limit
-            for tenants left out.
+        evictable_by_tenant: most blocks that may be taken from all requests of a tenant together;
+            no limit for tenants left out.
 
     Returns:
         The cut, or None where fewer than `least` blocks can be had.

@@ -37,7 +37,7 @@ class Result:
         placements: games of what lay where.
         caching: what became of the workers' memory (`CachingWatch.summary`).
         workers: what each did: its name, steps, share of the time that it was busy, requests.
-        decisions: calls that were refused for want of room, each time counted.
+        shed: calls that were refused for want of room, each time counted.
         transfers: (number, bytes) of KV between workers.
         reads: prompts that began with a read from another worker's cache: those that did, the
             tokens that were held for them, and those of which nothing came.

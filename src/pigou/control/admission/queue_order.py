@@ -26,7 +26,7 @@ class Order(Protocol):
     Every request goes through it, also one that finds room at once: `add`, `first`, `taken`.
 
     Attributes:
-        params: parameters, a frozen `msgspec.Struct`; the class is called with one.
+        Params: parameters, a frozen `msgspec.Struct`; the class is called with one.
         holds_back: whether the order is void unless next to nothing waits inside the workers.
         reserve: share of each worker that is closed to tenants above their part of the fleet.
         refuses_late: whether a newcomer is refused whose deadline cannot be met any more.

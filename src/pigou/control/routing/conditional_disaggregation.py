@@ -1,4 +1,4 @@
-"""ConditionalDisaggregation disaggregation: a threshold around another policy."""
+"""Conditional disaggregation: a threshold around another policy."""
 
 from __future__ import annotations
 
