@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.lib.rounds import shuffled_rounds
 from benchmarks.lib.servers import (
     LOOPBACK,
     Server,
@@ -53,11 +54,9 @@ def main() -> None:
     print("machine:", machine())
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder, fleet(args, Path(folder)) as workers:
-        order = np.random.default_rng(args.seed)
-        for number in range(args.rounds):
-            for place in order.permutation(len(args.policy)).tolist():
-                runs.append(run(args, args.policy[place], workers, Path(folder), number))
-                print(runs[-1], flush=True)
+        for number, policy in shuffled_rounds(args.policy, args.rounds, args.seed):
+            runs.append(run(args, policy, workers, Path(folder), number))
+            print(runs[-1], flush=True)
     report(runs, args)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.lib.rounds import shuffled_rounds
 from benchmarks.lib.servers import (
     LOOPBACK,
     Server,
@@ -72,16 +73,13 @@ def main() -> None:
     print(f"{len(sessions.sessions)} sessions, {turns} requests, {pace}")
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder, fleet(args, Path(folder)) as workers:
-        order = np.random.default_rng(args.seed)
         first = write(sessions, Path(folder) / "warm", "warm")
         run(args, args.policy[0], workers, first, Path(folder))  # compiles, fills caches
-        for number in range(args.rounds):
-            for place in order.permutation(len(args.policy)).tolist():
-                policy = args.policy[place]
-                name = f"{number}-{policy}"
-                path = write(sessions, Path(folder) / name, name)
-                runs.append(run(args, policy, workers, path, Path(folder)))
-                print(runs[-1], flush=True)
+        for number, policy in shuffled_rounds(args.policy, args.rounds, args.seed):
+            name = f"{number}-{policy}"
+            path = write(sessions, Path(folder) / name, name)
+            runs.append(run(args, policy, workers, path, Path(folder)))
+            print(runs[-1], flush=True)
     report(runs, args.policy)
 
 

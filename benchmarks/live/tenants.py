@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.rounds import shuffled_rounds
 from benchmarks.lib.servers import (
     LOOPBACK,
     Server,
@@ -69,11 +70,9 @@ def main() -> None:
     print("machine:", machine())
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder, fleet(args, Path(folder)) as workers:
-        order = np.random.default_rng(args.seed)
-        for _ in range(args.rounds):
-            for place in order.permutation(len(args.order)).tolist():
-                runs.append(run(args, args.order[place], len(runs), workers, Path(folder)))
-                print(runs[-1], f"worst ratio {runs[-1].worst:.2f}", flush=True)
+        for _, order in shuffled_rounds(args.order, args.rounds, args.seed):
+            runs.append(run(args, order, len(runs), workers, Path(folder)))
+            print(runs[-1], f"worst ratio {runs[-1].worst:.2f}", flush=True)
     print(f"\n{'order':12}{'worst ratio, median':>22}{'each round':>30}")
     for name in args.order:
         ratios = [each.worst for each in runs if each.order == name]

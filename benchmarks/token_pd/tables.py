@@ -151,19 +151,12 @@ def show(args: argparse.Namespace) -> None:
 
 def table(bench: Bench) -> None:
     """Print the paper's tables: every number of streams, every policy, one budget."""
-    from benchmarks.token_pd.load import arrivals
     from benchmarks.token_pd.paper_tables import table as lay_out
 
     args = bench.args
     done: list[Figures] = []
     for streams in args.streams:
-        fan = max(1, round(args.fan * streams))
-        items = bench.items(streams, fan)
-        rate = args.rate or _load(bench, streams, items, fan)
-        coming = arrivals(items, rate, fan, args.seed)
-        print(
-            f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s", flush=True
-        )
+        items, coming = _arrivals(bench, streams)
         settings = [
             bench.full(streams, items) if policy == "full"
             else bench.setting(policy, streams, args.blocks)
@@ -171,6 +164,18 @@ def table(bench: Bench) -> None:
         ]  # fmt: skip
         done += bench.turns(settings, coming)
     print(f"\nbudget: bytes of {args.blocks} blocks of 16 tokens\n{lay_out(done)}")
+
+
+def _arrivals(bench: Bench, streams: int) -> tuple[list[Item], list[Arrival]]:
+    """Return requests for so many streams, and when they come; tell how many, and how fast."""
+    from benchmarks.token_pd.load import arrivals
+
+    args = bench.args
+    fan = max(1, round(args.fan * streams))
+    items = bench.items(streams, fan)
+    rate = args.rate or _load(bench, streams, items, fan)
+    print(f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s", flush=True)
+    return items, arrivals(items, rate, fan, args.seed)
 
 
 def _load(bench: Bench, streams: int, items: list[Item], fan: int) -> float:
@@ -220,19 +225,12 @@ def held(bench: Bench) -> None:
 
     `--hold policy=blocks` says how many blocks a stream a policy needs (from `iso`).
     """
-    from benchmarks.token_pd.load import arrivals
     from benchmarks.token_pd.paper_tables import table as lay_out
 
     args, done = bench.args, []
     needs = dict(each.split("=") for each in args.hold)
     for streams in args.streams:
-        fan = max(1, round(args.fan * streams))
-        items = bench.items(streams, fan)
-        rate = args.rate or _load(bench, streams, items, fan)
-        coming = arrivals(items, rate, fan, args.seed)
-        print(
-            f"{streams} streams, {len(items)} requests, jobs of {fan}, {rate:.3f} req/s", flush=True
-        )
+        _, coming = _arrivals(bench, streams)
         settings = [
             bench.setting(policy, min(streams, int(args.blocks / float(need))), args.blocks)
             for policy, need in needs.items()
