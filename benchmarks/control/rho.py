@@ -36,7 +36,8 @@ from pigou.config import ControlConfig
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
-from pigou.sim.simulation import UNLIMITED, Setup, Simulation
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.virtual_clock import EPOCH, Phase
 from pigou.sim.workload import OpenLoop
 from pigou.workload.formats import read_trace

@@ -29,7 +29,8 @@ from pigou.engine.startup_profiling import warm_up
 from pigou.experiments.prices import paired
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
-from pigou.sim.simulation import Setup, Simulation
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import Simulation
 from pigou.sim.workload import OpenLoop
 from pigou.workload.offered import from_trace
 from pigou.workload.sample import some

@@ -25,7 +25,8 @@ from pigou.experiments.prices import MIXED
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
-from pigou.sim.simulation import UNLIMITED, Setup, Simulation
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
 from pigou.workload.formats import read_trace
 from pigou.workload.offered import from_trace

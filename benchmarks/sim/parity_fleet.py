@@ -23,7 +23,8 @@ from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, Members
 from pigou.sim.network import LinkConfig
 from pigou.sim.result import Result
-from pigou.sim.simulation import Setup, Simulation
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import Simulation
 from pigou.workload.formats import read_trace
 from pigou.workload.journal_file import lines
 from pigou.workload.offered import from_trace

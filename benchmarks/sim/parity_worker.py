@@ -26,7 +26,8 @@ from benchmarks.sim.parity_figures import (
 from pigou.config import ControlConfig
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
-from pigou.sim.simulation import UNLIMITED, Setup, Simulation
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import ClosedLoop, Lengths, OpenLoop
 from pigou.workload.formats import read_trace
 from pigou.workload.offered import from_trace

@@ -20,7 +20,8 @@ from pigou.experiments.table4 import errors, table4
 from pigou.experiments.window import Measured
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
-from pigou.sim.simulation import Setup, Simulation
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import Simulation
 from pigou.sim.workload import Lengths, renewal
 
 ONE = fleet("340b-1p2d")

@@ -12,7 +12,8 @@ from pigou.report.record_run import record
 from pigou.report.run_record import Record
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
-from pigou.sim.simulation import UNLIMITED, Setup, Simulation
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.streams import Gaps
 from pigou.sim.timeline import Timeline
 from pigou.sim.workload import ClosedLoop, Lengths

@@ -19,7 +19,8 @@ from pigou.sim.fleet_config import (
     read_fleet,
 )
 from pigou.sim.result import Result
-from pigou.sim.simulation import UNLIMITED, Setup, Simulation
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import ClosedLoop, Lengths, OpenLoop, renewal
 
 LAW = "law:itl_a=0.008,itl_b=0.0003,prefill=0.004,prefill_token=0.00005"

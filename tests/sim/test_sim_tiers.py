@@ -14,7 +14,8 @@ from pigou.config import ConfigError
 from pigou.kv.offload import RecomputeCost
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, Members, Outage
-from pigou.sim.tiers import TierConfig, build_tiers, worth_of
+from pigou.sim.setup import TierConfig
+from pigou.sim.tiers import build_tiers, worth_of
 from pigou.sim.timing_models import build_timing
 
 #: A block of 16 tokens of Llama-3.1-8B has 2 MiB.

@@ -17,7 +17,8 @@ from numba.core.dispatcher import Dispatcher
 from pigou.config import ControlConfig
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig
-from pigou.sim.simulation import UNLIMITED, Setup, Simulation
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.simulation import warm_up
 from pigou.sim.workload import Lengths, renewal
 

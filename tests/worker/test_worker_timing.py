@@ -18,7 +18,8 @@ from pigou.sampling import SamplingParams
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.network import LinkConfig
-from pigou.sim.simulation import Setup, Simulation
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import Simulation
 from pigou.sim.timing import Batch
 from pigou.sim.timing_models import build_timing
 from pigou.sim.workload import Job, OpenLoop, Session

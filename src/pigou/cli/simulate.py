@@ -22,8 +22,8 @@ from pigou.request import SECOND, Role
 if TYPE_CHECKING:
     from pigou.sim.fleet_config import FleetConfig
     from pigou.sim.result import Result
-    from pigou.sim.simulation import Setup, Simulation
-    from pigou.sim.tiers import TierConfig
+    from pigou.sim.setup import Setup, TierConfig
+    from pigou.sim.simulation import Simulation
 
 _LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "client_wait_s")
 _FIGURES = ("mean", "p50", "p90", "p95", "p99")
@@ -205,7 +205,7 @@ def _check_link(fleet: FleetConfig, model: str) -> None:
 
 
 def _setup(values: dict[str, Any]) -> Setup:
-    from pigou.sim.simulation import Setup
+    from pigou.sim.setup import Setup
 
     try:
         return msgspec.convert(values, Setup)
@@ -215,7 +215,7 @@ def _setup(values: dict[str, Any]) -> Setup:
 
 def _tier(text: str) -> TierConfig:
     """Read `NAME,key=value,...`; the keys are those of `TierConfig`."""
-    from pigou.sim.tiers import TierConfig
+    from pigou.sim.setup import TierConfig
 
     name, params = named("--tier", text)
     values = {"name": name, **params}
@@ -283,7 +283,7 @@ def _figure(value: float | None) -> str:
 
 def _options() -> dict[str, str]:
     """Return the option of each field of the configuration."""
-    from pigou.sim.simulation import Setup
+    from pigou.sim.setup import Setup
 
     return {
         **names(Setup, ControlConfig, tiers="tier"), "detector": "--detector", "fleet": "--fleet",

@@ -29,7 +29,8 @@ from pigou.request import Role
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import FleetConfig, Members
 from pigou.sim.network import LinkConfig
-from pigou.sim.simulation import UNLIMITED, Setup, Simulation
+from pigou.sim.setup import Setup
+from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.timing_law import Law
 from pigou.sim.workload import ClosedLoop, Lengths
 

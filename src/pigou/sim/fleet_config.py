@@ -11,7 +11,7 @@ import msgspec
 from pigou.config import ConfigError, read_yaml, wrong
 from pigou.request import Role
 from pigou.sim.network import LinkConfig
-from pigou.sim.tiers import TierConfig
+from pigou.sim.setup import TierConfig
 from pigou.sim.workload import MOST_SECONDS
 
 _PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")

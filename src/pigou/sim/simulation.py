@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -19,7 +19,8 @@ from pigou.sim.client import Client, ClientConfig
 from pigou.sim.fleet import Fleet
 from pigou.sim.fleet_config import FleetConfig, Members
 from pigou.sim.result import Result
-from pigou.sim.tiers import TierConfig, worth_of
+from pigou.sim.setup import Setup
+from pigou.sim.tiers import worth_of
 from pigou.sim.timing import Timing
 from pigou.sim.timing_models import build_timing, capacity, kv_bytes
 from pigou.sim.virtual_clock import EPOCH, Clock
@@ -34,46 +35,6 @@ _GARBAGE = 50_000
 #: For limits of the control plane that are not to matter. The gateway holds requests back that its
 #: workers have no room for; a simulation of the workers alone lets them queue there.
 UNLIMITED = 2**60
-
-
-class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What workers run on, where their own configuration does not say.
-
-    Attributes:
-        model: its name, or a `config.json`.
-        gpu: its name.
-        tp: GPUs of a worker.
-        timing: `law:...`, `roofline`, `profile:FOLDER`.
-        blocks: KV blocks of a worker; 0 takes those of the measured worker, or computes them from
-            the GPU's memory.
-        max_batched_tokens: of a step.
-        max_seqs: that run at once.
-        max_model_len: most tokens of a sequence; 0 for the workload's longest.
-        engine: whose ways the workers have. `vllm`: a step is decided when the one before it
-            begins (asynchronous scheduling), and a request is admitted as soon as its blocks are
-            free. `pigou`: a step is decided when the one before it ended, and a block is left for
-            each running sequence.
-        tiers: of a worker beyond its device, from the nearest on.
-        tier_recall: bring back what a session needs before it is expected to go on.
-        peer_reads: workers of one tp read from each other's caches where that is cheaper; None
-            for the engine's ways: `pigou` does, `vllm` cannot.
-        rehearses: workers measure their speed before they are ready, and tell the control plane;
-            None for the engine's ways: `pigou` does, `vllm` does not.
-    """
-
-    model: str = ""
-    gpu: str = ""
-    tp: int = 1
-    timing: str = "roofline"
-    blocks: int = 0
-    max_batched_tokens: int = 2048
-    max_seqs: int = 256
-    max_model_len: int = 0
-    engine: Literal["vllm", "pigou"] = "vllm"
-    tiers: tuple[TierConfig, ...] = ()
-    tier_recall: bool = True
-    peer_reads: bool | None = None
-    rehearses: bool | None = None
 
 
 class Simulation:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-import msgspec
 import numpy as np
 
 from pigou.config import ConfigError
@@ -19,6 +17,7 @@ from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.kv.tiers import Tiers
 from pigou.request import SECOND
+from pigou.sim.setup import TierConfig
 from pigou.sim.timing import Batch, Timing
 from pigou.sim.virtual_clock import Clock, Event, Phase
 
@@ -30,39 +29,6 @@ _DEEPER = 8
 
 #: Calls a worker's core between two steps, at the time that the call is given.
 Tell: TypeAlias = Callable[[Callable[[int], Effects], int], None]
-
-
-class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tier of a worker, and its link to the one above.
-
-    Attributes:
-        name: that reports give it; `host` is memory, what has another name outlives its worker.
-        gib: of KV blocks, 2^30 bytes each.
-        gbps: gigabits a second, each way; moves take their turns.
-        latency_us: microseconds until the first byte.
-        policy: what it gives up first, as registered under `pigou.eviction`.
-        params: of the policy.
-    """
-
-    name: str
-    gib: float
-    gbps: float = 200.0
-    latency_us: float = 20.0
-    policy: str = "price"
-    params: dict[str, float] = {}
-
-    def __post_init__(self) -> None:
-        """Refuse tiers that nothing fits in, and links that never deliver."""
-        for name in ("gib", "gbps"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"tier {self.name}: {name} is {getattr(self, name)}; it must be "
-                                  "above 0")  # fmt: skip
-        if not 0.0 <= self.latency_us < math.inf:
-            raise ConfigError(f"tier {self.name}: latency_us is {self.latency_us}; at least 0")
-
-    def seconds(self, size: int) -> float:
-        """Return the seconds of `size` bytes on its link, without latency."""
-        return size * 8e-9 / self.gbps
 
 
 def build_tiers(

@@ -18,7 +18,8 @@ from pigou.kv.offload import RecomputeCost
 from pigou.kv.tiers import Tiers
 from pigou.request import SECOND, Rehearsed, Worker
 from pigou.sim.fleet_config import Members
-from pigou.sim.tiers import TierConfig, build_tiers
+from pigou.sim.setup import TierConfig
+from pigou.sim.tiers import build_tiers
 from pigou.sim.timing import Batch, Timing
 from pigou.sim.worker import SimWorker
 
