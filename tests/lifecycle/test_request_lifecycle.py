@@ -42,7 +42,7 @@ from pigou.lifecycle.messages import (
     StopLeg,
     StreamBegan,
     StreamFinished,
-    Submit,
+    SubmitRequest,
     TokensDropped,
     TokensReceived,
 )
@@ -177,7 +177,7 @@ def test_every_leg_that_is_started_ends_or_is_stopped_once(
 @given(scripts)
 def test_attempts_are_bounded(script: list[LifecycleEvent | Current]) -> None:
     recorder = played(script)
-    assert len(recorder.of(Submit)) + len(recorder.of(CompleteStream)) <= MAX_MOVES
+    assert len(recorder.of(SubmitRequest)) + len(recorder.of(CompleteStream)) <= MAX_MOVES
     assert recorder.life.failures <= MAX_FAILURES
     assert len(recorder.life.suspicion.deaths) <= 2 * MAX_DEATHS
 
@@ -251,7 +251,7 @@ class Fleet:
             recalled = self.recorder.take(Recall("r", self.worker()))
             if recalled:
                 return
-        if isinstance(step, Submit):
+        if isinstance(step, SubmitRequest):
             assert step.tokens == len(self.seen), "the next attempt goes on elsewhere"
             self.said, self.excluded = step.tokens, step.exclude
             self.submit()
@@ -366,7 +366,7 @@ def test_four_failures_without_a_token_between_them_give_a_request_up() -> None:
     recorder = streaming()
     for name in "abc":
         *_, submit = failed(recorder, name)
-        assert isinstance(submit, Submit)
+        assert isinstance(submit, SubmitRequest)
         recorder.take(Route("r", Choice("x")))
     assert recorder.life.excluded == frozenset("abc")
     *_, end = failed(recorder, "d")
@@ -380,7 +380,7 @@ def test_a_token_between_failures_forgets_those_before() -> None:
         recorder.take(Route("r", Choice("x")))
     recorder.take(TokensReceived(recorder.life.leg, 1))
     *_, submit = failed(recorder, "d")
-    assert submit == Submit(recorder.life.leg, 1, frozenset("d"), "broke")
+    assert submit == SubmitRequest(recorder.life.leg, 1, frozenset("d"), "broke")
     assert recorder.life.failures == 1
 
 
@@ -401,7 +401,7 @@ def test_a_failed_prefill_is_told_before_the_request_is_submitted_again() -> Non
     recorder.take(Route("r", Choice("d", "p")))
     leg = recorder.life.leg
     assert failed(recorder, "p") == (
-        PrefillDone("r", False), StopLeg(leg), Submit(leg + 1, 0, frozenset("p"), "broke"),
+        PrefillDone("r", False), StopLeg(leg), SubmitRequest(leg + 1, 0, frozenset("p"), "broke"),
     )  # fmt: skip
 
 
@@ -417,7 +417,7 @@ def test_a_recalled_request_goes_to_another_worker() -> None:
     recorder = streaming()
     leg = recorder.life.leg
     assert recorder.take(Recall("r", "a")) == (
-        StopLeg(leg), Submit(leg + 1, 0, frozenset("a"), "recalled"),
+        StopLeg(leg), SubmitRequest(leg + 1, 0, frozenset("a"), "recalled"),
     )  # fmt: skip
 
 
@@ -445,7 +445,7 @@ def test_two_crashes_with_the_same_request_make_it_suspect() -> None:
     recorder = streaming()
     _, report, submit = failed(recorder, "a", end=WorkerEnd.CRASHED)
     assert report == ReportDeaths(("a",), False)
-    assert isinstance(submit, Submit)
+    assert isinstance(submit, SubmitRequest)
     recorder.take(Route("r", Choice("b")))
     _, report, end = failed(recorder, "b", end=WorkerEnd.LOST)
     assert report == ReportDeaths(("a", "b"), True)
@@ -474,5 +474,5 @@ def test_every_effect_is_counted_at_most_once_per_leg() -> None:
     recorder.take(TokensReceived(recorder.life.leg, 1))
     recorder.take(StreamFinished(recorder.life.leg))
     assert Counter(type(effect).__name__ for effect in recorder.effects) == Counter(
-        Submit=1, StartPrefill=1, PrefillDone=1, StartDecode=1, FirstToken=1, EndRequest=1
+        SubmitRequest=1, StartPrefill=1, PrefillDone=1, StartDecode=1, FirstToken=1, EndRequest=1
     )

@@ -27,7 +27,7 @@ from pigou.lifecycle.messages import (
     StartDecode,
     StreamBegan,
     StreamFinished,
-    Submit,
+    SubmitRequest,
     TokensDropped,
 )
 from pigou.lifecycle.migration import can_migrate
@@ -126,7 +126,7 @@ class StreamDriver(RequestDriver):
         self._worker: Upstream | None = None
         self._mapped = False
 
-    async def _prepare(self, step: Submit, route: Route) -> LifecycleEvent:
+    async def _prepare(self, step: SubmitRequest, route: Route) -> LifecycleEvent:
         call, state = self.call, self.relay.state
         self._worker = decode = self._upstream(route.choice.decode)
         engine = decode.engine

@@ -38,7 +38,7 @@ from pigou.lifecycle.messages import (
     Step,
     StopLeg,
     StreamBegan,
-    Submit,
+    SubmitRequest,
     TokensReceived,
 )
 from pigou.lifecycle.request import RECALLED, Effects, RequestLifecycle
@@ -115,7 +115,9 @@ class RequestDriver(ABC):
         step: Step | None = None
         for effect in effects:
             match effect:
-                case Submit() | FetchKV() | StartPrefill() | StartDecode() | CompleteStream():
+                case (
+                    SubmitRequest() | FetchKV() | StartPrefill() | StartDecode() | CompleteStream()
+                ):
                     step = effect
                 case StopLeg():
                     pass  # who broke the step off has let go of its worker
@@ -214,7 +216,7 @@ class RequestDriver(ABC):
 
     async def _perform(self, step: Step) -> LifecycleEvent:
         match step:
-            case Submit():
+            case SubmitRequest():
                 return await self._submit(step)
             case FetchKV():
                 return await self._fetch(step)
@@ -224,7 +226,7 @@ class RequestDriver(ABC):
                 return await self._decode(step)
         return await self._complete(step)
 
-    async def _submit(self, step: Submit) -> LifecycleEvent:
+    async def _submit(self, step: SubmitRequest) -> LifecycleEvent:
         """Ask the control plane for workers, once the key's limits let the request go."""
         call, quota = self.call, self.call.quota
         if step.cause:
@@ -251,7 +253,7 @@ class RequestDriver(ABC):
             self._metrics.decided(why, computes.worker.block_size)
         return await self._prepare(step, decision)
 
-    async def _prepare(self, step: Submit, route: Route) -> LifecycleEvent:  # noqa: ARG002
+    async def _prepare(self, step: SubmitRequest, route: Route) -> LifecycleEvent:  # noqa: ARG002
         """Make up the body of a routed attempt; return the route, or why there is no leg."""
         self._set_body(self.call.body)
         return route

@@ -127,7 +127,7 @@ LifecycleEvent: TypeAlias = (
 # --- effects: what the driver is to do, in their order -------------------------------------------
 
 
-class Submit(msgspec.Struct, frozen=True):
+class SubmitRequest(msgspec.Struct, frozen=True):
     """Submit the request to the control plane; answer with its decision.
 
     Attributes:
@@ -232,5 +232,5 @@ class EndRequest(msgspec.Struct, frozen=True):
 Fact: TypeAlias = PrefillDone | ReadFailed | FirstToken
 #: What the driver is to begin, unless the lifecycle is at another leg by then: to tell a fact may
 #: bring decisions of the control plane about the same request.
-Step: TypeAlias = Submit | FetchKV | StartPrefill | StartDecode | CompleteStream
+Step: TypeAlias = SubmitRequest | FetchKV | StartPrefill | StartDecode | CompleteStream
 LifecycleEffect: TypeAlias = Fact | Step | StopLeg | ReportDeaths | EndRequest

@@ -38,7 +38,7 @@ from pigou.lifecycle.messages import (
     StopLeg,
     StreamBegan,
     StreamFinished,
-    Submit,
+    SubmitRequest,
     TokensDropped,
     TokensReceived,
 )
@@ -113,7 +113,7 @@ class RequestLifecycle(msgspec.Struct, eq=False):
     generated: int = 0
     received: int = 0
     begun: bool = False
-    first_token_told: bool = False
+    first_token_reported: bool = False
     excluded: frozenset[str] = frozenset()
     failures: int = 0
     moves: int = 0
@@ -138,7 +138,7 @@ class RequestLifecycle(msgspec.Struct, eq=False):
 
     def _submit(self, cause: str) -> Effects:
         self.received = 0
-        return (Submit(self._enter(_ADMISSION), self.tokens, self.excluded, cause),)
+        return (SubmitRequest(self._enter(_ADMISSION), self.tokens, self.excluded, cause),)
 
     def _routed(self, route: Route, _: int) -> Effects:
         if self.state is not _ADMISSION:
@@ -174,9 +174,9 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         return self._first_token() if event.token else ()
 
     def _first_token(self) -> Effects:
-        if self.first_token_told:
+        if self.first_token_reported:
             return ()
-        self.first_token_told = True
+        self.first_token_reported = True
         return (FirstToken(self.id),)
 
     def _tokens_received(self, event: TokensReceived, _: int) -> Effects:

@@ -40,7 +40,7 @@ from pigou.lifecycle.messages import (
     StopLeg,
     StreamBegan,
     StreamFinished,
-    Submit,
+    SubmitRequest,
     TokensReceived,
 )
 from pigou.lifecycle.migration import Continuation
@@ -230,7 +230,7 @@ class Dispatcher:
                 self._end(trip, effect, now)
             elif type(effect) is StartDecode and effect.leg == life.leg:
                 self._decode(trip, effect, now)
-            elif type(effect) is Submit and effect.leg == life.leg:
+            elif type(effect) is SubmitRequest and effect.leg == life.leg:
                 self._submit(trip, effect, now)
             elif type(effect) is StartPrefill and effect.leg == life.leg:
                 self._prefill(trip, effect, now)
@@ -239,7 +239,7 @@ class Dispatcher:
             elif isinstance(effect, PrefillDone | FirstToken | ReadFailed):
                 self.observe(effect, now)
 
-    def _submit(self, trip: Trip, submit: Submit, now: int) -> None:
+    def _submit(self, trip: Trip, submit: SubmitRequest, now: int) -> None:
         call = trip.call
         left = Continuation.after(submit.tokens, call.job.input, call.job.output)
         request = trip.request = Request(
