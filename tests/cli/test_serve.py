@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pigou.cli import main
-from pigou.fleet.config import AttachedWorker
-from pigou.fleet.errors import FleetError
+from pigou.fleet.config import AttachedWorker, FleetError
 from pigou.fleet.member import check_fit
 from pigou.fleet.serve import local_workers
 from pigou.gateway.api_keys import Keys

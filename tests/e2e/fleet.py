@@ -20,7 +20,7 @@ from pigou.wire.fleet_secret import VARIABLE
 START = 180.0
 #: Looks often, and restarts at once, so that tests wait for little.
 WATCH = {"every": 0.2, "timeout": 2.0, "failures": 3, "hang": 20.0, "start": START, "drain": 3.0,
-         "least_backoff": 0.05, "most_backoff": 0.1}  # fmt: skip
+         "min_backoff_s": 0.05, "max_backoff_s": 0.1}  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path("/dev/shm")
 

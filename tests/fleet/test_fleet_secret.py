@@ -15,8 +15,8 @@ from tests.gateway.stub import Stub
 from pigou.config import ControlConfig
 from pigou.fleet.config import AttachedWorker
 from pigou.fleet.probe import fleet_key
-from pigou.fleet.process import WorkerProcess
 from pigou.fleet.serve import Serving
+from pigou.fleet.worker_process import WorkerProcess
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import Role, Worker

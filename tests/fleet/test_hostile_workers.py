@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fleet.test_attach import attached, until
-from tests.fleet.test_events import subscribed
+from tests.fleet.test_attached_member import attached, until
+from tests.fleet.test_kv_event_subscriber import subscribed
 from tests.gateway.stub import Stub, whole_text
 
 from pigou.background import Background
@@ -26,10 +26,10 @@ from pigou.fleet.probe import (
     _number,
     _publishes,
     _source,
-    cache_info,
-    engine_sign,
-    loads,
-    rehearsed,
+    metrics_progress,
+    read_cache_info,
+    read_load,
+    read_startup_profile,
 )
 from pigou.request import Role, Worker
 from pigou.wire.kv_event_decoding import EventError, decode_batch, sequence_frame
@@ -90,13 +90,13 @@ def test_every_metrics_page_is_a_load_within_bounds(
     rows: list[tuple[str, str]], rest: bytes
 ) -> None:
     page = "".join(f"vllm:{name} {value}\n" for name, value in rows).encode() + rest
-    load = loads(page, "a")
+    load = read_load(page, "a")
     assert 0 <= load.running <= 2**20
     assert 0 <= load.waiting <= 2**20
     assert 0 <= load.kv_usage <= 1
     assert math.isfinite(load.kv_usage)
     label = f'vllm:cache_config_info{{block_size="{"9" * 5000}",num_gpu_blocks="7"}} 1\n'.encode()
-    assert cache_info(label) == {"num_gpu_blocks": 7}
+    assert read_cache_info(label) == {"num_gpu_blocks": 7}
 
 
 class Pattern:
@@ -127,17 +127,17 @@ def test_of_a_long_metrics_page_only_the_few_lines_that_matter_are_parsed(
     pattern = Pattern(probe._SAMPLE)
     monkeypatch.setattr(probe, "_SAMPLE", pattern)
     page = b'vllm:num_requests_running{engine="0"} 3.0\n' + more + b"\n"
-    assert loads(page, "a").running == 3
-    sign = engine_sign(page, owed=0, planned_tokens=0)
+    assert read_load(page, "a").running == 3
+    sign = metrics_progress(page, owed=0, planned_tokens=0)
     assert sign is not None
     assert sign.busy
-    assert cache_info(page) == {}
+    assert read_cache_info(page) == {}
     assert pattern.read < 100_000
 
 
 @given(ANYTHING, st.binary(max_size=50))
 def test_every_description_is_taken_or_left(told: Any, body: bytes) -> None:
-    rehearsed(told)
+    read_startup_profile(told)
     assert 0 <= _number(told) < 2**31
     _json(body)
     _json(b"[" * 200_000)

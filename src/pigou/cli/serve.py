@@ -271,8 +271,7 @@ def serve(
         raise typer.Exit(2) from None
     progress = StageProgress()
     with uncollected():
-        from pigou.fleet.config import AttachedWorker, WatchConfig
-        from pigou.fleet.errors import FleetError
+        from pigou.fleet.config import AttachedWorker, FleetError, WatchConfig
         from pigou.fleet.serve import local_workers, threads_each
         from pigou.gateway.config import GatewayConfig
         from pigou.wire.fleet_secret import FleetSecret

@@ -1,4 +1,4 @@
-"""What a fleet is made of, and how closely it is watched."""
+"""Configuration of a fleet: its workers, and how closely they are watched."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             may answer nothing; 10 ms more for each token that it computes. 0 for ever.
         start: that a worker may take to become ready.
         drain: that requests under way are given when the fleet ends.
-        least_backoff: before the first restart; doubled by each further one.
-        most_backoff: at which the doubling ends.
+        min_backoff_s: before the first restart; doubled by each further one.
+        max_backoff_s: at which the doubling ends.
     """
 
     every: float = 1.0
@@ -32,12 +32,12 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     hang: float = 60.0
     start: float = 600.0
     drain: float = 30.0
-    least_backoff: float = 0.25
-    most_backoff: float = 30.0
+    min_backoff_s: float = 0.25
+    max_backoff_s: float = 30.0
 
     def __post_init__(self) -> None:
         """Refuse values that would watch nobody."""
-        for name in ("every", "timeout", "start", "least_backoff", "most_backoff"):
+        for name in ("every", "timeout", "start", "min_backoff_s", "max_backoff_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
         for name in ("hang", "drain"):
@@ -109,3 +109,7 @@ class AttachedWorker(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"attach: role is {role!r}; it must be prefill, decode or both")
         url = url.rstrip("/").removesuffix("/v1")
         return cls(id=f"attached-{number}", url=url, role=Role(role), **options)
+
+
+class FleetError(RuntimeError):
+    """The fleet cannot be what was asked for; the message says why."""

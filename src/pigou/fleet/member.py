@@ -1,22 +1,22 @@
-"""A member of the fleet: what all have in common, whoever started them."""
+"""Members of the fleet: local worker processes, and attached servers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-from pigou.fleet.config import WatchConfig
-from pigou.fleet.errors import FleetError
-from pigou.fleet.probe import Found, Source
-from pigou.fleet.process import WorkerProcess
-from pigou.fleet.process_facts import ProcessFacts
-from pigou.fleet.pulse import Bench
-from pigou.fleet.watch import Watch
+from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
+from pigou.fleet.hang_detection import HangArbiter
+from pigou.fleet.probe import EventSource, ProbeFailed, ProbeResult, fleet_key, probe
+from pigou.fleet.worker_process import ProcessState, WorkerProcess
+from pigou.fleet.worker_watch import WorkerWatch
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.status_api import WorkerRow
 from pigou.gateway.upstream import Engine
@@ -32,7 +32,7 @@ _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _EXIT_S = 0.5
 
 
-class Member(ABC):
+class FleetMember(ABC):
     """One place in the fleet: a worker that comes and goes under one name.
 
     Attributes:
@@ -49,10 +49,10 @@ class Member(ABC):
         role: Role,
         plane_driver: PlaneDriver,
         config: WatchConfig,
-        bench: Bench | None = None,
+        arbiter: HangArbiter | None = None,
         secret: FleetSecret | None = None,
     ) -> None:
-        self._bench = bench or Bench(config.hang)
+        self._arbiter = arbiter or HangArbiter(config.hang)
         self.id = id
         self.role = role
         self.ready = asyncio.Event()
@@ -74,16 +74,16 @@ class Member(ABC):
     async def serve(
         self,
         url: str,
-        found: Found,
+        probed: ProbeResult,
         key: str,
-        sources: tuple[Source, ...],
+        sources: tuple[EventSource, ...],
         process: WorkerProcess | None = None,
     ) -> str:
         """Put the worker to use until it is down; return why.
 
         Args:
             url: of its server.
-            found: what it told.
+            probed: what a probe read of it.
             key: sent as bearer key.
             sources: of its KV events.
             process: that it runs in, where it was started here.
@@ -93,33 +93,33 @@ class Member(ABC):
         """
         sources = self._readable(sources)
         others = [up for up in self._plane_driver.upstreams.values() if up.worker.id != self.id]
-        check_fit([(self.role, found.engine), *((up.worker.role, up.engine) for up in others)])
+        check_fit([(self.role, probed.engine), *((up.worker.role, up.engine) for up in others)])
         worker = Worker(
             self.id,
             url,
             self.role,
-            found.block_size,
-            found.blocks,
-            found.max_seqs,
+            probed.block_size,
+            probed.blocks,
+            probed.max_seqs,
             bool(sources),
-            found.engine.ranks,
-            found.layout,
-            found.rehearsed,
+            probed.engine.ranks,
+            probed.layout,
+            probed.startup_profile,
         )
         if not self._plane_driver.compiled.is_set():
             self._report("waiting for the gateway's kernels")
             await self._plane_driver.compiled.wait()
-        await self._plane_driver.up(worker, found.engine, key)
+        await self._plane_driver.up(worker, probed.engine, key)
         self._report("ready")
         self._say("up", "")
         self._row.url = url
         self.ready.set()
-        watch = Watch(
+        watch = WorkerWatch(
             self._plane_driver,
             self._plane_driver.upstreams[self.id],
             self._config,
-            self._bench,
-            None if process is None else ProcessFacts(process.pid),
+            self._arbiter,
+            None if process is None else ProcessState(process.pid),
             None if process is None else lambda: process.heartbeat,
         )
         try:
@@ -133,7 +133,7 @@ class Member(ABC):
             self._row.gaps += watch.gaps
             await self._plane_driver.down(self.id, self._end(watch, process))
 
-    def _end(self, watch: Watch, process: WorkerProcess | None) -> WorkerEnd:
+    def _end(self, watch: WorkerWatch, process: WorkerProcess | None) -> WorkerEnd:
         """Return how the worker ended."""
         if watch.hung:
             return WorkerEnd.KILLED if watch.stopped else WorkerEnd.CRASHED
@@ -148,9 +148,9 @@ class Member(ABC):
         if self.on_stage is not None:
             self.on_stage(self.id, stage)
 
-    def _readable(self, sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    def _readable(self, sources: tuple[EventSource, ...]) -> tuple[EventSource, ...]:
         """Return the sources of KV events with what is needed to read them."""
-        if any(each.encrypted for each in sources) and self._secret is None:
+        if any(source.encrypted for source in sources) and self._secret is None:
             _log.error(
                 "%s encrypts its KV events, and there is no fleet secret here, so what is cached "
                 "there is not seen: give --fleet-secret-file or PIGOU_FLEET_SECRET",
@@ -158,7 +158,8 @@ class Member(ABC):
             )
             return ()
         return tuple(
-            replace(each, secret=self._secret) if each.encrypted else each for each in sources
+            replace(source, secret=self._secret) if source.encrypted else source
+            for source in sources
         )
 
     def _say(self, state: str, note: str) -> None:
@@ -192,12 +193,155 @@ class Backoff:
 
     def __init__(self, config: WatchConfig) -> None:
         self._config = config
-        self._next = config.least_backoff
+        self._next = config.min_backoff_s
 
     def failed(self, lived_s: float) -> float:
         """Return the seconds to wait after a worker that lived for `lived_s` seconds."""
-        if lived_s > 2 * self._config.most_backoff:
-            self._next = self._config.least_backoff
+        if lived_s > 2 * self._config.max_backoff_s:
+            self._next = self._config.min_backoff_s
         wait = self._next
-        self._next = min(2 * wait, self._config.most_backoff)
+        self._next = min(2 * wait, self._config.max_backoff_s)
         return wait
+
+
+class LocalMember(FleetMember):
+    """Keeps one worker process going: starts it, and starts it again when it ends."""
+
+    kind = "local"
+
+    def __init__(
+        self,
+        spec: LocalWorker,
+        plane_driver: PlaneDriver,
+        config: WatchConfig,
+        arbiter: HangArbiter | None = None,
+        secret: FleetSecret | None = None,
+    ) -> None:
+        super().__init__(spec.id, spec.role, plane_driver, config, arbiter, secret)
+        self._spec = spec
+        self._backoff = Backoff(config)
+
+    async def run(self) -> None:
+        """Start the process again and again until cancelled; a first start must succeed."""
+        while True:
+            began = time.monotonic()
+            try:
+                why = await self._live()
+            except (FleetError, ProbeFailed, OSError) as error:
+                if not self.ready.is_set():
+                    self.failed = str(error)
+                    self._say("stopped", self.failed)
+                    self.ready.set()
+                    return
+                why = str(error)
+            except Exception as error:
+                self._plane_driver.background.failed(self.id, error)
+                why = f"{type(error).__name__}: {error}"
+                if not self.ready.is_set():
+                    self.failed = why
+                    self._say("stopped", why)
+                    self.ready.set()
+                    return
+            wait = self._backoff.failed(time.monotonic() - began)
+            self._say("backoff", f"{why}; starts again in {wait:g} s")
+            self._row.pid = 0
+            await asyncio.sleep(wait)
+            self._row.restarts += 1
+            self._row.state = "starting"
+
+    async def _live(self) -> str:
+        """Run one process from start to end; return why it ended."""
+        self._report("starting its process")
+        process = await WorkerProcess.start(
+            self.id, ["--role", self.role.value, *self._spec.arguments], self._secret
+        )
+        self._row.pid = process.pid
+        drain = 0.0
+        try:
+            line = await process.ready(self._config.start, self._report)
+            return await self._until_down(process, line)
+        except asyncio.CancelledError:
+            drain = self._config.drain  # the fleet ends, the worker has done nothing wrong
+            self._row.state = "stopped"
+            raise
+        finally:
+            await process.stop(drain)
+
+    async def _until_down(self, process: WorkerProcess, line: dict[str, Any]) -> str:
+        url = str(line["url"])
+        key = "" if self._secret is None else self._secret.token
+        probed = await probe(url, key)
+        serving = asyncio.create_task(self.serve(url, probed, key, probed.sources, process))
+        exiting = asyncio.create_task(process.exited())
+        try:
+            done, _ = await asyncio.wait((serving, exiting), return_when=asyncio.FIRST_COMPLETED)
+            return exiting.result() if exiting in done else serving.result()
+        finally:
+            for task in (serving, exiting):
+                task.cancel()
+            await asyncio.gather(serving, exiting, return_exceptions=True)
+
+
+class AttachedMember(FleetMember):
+    """Uses one server that somebody else runs, while it answers."""
+
+    kind = "attached"
+
+    def __init__(
+        self,
+        spec: AttachedWorker,
+        plane_driver: PlaneDriver,
+        config: WatchConfig,
+        arbiter: HangArbiter | None = None,
+        secret: FleetSecret | None = None,
+    ) -> None:
+        super().__init__(spec.id, spec.role, plane_driver, config, arbiter, secret)
+        self._spec = spec
+        self._row.url = spec.url
+        self._backoff = Backoff(config)
+
+    async def run(self) -> None:
+        """Use the server while it is there, until cancelled."""
+        while True:
+            began = time.monotonic()
+            try:
+                key = await self._key()
+                probed = self._pinned(await probe(self._spec.url, key))
+                why = await self.serve(self._spec.url, probed, key, self._sources(probed))
+                self._row.restarts += 1
+            except ProbeFailed as error:
+                why = str(error)
+            except FleetError as error:
+                self.failed = why = str(error)
+                if not self.ready.is_set():
+                    self._say("stopped", why)
+                    self.ready.set()
+                    return
+            except Exception as error:
+                self._plane_driver.background.failed(self.id, error)
+                why = f"{type(error).__name__}: {error}"
+            wait = self._backoff.failed(time.monotonic() - began)
+            self._say("down", why)
+            await asyncio.sleep(wait)
+
+    async def _key(self) -> str:
+        """Return the bearer key of the server: its own, or the fleet's if it is of the fleet."""
+        if self._spec.key or self._secret is None:
+            return self._spec.key
+        return await fleet_key(self._spec.url, self._secret)
+
+    def _pinned(self, probed: ProbeResult) -> ProbeResult:
+        """Return the probe's result, with the worker's id where the description pins one."""
+        spec = self._spec
+        if not spec.pin:
+            return probed
+        if not probed.engine.dynamo:
+            raise FleetError(f"attach: {spec.url} has pin={spec.pin}, and is no frontend of Dynamo")
+        return replace(probed, engine=replace(probed.engine, pin=spec.pin))
+
+    def _sources(self, probed: ProbeResult) -> tuple[EventSource, ...]:
+        spec = self._spec
+        if spec.events:
+            encrypted = any(source.encrypted for source in probed.sources)
+            return (EventSource(spec.events, spec.replay, spec.topic, encrypted),)
+        return probed.sources

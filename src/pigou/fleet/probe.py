@@ -1,4 +1,4 @@
-"""The probe: learns of a worker what its server tells."""
+"""The probe: reads from a server's pages what the gateway must know of a worker."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import aiohttp
 import msgspec
 
 from pigou.control.messages import LoadReport
-from pigou.fleet.pulse import Sign
+from pigou.fleet.hang_detection import EngineProgress
 from pigou.gateway.upstream import Engine, read_page
 from pigou.request import Rehearsed
 from pigou.wire.fleet_secret import NONCE, PROOF, FleetSecret
 
 #: Block size that is assumed of a server that does not tell: vLLM's default on a GPU.
 _BLOCK_SIZE = 16
-#: What a worker tells of its speed is believed within these: tokens, streams and steps, seconds of
-#: a step, and seconds. What is beyond them would spoil the fleet's laws, which all share.
-_MOST, _LEAST_S, _MOST_S = 2**20, 1e-6, 3600.0
+#: Bounds of a startup profile's entry: tokens, streams and steps; seconds of a step; seconds.
+#: Entries outside would spoil the latency model, which all workers share.
+_MAX_COUNT, _MIN_STEP_S, _MAX_PROFILE_S = 2**20, 1e-6, 3600.0
 #: Bounds of what else a server says: tokens and blocks, characters of a name, bytes of a page,
 #: publishers of KV events.
-_MOST_NUMBER, _MOST_NAME, _MOST_PAGE, _MOST_SOURCES = 2**31 - 1, 512, 2**23, 64
+_MAX_NUMBER, _MAX_NAME, _MAX_PAGE_BYTES, _MAX_SOURCES = 2**31 - 1, 512, 2**23, 64
 #: Digits that a number of a metrics page has fewer than: any such fits 31 bits.
 _DIGITS = 10
 _SAMPLE = re.compile(rb"(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)")
 #: Bytes of a line, and lines of the metrics that are read: of each engine, a handful.
-_MOST_LINE, _MOST_LINES = 2**14, 1024
+_MAX_LINE_BYTES, _MAX_LINES = 2**14, 1024
 _RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
 _USAGE, _OLD_USAGE = b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc"
 _LOADS = (_RUNNING, _WAITING, _USAGE, _OLD_USAGE)
@@ -44,7 +44,7 @@ class ProbeFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class EventSource:
     """Where KV events come from: ZMQ addresses; `replay` is empty where there is none.
 
     Where they are `encrypted` (ZMQ CURVE), `secret` is what both ends know.
@@ -58,40 +58,40 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a worker told.
+class ProbeResult:
+    """What a probe read of a worker.
 
     Attributes:
         engine: what it runs.
         block_size: tokens in a block.
         blocks: KV blocks, 0 when it did not say.
-        max_seqs: most sequences at once, 0 when it did not say.
+        max_seqs: maximum of sequences at once, 0 when it did not say.
         sources: of KV events, one a data parallel rank.
-        layout: of its cache, for others that may read it; empty where it lends nothing.
-        rehearsed: what it measured of its own speed; empty where it did not say.
+        layout: of its cache, for others that may read it; empty where others may not read it.
+        startup_profile: its own speed, as measured at startup; empty where unknown.
     """
 
     engine: Engine
     block_size: int
     blocks: int
     max_seqs: int
-    sources: tuple[Source, ...]
+    sources: tuple[EventSource, ...]
     layout: str = ""
-    rehearsed: tuple[Rehearsed, ...] = ()
+    startup_profile: tuple[Rehearsed, ...] = ()
 
 
-class _Card(msgspec.Struct):
+class _ModelCard(msgspec.Struct):
     id: str
     owned_by: str = ""
     max_model_len: int | None = None
     root: str | None = None
 
 
-class _Cards(msgspec.Struct):
-    data: list[_Card]
+class _ModelCards(msgspec.Struct):
+    data: list[_ModelCard]
 
 
-async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
+async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> ProbeResult:
     """Ask a worker who it is.
 
     Raises:
@@ -104,9 +104,9 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
             status, body = await _get(session, url + "/v1/models")
             if status != 200:
                 raise ProbeFailed(f"{url}/v1/models answered {status}")
-            cards = msgspec.json.decode(body, type=_Cards).data
+            cards = msgspec.json.decode(body, type=_ModelCards).data
             version = _json((await _get(session, url + "/version"))[1]).get("version", "")
-            cache = cache_info((await _get(session, url + "/metrics"))[1])
+            cache = read_cache_info((await _get(session, url + "/metrics"))[1])
             sources = _json((await _get(session, url + "/kv_event_sources"))[1])
             about = _json((await _get(session, url + "/server_info"))[1])
     except (
@@ -117,7 +117,7 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
     if not cards:
         raise ProbeFailed(f"{url}/v1/models lists no model")
     card = cards[0]
-    if len(card.id) > _MOST_NAME:
+    if len(card.id) > _MAX_NAME:
         raise ProbeFailed(f"{url}/v1/models names a model of {len(card.id)} characters")
     engine = Engine(
         stock=card.owned_by != "pigou",
@@ -131,16 +131,16 @@ async def probe(url: str, key: str = "", timeout_s: float = 10.0) -> Found:
         release=_name(about.get("release")) or _name(version),
     )
     host = urlsplit(url).hostname or ""
-    return Found(
+    return ProbeResult(
         engine,
         cache.get("block_size") or _BLOCK_SIZE,
         cache.get("num_gpu_blocks", 0),
         _number(about.get("max_seqs")),
         tuple(_source(value, host) for value in sources.values() if _publishes(value))[
-            :_MOST_SOURCES
+            :_MAX_SOURCES
         ],
         "" if engine.stock else _name(about.get("kv_layout")),
-        () if engine.stock else rehearsed(about.get("rehearsed")),
+        () if engine.stock else read_startup_profile(about.get("rehearsed")),
     )
 
 
@@ -163,20 +163,20 @@ async def fleet_key(url: str, secret: FleetSecret, timeout_s: float = 10.0) -> s
     return secret.token if shown and secret.proves(nonce, shown) else ""
 
 
-def loads(page: bytes, worker: str) -> LoadReport:
+def read_load(page: bytes, worker: str) -> LoadReport:
     """Return what a metrics page says of a worker's load; zero for what it does not say."""
     sums = _sums(page)
     usage = sums.get(_USAGE, sums.get(_OLD_USAGE, 0.0))
     return LoadReport(
         worker,
-        int(_within(sums.get(_RUNNING, 0.0), _MOST)),
-        int(_within(sums.get(_WAITING, 0.0), _MOST)),
+        int(_within(sums.get(_RUNNING, 0.0), _MAX_COUNT)),
+        int(_within(sums.get(_WAITING, 0.0), _MAX_COUNT)),
         _within(usage, 1.0),
     )
 
 
-def engine_sign(page: bytes, *, owed: int, planned_tokens: int) -> Sign | None:
-    """Return the sign of an engine that tells of itself by metrics alone, as a stock vLLM does.
+def metrics_progress(page: bytes, *, owed: int, planned_tokens: int) -> EngineProgress | None:
+    """Return the progress of an engine that reports by metrics alone, as a stock vLLM does.
 
     Its counters and gauges change with every iteration that computes something.
 
@@ -192,18 +192,18 @@ def engine_sign(page: bytes, *, owed: int, planned_tokens: int) -> Sign | None:
     if _RUNNING not in sums:
         return None
     lines = _lines(page, (b"vllm:",))
-    return Sign(owed > 0 or sums[_RUNNING] > 0, hash(tuple(lines)), planned_tokens)
+    return EngineProgress(owed > 0 or sums[_RUNNING] > 0, hash(tuple(lines)), planned_tokens)
 
 
 def _lines(page: bytes, names: tuple[bytes, ...]) -> list[bytes]:
     """Return the lines of a metrics page that begin with one of the names."""
-    return [line for line in page[:_MOST_PAGE].split(b"\n") if line.startswith(names)]
+    return [line for line in page[:_MAX_PAGE_BYTES].split(b"\n") if line.startswith(names)]
 
 
 def _samples(page: bytes, names: tuple[bytes, ...]) -> Iterator[tuple[bytes, bytes, bytes]]:
     """Yield name, labels and value of the first samples of these metrics."""
-    for line in _lines(page, names)[:_MOST_LINES]:
-        match = _SAMPLE.fullmatch(line) if len(line) <= _MOST_LINE else None
+    for line in _lines(page, names)[:_MAX_LINES]:
+        match = _SAMPLE.fullmatch(line) if len(line) <= _MAX_LINE_BYTES else None
         if match is not None and match[1] in names:
             yield match[1], match[2] or b"", match[3]
 
@@ -217,45 +217,46 @@ def _sums(page: bytes) -> dict[bytes, float]:
     return sums
 
 
-def _within(value: float, most: float) -> float:
-    """Return a value within 0 and `most`; 0 for what is no number."""
-    return min(max(value, 0.0), most) if math.isfinite(value) else 0.0
+def _within(value: float, max_value: float) -> float:
+    """Return a value within 0 and `max_value`; 0 for what is no number."""
+    return min(max(value, 0.0), max_value) if math.isfinite(value) else 0.0
 
 
-def cache_info(page: bytes) -> dict[str, int]:
+def read_cache_info(page: bytes) -> dict[str, int]:
     """Return `block_size` and `num_gpu_blocks` of a metrics page, as far as it tells them."""
     for _, labels, _ in _samples(page, (b"vllm:cache_config_info",)):
-        found = {key.decode(): value for key, value in _LABEL.findall(labels)}
+        labels_by_name = {key.decode(): value for key, value in _LABEL.findall(labels)}
         wanted = ("block_size", "num_gpu_blocks")
         return {
-            key: int(found[key])
+            key: int(labels_by_name[key])
             for key in wanted
-            if found.get(key, b"").isdigit() and len(found[key]) < _DIGITS
+            if labels_by_name.get(key, b"").isdigit() and len(labels_by_name[key]) < _DIGITS
         }
     return {}
 
 
-def rehearsed(told: Any) -> tuple[Rehearsed, ...]:
-    """Return what a worker told of its speed, without what cannot be a measurement."""
-    if not isinstance(told, list):
+def read_startup_profile(entries: Any) -> tuple[Rehearsed, ...]:
+    """Return the speeds that a worker measured at startup, without impossible entries."""
+    if not isinstance(entries, list):
         return ()
     return tuple(
-        Rehearsed(int(each[0]), int(each[1]), int(each[2]), float(each[3]))
-        for each in told
-        if _measured(each)
+        Rehearsed(int(entry[0]), int(entry[1]), int(entry[2]), float(entry[3]))
+        for entry in entries
+        if _measured(entry)
     )
 
 
 def _measured(entry: Any) -> bool:
     if not isinstance(entry, list) or len(entry) != 4:
         return False
-    if not all(isinstance(each, int | float) and _finite(each) for each in entry):
+    if not all(isinstance(number, int | float) and _finite(number) for number in entry):
         return False
     tokens, streams, steps, seconds = entry
-    whole = all(each == int(each) for each in (tokens, streams, steps))
+    whole = all(number == int(number) for number in (tokens, streams, steps))
     return bool(
-        whole and 0 <= tokens <= _MOST and 0 <= streams <= _MOST and tokens + streams > 0
-        and 1 <= steps <= _MOST and _LEAST_S * steps <= seconds <= _MOST_S
+        whole and 0 <= tokens <= _MAX_COUNT and 0 <= streams <= _MAX_COUNT
+        and tokens + streams > 0 and 1 <= steps <= _MAX_COUNT
+        and _MIN_STEP_S * steps <= seconds <= _MAX_PROFILE_S
     )  # fmt: skip
 
 
@@ -275,8 +276,8 @@ def _publishes(value: Any) -> bool:
     return reachable and (topic is None or isinstance(topic, str))
 
 
-def _source(value: dict[str, Any], host: str) -> Source:
-    return Source(
+def _source(value: dict[str, Any], host: str) -> EventSource:
+    return EventSource(
         _reachable(_name(value.get("endpoint")), host),
         _reachable(_name(value.get("replay_endpoint")), host),
         _name(value.get("topic")),
@@ -306,13 +307,13 @@ def _json(body: bytes) -> dict[str, Any]:
 
 def _number(value: Any) -> int:
     """Return an integer within bounds; 0 for everything else."""
-    plain = isinstance(value, int) and not isinstance(value, bool)
-    return value if plain and 0 <= value <= _MOST_NUMBER else 0
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_integer and 0 <= value <= _MAX_NUMBER else 0
 
 
 def _name(value: Any) -> str:
     """Return a text within bounds; empty for everything else."""
-    return value if isinstance(value, str) and len(value) <= _MOST_NAME else ""
+    return value if isinstance(value, str) and len(value) <= _MAX_NAME else ""
 
 
 def _float(text: bytes) -> float:

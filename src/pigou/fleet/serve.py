@@ -207,32 +207,32 @@ def local_workers(
         devices: given to the workers in turn.
     """
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.BOTH] * both
-    found: list[LocalWorker] = []
+    workers: list[LocalWorker] = []
     for number, role in enumerate(roles):
-        place = sum(each.role is role for each in found)
+        index = sum(worker.role is role for worker in workers)
         device = devices[number % len(devices)]
-        name = f"{role.value}-{place}"
+        name = f"{role.value}-{index}"
         own = _apart(arguments, name)
-        found.append(LocalWorker(id=name, role=role, arguments=("--device", device, *own)))
-    return found
+        workers.append(LocalWorker(id=name, role=role, arguments=("--device", device, *own)))
+    return workers
 
 
 def _apart(arguments: Sequence[str], name: str) -> list[str]:
     """Return the arguments with a place of its own for each cache of the worker `name`."""
-    found: list[str] = []
+    own_arguments: list[str] = []
     for argument in arguments:
-        option, equals, place = argument.partition("=")
-        if equals and option in OWN and place:
-            found.append(f"{option}={_below(place, name)}")
-        elif found and found[-1] in OWN and argument:
-            found.append(_below(argument, name))
+        option, equals, path = argument.partition("=")
+        if equals and option in OWN and path:
+            own_arguments.append(f"{option}={_below(path, name)}")
+        elif own_arguments and own_arguments[-1] in OWN and argument:
+            own_arguments.append(_below(argument, name))
         else:
-            found.append(argument)
-    return found
+            own_arguments.append(argument)
+    return own_arguments
 
 
-def _below(place: str, name: str) -> str:
-    return f"{place.rstrip('/')}/{name}"
+def _below(path: str, name: str) -> str:
+    return f"{path.rstrip('/')}/{name}"
 
 
 def threads_each(workers: int) -> int:

@@ -6,19 +6,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from pigou.fleet.attach import AttachedMember
-from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
-from pigou.fleet.errors import FleetError
-from pigou.fleet.local import LocalMember
-from pigou.fleet.member import Member
-from pigou.fleet.pulse import Bench
+from pigou.fleet.config import AttachedWorker, FleetError, LocalWorker, WatchConfig
+from pigou.fleet.hang_detection import HangArbiter
+from pigou.fleet.member import AttachedMember, FleetMember, LocalMember
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.status_api import WorkerRow
 from pigou.wire.fleet_secret import FleetSecret
 
 _log = logging.getLogger("pigou.fleet")
 
-#: Seconds that attached servers are waited for at the start.
+#: Seconds that the start waits for attached servers.
 _ATTACH_S = 15.0
 
 
@@ -38,12 +35,12 @@ class Supervisor:
         """
         config = config or WatchConfig()
         self._plane_driver = plane_driver
-        bench = Bench(config.hang)
-        self._members: list[Member] = [
-            LocalMember(each, plane_driver, config, bench, secret)
-            if isinstance(each, LocalWorker)
-            else AttachedMember(each, plane_driver, config, bench, secret)
-            for each in workers
+        arbiter = HangArbiter(config.hang)
+        self._members: list[FleetMember] = [
+            LocalMember(worker, plane_driver, config, arbiter, secret)
+            if isinstance(worker, LocalWorker)
+            else AttachedMember(worker, plane_driver, config, arbiter, secret)
+            for worker in workers
         ]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -65,14 +62,14 @@ class Supervisor:
             FleetError: a local worker did not come up, or one does not fit the others.
         """
         self._tasks = [
-            self._plane_driver.background.start(each.id, each.run) for each in self._members
+            self._plane_driver.background.start(member.id, member.run) for member in self._members
         ]
-        waits = {asyncio.create_task(each.ready.wait()): each for each in self._members}
-        local = [task for task, each in waits.items() if isinstance(each, LocalMember)]
+        ready_tasks = {asyncio.create_task(member.ready.wait()): member for member in self._members}
+        local = [task for task, member in ready_tasks.items() if isinstance(member, LocalMember)]
         if local:
             await asyncio.wait(local, return_when=asyncio.ALL_COMPLETED)
-        await asyncio.wait(waits, timeout=_ATTACH_S)
-        for task in waits:
+        await asyncio.wait(ready_tasks, timeout=_ATTACH_S)
+        for task in ready_tasks:
             task.cancel()
         for member in self._members:
             if member.failed:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from tests.fleet.harness import PROMPT, SLEEP, WATCH, Client, running, text
-from tests.fleet.test_attach import attached, until
+from tests.fleet.test_attached_member import attached, until
 from tests.gateway.stub import Script, Stub, whole_text
 
 #: A worker that does not progress for a second is hung, and 10 ms for each token of its step.

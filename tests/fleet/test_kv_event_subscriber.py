@@ -12,9 +12,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from pigou.fleet import events
-from pigou.fleet.events import Order, Subscriber
-from pigou.fleet.probe import Source
+from pigou.fleet import kv_event_subscriber as events
+from pigou.fleet.kv_event_subscriber import EventCursor, EventSubscriber
+from pigou.fleet.probe import EventSource
 from pigou.wire.kv_event_decoding import (
     END_OF_REPLAY,
     Removed,
@@ -89,12 +89,12 @@ async def subscribed(
     for number in past:
         await publisher.send(number, silent=True)
     ports = publisher.ports
-    source = Source(
+    source = EventSource(
         f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}" if replay else "", "kv"
     )
     tasks = [
         asyncio.create_task(publisher.answer()),
-        asyncio.create_task(Subscriber(source, sink.apply, sink.lose).run()),
+        asyncio.create_task(EventSubscriber(source, sink.apply, sink.lose).run()),
     ]
     await asyncio.sleep(0.3)  # a subscription takes a moment to reach the publisher
     try:
@@ -148,7 +148,7 @@ async def test_without_a_replay_every_gap_is_told() -> None:
 
 
 async def test_what_waits_has_a_bound_in_bytes_and_nothing_beyond_it_is_lost() -> None:
-    assert events._HIGH_WATER * events._MOST_MESSAGE <= 2**28
+    assert events._HIGH_WATER * events._MAX_MESSAGE_BYTES <= 2**28
     async with subscribed([], replay=False) as (publisher, sink):
         count = 20 * events._HIGH_WATER
         for number in range(count):  # the subscriber's loop does not run meanwhile
@@ -164,7 +164,7 @@ async def test_garbage_is_read_more_and_more_slowly(monkeypatch: pytest.MonkeyPa
         pauses.append(seconds)
 
     sink = Sink()
-    subscriber = Subscriber(Source("tcp://127.0.0.1:1", "", "kv"), sink.apply, sink.lose)
+    subscriber = EventSubscriber(EventSource("tcp://127.0.0.1:1", "", "kv"), sink.apply, sink.lose)
     with monkeypatch.context() as patch:
         patch.setattr(events.asyncio, "sleep", sleep)
         context = zmq.asyncio.Context()
@@ -198,9 +198,9 @@ async def test_a_publisher_that_is_not_there_is_reported(
     monkeypatch.setattr(events, "_UNMET_S", 0.2)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # not listening: nobody answers there
-        source = Source(f"tcp://127.0.0.1:{held.getsockname()[1]}", "", "kv")
+        source = EventSource(f"tcp://127.0.0.1:{held.getsockname()[1]}", "", "kv")
         sink = Sink()
-        task = asyncio.create_task(Subscriber(source, sink.apply, sink.lose).run())
+        task = asyncio.create_task(EventSubscriber(source, sink.apply, sink.lose).run())
         for _ in range(200):
             if caplog.records:
                 break
@@ -239,8 +239,8 @@ async def test_a_publisher_that_answers_at_once_is_not_reported(
 
 
 def test_an_order_judges_every_number() -> None:
-    assert Order().judge(0) == "apply"
-    assert Order().judge(4) == "replay"
-    assert [Order(5).judge(n) for n in (5, 7, 4, 3, 0)] == [
+    assert EventCursor().judge(0) == "apply"
+    assert EventCursor().judge(4) == "replay"
+    assert [EventCursor(5).judge(n) for n in (5, 7, 4, 3, 0)] == [
         "apply", "replay", "skip", "restart", "restart",
     ]  # fmt: skip

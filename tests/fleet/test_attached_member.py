@@ -14,7 +14,7 @@ from tests.gateway.stub import Script, Stub, whole_text
 
 from pigou.fleet.config import AttachedWorker, WatchConfig
 from pigou.fleet.member import Backoff
-from pigou.fleet.probe import ProbeFailed, cache_info, loads, probe, rehearsed
+from pigou.fleet.probe import ProbeFailed, probe, read_cache_info, read_load, read_startup_profile
 from pigou.fleet.serve import Serving
 from pigou.request import Rehearsed
 
@@ -115,8 +115,8 @@ GOOD = [128, 0, 1, 0.005]
     [128, 0, 1, 1e300],
 ])  # fmt: skip
 def test_what_cannot_be_a_measurement_is_dropped(wrong: Any) -> None:
-    assert rehearsed([wrong, GOOD, wrong]) == (Rehearsed(128, 0, 1, 0.005),)
-    assert rehearsed(wrong) == ()
+    assert read_startup_profile([wrong, GOOD, wrong]) == (Rehearsed(128, 0, 1, 0.005),)
+    assert read_startup_profile(wrong) == ()
 
 
 async def test_who_is_no_worker_is_no_worker() -> None:
@@ -125,13 +125,13 @@ async def test_who_is_no_worker_is_no_worker() -> None:
 
 
 def test_a_metrics_page_tells_load_summed_over_ranks() -> None:
-    report = loads(PAGE, "w")
+    report = read_load(PAGE, "w")
     assert (report.running, report.waiting, report.kv_usage) == (5, 1, 0.5)
-    assert cache_info(PAGE) == {"block_size": 128}
-    assert loads(b"", "w").running == 0
+    assert read_cache_info(PAGE) == {"block_size": 128}
+    assert read_load(b"", "w").running == 0
 
 
 def test_a_backoff_doubles_until_its_limit_and_begins_anew_after_a_long_life() -> None:
-    backoff = Backoff(WatchConfig(least_backoff=1.0, most_backoff=5.0))
+    backoff = Backoff(WatchConfig(min_backoff_s=1.0, max_backoff_s=5.0))
     assert [backoff.failed(0) for _ in range(4)] == [1.0, 2.0, 4.0, 5.0]
     assert backoff.failed(60) == 1.0

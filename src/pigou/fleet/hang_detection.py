@@ -1,4 +1,7 @@
-"""Slow or hung: what is concluded from the signs of life of one worker. No I/O, no clock."""
+"""Hang detection: tells a slow worker from a hung one by the progress that it reports.
+
+No I/O, no clock.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ import msgspec
 #: Seconds more that a plan is given for each of its tokens: a long prefill is no hang.
 TOKEN_S = 0.01
 #: Tokens beyond which a plan is not believed to be larger.
-_MOST_TOKENS = 2**20
+_MAX_PLANNED_TOKENS = 2**20
 #: Times the limit that a worker is given whose process computes, or whose whole fleet is slow.
 PATIENCE = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
-    """What a worker says of its engine.
+class EngineProgress:
+    """What a worker reports of its engine.
 
     Attributes:
         busy: it has work.
@@ -31,49 +34,49 @@ class Sign:
     planned_tokens: int = 0
 
 
-class _Engine(msgspec.Struct):
+class _EngineBody(msgspec.Struct):
     busy: bool
     beats: int
     planned_tokens: int = 0
 
 
-class _Health(msgspec.Struct):
+class _HealthBody(msgspec.Struct):
     status: str = ""
-    engine: _Engine | None = None
+    engine: _EngineBody | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The body of a worker's `/health`: its status, and the engine's sign; None without one."""
+    """The body of a worker's `/health`: status, and the engine's progress (None without one)."""
 
     status: str = ""
-    sign: Sign | None = None
+    progress: EngineProgress | None = None
 
 
 def read_health(body: bytes) -> Health:
-    """Return what a body of `/health` says; nothing where it has another shape."""
+    """Return the content of a `/health` body; empty where it has another shape."""
     try:
-        told = msgspec.json.decode(body, type=_Health)
+        health = msgspec.json.decode(body, type=_HealthBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Health()
-    return Health(told.status, None if told.engine is None else _sign(told.engine))
+    return Health(health.status, None if health.engine is None else _engine_progress(health.engine))
 
 
-def read_heartbeat(told: Any) -> Sign | None:
-    """Return the sign in a heartbeat that was decoded from JSON; None where it has none."""
+def read_heartbeat(heartbeat: Any) -> EngineProgress | None:
+    """Return the progress in a heartbeat that was decoded from JSON; None where it has none."""
     try:
-        return _sign(msgspec.convert(told, _Engine))
+        return _engine_progress(msgspec.convert(heartbeat, _EngineBody))
     except msgspec.ValidationError:
         return None
 
 
-def _sign(engine: _Engine) -> Sign:
-    tokens = min(max(engine.planned_tokens, 0), _MOST_TOKENS)
-    return Sign(engine.busy, engine.beats, tokens)
+def _engine_progress(engine: _EngineBody) -> EngineProgress:
+    tokens = min(max(engine.planned_tokens, 0), _MAX_PLANNED_TOKENS)
+    return EngineProgress(engine.busy, engine.beats, tokens)
 
 
-class Pulse:
-    """Adds up the seconds without a sign of life.
+class HangDetector:
+    """Adds up the seconds without progress, and without an answer, of one worker.
 
     Seconds are those in which the watcher itself was on time: on a machine that gives the
     watcher no time, nobody gets older.
@@ -100,13 +103,13 @@ class Pulse:
         self.silent_s = 0.0
         self.silent_looks = 0
 
-    def see(self, sign: Sign | None, passed_s: float) -> None:
+    def observe(self, progress: EngineProgress | None, passed_s: float) -> None:
         """Take in a look at which the worker answered; None: it does not tell of its engine."""
         self.silent_s, self.silent_looks = 0.0, 0
         self._heard = False
-        self._compare(sign, passed_s)
+        self._compare(progress, passed_s)
 
-    def miss(self, passed_s: float, heard: Sign | None = None) -> None:
+    def miss(self, passed_s: float, heard: EngineProgress | None = None) -> None:
         """Take in a look at which `/health` did not answer in time.
 
         Args:
@@ -121,13 +124,13 @@ class Pulse:
             self.silent_looks = 0
             self._compare(heard, passed_s)
 
-    def _compare(self, sign: Sign | None, passed_s: float) -> None:
-        if sign is None or not sign.busy or sign.mark != self._mark:
+    def _compare(self, progress: EngineProgress | None, passed_s: float) -> None:
+        if progress is None or not progress.busy or progress.mark != self._mark:
             self.still_s = 0.0
         else:
             self.still_s += passed_s
-        self._mark = None if sign is None else sign.mark
-        self._planned_tokens = 0 if sign is None else sign.planned_tokens
+        self._mark = None if progress is None else progress.mark
+        self._planned_tokens = 0 if progress is None else progress.planned_tokens
 
     @property
     def limit_s(self) -> float:
@@ -140,19 +143,21 @@ class Pulse:
         still = bool(self.limit_s) and self.still_s > self.limit_s / 2
         return still or self.silent_looks >= max(1, self._failures - 1)
 
-    def verdict(self, *, stopped: bool = False, computes: bool = False, alone: bool = True) -> str:
+    def verdict(
+        self, *, stopped: bool = False, computes: bool = False, is_outlier: bool = True
+    ) -> str:
         """Return why the worker counts as hung; empty while it does not.
 
         Args:
             stopped: the system says that its process is stopped.
             computes: the system says that its process uses the processor.
-            alone: another worker of the fleet is well. If none is, the machine is slow.
+            is_outlier: another worker of the fleet is well. If none is, the machine is slow.
         """
         limit_s = self.limit_s
-        patience = 1.0 if alone else PATIENCE
+        patience = 1.0 if is_outlier else PATIENCE
         if limit_s and self.still_s > limit_s * patience:
             return f"its engine has work, and made no progress for {self.still_s:.0f} s"
-        if stopped and alone and self.silent_looks >= self._failures:
+        if stopped and is_outlier and self.silent_looks >= self._failures:
             return f"its process is stopped, and {self.silent_looks} looks got no answer"
         lives = computes or self._heard
         if limit_s and self.silent_s > limit_s * (PATIENCE if lives else patience):
@@ -160,38 +165,38 @@ class Pulse:
         return ""
 
 
-class Bench:
+class HangArbiter:
     """Judges the workers of a fleet one at a time.
 
     Attributes:
-        condemned: id of the worker that was judged last, until it is back.
+        declared: id of the worker that was declared hung last, until it is back.
     """
 
     def __init__(self, hang_s: float) -> None:
-        """Begin with nobody; a verdict may follow another after `hang_s` seconds at the latest."""
+        """Begin without workers; `hang_s` is the longest pause between two verdicts."""
         self._wait_s = hang_s
-        self._pulses: dict[str, Pulse] = {}
+        self._detectors: dict[str, HangDetector] = {}
         self._since_s = 0.0
-        self.condemned = ""
+        self.declared = ""
 
-    def enter(self, worker: str, pulse: Pulse) -> None:
+    def add(self, worker: str, detector: HangDetector) -> None:
         """A worker is up, and watched."""
-        self._pulses[worker] = pulse
-        if self.condemned == worker:
-            self.condemned = ""
+        self._detectors[worker] = detector
+        if self.declared == worker:
+            self.declared = ""
 
-    def leave(self, worker: str) -> None:
+    def remove(self, worker: str) -> None:
         """A worker is watched no more."""
-        self._pulses.pop(worker, None)
+        self._detectors.pop(worker, None)
 
-    def alone(self, worker: str) -> bool:
+    def is_outlier(self, worker: str) -> bool:
         """Whether a worker is slow and another is not, or there is no other to compare it with."""
-        others = [pulse for name, pulse in self._pulses.items() if name != worker]
-        return not others or any(not pulse.slow for pulse in others)
+        others = [detector for name, detector in self._detectors.items() if name != worker]
+        return not others or any(not detector.slow for detector in others)
 
-    def condemn(self, worker: str, now_s: float) -> bool:
-        """Judge a worker, unless another is judged; whether it was."""
-        if self.condemned and now_s - self._since_s < self._wait_s:
+    def declare_hung(self, worker: str, now_s: float) -> bool:
+        """Declare a worker hung, unless another is; return whether it was declared."""
+        if self.declared and now_s - self._since_s < self._wait_s:
             return False
-        self.condemned, self._since_s = worker, now_s
+        self.declared, self._since_s = worker, now_s
         return True

@@ -14,8 +14,7 @@ import pytest
 from tests.fleet.harness import PROMPT, SLEEP, WATCH, Client, running, text
 
 from pigou.config import ControlConfig
-from pigou.fleet.config import LocalWorker
-from pigou.fleet.errors import FleetError
+from pigou.fleet.config import FleetError, LocalWorker
 from pigou.fleet.serve import Serving
 from pigou.gateway.config import GatewayConfig
 from pigou.request import Role

@@ -1,4 +1,4 @@
-"""The watch over one worker that is up: health, load, hangs, KV events."""
+"""Watches one worker that is up: health, load, hangs, KV events."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import aiohttp
 
 from pigou.control.messages import CacheChanged, CacheLost
 from pigou.fleet.config import WatchConfig
-from pigou.fleet.events import Subscriber
-from pigou.fleet.probe import Source, engine_sign, loads
-from pigou.fleet.process_facts import ProcessFacts
-from pigou.fleet.pulse import Bench, Pulse, Sign, read_health
+from pigou.fleet.hang_detection import EngineProgress, HangArbiter, HangDetector, read_health
+from pigou.fleet.kv_event_subscriber import EventSubscriber
+from pigou.fleet.probe import EventSource, metrics_progress, read_load
+from pigou.fleet.worker_process import ProcessState
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.upstream import GONE, Upstream
 from pigou.wire.kv_event_decoding import WireEvent
@@ -30,20 +30,20 @@ _CLOSING = "closing"
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What came of asking for `/health`: why it is unwell, if it is, and what it says."""
+    """The answer of `/health`: why the worker is unwell, if it is, and its engine's progress."""
 
     why: str = ""
     silent: bool = False
-    sign: Sign | None = None
+    progress: EngineProgress | None = None
 
 
-class Watch:
+class WorkerWatch:
     """Looks at a worker until it counts as down.
 
     A worker is down when `/health` is refused or fails several times in a row. It is hung when
     its engine has work and makes no progress, by its own account, or when it does not answer at
     all. What clients take of its streams does not matter. A fleet that is slow altogether is not
-    hung, and no two workers are judged at once (`Bench`).
+    hung, and no two workers are judged at once (`HangArbiter`).
 
     Attributes:
         gaps: times that KV events were missed for good.
@@ -56,43 +56,45 @@ class Watch:
         plane_driver: PlaneDriver,
         upstream: Upstream,
         config: WatchConfig,
-        bench: Bench | None = None,
-        facts: ProcessFacts | None = None,
-        heard: Callable[[], Sign | None] | None = None,
+        arbiter: HangArbiter | None = None,
+        process_state: ProcessState | None = None,
+        heard: Callable[[], EngineProgress | None] | None = None,
     ) -> None:
         """Prepare.
 
         Args:
             plane_driver, upstream: of the worker.
             config: how closely it is watched.
-            bench: of the fleet; None for a fleet of one.
-            facts: what the system knows of its process; None where it runs elsewhere.
+            arbiter: of the fleet; None for a fleet of one.
+            process_state: of its process, by `/proc`; None where it runs elsewhere.
             heard: returns the heartbeat that came by another way than HTTP; None without one.
         """
         self._plane_driver = plane_driver
         self._upstream = upstream
         self._config = config
-        self._bench = bench or Bench(config.hang)
-        self._facts = facts
+        self._arbiter = arbiter or HangArbiter(config.hang)
+        self._process_state = process_state
         self._heard = heard
-        self._last_heard: Sign | None = None
-        self._pulse = Pulse(config.hang, config.failures)
+        self._last_heard: EngineProgress | None = None
+        self._detector = HangDetector(config.hang, config.failures)
         self.gaps = 0
         self.hung = False
         self.stopped = False
 
-    async def until_down(self, sources: Sequence[Source]) -> str:
+    async def until_down(self, sources: Sequence[EventSource]) -> str:
         """Return why the worker counts as down, once it does."""
         worker, background = self._upstream.worker.id, self._plane_driver.background
         subscribers = [
-            background.start(f"{worker} KV events", Subscriber(source, self._apply, self._lose).run)
+            background.start(
+                f"{worker} KV events", EventSubscriber(source, self._apply, self._lose).run
+            )
             for source in sources
         ]
-        self._bench.enter(worker, self._pulse)
+        self._arbiter.add(worker, self._detector)
         try:
             return await self._look()
         finally:
-            self._bench.leave(worker)
+            self._arbiter.remove(worker)
             for task in subscribers:
                 task.cancel()
             await asyncio.gather(*subscribers, return_exceptions=True)
@@ -115,7 +117,7 @@ class Watch:
                 self._miss(passed_s + config.timeout)
             elif not answer.why:
                 page = await self._report()
-                self._pulse.see(answer.sign or self._stock_sign(page), passed_s)
+                self._detector.observe(answer.progress or self._stock_progress(page), passed_s)
             failures = failures + 1 if answer.why else 0
             if failures >= config.failures:
                 return answer.why
@@ -128,17 +130,17 @@ class Watch:
         heard = self._heard() if self._heard is not None else None
         fresh = heard is not self._last_heard
         self._last_heard = heard
-        self._pulse.miss(passed_s, heard if fresh else None)
+        self._detector.miss(passed_s, heard if fresh else None)
 
     def _judge(self) -> str:
-        """Return why the worker is hung, once it alone is."""
+        """Return why the worker is hung, once it is and another is not."""
         worker = self._upstream.worker.id
         stopped, computes = False, False
-        if self._pulse.silent_looks and self._facts is not None:
-            stopped, computes = self._facts.look()
-        alone = self._bench.alone(worker)
-        why = self._pulse.verdict(stopped=stopped, computes=computes, alone=alone)
-        if why and not self._bench.condemn(worker, time.monotonic()):
+        if self._detector.silent_looks and self._process_state is not None:
+            stopped, computes = self._process_state.look()
+        is_outlier = self._arbiter.is_outlier(worker)
+        why = self._detector.verdict(stopped=stopped, computes=computes, is_outlier=is_outlier)
+        if why and not self._arbiter.declare_hung(worker, time.monotonic()):
             _log.warning("%s: %s; it is left alone until another is back", worker, why)
             return ""
         self.stopped = stopped
@@ -157,7 +159,7 @@ class Watch:
             return _Answer(f"/health: {error or type(error).__name__}")
         health = read_health(body)
         if status == 200 or health.status == _CLOSING:
-            return _Answer(sign=health.sign)
+            return _Answer(progress=health.progress)
         return _Answer(f"/health answered {status}")
 
     async def _report(self) -> bytes:
@@ -168,11 +170,11 @@ class Watch:
             return b""
         if status != 200:
             return b""
-        self._plane_driver.observe(loads(page, self._upstream.worker.id))
+        self._plane_driver.observe(read_load(page, self._upstream.worker.id))
         return page
 
-    def _stock_sign(self, page: bytes) -> Sign | None:
-        """Return the sign of a server that has no heartbeat, by its metrics."""
+    def _stock_progress(self, page: bytes) -> EngineProgress | None:
+        """Return the progress of a server without heartbeat, by its metrics."""
         worker, owed = self._upstream.worker.id, self._upstream.owed
         tokens = self._plane_driver.plane.state.figures(worker)["prefill_tokens"]
-        return engine_sign(page, owed=owed, planned_tokens=int(tokens))
+        return metrics_progress(page, owed=owed, planned_tokens=int(tokens))

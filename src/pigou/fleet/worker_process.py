@@ -10,12 +10,13 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from pigou.fleet.errors import FleetError
-from pigou.fleet.pulse import Sign, read_heartbeat
+from pigou.fleet.config import FleetError
+from pigou.fleet.hang_detection import EngineProgress, read_heartbeat
 from pigou.logs import relay
 from pigou.wire.fleet_secret import DESCRIPTOR, FleetSecret
 
@@ -45,7 +46,7 @@ class WorkerProcess:
         self._name = name
         self._process = process
         self._tail: deque[str] = deque(maxlen=_TAIL)
-        self.heartbeat: Sign | None = None
+        self.heartbeat: EngineProgress | None = None
         self._reader = asyncio.create_task(self._read_errors(), name=f"{name} log")
         self._listener: asyncio.Task[None] | None = None
 
@@ -108,11 +109,11 @@ class WorkerProcess:
             async with asyncio.timeout(timeout_s):
                 while line := await stdout.readline():
                     if line.startswith(b'{"ready"'):
-                        found: dict[str, Any] = msgspec.json.decode(line)
+                        ready_line: dict[str, Any] = msgspec.json.decode(line)
                         self._listener = asyncio.create_task(
                             self._listen(), name=f"{self._name} heartbeat"
                         )
-                        return found
+                        return ready_line
                     if on_stage is not None and line.startswith(b'{"stage"'):
                         on_stage(str(msgspec.json.decode(line)["stage"]))
         except TimeoutError:
@@ -163,18 +164,41 @@ class WorkerProcess:
         assert stdout is not None
         while line := await _line(stdout):
             try:
-                told = msgspec.json.decode(line, type=dict[str, Any]).get("heartbeat")
+                heartbeat = msgspec.json.decode(line, type=dict[str, Any]).get("heartbeat")
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 _log.info("%s | %s", self._name, line.decode("utf-8", "replace").rstrip())
             else:
-                self.heartbeat = read_heartbeat(told) or self.heartbeat
+                self.heartbeat = read_heartbeat(heartbeat) or self.heartbeat
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:
-    """Return the next line, empty at the end; of one that is too long, what came of it."""
+    """Return the next line, empty at the end; of one that is too long, its first part."""
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:
         return error.partial
     except asyncio.LimitOverrunError as error:
         return await stream.readexactly(error.consumed)
+
+
+class ProcessState:
+    """Looks at a process of this machine, by `/proc` (proc(5)); without one nothing is known."""
+
+    def __init__(self, pid: int) -> None:
+        self._path = Path(f"/proc/{pid}/stat")
+        self._ticks = -1
+
+    def look(self) -> tuple[bool, bool]:
+        """Return whether the process is stopped, and whether it has computed since last time."""
+        try:
+            text = self._path.read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return False, False
+        # The name, in parentheses, may hold anything.
+        fields = text.rpartition(")")[2].split()
+        if len(fields) < 13:
+            return False, False
+        ticks = int(fields[11]) + int(fields[12])
+        computed = 0 <= self._ticks < ticks
+        self._ticks = ticks
+        return fields[0] == "T" and not computed, computed

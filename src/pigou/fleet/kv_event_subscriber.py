@@ -1,4 +1,4 @@
-"""KV events of a worker: subscribes, fills gaps by replay, and says when the thread is lost."""
+"""Subscribes to a worker's KV events, fills gaps by replay, and reports lost batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from pigou.fleet.probe import Source
+from pigou.fleet.probe import EventSource
 from pigou.wire.fleet_secret import secure_client
 from pigou.wire.kv_event_decoding import EventError, WireEvent, sequence_frame, sequence_number
 from pigou.wire.kv_event_slices import event_slices
@@ -20,15 +20,15 @@ from pigou.wire.kv_event_slices import event_slices
 _log = logging.getLogger("pigou.fleet")
 
 #: Batches that may wait here; further ones wait at the publisher, until it drops some, which a
-#: replay then fills. Times `_MOST_MESSAGE`, this is the memory that a publisher can take.
+#: replay then fills. Times `_MAX_MESSAGE_BYTES`, this is the memory that a publisher can take.
 _HIGH_WATER = 16
 _REPLAY_S = 5.0
 #: CPU seconds of a slice that are long, and how often as long others run after it.
 _LONG_S, _REST = 0.0005, 3
 #: Seconds of rest after a first batch that is none, doubled by each further one, up to the latter.
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.01, 0.2
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.01, 0.2
 #: Bytes of one message, beyond which ZMQ ends the connection; batches and bytes of one replay.
-_MOST_MESSAGE, _MOST_REPLAY, _MOST_REPLAY_BYTES = 2**24, 100_000, 2**28
+_MAX_MESSAGE_BYTES, _MAX_REPLAY_BATCHES, _MAX_REPLAY_BYTES = 2**24, 100_000, 2**28
 
 
 #: Seconds after which a publisher that nobody has met is reported.
@@ -39,8 +39,8 @@ Lose = Callable[[], None]
 
 
 @dataclass(slots=True)
-class Order:
-    """The sequence numbers of one publisher, as far as they were taken in.
+class EventCursor:
+    """Position in one publisher's sequence of batches.
 
     Attributes:
         next: number of the batch that is to come; None before the first.
@@ -64,10 +64,10 @@ class Order:
         return "skip" if number == self.next - 1 else "restart"
 
 
-class Subscriber:
+class EventSubscriber:
     """Reads the events of one publisher until it is cancelled."""
 
-    def __init__(self, source: Source, apply: Apply, lose: Lose) -> None:
+    def __init__(self, source: EventSource, apply: Apply, lose: Lose) -> None:
         """Prepare.
 
         Args:
@@ -78,7 +78,7 @@ class Subscriber:
         self._source = source
         self._apply = apply
         self._lose = lose
-        self._order = Order()
+        self._order = EventCursor()
         self._faults = 0
 
     async def run(self) -> None:
@@ -87,7 +87,7 @@ class Subscriber:
             socket = context.socket(zmq.SUB)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-            socket.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE)
+            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
             self._secure(socket)
             socket.setsockopt_string(zmq.SUBSCRIBE, self._source.topic)
             # Watched before it connects: a handshake that nobody watches is not told of later.
@@ -163,7 +163,7 @@ class Subscriber:
 
     async def _pause(self) -> None:
         """Rest after what is no batch: a publisher of garbage costs little time and few lines."""
-        pause_s = min(_MOST_PAUSE_S, _LEAST_PAUSE_S * 2 ** min(self._faults, 30))
+        pause_s = min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2 ** min(self._faults, 30))
         self._faults += 1
         await asyncio.sleep(pause_s)
 
@@ -174,12 +174,12 @@ class Subscriber:
         `until` was among them; if not, none was taken in.
         """
         wanted = self._order.next or 0
-        found = await self._past(context, wanted) if self._source.replay else []
-        if not found or (until is not None and all(number != until for number, _ in found)):
+        batches = await self._past(context, wanted) if self._source.replay else []
+        if not batches or (until is not None and all(number != until for number, _ in batches)):
             return False
-        if found[0][0] > wanted:
+        if batches[0][0] > wanted:
             self._lose()
-        for number, payload in found:
+        for number, payload in batches:
             await self._accept(number, payload)
         return True
 
@@ -187,9 +187,9 @@ class Subscriber:
         """Ask for past batches; return them in order, none when nobody answers in time."""
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         self._secure(socket)
-        found: list[tuple[int, bytes]] = []
+        batches: list[tuple[int, bytes]] = []
         size = 0
         try:
             socket.connect(self._source.replay)
@@ -201,12 +201,14 @@ class Subscriber:
                     sequence, payload = frames[-2], frames[-1]
                     number = sequence_number(sequence)
                     if number is None:
-                        return found
+                        return batches
                     size += len(payload)
-                    if len(found) == _MOST_REPLAY or size > _MOST_REPLAY_BYTES:
-                        raise EventError(f"it has over {_MOST_REPLAY} batches, or is too large")
-                    if number >= (found[-1][0] + 1 if found else start):
-                        found.append((number, payload))
+                    if len(batches) == _MAX_REPLAY_BATCHES or size > _MAX_REPLAY_BYTES:
+                        raise EventError(
+                            f"it has over {_MAX_REPLAY_BATCHES} batches, or is too large"
+                        )
+                    if number >= (batches[-1][0] + 1 if batches else start):
+                        batches.append((number, payload))
         except (TimeoutError, EventError, IndexError, zmq.ZMQError) as error:
             _log.warning("%s: no replay: %s", self._source.replay, error or "no answer")
             return []
