@@ -38,7 +38,7 @@ def figures(made: ControlPlane) -> dict[str, Any]:
     return {
         "columns": made.state.columns.decode_tokens.tolist(),
         "loads": {name: load.tokens for name, load in made.state.loads.items()},
-        "flow": made.watch.estimator.flow.tokens.tolist(),
+        "flow": made.watch.estimator.sampler.tokens.tolist(),
         "room": made.desk.room.held(made.state).tolist(),
     }
 

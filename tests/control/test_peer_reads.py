@@ -20,7 +20,7 @@ from pigou.control.journal import (
     replay_call,
 )
 from pigou.control.latency_model.estimates import PRIOR_FETCH, Estimates
-from pigou.control.latency_model.reading import Reading
+from pigou.control.latency_model.fetch_fit import FetchFit
 from pigou.control.messages import (
     CacheChanged,
     Ended,
@@ -257,26 +257,26 @@ def test_a_recorded_plane_reads_again_as_it_did() -> None:
 
 
 def test_a_slow_first_read_does_not_end_reading_and_a_slow_link_is_tried_again_later() -> None:
-    reading = Reading()
-    assert reading.law == PRIOR_FETCH
-    reading.observe(128.0, 0.5, 0)  # the first of a process
-    base, token = reading.law
+    fetch = FetchFit()
+    assert fetch.law == PRIOR_FETCH
+    fetch.observe(128.0, 0.5, 0)  # the first of a process
+    base, token = fetch.law
     assert base + 2000 * token < 0.03
     for number in range(20):
-        reading.observe(128.0 + 90 * number, 0.004 + 2e-6 * (128 + 90 * number), number)
-    base, token = reading.law
+        fetch.observe(128.0 + 90 * number, 0.004 + 2e-6 * (128 + 90 * number), number)
+    base, token = fetch.law
     assert base + 2000 * token == pytest.approx(0.008, rel=0.5)
     for number in range(12):
-        reading.observe(2000.0, 1.5, 20 + number)
-    slow = reading.law[0] + 2000 * reading.law[1]
+        fetch.observe(2000.0, 1.5, 20 + number)
+    slow = fetch.law[0] + 2000 * fetch.law[1]
     assert slow > 0.5
     for minute in range(1, 30):
-        reading.tick(minute * 61 * SECOND)
-    assert reading.law[0] + 2000 * reading.law[1] < slow / 4
+        fetch.tick(minute * 61 * SECOND)
+    assert fetch.law[0] + 2000 * fetch.law[1] < slow / 4
 
 
 def test_one_short_read_says_little_of_long_ones() -> None:
-    reading = Reading()
-    reading.observe(128.0, 0.02, 0)
-    base, token = reading.law
+    fetch = FetchFit()
+    fetch.observe(128.0, 0.02, 0)
+    base, token = fetch.law
     assert base + 4096 * token < 0.04

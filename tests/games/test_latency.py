@@ -204,7 +204,7 @@ def test_what_requests_hold_is_told_from_what_they_are() -> None:
         n = float(rng.integers(1, 60))
         held = n * rng.uniform(100.0, 8000.0)
         online.observe(n, (law(n) + 3e-8 * held) * rng.normal(1.0, 0.02), held=held)
-    assert online.each == pytest.approx(3e-8, rel=0.1)
+    assert online.held_s == pytest.approx(3e-8, rel=0.1)
     assert online.law()(30.0) == pytest.approx(law(30.0), rel=0.1)
 
 
@@ -220,7 +220,9 @@ def test_where_requests_hold_alike_they_are_charged_and_not_what_they_hold(
         plain.observe(n, seconds)
         online.observe(n, seconds, held=500.0 * n)
     for n in (5.0, 50.0):
-        assert online.law()(n) + online.each * 500.0 * n == pytest.approx(plain.law()(n), rel=0.02)
+        assert online.law()(n) + online.held_s * 500.0 * n == pytest.approx(
+            plain.law()(n), rel=0.02
+        )
 
 
 def test_what_is_held_has_to_be_a_number_and_announced() -> None:
@@ -231,7 +233,7 @@ def test_what_is_held_has_to_be_a_number_and_announced() -> None:
             OnlineFit(64, doubling=1.0).observe(1, 1, held=held)
     with pytest.raises(ValueError, match="doubling is -1"):
         OnlineFit(64, doubling=-1)
-    assert OnlineFit(64, doubling=1.0).each == 0.0
+    assert OnlineFit(64, doubling=1.0).held_s == 0.0
 
 
 def test_sums_that_tell_nothing_apart_end_in_a_law_all_the_same() -> None:
@@ -242,5 +244,5 @@ def test_sums_that_tell_nothing_apart_end_in_a_law_all_the_same() -> None:
             held = 25.0 * np.arange(1000.0 * part, 1000.0 * (part + 1)) * (doubling > 0.0)
             ones = np.ones(1000)
             online.observe_all(ones, 0.02 * ones, ones, held)
-            at = online.law()(1.0) + online.each * float(held[-1])
+            at = online.law()(1.0) + online.held_s * float(held[-1])
             assert at == pytest.approx(0.02, rel=0.05)

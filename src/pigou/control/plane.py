@@ -136,7 +136,7 @@ class ControlPlane:
         """
         if own == 0:
             return True
-        tokens = prompt + int(self.watch.estimator.output(max_tokens))
+        tokens = prompt + int(self.watch.estimator.expected_output(max_tokens))
         most = self.config.max_request_inflight
         known = self.watch.estimator.peek(now)  # asking is not journalled: it changes nothing
         room = self.desk.room
@@ -241,7 +241,7 @@ class ControlPlane:
     def status(self, now: int) -> Status:
         """Return the present prices and parameters; asking changes no decision."""
         columns, estimates = self.state.columns, self.watch.estimator.peek(now)
-        output = self.watch.estimator.output(NEVER)
+        output = self.watch.estimator.expected_output(NEVER)
         unknown = self._unknown(now)
         return Status(
             policy=self.router.name,

@@ -52,13 +52,13 @@ class Watch:
         new = worker.id not in self.state.row
         self.state.up(worker)
         if new:
-            self.estimator.up(worker.rehearsed, now)
+            self.estimator.add_worker(worker.rehearsed, now)
 
     def down(self, worker: str) -> None:
         """A worker is gone."""
         row = self.state.down(worker)
         if row is not None:
-            self.estimator.down(row)
+            self.estimator.remove_worker(row)
             self.audit.forget(worker)
 
     def routed(
@@ -70,7 +70,7 @@ class Watch:
         self._advance(row, now)
         load = self.state.start(request, choice, uncached, now, priority, output)
         load.setting = self.setting
-        self.estimator.sent(row, now)
+        self.estimator.prompt_sent(row, now)
         if not request.streamed and not load.remote:
             known, queue = self.estimates(now), self.state.columns
             work = known.work(queue.prefill_requests, queue.prefill_tokens, queue.prefill_pairs)
@@ -118,13 +118,13 @@ class Watch:
         self.detector.update(now, sample)
         self.controller.observe(now, sample)
         if row is not None:
-            self.estimator.flow.change(row, load.request.sequences)
+            self.estimator.sampler.change_streams(row, load.request.sequences)
 
     def came(self, seats: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """More tokens of requests came; as `ControlPlane.came`."""
         state, columns = self.state, self.state.columns
         state.beyond += state.seats.grow(
-            seats, counts, columns.decode_tokens, columns.beyond, self.estimator.flow.tokens
+            seats, counts, columns.decode_tokens, columns.beyond, self.estimator.sampler.tokens
         )
 
     def ended(self, request: str, now: int) -> bool:
@@ -154,8 +154,8 @@ class Watch:
             columns = self.state.columns
             streams, prompts = columns.decoding.tolist(), columns.prefill_requests.tolist()
             contexts = (columns.decode_tokens - columns.coming).tolist()
-            self.estimator.flow.advance_all(streams, contexts, prompts, now)
-            self.estimator.harvest(now)
+            self.estimator.sampler.advance_all(streams, contexts, prompts, now)
+            self.estimator.sample(now)
             for load in self.state.loads.values():
                 if not load.first and load.request.streamed:
                     queued += 1
@@ -179,7 +179,7 @@ class Watch:
 
     def estimates(self, now: int) -> Estimates:
         """Return the speeds of the workers, as far as they are known."""
-        return self.estimator.now(now)
+        return self.estimator.estimates(now)
 
     def view(self, request: Request, index: PrefixIndex, now: int) -> FleetView:
         """Return the fleet as policies see it when they route this request."""
@@ -206,7 +206,7 @@ class Watch:
             columns.block_size,
             columns.blocks,
             self.estimates(now),
-            self.estimator.output(request.max_tokens),
+            self.estimator.expected_output(request.max_tokens),
             columns.layout,
             backlog=self.state.lines,
             now=now,
@@ -237,9 +237,9 @@ class Watch:
         """A prompt is computed: learn what that took, and reading its beginning."""
         prompt = load.request.prompt
         if load.read is None:
-            self.estimator.prefilled(row, load.uncached, load.routed, now, prompt)
+            self.estimator.prompt_computed(row, load.uncached, load.routed, now, prompt)
         else:
-            self.estimator.read(
+            self.estimator.prompt_fetched(
                 row, load.uncached, load.read.tokens, load.routed, now, prompt, not load.ahead
             )
 
@@ -265,14 +265,14 @@ class Watch:
             row = self.state.row[load.decode]
             self._advance(row, now)
             if load.first:
-                self.estimator.flow.change(row, -load.request.sequences)
+                self.estimator.sampler.change_streams(row, -load.request.sequences)
         return self.state.end(request, now)
 
     def _advance(self, row: int, now: int) -> None:
         columns = self.state.columns
         streams, prompts = columns.decoding.item(row), columns.prefill_requests.item(row)
         context = columns.decode_tokens.item(row) - columns.coming.item(row)
-        self.estimator.flow.advance(row, streams, context, prompts, now)
+        self.estimator.sampler.advance(row, streams, context, prompts, now)
 
 
 class _Usual:

@@ -232,7 +232,7 @@ class OnlineFit:
         return self._law
 
     @property
-    def each(self) -> float:
+    def held_s(self) -> float:
         """Seconds by which each that is held makes latencies longer (e), as of `law`."""
         if self._sums[SEEN]:
             self.law()

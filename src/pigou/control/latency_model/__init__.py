@@ -1,1 +1,1 @@
-"""Speeds: how fast each worker prefills, transfers and decodes, learned as it works."""
+"""The latency model: seconds of prefill, transfer and decode of each worker, learned online."""

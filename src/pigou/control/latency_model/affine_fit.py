@@ -38,7 +38,7 @@ class AffineFit:
         fit(500.0)                 # seconds of 500 tokens
 
     Attributes:
-        seen: observations.
+        observed: observations.
     """
 
     def __init__(self, half_life: float = 128.0) -> None:
@@ -48,7 +48,7 @@ class AffineFit:
         self._sums = np.zeros(6)
         self._sums[MEDIAN] = _FIRST_MEDIAN
         self._scratch = np.zeros((24, 3))
-        self.seen = 0
+        self.observed = 0
 
     def __call__(self, size: float, pairs: float = 0.0) -> float:
         """Return the seconds that something of this size takes; 0 before anything was seen."""
@@ -74,10 +74,10 @@ class AffineFit:
     def observe(self, size: float, seconds: float, pairs: float = 0.0) -> None:
         """Take in that something of this size took so many seconds, above 0."""
         add_observation(
-            (self._gram, self._moment, self._sums, self._scratch), self._keep, self.seen == 0,
+            (self._gram, self._moment, self._sums, self._scratch), self._keep, self.observed == 0,
             size, seconds, pairs,
         )  # fmt: skip
-        self.seen += 1
+        self.observed += 1
 
 
 @bare_kernel

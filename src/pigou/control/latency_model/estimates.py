@@ -1,4 +1,4 @@
-"""What is known of each worker's speed: the numbers that prices are made of."""
+"""Estimates: seconds of prefill, transfer and decode of each worker, which prices are made of."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pigou.games.latency import LatencyLaw
 
 Numbers: TypeAlias = NDArray[np.float64]
 
-#: Assumed of a fleet of which nothing was seen yet; the first observations replace it.
+#: Prior of the law of ITL; the first observations replace it.
 PRIOR_LAW = LatencyLaw(0.0005, 0.02)
-#: Stands for a pole at infinity, which arithmetic on arrays could not bear.
+#: Stands for a pole at infinity, with which array arithmetic would give NaN.
 _FAR = 1e12
-#: A law that was only seen at one load is taken to rise by this part of f(1) a stream.
+#: A law that was only seen at one load rises by this part of f(1) a stream.
 MIN_SLOPE = 0.001
-#: Seconds of a prompt, apart from its tokens and of each, before any was seen.
+#: Prior of prefill: seconds of a prompt apart from its tokens, and of each token.
 PRIOR_PREFILL = (0.005, 1e-4)
-#: Seconds of a transfer, apart from its tokens and of each, before any was seen.
+#: Prior of a KV transfer: seconds apart from its tokens, and of each token.
 PRIOR_TRANSFER = (0.005, 1e-6)
-#: Seconds of a fetch from another worker's cache, and of each token, before any was seen.
+#: Prior of a remote KV fetch: seconds apart from its tokens, and of each token.
 PRIOR_FETCH = (0.005, 1e-6)
 _LAW = ("a", "b", "d", "n_sat", "beta", "floor")
 #: Names of the rows of `Estimates.table`, in order.
@@ -43,7 +43,7 @@ ROWS = (
 
 
 def prior_column(law: LatencyLaw = PRIOR_LAW) -> Numbers:
-    """Return what is assumed of one worker, in the order of `ROWS`, shape (24,)."""
+    """Return the prior of one worker, in the order of `ROWS`, shape (24,)."""
     column = np.zeros(len(ROWS))
     column[PREFILL_BASE], column[PREFILL_TOKEN] = PRIOR_PREFILL
     column[TRANSFER_BASE], column[TRANSFER_TOKEN] = PRIOR_TRANSFER
@@ -66,10 +66,10 @@ def pairs(tokens: Any, prompt: Any) -> Any:
 
 
 def _row(name: str) -> property:
-    place = ROWS.index(name)
+    index = ROWS.index(name)
 
     def read(self: Estimates) -> Numbers:
-        row: Numbers = self.table[place]
+        row: Numbers = self.table[index]
         return row
 
     return property(read)
@@ -92,8 +92,8 @@ class Estimates:
         interference_base: seconds that a prompt takes from streams beside it, tokens apart.
         interference_token: seconds that each of its uncached tokens takes from them.
         mean_prefill: seconds that a prompt of mean length takes alone.
-        arrival_cv2: variance of the fleet's gaps between arrivals, by their squared mean.
-        prefill_cv2: variance of the seconds of its prompts, by their squared mean.
+        arrival_cv2: variance of the fleet's gaps between arrivals over their squared mean.
+        prefill_cv2: variance of the seconds of its prompts over their squared mean.
         prefill_pair: seconds of each pair of a prompt's token and one before it (`pairs`).
         prefill_per_token: seconds that each uncached token takes in the mean, its pairs counted.
         fetch_base: seconds that a fetch from another worker's cache takes, apart from tokens. This
@@ -133,7 +133,7 @@ class Estimates:
 
     @classmethod
     def prior(cls, workers: int, law: LatencyLaw = PRIOR_LAW) -> Self:
-        """Return what is assumed of workers of which nothing was seen."""
+        """Return the prior of so many workers."""
         return cls(np.repeat(prior_column(law)[:, None], workers, axis=1))
 
     def copy(self) -> Self:
@@ -143,8 +143,8 @@ class Estimates:
     def learn(self, row: int, law: LatencyLaw) -> None:
         """Set the law of one worker's ITL.
 
-        A law that was only seen at one load says nothing of its slope: it is taken to rise by a
-        thousandth of f(1) a stream at least, which is less than any engine's.
+        A law that was only seen at one load says nothing of its slope. So each rises by at least a
+        thousandth of f(1) a stream, which is less than any engine's.
         """
         for name in _LAW:
             getattr(self, name)[row] = min(getattr(law, name), _FAR)
@@ -178,17 +178,17 @@ class Estimates:
         return service
 
     def work(
-        self, requests: NDArray[np.integer], tokens: NDArray[np.integer], both: NDArray[np.integer]
+        self, prompts: NDArray[np.integer], tokens: NDArray[np.integer], pairs: NDArray[np.integer]
     ) -> Numbers:
         """Return the seconds that all prompts of each worker take, (workers,).
 
         Args:
-            requests: prompts, (workers,).
-            tokens: of theirs that are uncached, (workers,).
-            both: pairs of theirs, (workers,).
+            prompts: of each worker, (workers,).
+            tokens: uncached ones of these prompts, (workers,).
+            pairs: of these prompts, (workers,).
         """
-        work: Numbers = self.prefill_base * requests + self.prefill_token * tokens
-        work += self.prefill_pair * both
+        work: Numbers = self.prefill_base * prompts + self.prefill_token * tokens
+        work += self.prefill_pair * pairs
         return work
 
     def transfer(self, rows: NDArray[np.integer], tokens: Numbers) -> Numbers:
@@ -281,10 +281,10 @@ def later_interference_s(
     law: PrefillLaw, interference: InterferenceLaw, prompts: int, tokens: float, pairs: float,
     begins_s: float,
 ) -> float:  # fmt: skip
-    """Return the seconds that prompts take from a stream that comes in `begins_s` seconds.
+    """Return the seconds that prompts take from a stream that begins in `begins_s` seconds.
 
-    Those computed before then do not delay it. (Hits that count for more than their prompts may
-    have it come before now.)
+    Prompts computed before then do not delay it. (`begins_s` may be negative, where cache hits
+    count for more than their prompts.)
     """
     ahead = prefill_s(law, prompts, tokens, pairs)
     left = ahead - max(begins_s, 0.0)
@@ -302,19 +302,20 @@ def fill(
 
     Args:
         table: to write.
-        column: what a worker with a factor of 1 has, (24,).
-        prefill, transfer, itl: factors of each worker's own, (workers,).
-        common: factors of all of them together, in this order.
-        min_slope: seconds by which the law of ITL rises a stream, at least.
+        column: of a worker whose factors are 1, (24,).
+        prefill, transfer, itl: own factors of each worker, (workers,).
+        common: factors of all workers together, in this order.
+        min_slope: least seconds by which the law of ITL rises a stream.
     """
     for w in range(table.shape[1]):
         for row in range(table.shape[0]):
             table[row, w] = column[row]
-        prompts, moves, pace = common[0] * prefill[w], common[1] * transfer[w], common[2] * itl[w]
+        prefill_factor, transfer_factor = common[0] * prefill[w], common[1] * transfer[w]
+        itl_factor = common[2] * itl[w]
         for row in (PREFILL_BASE, PREFILL_TOKEN, MEAN_PREFILL, PREFILL_PAIR, PREFILL_PER_TOKEN):
-            table[row, w] = column[row] * prompts
+            table[row, w] = column[row] * prefill_factor
         for row in (TRANSFER_BASE, TRANSFER_TOKEN):
-            table[row, w] = column[row] * moves
-        table[ITL_A, w] = max(column[ITL_A] * pace, min_slope * pace)
+            table[row, w] = column[row] * transfer_factor
+        table[ITL_A, w] = max(column[ITL_A] * itl_factor, min_slope * itl_factor)
         for row in (ITL_B, ITL_D, CONTEXT_TOKEN):
-            table[row, w] = column[row] * pace
+            table[row, w] = column[row] * itl_factor

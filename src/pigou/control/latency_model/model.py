@@ -1,4 +1,4 @@
-"""The estimator: learns each worker's speed from what the control plane observes."""
+"""The latency model: learns each worker's speed from what the control plane observes."""
 
 from __future__ import annotations
 
@@ -7,302 +7,339 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pigou.control.latency_model import harvest_kernel as kernels
 from pigou.control.latency_model.affine_fit import AffineFit
-from pigou.control.latency_model.arrivals import RATE_S, FleetRate, decayed
-from pigou.control.latency_model.context import Context
+from pigou.control.latency_model.arrivals import RATE_S, ArrivalGaps, FleetRate, decay_rates
 from pigou.control.latency_model.estimates import (
+    ARRIVAL_CV2,
+    CONTEXT_TOKEN,
+    FETCH_BASE,
+    FETCH_TOKEN,
+    INTERFERENCE_BASE,
+    INTERFERENCE_TOKEN,
+    ITL_A,
+    MEAN_CONTEXT,
+    MEAN_PREFILL,
     MIN_SLOPE,
+    PREFILL_BASE,
+    PREFILL_CV2,
+    PREFILL_PAIR,
+    PREFILL_PER_TOKEN,
+    PREFILL_TOKEN,
     PRIOR_LAW,
     PRIOR_PREFILL,
     ROWS,
+    TRANSFER_BASE,
+    TRANSFER_TOKEN,
     Estimates,
     fill,
     pairs,
     prior_column,
 )
-from pigou.control.latency_model.flow import Flow, Sample
-from pigou.control.latency_model.reading import Reading
-from pigou.control.latency_model.reference import Reference, mixed, of
-from pigou.control.latency_model.scales import Scales
-from pigou.control.latency_model.sizes import Sizes
-from pigou.control.latency_model.spread import Spread
-from pigou.control.latency_model.stall import Stall
+from pigou.control.latency_model.fetch_fit import FetchFit
+from pigou.control.latency_model.itl_samples import (
+    COMMON_ITL,
+    CONTEXT,
+    STREAMS,
+    TRUST,
+    learn_from_samples,
+    sample_table,
+    subtract_prompts,
+)
+from pigou.control.latency_model.prefill_interference import PrefillInterference
+from pigou.control.latency_model.request_sizes import ContextLength, OutputLength, PromptSizes
+from pigou.control.latency_model.throughput_sampler import ThroughputSample, ThroughputSampler
+from pigou.control.latency_model.worker_factors import (
+    StartupReference,
+    WorkerFactors,
+    of_mixed,
+    of_prompts,
+    of_streams,
+)
 from pigou.games.latency import LatencyLaw, OnlineFit
 from pigou.request import SECOND, Rehearsed
 
-_SPEEDS = ("prefill", "transfer", "itl")
-_AT = {name: place for place, name in enumerate(ROWS)}
-#: Streams on a worker that the law is expected to see at most; it goes on past them.
-_MOST_STREAMS = 256.0
+#: Most streams that the law of ITL is fitted to; it goes on past them.
+_MAX_STREAMS = 256.0
 #: Tokens that may double a step by being held. Without grouped queries a model's cache has as many
 #: bytes as its weights at 30,000; with them there are more.
-_DOUBLING = 20_000.0
+_DOUBLING_TOKENS = 20_000.0
 #: Rates of arrival are as of at most so many nanoseconds ago.
-_FRESH = SECOND // 100
-#: Outputs that the expected length of an output is a mean over.
-_OUTPUTS = 64.0
-_FIRST_OUTPUT = 128.0
+_MAX_AGE_NS = SECOND // 100
 
 
 class LatencyModel:
     """Speeds of the workers, as far as they were seen.
 
-    Each speed is a law common to the fleet times a factor of the worker's own (`Scales`): what
-    one worker shows at a load teaches what the others would do there.
+    Each speed is a law common to the fleet times a factor of the worker's own (`WorkerFactors`):
+    what one worker shows at a load teaches what the others would do there.
 
     Prefill: workers compute prompts one after another (or batched, which makes no difference to
-    sums), so a prompt that ends kept its worker busy since it came, or since the one before
-    ended, whichever is later; these times are fitted by a line over uncached tokens and, where
-    prompts are long enough for that to show, over pairs of tokens (attention). Transfer:
-    from a remote prefill's end to the first token, by a line over tokens. ITL: `Flow`'s samples,
-    by a `LatencyLaw` and by the tokens that the streams held, as each step reads the keys and
-    values of all of them, less what prompts took that were computed beside them (`Stall`).
-    Reading: what a prompt took beyond computing (`Reading`).
+    sums). So a prompt that ends kept its worker busy since it was sent, or since the prompt before
+    it ended. These times are fitted by a line over uncached tokens and, where prompts are long
+    enough for that to show, over pairs of tokens (attention).
+    Transfer: from a remote prefill's end to the first token, by a line over tokens.
+    ITL: samples of `ThroughputSampler`, by a `LatencyLaw` and by the tokens that streams held,
+    since each step reads the keys and values of all of them. What prompts took beside them is
+    subtracted (`PrefillInterference`).
+    Remote KV fetch: what a prompt took beyond computing (`FetchFit`).
 
-    Rows are those of `State`; `up` and `down` keep them in step.
+        model = LatencyModel()
+        model.add_worker()
+        model.prompt_sent(0, now)
+        model.prompt_computed(0, 1000, now, now + SECOND)
+        model.estimates(now).prefill_token  # seconds a token, of each worker
+
+    Rows are those of `State`; `add_worker` and `remove_worker` keep them in step.
+
+    Attributes:
+        sampler: of throughput; its owner advances it.
     """
 
     def __init__(self) -> None:
         self._prefill = AffineFit()
         self._transfer = AffineFit()
-        self._reading = Reading()
-        self._itl = OnlineFit(_MOST_STREAMS, doubling=_DOUBLING)
-        self._context = Context()
-        self._stall = Stall()
-        self._gaps = Spread()
-        self._fleet = FleetRate()
-        self._reference = Reference()
-        self._sizes = Sizes()
-        self._came = 0
-        self._scales = {name: Scales() for name in _SPEEDS}
+        self._fetch = FetchFit()
+        self._itl = OnlineFit(_MAX_STREAMS, doubling=_DOUBLING_TOKENS)
+        self._context = ContextLength()
+        self._interference = PrefillInterference()
+        self._gaps = ArrivalGaps()
+        self._fleet_rate = FleetRate()
+        self._startup = StartupReference()
+        self._prompts = PromptSizes()
+        self._outputs = OutputLength()
+        self._last_sent = 0
+        self._prefill_factors = WorkerFactors()
+        self._transfer_factors = WorkerFactors()
+        self._itl_factors = WorkerFactors()
         self._rate = np.zeros(0)
-        self._rated = np.zeros(0, dtype=np.int64)
+        self._rated_at = np.zeros(0, dtype=np.int64)
         self._last_done = np.zeros(0, dtype=np.int64)
-        self._output = _FIRST_OUTPUT
-        self._outputs = 0
-        self.flow = Flow()
-        self._known: Estimates | None = None
-        self._at = 0
+        self._mean_prefill = np.zeros(0)
+        self.sampler = ThroughputSampler()
+        self._estimates: Estimates | None = None
+        self._rates_at = 0
 
-    def up(self, rehearsed: Sequence[Rehearsed] = (), now: int = 0) -> None:
-        """A worker joined; its row is the last. What it measured of itself is taken in."""
-        for scales in self._scales.values():
-            scales.up()
+    @property
+    def _factors(self) -> tuple[WorkerFactors, WorkerFactors, WorkerFactors]:
+        return self._prefill_factors, self._transfer_factors, self._itl_factors
+
+    def add_worker(self, startup: Sequence[Rehearsed] = (), now: int = 0) -> None:
+        """A worker joined; its row is the last. Its startup profile is learned."""
+        for factors in self._factors:
+            factors.add_worker()
         self._rate = np.append(self._rate, 0.0)
-        self._rated = np.append(self._rated, 0)
+        self._rated_at = np.append(self._rated_at, 0)
         self._last_done = np.append(self._last_done, 0)
-        self.flow.up()
-        self._known = None
-        if rehearsed:
-            self._rehearse(len(self._rate) - 1, rehearsed, now)
+        self.sampler.add_worker()
+        self._estimates = None
+        if startup:
+            self._learn_startup(len(self._rate) - 1, startup, now)
 
-    def down(self, row: int) -> None:
+    def remove_worker(self, row: int) -> None:
         """A worker left."""
-        for scales in self._scales.values():
-            scales.down(row)
+        for factors in self._factors:
+            factors.remove_worker(row)
         self._rate = np.delete(self._rate, row)
-        self._rated = np.delete(self._rated, row)
+        self._rated_at = np.delete(self._rated_at, row)
         self._last_done = np.delete(self._last_done, row)
-        self.flow.down(row)
-        self._known = None
+        self.sampler.remove_worker(row)
+        self._estimates = None
 
-    def sent(self, row: int, now: int) -> None:
+    def prompt_sent(self, row: int, now: int) -> None:
         """A prompt was sent to worker `row` to be computed."""
-        if self._came:
-            gap = max(0, now - self._came) / SECOND
-            self._gaps.observe(gap)
-            self._fleet.observe(gap)
-        self._came = now
-        age = (now - self._rated.item(row)) / SECOND / RATE_S
+        if self._last_sent:
+            gap_s = max(0, now - self._last_sent) / SECOND
+            self._gaps.observe(gap_s)
+            self._fleet_rate.observe(gap_s)
+        self._last_sent = now
+        age = (now - self._rated_at.item(row)) / SECOND / RATE_S
         self._rate[row] = self._rate.item(row) * math.exp(-max(0.0, age)) + 1.0 / RATE_S
-        self._rated[row] = now
+        self._rated_at[row] = now
 
-    def prefilled(
+    def prompt_computed(
         self, row: int, tokens: int, sent: int, now: int, prompt: int | None = None
     ) -> None:
         """A prompt with so many uncached tokens, sent at `sent`, was computed by worker `row`.
 
-        The flow is advanced up to `now` before. `prompt` is its length, if more than those.
+        The sampler is advanced up to `now` before. `prompt` is its length, if more than those.
         """
         began = max(sent, self._last_done.item(row))
         self._last_done[row] = now
-        both = float(pairs(tokens, tokens if prompt is None else prompt))
-        self._computed(row, tokens, both, max(0, now - began) / SECOND)
+        token_pairs = float(pairs(tokens, tokens if prompt is None else prompt))
+        self._count_prompt(row, tokens, token_pairs, max(0, now - began) / SECOND)
         if now > began:
-            self._learn("prefill", self._prefill, row, tokens, now - began, now, both)
+            self._learn(
+                self._prefill, self._prefill_factors, row, tokens, now - began, now, token_pairs
+            )
 
-    def read(
-        self, row: int, tokens: int, came: int, sent: int, now: int, prompt: int, alone: bool
+    def prompt_fetched(
+        self,
+        row: int,
+        tokens: int,
+        fetched: int,
+        sent: int,
+        now: int,
+        prompt: int,
+        was_idle: bool,
     ) -> None:
-        """A prompt was computed of which `came` tokens were read from another worker's cache.
+        """A prompt was computed of which `fetched` tokens came from another worker's cache.
 
-        What it took beyond computing is what reading took, where the worker had no other prompt
-        meanwhile (`alone`); else it may have been waiting. The rest is as for `prefilled`.
+        What it took beyond computing is the fetch, if the worker had no other prompt meanwhile
+        (`was_idle`); else it may have queued. The rest is as for `prompt_computed`.
         """
         began = max(sent, self._last_done.item(row))
-        clean = alone and began == sent
+        clean = was_idle and began == sent
         self._last_done[row] = now
-        rows, work = np.array([row]), np.array([float(tokens)])
-        service = self.now(now).service(rows, work, float(prompt)).item()
-        took = max(0, now - began) / SECOND
-        self._computed(row, tokens, float(pairs(tokens, prompt)), min(took, service))
+        rows, uncached = np.array([row]), np.array([float(tokens)])
+        service_s = self.estimates(now).service(rows, uncached, float(prompt)).item()
+        elapsed_s = max(0, now - began) / SECOND
+        self._count_prompt(row, tokens, float(pairs(tokens, prompt)), min(elapsed_s, service_s))
         if clean:
-            self._reading.observe(float(came), took - service, now)
+            self._fetch.observe(float(fetched), elapsed_s - service_s, now)
 
-    def _computed(self, row: int, tokens: int, both: float, seconds: float) -> None:
-        """Count a prompt that was computed, and that its worker was busy with it so long."""
-        size = tokens + self._prefill.ratio * both
-        self.flow.prompt(row, size, seconds)
-        self._sizes.observe(tokens, both)
+    def _count_prompt(self, row: int, tokens: int, token_pairs: float, seconds: float) -> None:
+        """Count a computed prompt, and the time that its worker was busy with it."""
+        size = tokens + self._prefill.ratio * token_pairs
+        self.sampler.add_prompt(row, size, seconds)
+        self._prompts.observe(tokens, token_pairs)
 
     def transferred(self, row: int, tokens: int, nanos: int, now: int) -> None:
         """A remote prefill's tokens reached worker `row`, and its first token followed."""
         if nanos > 0:
-            self._learn("transfer", self._transfer, row, tokens, nanos, now)
+            self._learn(self._transfer, self._transfer_factors, row, tokens, nanos, now)
 
     def generated(self, tokens: int) -> None:
         """A request ended after so many tokens."""
-        self._outputs += 1
-        share = 1.0 / min(self._outputs, _OUTPUTS)
-        self._output += share * (tokens - self._output)
+        self._outputs.observe(tokens)
 
-    def output(self, most: int) -> float:
+    def expected_output(self, max_tokens: int) -> float:
         """Return the tokens that a request with this limit is expected to generate."""
-        return max(1.0, min(float(most), self._output))
+        return self._outputs.expected(max_tokens)
 
-    def harvest(self, now: int) -> None:
-        """Take in what flowed since the last harvest; call it a few times a second."""
-        self._reading.tick(now)
-        samples = list(self.flow.harvest())
+    def sample(self, now: int) -> None:
+        """Learn from the throughput since the last call; call it a few times a second."""
+        self._fetch.tick(now)
+        samples = list(self.sampler.take_samples())
         if samples:
-            self._take_in(samples, now)
-        self._known = None
+            self._learn_samples(samples, now)
+        self._estimates = None
 
-    def now(self, now: int) -> Estimates:
+    def estimates(self, now: int) -> Estimates:
         """Return the estimates; rates of arrival decay up to `now`."""
-        known = self._known
-        if known is None:
-            known = self._known = self._solve(now)
-        elif 0 <= now - self._at < _FRESH:
-            return known
-        self._at = now
-        self._arrive(known, now)
-        return known
+        estimates = self._estimates
+        if estimates is None:
+            estimates = self._estimates = self._solve(now)
+        elif 0 <= now - self._rates_at < _MAX_AGE_NS:
+            return estimates
+        self._rates_at = now
+        self._write_rates(estimates, now)
+        return estimates
 
     def peek(self, now: int) -> Estimates:
-        """Return a copy of the estimates; whether they are looked at changes no later ones."""
-        found = self._solve(now) if self._known is None else self._known.copy()
-        self._arrive(found, now)
-        return found
+        """Return a copy of the estimates; the call changes no later ones."""
+        estimates = self._solve(now) if self._estimates is None else self._estimates.copy()
+        self._write_rates(estimates, now)
+        return estimates
 
-    def _rehearse(self, row: int, rehearsed: Sequence[Rehearsed], now: int) -> None:
-        """Learn from what worker `row` measured.
+    def _learn_startup(self, row: int, startup: Sequence[Rehearsed], now: int) -> None:
+        """Learn from the startup profile of worker `row`.
 
-        Of its own it gets what sets it apart from those that measured before; the rest teaches
-        the common laws, until requests were served: they know better. What prompts take from
-        streams comes last, as it is what is left.
+        Its factors come from what sets it apart from the workers that were profiled before. The
+        rest teaches the common laws until requests were served, which know better. Interference
+        comes last, since it is the remainder.
         """
-        prompts, streams = of(rehearsed, streams=False), of(rehearsed, streams=True)
-        ratios = {}
-        for name, scenes in (("prefill", prompts), ("itl", streams)):
-            ratio = ratios[name] = self._reference.ratio(scenes)
-            for _ in scenes:
-                self._scales[name].observe(row, ratio, now)
-        if self._outputs:
+        prompts, streams = of_prompts(startup), of_streams(startup)
+        prefill_ratio = self._startup.ratio(prompts)
+        for _ in prompts:
+            self._prefill_factors.observe(row, prefill_ratio, now)
+        itl_ratio = self._startup.ratio(streams)
+        for _ in streams:
+            self._itl_factors.observe(row, itl_ratio, now)
+        if self._outputs.observed:
             return
-        for each in prompts:
-            both = float(pairs(each.tokens, each.tokens))
-            self._prefill.observe(float(each.tokens), each.seconds / ratios["prefill"], both)
-        for each in streams:
-            self._itl.observe(float(each.streams), each.seconds / each.steps / ratios["itl"])
+        for step in prompts:
+            token_pairs = float(pairs(step.tokens, step.tokens))
+            self._prefill.observe(float(step.tokens), step.seconds / prefill_ratio, token_pairs)
+        for step in streams:
+            self._itl.observe(float(step.streams), step.seconds / step.steps / itl_ratio)
         if not self._itl.weight:
             return
-        for each in mixed(rehearsed):
-            expected = each.steps * self._law()(float(each.streams)) * ratios["itl"]
-            size = each.tokens + self._prefill.ratio * float(pairs(each.tokens, each.tokens))
-            self._stall.observe(each.seconds / expected, 1.0 / expected, size / expected)
+        for step in of_mixed(startup):
+            expected = step.steps * self._itl_law()(float(step.streams)) * itl_ratio
+            size = step.tokens + self._prefill.ratio * float(pairs(step.tokens, step.tokens))
+            self._interference.observe(step.seconds / expected, 1.0 / expected, size / expected)
 
-    def _take_in(self, samples: Sequence[Sample], now: int) -> None:
-        """Learn from samples: the law of ITL, the factors of workers, and what prompts take."""
-        scales, stall, alone = self._scales["itl"], self._stall, self._alone(now)
-        own = scales.now(now)[1]
-        rows = np.array([_row(each) for each in samples]).T.copy()
-        bare = np.empty((3, len(samples)))
-        taken = self._taken(alone, self._law())
-        kernels.strip(rows, own, taken, stall.doubt(*alone), bare)
-        streams, context = rows[kernels.STREAMS], rows[kernels.CONTEXT]
+    def _learn_samples(self, samples: Sequence[ThroughputSample], now: int) -> None:
+        """Learn the law of ITL, the factors of workers, and interference."""
+        interference, alone = self._interference, self._prefill_alone(now)
+        own = self._itl_factors.factors(now)[1]
+        table = sample_table(samples)
+        decode = np.empty((3, len(samples)))
+        taken = self._interference_law(alone, self._itl_law())
+        subtract_prompts(table, own, taken, interference.variance(*alone), decode)
+        streams, context = table[STREAMS], table[CONTEXT]
         self._context.observe(streams, context)
-        self._itl.observe_all(streams, bare[kernels.ALIKE], bare[kernels.SURE], context)
+        self._itl.observe_all(streams, decode[COMMON_ITL], decode[TRUST], context)
         law = self._itl.law()
-        kernels.compare(
-            rows, bare, own, (law.a, law.b, law.d, law.n_sat, law.beta), law.floor, self._itl.each,
-            now, scales.weight, scales.mean, scales.variance, scales.at,
-            stall.gram, stall.moment, stall.keep,
+        learn_from_samples(
+            table, decode, own, (law.a, law.b, law.d, law.n_sat, law.beta), law.floor,
+            self._itl.held_s, now, self._itl_factors.arrays, interference.arrays,
+            interference.keep,
         )  # fmt: skip
 
-    def _arrive(self, known: Estimates, now: int) -> None:
+    def _write_rates(self, estimates: Estimates, now: int) -> None:
         """Write the rates of arrival as of `now`."""
-        known.fleet_arrivals[:] = self._fleet.per_second
-        decayed(self._rate, self._rated, self._mean_service, now, known.arrivals, known.busy)
+        estimates.fleet_arrivals[:] = self._fleet_rate.per_second
+        decay_rates(
+            self._rate, self._rated_at, self._mean_prefill, now, estimates.arrivals, estimates.busy
+        )
 
     def _learn(
-        self, name: str, fit: AffineFit, row: int, size: int, nanos: int, now: int,
-        both: float = 0.0,
+        self, fit: AffineFit, factors: WorkerFactors, row: int, size: int, nanos: int, now: int,
+        token_pairs: float = 0.0,
     ) -> None:  # fmt: skip
-        seconds, scales = nanos / SECOND, self._scales[name]
-        own = scales.of(row, now)
-        fit.observe(float(size), seconds / own, both)
-        scales.observe(row, seconds / max(fit(float(size), both), 1e-9), now)
+        seconds = nanos / SECOND
+        own = factors.factor(row, now)
+        fit.observe(float(size), seconds / own, token_pairs)
+        factors.observe(row, seconds / max(fit(float(size), token_pairs), 1e-9), now)
 
-    def _alone(self, now: int) -> tuple[float, float]:
-        """Return base and slope of what a prompt takes by itself, on a worker like most."""
-        if not self._prefill.seen:
+    def _prefill_alone(self, now: int) -> tuple[float, float]:
+        """Return base and token seconds of a prompt alone, on a worker whose factor is 1."""
+        if not self._prefill.observed:
             return PRIOR_PREFILL
-        common, (base, slope) = self._scales["prefill"].now(now)[0], self._prefill.law
-        return base * common, slope * common
+        common, (base, token) = self._prefill_factors.factors(now)[0], self._prefill.law
+        return base * common, token * common
 
-    def _law(self) -> LatencyLaw:
+    def _itl_law(self) -> LatencyLaw:
         """Return the law of ITL common to the fleet, of streams that hold nothing."""
         return self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
 
-    def _taken(self, alone: tuple[float, float], law: LatencyLaw) -> tuple[float, float]:
-        """Return base and slope of what a prompt takes from streams."""
-        return self._stall.law(*alone, max(law.toll(1.0), MIN_SLOPE * law(1.0)))
+    def _interference_law(self, alone: tuple[float, float], law: LatencyLaw) -> tuple[float, float]:
+        """Return base and token seconds that a prompt takes from streams."""
+        return self._interference.law(*alone, max(law.toll(1.0), MIN_SLOPE * law(1.0)))
 
     def _solve(self, now: int) -> Estimates:
-        law, alone = self._law(), self._alone(now)
-        column, least = prior_column(law), MIN_SLOPE * law(1.0)
-        for name, fit in (("prefill", self._prefill), ("transfer", self._transfer)):
-            if fit.seen:
-                column[_AT[f"{name}_base"]], column[_AT[f"{name}_token"]] = fit.law
-        column[_AT["fetch_base"]], column[_AT["fetch_token"]] = self._reading.law
-        column[_AT["prefill_pair"]] = self._prefill.pair
-        column[_AT["prefill_per_token"]] = column[_AT["prefill_token"]]
-        column[_AT["prefill_per_token"]] += self._prefill.pair * self._sizes.before
-        column[_AT["interference_base"]], column[_AT["interference_token"]] = self._taken(
-            alone, law
-        )
-        each, mean = self._itl.each, self._context.mean
-        column[_AT["context_token"]], column[_AT["mean_context"]] = each, mean
-        column[_AT["a"]] += each * mean
-        column[_AT["arrival_cv2"]] = self._gaps.squared
-        prompt = [column.item(_AT[f"prefill_{each}"]) for each in ("base", "token", "pair")]
-        column[_AT["mean_prefill"]] = self._sizes.mean(*prompt)
-        column[_AT["prefill_cv2"]] = self._sizes.squared(*prompt)
-        prefill, transfer, itl = (self._scales[name].now(now) for name in _SPEEDS)
-        found = Estimates(np.empty((len(ROWS), len(self._rate))))
-        commons = (prefill[0], transfer[0], itl[0])
-        fill(
-            found.table, column, prefill[1], transfer[1], itl[1], commons, least
-        )  # fmt: skip
-        self._mean_service = found.mean_prefill
-        return found
-
-
-def _row(sample: Sample) -> tuple[float, ...]:
-    """Return a column of `harvest_kernel.samples`."""
-    return (
-        sample.streams, sample.context, sample.itl, sample.steps, sample.prompts, sample.work,
-        float(sample.row),
-    )  # fmt: skip
+        law, alone = self._itl_law(), self._prefill_alone(now)
+        column, min_slope = prior_column(law), MIN_SLOPE * law(1.0)
+        if self._prefill.observed:
+            column[PREFILL_BASE], column[PREFILL_TOKEN] = self._prefill.law
+        if self._transfer.observed:
+            column[TRANSFER_BASE], column[TRANSFER_TOKEN] = self._transfer.law
+        column[FETCH_BASE], column[FETCH_TOKEN] = self._fetch.law
+        column[PREFILL_PAIR] = self._prefill.pair
+        column[PREFILL_PER_TOKEN] = column[PREFILL_TOKEN]
+        column[PREFILL_PER_TOKEN] += self._prefill.pair * self._prompts.pairs_per_token
+        column[INTERFERENCE_BASE], column[INTERFERENCE_TOKEN] = self._interference_law(alone, law)
+        context_token, mean_context = self._itl.held_s, self._context.mean
+        column[CONTEXT_TOKEN], column[MEAN_CONTEXT] = context_token, mean_context
+        column[ITL_A] += context_token * mean_context
+        column[ARRIVAL_CV2] = self._gaps.cv2
+        prompt = [column.item(row) for row in (PREFILL_BASE, PREFILL_TOKEN, PREFILL_PAIR)]
+        column[MEAN_PREFILL] = self._prompts.mean(*prompt)
+        column[PREFILL_CV2] = self._prompts.cv2(*prompt)
+        prefill, transfer, itl = (factors.factors(now) for factors in self._factors)
+        estimates = Estimates(np.empty((len(ROWS), len(self._rate))))
+        common = (prefill[0], transfer[0], itl[0])
+        fill(estimates.table, column, prefill[1], transfer[1], itl[1], common, min_slope)
+        self._mean_prefill = estimates.mean_prefill
+        return estimates

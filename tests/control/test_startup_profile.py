@@ -20,8 +20,8 @@ def told(*laws: Law) -> Estimates:
     """Return the estimates of a fleet right after its workers came up."""
     estimator = LatencyModel()
     for law in laws:
-        estimator.up(rehearse(LawTiming(law), ENGINE), 5 * SECOND)
-    return estimator.now(5 * SECOND)
+        estimator.add_worker(rehearse(LawTiming(law), ENGINE), 5 * SECOND)
+    return estimator.estimates(5 * SECOND)
 
 
 def test_speeds_are_known_before_the_first_request() -> None:
@@ -51,27 +51,27 @@ def test_a_worker_half_as_fast_is_known_for_a_slow_one_before_the_first_request(
 
 def test_a_worker_that_tells_nothing_is_taken_for_one_like_those_that_did() -> None:
     estimator = LatencyModel()
-    estimator.up(rehearse(LawTiming(LAW), ENGINE), SECOND)
-    estimator.up()
-    found = estimator.now(SECOND)
+    estimator.add_worker(rehearse(LawTiming(LAW), ENGINE), SECOND)
+    estimator.add_worker()
+    found = estimator.estimates(SECOND)
     assert found.table[:, 0].tolist() == found.table[:, 1].tolist()
 
 
 def test_who_rehearses_after_requests_were_served_changes_no_law_of_the_others() -> None:
     estimator = LatencyModel()
-    estimator.up(rehearse(LawTiming(LAW), ENGINE), SECOND)
-    before = estimator.now(SECOND).table[:, 0].tolist()
+    estimator.add_worker(rehearse(LawTiming(LAW), ENGINE), SECOND)
+    before = estimator.estimates(SECOND).table[:, 0].tolist()
     estimator.generated(100)
     noisy = msgspec.structs.replace(LAW, itl_a=0.023, prefill_token=1.2e-4, mixed=0.03)
-    estimator.up(rehearse(LawTiming(noisy), ENGINE), SECOND)
-    found = estimator.now(SECOND).table
+    estimator.add_worker(rehearse(LawTiming(noisy), ENGINE), SECOND)
+    found = estimator.estimates(SECOND).table
     assert found[:, 0].tolist() == found[:, 1].tolist() == before
 
 
 def test_prompts_beside_streams_alone_teach_nothing() -> None:
     estimator = LatencyModel()
-    estimator.up((Rehearsed(128, 4, 1, 0.05),), SECOND)
-    found, prior = estimator.now(SECOND), Estimates.prior(1)
+    estimator.add_worker((Rehearsed(128, 4, 1, 0.05),), SECOND)
+    found, prior = estimator.estimates(SECOND), Estimates.prior(1)
     assert found.law(0)(8.0) == pytest.approx(prior.law(0)(8.0))
     assert found.prefill_token == pytest.approx(prior.prefill_token)
 

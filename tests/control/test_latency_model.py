@@ -12,7 +12,7 @@ from pigou.config import ControlConfig
 from pigou.control.latency_model.affine_fit import AffineFit
 from pigou.control.latency_model.estimates import Estimates, pairs
 from pigou.control.latency_model.model import LatencyModel
-from pigou.control.latency_model.scales import Scales
+from pigou.control.latency_model.worker_factors import WorkerFactors
 from pigou.control.plane import ControlPlane
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Role
@@ -40,52 +40,52 @@ def test_speeds_of_a_disaggregated_fleet_are_learned() -> None:
 def test_the_expected_output_follows_what_requests_generate() -> None:
     model = run("least-loaded", {Role.BOTH: [Ideal(LAW)]}, 4, 40)
     estimator = model.plane.watch.estimator
-    assert estimator.output(10_000) == pytest.approx(100, rel=0.1)
-    assert estimator.output(10) == 10
+    assert estimator.expected_output(10_000) == pytest.approx(100, rel=0.1)
+    assert estimator.expected_output(10) == 10
 
 
 def test_a_worker_of_which_nothing_was_seen_is_taken_for_one_like_the_others() -> None:
     estimator = LatencyModel()
     for _ in range(3):
-        estimator.up()
+        estimator.add_worker()
     for i in range(60):
         for row in (0, 2):
             at = (10 * i + 1) * SECOND
             size = (100, 200, 400)[i % 3]
-            estimator.prefilled(row, size, at, at + int((0.5 + 0.01 * size) * SECOND))
-    found = estimator.now(600 * SECOND)
+            estimator.prompt_computed(row, size, at, at + int((0.5 + 0.01 * size) * SECOND))
+    found = estimator.estimates(600 * SECOND)
     assert found.prefill_base == pytest.approx([0.5] * 3, rel=0.02)
     assert found.prefill_token == pytest.approx([0.01] * 3, rel=0.02)
 
 
 def test_a_slow_worker_shows_and_chance_does_not() -> None:
-    scales, rng = Scales(), np.random.default_rng(0)
+    factors, rng = WorkerFactors(), np.random.default_rng(0)
     for _ in range(3):
-        scales.up()
+        factors.add_worker()
     for i in range(60):
         for row, slow in enumerate((1.0, 1.0, 1.6)):
-            scales.observe(row, slow * float(rng.lognormal(0, 0.2)), i * SECOND)
-    common, own = scales.now(60 * SECOND)
+            factors.observe(row, slow * float(rng.lognormal(0, 0.2)), i * SECOND)
+    common, own = factors.factors(60 * SECOND)
     assert common * own[2] == pytest.approx(1.6, rel=0.1)
     assert own[0] == pytest.approx(own[1], rel=0.12)
-    alike = Scales()
-    alike.up()
-    alike.up()
+    alike = WorkerFactors()
+    alike.add_worker()
+    alike.add_worker()
     for i in range(30):
         for row in (0, 1):
             alike.observe(row, float(rng.lognormal(0, 0.2)), i * SECOND)
-    assert alike.now(30 * SECOND)[1] == pytest.approx([1, 1], abs=0.1)
+    assert alike.factors(30 * SECOND)[1] == pytest.approx([1, 1], abs=0.1)
 
 
 def test_a_worker_that_was_slow_once_is_tried_again() -> None:
-    scales = Scales()
-    scales.up()
-    scales.up()
-    scales.observe(1, 100.0, 0)
+    factors = WorkerFactors()
+    factors.add_worker()
+    factors.add_worker()
+    factors.observe(1, 100.0, 0)
     for i in range(40):
-        scales.observe(0, 1.0, i * SECOND)
-    assert scales.now(40 * SECOND)[1][1] < 1.7
-    assert scales.now(600 * SECOND)[1][1] == pytest.approx(1.0, abs=0.01)
+        factors.observe(0, 1.0, i * SECOND)
+    assert factors.factors(40 * SECOND)[1][1] < 1.7
+    assert factors.factors(600 * SECOND)[1][1] == pytest.approx(1.0, abs=0.01)
 
 
 @given(st.floats(0, 5), st.floats(0, 2), st.lists(st.floats(1, 1000), min_size=3, max_size=40))

@@ -16,27 +16,27 @@ def _seen(workers: int, sizes: tuple[int, int], seconds: int = 60) -> tuple[Late
     """What is learned of workers whose streams hold so many tokens each, drawn anew each second."""
     estimator, rng, now = LatencyModel(), np.random.default_rng(4), SECOND
     for row in range(workers):
-        estimator.up()
-        estimator.flow.advance(row, 0, 0, 0, now)
+        estimator.add_worker()
+        estimator.sampler.advance(row, 0, 0, 0, now)
     flowing = [0] * workers
     for _ in range(seconds):
         then = now + SECOND // 2
         for row in range(workers):
             streams = int(rng.integers(1, 40))
-            estimator.flow.change(row, streams - flowing[row])
+            estimator.sampler.change_streams(row, streams - flowing[row])
             flowing[row] = streams
             context = streams * int(rng.integers(sizes[0], sizes[1] + 1))
-            estimator.flow.advance(row, streams, context, 0, then)
+            estimator.sampler.advance(row, streams, context, 0, then)
             itl = (BASE + STREAM * streams + TOKEN * context) * rng.normal(1.0, 0.02)
-            estimator.flow.came(row, round(0.5 / itl * streams))
+            estimator.sampler.add_tokens(row, round(0.5 / itl * streams))
         now = then
-        estimator.harvest(now)
+        estimator.sample(now)
     return estimator, now
 
 
 def test_what_steps_read_is_told_from_what_their_streams_take() -> None:
     estimator, now = _seen(4, (200, 8000))
-    found = estimator.now(now)
+    found = estimator.estimates(now)
     assert found.context_token == pytest.approx([TOKEN] * 4, rel=0.1)
     few, many = (n * (STREAM + TOKEN * found.mean_context[0]) + BASE for n in (4, 32))
     rows = np.array([0, 0])
@@ -45,7 +45,7 @@ def test_what_steps_read_is_told_from_what_their_streams_take() -> None:
 
 def test_where_streams_are_alike_their_itl_is_right_whatever_is_charged() -> None:
     estimator, now = _seen(2, (2000, 2000))
-    found = estimator.now(now)
+    found = estimator.estimates(now)
     assert found.mean_context[0] == pytest.approx(2000.0)
     for streams in (5.0, 30.0):
         itl = BASE + streams * (STREAM + TOKEN * 2000)
@@ -58,26 +58,26 @@ def test_a_worker_whose_streams_hold_much_is_no_slow_one() -> None:
     estimator, rng, now = LatencyModel(), np.random.default_rng(5), SECOND
     held = (1000, 20_000)
     for row in (0, 1):
-        estimator.up()
-        estimator.flow.advance(row, 0, 0, 0, now)
+        estimator.add_worker()
+        estimator.sampler.advance(row, 0, 0, 0, now)
     flowing = [0, 0]
     for _ in range(200):
         now += SECOND // 2
         for row in (0, 1):
             streams = int(rng.integers(1, 20))
-            estimator.flow.change(row, streams - flowing[row])
+            estimator.sampler.change_streams(row, streams - flowing[row])
             flowing[row] = streams
-            estimator.flow.advance(row, streams, streams * held[row], 0, now)
+            estimator.sampler.advance(row, streams, streams * held[row], 0, now)
             itl = BASE + STREAM * streams + TOKEN * streams * held[row]
-            estimator.flow.came(row, round(0.5 / itl * streams))
-        estimator.harvest(now)
-    found = estimator.now(now)
+            estimator.sampler.add_tokens(row, round(0.5 / itl * streams))
+        estimator.sample(now)
+    found = estimator.estimates(now)
     assert found.b[1] / found.b[0] == pytest.approx(1.0, rel=0.1)
     assert found.context_token[0] == pytest.approx(TOKEN, rel=0.15)
 
 
 def test_tokens_cost_nothing_until_they_were_seen_to() -> None:
     estimator = LatencyModel()
-    estimator.up()
-    found = estimator.now(0)
+    estimator.add_worker()
+    found = estimator.estimates(0)
     assert (found.context_token[0], found.mean_context[0]) == (0.0, 0.0)

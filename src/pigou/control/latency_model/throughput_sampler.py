@@ -1,0 +1,186 @@
+"""Throughput sampler: how fast tokens come from each worker, and with how many streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.request import SECOND
+
+#: A sample needs as much time, in seconds, and as many tokens.
+_MIN_SAMPLE_S = 0.25
+_MIN_SAMPLE_TOKENS = 4
+#: Samples of one worker that may be pending until a prompt ends; the oldest is given up.
+_MAX_PENDING = 1024
+
+
+@dataclass(slots=True)
+class ThroughputSample:
+    """What a worker did in some time.
+
+    Attributes:
+        row: of the worker.
+        streams: that ran on it, a mean over the time in which any had tokens.
+        context: tokens that they held, prompts and outputs; likewise.
+        itl: seconds between two tokens of one stream.
+        steps: that it took.
+        prompts: that it computed beside the streams.
+        prompt_tokens: of those that were uncached, pairs counted as tokens.
+        mixed_s: seconds of it that belong to a prompt that has not ended.
+    """
+
+    row: int
+    streams: float
+    context: float
+    itl: float
+    steps: float = 1.0
+    prompts: float = 0.0
+    prompt_tokens: float = 0.0
+    mixed_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Integrals over the time since the last sample; `ThroughputSampler.tokens` has the tokens.
+
+    Attributes:
+        seconds: in which any stream decoded.
+        decoding_s: of those streams whose tokens are seen, summed over them.
+        stream_s: of all streams.
+        context_s: of the tokens that they held.
+        prompts, prompt_tokens, mixed_s: as of `ThroughputSample`.
+    """
+
+    seconds: float = 0.0
+    decoding_s: float = 0.0
+    stream_s: float = 0.0
+    context_s: float = 0.0
+    prompts: float = 0.0
+    prompt_tokens: float = 0.0
+    mixed_s: float = 0.0
+
+    def sample(self, tokens: int) -> ThroughputSample:
+        """Return the sample of this time, in which so many tokens came."""
+        itl, streams = self.decoding_s / tokens, self.stream_s / self.seconds
+        context, steps = self.context_s / self.seconds, self.seconds / itl
+        return ThroughputSample(
+            -1, streams, context, itl, steps, self.prompts, self.prompt_tokens, self.mixed_s
+        )
+
+
+class ThroughputSampler:
+    """Integrals over time, one entry a worker.
+
+    A stream decodes from its first token to its end. ITL is the time that streams decoded, summed
+    over them, by their tokens. Requests whose tokens are not seen count among the streams, and not
+    in that sum.
+
+    A prompt counts in the samples of the time in which it was computed, by their share of it. So
+    a sample is pending until each prompt in it has ended. A long prompt makes streams slow long
+    before its end: counted at its end, it would make the worker look slow until then.
+
+        sampler.advance(row, streams, context, prompts, now)
+        sampler.change_streams(row, +1)
+        for sample in sampler.take_samples(): ...
+
+    Attributes:
+        tokens: since the last sample, after the first of their streams, (workers,).
+    """
+
+    def __init__(self) -> None:
+        self._decoding: list[int] = []
+        self._sums: list[_Sums] = []
+        self.tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._pending: list[list[ThroughputSample]] = []
+        self._advanced_at: list[int] = []
+        self._computes: list[bool] = []
+
+    def add_worker(self) -> None:
+        """A worker joined; its row is the last."""
+        self._decoding.append(0)
+        self._sums.append(_Sums())
+        self.tokens = np.append(self.tokens, 0)
+        self._pending.append([])
+        self._advanced_at.append(0)
+        self._computes.append(False)
+
+    def remove_worker(self, row: int) -> None:
+        """A worker left."""
+        del self._decoding[row], self._sums[row], self._pending[row]
+        del self._advanced_at[row], self._computes[row]
+        self.tokens = np.delete(self.tokens, row)
+
+    def advance(self, row: int, streams: int, context: int, prompts: int, now: int) -> None:
+        """Let time pass on worker `row`; call before a change of what it does.
+
+        Args:
+            row: of the worker.
+            streams: that it had.
+            context: tokens that these held.
+            prompts: that it had to compute.
+            now: nanoseconds.
+        """
+        decoding = self._decoding[row]
+        if decoding:
+            seconds = (now - self._advanced_at[row]) / SECOND
+            sums = self._sums[row]
+            sums.seconds += seconds
+            sums.decoding_s += decoding * seconds
+            sums.stream_s += max(streams, decoding) * seconds
+            sums.context_s += context * seconds
+            if prompts:
+                sums.mixed_s += seconds
+        self._computes[row] = prompts > 0
+        self._advanced_at[row] = now
+
+    def advance_all(
+        self, streams: list[int], contexts: list[int], prompts: list[int], now: int
+    ) -> None:
+        """As `advance` on each worker."""
+        for row, decoding in enumerate(self._decoding):
+            if decoding:
+                self.advance(row, streams[row], contexts[row], prompts[row], now)
+            else:
+                self._computes[row] = prompts[row] > 0
+                self._advanced_at[row] = now
+
+    def change_streams(self, row: int, change: int) -> None:
+        """Streams began (change > 0) or ended to decode; `advance` comes first."""
+        self._decoding[row] += change
+
+    def add_tokens(self, row: int, tokens: int) -> None:
+        """Tokens came, after the first of their streams."""
+        self.tokens[row] += tokens
+
+    def add_prompt(self, row: int, tokens: float, seconds: float) -> None:
+        """A prompt was computed in so much time, beside the streams if there were any."""
+        unexplained: list[ThroughputSample | _Sums] = [*self._pending[row], self._sums[row]]
+        for sample in unexplained:
+            if sample.mixed_s:
+                share = min(1.0, sample.mixed_s / max(seconds, 1e-9))
+                sample.prompts += share
+                sample.prompt_tokens += share * tokens
+                sample.mixed_s = 0.0
+
+    def take_samples(self) -> Iterator[ThroughputSample]:
+        """Yield the samples of workers that decoded long enough, and begin anew there."""
+        for row, sums in enumerate(self._sums):
+            pending = self._pending[row]
+            tokens = self.tokens.item(row)
+            if sums.seconds >= _MIN_SAMPLE_S and tokens >= _MIN_SAMPLE_TOKENS:
+                self._sums[row] = _Sums()
+                self.tokens[row] = 0
+                pending.append(sums.sample(tokens))
+            if not pending:
+                continue
+            ready = next((i for i, sample in enumerate(pending) if sample.mixed_s), len(pending))
+            if not self._computes[row]:  # a prompt was given up: its samples stay unexplained
+                pending[:] = [sample for sample in pending if not sample.mixed_s]
+                ready = len(pending)
+            for sample in pending[:ready]:
+                sample.row = row  # workers may have left since
+                yield sample
+            del pending[: max(ready, len(pending) - _MAX_PENDING)]

@@ -1,0 +1,219 @@
+"""Per-worker factors: how much slower or faster each worker is than the fleet's common law."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.compiled import bare_kernel, inlined
+from pigou.request import SECOND, Rehearsed
+
+Numbers: TypeAlias = NDArray[np.float64]
+Nanos: TypeAlias = NDArray[np.int64]
+#: Fields of `Evidence`: kernels are called with a plain tuple, which costs less to hand over.
+EvidenceArrays: TypeAlias = tuple[Numbers, Numbers, Numbers, Nanos]
+
+#: Evidence of a worker counts half after so many seconds: one that is avoided is tried again.
+_HALF_LIFE_S = 60.0
+#: An observation moves a mean by at most this much, in logarithms.
+_MAX_STEP = 0.5
+#: Observations that a mean remembers.
+_MEMORY = 64.0
+#: Least variance of the logarithm of one observation; its first value is four times that.
+_MIN_VARIANCE = 0.01
+#: Correlated samples that tell as much as an independent one.
+_CORRELATED = 4.0
+#: Workers whose startup profiles differ by less, in logarithms, have the same factor: a busy
+#: machine measures no better.
+_SAME_PROFILE = 0.25
+
+
+class Evidence(NamedTuple):
+    """Evidence of each worker, as kernels see it.
+
+    Attributes:
+        weight: observations that it counts for, as of `updated_at`, (workers,).
+        mean: of the logarithms of observed over expected seconds, (workers,).
+        variance: of those, (workers,).
+        updated_at: when it was last added to, in nanoseconds, (workers,).
+    """
+
+    weight: Numbers
+    mean: Numbers
+    variance: Numbers
+    updated_at: Nanos
+
+
+class WorkerFactors:
+    """One factor a worker, 1 where nothing sure is known.
+
+    The factor is the exponential mean of log(observed / common law), robust to outliers (Huber's
+    clipping), less that of all workers together. It is shrunk to 0 by the positive-part rule of
+    James and Stein ("Estimation with Quadratic Loss", 1961): m max(0, 1 - (2 se)^2 / m^2). se is
+    its standard error, doubled because samples of the same streams are correlated. So chance
+    differences between equal workers do not send all requests to one of them, and real ones count.
+    A worker that was slow once and gets no requests is forgiven as its evidence ages.
+
+        factors = WorkerFactors()
+        factors.add_worker()
+        factors.observe(0, 1.3, now)  # it took 1.3 times what the common law says
+        fleet, by_worker = factors.factors(now)
+    """
+
+    def __init__(self) -> None:
+        none = np.zeros(0)
+        self._evidence = Evidence(none, none, none, np.zeros(0, dtype=np.int64))
+        self._scratch = none
+        self.arrays: EvidenceArrays = self._evidence[:]
+
+    def add_worker(self) -> None:
+        """A worker joined; its row is the last."""
+        weight, mean, variance, updated_at = self._evidence
+        self._set(
+            Evidence(
+                np.append(weight, 0.0),
+                np.append(mean, 0.0),
+                np.append(variance, 4 * _MIN_VARIANCE),
+                np.append(updated_at, 0),
+            )
+        )
+
+    def remove_worker(self, row: int) -> None:
+        """A worker left."""
+        weight, mean, variance, updated_at = self._evidence
+        self._set(
+            Evidence(
+                np.delete(weight, row),
+                np.delete(mean, row),
+                np.delete(variance, row),
+                np.delete(updated_at, row),
+            )
+        )
+
+    def observe(self, row: int, ratio: float, now: int, trust: float = 1.0) -> None:
+        """Add that worker `row` took `ratio` times what the common law says, above 0.
+
+        `trust`, above 0 and at most 1, weighs it against a sure observation.
+        """
+        observe(self.arrays, row, ratio, now, trust)
+
+    def factors(self, now: int) -> tuple[float, Numbers]:
+        """Return the factor of all together, and that of each worker besides, (workers,)."""
+        own = np.empty(len(self._evidence.mean))
+        return write_factors(self.arrays, now, own), own
+
+    def factor(self, row: int, now: int) -> float:
+        """Return the factor of worker `row`, besides that of all together."""
+        return factor(self.arrays, row, now, self._scratch)
+
+    def _set(self, evidence: Evidence) -> None:
+        self._evidence, self.arrays = evidence, evidence[:]
+        self._scratch = np.zeros(len(evidence.mean))
+
+
+class StartupReference:
+    """Seconds a step of each startup measurement, by the first worker that made it."""
+
+    def __init__(self) -> None:
+        self._step_s: dict[tuple[int, int], float] = {}
+
+    def ratio(self, measured: Sequence[Rehearsed]) -> float:
+        """Return how many times as long a worker takes as the first did; 1 where it is close.
+
+        It is the median over what it measured. Measurements that no other worker made count for
+        nothing; they become the reference.
+        """
+        ratios = []
+        for step in measured:
+            step_s = step.seconds / step.steps
+            reference_s = self._step_s.setdefault((step.tokens, step.streams), step_s)
+            ratios.append(step_s / reference_s)
+        ratio = statistics.median(ratios) if ratios else 1.0
+        return ratio if abs(math.log(ratio)) >= _SAME_PROFILE else 1.0
+
+
+def of_prompts(measured: Iterable[Rehearsed]) -> list[Rehearsed]:
+    """Return the startup measurements of prompts alone."""
+    return [step for step in measured if step.tokens > 0 and not _is_mixed(step)]
+
+
+def of_streams(measured: Iterable[Rehearsed]) -> list[Rehearsed]:
+    """Return the startup measurements of streams alone."""
+    return [step for step in measured if step.tokens == 0 and not _is_mixed(step)]
+
+
+def of_mixed(measured: Iterable[Rehearsed]) -> list[Rehearsed]:
+    """Return the startup measurements of a prompt beside streams."""
+    return [step for step in measured if _is_mixed(step)]
+
+
+def _is_mixed(step: Rehearsed) -> bool:
+    return step.tokens > 0 and step.streams > 0
+
+
+# --- kernels ---------------------------------------------------------------------------------
+
+
+@inlined
+def aged_weight(evidence: Evidence, w: int, now: int) -> float:
+    """Return the weight of a worker's evidence as of now."""
+    age = max(0, now - evidence.updated_at[w]) / SECOND / _HALF_LIFE_S
+    weight: float = evidence.weight[w] * 0.5**age
+    return weight
+
+
+@inlined
+def fleet_level(evidence: Evidence, now: int, weights: Numbers) -> float:
+    """Write the weight of each worker's evidence; return the logarithm of the fleet's factor."""
+    total, weighted = 0.0, 0.0
+    for w in range(evidence.mean.shape[0]):
+        weights[w] = max(aged_weight(evidence, w, now), 1e-6)
+        total += weights[w]
+        weighted += weights[w] * evidence.mean[w]
+    return weighted / total if evidence.mean.shape[0] > 0 else 0.0
+
+
+@inlined
+def shrunk_factor(evidence: Evidence, w: int, level: float, weight: float) -> float:
+    """Return the factor of a worker, shrunk by its standard error, beside the fleet's."""
+    offset = evidence.mean[w] - level
+    error = _CORRELATED * max(evidence.variance[w], _MIN_VARIANCE) / weight
+    return math.exp(offset * max(0.0, 1.0 - error / max(offset * offset, 1e-12)))
+
+
+@bare_kernel
+def write_factors(arrays: EvidenceArrays, now: int, own: Numbers) -> float:
+    """Write the factor of each worker to `own`, (workers,); return that of all together."""
+    evidence = Evidence(*arrays)
+    level = fleet_level(evidence, now, own)
+    for w in range(evidence.mean.shape[0]):
+        own[w] = shrunk_factor(evidence, w, level, own[w])
+    return math.exp(level)
+
+
+@bare_kernel
+def factor(arrays: EvidenceArrays, w: int, now: int, scratch: Numbers) -> float:
+    """Return the factor of worker `w`; `scratch` is written to, (workers,)."""
+    evidence = Evidence(*arrays)
+    level = fleet_level(evidence, now, scratch)
+    return shrunk_factor(evidence, w, level, scratch[w])
+
+
+@bare_kernel
+def observe(arrays: EvidenceArrays, w: int, ratio: float, now: int, trust: float) -> None:
+    """Add that worker `w` took `ratio` times what the common law says (`WorkerFactors.observe`)."""
+    evidence = Evidence(*arrays)
+    weight = min(_MEMORY, aged_weight(evidence, w, now))
+    step = math.log(ratio) - evidence.mean[w]
+    clipped = min(max(step, -_MAX_STEP), _MAX_STEP)
+    share = trust / (weight + trust)
+    evidence.mean[w] += share * clipped
+    variance_share = max(share, trust / _MEMORY)
+    evidence.variance[w] += variance_share * (trust * clipped * clipped - evidence.variance[w])
+    evidence.weight[w] = weight + trust
+    evidence.updated_at[w] = now
