@@ -89,18 +89,24 @@ class Driver:
         return Counter(self.at.values())
 
 
+def all_down(workers: int, requests: int) -> Driver:
+    """Return a driver whose workers have all died, and then requests came, at 2 s."""
+    driver = Driver(workers)
+    for number in range(workers):
+        driver.up(number, 0)
+    for number in range(workers):
+        driver.down(number, SECOND)
+    for number in range(requests):
+        driver.submit(number, 2 * SECOND)
+    return driver
+
+
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 @pytest.mark.parametrize("gap_s", [0.5, 5.0, 12.0])
 def test_workers_that_come_back_one_after_another_share_the_queue(
     order: tuple[int, ...], gap_s: float
 ) -> None:
-    driver = Driver()
-    for number in range(3):
-        driver.up(number, 0)
-    for number in range(3):
-        driver.down(number, SECOND)
-    for number in range(120):
-        driver.submit(number, 2 * SECOND)
+    driver = all_down(workers=3, requests=120)
     assert not driver.at
     now = 4 * SECOND
     for number in order:
@@ -116,13 +122,7 @@ def test_workers_that_come_back_one_after_another_share_the_queue(
 
 
 def test_a_worker_that_never_comes_back_keeps_nobody_waiting_for_long() -> None:
-    driver = Driver(workers=2)
-    driver.up(0, 0)
-    driver.up(1, 0)
-    driver.down(0, SECOND)
-    driver.down(1, SECOND)
-    for number in range(40):
-        driver.submit(number, 2 * SECOND)
+    driver = all_down(workers=2, requests=40)
     driver.up(0, 3 * SECOND)
     assert driver.shares() == {"w0": 20}
     for tenth in range(31, 500):
@@ -132,13 +132,7 @@ def test_a_worker_that_never_comes_back_keeps_nobody_waiting_for_long() -> None:
 
 
 def test_what_has_waited_for_nearly_all_of_its_time_waits_for_no_share() -> None:
-    driver = Driver(workers=2)
-    driver.up(0, 0)
-    driver.up(1, 0)
-    driver.down(0, SECOND)
-    driver.down(1, SECOND)
-    for number in range(40):
-        driver.submit(number, 2 * SECOND)
+    driver = all_down(workers=2, requests=40)
     driver.up(0, 60 * SECOND)
     assert driver.shares() == {"w0": 40}
 
