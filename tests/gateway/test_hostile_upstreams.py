@@ -19,7 +19,8 @@ from pigou.control.plane import ControlPlane
 from pigou.gateway import upstream as upstreams
 from pigou.gateway.app import Gateway
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError, _weight
+from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError
+from pigou.gateway.http_parsing import parse_cost
 from pigou.gateway.metrics import Metrics
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.server import GatewayServer
@@ -208,7 +209,7 @@ async def test_of_chunks_of_one_byte_few_are_read_in_one_turn(size: int) -> None
     while sum(taken) < count:
         await asyncio.sleep(0)
     assert max(taken) <= 256
-    assert _weight(b"1\r\na\r\n" * 100) == 12_800, "and what they take of the rate is more"
+    assert parse_cost(b"1\r\na\r\n" * 100) == 12_800, "and what they take of the rate is more"
     reading.cancel()
 
 
@@ -394,7 +395,7 @@ async def test_a_reply_that_is_nested_too_deeply_reaches_no_client() -> None:
 async def test_a_reply_without_end_is_given_up(
     status: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstreams, "MOST_REPLY", 2**20)
+    monkeypatch.setattr(upstreams, "MAX_REPLY_BYTES", 2**20)
     head = b"HTTP/1.1 " + status + b"\r\ntransfer-encoding: chunked\r\n\r\n"
     pieces = [head, *[b"10000\r\n" + b" " * 65_536 + b"\r\n"] * 64]
     async with front(lambda _: pieces) as (url, _):

@@ -66,7 +66,7 @@ def test_a_full_disk_ends_the_journal_with_a_warning_and_nothing_else(
 def test_a_disk_that_is_too_slow_ends_the_journal_before_memory_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pigou.gateway.journal._MOST_WAITING", 1000)
+    monkeypatch.setattr("pigou.gateway.journal._MAX_WAITING_BYTES", 1000)
     monkeypatch.setattr("pigou.gateway.journal._FLUSH_S", 30)
     journal = Journal(tmp_path / "j", CONFIG)
     for now in range(1000):

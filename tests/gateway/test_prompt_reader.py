@@ -91,8 +91,8 @@ async def settled(serving: Serving) -> None:
 async def test_a_repeated_prompt_overlaps_in_all_its_full_blocks(counts: tuple[int, ...]) -> None:
     async with fleet(*counts) as (serving, client):
         assert serving.plane_driver.prompts is not None
-        assert serving.plane_driver.prompts.mode(chat=False) is TokenizationMode.HERE
-        assert serving.plane_driver.prompts.mode(chat=True) is TokenizationMode.HERE
+        assert serving.plane_driver.prompts.mode(chat=False) is TokenizationMode.GATEWAY
+        assert serving.plane_driver.prompts.mode(chat=True) is TokenizationMode.GATEWAY
         async with client.session.get(client.url + "/workers") as response:
             told = (await response.json())["tokenized"]
         assert told == {"completions": "here", "chats": "here"}

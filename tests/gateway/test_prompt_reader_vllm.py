@@ -53,7 +53,7 @@ async def test_a_repeated_prompt_overlaps_in_all_its_full_blocks(
     ) as (serving, client):
         prompts = serving.plane_driver.prompts
         assert prompts is not None
-        mode = TokenizationMode.HERE if here else TokenizationMode.WORKER
+        mode = TokenizationMode.GATEWAY if here else TokenizationMode.WORKER
         assert (prompts.mode(chat=False), prompts.mode(chat=True)) == (mode, mode)
         for path, made in BODIES:
             body = {**made, **({} if "cache_salt" in made else {"cache_salt": f"here-{here}"})}

@@ -243,7 +243,7 @@ said = st.builds(Tenure, tenant=words, release=words, template=words, tools=st.f
 
 def joined(known: ServerScope, tenure: Tenure, tools: list[Any] | None = None) -> Tenure:
     body = {} if tools is None else {"tools": msgspec.Raw(msgspec.json.encode(tools))}
-    return known.joined(tenure, BodyFields(), body, chat=True)
+    return known.extend(tenure, BodyFields(), body, chat=True)
 
 
 @given(st.tuples(facts, said), st.tuples(facts, said))

@@ -16,7 +16,7 @@ from benchmarks.lib.peers import PeerMissing, shared
 from benchmarks.lib.servers import LOOPBACK, free_ports
 from pigou.gateway import reply_parsing
 from pigou.gateway.gateway_request import GatewayRequest
-from pigou.gateway.migration import sending
+from pigou.gateway.migration import attempt_body
 from pigou.lifecycle.migration import StreamState
 
 live = [pytest.mark.dynamo, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -34,7 +34,7 @@ def call(stream: bool = True, wants_ids: bool = False, **body: Any) -> GatewayRe
 
 
 def sent(one: GatewayRequest) -> dict[str, Any]:
-    found = sending(one, StreamState(), stock=True, seed=0, max_model_len=0, dynamo=True)
+    found = attempt_body(one, StreamState(), stock=True, seed=0, max_model_len=0, dynamo=True)
     return found.body
 
 

@@ -92,8 +92,8 @@ class KeyLoad:
 
     async def _take(self) -> None:
         """Wait until one more sequence may run, first come, first served."""
-        most = self.limits.sequences
-        if not most or (self.running < most and not self._turns):
+        max_running = self.limits.sequences
+        if not max_running or (self.running < max_running and not self._turns):
             self.running += 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -139,11 +139,11 @@ class RequestQuota:
             async with asyncio.timeout(timeout_s):
                 await self._usage._take()
         except TimeoutError:
-            most = self._usage.limits.sequences
+            max_running = self._usage.limits.sequences
             raise APIError(
                 429,
-                f"limits.sequences of this API key is {most}: so many run, and this request waited "
-                f"{timeout_s:g} s for one of them to end; send fewer at once.",
+                f"limits.sequences of this API key is {max_running}: so many run, and this request "
+                f"waited {timeout_s:g} s for one of them to end; send fewer at once.",
                 retry_after=_RETRY_AFTER_S,
             ) from None
         self._running.add(call)
@@ -179,10 +179,10 @@ class KeyLoads:
 
     def of(self, digest: bytes, limits: KeyLimits) -> KeyLoad:
         """Return what a key has under way."""
-        found = self._usage.get(digest)
-        if found is None or found.limits != limits:
-            found = self._usage[digest] = KeyLoad(limits)
-        return found
+        load = self._usage.get(digest)
+        if load is None or load.limits != limits:
+            load = self._usage[digest] = KeyLoad(limits)
+        return load
 
     @contextmanager
     def accepted(self, digest: bytes, limits: KeyLimits, call: GatewayRequest) -> Iterator[None]:
@@ -279,11 +279,11 @@ class Keys:
         """
         scheme, _, secret = (authorization or "").partition(" ")
         digest = sha256(secret.strip().encode("utf-8", "surrogateescape")).digest()
-        found = None
+        match = None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key
-        return found if scheme.lower() == "bearer" else None
+                match = key
+        return match if scheme.lower() == "bearer" else None
 
 
 def make_key(tenant: str, *, admin: bool = False) -> tuple[str, str]:

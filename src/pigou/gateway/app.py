@@ -1,8 +1,7 @@
-"""The gateway's routes."""
+"""The gateway's HTTP application: its routes, and what they work with."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -12,25 +11,24 @@ from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST
 
-from pigou import __version__
-from pigou.gateway.api_keys import NO_KEY, Key, KeyLoads, Keys
+from pigou.gateway.api_keys import KeyLoads, Keys
 from pigou.gateway.config import GatewayConfig
-from pigou.gateway.dashboard import ASSETS, History, asset, read_assets
+from pigou.gateway.dashboard import ASSETS, asset, read_assets
 from pigou.gateway.failure import Rejected, WorkerFailed
 from pigou.gateway.gateway_request import CHAT, COMPLETIONS, GatewayRequest
-from pigou.gateway.metrics import Metrics, page, page_without_tenants
-from pigou.gateway.middleware import add_cors, check_browser, current_key, guard, unauthorized
-from pigou.gateway.passthrough import ROOT_PATHS, Passthrough
+from pigou.gateway.metrics import Metrics
+from pigou.gateway.middleware import add_cors, check_browser, current_key, guard
+from pigou.gateway.passthrough import Passthrough
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.prices_api import PriceGauges
 from pigou.gateway.reply_drivers import Generator
 from pigou.gateway.request_parsing import ROUTING_HEADER, read, read_overrides
 from pigou.gateway.request_tenure import ServerScope, read_tenure_headers
+from pigou.gateway.server_routes import ROOT_PATHS
 from pigou.gateway.sse_writer import ClientStalled, SSEWriter
 from pigou.gateway.startup_shutdown import Shutdown, Startup
-from pigou.gateway.status_api import Decisions, FleetStatus
+from pigou.gateway.status_api import FleetStatus
+from pigou.gateway.status_routes import JSON, StatusRoutes, json_response
 from pigou.gateway.upstream import Upstream
 from pigou.logs import describe_access
 from pigou.request import SECOND
@@ -47,7 +45,6 @@ from pigou.wire.unknown_fields import UnknownFields, header_value
 
 _log = logging.getLogger("pigou.gateway")
 
-_JSON = "application/json"
 _T = TypeVar("_T")
 
 
@@ -86,14 +83,14 @@ def build(gateway: Gateway) -> web.Application:
         ],
     )
     routes = _Routes(gateway)
+    status_routes = StatusRoutes(gateway, lambda: routes.scope().model)
     app.router.add_post(COMPLETIONS, routes.completions, expect_handler=no_interim_answer)
     app.router.add_post(CHAT, routes.chat, expect_handler=no_interim_answer)
     app.router.add_get("/v1/models", routes.models, allow_head=False)
     app.router.add_get("/v1/models/{model:.+}", routes.model, allow_head=False)
     app.router.add_post("/tokenize", routes.forward, expect_handler=no_interim_answer)
     app.router.add_post("/detokenize", routes.forward, expect_handler=no_interim_answer)
-    for path, handler in _PAGES.items():
-        app.router.add_get(path, getattr(routes, handler))
+    status_routes.add_to(app.router)
     read_assets()
     for path in ASSETS:
         app.router.add_get(path, asset)
@@ -103,9 +100,10 @@ def build(gateway: Gateway) -> web.Application:
 
     async def start(_: web.Application) -> None:
         gateway.plane_driver.start()
-        routes.begin()
+        status_routes.begin()
 
     async def stop(_: web.Application) -> None:
+        status_routes.close()
         routes.close()
         await gateway.plane_driver.stop()
 
@@ -116,55 +114,21 @@ def build(gateway: Gateway) -> web.Application:
     return app
 
 
-_PAGES = {
-    "/history": "history",
-    "/health": "health",
-    "/health/ready": "health",
-    "/health/live": "live",
-    "/ping": "health",
-    "/metrics": "metrics",
-    "/workers": "workers",
-    "/usage": "usage",
-    "/decisions": "decisions",
-    "/decisions/{id}": "decision",
-    "/version": "version",
-}
-
-
 class _Routes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._large = FairThreadPool()
-        fleet_status = gateway.fleet_status
-        self._history = History(fleet_status, gateway.metrics, fleet_status.rows)
-        self._sampling: asyncio.Task[None] | None = None
         self._generator = Generator(gateway.plane_driver, gateway.metrics)
         self._usage = KeyLoads()
         self._passthrough = Passthrough(
-            gateway.plane_driver, gateway.config, self._usage, self._scope
+            gateway.plane_driver, gateway.config, self._usage, self.scope
         )
         self._unknown = UnknownFields(gateway.config.unknown_fields, _log.warning)
-        gateway.metrics.add_fleet(gateway.fleet_status.gauges)
-        gateway.metrics.add(PriceGauges(gateway.fleet_status.prices))
-        index = gateway.plane_driver.plane.index
-        gateway.metrics.add_count(
-            "pigou_index_evicted_blocks",
-            "Blocks that the prefix index forgot to stay within its limits.",
-            lambda: index.evicted,
-        )
-        self._decisions = Decisions(gateway.plane_driver.plane)
         gateway.plane_driver.timed = gateway.metrics.decision.observe
 
-    def begin(self) -> None:
-        """Begin the history."""
-        run = self._gateway.plane_driver.background.start
-        self._sampling = run("history of the page", self._history.run)
-
     def close(self) -> None:
-        """End the threads, and the history."""
+        """End the threads."""
         self._large.close()
-        if self._sampling is not None:
-            self._sampling.cancel()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, chat=False)
@@ -192,7 +156,7 @@ class _Routes:
             chat=chat,
             strict=self._gateway.config.strict or self._pigou_only(),
             tenure=tenure,
-            scope=self._scope(),
+            scope=self.scope(),
             request_id=request.headers.get(REQUEST_ID),
             overrides=overrides,
             context=self._context(),
@@ -213,7 +177,7 @@ class _Routes:
         describe_access(
             request_id=call.wire_id,
             tenant=call.tenant,
-            model=self._scope().model,
+            model=self.scope().model,
             stream=call.stream,
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
@@ -225,10 +189,10 @@ class _Routes:
         await self._gateway.plane_driver.read(call)
         if not call.stream:
             reply = await self._generator.whole(call)
-            return web.Response(body=reply, content_type=_JSON, headers=_decided(call))
-        told = echo(request.headers.get(REQUEST_ID))
+            return web.Response(body=reply, content_type=JSON, headers=_decided(call))
+        echoed = echo(request.headers.get(REQUEST_ID))
         limit_s = self._gateway.config.client_timeout
-        writer = SSEWriter(request, lambda: {**told, **_decided(call)}, limit_s)
+        writer = SSEWriter(request, lambda: {**echoed, **_decided(call)}, limit_s)
         try:
             await self._stream(call, writer)
             return await writer.close()
@@ -298,7 +262,8 @@ class _Routes:
                 "deadline_ms",
             )
 
-    def _scope(self) -> ServerScope:
+    def scope(self) -> ServerScope:
+        """Return what the gateway itself knows of a request's tenure."""
         plane_driver = self._gateway.plane_driver
         engines = [up.engine for up in plane_driver.upstreams.values()]
         return ServerScope(
@@ -313,7 +278,7 @@ class _Routes:
 
     async def models(self, _: web.Request) -> web.Response:
         cards = [self._card(name, up) for name, up in self._models().items()]
-        return _json({"object": "list", "data": cards})
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
@@ -321,7 +286,7 @@ class _Routes:
         upstream = self._models().get(name)
         if upstream is None:
             raise APIError(503, "No worker is up that could say its model.", retry_after=1)
-        return _json(self._card(name, upstream))
+        return json_response(self._card(name, upstream))
 
     def _card(self, name: str, upstream: Upstream) -> dict[str, Any]:
         return model_card(name, name, self._gateway.created, upstream.engine.max_model_len)
@@ -339,95 +304,8 @@ class _Routes:
             except WorkerFailed as failure:
                 last = failure
             else:
-                return web.Response(body=reply, content_type=_JSON)
+                return web.Response(body=reply, content_type=JSON)
         raise APIError(503, f"No worker answers: {last or 'none is up'}.", retry_after=1)
-
-    async def health(self, _: web.Request) -> web.Response:
-        """Answer 200 while requests can be served; 503 while the gateway starts or drains."""
-        background = self._gateway.plane_driver.background
-        workers = (up.worker for up in self._gateway.plane_driver.upstreams.values())
-        decodes = any(worker.role.decodes for worker in workers)
-        body = {"status": "ok", "background": background.health()}
-        startup = self._gateway.startup
-        if self._gateway.shutdown.begun:
-            body["status"] = "closing"
-        elif startup.active and not decodes:
-            body |= {"status": "starting", "stages": startup.stages}
-        elif not decodes:
-            body["status"] = "no decode worker is up"
-        elif background.failing:
-            body["status"] = "degraded"
-        ready = decodes and not self._gateway.shutdown.begun
-        if ready:
-            return _json(body)
-        response = _json(body, 503)
-        response.headers["retry-after"] = "1"
-        return response
-
-    async def live(self, _: web.Request) -> web.Response:
-        """Answer 200 for as long as the process serves, also while it starts or drains."""
-        return _json({"status": "ok"})
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        """Write all metrics for an admin key, its own for a tenant's, none without a key.
-
-        With `open_metrics` those that name no tenant are for everybody.
-        """
-        metrics, keys = self._gateway.metrics, self._gateway.keys
-        metrics.queued.set(self._gateway.plane_driver.queued)
-        model, registry = self._scope().model, metrics.registry
-        key = NO_KEY if keys is None else keys.find(request.headers.get("authorization"))
-        if key is not None:
-            body = page(registry, model, tenant=None if key.admin else key.tenant)
-        elif self._gateway.config.open_metrics:
-            body = page_without_tenants(registry, model)
-        else:
-            raise unauthorized()
-        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
-
-    async def workers(self, _: web.Request) -> web.Response:
-        _check_admin()
-        return _json(self._gateway.fleet_status.view())
-
-    async def history(self, request: web.Request) -> web.Response:
-        """Tell samples and events after `since`, Unix time in seconds."""
-        _check_admin()
-        text = request.query.get("since", "0")
-        try:
-            since = float(text)
-        except ValueError:
-            raise bad_request(f"since is {text[:40]!r}; it must be seconds.", "since") from None
-        return _json(self._history.view(since))
-
-    async def usage(self, _: web.Request) -> web.Response:
-        """Tell a key whose it is, and how many tokens that tenant used so far."""
-        key = current_key()
-        used = self._gateway.metrics.usage(key.tenant)
-        return _json({"tenant": key.tenant, "admin": key.admin, **used})
-
-    async def decisions(self, request: web.Request) -> web.Response:
-        return _json(self._decisions.latest(request.query.get("limit"), _seen_by(current_key())))
-
-    async def decision(self, request: web.Request) -> web.Response:
-        return _json(self._decisions.one(request.match_info["id"], _seen_by(current_key())))
-
-    async def version(self, _: web.Request) -> web.Response:
-        return _json({"version": __version__})
-
-
-def _check_admin() -> None:
-    if not current_key().admin:
-        raise APIError(
-            403,
-            "The workers are shown to an administrator's key alone (`pigou key TENANT "
-            "--admin` makes one); this key sees /usage and its own /decisions.",
-            "authorization",
-        )
-
-
-def _seen_by(key: Key) -> str | None:
-    """Return the tenant whose decisions a key sees; None for those of all."""
-    return None if key.admin else key.tenant
 
 
 def _decided(call: GatewayRequest) -> dict[str, str]:
@@ -435,11 +313,7 @@ def _decided(call: GatewayRequest) -> dict[str, str]:
     unknown = {UNKNOWN: header_value(call.unknown)} if call.unknown else {}
     if call.choice is None:
         return unknown
-    told = unknown | {"x-pigou-decision": call.id, "x-pigou-worker": call.choice.decode}
-    return told if call.choice.prefill is None else told | {
+    headers = unknown | {"x-pigou-decision": call.id, "x-pigou-worker": call.choice.decode}
+    return headers if call.choice.prefill is None else headers | {
         "x-pigou-prefill-worker": call.choice.prefill
     }  # fmt: skip
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type=_JSON, status=status)

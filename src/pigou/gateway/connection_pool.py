@@ -1,4 +1,4 @@
-"""The lines to one worker: kept open for a while, opened when there is none."""
+"""The pool of HTTP connections to one worker: kept alive for a while, opened on demand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import ssl
 from urllib.parse import urlsplit
 
-from pigou.gateway.http_connection import Head, HTTPConnection, HTTPConnectionError
+from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError
+from pigou.gateway.http_parsing import ResponseHead
 from pigou.wire.fleet_secret import TENANT
 
 #: Below the 5 seconds after which vLLM's server closes idle connections: a request that is sent
@@ -33,8 +34,8 @@ class HTTPConnectionPool:
 
     async def ask(
         self, path: str, body: bytes, request_id: str, tenant: str = ""
-    ) -> tuple[HTTPConnection, Head]:
-        """Post a body; return the line, whose body is to be read, and the head of the answer.
+    ) -> tuple[HTTPConnection, ResponseHead]:
+        """Post a body; return the connection, to read the answer's body from, and its head.
 
         Args:
             path: of the worker's own URL.
@@ -42,7 +43,7 @@ class HTTPConnectionPool:
             request_id: of the client's request.
             tenant: mark of whose it is; empty to tell none.
 
-        A kept line that turns out to be closed is replaced once: nothing of the request was
+        An idle connection that turns out to be closed is replaced once: nothing of the request was
         answered, the server had ended the connection before.
 
         Raises:
@@ -54,23 +55,23 @@ class HTTPConnectionPool:
         request = b"POST %b%b HTTP/1.1\r\n%b%b\r\n%b" % (
             self._prefix, path.encode(), self._fixed, own.encode(), body,
         )  # fmt: skip
-        kept = self._kept()
-        if kept is not None:
+        reused = self._take_idle()
+        if reused is not None:
             try:
-                return kept, await self._send(kept, request)
+                return reused, await self._send(reused, request)
             except HTTPConnectionError as error:
                 if not error.fresh:
                     raise
         try:
             connection = await self._open()
         except (OSError, TimeoutError) as error:
-            if kept is None:
+            if reused is None:
                 raise
             raise HTTPConnectionError(f"it ended with the request: {error}", fresh=True) from error
         return connection, await self._send(connection, request)
 
     def give_back(self, connection: HTTPConnection) -> None:
-        """Keep a line for the next request; cut one whose answer was not read to its end."""
+        """Keep a connection for the next request; cut one whose answer was not read to its end."""
         self._used.discard(connection)
         if connection.idle and not self._closed:
             connection.idle_since = asyncio.get_running_loop().time()
@@ -79,13 +80,13 @@ class HTTPConnectionPool:
             connection.abort()
 
     def close(self) -> None:
-        """Cut all lines: whoever reads one gets an error."""
+        """Cut all connections: whoever reads one gets an error."""
         self._closed = True
         for connection in [*self._idle, *self._used]:
             connection.abort()
         self._idle.clear()
 
-    def _kept(self) -> HTTPConnection | None:
+    def _take_idle(self) -> HTTPConnection | None:
         oldest = asyncio.get_running_loop().time() - KEEPALIVE_S
         while self._idle:
             connection = self._idle.pop()
@@ -102,7 +103,7 @@ class HTTPConnectionPool:
             )
         return connection
 
-    async def _send(self, connection: HTTPConnection, request: bytes) -> Head:
+    async def _send(self, connection: HTTPConnection, request: bytes) -> ResponseHead:
         if self._closed:
             connection.abort()
             raise HTTPConnectionError("the worker was left", fresh=False)

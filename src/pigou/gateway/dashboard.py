@@ -103,12 +103,12 @@ class History:
 
     def view(self, since: float = 0.0) -> dict[str, Any]:
         """Return samples and events after `since` (Unix seconds), as columns."""
-        kept = [sample for sample in self._samples if sample["time"] > since]
+        samples = [sample for sample in self._samples if sample["time"] > since]
         names = self._samples[-1].keys() if self._samples else ()
         return {
             "step_s": STEP_S,
             "kept_s": STEP_S * MAX_SAMPLES,
-            "series": {name: [sample[name] for sample in kept] for name in names},
+            "series": {name: [sample[name] for sample in samples] for name in names},
             "totals": {
                 "requests": self._counts.get("requests", 0.0),
                 "errors": self._counts.get("errors", 0.0),

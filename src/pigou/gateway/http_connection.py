@@ -1,4 +1,4 @@
-"""A line: one HTTP/1.1 connection to a worker.
+"""One HTTP/1.1 connection to a worker.
 
 What arrives is handed on within the call that receives it, without waking a task: a lone chunk
 costs half of what it costs through a general HTTP client.
@@ -7,32 +7,31 @@ costs half of what it costs through a general HTTP client.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import cast
 
-_MOST_HEAD = 64 * 1024
-#: Interim responses (1xx) before the real one, bytes of a chunk's size line and of all trailers.
-_MOST_INTERIM = 16
-_MOST_SIZE_LINE = 1024
-_MOST_TRAILERS = 16 * 1024
-_HEX = re.compile(rb"[0-9a-fA-F]+")
-#: Hexadecimal digits of a chunk's size: up to 2^32 bytes.
-_MOST_DIGITS = 8
+from pigou.gateway.http_parsing import (
+    MAX_HEAD_BYTES,
+    MAX_INTERIM,
+    MAX_SIZE_LINE_BYTES,
+    MAX_TRAILER_BYTES,
+    ResponseHead,
+    parse_chunk_size,
+    parse_cost,
+    parse_head,
+)
+
 _HIGH_WATER = 256 * 1024
 #: Bytes of a stream that are read in one turn of the event loop, bytes that may come at once, and
 #: bytes per second beyond: a server that floods its stream does not keep the others waiting.
 _SLICE, _BURST, _RATE = 16 * 1024, 2**20, 8 * 2**20
-#: What a line break weighs: a chunk takes as long to read as many bytes, however short it is.
-_BREAK = 64
 #: Bytes that are read at once, however short their chunks are.
 _LITTLE = 1024
 
 
 class HTTPConnectionError(ConnectionError):
-    """The connection ended, or what came is not HTTP.
+    """The connection ended, or its bytes are not HTTP.
 
     Attributes:
         fresh: nothing of an answer had come.
@@ -62,15 +61,6 @@ class _ChunkPart(Enum):
 # Looked up once: members of an Enum are slow to find.
 _IDLE, _CHUNKS, _SIZE = _Phase.IDLE, _Phase.CHUNKS, _ChunkPart.SIZE
 
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Status and headers (names in lower case) of a response."""
-
-    status: int
-    headers: dict[bytes, bytes]
-
-
 #: Takes body bytes; returns whether it goes on taking them.
 Take = Callable[[bytes], bool]
 
@@ -93,7 +83,7 @@ class HTTPConnection(asyncio.Protocol):
         self._left = 0
         self._chunk = _ChunkPart.SIZE
         self._interim = 0
-        self._head: Head | None = None
+        self._head: ResponseHead | None = None
         self._body = bytearray()
         self._backlog = b""  # of a stream: not parsed yet; reading is paused
         self._next: asyncio.Handle | None = None
@@ -105,7 +95,7 @@ class HTTPConnection(asyncio.Protocol):
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def ask(self, request: bytes) -> Head:
+    async def ask(self, request: bytes) -> ResponseHead:
         """Send a request, its head and body; return the head of the answer.
 
         Raises:
@@ -152,10 +142,10 @@ class HTTPConnection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether the line can take another request."""
+        """Whether the connection can take another request."""
         return self._over() and not self.closed and not self._body and not self._backlog
 
-    def _answer(self) -> Head | None:
+    def _answer(self) -> ResponseHead | None:
         return self._head
 
     def _over(self) -> bool:
@@ -205,7 +195,7 @@ class HTTPConnection(asyncio.Protocol):
 
     def _is_flood(self, data: bytes) -> bool:
         """Whether these bytes of a stream are too much for one turn of the event loop."""
-        return self._phase is _CHUNKS and self._is_stream and _weight(data) > _SLICE
+        return self._phase is _CHUNKS and self._is_stream and parse_cost(data) > _SLICE
 
     def _put_off(self, data: bytes) -> None:
         """Add to the backlog; read a slice now, unless one waits for its turn."""
@@ -222,7 +212,7 @@ class HTTPConnection(asyncio.Protocol):
                 self._transport.pause_reading()
             loop = asyncio.get_running_loop()
             self._next = loop.call_later(
-                self._delay_s(_weight(data), loop.time()), self._read_slice
+                self._delay_s(parse_cost(data), loop.time()), self._read_slice
             )
         elif self._transport is not None and not self._paused and not self._gone:
             self._transport.resume_reading()
@@ -239,7 +229,7 @@ class HTTPConnection(asyncio.Protocol):
     def _cut(self) -> bytes:
         """Take the next slice from the backlog."""
         data = self._backlog[:_SLICE]
-        if (weight := _weight(data)) > _SLICE:
+        if (weight := parse_cost(data)) > _SLICE:
             data = data[: max(_LITTLE, len(data) * _SLICE // weight)]
         self._backlog = self._backlog[len(data) :]
         return data
@@ -292,23 +282,23 @@ class HTTPConnection(asyncio.Protocol):
         """Read heads, interim ones too; return what follows the last."""
         while True:
             end = data.find(b"\r\n\r\n")
-            if end > _MOST_HEAD or (end < 0 and len(data) > _MOST_HEAD):
+            if end > MAX_HEAD_BYTES or (end < 0 and len(data) > MAX_HEAD_BYTES):
                 raise ValueError("the head is too long")
             if end < 0:
                 self._rest = data
                 return b""
-            head = _head(data[:end])
+            head = parse_head(data[:end])
             data = data[end + 4 :]
             if not 100 <= head.status < 200:
                 break
             self._interim += 1
-            if self._interim > _MOST_INTERIM:
-                raise ValueError(f"more than {_MOST_INTERIM} interim responses")
+            if self._interim > MAX_INTERIM:
+                raise ValueError(f"more than {MAX_INTERIM} interim responses")
         self._begin(head)
         self._wake()
         return data
 
-    def _begin(self, head: Head) -> None:
+    def _begin(self, head: ResponseHead) -> None:
         headers = head.headers
         length = headers.get(b"content-length")
         if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
@@ -351,7 +341,7 @@ class HTTPConnection(asyncio.Protocol):
             elif (end := data.find(b"\r\n", at)) < 0:
                 break
             elif self._chunk is _ChunkPart.SIZE:
-                self._left = _chunk_size(data[at:end])
+                self._left = parse_chunk_size(data[at:end])
                 self._chunk = _ChunkPart.DATA if self._left else _ChunkPart.TRAILERS
                 self._left += 2 if self._left else 0
                 at = end + 2
@@ -360,12 +350,12 @@ class HTTPConnection(asyncio.Protocol):
                 if end == at:
                     self._phase = _Phase.IDLE
                 at = end + 2
-            if self._chunk is _ChunkPart.TRAILERS and self._left > _MOST_TRAILERS:
+            if self._chunk is _ChunkPart.TRAILERS and self._left > MAX_TRAILER_BYTES:
                 raise ValueError("the trailers are too long")
         if self._phase is _IDLE and at < size:
             raise ValueError("bytes follow the last chunk")
         self._rest = data[at:]
-        if len(self._rest) > _MOST_SIZE_LINE:
+        if len(self._rest) > MAX_SIZE_LINE_BYTES:
             raise ValueError("a line between chunks is too long")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -408,27 +398,3 @@ class HTTPConnection(asyncio.Protocol):
             self._paused = False
             if not self._backlog:
                 self._transport.resume_reading()
-
-
-def _weight(data: bytes) -> int:
-    """Return the bytes that take as long to read as these."""
-    return max(len(data), _BREAK * data.count(b"\r\n"))
-
-
-def _head(data: bytes) -> Head:
-    first, *lines = data.split(b"\r\n")
-    headers = {}
-    for line in lines:
-        name, _, value = line.partition(b":")
-        headers[name.strip().lower()] = value.strip()
-    version, code, *_ = first.split(b" ", 2)
-    if not version.startswith(b"HTTP/1.") or not code.isdigit() or len(code) != 3:
-        raise ValueError(f"a status line {first[:60]!r}")
-    return Head(int(code), headers)
-
-
-def _chunk_size(line: bytes) -> int:
-    digits = line.partition(b";")[0].strip()
-    if len(digits.lstrip(b"0")) > _MOST_DIGITS or not _HEX.fullmatch(digits):
-        raise ValueError(f"a chunk of {line[:40]!r} bytes")
-    return int(digits, 16)

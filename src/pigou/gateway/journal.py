@@ -17,7 +17,7 @@ _log = logging.getLogger("pigou.gateway")
 
 _FLUSH_S = 0.1
 #: Bytes that may wait for a disk that is slower than the gateway.
-_MOST_WAITING = 64 * 2**20
+_MAX_WAITING_BYTES = 64 * 2**20
 
 
 class Journal:
@@ -79,7 +79,7 @@ class Journal:
         self._thread.join()
 
     def _put(self, line: bytes) -> None:
-        if self._put_bytes - self._done_bytes > _MOST_WAITING:
+        if self._put_bytes - self._done_bytes > _MAX_WAITING_BYTES:
             self._fail("the disk is too slow")
             return
         self._put_bytes += len(line)

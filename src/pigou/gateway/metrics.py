@@ -311,12 +311,12 @@ def _own(families: Iterable[Metric], tenant: str | None) -> Iterator[Metric]:
     for family in families:
         if tenant is None:
             yield family
-        elif kept := [s for s in family.samples if s.labels.get(TENANT) == tenant]:
-            yield _with(family, kept)
+        elif samples := [s for s in family.samples if s.labels.get(TENANT) == tenant]:
+            yield _with(family, samples)
 
 
 def _nameless(families: Iterable[Metric]) -> Iterator[Metric]:
-    return (each for each in families if not any(TENANT in s.labels for s in each.samples))
+    return (family for family in families if not any(TENANT in s.labels for s in family.samples))
 
 
 def _labelled(family: Metric, model: str) -> Metric:

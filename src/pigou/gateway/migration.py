@@ -1,4 +1,4 @@
-"""Stream migration as SSE: what the next worker is sent, and how its chunks fit those before."""
+"""Stream migration over SSE: the next worker's body, and how its chunks continue the stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DYNAMO_IDS = "completion_token_ids"
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
+class AttemptBody:
     """A body and where to send it.
 
     Attributes:
@@ -38,10 +38,10 @@ class Sending:
     mapped: bool = False
 
 
-def sending(
+def attempt_body(
     call: GatewayRequest, state: StreamState, *, stock: bool, seed: int, max_model_len: int,
     dynamo: bool = False,
-) -> Sending:  # fmt: skip
+) -> AttemptBody:  # fmt: skip
     """Return what to send for the next attempt; first or not.
 
     Args:
@@ -58,35 +58,39 @@ def sending(
     if dynamo and call.stream and not call.wants_ids:
         body = _dynamo(body)
     if not state.tokens:
-        return Sending(call.path, body)
+        return AttemptBody(call.path, body)
     prompt = state.prompt_ids()
     ids = prompt + state.tokens
     generated = len(state.tokens)
     if not stock:
         where = "prompt_token_ids" if call.chat else "prompt"
-        return Sending(call.path, {**body, where: ids, "resume_tokens": generated})
+        return AttemptBody(call.path, {**body, where: ids, "resume_tokens": generated})
     rest: Body = {name: body[name] for name in _CARRIED if name in body}
-    room = max_model_len - len(prompt) if max_model_len else call.max_tokens
-    most = _number(body, "max_completion_tokens") if call.chat else None
-    most = most or _number(body, "max_tokens") or (room if call.chat else 16)
+    context_left = max_model_len - len(prompt) if max_model_len else call.max_tokens
+    max_output_tokens = _number(body, "max_completion_tokens") if call.chat else None
+    max_output_tokens = (
+        max_output_tokens or _number(body, "max_tokens") or (context_left if call.chat else 16)
+    )
     min_tokens = _number(body, "min_tokens") or 0
-    left = Continuation.after(generated, len(prompt), min(most, room), min_tokens)
+    left = Continuation.after(
+        generated, len(prompt), min(max_output_tokens, context_left), min_tokens
+    )
     rest |= {"prompt": ids, "max_tokens": left.max_tokens, "min_tokens": left.min_tokens}
-    return Sending(COMPLETIONS, rest, mapped=call.path == CHAT)
+    return AttemptBody(COMPLETIONS, rest, mapped=call.path == CHAT)
 
 
 def _dynamo(body: Body) -> Body:
     """Return a body that asks Dynamo for the token ids: it refuses fields that it does not know."""
-    found = {name: value for name, value in body.items() if name != "return_token_ids"}
-    extension = found.get("nvext", {})
+    dynamo_body = {name: value for name, value in body.items() if name != "return_token_ids"}
+    extension = dynamo_body.get("nvext", {})
     if isinstance(extension, msgspec.Raw):
         extension = msgspec.json.decode(extension)
     if not isinstance(extension, dict):
-        return found  # Dynamo says what is wrong with it
+        return dynamo_body  # Dynamo says what is wrong with it
     fields = extension.get("extra_fields") or []
     if DYNAMO_IDS not in fields:
         extension = {**extension, "extra_fields": [*fields, DYNAMO_IDS]}
-    return {**found, "nvext": extension}
+    return {**dynamo_body, "nvext": extension}
 
 
 def _number(body: Body, name: str) -> int | None:
@@ -140,19 +144,19 @@ class MigratedChunks:
         return not says and choice.get("finish_reason") is None
 
     def _chat(self, choice: dict[str, Any]) -> dict[str, Any]:
-        found = {
+        chat_choice = {
             "index": 0,
             "delta": {"content": choice.get("text", "")},
             "logprobs": None,
             "finish_reason": choice.get("finish_reason"),
             "token_ids": choice.get("token_ids"),
         }
-        if found["finish_reason"] is not None:
-            found["stop_reason"] = choice.get("stop_reason")
-        return found
+        if chat_choice["finish_reason"] is not None:
+            chat_choice["stop_reason"] = choice.get("stop_reason")
+        return chat_choice
 
 
-def totals(state: StreamState) -> dict[str, Any]:
+def usage_totals(state: StreamState) -> dict[str, Any]:
     """Return the usage of the whole reply, by the gateway's own count."""
     prompt, output = len(state.prompt_ids()), len(state.tokens)
     return {
@@ -162,21 +166,21 @@ def totals(state: StreamState) -> dict[str, Any]:
     }
 
 
-def _whole(told: dict[str, Any], state: StreamState) -> dict[str, Any]:
-    """Return the usage of the whole reply, with the details that its last worker told.
+def _whole(usage_body: dict[str, Any], state: StreamState) -> dict[str, Any]:
+    """Return the usage of the whole reply, with the details that its last worker reported.
 
-    What that found in its cache may reach beyond the prompt, into tokens of the reply.
+    Its cached tokens may reach beyond the prompt, into tokens of the reply.
     """
-    usage = totals(state)
-    if _DETAILS not in told:
+    usage = usage_totals(state)
+    if _DETAILS not in usage_body:
         return usage
-    details = told[_DETAILS]
+    details = usage_body[_DETAILS]
     if isinstance(details, dict) and isinstance(cached := details.get(_CACHED), int):
         details = details | {_CACHED: min(cached, usage["prompt_tokens"])}
     return usage | {_DETAILS: details}
 
 
-def closing(call: GatewayRequest, state: StreamState) -> bytes:
+def closing_frames(call: GatewayRequest, state: StreamState) -> bytes:
     """Return the frames that end a stream whose last token came, but whose end did not."""
     head = state.head
     assert head is not None
@@ -188,13 +192,13 @@ def closing(call: GatewayRequest, state: StreamState) -> bytes:
             "created": head.created,
             "model": head.model,
             "choices": [],
-            "usage": totals(state) | {_DETAILS: {_CACHED: 0}},
+            "usage": usage_totals(state) | {_DETAILS: {_CACHED: 0}},
         }
         frames.append(frame(msgspec.json.encode(body)))
     return b"".join([*frames, DONE])
 
 
-def out_of_room(call: GatewayRequest, state: StreamState) -> bytes:
+def length_frame(call: GatewayRequest, state: StreamState) -> bytes:
     """Return the chunk that says a reply ended for its length, when its last token has come."""
     head = state.head
     assert head is not None

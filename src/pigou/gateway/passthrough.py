@@ -7,14 +7,12 @@ it is there. What a server has, its `/openapi.json` tells, or its 404.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import aiohttp
 import msgspec
@@ -24,9 +22,16 @@ from pigou.control.messages import FirstToken, Shed
 from pigou.gateway.api_keys import Key, KeyLoads
 from pigou.gateway.config import GatewayConfig
 from pigou.gateway.failure import WorkerFailed, busy
-from pigou.gateway.gateway_request import CHAT, COMPLETIONS, Body, BodyFields, GatewayRequest
+from pigou.gateway.gateway_request import Body, BodyFields, GatewayRequest
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.request_tenure import ServerScope, salt
+from pigou.gateway.server_routes import (
+    STORED_COLLECTIONS,
+    ServerRoutes,
+    absent_route,
+    check_path,
+    is_absent,
+)
 from pigou.gateway.upstream import Upstream
 from pigou.kv.tenure import Tenure
 from pigou.request import FinishReason
@@ -35,31 +40,12 @@ from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_id import HEADER as REQUEST_ID
 from pigou.wire.request_id import request_id
 
-#: Routes outside `/v1` that are passed on, too.
-ROOT_PATHS = ("/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
-#: What the gateway answers itself below `/v1`, with the methods that it takes.
-_OWN = {COMPLETIONS: "POST", CHAT: "POST", "/v1/models": "GET"}
-#: Never passed on: they change a server, or belong to the fleet alone.
-_CLOSED = ("kv", "load_lora_adapter", "unload_lora_adapter")
-#: Collections that servers keep, which a key could read of another one.
-_KEPT = ("files", "batches", "conversations", "vector_stores", "uploads", "containers",
-         "threads", "assistants", "fine_tuning", "evals")  # fmt: skip
-_ATTACH = "attach a server that has it (--attach URL)"
-#: Routes that are known, and what to do where no server has them.
-_REMEDIES = {
-    "responses": f"use /v1/chat/completions (Vercel AI SDK: openai.chat('MODEL')), or {_ATTACH}",
-    "messages": f"use /v1/chat/completions, or {_ATTACH}",
-    **dict.fromkeys(("embeddings", "audio", "rerank", "score", "pooling", "classify", "images",
-                     "moderations", "realtime", *_KEPT), _ATTACH),
-}  # fmt: skip
-_PATH = re.compile(r"(/[A-Za-z0-9_~:-][A-Za-z0-9._~:-]{0,255}){1,8}")
 _REQUEST_HEADERS = ("accept", "content-type", "anthropic-version", "anthropic-beta", "openai-beta")
 _REPLY_HEADERS = ("content-type", "cache-control", "content-disposition", "retry-after",
                   "request-id")  # fmt: skip
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
-_MOST_OWNERS = 10_000
+_MAX_OWNERS = 10_000
 _HEAD_BYTES = 16 * 1024
-_TIMEOUT_S = 5.0
 _BYTES_PER_TOKEN = 4
 _TOKENS = 256
 
@@ -80,10 +66,7 @@ class Passthrough:
         self._config = config
         self._usage = usage
         self._scope = scope
-        self._routes: WeakKeyDictionary[Upstream, list[tuple[re.Pattern[str], set[str]]] | None]
-        self._routes = WeakKeyDictionary()
-        self._lacks: WeakKeyDictionary[Upstream, set[tuple[str, str]]] = WeakKeyDictionary()
-        self._learning = asyncio.Lock()
+        self._routes = ServerRoutes()
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
     async def answer(self, request: web.Request, key: Key, tenure: Tenure) -> web.StreamResponse:
@@ -94,11 +77,11 @@ class Passthrough:
                 the fleet is full. web.HTTPMethodNotAllowed: the path is the gateway's own.
         """
         path = request.rel_url.raw_path
-        _check_path(path, request)
+        check_path(path, request)
         servers = [up for up in self._plane_driver.upstreams.values() if up.engine.stock]
-        servers = await self._having(servers, request.method, path)
+        servers = await self._routes.having(servers, request.method, path)
         if not servers:
-            raise _absent(request.method, path, self._known())
+            raise absent_route(request.method, path, self._routes.known())
         servers = self._owned(servers, path, key)
         body: Body | None = None
         data: bytes | AsyncIterator[bytes] | None = None
@@ -139,13 +122,13 @@ class Passthrough:
                     continue
                 try:
                     answer = await self._passed(request, call, upstream, data)
-                except _NotHere:
+                except _RouteAbsent:
                     if not isinstance(data, bytes):
                         break
                     continue
                 reason = FinishReason.STOP
                 return answer
-            raise _absent(request.method, request.rel_url.raw_path, self._known())
+            raise absent_route(request.method, request.rel_url.raw_path, self._routes.known())
         except asyncio.CancelledError:
             reason = FinishReason.ABORT
             raise
@@ -172,9 +155,9 @@ class Passthrough:
             async with upstream.passing(request.method, path + query, headers, data) as reply:
                 refused = reply.status in (404, 405, 501)
                 first = await reply.content.read(_HEAD_BYTES) if refused else b""
-                if refused and _is_absent(reply.status, first):
-                    self._lacks.setdefault(upstream, set()).add((request.method, _kind(path)))
-                    raise _NotHere
+                if refused and is_absent(reply.status, first):
+                    self._routes.note_absent(upstream, request.method, path)
+                    raise _RouteAbsent
                 out = web.StreamResponse(status=reply.status, headers=_reply_headers(reply, call))
                 out.headers["x-pigou-worker"] = upstream.worker.id
                 await out.prepare(request)
@@ -210,34 +193,10 @@ class Passthrough:
 
     # --- which server ----------------------------------------------------------------------
 
-    async def _having(self, servers: list[Upstream], method: str, path: str) -> list[Upstream]:
-        """Return the servers that have a route, or may have it."""
-        async with self._learning:  # one at a time: many requests ask for the same page
-            for upstream in servers:
-                if upstream not in self._routes:
-                    self._routes[upstream] = await _routes(upstream)
-        found = []
-        for upstream in servers:
-            routes = self._routes.get(upstream)
-            lacks = self._lacks.get(upstream, ())
-            listed = routes is None or any(
-                pattern.fullmatch(path) and method in methods for pattern, methods in routes
-            )
-            if listed and (method, _kind(path)) not in lacks:
-                found.append(upstream)
-        return found
-
-    def _known(self) -> list[str]:
-        """Return what attached servers have beside the gateway's own routes."""
-        told = [route for routes in list(self._routes.values()) for route in routes or ()]
-        paths = {pattern.pattern for pattern, methods in told if "POST" in methods}
-        return sorted(path for path in paths if path.startswith("/v1/") and path not in _OWN
-                      and "[" not in path and path.split("/")[2] not in _CLOSED)  # fmt: skip
-
     def _owned(self, servers: list[Upstream], path: str, key: Key) -> list[Upstream]:
-        """Return the servers for a path below a kept object: the one that keeps it."""
+        """Return the servers for a path below a stored object: the one that stores it."""
         parts = path.split("/")
-        if parts[2] in _KEPT and key.tenant:
+        if parts[2] in STORED_COLLECTIONS and key.tenant:
             raise APIError(
                 501, f"{path} is not passed on where there are keys: servers keep such objects "
                 "without saying whose they are.",
@@ -257,13 +216,13 @@ class Passthrough:
         self, servers: list[Upstream], response: str, key: Key, param: str
     ) -> list[Upstream]:
         worker, tenant = self._owners.get(response, ("", ""))
-        found = [up for up in servers if up.worker.id == worker]
-        if not found or tenant != key.tenant:
+        holders = [up for up in servers if up.worker.id == worker]
+        if not holders or tenant != key.tenant:
             raise APIError(
                 404, f"No server here keeps the response {response[:80]!r} of this key: send the "
                 "conversation itself.", param,
             )  # fmt: skip
-        return found
+        return holders
 
     def _note_owner(self, head: bytes, call: GatewayRequest, upstream: Upstream) -> None:
         """Remember who keeps a response, and whose it is."""
@@ -271,13 +230,13 @@ class Passthrough:
         if match is None:
             return
         self._owners.setdefault(match[1].decode(), (upstream.worker.id, call.tenant))
-        while len(self._owners) > _MOST_OWNERS:
+        while len(self._owners) > _MAX_OWNERS:
             self._owners.popitem(last=False)
 
     def _salted(self, sent: bytes, body: Body, tenure: Tenure) -> bytes:
         """Return what is sent with the cache salt of its tenure, as completions have it."""
         fields = BodyFields(model=_text(body, "model"), cache_salt=_text(body, "cache_salt"))
-        whole = self._scope().joined(tenure, fields, body, chat=True)
+        whole = self._scope().extend(tenure, fields, body, chat=True)
         if whole == Tenure():
             return sent
         expired = time.time_ns() >= whole.expiry
@@ -285,31 +244,8 @@ class Passthrough:
         return msgspec.json.encode(body)
 
 
-class _NotHere(Exception):
+class _RouteAbsent(Exception):
     """The server has no such route."""
-
-
-def _check_path(path: str, request: web.Request) -> None:
-    own = _OWN.get(path) or ("GET" if path.startswith("/v1/models/") else None)
-    if own is not None:
-        raise web.HTTPMethodNotAllowed(request.method, [own])
-    if not _PATH.fullmatch(path) or path.split("/")[2:3] in [[name] for name in _CLOSED]:
-        raise APIError(404, f"There is no path {path[:200]}.")
-    if "upgrade" in request.headers.get("connection", "").lower():
-        raise APIError(501, f"{path} is not served over WebSockets here.")
-
-
-def _absent(method: str, path: str, attached: list[str]) -> APIError:
-    """Return the error for a route that no server has."""
-    here = ", ".join([*_OWN, "/tokenize", "/detokenize", *attached[:40]])
-    parts = path.split("/")
-    kind = parts[2] if parts[1] in ("v1", "v2") and len(parts) > 2 else parts[1]
-    remedy = _REMEDIES.get(kind)
-    if remedy is None:
-        return APIError(404, f"There is no path {path}. This fleet has {here}.")
-    return APIError(
-        501, f"No server of this fleet has {method} {path}: {remedy}. This fleet has {here}."
-    )
 
 
 def _call(request: web.Request, body: Body | None, data: Any, key: Key) -> GatewayRequest:
@@ -351,50 +287,14 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-async def _streamed(request: web.Request, most: int) -> AsyncIterator[bytes]:
-    """Yield a body as it comes, up to `most` bytes."""
+async def _streamed(request: web.Request, max_bytes: int) -> AsyncIterator[bytes]:
+    """Yield a body as it comes, up to `max_bytes` bytes."""
     size = 0
     async for data in request.content.iter_any():
         size += len(data)
-        if size > most:
-            raise too_large(most)
+        if size > max_bytes:
+            raise too_large(max_bytes)
         yield data
-
-
-async def _routes(upstream: Upstream) -> list[tuple[re.Pattern[str], set[str]]] | None:
-    """Return what a server's `/openapi.json` lists; None where it does not say."""
-    try:
-        status, page = await upstream.get("/openapi.json", _TIMEOUT_S)
-        paths = msgspec.json.decode(page).get("paths") if status == 200 else None
-        if not isinstance(paths, dict):
-            return None
-        found = []
-        for path, methods in paths.items():
-            pattern = "".join(
-                "[^/]+" if part.startswith("{") else re.escape(part).replace("\\-", "-")
-                for part in re.split(r"(\{[^{}]*\})", str(path))
-            )
-            found.append((re.compile(pattern), {str(name).upper() for name in methods}))
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, AttributeError, TypeError,
-            re.error, RecursionError):  # fmt: skip
-        return None
-    return found
-
-
-def _is_absent(status: int, answer: bytes) -> bool:
-    """Whether a refusal means that the route is not there, and not that an object is not."""
-    if status != 404:
-        return True
-    try:
-        body = json.loads(answer)
-    except (ValueError, RecursionError):
-        return True
-    return not isinstance(body, dict) or "error" not in body
-
-
-def _kind(path: str) -> str:
-    """Return what stands for a path where a server lacks it: its first parts."""
-    return "/".join(path.split("/")[:4])
 
 
 def _reply_headers(reply: aiohttp.ClientResponse, call: GatewayRequest) -> dict[str, str]:

@@ -45,7 +45,7 @@ class Interruptible(Protocol):
 
 
 class PlaneDriver:
-    """Turns decisions into futures, and facts into observations.
+    """Turns decisions into futures, and events into observations.
 
     Attributes:
         plane: the control plane; nobody else calls it.
@@ -169,18 +169,18 @@ class PlaneDriver:
             self._queued.pop(request, None)
 
     def observe(self, observation: Observation) -> None:
-        """Tell ControlPlane a fact, and wake whom that sets free."""
+        """Report an observation to ControlPlane; wake the requests that its decisions name."""
         self._wake(self._recorded.observe(observation, time.monotonic_ns()))
 
     def on_tokens(self, counts: Sequence[tuple[str, int]]) -> None:
-        """Tell ControlPlane how many more tokens of which requests came."""
+        """Report new output tokens to ControlPlane: pairs of request id and count."""
         report_tokens(self._recorded, counts, time.monotonic_ns())
 
     def end(self, request: str, reason: FinishReason) -> None:
         """A request is over."""
-        relay, told = self._relays.pop(request, (None, 0))
-        if relay is not None and relay.counted > told:
-            self.on_tokens(((request, relay.counted - told),))
+        relay, reported = self._relays.pop(request, (None, 0))
+        if relay is not None and relay.counted > reported:
+            self.on_tokens(((request, relay.counted - reported),))
         self.observe(Ended(request, reason))
 
     def watch(self, relay: Relay) -> None:
@@ -232,24 +232,24 @@ class PlaneDriver:
             elif isinstance(decision, Route | Shed) and future is not None and not future.done():
                 future.set_result(decision)
 
-    async def _assess(self, asked: Assess) -> None:
-        found = None
+    async def _assess(self, request: Assess) -> None:
+        estimate = None
         try:
-            found = await asyncio.to_thread(self.plane.assess, asked.snapshot)
+            estimate = await asyncio.to_thread(self.plane.assess, request.snapshot)
         except Exception as error:
             self.background.failed("assessment", error)
         finally:
-            self.observe(Assessed(found))
+            self.observe(Assessed(estimate))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
             await self.compiled.wait()
             fresh: list[tuple[str, int]] = []
-            for request, (relay, told) in list(self._relays.items()):
-                if relay.counted > told:
+            for request, (relay, reported) in list(self._relays.items()):
+                if relay.counted > reported:
                     self._relays[request] = (relay, relay.counted)
-                    fresh.append((request, relay.counted - told))
+                    fresh.append((request, relay.counted - reported))
             self.on_tokens(fresh)
             self._wake(self._recorded.tick(time.monotonic_ns()))
             for event in self._woken:

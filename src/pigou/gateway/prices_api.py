@@ -1,4 +1,4 @@
-"""What the control plane tells of its prices: as JSON for the page, as gauges for Prometheus."""
+"""Prices of the control plane: as JSON for the page, as gauges for Prometheus."""
 
 from __future__ import annotations
 
@@ -77,55 +77,55 @@ def prices(status: Status, streams: Sequence[int]) -> list[Price]:
 
 def view(status: Status) -> dict[str, Any]:
     """Return parameters and the Price of Anarchy as JSON builtins."""
-    found = status.assessment
+    estimate = status.assessment
     return {
         "policy": status.policy,
         "controller": status.controller,
         "regime": status.regime.value,
-        "signal": plain(status.signal),
-        "temperature": plain(status.temperature),
+        "signal": json_number(status.signal),
+        "temperature": json_number(status.temperature),
         "parameters": {name: _value(value) for name, value in status.parameters.items()},
-        "poa": None if found is None else _anarchy(found.anarchy),
-        "poa_legacy": None if found is None else plain(found.legacy),
-        "poa_requests": 0 if found is None else found.requests,
+        "poa": None if estimate is None else _anarchy(estimate.anarchy),
+        "poa_legacy": None if estimate is None else json_number(estimate.legacy),
+        "poa_requests": 0 if estimate is None else estimate.requests,
         "poa_unknown": status.unknown or None,
-        "poa_split": None if found is None or found.split is None else _split(found),
+        "poa_split": None if estimate is None or estimate.split is None else _split(estimate),
         "caching": _caching(status.caching),
     }
 
 
-def _split(found: Assessment) -> dict[str, Any] | None:
+def _split(estimate: Assessment) -> dict[str, Any] | None:
     """Return the better split, and what it would gain.
 
     `gain` is a ratio as all of the Price of Anarchy; the split is `certain` where even the lower
     end of its interval is above 1.
     """
-    split = found.split
+    split = estimate.split
     if split is None:
         return None
-    gain = found.anarchy.prefill_decode
+    gain = estimate.anarchy.prefill_decode
     return {
         "prefill": list(split.prefill),
         "decode": list(split.decode),
         "moves": list(split.moves),
-        "saves_seconds_per_request": plain(split.saves),
+        "saves_seconds_per_request": json_number(split.saves),
         "gain": _estimate(gain),
         "certain": gain.low > 1.0,
     }
 
 
-def _caching(found: Caching) -> dict[str, Any]:
+def _caching(caching: Caching) -> dict[str, Any]:
     """Return what is known of the fleet's memory; null what is not."""
-    game = found.placement
+    game = caching.placement
     seconds = ("poa", "cost", "best", "unavoidable", "met")
     return {
-        "rho": plain(found.fleet_rho),
-        "evicted_blocks": found.evicted,
-        "evicted_blocks_per_second": plain(found.rate),
-        "first_eviction_seconds": plain(found.first_eviction),
-        "poa_before_eviction": plain(found.before),
-        "poa_after_eviction": plain(found.after),
-        **{name: None if game is None else plain(getattr(game, name)) for name in seconds},
+        "rho": json_number(caching.fleet_rho),
+        "evicted_blocks": caching.evicted,
+        "evicted_blocks_per_second": json_number(caching.rate),
+        "first_eviction_seconds": json_number(caching.first_eviction),
+        "poa_before_eviction": json_number(caching.before),
+        "poa_after_eviction": json_number(caching.after),
+        **{name: None if game is None else json_number(getattr(game, name)) for name in seconds},
         "prompts": 0 if game is None else game.prompts,
         "objects": 0 if game is None else game.objects,
         "exact": game is not None and game.exact,
@@ -204,20 +204,20 @@ _GAUGES = (
 
 def _worker_gauges(prices: list[Price]) -> Iterator[Metric]:
     for name, field, help in _GAUGES:
-        found = (((each.worker,), getattr(each, field)) for each in prices)
-        known = ((worker, value) for worker, value in found if not math.isnan(value))
+        samples = (((price.worker,), getattr(price, field)) for price in prices)
+        known = ((worker, value) for worker, value in samples if not math.isnan(value))
         yield _gauge(f"pigou_game_{name}", help, known, "worker")
 
 
-def _caching_gauges(found: Caching) -> Iterator[Metric]:
-    if not math.isnan(found.fleet_rho):
+def _caching_gauges(caching: Caching) -> Iterator[Metric]:
+    if not math.isnan(caching.fleet_rho):
         text = "Active KV blocks of the fleet over its device blocks."
-        yield _gauge("pigou_game_rho", text, [((), found.fleet_rho)])
+        yield _gauge("pigou_game_rho", text, [((), caching.fleet_rho)])
     text = "Blocks that left a device for others, as KV events tell."
-    yield CounterMetricFamily("pigou_game_evicted_blocks", text, value=found.evicted)
-    if found.placement is not None:
+    yield CounterMetricFamily("pigou_game_evicted_blocks", text, value=caching.evicted)
+    if caching.placement is not None:
         text = "Seconds of prompts where blocks lie, over those where they would lie at best."
-        yield _gauge("pigou_game_poa_caching", text, [((), found.placement.poa)])
+        yield _gauge("pigou_game_poa_caching", text, [((), caching.placement.poa)])
 
 
 def _poa_gauges(anarchy: PriceOfAnarchy, legacy: float) -> Iterator[Metric]:
@@ -225,14 +225,14 @@ def _poa_gauges(anarchy: PriceOfAnarchy, legacy: float) -> Iterator[Metric]:
     what = "Price of Anarchy of the last minute, and the parts that multiply to it"
     for suffix, of in (("", "value"), ("_low", "low"), ("_high", "high")):
         end = {"": ".", "_low": "; lower end of the interval.", "_high": "; upper end."}[suffix]
-        samples = [((name,), float(getattr(each, of))) for name, each in parts.items()]
+        samples = [((name,), float(getattr(estimate, of))) for name, estimate in parts.items()]
         yield _gauge(f"pigou_game_poa{suffix}", what + end, samples, "part")
     yield _gauge("pigou_game_poa_legacy", "The index of Georgiou 2026, Eq. 12.", [((), legacy)])
 
 
-def _split_gauges(found: Assessment, workers: Sequence[str]) -> Iterator[Metric]:
+def _split_gauges(estimate: Assessment, workers: Sequence[str]) -> Iterator[Metric]:
     """Yield what the best split of the workers would save, and whose role it would change."""
-    split = found.split
+    split = estimate.split
     text = "Seconds that the best prefill/decode split would save a request; 0: it is the present."
     yield _gauge("pigou_game_split_saves_seconds", text, [((), split.saves if split else 0.0)])
     moves = split.moves if split else ()
@@ -254,15 +254,19 @@ def _anarchy(anarchy: PriceOfAnarchy) -> dict[str, Any]:
     return {name: _estimate(getattr(anarchy, name)) for name in PARTS}
 
 
-def _estimate(each: Estimate) -> dict[str, Any]:
-    return {"value": plain(each.value), "low": plain(each.low), "high": plain(each.high)}
+def _estimate(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "value": json_number(estimate.value),
+        "low": json_number(estimate.low),
+        "high": json_number(estimate.high),
+    }
 
 
-def plain(value: float) -> float | None:
+def json_number(value: float) -> float | None:
     """Return a number as JSON has it: what is not finite becomes null."""
     value = float(value)
     return value if math.isfinite(value) else None
 
 
 def _value(value: Any) -> Any:
-    return plain(value) if isinstance(value, float) else value
+    return json_number(value) if isinstance(value, float) else value

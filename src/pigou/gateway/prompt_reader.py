@@ -43,7 +43,7 @@ class TokenizationMode(IntEnum):
     """How prompts are tokenized: not at all, here, or by asking a worker each time."""
 
     NONE = 0
-    HERE = 1
+    GATEWAY = 1
     WORKER = 2
 
 
@@ -139,11 +139,11 @@ class PromptReader:
         sizes = {up.worker.block_size for up in upstreams}
         source = None if chat else _first(fields.prompt)
         mode, tokenizer = self.mode(chat=chat), self._tokenizer
-        if isinstance(source, list) or (mode is TokenizationMode.HERE and tokenizer is not None):
+        if isinstance(source, list) or (mode is TokenizationMode.GATEWAY and tokenizer is not None):
 
             def work() -> _PromptTokens:
                 return _tokenize(
-                    tokenizer if mode is TokenizationMode.HERE else None, call, upstreams, sizes
+                    tokenizer if mode is TokenizationMode.GATEWAY else None, call, upstreams, sizes
                 )
 
             size = len(memoryview(fields.messages)) if source is None else len(source)
@@ -160,18 +160,18 @@ class PromptReader:
         engine, tokenizer = upstream.engine, self._tokenizer
         fields = BodyFields(prompt=_TEXT, messages=msgspec.Raw(msgspec.json.encode(_CHAT)))
         body: Body = {"messages": _CHAT} if chat else {"prompt": _TEXT}
-        told = await _ask(upstream, body | {"model": engine.model})
-        own = None
+        worker_tokens = await _ask(upstream, body | {"model": engine.model})
+        own_tokens = None
         if tokenizer is not None:
             try:
                 text = tokenizer.prompt_of(fields, chat=chat, stock=engine.stock)
-                own = tokenizer.encode(text, fields, chat=chat)
+                own_tokens = tokenizer.encode(text, fields, chat=chat)
             except NotTokenizable:
                 pass
         kind = "chats" if chat else "prompts"
-        if own is not None and told in (None, own):
-            return TokenizationMode.HERE
-        if told is None:
+        if own_tokens is not None and worker_tokens in (None, own_tokens):
+            return TokenizationMode.GATEWAY
+        if worker_tokens is None:
             if not chat:
                 self._warn(
                     f"{upstream.worker.id}: no tokenizer for {engine.model!r}, and the worker "
@@ -179,7 +179,7 @@ class PromptReader:
                     "Give --tokenizer"
                 )
             return TokenizationMode.NONE
-        why = "the tokenizer here disagrees with it" if own else "there is no tokenizer here"
+        why = "the tokenizer here disagrees with it" if own_tokens else "there is no tokenizer here"
         self._warn(
             f"{upstream.worker.id}: {why}, so the worker is asked to tokenize all {kind} of "
             f"{engine.model!r}, which is slow. Give --tokenizer"
@@ -241,16 +241,20 @@ def _tokenize(
     """Tokenize a prompt of ids, or of text where there is a tokenizer."""
     fields, chat = call.fields, call.chat
     stock = any(up.engine.stock for up in upstreams)
-    most = max((up.engine.max_model_len for up in upstreams), default=0)
+    max_context = max((up.engine.max_model_len for up in upstreams), default=0)
     if tokenizer is None:
         return _keyed(_cut(_ids(first_prompt(fields.prompt)), fields), call.salt, sizes)
     source = tokenizer.prompt_of(fields, chat=chat, stock=stock)
-    if most and isinstance(source, str) and len(source) > most * tokenizer.longest:
+    if (
+        max_context
+        and isinstance(source, str)
+        and len(source) > max_context * tokenizer.max_token_bytes
+    ):
         raise NotTokenizable("it is longer than the context")
     tokens = tokenizer.encode(source, fields, chat=chat)
     tokens_of_prompt = _keyed(_cut(tokens, fields), call.salt, sizes)
     wanted = not stock and call.single and isinstance(source, str) and not fields.echo
-    if not (wanted and fields.truncate_prompt_tokens is None and 0 < len(tokens) <= most):
+    if not (wanted and fields.truncate_prompt_tokens is None and 0 < len(tokens) <= max_context):
         return tokens_of_prompt
     return replace(tokens_of_prompt, ids=msgspec.Raw(msgspec.json.encode(tokens)))
 

@@ -73,7 +73,7 @@ class PromptTokenizer:
         return cls.load(folder)
 
     @property
-    def longest(self) -> int:
+    def max_token_bytes(self) -> int:
         """Most bytes of any token."""
         return self.tokenizer.vocabulary.longest
 
@@ -146,7 +146,7 @@ def first_prompt(prompt: Any) -> str | list[int]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and all(type(each) is int for each in prompt):
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
     raise NotTokenizable("prompt is neither text nor token ids")
 

@@ -14,7 +14,7 @@ from pigou.gateway.failure import WorkerFailed
 from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.http_connection import HTTPConnection, HTTPConnectionError
 from pigou.gateway.metrics import Metrics
-from pigou.gateway.migration import closing, out_of_room, sending
+from pigou.gateway.migration import attempt_body, closing_frames, length_frame
 from pigou.gateway.plane_driver import PlaneDriver
 from pigou.gateway.reply_parsing import whole, with_cached_tokens
 from pigou.gateway.request_driver import RequestDriver
@@ -138,12 +138,12 @@ class StreamDriver(RequestDriver):
             )
         if engine.stock and (dropped := state.drop_unshown()):
             self.life.take(TokensDropped(dropped), time.monotonic_ns())
-        sent = sending(
+        sent = attempt_body(
             call, state, stock=engine.stock, seed=_seed(call),
             max_model_len=engine.max_model_len, dynamo=engine.dynamo,
         )  # fmt: skip
         if sent.body.get("max_tokens") == 0:
-            await self._writer.write(out_of_room(call, state) + closing(call, state))
+            await self._writer.write(length_frame(call, state) + closing_frames(call, state))
             return StreamFinished(step.leg)
         self._path, self._mapped = sent.path, sent.mapped
         self._set_body(sent.body)
@@ -161,7 +161,7 @@ class StreamDriver(RequestDriver):
 
     async def _complete(self, step: CompleteStream) -> LifecycleEvent:
         self._count_move(self._failure.reason)
-        await self._writer.write(closing(self.call, self.relay.state))
+        await self._writer.write(closing_frames(self.call, self.relay.state))
         return StreamFinished(step.leg)
 
     async def _pump(self, step: StartDecode, decode: Upstream, connection: HTTPConnection) -> None:

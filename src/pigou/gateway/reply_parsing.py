@@ -147,10 +147,10 @@ def without_extension(payload: bytes) -> bytes:
 
 def _encoded_without_ids(payload: bytes) -> bytes:
     body: dict[str, Any] = msgspec.json.decode(payload)
-    for each in [body, *(body.get("choices") or [])]:
+    for part in [body, *(body.get("choices") or [])]:
         for name in ("token_ids", "prompt_token_ids"):
-            if each.get(name) is not None:
-                each[name] = None
+            if part.get(name) is not None:
+                part[name] = None
     return msgspec.json.encode(body)
 
 
@@ -266,8 +266,8 @@ def _ids(value: Any) -> list[int] | None:
         return None
     if not isinstance(value, list):
         raise msgspec.ValidationError("token ids that are no list")
-    found = [count(item) for item in value]
-    ids = [item for item in found if item is not None and item >= 0]
+    counts = [count(item) for item in value]
+    ids = [item for item in counts if item is not None and item >= 0]
     if len(ids) < len(value):
         raise msgspec.ValidationError("token ids that are no numbers")
     return ids
@@ -302,6 +302,6 @@ def with_cached_tokens(payload: bytes, cached: int) -> bytes:
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     if not isinstance(details, dict) or "cached_tokens" not in details:
         return payload
-    most = count(usage.get("prompt_tokens"))
-    details["cached_tokens"] = cached if most is None else min(cached, most)
+    prompt_tokens = count(usage.get("prompt_tokens"))
+    details["cached_tokens"] = cached if prompt_tokens is None else min(cached, prompt_tokens)
     return msgspec.json.encode({**parts, "usage": usage})

@@ -233,8 +233,8 @@ class RequestDriver(ABC):
             self._count_move(step.cause)
         if quota is not None:
             # Further sequences of a request were accepted with its first one.
-            later = call.group not in ("", call.id)
-            await quota.take(call.id, None if later else self._plane_driver.queue_timeout_s)
+            follows = call.group not in ("", call.id)
+            await quota.take(call.id, None if follows else self._plane_driver.queue_timeout_s)
         try:
             decision = await self._plane_driver.decide(call.request(step.tokens), step.exclude)
         except ConfigError as error:

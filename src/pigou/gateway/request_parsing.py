@@ -1,4 +1,4 @@
-"""The intake: from a client's body to a `Call`, or to an error that says what is wrong."""
+"""Reads a client's body into a `GatewayRequest`, or an error that says what is wrong."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def read(
     )
     if overrides:
         call.overrides = overrides
-    whole = scope.joined(tenure, fields, body, chat=chat)
+    whole = scope.extend(tenure, fields, body, chat=chat)
     if whole != NOTHING:
         call.salt, call.expiry = salt(whole), whole.expiry
         body["cache_salt"] = call.salt
@@ -154,8 +154,8 @@ def _prompt_size(prompt: Any) -> tuple[int, int]:
 
 def _prompts(prompt: Any) -> tuple[Any, ...]:
     """Return the one prompt of a request, out of its list if it is in one."""
-    alone = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    return (prompt[0] if alone else prompt,)
+    is_list = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    return (prompt[0] if is_list else prompt,)
 
 
 def _chat_size(fields: BodyFields) -> int:

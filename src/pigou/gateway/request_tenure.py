@@ -1,4 +1,4 @@
-"""What a request states of its tenure: the headers `X-Pigou-Tenure-...`."""
+"""The tenure of a request: its headers `X-Pigou-Tenure-...`, its key's policy, and salt."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_tenure_headers(headers: Mapping[str, str]) -> TenureHeaders:
     Raises:
         APIError: 400 for a header that is unknown, comes twice, or has no such value.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in headers.items():
         lower = name.lower()
         if not lower.startswith(_PREFIX):
@@ -74,13 +74,13 @@ def read_tenure_headers(headers: Mapping[str, str]) -> TenureHeaders:
         if field is None:
             names = ", ".join(map(header, _FIELDS.values()))
             raise bad_request(f"{name} is no header of a tenure; these are: {names}.", str(name))
-        if field in found:
+        if field in values:
             raise bad_request(f"{header(field)} comes twice; keep one.", header(field))
-        found[field] = value.strip(_SPACE)
-    if {"ttl", "expiry"} <= found.keys():
+        values[field] = value.strip(_SPACE)
+    if {"ttl", "expiry"} <= values.keys():
         why = f"{header('ttl')} is given too: keep one"
-        raise refused("expiry", found["expiry"][:60], why)
-    return TenureHeaders(**{field: _read(field, value) for field, value in found.items()})
+        raise refused("expiry", values["expiry"][:60], why)
+    return TenureHeaders(**{field: _read(field, value) for field, value in values.items()})
 
 
 def refused(field: str, value: object, why: str, *, status: int = 400) -> APIError:
@@ -117,9 +117,9 @@ def _set(field: str, value: str) -> frozenset[str]:
 
 
 def _seconds(field: str, value: str) -> int:
-    most = MAX_TTL_S if field == "ttl" else NEVER // SECOND - 1
-    if not _SECONDS.fullmatch(value) or not 1 <= int(value) <= most:
-        raise refused(field, value[:60], f"it must be a whole number of seconds in [1, {most}]")
+    max_s = MAX_TTL_S if field == "ttl" else NEVER // SECOND - 1
+    if not _SECONDS.fullmatch(value) or not 1 <= int(value) <= max_s:
+        raise refused(field, value[:60], f"it must be a whole number of seconds in [1, {max_s}]")
     return int(value)
 
 
@@ -142,7 +142,7 @@ class ServerScope:
     releases: frozenset[str] = frozenset()
     template: str = ""
 
-    def joined(self, tenure: Tenure, fields: BodyFields, body: Body, *, chat: bool) -> Tenure:
+    def extend(self, tenure: Tenure, fields: BodyFields, body: Body, *, chat: bool) -> Tenure:
         """Return a request's whole tenure.
 
         What is known joins what key and request say (`tenure`) in the same field, so that each
@@ -262,7 +262,7 @@ class KeyPolicy(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             APIError: 403 for what the key does not let it set; 400 for an expiry that is past.
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for field in (*TEXTS, *SETS):
             value, fixed = getattr(headers, field), getattr(self.tenure, field)
             if value is None:
@@ -270,8 +270,8 @@ class KeyPolicy(msgspec.Struct, frozen=True, kw_only=True):
             elif value != fixed:
                 self._check(field, value)
             if value is not None:
-                found[field] = value
-        return self._until(Tenure(tenant=tenant, **found), headers, now)
+                values[field] = value
+        return self._until(Tenure(tenant=tenant, **values), headers, now)
 
     def _check(self, field: str, value: str | frozenset[str]) -> None:
         names = getattr(self.may, field)
@@ -296,11 +296,11 @@ class KeyPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return tenure.lasting(ttl * SECOND, now)
 
     def _check_time(self, field: str, value: int, seconds: int) -> None:
-        most = self.may.ttl
-        if most is None:
+        max_ttl_s = self.may.ttl
+        if max_ttl_s is None:
             raise _forbidden(field, value, "")
-        if seconds > most:
-            raise _forbidden(field, value, f"at most {most} seconds from now")
+        if seconds > max_ttl_s:
+            raise _forbidden(field, value, f"at most {max_ttl_s} seconds from now")
 
 
 #: Everything may be set: without keys, and with keys of which nothing is said. Whoever has such a

@@ -27,7 +27,7 @@ from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
 #: Most sequences that one request may ask for.
 MAX_SEQUENCES = 1024
 #: Fields under which the sequences of a request depend on each other; their neutral values.
-_JOINING_FIELDS: dict[str, tuple[Any, ...]] = {
+_COUPLING_FIELDS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "best_of": (None, 1),
 }
@@ -51,7 +51,7 @@ def splits(call: GatewayRequest) -> bool:
         )
     return total > 1 and all(
         _value(call.body.get(name)) in (*neutral, *((call.choices,) if name == "best_of" else ()))
-        for name, neutral in _JOINING_FIELDS.items()
+        for name, neutral in _COUPLING_FIELDS.items()
     )
 
 
@@ -81,7 +81,7 @@ class Sequences:
         self._total = call.choices * len(call.prompts)
         self._first = deque(range(0, self._total, call.choices))
         self._next: deque[int] = deque()
-        self._leading: dict[int, GatewayRequest] = {}
+        self._leaders: dict[int, GatewayRequest] = {}
         self._active: dict[int, _Sequence] = {}
         self._wake = asyncio.Event()
 
@@ -104,8 +104,8 @@ class Sequences:
         finally:
             self._plane_driver.observe(GroupEnded(self._call.id))
 
-    def looked(self) -> None:
-        """Something happened that may let the next one go."""
+    def wake(self) -> None:
+        """Let `run` look whether the next sequence may go."""
         self._wake.set()
 
     async def _turn(self) -> int:
@@ -120,26 +120,26 @@ class Sequences:
 
     def _follow(self) -> None:
         """Let the other choices go of prompts that are computed."""
-        for index, leader in list(self._leading.items()):
+        for index, leader in list(self._leaders.items()):
             if index not in self._active or not self._plane_driver.plane.computes(leader.id):
-                del self._leading[index]
+                del self._leaders[index]
                 self._next.extend(range(index + 1, index + self._call.choices))
 
     def _begin(self, index: int, held: int) -> _Sequence:
         routed = asyncio.Event()
 
-        def told(choice: Choice) -> None:
+        def on_route(choice: Choice) -> None:
             self._call.choice = self._call.choice or choice
             routed.set()
 
         prompts = -(-held // self._call.choices)  # those of the other choices are cached
         call = one_of(self._call, index)
         call.held, call.held_tokens = held, prompts * call.prompt
-        call.on_route = told
+        call.on_route = on_route
         if self._call.choices > 1 and index % self._call.choices == 0:
-            self._leading[index] = call
-        found = self._active[index] = _Sequence(call, index, routed)
-        return found
+            self._leaders[index] = call
+        sequence = self._active[index] = _Sequence(call, index, routed)
+        return sequence
 
     async def _one(self, sequence: _Sequence, serve: Serve) -> None:
         try:
@@ -156,8 +156,8 @@ def one_of(call: GatewayRequest, index: int) -> GatewayRequest:
 
     Choice j of a seeded request is what the same request yields with seed + j.
     """
-    place, sample = divmod(index, call.choices)
-    prompt = call.prompts[place]
+    prompt_index, sample = divmod(index, call.choices)
+    prompt = call.prompts[prompt_index]
     body = {name: value for name, value in call.body.items() if name not in ("n", "best_of")}
     changes: dict[str, Any] = {"n": 1}
     if prompt is not None:
@@ -212,13 +212,13 @@ async def stream(
     serve: Callable[[GatewayRequest, SSEWriter], Awaitable[None]],
 ) -> None:
     """Stream all choices to `writer`, `serve` being that of one sequence."""
-    sequences, joined = Sequences(plane_driver, call), _JoinedStream(call, writer)
+    sequences, merged = Sequences(plane_driver, call), _MergedStream(call, writer)
 
     async def one(sequence: GatewayRequest, index: int) -> None:
-        await serve(sequence, _SequenceWriter(joined, index, sequences.looked))
+        await serve(sequence, _SequenceWriter(merged, index, sequences.wake))
 
     await sequences.run(one)
-    await writer.write(joined.end())
+    await writer.write(merged.end())
 
 
 class UsageSum:
@@ -247,8 +247,8 @@ class UsageSum:
             known[_CACHED] += details.get(_CACHED) or 0
 
 
-class _JoinedStream:
-    """What the chunks of all sequences have in common."""
+class _MergedStream:
+    """One stream for the client, merged from the chunks of all sequences."""
 
     def __init__(self, call: GatewayRequest, writer: SSEWriter) -> None:
         self.call = call
@@ -289,15 +289,15 @@ class _JoinedStream:
 class _SequenceWriter(SSEWriter):
     """The writer of one sequence: its chunks become those of one choice of the reply."""
 
-    def __init__(self, joined: _JoinedStream, index: int, looked: Callable[[], None]) -> None:
-        self._joined, self._index, self._looked = joined, index, looked
+    def __init__(self, merged: _MergedStream, index: int, on_begin: Callable[[], None]) -> None:
+        self._merged, self._index, self._on_begin = merged, index, on_begin
         self._reader = Reader()
         self._begun = False
 
     @property
     def open(self) -> bool:
         """Whether the client has got anything."""
-        return self._joined.writer.open
+        return self._merged.writer.open
 
     @property
     def fast(self) -> bool:
@@ -306,17 +306,17 @@ class _SequenceWriter(SSEWriter):
 
     async def write(self, data: bytes) -> None:
         """Send whole SSE frames; waits while the client is slow."""
-        payloads = [each for each in self._reader.feed(data) if each != DONE_PAYLOAD]
-        frames = b"".join(self._joined.fit(each, self._index) for each in payloads)
+        payloads = [payload for payload in self._reader.feed(data) if payload != DONE_PAYLOAD]
+        frames = b"".join(self._merged.fit(payload, self._index) for payload in payloads)
         if not self._begun:
             self._begun = True
-            self._looked()
+            self._on_begin()
         if frames:
-            await self._joined.write(frames)
+            await self._merged.write(frames)
 
-    async def drain(self, most: int = HIGH_WATER) -> None:
+    async def drain(self, max_waiting_bytes: int = HIGH_WATER) -> None:
         """Wait until the client has taken enough."""
-        await self._joined.writer.drain(most)
+        await self._merged.writer.drain(max_waiting_bytes)
 
 
 def _common(id_: Any, call: GatewayRequest, index: int) -> Any:

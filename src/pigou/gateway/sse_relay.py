@@ -1,4 +1,4 @@
-"""The relay: bytes of a worker's stream in, bytes of the client's stream out."""
+"""The SSE relay: bytes of a worker's stream in, bytes of the client's stream out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pigou.wire.sse import DONE, DONE_PAYLOAD, EventTooLong, Reader, frame
 
 #: Finish reasons that say the worker gave up; no client knows them.
 _GAVE_UP = ("abort", "error")
-#: Moulds that are made within one attempt: where no two chunks are alike, it does not pay.
+#: Fast paths that are made within one attempt: where no two chunks are alike, it does not pay.
 _MAX_FAST_PATHS = 16
 #: Events without anything for the client, comments among them, between two that have something.
 MAX_IDLE_EVENTS = 4096
@@ -86,12 +86,12 @@ class Relay:
         """
         if self.muted:
             return b""
-        found = None if self._ready is None else self._ready.token(data)
-        if found is None:
+        event = None if self._ready is None else self._ready.token(data)
+        if event is None:
             out = self._parse(data)
             self._ready = None if self._reader.pending else self._fast_path
             return out
-        token, text, bare = found
+        token, text, bare = event
         tokens = self.state.tokens
         tokens.append(token)
         self.counted += 1
@@ -208,7 +208,7 @@ class Relay:
 
     def _count(self, choices: Sequence[reply_parsing.ChunkChoice]) -> bool:
         """Note tokens and ends; return whether there are token ids."""
-        found = False
+        has_ids = False
         for choice in choices:
             if choice.finish_reason:
                 if choice.finish_reason in _GAVE_UP:
@@ -216,12 +216,12 @@ class Relay:
                 self.state.finish = choice.finish_reason
             ids = choice.token_ids
             if ids:
-                found = True
+                has_ids = True
                 self.state.tokens += ids
                 self.counted += len(ids)
         if not choices:
             self.state.usage = True
-        return found
+        return has_ids
 
     def _extended(self, payload: bytes, extension: reply_parsing.DynamoExtension) -> bytes:
         """Note the token ids that a frontend of Dynamo told; return what the client gets."""

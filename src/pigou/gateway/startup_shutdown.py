@@ -1,4 +1,4 @@
-"""The time until a fleet can serve: what clients are told meanwhile, and how far it is."""
+"""Startup and shutdown of the gateway: what requests get before a fleet serves, and after."""
 
 from __future__ import annotations
 

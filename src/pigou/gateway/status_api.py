@@ -1,4 +1,4 @@
-"""The board: what the gateway shows of itself and of the fleet."""
+"""The status API: what the gateway shows of itself, of the fleet, and of its decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pigou.control.plane import ControlPlane
 from pigou.control.status import Status
 from pigou.gateway import prices_api
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.prices_api import plain
+from pigou.gateway.prices_api import json_number
 from pigou.gateway.prompt_reader import TokenizationMode
 from pigou.request import SECOND
 from pigou.wire.errors import APIError, bad_request
@@ -49,11 +49,18 @@ class WorkerRow(msgspec.Struct, kw_only=True):
     gaps: int = 0
 
 
+#: Where prompts are tokenized, as `/workers` names it.
+_MODE_NAMES = {
+    TokenizationMode.NONE: "none",
+    TokenizationMode.GATEWAY: "here",
+    TokenizationMode.WORKER: "worker",
+}
+
 Rows = Callable[[], list[WorkerRow]]
 
 
 class FleetStatus:
-    """Joins what the fleet's keeper, the control plane and the upstreams know.
+    """Joins what the supervisor, the control plane and the upstreams know of the workers.
 
     `tokens_per_second` is measured between two looks at least half a second apart.
 
@@ -69,7 +76,7 @@ class FleetStatus:
     def view(self) -> dict[str, Any]:
         """Return the fleet's table, for `/workers`."""
         status, prices = self.prices()
-        priced = {each.worker: each for each in prices}
+        priced = {price.worker: price for price in prices}
         workers = [
             msgspec.to_builtins(row) | self._load(row.id) | _priced(priced.get(row.id))
             for row in self.rows()
@@ -92,7 +99,7 @@ class FleetStatus:
             prompts.mode(chat=chat) if prompts else TokenizationMode.NONE for chat in (False, True)
         )
         return dict(
-            zip(("completions", "chats"), (mode.name.lower() for mode in modes), strict=True)
+            zip(("completions", "chats"), (_MODE_NAMES[mode] for mode in modes), strict=True)
         )
 
     def prices(self) -> tuple[Status, list[prices_api.Price]]:
@@ -145,7 +152,8 @@ def _priced(price: prices_api.Price | None) -> dict[str, Any]:
     """Return the columns of a worker's prices; null while it is away."""
     names = ("toll", "itl", "social_ratio", "prefill_token", "busy", "poa", "rho")
     return {
-        name: None if price is None else prices_api.plain(getattr(price, name)) for name in names
+        name: None if price is None else prices_api.json_number(getattr(price, name))
+        for name in names
     }
 
 
@@ -172,12 +180,12 @@ class Decisions:
         """
         why = self._plane.decision(id)
         if why is None or tenant not in (None, why.tenant):
-            kept = self._plane.config.max_decisions
+            max_decisions = self._plane.config.max_decisions
             what = "is not known" if _ID.fullmatch(id) else "is no decision's id"
             raise APIError(
                 404,
                 f"The decision {id[:64]!r} {what}: ids are in the header X-Pigou-Decision of "
-                f"replies, and the last {kept} are kept.",
+                f"replies, and the last {max_decisions} are kept.",
                 "id",
             )
         return _summary(why) | {"candidates": _candidates(why)}
@@ -220,9 +228,9 @@ def _summary(why: Explanation) -> dict[str, Any]:
         "decode": choice.decode,
         "cached_tokens": choice.cached,
         "read": _remote_fetch(choice.read),
-        "cost": plain(why.costs[index]),
-        "toll_seconds": plain(why.toll[index]),
-        "regret_seconds": plain(why.regret),
+        "cost": json_number(why.costs[index]),
+        "toll_seconds": json_number(why.toll[index]),
+        "regret_seconds": json_number(why.regret),
         "choices": len(why.candidates),
     }
 
@@ -235,8 +243,8 @@ def _remote_fetch(read: Read | None) -> dict[str, Any] | None:
         "worker": read.worker,
         "depth_tokens": read.depth,
         "tokens": read.tokens,
-        "seconds": plain(read.seconds),
-        "saves_seconds": plain(read.saves),
+        "seconds": json_number(read.seconds),
+        "saves_seconds": json_number(read.saves),
     }
 
 
@@ -249,10 +257,10 @@ def _candidates(why: Explanation) -> list[dict[str, Any]]:
             "chosen": index == why.chosen,
             "cached_tokens": int(why.cached[index]),
             "read_tokens": int(why.read[index]),
-            "cost": plain(why.costs[index]),
-            "parts": {name: plain(part[index]) for name, part in why.parts.items()},
-            "price_seconds": plain(price[index]),
-            "toll_seconds": plain(toll[index]),
+            "cost": json_number(why.costs[index]),
+            "parts": {name: json_number(part[index]) for name, part in why.parts.items()},
+            "price_seconds": json_number(price[index]),
+            "toll_seconds": json_number(toll[index]),
         }
         for index, (prefill, decode) in enumerate(zip(why.prefill, why.decode, strict=True))
     ]

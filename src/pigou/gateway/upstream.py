@@ -32,10 +32,10 @@ GONE = (
     errno.ENETUNREACH, errno.ENOENT,
 )  # fmt: skip
 #: Bytes of a reply that is not streamed, and of an error.
-MOST_REPLY = 2**27
-MOST_ERROR = 2**20
+MAX_REPLY_BYTES = 2**27
+MAX_ERROR_BYTES = 2**20
 #: Bytes of a page that a worker shows of itself.
-MOST_PAGE = 2**23
+MAX_PAGE_BYTES = 2**23
 _HEADERS = {"content-type": "application/json"}
 
 
@@ -88,14 +88,14 @@ async def read_page(response: aiohttp.ClientResponse) -> bytes:
     """Return the body of a page that a worker shows of itself.
 
     Raises:
-        aiohttp.ClientPayloadError: it has more than `MOST_PAGE` bytes.
+        aiohttp.ClientPayloadError: it has more than `MAX_PAGE_BYTES` bytes.
     """
     page = bytearray()
     async for part in response.content.iter_any():
         page += part
-        if len(page) > MOST_PAGE:
+        if len(page) > MAX_PAGE_BYTES:
             response.close()
-            raise aiohttp.ClientPayloadError(f"{response.url.path} has over {MOST_PAGE} bytes")
+            raise aiohttp.ClientPayloadError(f"{response.url.path} has over {MAX_PAGE_BYTES} bytes")
     return bytes(page)
 
 
@@ -184,7 +184,7 @@ class Upstream:
         """Send a request; within the block its answer, of status 200, can be read.
 
         A worker that knows the fleet's secret is told a mark of the tenant, where there is one.
-        A line that was not read to its end is cut, so that the worker stops computing.
+        A connection that was not read to its end is cut, so that the worker stops computing.
 
         Raises:
             Rejected: 4xx, the request's fault.
@@ -201,24 +201,24 @@ class Upstream:
             raise self.broke("connect", error) from error
         try:
             if head.status != 200:
-                raise self._refusal(head.status, await self._rest(connection, MOST_ERROR))
+                raise self._refusal(head.status, await self._rest(connection, MAX_ERROR_BYTES))
             yield connection
         finally:
             self._connections.give_back(connection)
 
-    async def _rest(self, connection: HTTPConnection, most: int) -> bytes:
+    async def _rest(self, connection: HTTPConnection, max_bytes: int) -> bytes:
         """Return the rest of an answer.
 
         Raises:
-            WorkerFailed: it broke off, is longer than `most` bytes, or nested too deeply.
+            WorkerFailed: it broke off, is longer than `max_bytes` bytes, or nested too deeply.
         """
         answer = bytearray()
         try:
             while data := await connection.read():
                 answer += data
-                if len(answer) > most:
+                if len(answer) > max_bytes:
                     connection.abort()
-                    raise self.broke("garbage", ValueError(f"a reply of over {most} bytes"))
+                    raise self.broke("garbage", ValueError(f"a reply of over {max_bytes} bytes"))
         except OSError as error:
             raise self.broke("broke", error) from error
         reply = bytes(answer)
@@ -246,7 +246,7 @@ class Upstream:
     async def whole(self, path: str, body: Body, request_id: str, tenant: str = "") -> bytes:
         """Send a request; return the body of its answer. Raises as `stream`."""
         async with self.stream(path, body, request_id, tenant) as connection:
-            return await self._rest(connection, MOST_REPLY)
+            return await self._rest(connection, MAX_REPLY_BYTES)
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body of a GET; raises `aiohttp.ClientError`, `TimeoutError`."""
@@ -300,8 +300,8 @@ class Upstream:
 
     def _known(self, otherwise: WorkerEnd) -> WorkerEnd:
         """Return how it ended if that was told meanwhile."""
-        told = self._end is not None and self._end.done() and not self._end.cancelled()
-        return self._end.result() if told and self._end is not None else otherwise
+        known = self._end is not None and self._end.done() and not self._end.cancelled()
+        return self._end.result() if known and self._end is not None else otherwise
 
     async def close(self, end: WorkerEnd = WorkerEnd.LOST) -> None:
         """Cut all connections: whoever waits for this worker learns that it failed."""
@@ -328,7 +328,7 @@ _PROMPT_FIELDS = ("model", "cache_salt", "resume_tokens")
 async def fetch_kv(
     source: Upstream, body: Body, request_id: str, fetch: FetchKV, tenant: str = ""
 ) -> tuple[dict[str, Any] | None, str]:
-    """Return the ticket for what a worker has cached of a prompt, and what came of asking.
+    """Return the transfer params of what a worker has cached of a prompt, and the outcome.
 
     It is waited for until computing the prompt would have been as quick. The answer's second part
     is "offered" with a ticket, "nothing" where none of it is cached (any more), or why it failed:

@@ -1,0 +1,140 @@
+"""Which routes attached servers have, by their `/openapi.json` or their 404."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from weakref import WeakKeyDictionary
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from pigou.gateway.gateway_request import CHAT, COMPLETIONS
+from pigou.gateway.upstream import Upstream
+from pigou.wire.errors import APIError
+
+#: Routes outside `/v1` that are passed on, too.
+ROOT_PATHS = ("/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
+#: What the gateway answers itself below `/v1`, with the methods that it takes.
+_OWN = {COMPLETIONS: "POST", CHAT: "POST", "/v1/models": "GET"}
+#: Never passed on: they change a server, or belong to the fleet alone.
+_CLOSED = ("kv", "load_lora_adapter", "unload_lora_adapter")
+#: Collections that servers store, and one key could read of another.
+STORED_COLLECTIONS = ("files", "batches", "conversations", "vector_stores", "uploads",
+                       "containers",
+                       "threads", "assistants", "fine_tuning", "evals")  # fmt: skip
+_ATTACH = "attach a server that has it (--attach URL)"
+#: Routes that are known, and what to do where no server has them.
+_REMEDIES = {
+    "responses": f"use /v1/chat/completions (Vercel AI SDK: openai.chat('MODEL')), or {_ATTACH}",
+    "messages": f"use /v1/chat/completions, or {_ATTACH}",
+    **dict.fromkeys(("embeddings", "audio", "rerank", "score", "pooling", "classify", "images",
+                     "moderations", "realtime", *STORED_COLLECTIONS), _ATTACH),
+}  # fmt: skip
+_PATH = re.compile(r"(/[A-Za-z0-9_~:-][A-Za-z0-9._~:-]{0,255}){1,8}")
+_TIMEOUT_S = 5.0
+
+
+class ServerRoutes:
+    """Learns the routes of each attached server, and forgets them with the server."""
+
+    def __init__(self) -> None:
+        """Begin without knowledge."""
+        self._routes: WeakKeyDictionary[Upstream, list[tuple[re.Pattern[str], set[str]]] | None]
+        self._routes = WeakKeyDictionary()
+        self._lacks: WeakKeyDictionary[Upstream, set[tuple[str, str]]] = WeakKeyDictionary()
+        self._learning = asyncio.Lock()
+
+    async def having(self, servers: list[Upstream], method: str, path: str) -> list[Upstream]:
+        """Return the servers that have a route, or may have it; asks those that are new."""
+        async with self._learning:  # one at a time: many requests ask for the same page
+            for upstream in servers:
+                if upstream not in self._routes:
+                    self._routes[upstream] = await _listed_routes(upstream)
+        having = []
+        for upstream in servers:
+            routes = self._routes.get(upstream)
+            lacks = self._lacks.get(upstream, ())
+            listed = routes is None or any(
+                pattern.fullmatch(path) and method in methods for pattern, methods in routes
+            )
+            if listed and (method, _kind(path)) not in lacks:
+                having.append(upstream)
+        return having
+
+    def known(self) -> list[str]:
+        """Return what attached servers have beside the gateway's own routes."""
+        listed = [route for routes in list(self._routes.values()) for route in routes or ()]
+        paths = {pattern.pattern for pattern, methods in listed if "POST" in methods}
+        return sorted(path for path in paths if path.startswith("/v1/") and path not in _OWN
+                      and "[" not in path and path.split("/")[2] not in _CLOSED)  # fmt: skip
+
+    def note_absent(self, upstream: Upstream, method: str, path: str) -> None:
+        """Note that a server answered that it has no such route."""
+        self._lacks.setdefault(upstream, set()).add((method, _kind(path)))
+
+
+def check_path(path: str, request: web.Request) -> None:
+    """Refuse a path that is not passed on.
+
+    Raises:
+        APIError: 404 or 501. web.HTTPMethodNotAllowed: the path is the gateway's own.
+    """
+    own = _OWN.get(path) or ("GET" if path.startswith("/v1/models/") else None)
+    if own is not None:
+        raise web.HTTPMethodNotAllowed(request.method, [own])
+    if not _PATH.fullmatch(path) or path.split("/")[2:3] in [[name] for name in _CLOSED]:
+        raise APIError(404, f"There is no path {path[:200]}.")
+    if "upgrade" in request.headers.get("connection", "").lower():
+        raise APIError(501, f"{path} is not served over WebSockets here.")
+
+
+def absent_route(method: str, path: str, attached: list[str]) -> APIError:
+    """Return the error for a route that no server has."""
+    available = ", ".join([*_OWN, "/tokenize", "/detokenize", *attached[:40]])
+    parts = path.split("/")
+    kind = parts[2] if parts[1] in ("v1", "v2") and len(parts) > 2 else parts[1]
+    remedy = _REMEDIES.get(kind)
+    if remedy is None:
+        return APIError(404, f"There is no path {path}. This fleet has {available}.")
+    return APIError(
+        501, f"No server of this fleet has {method} {path}: {remedy}. This fleet has {available}."
+    )
+
+
+async def _listed_routes(upstream: Upstream) -> list[tuple[re.Pattern[str], set[str]]] | None:
+    """Return what a server's `/openapi.json` lists; None where it does not say."""
+    try:
+        status, page = await upstream.get("/openapi.json", _TIMEOUT_S)
+        paths = msgspec.json.decode(page).get("paths") if status == 200 else None
+        if not isinstance(paths, dict):
+            return None
+        routes = []
+        for path, methods in paths.items():
+            pattern = "".join(
+                "[^/]+" if part.startswith("{") else re.escape(part).replace("\\-", "-")
+                for part in re.split(r"(\{[^{}]*\})", str(path))
+            )
+            routes.append((re.compile(pattern), {str(name).upper() for name in methods}))
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, AttributeError, TypeError,
+            re.error, RecursionError):  # fmt: skip
+        return None
+    return routes
+
+
+def is_absent(status: int, answer: bytes) -> bool:
+    """Whether a refusal means that the route is not there, and not that an object is not."""
+    if status != 404:
+        return True
+    try:
+        body = json.loads(answer)
+    except (ValueError, RecursionError):
+        return True
+    return not isinstance(body, dict) or "error" not in body
+
+
+def _kind(path: str) -> str:
+    """Return what stands for a path where a server lacks it: its first parts."""
+    return "/".join(path.split("/")[:4])

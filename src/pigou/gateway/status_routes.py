@@ -1,0 +1,181 @@
+"""Routes that show the gateway's state: health, metrics, workers, usage, decisions, version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from pigou import __version__
+from pigou.gateway.api_keys import NO_KEY, Key
+from pigou.gateway.dashboard import History
+from pigou.gateway.metrics import page, page_without_tenants
+from pigou.gateway.middleware import current_key, unauthorized
+from pigou.gateway.prices_api import PriceGauges
+from pigou.gateway.status_api import Decisions
+from pigou.wire.errors import APIError, bad_request
+
+if TYPE_CHECKING:
+    from pigou.gateway.app import Gateway
+
+JSON = "application/json"
+_PAGES = {
+    "/history": "history",
+    "/health": "health",
+    "/health/ready": "health",
+    "/health/live": "live",
+    "/ping": "health",
+    "/metrics": "metrics",
+    "/workers": "workers",
+    "/usage": "usage",
+    "/decisions": "decisions",
+    "/decisions/{id}": "decision",
+    "/version": "version",
+}
+
+
+class StatusRoutes:
+    """Handlers of the routes that show state; they change nothing.
+
+    Example:
+        StatusRoutes(gateway, model).add_to(app.router)
+    """
+
+    def __init__(self, gateway: Gateway, model: Callable[[], str]) -> None:
+        """Register the gauges.
+
+        Args:
+            gateway: whose state is shown.
+            model: returns the name of the served model; empty while unknown.
+        """
+        self._gateway = gateway
+        self._model = model
+        fleet_status = gateway.fleet_status
+        self._history = History(fleet_status, gateway.metrics, fleet_status.rows)
+        self._sampling: asyncio.Task[None] | None = None
+        gateway.metrics.add_fleet(gateway.fleet_status.gauges)
+        gateway.metrics.add(PriceGauges(gateway.fleet_status.prices))
+        index = gateway.plane_driver.plane.index
+        gateway.metrics.add_count(
+            "pigou_index_evicted_blocks",
+            "Blocks that the prefix index forgot to stay within its limits.",
+            lambda: index.evicted,
+        )
+        self._decisions = Decisions(gateway.plane_driver.plane)
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Add the routes."""
+        for path, handler in _PAGES.items():
+            router.add_get(path, getattr(self, handler))
+
+    def begin(self) -> None:
+        """Begin to sample the history."""
+        run = self._gateway.plane_driver.background.start
+        self._sampling = run("history of the page", self._history.run)
+
+    def close(self) -> None:
+        """End the history."""
+        if self._sampling is not None:
+            self._sampling.cancel()
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Answer 200 while requests can be served; 503 while the gateway starts or drains."""
+        background = self._gateway.plane_driver.background
+        workers = (up.worker for up in self._gateway.plane_driver.upstreams.values())
+        decodes = any(worker.role.decodes for worker in workers)
+        body = {"status": "ok", "background": background.health()}
+        startup = self._gateway.startup
+        if self._gateway.shutdown.begun:
+            body["status"] = "closing"
+        elif startup.active and not decodes:
+            body |= {"status": "starting", "stages": startup.stages}
+        elif not decodes:
+            body["status"] = "no decode worker is up"
+        elif background.failing:
+            body["status"] = "degraded"
+        ready = decodes and not self._gateway.shutdown.begun
+        if ready:
+            return json_response(body)
+        response = json_response(body, 503)
+        response.headers["retry-after"] = "1"
+        return response
+
+    async def live(self, _: web.Request) -> web.Response:
+        """Answer 200 for as long as the process serves, also while it starts or drains."""
+        return json_response({"status": "ok"})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Write all metrics for an admin key, its own for a tenant's, none without a key.
+
+        With `open_metrics` those that name no tenant are for everybody.
+        """
+        metrics, keys = self._gateway.metrics, self._gateway.keys
+        metrics.queued.set(self._gateway.plane_driver.queued)
+        model, registry = self._model(), metrics.registry
+        key = NO_KEY if keys is None else keys.find(request.headers.get("authorization"))
+        if key is not None:
+            body = page(registry, model, tenant=None if key.admin else key.tenant)
+        elif self._gateway.config.open_metrics:
+            body = page_without_tenants(registry, model)
+        else:
+            raise unauthorized()
+        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def workers(self, _: web.Request) -> web.Response:
+        """Show the workers, to an administrator."""
+        _check_admin()
+        return json_response(self._gateway.fleet_status.view())
+
+    async def history(self, request: web.Request) -> web.Response:
+        """Tell samples and events after `since`, Unix time in seconds."""
+        _check_admin()
+        text = request.query.get("since", "0")
+        try:
+            since = float(text)
+        except ValueError:
+            raise bad_request(f"since is {text[:40]!r}; it must be seconds.", "since") from None
+        return json_response(self._history.view(since))
+
+    async def usage(self, _: web.Request) -> web.Response:
+        """Tell a key whose it is, and how many tokens that tenant used so far."""
+        key = current_key()
+        used = self._gateway.metrics.usage(key.tenant)
+        return json_response({"tenant": key.tenant, "admin": key.admin, **used})
+
+    async def decisions(self, request: web.Request) -> web.Response:
+        """Show the latest decisions that the key may see."""
+        return json_response(
+            self._decisions.latest(request.query.get("limit"), _seen_by(current_key()))
+        )
+
+    async def decision(self, request: web.Request) -> web.Response:
+        """Show one decision."""
+        return json_response(self._decisions.one(request.match_info["id"], _seen_by(current_key())))
+
+    async def version(self, _: web.Request) -> web.Response:
+        """Show Pigou's version."""
+        return json_response({"version": __version__})
+
+
+def _check_admin() -> None:
+    if not current_key().admin:
+        raise APIError(
+            403,
+            "The workers are shown to an administrator's key alone (`pigou key TENANT "
+            "--admin` makes one); this key sees /usage and its own /decisions.",
+            "authorization",
+        )
+
+
+def _seen_by(key: Key) -> str | None:
+    """Return the tenant whose decisions a key sees; None for those of all."""
+    return None if key.admin else key.tenant
+
+
+def json_response(value: object, status: int = 200) -> web.Response:
+    """Return a response with a value as its JSON body."""
+    return web.Response(body=msgspec.json.encode(value), content_type=JSON, status=status)
