@@ -61,7 +61,7 @@ def page(name: str, parser: Any) -> str:
     if parameters:
         lines += ["| option | value | default | what it does |", "|---|---|---|---|"]
         known = {each.name: [*each.opts, *each.secondary_opts] for each in parser.params}
-        lines += [*(row(each, known[each.name]) for each in parameters), ""]
+        lines += [*(row(each, known[each.name]) for each in parameters if each.name in known), ""]
     return "\n".join(lines)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
+
+from pigou.config_option import option
 
 QueueOrder = Literal["fcfs", "priority", "edf"]
 #: Policies under which requests give up entries whose return is below the price, also unasked.
@@ -196,13 +197,23 @@ class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Attributes:
         max_blocks: most blocks that are kept of one worker's events, and as many of what is
             predicted of it.
-        max_total: most blocks of all workers together.
         ttl: nanoseconds for which a prediction holds.
     """
 
-    max_blocks: int = 2**20
-    max_total: int = 2**22
-    ttl: int = 120_000_000_000
+    max_blocks: Annotated[
+        int, option("Blocks of one worker that the prefix index keeps.", "Routing")
+    ] = 2**20
+    max_total: Annotated[
+        int, option("Blocks of all workers together that it keeps.", "Routing")
+    ] = 2**22
+    ttl: Annotated[
+        int,
+        option(
+            "Seconds that it expects a worker without KV events to keep a prompt.",
+            "Routing",
+            form="seconds",
+        ),
+    ] = 120_000_000_000
 
     def __post_init__(self) -> None:
         """Refuse an index that could hold nothing."""
@@ -214,7 +225,6 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Limits and policies of one ControlPlane.
 
     Attributes:
-        policy: name of the routing policy, as registered under `pigou.routing`.
         params: parameters of the policy, by name; those left out keep their defaults.
         temperature: of the choice among candidates, in the unit of the costs (`raw`) or of their
             range (`min-max`); 0 takes the cheapest.
@@ -226,15 +236,10 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             leaves them alone.
         max_decisions: decisions that are kept for whoever asks why.
         index: limits of the prefix index.
-        peer_reads: let workers read the beginning of a prompt from another one's cache, where
-            both can and it is cheaper than what they would do otherwise.
         admission: who of the waiting goes next: `order` is its name, as registered under
             `pigou.admission`, the rest its parameters.
-        tenant_weights: shares of the tenants in service and queue, by name; 1 where not given.
         max_queued: most requests that wait for a worker; beyond, only tenants below their share
             of it may wait, and the others' newcomers are shed.
-        max_queued_tokens: the same for the tokens that they ask for (uncached prompt and expected
-            output); 0 for no limit.
         max_inflight: most requests that one decode worker is given at once; 0 asks the worker's
             own `max_seqs`; when it did not say, there is no limit, or one that is learned where
             the order holds requests back.
@@ -243,37 +248,118 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             (`pigou.control.admission.parallel_sequences`).
         max_inflight_tokens: most tokens that one decode worker is given to hold at once (uncached
             prompts and expected output); 0 takes its KV capacity, where that is known.
-        prefill_ahead_ms: a worker is sent no more prompts while those it has take longer than so
-            many milliseconds; 0 means 50 where the order holds requests back, else no limit.
         queue_timeout: nanoseconds that a request waits before it is shed.
         seed: of the generator that breaks ties.
     """
 
-    policy: str = "least-loaded"
+    policy: Annotated[
+        str,
+        option(
+            "Routing policy: NAME[,parameter=value]... (entry points `pigou.routing`).",
+            "Routing",
+            form="named",
+            params="params",
+        ),
+    ] = "least-loaded"
     params: dict[str, Any] = {}
-    temperature: float = 0.0
-    softmax: Literal["raw", "min-max"] = "min-max"
-    saturation: dict[str, Any] = msgspec.field(default_factory=lambda: {"detector": "cusum"})
-    controller: dict[str, Any] = msgspec.field(default_factory=lambda: {"controller": "static"})
+    temperature: Annotated[
+        float, option("Of the choice among candidates; 0 takes the cheapest.", "Routing")
+    ] = 0.0
+    softmax: Annotated[
+        Literal["raw", "min-max"],
+        option("raw costs, or min-max: divided by their range, as Dynamo does.", "Routing"),
+    ] = "min-max"
+    saturation: Annotated[
+        dict[str, Any],
+        option(
+            "What tells saturation: cusum, paper, second-difference or config-variance, "
+            "[,parameter=value]...",
+            "Routing",
+            name="detector",
+            form="named",
+            key="detector",
+        ),
+    ] = msgspec.field(default_factory=lambda: {"detector": "cusum"})
+    controller: Annotated[
+        dict[str, Any],
+        option(
+            "What sets temperature and overlap weight: static, regime, interpolated or bandit, "
+            "[,parameter=value]...",
+            "Routing",
+            form="named",
+            key="controller",
+        ),
+    ] = msgspec.field(default_factory=lambda: {"controller": "static"})
     max_decisions: int = 1000
     index: IndexConfig = msgspec.field(default_factory=IndexConfig)
-    peer_reads: bool = True
-    admission: dict[str, Any] = msgspec.field(default_factory=lambda: {"order": "fcfs"})
-    tenant_weights: dict[str, float] = {}
-    max_queued: int = 1024
-    max_queued_tokens: int = 0
-    max_inflight: int = 0
-    max_request_inflight: int = 0
-    max_inflight_tokens: int = 0
-    prefill_ahead_ms: int = 0
-    queue_timeout: int = 60_000_000_000
+    peer_reads: Annotated[
+        bool,
+        option(
+            "Let workers read a prompt's beginning from another one's cache, where both can and "
+            "it is cheaper than computing it or a lower tier.",
+            "Routing",
+        ),
+    ] = True
+    admission: Annotated[
+        dict[str, Any],
+        option(
+            "Who of the waiting goes next: fcfs, priority, edf, shortest, fair or priority-fair, "
+            "[,parameter=value]... (entry points `pigou.admission`).",
+            "Admission",
+            form="named",
+            key="order",
+        ),
+    ] = msgspec.field(default_factory=lambda: {"order": "fcfs"})
+    tenant_weights: Annotated[
+        dict[str, float],
+        option(
+            "Shares of tenants: TENANT=weight[,TENANT=weight]...; else 1.",
+            "Admission",
+            form="weights",
+        ),
+    ] = {}
+    max_queued: Annotated[
+        int, option("Requests that may wait for a worker; more are answered 503.", "Admission")
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int, option("The same for the tokens that they ask for; 0 for no limit.", "Admission")
+    ] = 0
+    max_inflight: Annotated[
+        int, option("Streams of one decode worker; 0 asks the worker.", "Admission")
+    ] = 0
+    max_request_inflight: Annotated[
+        int,
+        option(
+            "Sequences of one request (n, prompts) that run at once; 0 takes as many as at most "
+            "double a worker's step.",
+            "Admission",
+        ),
+    ] = 0
+    max_inflight_tokens: Annotated[
+        int, option("Tokens that it is given to hold; 0 takes its KV capacity.", "Admission")
+    ] = 0
+    prefill_ahead_ms: Annotated[
+        int,
+        option(
+            "Milliseconds of prompts that a worker is sent ahead; 0: 50 where the order holds "
+            "requests back, else no limit.",
+            "Admission",
+            name="prefill_ahead",
+        ),
+    ] = 0
+    queue_timeout: Annotated[
+        int,
+        option(
+            "Seconds that a request waits before it is answered 503.", "Admission", form="seconds"
+        ),
+    ] = 60_000_000_000
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values that no control plane could work with."""
         for name in (
             "max_queued", "max_queued_tokens", "max_inflight", "max_inflight_tokens",
-            "max_request_inflight", "prefill_ahead_ms", "queue_timeout", "seed", "max_decisions",
+            "max_request_inflight", "prefill_ahead_ms", "queue_timeout", "seed", "max_decisions"
         ):  # fmt: skip
             _at_least(name, getattr(self, name), 0)
         for tenant, weight in self.tenant_weights.items():
@@ -288,55 +374,6 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ConfigError(f"{name} is {value}; it must be at least {least}")
-
-
-def read_yaml(path: str | Path) -> Any:
-    """Return what a YAML file holds, as plain values.
-
-    Raises:
-        ConfigError: it cannot be read, is malformed or gives a key twice, or pyyaml is missing.
-    """
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(f"{path}: a YAML file needs the package pyyaml; install it") from None
-    try:
-        text = Path(path).read_bytes()
-        for node in _mappings(yaml.compose(text, yaml.SafeLoader)):
-            _check_keys(node)
-        return yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{path} is no YAML that is understood: {said}") from error
-
-
-def _mappings(root: Any) -> Iterator[Any]:
-    """Yield the mappings within a node, each once: aliases may lead back to where they are."""
-    import yaml
-
-    left, seen = [root], set()
-    while left:
-        node = left.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            yield node
-            left += (value for _, value in node.value)
-        elif isinstance(node, yaml.SequenceNode):
-            left += node.value
-
-
-def _check_keys(node: Any) -> None:
-    seen = set()
-    for key, _ in node.value:
-        name = (key.tag, str(key.value))
-        if name in seen:
-            line = key.start_mark.line + 1
-            raise ValueError(f"line {line} gives {key.value!r} again; give it once")
-        seen.add(name)
 
 
 def tagged(field: str, name: str, values: Mapping[str, Any], kinds: Any) -> Any:

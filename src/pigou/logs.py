@@ -8,12 +8,47 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 import msgspec
 
+from pigou.config_option import option
+
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+#: Options of whoever writes logs.
+LogFormatOption = Annotated[LogFormat, option("Of the lines on stderr.", "Logs", choices=True)]
+LogLevelOption = Annotated[LogLevel, option("Least level of them.", "Logs", choices=True)]
+AccessLogOption = Annotated[
+    bool,
+    option(
+        "Log each request once it is answered: status, tenant, tokens, times; never prompts or "
+        "keys.",
+        "Logs",
+    ),
+]
+
+
+class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the command that starts a fleet logs."""
+
+    log_format: LogFormatOption = "text"
+    log_level: LogLevelOption = "warning"
+    access_log: AccessLogOption = False
+    verbose: Annotated[
+        bool,
+        option(
+            "As --log-level info, which shows the workers' logs, too.",
+            "Logs",
+            flags=("--verbose", "-v"),
+        ),
+    ] = False
+
+    @property
+    def level(self) -> LogLevel:
+        """Least level of the lines."""
+        return "info" if self.verbose and self.log_level == "warning" else self.log_level
+
 
 #: Level of records by their name in a line of JSON.
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}

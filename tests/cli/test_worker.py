@@ -5,23 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import typer
 
 from pigou.cli import main
-from pigou.cli.worker import parse_size
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("0", 0), ("512MiB", 2**29), ("2G", 2**31), ("1.5 kb", 1536), ("7B", 7)]
-)
-def test_sizes_have_units(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-def test_what_is_no_size_is_refused() -> None:
-    with pytest.raises(typer.BadParameter, match="512MiB"):
-        parse_size("1X")
-
 
 SLEEP = ("--executor", "sleep", "--model", "bundled", "--blocks", "64")
 

@@ -83,8 +83,8 @@ def _app(args: Sequence[str]) -> typer.Typer:
 
 def build(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     """Return the Typer application with these commands, whose modules are imported."""
-    from pigou.cli.configured import configured
-    from pigou.cli.groups import GroupedCommand
+    from pigou.cli.config_file import configured
+    from pigou.cli.config_options import GroupedCommand
 
     app = _application()
     for name in names:

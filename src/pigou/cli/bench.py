@@ -15,94 +15,36 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pigou.cli.config_options import config_command
 from pigou.cli.fleet_token import fleet_token
-from pigou.cli.options import check_json
-from pigou.config import ConfigError
+from pigou.cli.option_values import check_json
 from pigou.request import SECOND
+from pigou.workload.config import BenchConfig
 
 if TYPE_CHECKING:
     from pigou.workload.bench import Result
-    from pigou.workload.config import BenchConfig
     from pigou.workload.drive import Drive
 
 _INTERRUPTED = 130
 _EXAMPLE = 200
 
 
+@config_command("bench")
 def bench(
-    url: Annotated[str, typer.Argument(help="The endpoint, like http://127.0.0.1:8000.")],
-    model: Annotated[str, typer.Option(help="Name; by default the first that it lists.")] = "",
-    api_key: Annotated[
-        str,
-        typer.Option(
-            help="Sent as bearer token.",
-            envvar=["PIGOU_API_KEY", "OPENAI_API_KEY"],
-            show_default=False,
-        ),
+    config: BenchConfig,
+    json: Annotated[
+        str, typer.Option(help="File to write the figures to.", rich_help_panel="Results")
     ] = "",
-    chat: Annotated[bool, typer.Option("--chat", help="Chat completions.")] = False,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(help="Closed loop: requests always in flight. (default: 1 without --rate)"),
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Open loop: requests per second, whatever comes back.")
-    ] = None,
-    cv: Annotated[
-        float | None,
-        typer.Option(help="Variation of the gaps (gamma); 0 is even. (default: 1, Poisson)"),
-    ] = None,
-    max_inflight: Annotated[
-        int | None,
-        typer.Option(help="Bound of an open loop; the wait counts as client queue wait."),
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option(help="Requests to send. (default: 100 without --duration)")
-    ] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds to send requests in.")] = None,
-    warmup: Annotated[int, typer.Option(help="Requests before, which are not measured.")] = 0,
-    input: Annotated[str, typer.Option(help="Tokens of a prompt: N or MIN:MAX.")] = "512",
-    output: Annotated[str, typer.Option(help="Tokens to ask for: N or MIN:MAX.")] = "128",
-    ignore_eos: Annotated[
-        bool | None,
-        typer.Option(
-            "--ignore-eos/--no-ignore-eos",
-            help="Go on past the end token. (default: where the endpoint knows it)",
-        ),
-    ] = None,
-    text: Annotated[str, typer.Option(help="File whose passages are the prompts.")] = "",
-    prefixes: Annotated[
-        int, typer.Option(help="Shared prefixes; each prompt gets one in front, at random.")
-    ] = 0,
-    prefix_length: Annotated[int, typer.Option(help="Tokens of each, besides --input.")] = 0,
-    trace: Annotated[
-        str, typer.Option(help="Recorded sessions to replay: Mooncake, Azure or agent traces.")
-    ] = "",
-    trace_scale: Annotated[float, typer.Option(help="Lengths of the trace times this.")] = 1.0,
-    trace_speed: Annotated[float, typer.Option(help="Times of the trace by this.")] = 1.0,
-    sessions: Annotated[
-        int | None, typer.Option(help="Sessions of the trace to replay. (default: all)")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals, prompts and lengths.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request failed.")] = 600.0,
-    json: Annotated[str, typer.Option(help="File to write the figures to.")] = "",
 ) -> None:
     """Load an OpenAI endpoint, and measure what comes back."""
-    values = dict(locals())
-    from pigou.workload.config import BenchConfig
     from pigou.workload.endpoint import EndpointError
     from pigou.workload.report import document
 
-    file = values.pop("json")
+    check_json(json)
+    if token := fleet_token(config.base):
+        config = msgspec.structs.replace(config, api_key=token)
     try:
-        config = msgspec.convert(values, BenchConfig)
-        check_json(file)
-        if token := fleet_token(config.base):
-            config = msgspec.structs.replace(config, api_key=token)
         result = _run(config)
-    except (ConfigError, msgspec.ValidationError) as error:
-        typer.echo(f"pigou bench: {error}", err=True)
-        raise typer.Exit(2) from None
     except EndpointError as error:
         typer.echo(f"pigou bench: {error}", err=True)
         raise typer.Exit(1) from None
@@ -110,9 +52,9 @@ def bench(
         typer.echo("pigou bench: stopped before anything was measured", err=True)
         raise typer.Exit(_INTERRUPTED)
     _show(config, result)
-    if file:
+    if json:
         try:
-            Path(file).write_bytes(
+            Path(json).write_bytes(
                 msgspec.json.format(msgspec.json.encode(document(config, result))) + b"\n"
             )
         except OSError as error:

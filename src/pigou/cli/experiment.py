@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pigou.cli.options import typed
+from pigou.cli.config_options import in_flags
 from pigou.config import ConfigError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def experiment(
         if report:
             _draw(folder, _together(found) if name == _ALL else found[0])
     except (ConfigError, ValueError) as error:
-        told = typed(str(error), {"fleet": "--fleet"})
+        told = in_flags(str(error), {"fleet": "--fleet"})
         typer.echo(f"pigou experiment: {told}", err=True)
         raise typer.Exit(2) from None
 

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pigou.cli.config_options import config_command
 from pigou.cli.fleet_token import fleet_token
-from pigou.cli.options import names, typed
 from pigou.config import ConfigError
+from pigou.workload.profiling.config import ProfileConfig
 
 if TYPE_CHECKING:
     from pigou.sim.timing_measured import Measured
-    from pigou.workload.profiling.config import ProfileConfig
     from pigou.workload.profiling.profile import Profile
 
 
@@ -29,61 +29,24 @@ if TYPE_CHECKING:
 _TELL_S = 10.0
 
 
+@config_command("profile")
 def profile(
-    url: Annotated[str, typer.Argument(help="The worker, like http://127.0.0.1:8100.")],
+    config: ProfileConfig,
     out: Annotated[
         str, typer.Option(help="File to write, for `pigou simulate --timing`; ends in .json.")
     ] = "timing.json",
-    model: Annotated[str, typer.Option(help="Name; by default the first that it lists.")] = "",
-    api_key: Annotated[
-        str,
-        typer.Option(
-            help="Sent as bearer token.",
-            envvar=["PIGOU_API_KEY", "OPENAI_API_KEY"],
-            show_default=False,
-        ),
-    ] = "",
-    max_batched_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens that it computes in a step; 0 asks it. (unknown: 2048)"),
-    ] = 0,
-    max_seqs: Annotated[
-        int, typer.Option(help="Most streams at once to measure; 0 asks it. (unknown: 64)")
-    ] = 0,
-    longest: Annotated[
-        int, typer.Option(help="Most tokens of a request; 0 asks it. (unknown: 2048)")
-    ] = 0,
-    repeats: Annotated[int, typer.Option(help="Of each measurement; their median counts.")] = 5,
-    steps: Annotated[int, typer.Option(help="Of each measurement of decodes.")] = 32,
-    seed: Annotated[
-        int | None, typer.Option(help="Of the prompts; by default they are others each time.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request failed.")] = 120.0,
-    budget: Annotated[
-        float,
-        typer.Option(
-            help="Seconds that it may take: fewer rounds and streams are measured where they would "
-            "take longer; 0 for no limit. The first round is always whole."
-        ),
-    ] = 240.0,
 ) -> None:
     """Measure what the steps of a live, idle worker take, for simulations of it."""
-    values = dict(locals())
     from pigou.workload.endpoint import EndpointError
-    from pigou.workload.profiling.config import ProfileConfig
 
-    file = Path(values.pop("out"))
+    file = Path(out)
     try:
         if file.suffix != ".json" or not file.absolute().parent.is_dir():
             raise ConfigError(f"--out is {str(file)!r}; name a .json file in a folder that exists")
-        config = msgspec.convert(values, ProfileConfig)
         if token := fleet_token(config.base):
             config = msgspec.structs.replace(config, api_key=token)
         found = _run(config)
         file.write_bytes(msgspec.json.format(msgspec.json.encode(found.measured)) + b"\n")
-    except (ConfigError, msgspec.ValidationError) as error:
-        typer.echo(f"pigou profile: {typed(str(error), names(ProfileConfig))}", err=True)
-        raise typer.Exit(2) from None
     except (EndpointError, OSError) as error:
         typer.echo(f"pigou profile: {error}", err=True)
         raise typer.Exit(1) from None

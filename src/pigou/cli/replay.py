@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from pigou import __version__
-from pigou.cli.named import named
-from pigou.cli.options import check_json
+from pigou.cli.option_values import check_json, named
 from pigou.config import ConfigError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from pigou.cli.options import typed
+from pigou.cli.config_options import in_flags
 from pigou.config import ConfigError
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _failing(command: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, OSError) as error:
-        told = typed(str(error), _OPTIONS)
+        told = in_flags(str(error), _OPTIONS)
         typer.echo(f"pigou trace {command}: {told}", err=True)
         raise typer.Exit(2) from None
     except DownloadError as error:

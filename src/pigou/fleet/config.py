@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 from urllib.parse import urlsplit
 
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.config_option import option
 from pigou.request import Role
+
+#: Heading of options.
+_GROUP = "Model and workers"
 
 
 class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -21,7 +25,6 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         hang: that an engine with work may make no progress, by its own account, or that a worker
             may answer nothing; 10 ms more for each token that it computes. 0 for ever.
         start: that a worker may take to become ready.
-        drain: that requests under way are given when the fleet ends.
         min_backoff_s: before the first restart; doubled by each further one.
         max_backoff_s: at which the doubling ends.
     """
@@ -29,9 +32,19 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     every: float = 1.0
     timeout: float = 3.0
     failures: int = 3
-    hang: float = 60.0
+    hang: Annotated[
+        float,
+        option(
+            "Seconds without progress of its engine after which a worker is restarted, by its own "
+            "account; 0 for never.",
+            "Gateway",
+            name="hang_timeout",
+        ),
+    ] = 60.0
     start: float = 600.0
-    drain: float = 30.0
+    drain: Annotated[
+        float, option("Seconds that requests under way are given at the end.", "Gateway")
+    ] = 30.0
     min_backoff_s: float = 0.25
     max_backoff_s: float = 30.0
 
@@ -45,6 +58,101 @@ class WatchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.failures < 1:
             raise ConfigError(f"failures is {self.failures}; it must be at least 1")
+
+
+#: Workers of a local fleet where nobody says: prefill, decode.
+_LOCAL = (1, 2)
+
+
+class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which workers a fleet has: local ones to start, and running servers to attach.
+
+    The model, its name, dtype, threads, KV transfer and timing go to every local worker.
+
+    Attributes:
+        prefill: None starts one where nothing else is asked for.
+        decode: None starts two where nothing else is asked for.
+        attach: each as `AttachedWorker.parse` reads it.
+    """
+
+    model: Annotated[str, option("Folder, Hugging Face hub id, or 'bundled'.", _GROUP)] = "bundled"
+    served_model_name: Annotated[
+        str, option("Name that requests use; by default the model's own.", _GROUP)
+    ] = ""
+    prefill: Annotated[
+        int | None, option("Prefill workers to start.  [default: 1; 0 with --attach]", _GROUP)
+    ] = None
+    decode: Annotated[
+        int | None, option("Decode workers to start.  [default: 2; 0 with --attach]", _GROUP)
+    ] = None
+    both: Annotated[int, option("Workers for both to start.", _GROUP)] = 0
+    device: Annotated[
+        str, option("cpu, cuda or cuda:N; several with commas, given out in turn.", _GROUP)
+    ] = "cpu"
+    dtype: Annotated[str, option("auto, bf16 or fp32.", _GROUP)] = "auto"
+    threads: Annotated[
+        int, option("Compute threads of each worker; 0 splits the cores.", _GROUP)
+    ] = 0
+    kv_transfer: Annotated[
+        str, option("How blocks move between workers: auto, shm, tcp or none.", _GROUP)
+    ] = "auto"
+    timing: Annotated[
+        str,
+        option(
+            "The workers sleep in place of computing: as of `pigou worker`, whose --timing-... "
+            "options go after `--`.",
+            _GROUP,
+        ),
+    ] = ""
+    attach: Annotated[
+        tuple[str, ...],
+        option(
+            "A running server to use: URL[,role=prefill|decode|both][,events=tcp://..]"
+            "[,replay=tcp://..][,topic=T][,key=K][,pin=ID]. Repeat it for more.",
+            _GROUP,
+        ),
+    ] = ()
+    tokenizer: Annotated[
+        str,
+        option(
+            "Folder or hub id of the model's tokenizer; by default where the workers say that "
+            "their model is.",
+            _GROUP,
+        ),
+    ] = ""
+    fleet_secret_file: Annotated[
+        str,
+        option(
+            "File with the secret that workers on other hosts were started with, too; by default "
+            "PIGOU_FLEET_SECRET of the environment, or a new one for the local workers."
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a fleet that has nobody to decode."""
+        _, decode, both = self.counts
+        if min(self.counts) < 0 or not (self.attach or decode + both):
+            raise ConfigError("there is nobody to decode; start --decode or --both workers")
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Local workers to start for prefill, for decode, and for both."""
+        prefill, decode, alone = self.prefill, self.decode, not self.attach
+        if prefill is None:
+            prefill = _LOCAL[0] * (alone and not self.both)
+        if decode is None:
+            decode = _LOCAL[1] * (alone and not self.both)
+        return prefill, decode, self.both
+
+    def arguments(self, threads: int) -> list[str]:
+        """Return what `pigou worker` is told; `threads` where the configuration does not say."""
+        arguments = ["--model", self.model, "--dtype", self.dtype]
+        arguments += ["--kv-transfer", self.kv_transfer, "--threads", str(self.threads or threads)]
+        if self.served_model_name:
+            arguments += ["--served-model-name", self.served_model_name]
+        if self.timing:
+            arguments += ["--timing", self.timing]
+        return arguments
 
 
 class LocalWorker(msgspec.Struct, frozen=True, kw_only=True):

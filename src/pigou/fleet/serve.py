@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
-from pigou.config import ControlConfig
+from pigou.config import ConfigError, ControlConfig
 from pigou.control.plane import ControlPlane
 from pigou.control.warm_up import warm_up
-from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig
+from pigou.extras import require
+from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig, WorkersConfig
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.api_keys import Keys
 from pigou.gateway.app import Gateway
@@ -193,6 +195,38 @@ def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
         future.set_result(None)
     else:
         future.set_exception(error)
+
+
+def workers_of(
+    config: WorkersConfig, arguments: Sequence[str] = ()
+) -> list[LocalWorker | AttachedWorker]:
+    """Return the workers of a fleet: those to start, then those to attach.
+
+    Args:
+        config: which ones.
+        arguments: of `pigou worker`, further ones for all that are started.
+
+    Raises:
+        ConfigError: a server to attach is not understood, a timing is given and nobody starts, or
+            the package lacks what a worker that computes needs.
+    """
+    attached = [AttachedWorker.parse(text, i) for i, text in enumerate(config.attach)]
+    count = sum(config.counts)
+    if count and not config.timing and not _sleeps(arguments):
+        require("worker", "a worker that computes")
+    if config.timing and not count:
+        raise ConfigError(
+            f"--timing is {config.timing!r}, and no worker is started here; leave it out"
+        )
+    arguments = [*config.arguments(threads_each(count)), *arguments]
+    return [*local_workers(*config.counts, arguments, config.device.split(",")), *attached]
+
+
+def _sleeps(arguments: Sequence[str]) -> bool:
+    """Whether workers are told to sleep in place of computing."""
+    return any(text.startswith(("--timing", "--executor=sleep")) for text in arguments) or (
+        ("--executor", "sleep") in pairwise(arguments)
+    )
 
 
 def local_workers(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.config_option import option
 from pigou.wire.unknown_fields import MODES
 
 #: Addresses that only this machine reaches.
@@ -22,56 +24,104 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Limits of one gateway.
 
     Attributes:
-        host: address to listen on.
-        port: TCP port; 0 takes a free one.
-        max_body: most bytes of a request's body; more is answered 413.
         max_line: most bytes of the request line; more is answered 431.
         max_header: most bytes of one header; more is answered 431.
         max_headers: most headers; more is answered 431.
         max_connections: client connections at once; 0 takes what the limit of open files allows.
             A new one takes the place of one that has no request under way.
-        max_peer_connections: the same for one address; 0 for no limit.
         head_timeout: seconds in which a request's head must have come.
         keepalive: seconds for which an idle connection is kept.
-        cors_origins: origins whose pages may use this gateway from a browser; `*` for all.
         allowed_hosts: names by which a gateway on a loopback address may be called, besides
             loopback ones; elsewhere, the only ones, if there are any.
         api_keys_file: hashed keys; without it, whoever reaches the port is served.
-        open_metrics: let scrapers without a key read `/metrics`, without what names tenants.
-        allow_open: listen beyond loopback although there are no keys.
         journal: file to which all that decisions depend on is appended, plain; None writes none.
         release: manifest of what is released together with the fleet (prompts, policies,
             applications): another one voids all that is cached; empty for none.
-        client_timeout: seconds that a client may take nothing of its stream while bytes wait for
-            it; then it is cut off. 0 waits for ever.
         strict: judge the fields of request bodies here; off in front of stock workers, which
             know fields that Pigou does not.
-        allow_special_tokens: let special tokens that clients type in chats become control tokens.
         unknown_fields: what is done with unknown fields where they are judged here: "warn", once
             in the log and in a header of each reply, or "refuse".
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_body: int = 16 * 1024 * 1024
+    host: Annotated[str, option("Address of the gateway.", "Gateway")] = "127.0.0.1"
+    port: Annotated[int, option("Its port; 0 takes a free one.", "Gateway")] = 8000
+    max_body: Annotated[int, option("Most bytes of a request's body.", "Gateway")] = (
+        16 * 1024 * 1024
+    )
     max_line: int = 8190
     max_header: int = 8190
     max_headers: int = 100
-    max_connections: int = 0
-    max_peer_connections: int = 0
+    max_connections: Annotated[
+        int, option("Client connections at once; 0 takes what the limit of files allows.")
+    ] = 0
+    max_peer_connections: Annotated[int, option("The same for one address; 0 for no limit.")] = 0
     head_timeout: float = 15.0
     keepalive: float = 120.0
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    api_keys_file: str | None = None
-    open_metrics: bool = False
-    allow_open: bool = False
-    journal: str | None = None
-    release: str = ""
-    client_timeout: float = 60.0
+    cors_origins: Annotated[
+        tuple[str, ...],
+        option(
+            "Origin whose pages may use the gateway, or *. Repeat it for more.", name="cors_origin"
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        option(
+            "Name by which a gateway on a loopback address may be called besides loopback ones. "
+            "Repeat it for more.",
+            name="allowed_host",
+        ),
+    ] = ()
+    api_keys_file: Annotated[
+        str | None,
+        option(
+            "Hashed API keys (`pigou key TENANT` makes them), in lines, or .yaml with what each "
+            "key may do.",
+            "Gateway",
+        ),
+    ] = None
+    open_metrics: Annotated[
+        bool,
+        option("Let scrapers without a key read /metrics, but for what names tenants.", "Gateway"),
+    ] = False
+    allow_open: Annotated[
+        bool, option("Listen beyond loopback although there are no keys.", "Gateway")
+    ] = False
+    journal: Annotated[
+        str | None,
+        option("File to which decisions, and all they depend on, are appended.", "Gateway"),
+    ] = None
+    release: Annotated[
+        str,
+        option(
+            "Name of what is released with the fleet (prompts, policies, applications); another "
+            "one voids all that is cached.",
+            "Gateway",
+        ),
+    ] = ""
+    client_timeout: Annotated[
+        float,
+        option(
+            "Seconds that a client may take nothing of its stream before it is cut off; 0 for "
+            "ever.",
+            "Gateway",
+        ),
+    ] = 60.0
     strict: bool = True
-    allow_special_tokens: bool = False
-    unknown_fields: str = "warn"
+    allow_special_tokens: Annotated[
+        bool,
+        option(
+            "Let special tokens that clients type in chats become control tokens, as vLLM does; "
+            "by default they stay text."
+        ),
+    ] = False
+    unknown_fields: Annotated[
+        str,
+        option(
+            "Fields of requests that are unknown: warn (log once, name them in a header of the "
+            "reply) or refuse. With --attach, stock servers judge fields themselves.",
+            "Gateway",
+        ),
+    ] = "warn"
 
     def __post_init__(self) -> None:
         """Refuse values that are out of range, and an open door that nobody asked for."""

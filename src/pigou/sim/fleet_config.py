@@ -8,11 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from pigou.config import ConfigError, read_yaml, wrong
+from pigou.config import ConfigError, wrong
 from pigou.request import Role
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import TierConfig
 from pigou.sim.workload import MOST_SECONDS
+from pigou.yaml_file import read_yaml
 
 _PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
 #: Times as long.

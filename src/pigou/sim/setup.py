@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.config_option import option
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,37 +48,73 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """What workers run on, where their own configuration does not say.
 
     Attributes:
-        model: its name, or a `config.json`.
-        gpu: its name.
-        tp: GPUs of a worker.
-        timing: `law:...`, `roofline`, `profile:FOLDER`.
         blocks: KV blocks of a worker; 0 takes those of the measured worker, or computes them from
             the GPU's memory.
-        max_batched_tokens: of a step.
-        max_seqs: that run at once.
-        max_model_len: most tokens of a sequence; 0 for the workload's longest.
         engine: whose ways the workers have. `vllm`: a step is decided when the one before it
             begins (asynchronous scheduling), and a request is admitted as soon as its blocks are
             free. `pigou`: a step is decided when the one before it ended, and a block is left for
             each running sequence.
-        tiers: of a worker beyond its device, from the nearest on.
-        tier_recall: bring back what a session needs before it is expected to go on.
         peer_reads: workers of one tp read from each other's caches where that is cheaper; None
             for the engine's ways: `pigou` does, `vllm` cannot.
         rehearses: workers measure their speed before they are ready, and tell the control plane;
             None for the engine's ways: `pigou` does, `vllm` does not.
     """
 
-    model: str = ""
-    gpu: str = ""
-    tp: int = 1
-    timing: str = "roofline"
-    blocks: int = 0
-    max_batched_tokens: int = 2048
-    max_seqs: int = 256
-    max_model_len: int = 0
-    engine: Literal["vllm", "pigou"] = "vllm"
-    tiers: tuple[TierConfig, ...] = ()
-    tier_recall: bool = True
-    peer_reads: bool | None = None
-    rehearses: bool | None = None
+    model: Annotated[str, option("llama-3.1-8b ..., or a config.json.", "Fleet")] = ""
+    gpu: Annotated[str, option("A100, H100, H200, B200, RTX4090 ..., or cpu.", "Fleet")] = ""
+    tp: Annotated[int, option("GPUs of each worker.", "Fleet")] = 1
+    timing: Annotated[
+        str,
+        option(
+            "roofline, profile:FOLDER, law:340b, law:itl_a=..,itl_b=..,prefill=.., or FILE.json "
+            "of `pigou profile`",
+            "Fleet",
+        ),
+    ] = "roofline"
+    blocks: Annotated[
+        int,
+        option("KV blocks of a worker; 0 takes the profiled worker's, or computes them.", "Fleet"),
+    ] = 0
+    max_batched_tokens: Annotated[int, option("Tokens of a step.", "Fleet")] = 2048
+    max_seqs: Annotated[int, option("Sequences of a step.", "Fleet")] = 256
+    max_model_len: Annotated[
+        int, option("Tokens of a sequence; 0 takes the workload's longest.", "Fleet")
+    ] = 0
+    engine: Annotated[
+        Literal["vllm", "pigou"],
+        option(
+            "Whose ways workers have: vllm (steps decided ahead, no blocks kept back), pigou.",
+            "Fleet",
+        ),
+    ] = "vllm"
+    tiers: Annotated[
+        tuple[TierConfig, ...],
+        option(
+            "A tier of each worker beyond its device, nearest first: "
+            "NAME,gib=64[,gbps=200][,latency_us=20][,policy=price]; may be given again.",
+            "Fleet",
+            name="tier",
+            form="entries",
+        ),
+    ] = ()
+    tier_recall: Annotated[
+        bool, option("Bring back what a session needs before it is expected.", "Fleet")
+    ] = True
+    peer_reads: Annotated[
+        bool | None,
+        option(
+            "Let workers read a prompt's beginning from another one's cache.  [default: with "
+            "--engine pigou; a vLLM lends nothing]",
+            "Routing",
+            flags=("--peer-reads/--no-peer-reads",),
+        ),
+    ] = None
+    rehearses: Annotated[
+        bool | None,
+        option(
+            "Let workers measure their speed before they are ready, and tell it. [default: with "
+            "--engine pigou; a vLLM does not]",
+            "Fleet",
+            flags=("--rehearses/--no-rehearses",),
+        ),
+    ] = None

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.config import ConfigError, read_yaml
+from pigou.config import ConfigError
 from pigou.sim.model_config import plain, shape_name
+from pigou.yaml_file import read_yaml
 
 Floats = NDArray[np.float64]
 #: Nanoseconds in a microsecond.

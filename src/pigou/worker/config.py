@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from pigou.config import ConfigError, EvictionConfig, QueueOrder
-from pigou.logs import LogFormat, LogLevel
-from pigou.request import SECOND, Role
+from pigou.config_option import option
+from pigou.logs import AccessLogOption, LogFormatOption, LogLevelOption
+from pigou.request import Role
 
 ExecutorKind = Literal["torch", "sleep"]
 JsonWhitespace = Literal["compact", "flexible"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 TransferKind = Literal["auto", "shm", "tcp", "none"]
 UnknownFieldsMode = Literal["warn", "refuse"]
+#: Headings of options.
+_EVENTS = "KV transfer and events"
+_TIMING = "Timing in place of a model"
 #: Values of eviction where nobody says.
 _EVICTION = EvictionConfig()
 _EVICTION_FIELDS = tuple(name for name in EvictionConfig.__struct_fields__ if name != "policy")
@@ -24,148 +28,250 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """One worker process.
 
     Attributes:
-        model: folder, hub id, or "bundled".
-        served_model_name: name that requests use; empty for the model's own.
-        role: what it is asked to do; it is able to do both.
-        host: address of the HTTP server.
-        port: its port; 0 takes a free one.
-        device: "cpu", "cuda" or "cuda:N".
-        dtype: "auto", "bf16" or "fp32".
-        threads: compute threads.
-        blocks: KV blocks; 0 takes as many as fit `memory`.
-        memory: bytes for KV blocks; 0 chooses by the device.
-        block_size: tokens in a block.
-        host_blocks: blocks of host memory for preempted requests.
-        host_cache: bytes of host memory for blocks that leave the device; 0 for none.
-        disk_cache: bytes of a disk for blocks, with `disk_path`; 0 for none.
-        disk_path: folder of the disk's blocks, of this worker alone; made where it is missing.
-        bucket_cache: bytes of an object storage for blocks, with `bucket_url`; 0 for none.
-        bucket_url: of the object storage, as s3://BUCKET/PREFIX.
-        bucket_endpoint: of an S3-compatible server; empty for what the environment says.
-        bucket_region: of an S3 bucket; empty for what the environment says.
-        tier_policy: eviction policy of these tiers, as registered under `pigou.eviction`.
-        tier_params: parameters of that policy, by name.
-        tier_recall: bring back what a session needs before it is expected to go on.
-        eviction: policy by which running requests give up cache entries when blocks run short, as
-            registered under `pigou.token_eviction`; empty for none.
-        eviction_params: parameters of that policy, by name.
-        eviction_sinks: first tokens of a request that are never given up.
-        eviction_recent: last tokens of a request that are never given up.
-        eviction_least: fewest entries that a request keeps.
-        eviction_interval: tokens after which a request's entries are appraised again.
-        eviction_ceiling: highest loss of return per block that is accepted.
-        eviction_slack: blocks given up beyond what is needed, for each running request.
-        eviction_rate: learning rate of the price.
-        eviction_floors: blocks that a tenant's requests keep together, by tenant.
-        max_seqs: most sequences that run at once.
-        max_batched_tokens: most tokens computed in one step.
-        max_background_tokens: of those, most tokens of prompts whose priority is above 0; 0 for no
-            limit of their own.
-        max_model_len: most tokens of a sequence; 0 for the model's context.
-        max_waiting: most requests that may wait; one more is answered with 503.
-        order: who is admitted first.
-        prefix_caching: keep finished blocks for requests with the same prefix.
-        repeat: most steps that are planned at once.
-        kv_events: publish KV events.
-        kv_events_endpoint: ZMQ address that they are published on.
-        kv_replay_endpoint: ZMQ address that past ones can be asked for on.
-        kv_transfer: how blocks move between workers.
-        kv_lease: seconds for which offered blocks are kept.
-        json_whitespace: "compact" writes structured JSON without white space between its parts,
-            "flexible" lets the model choose; a request may say otherwise.
-        tool_call_parser: format of the tool calls that the model makes of its own accord; "auto"
-            takes what its chat template asks for, "none" reads none.
-        fleet_secret_file: file with the secret that whoever speaks to this worker must know; empty
-            for the environment's, PIGOU_FLEET_SECRET, or none.
-        allow_special_tokens: let special tokens that clients type in chats become control tokens.
-        allow_open: listen beyond loopback although there is no secret.
-        max_body: most bytes of a request's body.
-        unknown_fields: what is done with fields of requests that are unknown: "warn", once in
-            the log and in a header of each reply, or "refuse".
-        drain: seconds that requests in flight are given after SIGTERM.
-        rehearse: seconds in which it may measure its own speed before it is ready; 0 for none.
-        exit_with_parent: end when the process that started this one is gone.
-        log_format: of the lines on stderr.
-        log_level: least level of them.
-        access_log: log each HTTP request once it is answered.
-        executor: "torch" computes; "sleep" has no model, and takes time by a law.
-        timing: timing model of the simulator by which the worker sleeps, in place of computing.
-        timing_model: whose timing that is; empty for `model`.
-        timing_gpu: GPU that it is timed on.
-        timing_tp: GPUs that share it.
-        timing_link: link over which KV blocks come from other workers; empty takes no time.
-        sleep_base: nanoseconds of a step, for `executor="sleep"`.
-        sleep_per_seq: nanoseconds more for every decoding sequence.
-        sleep_prefill_rate: prompt tokens computed in a second.
+        tier_params: parameters of `tier_policy`, by name.
     """
 
-    model: str = "bundled"
-    served_model_name: str = ""
-    role: Role = Role.BOTH
-    host: str = "127.0.0.1"
-    port: int = 8100
-    device: str = "cpu"
-    dtype: str = "auto"
-    threads: int = 1
-    blocks: int = 0
-    memory: int = 0
-    block_size: int = 16
-    host_blocks: int = 0
-    host_cache: int = 0
-    disk_cache: int = 0
-    disk_path: str = ""
-    bucket_cache: int = 0
-    bucket_url: str = ""
-    bucket_endpoint: str = ""
-    bucket_region: str = ""
-    tier_policy: str = "price"
+    model: Annotated[str, option("Folder, Hugging Face hub id, or 'bundled'.", "Model")] = "bundled"
+    served_model_name: Annotated[
+        str, option("Name that requests use; by default the model's own.", "Model")
+    ] = ""
+    role: Annotated[Role, option("What the fleet asks it to do.", "Model")] = Role.BOTH
+    device: Annotated[str, option("cpu, cuda or cuda:N.", "Model")] = "cpu"
+    dtype: Annotated[str, option("auto, bf16 or fp32.", "Model")] = "auto"
+    threads: Annotated[int, option("Compute threads.", "Model")] = 1
+    host: Annotated[str, option("Address of the HTTP server.", "Server")] = "127.0.0.1"
+    port: Annotated[int, option("Its port; 0 takes a free one.", "Server")] = 8100
+    json_whitespace: Annotated[
+        JsonWhitespace,
+        option(
+            "White space of structured JSON: compact writes none between its parts, flexible lets "
+            "the model choose. A request may say otherwise.",
+            "Server",
+        ),
+    ] = "compact"
+    max_body: Annotated[int, option("Largest body of a request.", "Server", form="size")] = (
+        16 * 2**20
+    )
+    unknown_fields: Annotated[
+        UnknownFieldsMode,
+        option(
+            "Fields of requests that are unknown: warn (log once, name them in a header of the "
+            "reply) or refuse.",
+            "Server",
+        ),
+    ] = "warn"
+    drain: Annotated[
+        float, option("Seconds that requests in flight are given after SIGTERM.", "Server")
+    ] = 30.0
+    exit_with_parent: Annotated[
+        bool, option("End when the process that started this one is gone.", "Server")
+    ] = False
+    blocks: Annotated[int, option("KV blocks; 0 takes as many as fit --memory.", "KV memory")] = 0
+    memory: Annotated[
+        int,
+        option(
+            "Memory for KV blocks, like 512MiB; 0 chooses by the device.", "KV memory", form="size"
+        ),
+    ] = 0
+    block_size: Annotated[int, option("Tokens in a block.", "KV memory")] = 16
+    host_blocks: Annotated[
+        int, option("Blocks of host memory that preempted requests may be swapped to.", "KV memory")
+    ] = 0
+    host_cache: Annotated[
+        int,
+        option(
+            "Host memory for blocks that leave the device, like 4GiB.", "KV memory", form="size"
+        ),
+    ] = 0
+    disk_cache: Annotated[
+        int,
+        option("Disk space for blocks, with --disk-path, like 100GiB.", "KV memory", form="size"),
+    ] = 0
+    disk_path: Annotated[str, option("Folder for them, of this worker alone.", "KV memory")] = ""
+    bucket_cache: Annotated[
+        int,
+        option(
+            "Room for blocks in an object storage, with --bucket-url.", "KV memory", form="size"
+        ),
+    ] = 0
+    bucket_url: Annotated[
+        str, option("The object storage, as s3://BUCKET/PREFIX.", "KV memory")
+    ] = ""
+    bucket_endpoint: Annotated[
+        str, option("Of an S3-compatible server; by default AWS_ENDPOINT_URL's.", "KV memory")
+    ] = ""
+    bucket_region: Annotated[
+        str, option("Of an S3 bucket; by default what the environment says.", "KV memory")
+    ] = ""
+    tier_policy: Annotated[
+        str, option("What these caches give up first: price, lru, arc, ...", "KV memory")
+    ] = "price"
+    tier_recall: Annotated[
+        bool, option("Bring back what a session needs before it is expected.", "KV memory")
+    ] = True
+    prefix_caching: Annotated[
+        bool, option("Keep finished blocks for requests with the same prefix.", "KV memory")
+    ] = True
+    eviction: Annotated[
+        str,
+        option(
+            "Policy by which running requests give up cache entries when blocks run short: pigou, "
+            "h2o, snapkv, ...; by default none does, and requests are preempted.",
+            "Token eviction",
+        ),
+    ] = ""
+    eviction_params: Annotated[
+        dict[str, float],
+        option(
+            "Parameter of that policy, as NAME=VALUE; repeatable.",
+            "Token eviction",
+            name="eviction_param",
+            form="numbers",
+        ),
+    ] = {}
+    eviction_sinks: Annotated[
+        int, option("First tokens of a request that are never given up.", "Token eviction")
+    ] = _EVICTION.sinks
+    eviction_recent: Annotated[
+        int, option("Last tokens of a request that are never given up.", "Token eviction")
+    ] = _EVICTION.recent
+    eviction_least: Annotated[
+        int, option("Fewest cache entries that a request keeps.", "Token eviction")
+    ] = _EVICTION.least
+    eviction_interval: Annotated[
+        int, option("Tokens after which a request's entries are appraised again.", "Token eviction")
+    ] = _EVICTION.interval
+    eviction_ceiling: Annotated[
+        float,
+        option(
+            "Highest loss of return per block, in the policy's unit; beyond it requests wait or "
+            "are preempted.",
+            "Token eviction",
+        ),
+    ] = _EVICTION.ceiling
+    eviction_slack: Annotated[
+        float,
+        option(
+            "Blocks given up beyond what is needed, for each running request.", "Token eviction"
+        ),
+    ] = _EVICTION.slack
+    eviction_rate: Annotated[
+        float, option("Learning rate of the price of a block.", "Token eviction")
+    ] = _EVICTION.rate
+    eviction_floors: Annotated[
+        dict[str, int],
+        option(
+            "Blocks a tenant's requests keep, as TENANT=BLOCKS; repeatable.",
+            "Token eviction",
+            name="eviction_floor",
+            form="numbers",
+        ),
+    ] = {}
+    max_seqs: Annotated[int, option("Most sequences that run at once.", "Scheduling")] = 256
+    max_batched_tokens: Annotated[
+        int, option("Most tokens computed in one step.", "Scheduling")
+    ] = 2048
+    max_background_tokens: Annotated[
+        int,
+        option(
+            "Of those, most tokens of prompts whose priority is above 0; 0 for no limit.",
+            "Scheduling",
+        ),
+    ] = 0
+    max_model_len: Annotated[
+        int, option("Most tokens of a sequence; 0 for the model's context.", "Scheduling")
+    ] = 0
+    max_waiting: Annotated[
+        int, option("Most requests that may wait; 0 for no limit.", "Scheduling")
+    ] = 1024
+    order: Annotated[
+        QueueOrder,
+        option(
+            "Who is admitted first: fcfs, priority or edf; with priority, prompts of a lower "
+            "number overtake what was begun.",
+            "Scheduling",
+        ),
+    ] = "priority"
+    repeat: Annotated[int, option("Most steps that are planned at once.", "Scheduling")] = 8
+    rehearse: Annotated[
+        float,
+        option(
+            "Seconds in which it may measure its own speed before it is ready; 0 for none.",
+            "Scheduling",
+        ),
+    ] = 0.5
+    kv_events: Annotated[bool, option("Publish KV events.", _EVENTS)] = True
+    kv_events_endpoint: Annotated[
+        str, option("ZMQ address that KV events are published on.", _EVENTS)
+    ] = "tcp://127.0.0.1:*"
+    kv_replay_endpoint: Annotated[
+        str, option("ZMQ address that past KV events can be asked for on.", _EVENTS)
+    ] = "tcp://127.0.0.1:*"
+    kv_transfer: Annotated[
+        TransferKind, option("How blocks move between workers: auto, shm, tcp or none.", _EVENTS)
+    ] = "auto"
+    kv_lease: Annotated[float, option("Seconds for which offered blocks are kept.", _EVENTS)] = 30.0
+    executor: Annotated[
+        ExecutorKind, option("torch, or sleep: no model, time by a law, made-up tokens.", _TIMING)
+    ] = "torch"
+    timing: Annotated[
+        str,
+        option(
+            "Sleep in place of computing, as `pigou simulate --timing` says: roofline, "
+            "profile:FOLDER, law:KEY=VALUE,..., or FILE.json of `pigou profile`",
+            _TIMING,
+        ),
+    ] = ""
+    timing_model: Annotated[
+        str, option("For --timing: whose times; by default those of --model.", _TIMING)
+    ] = ""
+    timing_gpu: Annotated[str, option("For --timing roofline and profile: the GPU.", _TIMING)] = ""
+    timing_tp: Annotated[int, option("For --timing: GPUs that share the model.", _TIMING)] = 1
+    timing_link: Annotated[
+        str,
+        option(
+            "For --timing: the link that KV blocks come over, as gbps=400,latency_us=200; by "
+            "default it takes no time.",
+            _TIMING,
+        ),
+    ] = ""
+    sleep_base: Annotated[int, option("For --executor sleep: nanoseconds of a step.", _TIMING)] = (
+        2_000_000
+    )
+    sleep_per_seq: Annotated[
+        int, option("For --executor sleep: nanoseconds more per decoding sequence.", _TIMING)
+    ] = 100_000
+    sleep_prefill_rate: Annotated[
+        float, option("For --executor sleep: prompt tokens computed in a second.", _TIMING)
+    ] = 100_000.0
+    log_format: LogFormatOption = "text"
+    log_level: LogLevelOption = "info"
+    access_log: AccessLogOption = False
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        option(
+            "Format of the tool calls that the model makes of its own accord: hermes, "
+            "llama3_json, mistral, none, or auto for what its chat template asks for."
+        ),
+    ] = "auto"
+    fleet_secret_file: Annotated[
+        str,
+        option(
+            "File with the secret that whoever speaks to this worker must know; by default "
+            "PIGOU_FLEET_SECRET of the environment, or none."
+        ),
+    ] = ""
+    allow_special_tokens: Annotated[
+        bool,
+        option(
+            "Let special tokens that clients type in chats become control tokens, as vLLM does; "
+            "by default they stay text."
+        ),
+    ] = False
+    allow_open: Annotated[
+        bool, option("Listen beyond loopback although there is no fleet secret.")
+    ] = False
     tier_params: dict[str, Any] = {}
-    tier_recall: bool = True
-    eviction: str = ""
-    eviction_params: dict[str, float] = {}
-    eviction_sinks: int = _EVICTION.sinks
-    eviction_recent: int = _EVICTION.recent
-    eviction_least: int = _EVICTION.least
-    eviction_interval: int = _EVICTION.interval
-    eviction_ceiling: float = _EVICTION.ceiling
-    eviction_slack: float = _EVICTION.slack
-    eviction_rate: float = _EVICTION.rate
-    eviction_floors: dict[str, int] = {}
-    max_seqs: int = 256
-    max_batched_tokens: int = 2048
-    max_background_tokens: int = 0
-    max_model_len: int = 0
-    max_waiting: int = 1024
-    order: QueueOrder = "priority"
-    prefix_caching: bool = True
-    repeat: int = 8
-    kv_events: bool = True
-    kv_events_endpoint: str = "tcp://127.0.0.1:*"
-    kv_replay_endpoint: str = "tcp://127.0.0.1:*"
-    kv_transfer: TransferKind = "auto"
-    kv_lease: float = 30.0
-    json_whitespace: JsonWhitespace = "compact"
-    tool_call_parser: ToolCallParser = "auto"
-    fleet_secret_file: str = ""
-    allow_special_tokens: bool = False
-    allow_open: bool = False
-    max_body: int = 16 * 2**20
-    unknown_fields: UnknownFieldsMode = "warn"
-    drain: float = 30.0
-    rehearse: float = 0.5
-    exit_with_parent: bool = False
-    log_format: LogFormat = "text"
-    log_level: LogLevel = "info"
-    access_log: bool = False
-    executor: ExecutorKind = "torch"
-    timing: str = ""
-    timing_model: str = ""
-    timing_gpu: str = ""
-    timing_tp: int = 1
-    timing_link: str = ""
-    sleep_base: int = 2_000_000
-    sleep_per_seq: int = 100_000
-    sleep_prefill_rate: float = 100_000.0
 
     def __post_init__(self) -> None:
         """Refuse values that no worker could work with."""
@@ -264,55 +370,3 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     f"{name} is {getattr(self, name)}, and timing is {self.timing!r}: a worker "
                     "sleeps by one law; leave one out"
                 )
-
-
-_POSITIVE = ("lease", "timeout", "threads", "copy_threads", "max_pending", "max_connections")
-#: Backends by name, the preferred one first.
-BACKENDS = ("shm", "tcp")
-
-
-class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of one worker's Sender and Receiver; all times in nanoseconds.
-
-    Attributes:
-        host: address that the side channel binds to.
-        port: its port; 0 takes a free one.
-        advertise: address that receivers are told; empty for `host`.
-        backends: those allowed, the preferred one first.
-        lease: how long offered blocks are kept for a receiver that shows no sign of life.
-        max_hold: longest time that blocks are kept, whatever a receiver does.
-        timeout: longest silence of a peer during a pull or a handshake.
-        threads: pulls that a Receiver runs at once.
-        copy_threads: threads that copy one large pull from shared memory.
-        max_pending: pulls that may wait for a thread; one more is refused.
-        max_connections: receivers that a Sender serves at once; one more is turned away.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise: str = ""
-    backends: tuple[str, ...] = BACKENDS
-    lease: int = 30 * SECOND
-    max_hold: int = 300 * SECOND
-    timeout: int = 5 * SECOND
-    threads: int = 2
-    copy_threads: int = 2
-    max_pending: int = 1024
-    max_connections: int = 128
-
-    def __post_init__(self) -> None:
-        """Refuse values that no transfer could work with."""
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_hold < self.lease:
-            raise ConfigError(f"max_hold is {self.max_hold}; it must be at least lease")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}; give 0 (any free port) to 65535")
-        if not self.backends or set(self.backends) - set(BACKENDS):
-            known = ", ".join(BACKENDS)
-            raise ConfigError(f"backends is {list(self.backends)}; give one or more of: {known}")
-        if self.host in ("", "0.0.0.0", "::") and not self.advertise:
-            raise ConfigError(
-                f"host is {self.host!r}, which no receiver can connect to; also give `advertise`"
-            )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import msgspec
-import numpy as np
 
 from pigou.config import ConfigError
-from pigou.sim.workload import LEAST_CV, MOST_CV
+from pigou.config_option import option
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _LENGTHS = re.compile(r"(\d+)(?::(\d+))?", re.ASCII)
 _REQUESTS = 100
@@ -50,52 +53,71 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Attributes:
         url: of the endpoint, with or without `/v1`; kept without.
         model: name to ask for; "" for the first that the endpoint lists.
-        api_key: sent as a bearer token; "" sends none.
-        chat: chat completions, not completions.
         concurrency: requests always in flight (closed loop); 1 when `rate` is not given either.
-        rate: requests per second (open loop).
         cv: coefficient of variation of the gaps between arrivals (default 1: Poisson).
-        max_inflight: most requests of an open loop in flight at once; None for no limit.
-        requests: how many are sent; 100 when `duration` is not given either.
         duration: seconds in which requests are sent; those under way then are waited for.
-        warmup: requests sent before, which are not measured.
-        input: tokens of a prompt, a shared prefix not counted.
-        output: tokens asked for.
         ignore_eos: go on past the end token; None asks for it where the endpoint knows it.
         text: file whose passages are the prompts; "" makes them from common words.
-        prefixes: shared prefixes, of which each prompt gets one at random in front; 0 for none.
-        prefix_length: tokens of each.
         trace: file with recorded sessions, which give prompts, lengths and times; "" for none.
-        trace_scale: lengths of the trace are multiplied by this.
-        trace_speed: times of the trace are divided by this.
-        sessions: of the trace, the first so many; None for all.
-        seed: of arrivals, prompts and lengths.
         timeout: seconds after which a request that was sent has failed.
     """
 
-    url: str
-    model: str = ""
-    api_key: str = ""
-    chat: bool = False
-    concurrency: int | None = None
-    rate: float | None = None
-    cv: float | None = None
-    max_inflight: int | None = None
-    requests: int | None = None
-    duration: float | None = None
-    warmup: int = 0
-    input: str = "512"
-    output: str = "128"
-    ignore_eos: bool | None = None
-    text: str = ""
-    prefixes: int = 0
-    prefix_length: int = 0
-    trace: str = ""
-    trace_scale: float = 1.0
-    trace_speed: float = 1.0
-    sessions: int | None = None
-    seed: int = 0
-    timeout: float = 600.0
+    url: Annotated[str, option("The endpoint, like http://127.0.0.1:8000.", argument=True)]
+    model: Annotated[str, option("Name; by default the first that it lists.", "Endpoint")] = ""
+    api_key: Annotated[
+        str,
+        option(
+            "Sent as bearer token.",
+            "Endpoint",
+            variables=("PIGOU_API_KEY", "OPENAI_API_KEY"),
+            show_default=False,
+        ),
+    ] = ""
+    chat: Annotated[bool, option("Chat completions.", "Endpoint", flags=("--chat",))] = False
+    concurrency: Annotated[
+        int | None,
+        option("Closed loop: requests always in flight. (default: 1 without --rate)", "Load"),
+    ] = None
+    rate: Annotated[
+        float | None, option("Open loop: requests per second, whatever comes back.", "Load")
+    ] = None
+    cv: Annotated[
+        float | None,
+        option("Variation of the gaps (gamma); 0 is even. (default: 1, Poisson)", "Load"),
+    ] = None
+    max_inflight: Annotated[
+        int | None, option("Bound of an open loop; the wait counts as client queue wait.", "Load")
+    ] = None
+    requests: Annotated[
+        int | None, option("Requests to send. (default: 100 without --duration)", "Load")
+    ] = None
+    duration: Annotated[float | None, option("Seconds to send requests in.", "Load")] = None
+    warmup: Annotated[int, option("Requests before, which are not measured.", "Load")] = 0
+    input: Annotated[str, option("Tokens of a prompt: N or MIN:MAX.", "Prompts")] = "512"
+    output: Annotated[str, option("Tokens to ask for: N or MIN:MAX.", "Prompts")] = "128"
+    ignore_eos: Annotated[
+        bool | None,
+        option(
+            "Go on past the end token. (default: where the endpoint knows it)",
+            "Prompts",
+            flags=("--ignore-eos/--no-ignore-eos",),
+        ),
+    ] = None
+    text: Annotated[str, option("File whose passages are the prompts.", "Prompts")] = ""
+    prefixes: Annotated[
+        int, option("Shared prefixes; each prompt gets one in front, at random.", "Prompts")
+    ] = 0
+    prefix_length: Annotated[int, option("Tokens of each, besides --input.", "Prompts")] = 0
+    trace: Annotated[
+        str, option("Recorded sessions to replay: Mooncake, Azure or agent traces.", "Trace")
+    ] = ""
+    trace_scale: Annotated[float, option("Lengths of the trace times this.", "Trace")] = 1.0
+    trace_speed: Annotated[float, option("Times of the trace by this.", "Trace")] = 1.0
+    sessions: Annotated[
+        int | None, option("Sessions of the trace to replay. (default: all)", "Trace")
+    ] = None
+    seed: Annotated[int, option("Of arrivals, prompts and lengths.", "Load")] = 0
+    timeout: Annotated[float, option("Seconds after which a request failed.", "Endpoint")] = 600.0
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself, and values out of range."""
@@ -108,6 +130,8 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
+        from pigou.sim.workload import LEAST_CV, MOST_CV  # here, as it loads compiled kernels
+
         if self.cv and not LEAST_CV <= self.cv <= MOST_CV:
             raise ConfigError(
                 f"--cv is {self.cv}; it must be 0 (even gaps), or {LEAST_CV:g} to {MOST_CV:g}"
@@ -150,7 +174,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             (not self.trace and self.sessions is not None,
              "--sessions chooses among those of a --trace; give one"),
             (not self.trace and (self.trace_scale != 1.0 or self.trace_speed != 1.0),
-             "--trace-scale and --trace-speed change a --trace; give one"),
+             "--trace-scale and --trace-speed change a --trace; give one")
         )  # fmt: skip
         for wrong, message in conflicts:
             if wrong:

@@ -4,7 +4,6 @@ A `Sender` offers blocks under a lease, and answers with an opaque ticket; a `Re
 by shared memory or TCP, verifies every block, and says how many it has.
 """
 
-from pigou.worker.config import TransferConfig
 from pigou.worker.kv_transfer.block_store import (
     BlockStore,
     HostBlockStore,
@@ -20,6 +19,7 @@ from pigou.worker.kv_transfer.result import (
 )
 from pigou.worker.kv_transfer.sender import Sender
 from pigou.worker.kv_transfer.side_channel_protocol import transfer_key
+from pigou.worker.kv_transfer.transfer_config import TransferConfig
 
 __all__ = [
     "BlockStore",

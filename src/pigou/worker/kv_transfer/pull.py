@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from pigou.request import SECOND, Ints
-from pigou.worker.config import TransferConfig
 from pigou.worker.kv_transfer.backends import BackendUnavailable, ReceiveBackend
 from pigou.worker.kv_transfer.block_store import BlockStore
 from pigou.worker.kv_transfer.receive_buffer import ReceiveBuffer
@@ -27,6 +26,7 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
     expect,
     prove_as_receiver,
 )
+from pigou.worker.kv_transfer.transfer_config import TransferConfig
 from pigou.worker.kv_transfer.transfer_params import TransferParams
 
 log = logging.getLogger(__name__)

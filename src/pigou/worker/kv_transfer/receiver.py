@@ -14,7 +14,6 @@ import numpy as np
 from pigou.background import Background
 from pigou.kv import checksum
 from pigou.request import Ints
-from pigou.worker.config import TransferConfig
 from pigou.worker.kv_transfer.backends import ReceiveBackend, ShmImport, TcpImport
 from pigou.worker.kv_transfer.block_store import BlockStore
 from pigou.worker.kv_transfer.pull import Puller
@@ -25,6 +24,7 @@ from pigou.worker.kv_transfer.result import (
     TransferResult,
     TransferStats,
 )
+from pigou.worker.kv_transfer.transfer_config import TransferConfig
 from pigou.worker.kv_transfer.transfer_params import read_transfer_params
 
 log = logging.getLogger(__name__)

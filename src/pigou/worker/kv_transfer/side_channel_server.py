@@ -13,7 +13,6 @@ from pigou.background import Background
 from pigou.kv import checksum
 from pigou.kv.block import KVLayout
 from pigou.request import SECOND
-from pigou.worker.config import TransferConfig
 from pigou.worker.kv_transfer.backends import SendBackend
 from pigou.worker.kv_transfer.lease import LeasedBlocks, LeaseTable
 from pigou.worker.kv_transfer.result import TransferCounters, TransferError, TransferReason
@@ -33,6 +32,7 @@ from pigou.worker.kv_transfer.side_channel_protocol import (
     SideChannelLink,
     prove_as_sender,
 )
+from pigou.worker.kv_transfer.transfer_config import TransferConfig
 
 log = logging.getLogger(__name__)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
 
 from pigou.config import ConfigError
+from pigou.config_option import option
 
 
 class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -14,33 +16,40 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     Attributes:
         url: of the worker, with or without `/v1`; kept without.
-        model: name to ask for; "" for the first that it lists.
-        api_key: sent as a bearer token; "" sends none.
-        max_batched_tokens: that the worker computes in a step; 0 asks it, and takes 2,048 where
-            it does not say.
-        max_seqs: most streams at once that are measured; 0 asks it, and takes 64 where it does not
-            say.
-        longest: most tokens of a request; 0 asks it.
-        repeats: of each measurement, of which the median counts.
-        steps: of each measurement of decodes.
         seed: of the prompts; None for others each time, as a worker's cache may still hold the
             last ones.
-        timeout: seconds after which a request has failed.
-        budget: seconds that all may take: fewer rounds, and fewer streams at once, are measured
-            where they would take longer. 0 for no limit. The first round is always whole.
     """
 
-    url: str
-    model: str = ""
-    api_key: str = ""
-    max_batched_tokens: int = 0
-    max_seqs: int = 0
-    longest: int = 0
-    repeats: int = 5
-    steps: int = 32
-    seed: int | None = None
-    timeout: float = 120.0
-    budget: float = 240.0
+    url: Annotated[str, option("The worker, like http://127.0.0.1:8100.", argument=True)]
+    model: Annotated[str, option("Name; by default the first that it lists.")] = ""
+    api_key: Annotated[
+        str,
+        option(
+            "Sent as bearer token.",
+            variables=("PIGOU_API_KEY", "OPENAI_API_KEY"),
+            show_default=False,
+        ),
+    ] = ""
+    max_batched_tokens: Annotated[
+        int, option("Tokens that it computes in a step; 0 asks it. (unknown: 2048)")
+    ] = 0
+    max_seqs: Annotated[
+        int, option("Most streams at once to measure; 0 asks it. (unknown: 64)")
+    ] = 0
+    longest: Annotated[int, option("Most tokens of a request; 0 asks it. (unknown: 2048)")] = 0
+    repeats: Annotated[int, option("Of each measurement; their median counts.")] = 5
+    steps: Annotated[int, option("Of each measurement of decodes.")] = 32
+    seed: Annotated[int | None, option("Of the prompts; by default they are others each time.")] = (
+        None
+    )
+    timeout: Annotated[float, option("Seconds after which a request failed.")] = 120.0
+    budget: Annotated[
+        float,
+        option(
+            "Seconds that it may take: fewer rounds and streams are measured where they would "
+            "take longer; 0 for no limit. The first round is always whole."
+        ),
+    ] = 240.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -49,7 +58,7 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(f"URL is {self.url!r}; write for example http://127.0.0.1:8100")
         for name, least in (
             ("max_batched_tokens", 0), ("max_seqs", 0), ("longest", 0), ("repeats", 1),
-            ("steps", 4), ("seed", 0),
+            ("steps", 4), ("seed", 0)
         ):  # fmt: skip
             if (getattr(self, name) or 0) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")

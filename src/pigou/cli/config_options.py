@@ -1,0 +1,291 @@
+"""Options of a command, made from its configuration classes.
+
+A field that is annotated with `pigou.config_option.option` is an option of every command that
+takes its class. The field gives name, type, default, help and group; the file of `--config` and
+the variable `PIGOU_COMMAND_OPTION` follow from the name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+import typer
+from typer.core import TyperCommand
+
+from pigou.cli.option_values import format_size, named, nanoseconds, numbers, parse_size
+from pigou.config import ConfigError, wrong
+from pigou.config_option import OTHER_OPTIONS, Option, option_of
+from pigou.request import SECOND
+
+_HEAD = re.compile(r"([\w.]+)(?=:? (?:is|of) | ')")
+
+
+class Override:
+    """What one command says of the options of a configuration class that others take, too."""
+
+    def __init__(self, only: str = "", **options: Option) -> None:
+        """Choose options, and replace some.
+
+        Args:
+            only: fields that are options here, separated by blanks; all that have one if empty.
+            options: in place of a field's own, or where it has none.
+        """
+        self.fields = set(only.split())
+        self.options = options
+
+
+@dataclass(frozen=True)
+class ConfigOption:
+    """An option, and the field that its value goes to.
+
+    Attributes:
+        path: names of the field, and of the fields that it is in.
+        kind: of the field's value.
+        default: of the field; `NODEFAULT` where it must be given.
+        option: how it is shown and written.
+    """
+
+    path: tuple[str, ...]
+    kind: Any
+    default: Any
+    option: Option
+
+    @property
+    def name(self) -> str:
+        """Parameter of the command, and key in its file."""
+        return self.option.name or "_".join(self.path)
+
+    @property
+    def flag(self) -> str:
+        """As it is typed, for messages."""
+        return "--" + self.name.replace("_", "-")
+
+    def parameter(self) -> inspect.Parameter:
+        """Return the parameter that the parser is made from."""
+        option = self.option
+        info: Any
+        if option.argument:
+            info = typer.Argument(help=option.help)
+        else:
+            info = typer.Option(
+                *option.flags, help=option.help, rich_help_panel=option.group,
+                envvar=list(option.variables) or None, show_default=option.show_default,
+            )  # fmt: skip
+        default = self._typed_default()
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[self._typed(), info],
+            default=inspect.Parameter.empty if default is msgspec.NODEFAULT else default,
+        )  # fmt: skip
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may be given several times."""
+        return self.option.form in ("numbers", "entries") or get_origin(self.kind) is tuple
+
+    def _typed(self) -> Any:
+        """Return the type of what is typed."""
+        if self.repeatable:
+            return list[str] | None
+        if self.option.form in ("size", "named", "weights"):
+            return str
+        if self.option.form == "seconds":
+            return float
+        if get_origin(self.kind) is Literal and not self.option.choices:
+            return str
+        return self.kind
+
+    def _typed_default(self) -> Any:
+        """Return the default as it is typed."""
+        option, default = self.option, self.default
+        if option.default is not msgspec.NODEFAULT:
+            return option.default
+        if self.repeatable:
+            return None
+        match option.form:
+            case "size":
+                default = format_size(default)
+            case "seconds":
+                default = default / SECOND
+            case "weights":
+                default = ""
+            case "named" if option.key:
+                default = default[option.key]
+        return default
+
+    def put(self, values: dict[str, Any], typed: Any) -> None:
+        """Add the field's value to `values`, from what was typed.
+
+        Raises:
+            ConfigError: it is not understood.
+        """
+        for part in self.path[:-1]:
+            values = values.setdefault(part, {})
+        name, form, flag = self.path[-1], self.option.form, self.flag
+        if form == "size":
+            values[name] = parse_size(typed)
+        elif form == "seconds":
+            values[name] = nanoseconds(flag, typed)
+        elif form == "numbers":
+            values[name] = numbers(flag, typed or [])
+        elif form == "weights":
+            values[name] = named(flag, f"_,{typed}")[1] if typed else {}
+        elif form == "named":
+            chosen, params = named(flag, typed)
+            if self.option.key:
+                values[name] = {self.option.key: chosen, **params}
+            else:
+                values[name], values[self.option.params] = chosen, params
+        elif form == "entries":
+            kind = get_args(self.kind)[0]
+            values[name] = [_entry(flag, text, kind) for text in typed or ()]
+        elif get_origin(self.kind) is tuple:
+            values[name] = typed or ()
+        else:
+            values[name] = typed
+
+
+def _entry(flag: str, text: str, kind: type[msgspec.Struct]) -> Any:
+    """Read `NAME,key=value,...`; the keys are the fields of `kind`."""
+    name, params = named(flag, text)
+    values = {"name": name, **params}
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{flag} is {text!r}: {wrong(error, kind, values)}") from error
+
+
+def config_options(
+    config: type[msgspec.Struct], override: Override | None = None, path: tuple[str, ...] = ()
+) -> Iterator[ConfigOption]:
+    """Yield the options of a configuration class, in the order of its fields.
+
+    Args:
+        config: the class; fields that are structs with options of their own are followed.
+        override: what the command says otherwise.
+        path: of the field that `config` is the type of.
+    """
+    override = override or Override()
+    hints = get_type_hints(config, include_extras=True)
+    for field in msgspec.structs.fields(config):
+        kind, *metadata = get_args(hints[field.name]) if _annotated(hints[field.name]) else (
+            hints[field.name],
+        )  # fmt: skip
+        if override.fields and field.name not in override.fields:
+            continue
+        option = override.options.get(field.name) or option_of(tuple(metadata))
+        if option is not None:
+            yield ConfigOption((*path, field.name), kind, _default(field), option)
+        elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            yield from config_options(kind, path=(*path, field.name))
+
+
+def _annotated(hint: Any) -> bool:
+    return get_origin(hint) is Annotated
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return field.default
+
+
+def config_command(
+    name: str, **field_flags: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that makes the options of a command from its configuration classes.
+
+    A parameter of the command that is annotated with a Struct class gets an object of it. With
+    `Annotated[Class, Override(...)]` the command chooses among its options. Other parameters stay
+    as they are. A ConfigError of the command ends it with status 2, in the names of the options.
+
+    Args:
+        name: of the command, for messages.
+        field_flags: options of fields that messages name, and that are no options themselves.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function, eval_str=True)
+        configs: dict[str, tuple[type[msgspec.Struct], list[ConfigOption]]] = {}
+        parameters: list[inspect.Parameter] = []
+        for parameter in signature.parameters.values():
+            kind, *metadata = get_args(parameter.annotation) or (parameter.annotation,)
+            if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+                continue
+            override = next((entry for entry in metadata if isinstance(entry, Override)), None)
+            options = list(config_options(kind, override))
+            configs[parameter.name] = kind, options
+            parameters += (entry.parameter() for entry in options)
+        flags = {".".join(entry.path): entry.flag for _, options in configs.values()
+                 for entry in options} | field_flags  # fmt: skip
+
+        @functools.wraps(function)
+        def command(**typed: Any) -> None:
+            try:
+                built = {key: _build(*config, typed) for key, config in configs.items()}
+                rest = {key: value for key, value in typed.items() if key in signature.parameters}
+                function(**rest, **built)
+            except ConfigError as error:
+                typer.echo(f"pigou {name}: {in_flags(str(error), flags)}", err=True)
+                raise typer.Exit(2) from None
+
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {entry.name: entry.annotation for entry in parameters}
+        del command.__wrapped__
+        return command
+
+    return decorate
+
+
+def _build(
+    config: type[msgspec.Struct], options: Sequence[ConfigOption], typed: Mapping[str, Any]
+) -> msgspec.Struct:
+    values: dict[str, Any] = {}
+    for entry in options:
+        entry.put(values, typed[entry.name])
+    try:
+        return msgspec.convert(values, config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(wrong(error, config, values)) from error
+
+
+def in_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Return a message about fields of a configuration in the names of their options.
+
+    A field that is a plain word (`order`, `port`) is looked for at the beginning alone.
+    """
+    if (head := _HEAD.match(message)) and head[1] in flags:
+        message = flags[head[1]] + message[head.end(1) :]
+    marked = "|".join(re.escape(name) for name in flags if "_" in name or "." in name)
+    if not marked:
+        return message
+    return re.sub(rf"(?<![\w.$'/-])({marked})\b", lambda match: flags[match[1]], message)
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help shows its options in groups, in plain text of the terminal's width."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then the groups of options, those without a group last."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        others: list[tuple[str, str]] = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            if parameter.param_type_name == "argument":
+                group = "Arguments"
+            else:
+                group = getattr(parameter, "rich_help_panel", None) or OTHER_OPTIONS
+            records = others if group == OTHER_OPTIONS else groups.setdefault(group, [])
+            records.append(record)
+        for group, records in (*groups.items(), (OTHER_OPTIONS, others)):
+            if records:
+                with formatter.section(group):
+                    formatter.write_dl(records)

@@ -1,0 +1,155 @@
+"""Reads and checks the values of options."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import typer
+
+from pigou.config import ConfigError
+from pigou.request import SECOND
+
+#: Seconds; some more would be no integer of 64 bits in nanoseconds.
+_MAX_SECONDS = 10**9
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a size like `512MiB` or `2G` means (powers of 1,024)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size; write for example 512MiB or 2G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_size(size_bytes: int) -> str:
+    """Return a size as `parse_size` reads it, in the largest unit that divides it."""
+    for unit in ("G", "M", "K"):
+        if size_bytes and size_bytes % _UNITS[unit] == 0:
+            return f"{size_bytes // _UNITS[unit]}{unit}iB"
+    return str(size_bytes)
+
+
+def nanoseconds(option: str, seconds: float) -> int:
+    """Return the nanoseconds of an option's seconds.
+
+    Raises:
+        ConfigError: they are below 0, not finite, or more than nanoseconds are counted.
+    """
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"{option} is {seconds}; it must be finite, at least 0 seconds")
+    if seconds > _MAX_SECONDS:
+        raise ConfigError(f"{option} is {seconds}; it must be at most {_MAX_SECONDS} seconds")
+    return int(seconds * SECOND)
+
+
+def numbers(option: str, items: Sequence[str]) -> dict[str, float]:
+    """Return what `NAME=NUMBER`, given repeatedly, says."""
+    values: dict[str, float] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        try:
+            values[name] = int(value) if value.lstrip("-").isdigit() else float(value)
+        except ValueError:
+            equals = ""
+        if not name or not equals:
+            raise typer.BadParameter(f"{option} {item!r} is not NAME=NUMBER")
+    return values
+
+
+def named(option: str, text: str) -> tuple[str, dict[str, object]]:
+    """Read NAME[,key=value]...: the name, and the parameters, numbers where they are numbers.
+
+    A dot in a key reaches into a nested parameter: `table.below.temperature=0.1`.
+
+    Raises:
+        ConfigError: a part has no name or no value, or is given twice.
+    """
+    name, *rest = text.split(",")
+    if not name:
+        raise ConfigError(f"{option} is {text!r}; write NAME or NAME,key=value")
+    values: dict[str, object] = {}
+    for item in rest:
+        key, equals, value = item.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"{option}: {item!r} is not understood; write key=value after NAME")
+        _put(option, values, key.split("."), _read(value))
+    return name, values
+
+
+def _put(option: str, values: dict[str, object], path: list[str], value: object) -> None:
+    for part in path[:-1]:
+        inner = values.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{option}: {part} has a value, and parts as well")
+        values = inner
+    if path[-1] in values:
+        raise ConfigError(f"{option}: {'.'.join(path)} is given twice; give it once")
+    values[path[-1]] = value
+
+
+def _read(text: str) -> object:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+def check_json(file: str) -> None:
+    """Refuse a `--json` that cannot be written, before anything runs; "" is none.
+
+    Raises:
+        ConfigError: its folder does not exist, or it is one.
+    """
+    path = Path(file)
+    if file and not path.absolute().parent.is_dir():
+        raise ConfigError(f"--json is {file!r}, and its folder does not exist; make it first")
+    if file and path.is_dir():
+        raise ConfigError(f"--json is {file!r}, a folder; name a file in it")
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse `--port` where another process listens; 0, and hosts without an address, pass.
+
+    Raises:
+        ConfigError: the port is taken, or may not be used.
+    """
+    if not 0 < port < 2**16:
+        return  # 0 takes a free one; others are refused with the rest of the configuration
+    try:
+        addresses = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise ConfigError(f"--host is {host!r}, and has no address: {error}") from None
+    for family, kind, protocol, _, address in addresses:
+        try:
+            probe = socket.socket(family, kind, protocol)
+        except OSError:
+            continue  # the machine has no such addresses
+        with probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+                probe.listen(1)
+            except OSError as error:
+                raise ConfigError(_port_error(host, port, error)) from None
+
+
+def _port_error(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"--port is {port}, and another process listens there; give another --port, or 0 for "
+            "a free one"
+        )
+    if error.errno == errno.EACCES:
+        return f"--port is {port}, and this user may not listen there; give one above 1023"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host is {host!r}, and is no address of this machine"
+    return f"--port is {port}, and cannot be listened at: {error.strerror}"

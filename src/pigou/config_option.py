@@ -1,0 +1,74 @@
+"""What a command line says of a field of a configuration: help, group, and how it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+#: How an option is written, where the field holds something else than what is typed.
+#: `size`: bytes, as 512MiB. `seconds`: the field is in nanoseconds. `numbers`: NAME=NUMBER,
+#: repeatable. `named`: NAME[,key=value]... `weights`: NAME=weight[,NAME=weight]...
+#: `entries`: NAME,key=value..., repeatable; each is a struct.
+Form = Literal["plain", "size", "seconds", "numbers", "named", "weights", "entries"]
+#: Heading of options that belong to no group; it comes last.
+OTHER_OPTIONS = "Options"
+_EXTRA = "option"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option of a command, made from a field of a configuration class.
+
+    Attributes:
+        help: what it does.
+        group: heading that it stands under in the help.
+        name: with underscores; empty for the field's own.
+        form: how it is written.
+        key: of a `named` form: key of the field's dictionary that the name goes to.
+        params: of a `named` form without key: field that the parameters go to.
+        flags: as they are typed, such as `--chat`; empty for `--name`.
+        choices: whether the parser checks the values of a Literal, and the help lists them.
+        argument: whether it is given by its position.
+        variables: further variables of the environment that set it.
+        show_default: whether the help shows the default.
+        default: in place of the field's own, as it is typed; only where a command overrides it.
+    """
+
+    help: str
+    group: str = OTHER_OPTIONS
+    name: str = ""
+    form: Form = "plain"
+    key: str = ""
+    params: str = ""
+    flags: tuple[str, ...] = ()
+    choices: bool = False
+    argument: bool = False
+    variables: tuple[str, ...] = ()
+    show_default: bool = True
+    default: Any = msgspec.NODEFAULT
+
+
+def option(help: str, group: str = OTHER_OPTIONS, **rest: Any) -> msgspec.Meta:
+    """Return the annotation that makes an option of a field.
+
+    Args:
+        help: what it does; it is the field's description, too.
+        group: heading that it stands under in the help.
+        rest: further attributes of `Option`.
+
+    For example:
+        port: Annotated[int, option("Its port; 0 takes a free one.", "Server")] = 8100
+    """
+    return msgspec.Meta(description=help, extra={_EXTRA: Option(help=help, group=group, **rest)})
+
+
+def option_of(metadata: tuple[Any, ...]) -> Option | None:
+    """Return the option among the annotations of a field; None where it has none."""
+    for entry in metadata:
+        if isinstance(entry, msgspec.Meta) and entry.extra and _EXTRA in entry.extra:
+            value = entry.extra[_EXTRA]
+            assert isinstance(value, Option)
+            return value
+    return None

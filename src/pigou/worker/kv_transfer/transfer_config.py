@@ -1,0 +1,59 @@
+"""Limits of KV transfer between workers: checked values, unknown keys refused."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pigou.config import ConfigError
+from pigou.request import SECOND
+
+_POSITIVE = ("lease", "timeout", "threads", "copy_threads", "max_pending", "max_connections")
+#: Backends by name, the preferred one first.
+BACKENDS = ("shm", "tcp")
+
+
+class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of one worker's Sender and Receiver; all times in nanoseconds.
+
+    Attributes:
+        host: address that the side channel binds to.
+        port: its port; 0 takes a free one.
+        advertise: address that receivers are told; empty for `host`.
+        backends: those allowed, the preferred one first.
+        lease: how long offered blocks are kept for a receiver that shows no sign of life.
+        max_hold: longest time that blocks are kept, whatever a receiver does.
+        timeout: longest silence of a peer during a pull or a handshake.
+        threads: pulls that a Receiver runs at once.
+        copy_threads: threads that copy one large pull from shared memory.
+        max_pending: pulls that may wait for a thread; one more is refused.
+        max_connections: receivers that a Sender serves at once; one more is turned away.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    backends: tuple[str, ...] = BACKENDS
+    lease: int = 30 * SECOND
+    max_hold: int = 300 * SECOND
+    timeout: int = 5 * SECOND
+    threads: int = 2
+    copy_threads: int = 2
+    max_pending: int = 1024
+    max_connections: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuse values that no transfer could work with."""
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_hold < self.lease:
+            raise ConfigError(f"max_hold is {self.max_hold}; it must be at least lease")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; give 0 (any free port) to 65535")
+        if not self.backends or set(self.backends) - set(BACKENDS):
+            known = ", ".join(BACKENDS)
+            raise ConfigError(f"backends is {list(self.backends)}; give one or more of: {known}")
+        if self.host in ("", "0.0.0.0", "::") and not self.advertise:
+            raise ConfigError(
+                f"host is {self.host!r}, which no receiver can connect to; also give `advertise`"
+            )

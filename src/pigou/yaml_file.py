@@ -1,0 +1,58 @@
+"""Reads YAML files, and refuses keys that are given twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pigou.config import ConfigError
+
+
+def read_yaml(path: str | Path) -> Any:
+    """Return what a YAML file holds, as plain values.
+
+    Raises:
+        ConfigError: it cannot be read, is malformed or gives a key twice, or pyyaml is missing.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"{path}: a YAML file needs the package pyyaml; install it") from None
+    try:
+        text = Path(path).read_bytes()
+        for node in _mappings(yaml.compose(text, yaml.SafeLoader)):
+            _check_keys(node)
+        return yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{path} is no YAML that is understood: {said}") from error
+
+
+def _mappings(root: Any) -> Iterator[Any]:
+    """Yield the mappings within a node, each once: aliases may lead back to where they are."""
+    import yaml
+
+    left, seen = [root], set()
+    while left:
+        node = left.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            yield node
+            left += (value for _, value in node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            left += node.value
+
+
+def _check_keys(node: Any) -> None:
+    seen = set()
+    for key, _ in node.value:
+        name = (key.tag, str(key.value))
+        if name in seen:
+            line = key.start_mark.line + 1
+            raise ValueError(f"line {line} gives {key.value!r} again; give it once")
+        seen.add(name)
