@@ -88,7 +88,7 @@ class Sampler:
 
     def _sample(self, now: int) -> None:
         plane = self._simulation.fleet.plane
-        rho = plane.caching.status(plane.state).fleet_rho
+        rho = plane.cache_monitor.status(plane.state).fleet_rho
         self.rho.append(rho)
         if math.isnan(self.first) and plane.index.removed:
             self.first, self.first_rho = (now - EPOCH) / SECOND, rho

@@ -52,7 +52,7 @@ from pigou.control.saturation.polled_detectors import (
     SecondDifference,
     SecondDifferenceConfig,
 )
-from pigou.control.saturation.regime import Detector, Sample
+from pigou.control.saturation.regime import Detector, TTFTSample
 from pigou.request import SECOND
 
 
@@ -174,7 +174,7 @@ def contenders(light: Run, half: Run, exploring: Run) -> list[Contender]:
 
 def blinded(run: Run) -> Run:
     events = [
-        (now, Sample(each.ttft, each.tokens, each.load, None, each.setting))
+        (now, TTFTSample(each.ttft, each.tokens, each.load, None, each.setting))
         for now, each in run.events
     ]
     return Run(events, run.truth, run.window, run.pending)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.routing.selection import select
-from pigou.control.saturation.regime import Sample
+from pigou.control.saturation.regime import TTFTSample
 from pigou.request import SECOND
 
 Floats = NDArray[np.float64]
@@ -45,7 +45,7 @@ class Load:
 class Run:
     """First tokens in order (ns), and the seconds in which the fleet queues."""
 
-    events: list[tuple[int, Sample]]
+    events: list[tuple[int, TTFTSample]]
     truth: NDArray[np.bool_]
     window: int
     pending: NDArray[np.int64]  #: requests without a first token at the end of each second
@@ -103,7 +103,7 @@ def simulate(load: Load, seed: int, explore: bool = False) -> Run:
         inflight, ahead = sum(map(len, ends)) + 1, len(ends[server])
         ends[server].append(end)
         free[server] = end
-        sample = Sample(end - now, int(load.tokens[i]), inflight, ahead, setting)
+        sample = TTFTSample(end - now, int(load.tokens[i]), inflight, ahead, setting)
         events.append((round(end * SECOND), sample))
     events.sort(key=lambda each: each[0])
     mean = float(service.mean())

@@ -31,7 +31,7 @@ from pigou.control.journal import report_tokens
 from pigou.control.messages import CacheChanged, Ended, FirstToken, Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.regimes.bandit import Bandit, BanditConfig
-from pigou.control.regimes.parameters import Finish, Parameters, Setting
+from pigou.control.regimes.parameters import E2ESample, Parameters, RoutingSetting
 from pigou.control.regimes.routing_controllers import (
     Controller,
     Interpolated,
@@ -44,7 +44,7 @@ from pigou.control.regimes.routing_controllers import (
 from pigou.control.routing.policy import load, params_of
 from pigou.control.saturation.cusum_detector import CusumDetector
 from pigou.control.saturation.paper_detector import PaperConfig, PaperDetector
-from pigou.control.saturation.regime import Detector, Sample
+from pigou.control.saturation.regime import Detector, TTFTSample
 from pigou.events import BlockRemoved, BlockStored
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, FinishReason, Request, Worker
@@ -200,7 +200,7 @@ class Fleet:
         self.plane.observe(FirstToken(item.request.id), at)
         tokens = OWN if item.hit else OWN + PREFIX
         inflight = self.waiting + 1
-        sample = Sample(now - item.came, tokens, inflight, ahead, item.parameters.setting)
+        sample = TTFTSample(now - item.came, tokens, inflight, ahead, item.parameters.setting)
         self.detector.update(at, sample)
         self.controller.observe(at, sample)
         node.advance(now)
@@ -240,7 +240,7 @@ class Fleet:
         report_tokens(self.plane, [(item.request.id, OUTPUT - item.told)], at)
         self.plane.observe(Ended(item.request.id, FinishReason.LENGTH), at)
         alone = BASE + TOKEN * (OWN + PREFIX) + (OUTPUT - 1) * LAW(1.0)
-        self.controller.observe(at, Finish(now - item.came, alone, item.parameters.setting))
+        self.controller.observe(at, E2ESample(now - item.came, alone, item.parameters.setting))
         self.items.append(item)
         self.plan(node)
 
@@ -273,7 +273,7 @@ class Contender:
 
 
 def still(temperature: float, weight: float) -> Callable[[Detector], Controller]:
-    setting = Setting(temperature=temperature, overlap_weight=weight)
+    setting = RoutingSetting(temperature=temperature, overlap_weight=weight)
     return lambda _: Static(StaticConfig(setting=setting))
 
 

@@ -79,13 +79,13 @@ def test_what_is_overtaken_is_counted_until_it_is_computed_or_gone() -> None:
     state = plane.state
     plane.observe(WorkerDown("w0"), NOW)
     assert state.background == int(state.columns.background_requests.sum())
-    for name in list(state.loads):
+    for name in list(state.requests):
         plane.observe(FirstToken(name), NOW + SECOND)
         plane.observe(Ended(name, FinishReason.STOP), NOW + SECOND)
     for _ in range(40):
-        for name in list(state.loads):
+        for name in list(state.requests):
             plane.observe(Ended(name, FinishReason.STOP), NOW + SECOND)
-    assert not state.loads
+    assert not state.requests
     assert state.background == 0
     assert not state.columns.background_tokens.any()
 

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.control.admission.drain_rate import DrainRate
-from pigou.control.admission.worker_capacity import FIRST, StreamBound
+from pigou.control.admission.worker_capacity import FIRST_LIMIT, ConcurrencyLimit
 from pigou.control.messages import LoadReport
 from pigou.request import SECOND
 
 
 def test_the_streams_of_a_worker_that_does_not_say_its_limit_are_learned() -> None:
-    bound, said, names = StreamBound(), np.array([0, 7]), ("x", "y")
-    assert bound.of(said, names).tolist() == [FIRST, 7]
+    bound, said, names = ConcurrencyLimit(), np.array([0, 7]), ("x", "y")
+    assert bound.of(said, names).tolist() == [FIRST_LIMIT, 7]
     bound.report(LoadReport("x", 32, 0, 0.1), 32)
-    assert bound.of(said, names).tolist() == [2 * FIRST, 7]
+    assert bound.of(said, names).tolist() == [2 * FIRST_LIMIT, 7]
     bound.report(LoadReport("x", 40, 24, 0.9), 64)
     assert bound.of(said, names).tolist() == [44, 7]
     for _ in range(10):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pigou.control.admission import fair_order
 from pigou.control.admission.fair_order import Fair, FairParams
-from pigou.control.admission.queue_order import Waiting
+from pigou.control.admission.queue_order import QueuedRequest
 from pigou.request import Request
 
 W_P, W_Q = 1.0, 2.0
@@ -30,7 +30,7 @@ class Server:
 
     def come(self, tenant: str, prompt: int, output: int) -> None:
         request = Request(f"r{self.serial}", prompt, output, tenant=tenant)
-        one = Waiting(request, 0, prompt, weight=self.weights[tenant], serial=self.serial)
+        one = QueuedRequest(request, 0, prompt, weight=self.weights[tenant], serial=self.serial)
         self.serial += 1
         self.waiting[tenant] += 1
         self.longest = max(self.longest, prompt)
@@ -135,16 +135,16 @@ def test_credit_does_not_add_up_over_tenants_that_come_one_after_another() -> No
     for number in range(50):
         tenant = f"t{number}"
         request = Request(f"r{number}", 1, 1, tenant=tenant)
-        order.add(Waiting(request, 0, 1, serial=number))
+        order.add(QueuedRequest(request, 0, 1, serial=number))
         assert order.counter(tenant) >= -100.0
 
 
 def test_output_tokens_weigh_twice_those_of_prompts() -> None:
     order = Fair(FairParams(credit=0.0))
     request = Request("r", 10, 8, tenant="a")
-    one = Waiting(request, 0, 10, weight=2.0)
+    one = QueuedRequest(request, 0, 10, weight=2.0)
     order.add(one)
-    order.add(Waiting(Request("s", 1, 1, tenant="b"), 0, 1, serial=1))
+    order.add(QueuedRequest(Request("s", 1, 1, tenant="b"), 0, 1, serial=1))
     order.taken(one, 6)
     assert order.counter("a") == 6 / 2.0
     order.served(request, 3)
@@ -153,21 +153,21 @@ def test_output_tokens_weigh_twice_those_of_prompts() -> None:
 
 def test_tenants_that_owe_nothing_are_forgotten_and_lose_nothing() -> None:
     order = Fair(FairParams(credit=0.0))
-    for number in range(3 * fair_order._MOST_TENANTS):
+    for number in range(3 * fair_order._MAX_TENANTS):
         request = Request(f"r{number}", 10, 8, tenant=f"t{number}")
-        one = Waiting(request, 0, 10, serial=number)
+        one = QueuedRequest(request, 0, 10, serial=number)
         order.add(one)
         order.taken(one, 10)
-    assert len(order._tenants) <= 2 * fair_order._MOST_TENANTS
+    assert len(order._tenants) <= 2 * fair_order._MAX_TENANTS
     last = order.counter(f"t{number}")
-    order.add(Waiting(Request("old", 1, 1, tenant="t0"), 0, 1, serial=number + 1))
+    order.add(QueuedRequest(Request("old", 1, 1, tenant="t0"), 0, 1, serial=number + 1))
     assert order.counter("t0") >= last
 
 
 def test_what_a_tenant_had_while_nobody_waited_is_not_held_against_it() -> None:
     order = Fair(FairParams(credit=0.0))
     request = Request("r", 10, 8, tenant="a")
-    one = Waiting(request, 0, 10)
+    one = QueuedRequest(request, 0, 10)
     order.add(one)
     order.taken(one, 1000)
     order.served(request, 1000)
@@ -176,13 +176,13 @@ def test_what_a_tenant_had_while_nobody_waited_is_not_held_against_it() -> None:
 
 def test_only_who_had_less_than_another_by_half_the_credit_is_behind() -> None:
     order = Fair(FairParams(credit=100.0))
-    calls = {name: Waiting(Request(name, 1, 1, tenant=name), 0, 1) for name in "ab"}
+    calls = {name: QueuedRequest(Request(name, 1, 1, tenant=name), 0, 1) for name in "ab"}
     order.add(calls["b"])
     for tokens, behind in ((25, False), (1, True)):  # each counts twice
         order.served(Request("r", 1, 1, tenant="a"), tokens)
-        assert order.behind(calls["b"]) is behind
-        assert not order.behind(calls["a"])
+        assert order.underserved(calls["b"]) is behind
+        assert not order.underserved(calls["a"])
     published = Fair(FairParams(credit=0.0))
     published.add(calls["b"])
     published.served(Request("r", 1, 1, tenant="a"), 10_000)
-    assert not published.behind(calls["b"])
+    assert not published.underserved(calls["b"])

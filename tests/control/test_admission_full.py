@@ -67,7 +67,7 @@ def test_the_shed_request_is_told_when_to_come_back() -> None:
 def test_no_more_are_shed_than_make_place() -> None:
     small, large = {"priority": 9, "prompt": 1}, {"priority": 8, "prompt": 500}
     plane = full("priority", [large, small, small], max_queued=9, max_queued_tokens=1500)
-    held = plane.queue.shares.tokens
+    held = plane.queue.quota.tokens
     each = held - 500
     ask = Request("new", 1500 - held + each // 4, 8)
     assert isinstance(plane.submit(ask, 10), Queue)
@@ -103,12 +103,12 @@ def test_each_sequence_of_a_request_counts_in_the_queue() -> None:
     assert isinstance(refused, Shed)
     assert "5 more" in refused.reason
     assert isinstance(plane.submit(group(0, 3), 5), Queue)
-    assert plane.queue.shares.requests == 5
+    assert plane.queue.quota.requests == 5
     assert isinstance(plane.submit(Request("other", 1, 8), 6), Shed)
     assert isinstance(plane.submit(group(1, 2), 7), Queue), "it was accepted with the first"
-    assert plane.queue.shares.requests == 5
+    assert plane.queue.quota.requests == 5
     plane.observe(GroupEnded("g"), 8)
-    assert plane.queue.shares.requests == 3
+    assert plane.queue.quota.requests == 3
 
 
 def test_an_accepted_sequence_does_not_time_out_while_it_waits() -> None:
@@ -117,7 +117,7 @@ def test_an_accepted_sequence_does_not_time_out_while_it_waits() -> None:
     plane.submit(group(1, 0), 6)
     assert shed(plane, 3 * SECOND) == ["g"], "the first one may still be refused"
     plane.observe(Ended("runs", FinishReason.STOP), 4 * SECOND)
-    assert plane.state.loads.keys() == {"g1"}
+    assert plane.state.requests.keys() == {"g1"}
 
 
 def test_accepted_sequences_time_out_where_there_is_no_worker() -> None:
@@ -140,9 +140,9 @@ def test_sequences_that_a_worker_computes_together_count_each() -> None:
         {"a", "b"} - {first.choice.decode}
     )
     assert isinstance(plane.submit(Request("more", 10, 8, sequences=6), 3), Queue)
-    assert plane.queue.shares.requests == 6
+    assert plane.queue.quota.requests == 6
     plane.observe(Ended("beams", FinishReason.STOP), 4)
-    assert plane.queue.shares.requests == 0
+    assert plane.queue.quota.requests == 0
     for name in ("more", *(f"r{n}" for n in range(6))):
         plane.observe(Ended(name, FinishReason.STOP), 5)
     assert not plane.state.columns.decode_requests.any()

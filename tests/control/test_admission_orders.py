@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError
-from pigou.control.admission.queue_order import Heap, Order, Waiting, load
+from pigou.control.admission.queue_order import Heap, QueuedRequest, QueueOrder, load
 from pigou.request import NEVER, SECOND, Request
 
 ORDERS = ["fcfs", "priority", "edf", "shortest", "fair", "priority-fair"]
 MILLI = SECOND // 1000
 
 
-def waiting(serial: int, since: int = 0, uncached: int = 1, **fields: Any) -> Waiting:
+def waiting(serial: int, since: int = 0, uncached: int = 1, **fields: Any) -> QueuedRequest:
     request = Request(f"r{serial}", max(1, uncached), 8, **fields)
-    return Waiting(request, since, uncached, serial=serial)
+    return QueuedRequest(request, since, uncached, serial=serial)
 
 
 #: Milliseconds until the next comes, its uncached tokens, priority, deadline after arrival, tenant.
@@ -37,8 +37,8 @@ COMERS = st.lists(
 
 
 def play(
-    order: Order, comers: list[tuple[Any, ...]]
-) -> list[tuple[Waiting, int, tuple[Waiting, ...]]]:
+    order: QueueOrder, comers: list[tuple[Any, ...]]
+) -> list[tuple[QueuedRequest, int, tuple[QueuedRequest, ...]]]:
     """Let them come, and after each one serve so many; return who went, when, and who waited on."""
     now, came, went = 0, [], []
 
@@ -107,8 +107,8 @@ def test_priority_serves_the_lowest_first_and_fcfs_within(comers: list[tuple[Any
 
 
 def overtakings(
-    went: list[tuple[Waiting, int, tuple[Waiting, ...]]],
-) -> list[tuple[Waiting, Waiting]]:
+    went: list[tuple[QueuedRequest, int, tuple[QueuedRequest, ...]]],
+) -> list[tuple[QueuedRequest, QueuedRequest]]:
     """Return (who went, who had come before and waited on) of all pairs."""
     return [
         (one, other) for one, _, others in went for other in others if other.serial < one.serial

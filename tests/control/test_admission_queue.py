@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.admission.queue_order import Waiting
-from pigou.control.admission.tenant_quota import LINGERS, Activity, Shares
+from pigou.control.admission.queue_order import QueuedRequest
+from pigou.control.admission.tenant_quota import LINGERS, TenantActivity, TenantQuota
 from pigou.control.journal import report_tokens
 from pigou.control.messages import (
     Ended,
@@ -138,21 +138,21 @@ def test_nobody_who_waits_is_dropped_or_forgotten_and_returned_requests_go_first
         queue = driver.plane.queue
         assert {each.request.id for each in queue} == driver.queued.keys()
         fresh = [each for each in queue if not each.returned]
-        assert queue.shares.requests == len(fresh)
-        assert queue.shares.tokens == sum(each.tokens for each in fresh)
+        assert queue.quota.requests == len(fresh)
+        assert queue.quota.tokens == sum(each.tokens for each in fresh)
         assert len(fresh) <= 2 * most + 3
     for _ in range(len(driver.queued) + len(driver.running)):
         driver.now += 60 * SECOND
         driver.take(driver.plane.tick(driver.now))
         driver.end(0)
     assert not driver.queued, "somebody starved"
-    assert driver.plane.desk.room.held(driver.plane.state).tolist() == [0, 0]
+    assert driver.plane.admission.capacity.tokens(driver.plane.state).tolist() == [0, 0]
 
 
-def share(name: str, tokens: int = 1, weight: float = 1.0) -> Waiting:
+def share(name: str, tokens: int = 1, weight: float = 1.0) -> QueuedRequest:
     share.serial += 1  # type: ignore[attr-defined]
     request = Request(f"{name}{share.serial}", 1, 1, tenant=name)  # type: ignore[attr-defined]
-    return Waiting(request, 0, tokens, 0, weight)
+    return QueuedRequest(request, 0, tokens, 0, weight)
 
 
 share.serial = 0  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ def test_shares_of_the_queue_follow_the_weights() -> None:
 
 
 def test_one_huge_prompt_counts_as_such_in_the_queue() -> None:
-    shares = Shares(Activity(), 1000, 500)
+    shares = TenantQuota(TenantActivity(), 1000, 500)
     assert shares.refusal(share("a", 9999)) is None, "an empty queue takes anything"
     shares.add(share("a", 400))
     assert shares.refusal(share("a", 100)) is None
@@ -205,12 +205,12 @@ def test_one_huge_prompt_counts_as_such_in_the_queue() -> None:
 def test_all_shares_together_stay_below_twice_the_bound(
     comers: list[tuple[str, int]], most: int
 ) -> None:
-    activity = Activity()
-    shares = Shares(activity, most)
+    activity = TenantActivity()
+    shares = TenantQuota(activity, most)
     for tenant, tokens in comers:
         one = share(tenant, tokens)
         activity.seen(tenant, 1.0, 0)
-        below = shares.held(tenant)[0] + 1 <= most * activity.part(tenant, 1.0)
+        below = shares.queued(tenant)[0] + 1 <= most * activity.part(tenant, 1.0)
         refusal = shares.refusal(one)
         if refusal is None:
             shares.add(one)
@@ -220,7 +220,7 @@ def test_all_shares_together_stay_below_twice_the_bound(
 
 
 def test_tenants_share_the_fleet_until_they_have_been_away_for_a_while() -> None:
-    activity = Activity()
+    activity = TenantActivity()
     activity.seen("a", 1.0, 0)
     activity.seen("b", 3.0, 0)
     assert activity.part("a", 1.0) == 0.25
@@ -243,9 +243,9 @@ def test_room_is_bounded_by_tokens_of_prompt_and_output() -> None:
         decision = plane.submit(Request(f"r{number}", 30, 10), 0)
         assert isinstance(decision, Route)
     assert isinstance(plane.submit(Request("over", 1, 10), 0), Queue)
-    assert plane.desk.room.held(plane.state)[0] == 160
+    assert plane.admission.capacity.tokens(plane.state)[0] == 160
     report_tokens(plane, [("r0", 15)], 1)
-    assert plane.desk.room.held(plane.state)[0] == 165, "more came than was expected"
+    assert plane.admission.capacity.tokens(plane.state)[0] == 165, "more came than was expected"
     assert ids(plane.observe(Ended("r0", FinishReason.STOP), 1)) == ["over"]
 
 
@@ -263,7 +263,7 @@ def test_a_worker_that_went_takes_its_tokens_along() -> None:
     plane.observe(WorkerUp(Worker("w0", "u", blocks=10)), 2)
     assert isinstance(plane.submit(request, 3), Route)
     plane.observe(Ended("r", FinishReason.STOP), 4)
-    assert plane.desk.room.held(plane.state)[0] == 0
+    assert plane.admission.capacity.tokens(plane.state)[0] == 0
 
 
 def test_fair_sends_no_prompt_where_others_are_pending() -> None:

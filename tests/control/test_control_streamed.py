@@ -37,9 +37,9 @@ def figures(made: ControlPlane) -> dict[str, Any]:
     """What tokens change."""
     return {
         "columns": made.state.columns.decode_tokens.tolist(),
-        "loads": {name: load.tokens for name, load in made.state.loads.items()},
-        "flow": made.watch.estimator.sampler.tokens.tolist(),
-        "room": made.desk.room.held(made.state).tolist(),
+        "loads": {name: load.tokens for name, load in made.state.requests.items()},
+        "flow": made.tracker.latency_model.sampler.tokens.tolist(),
+        "room": made.admission.capacity.tokens(made.state).tolist(),
     }
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from msgspec.structs import fields
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.assessment import Assessment
 from pigou.control.journal import (
     JournalEntry,
     JournalError,
@@ -47,12 +46,13 @@ from pigou.control.messages import (
 )
 from pigou.control.plane import ControlPlane
 from pigou.control.prefix_index import PrefixIndex
+from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 from pigou.request import SECOND, FinishReason, Rehearsed, Request, Role, Worker
 from pigou.wire.kv_event_decoding import Cleared, Removed, Stored
 
-FOUND = Assessment(PriceOfAnarchy(*[Estimate(1.5, 1.25, 2.0)] * 4, (0, 2)), 3.25, 40)
+FOUND = PoAEstimate(PriceOfAnarchy(*[Estimate(1.5, 1.25, 2.0)] * 4, (0, 2)), 3.25, 40)
 SAMPLES: dict[type, Recorded] = {
     type(each): each
     for each in (
@@ -309,10 +309,10 @@ def test_looking_at_the_fleet_changes_no_estimate() -> None:
     for plane in planes:
         plane.observe(WorkerUp(Worker("w", "")), 1)
         assert isinstance(plane.submit(Request("r", 64, 9), 2), Route)
-        plane.watch.estimates(3)
+        plane.tracker.estimates(3)
     planes[0].status(SECOND // 200)
     planes[0].status(SECOND)
-    looked, not_looked = (plane.watch.estimates(SECOND // 150) for plane in planes)
+    looked, not_looked = (plane.tracker.estimates(SECOND // 150) for plane in planes)
     assert looked.arrivals.tolist() == not_looked.arrivals.tolist()
 
 

@@ -29,17 +29,17 @@ def run(policy: str, fleet: dict[Role, list[Ideal]], rate: float, seconds: float
 def test_speeds_of_a_disaggregated_fleet_are_learned() -> None:
     fast, slow = Ideal(LAW, 2e-4, 0.003), Ideal(LatencyLaw(0.001, 0.03), 3e-4)
     model = run("least-loaded", {Role.PREFILL: [fast], Role.DECODE: [Ideal(LAW), slow]}, 5, 60)
-    found = model.plane.watch.estimates(model.now)
+    found = model.plane.tracker.estimates(model.now)
     assert found.prefill_token[0] == pytest.approx(2e-4, rel=0.05)
     assert found.prefill_base[0] == pytest.approx(0.003, rel=0.3)
     for row, worker in ((1, LAW), (2, slow.law)):
-        seen = float(model.plane.watch.state.columns.served[row]) / 60 * 100 * worker(5.0)
+        seen = float(model.plane.tracker.state.columns.served[row]) / 60 * 100 * worker(5.0)
         assert found.law(row)(seen) == pytest.approx(worker(seen), rel=0.1)
 
 
 def test_the_expected_output_follows_what_requests_generate() -> None:
     model = run("least-loaded", {Role.BOTH: [Ideal(LAW)]}, 4, 40)
-    estimator = model.plane.watch.estimator
+    estimator = model.plane.tracker.latency_model
     assert estimator.expected_output(10_000) == pytest.approx(100, rel=0.1)
     assert estimator.expected_output(10) == 10
 

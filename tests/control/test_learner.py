@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pigou.control.regimes.bandit import Bandit, BanditConfig, DiscountedUCB
-from pigou.control.regimes.parameters import Finish
-from pigou.control.saturation.regime import Sample
+from pigou.control.regimes.parameters import E2ESample
+from pigou.control.saturation.regime import TTFTSample
 from pigou.request import SECOND
 
 
@@ -50,7 +50,7 @@ def play(one: Bandit, best: int, seconds: int, start: int, seed: int) -> np.ndar
         setting = one.parameters(now).setting
         used[setting] += 1
         one.observe(
-            now, Finish(10 * (1 + abs(setting - best)) * rng.lognormal(0, 0.3), 10, setting)
+            now, E2ESample(10 * (1 + abs(setting - best)) * rng.lognormal(0, 0.3), 10, setting)
         )
     return used / used.sum()
 
@@ -66,7 +66,7 @@ def test_the_setting_with_short_latencies_is_kept_to_as_it_changes(seed: int) ->
 def test_a_setting_holds_for_an_epoch() -> None:
     one = Bandit(BanditConfig(epoch=SECOND), np.random.default_rng(0))
     first = one.parameters(0)
-    one.observe(1, Finish(1.0, 1.0, first.setting))
+    one.observe(1, E2ESample(1.0, 1.0, first.setting))
     assert one.parameters(SECOND - 1) == first
     assert one.parameters(SECOND) != first
 
@@ -74,9 +74,9 @@ def test_a_setting_holds_for_an_epoch() -> None:
 def test_late_outcomes_are_credited_to_their_own_setting() -> None:
     one = Bandit(BanditConfig(epoch=SECOND), np.random.default_rng(0))
     old = one.parameters(0).setting
-    one.observe(1, Finish(1.0, 1.0, old))
+    one.observe(1, E2ESample(1.0, 1.0, old))
     new = one.parameters(SECOND).setting
-    one.observe(SECOND + 1, Finish(9.0, 1.0, old))
+    one.observe(SECOND + 1, E2ESample(9.0, 1.0, old))
     one.parameters(2 * SECOND)
     assert one.arms.pulls[old] > 1
     assert one.arms.pulls[new] == 0
@@ -92,7 +92,7 @@ def test_only_the_outcome_that_was_asked_for_counts(reward: str) -> None:
     one = Bandit(BanditConfig(reward=reward), np.random.default_rng(0))
     setting = one.parameters(0).setting
     one.observe(
-        1, Sample(5.0, setting=setting) if reward == "latency" else Finish(5.0, 1.0, setting)
+        1, TTFTSample(5.0, setting=setting) if reward == "latency" else E2ESample(5.0, 1.0, setting)
     )
     one.parameters(10 * SECOND)
     assert not one.arms.pulls.any()
@@ -101,6 +101,6 @@ def test_only_the_outcome_that_was_asked_for_counts(reward: str) -> None:
 def test_outcomes_of_no_setting_are_refused() -> None:
     one = Bandit(BanditConfig(), np.random.default_rng(0))
     with pytest.raises(ValueError, match="setting is 99"):
-        one.observe(0, Finish(1.0, 1.0, 99))
+        one.observe(0, E2ESample(1.0, 1.0, 99))
     with pytest.raises(ValueError, match="unloaded is 0"):
-        one.observe(0, Finish(1.0, 0.0, 0))
+        one.observe(0, E2ESample(1.0, 0.0, 0))

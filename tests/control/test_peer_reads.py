@@ -144,7 +144,7 @@ def test_an_idle_worker_reads_what_a_busy_one_has() -> None:
     assert read is not None
     assert (read.worker, read.depth, read.tokens) == ("w0", 1600, 1600)
     assert (route.choice.cached, route.choice.computed) == (0, 1600)
-    assert made.state.loads["r"].uncached == 8
+    assert made.state.requests["r"].uncached == 8
     why = made.decision("r")
     assert why.reads is not None
     assert why.read[why.chosen] == 1600

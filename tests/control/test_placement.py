@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pigou.config import ControlConfig
-from pigou.control.cache_monitor import BEAT, LEAST
-from pigou.control.caching_game import Fleet, Placement, Prefixes, Prompt, place
+from pigou.control.cache_monitor import BEAT, MIN_PROMPTS
+from pigou.control.caching_game import CachingFleet, Placement, Prefixes, Prompt, caching_game
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import CacheChanged, Ended, LoadReport, WorkerUp
 from pigou.control.plane import ControlPlane
@@ -24,10 +24,10 @@ def chain(first: int, blocks: int) -> np.ndarray:
     return np.arange(first, first + blocks, dtype=np.uint64)
 
 
-def fleet(workers: int, blocks: float, link: float = math.inf) -> Fleet:
+def fleet(workers: int, blocks: float, link: float = math.inf) -> CachingFleet:
     ids = [f"w{row}" for row in range(workers)]
     known = Estimates.prior(workers)
-    return Fleet(ids, SIZE, np.full(workers, blocks), known, np.full(workers, link))
+    return CachingFleet(ids, SIZE, np.full(workers, blocks), known, np.full(workers, link))
 
 
 def prompt(worker: int, keys: np.ndarray, cached: int, known: int | None = None) -> Prompt:
@@ -50,9 +50,9 @@ def holding(held: dict[int, list[int]], workers: int, tier: int = 0):  # type: i
 
 
 def judged(
-    window: list[Prompt], members: Fleet, held: dict[int, list[int]], tier: int = 0
+    window: list[Prompt], members: CachingFleet, held: dict[int, list[int]], tier: int = 0
 ) -> Placement:
-    found = place(window, members, holding(held, len(members.workers), tier))
+    found = caching_game(window, members, holding(held, len(members.workers), tier))
     assert found is not None
     return found
 
@@ -179,7 +179,7 @@ def stored(keys: np.ndarray) -> CacheChanged:
 def test_without_kv_events_there_is_no_figure() -> None:
     for events in (False, True):
         made = plane(events)
-        for k in range(LEAST):
+        for k in range(MIN_PROMPTS):
             ask(made, f"r{k}", chain(1, 8), 0)
         made.tick(0)
         made.tick(BEAT)
@@ -209,7 +209,7 @@ def test_evicted_are_blocks_that_leave_the_device_and_prices_are_told_around_the
     made = plane()
     often = chain(1, 8)
     made.observe(stored(often), 0)
-    for k in range(LEAST):
+    for k in range(MIN_PROMPTS):
         ask(made, f"r{k}", often, 0)
     made.tick(0)
     made.tick(BEAT)

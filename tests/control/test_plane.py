@@ -34,7 +34,7 @@ ROLES = [Role.PREFILL, Role.DECODE, Role.BOTH]
 LIMIT = 3
 COUNTS = (
     "prefill_requests", "prefill_tokens", "prefill_pairs", "decode_requests", "decode_tokens",
-    "decoding", "coming",
+    "decoding", "pending_prefill_tokens",
 )  # fmt: skip
 
 
@@ -102,12 +102,12 @@ class Driver:
             assert state.columns.decode_tokens[row] == sum(load.tokens for load in streams)
             assert state.columns.decoding[row] == sum(load.decoding for load in streams)
             coming = sum(load.request.prompt for load in streams if not load.decoding)
-            assert state.columns.coming[row] == coming
+            assert state.columns.pending_prefill_tokens[row] == coming
             assert len(streams) <= LIMIT
-            prompts = [load for load in state.loads.values() if load.prefill == worker]
-            first = min(prompts, key=lambda load: load.routed, default=None)
-            assert state.lines.tokens[row] == (first.uncached if first else 0)
-            assert state.lines.since[row] >= (first.routed if first else 0)
+            prompts = [load for load in state.requests.values() if load.prefill == worker]
+            first = min(prompts, key=lambda load: load.routed_at, default=None)
+            assert state.backlog.tokens[row] == (first.uncached if first else 0)
+            assert state.backlog.since[row] >= (first.routed_at if first else 0)
         queued = [waiting.request.id for waiting in self.plane.queue]
         assert sorted(queued) == sorted(self.waiting), "the queue lost or invented a request"
 
@@ -174,7 +174,7 @@ def test_load_is_never_negative_and_no_request_is_lost(
         driver.plane.observe(Ended(key, FinishReason.ERROR), driver.now)
     driver.now += 60 * SECOND
     driver.plane.tick(driver.now)
-    assert not driver.plane.state.loads or driver.plane.state.workers
+    assert not driver.plane.state.requests or driver.plane.state.workers
     assert len(driver.plane.queue) == 0
 
 

@@ -30,17 +30,17 @@ def fleet(roles: dict[Role, list[Ideal]], rate: float = 4.0) -> ModelFleet:
 def test_it_is_unknown_once_traffic_has_stopped_for_a_minute() -> None:
     model = fleet({Role.BOTH: [Ideal(LAW), Ideal(LAW)]})
     plane, now = model.plane, model.now
-    assert plane.status(now).assessment is not None
+    assert plane.status(now).poa is not None
     assert plane.status(now).unknown == ""
     status = plane.status(now + 90 * SECOND)
-    assert status.assessment is None
+    assert status.poa is None
     assert "0 requests ended in the last 60 s" in status.unknown
-    assert plane.status(now).assessment is not None, "asking changes nothing"
+    assert plane.status(now).poa is not None, "asking changes nothing"
 
 
 def test_it_is_unknown_before_enough_requests_ended() -> None:
     status = ControlPlane(ControlConfig()).status(SECOND)
-    assert status.assessment is None
+    assert status.poa is None
     assert "at least 20" in status.unknown
 
 
@@ -49,7 +49,7 @@ def test_it_is_unknown_while_a_worker_is_down() -> None:
     plane, now = model.plane, model.now
     plane.observe(WorkerDown("both-1"), now)
     status = plane.status(now)
-    assert status.assessment is None
+    assert status.poa is None
     assert "both-1 is down" in status.unknown
     plane.observe(WorkerUp(Worker("both-1", "u")), now)
     assert plane.status(now).unknown == ""
@@ -58,7 +58,7 @@ def test_it_is_unknown_while_a_worker_is_down() -> None:
 def test_a_better_split_is_named_with_what_it_saves() -> None:
     slow = [Ideal(LAW, 6e-4) for _ in range(4)]
     model = fleet({Role.PREFILL: slow[:1], Role.DECODE: slow[1:]}, 2.8)
-    found = model.plane.status(model.now).assessment
+    found = model.plane.status(model.now).poa
     assert found is not None
     assert found.split is not None
     assert "prefill-0" in found.split.prefill
@@ -72,7 +72,7 @@ def test_a_better_split_is_named_with_what_it_saves() -> None:
 
 def test_the_present_split_is_not_offered_as_a_better_one() -> None:
     found = fleet({Role.BOTH: [Ideal(LAW), Ideal(LAW)]})
-    assessment = found.plane.status(found.now).assessment
+    assessment = found.plane.status(found.now).poa
     assert assessment is not None
     assert assessment.split is None
 

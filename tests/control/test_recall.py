@@ -207,7 +207,7 @@ def test_a_request_that_waits_inside_a_worker_is_shed_when_its_time_is_over() ->
     driver.tick(61 * SECOND)
     assert driver.shed == {"r4", "r5", "r6", "r7"}
     driver.tick(62 * SECOND)
-    assert len(driver.plane.state.loads) == 4
+    assert len(driver.plane.state.requests) == 4
 
 
 def test_a_prompt_that_takes_long_is_not_shed() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pigou.config import ConfigError
 from pigou.control.regimes.bandit import Bandit
-from pigou.control.regimes.parameters import Finish, Parameters, Setting
+from pigou.control.regimes.parameters import E2ESample, Parameters, RoutingSetting
 from pigou.control.regimes.routing_controllers import (
     Interpolated,
     InterpolatedConfig,
@@ -22,7 +22,7 @@ from pigou.control.regimes.routing_controllers import (
     controller_config,
 )
 from pigou.control.saturation.cusum_detector import CusumDetector
-from pigou.control.saturation.regime import Regime, Sample
+from pigou.control.saturation.regime import Regime, TTFTSample
 
 
 class Fixed:
@@ -33,7 +33,7 @@ class Fixed:
         self.signal = signal
         self.thresholds = (0.3, 2.7)
 
-    def update(self, now: int, sample: Sample) -> Regime:
+    def update(self, now: int, sample: TTFTSample) -> Regime:
         return self.regime
 
     def tick(self, now: int, waiting: int) -> Regime:
@@ -69,9 +69,9 @@ def test_interpolation_is_continuous_and_monotone(signal: float, factor: float) 
 
 
 def test_static_says_the_same_whatever_happens() -> None:
-    one = Static(StaticConfig(setting=Setting(temperature=0.5, overlap_weight=2.0)))
-    one.observe(0, Finish(3.0))
-    one.observe(0, Sample(3.0))
+    one = Static(StaticConfig(setting=RoutingSetting(temperature=0.5, overlap_weight=2.0)))
+    one.observe(0, E2ESample(3.0))
+    one.observe(0, TTFTSample(3.0))
     assert one.parameters(0) == one.parameters(10**12) == Parameters(0.5, 2.0)
 
 

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from routing_fleets import alone, cheapest, product, split
 
 from pigou.control.latency_model.estimates import Estimates
-from pigou.control.lines import Lines
 from pigou.control.routing.policy import GROUP, Priced, load
 from pigou.control.routing.pool_policy import PoolPolicy
 from pigou.control.routing.selection import select
 from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.state import PrefillBacklog
 from pigou.request import Request
 
 NAMES = sorted(entry_points(group=GROUP).names)
@@ -49,13 +49,13 @@ COLUMNS = {
 
 
 @st.composite
-def lines(draw: st.DrawFn, workers: int) -> Lines:
+def lines(draw: st.DrawFn, workers: int) -> PrefillBacklog:
     """Prompts that are under way."""
-    found = Lines()
+    found = PrefillBacklog()
     for row in range(workers):
         found.up()
         tokens, since = draw(st.integers(1, 5000)), draw(st.integers(0, 100))
-        found.join(row, "r", tokens, tokens * tokens // 2, since)
+        found.add(row, "r", tokens, tokens * tokens // 2, since)
     return found
 
 
@@ -103,16 +103,16 @@ def shuffled(fleet: FleetView, order: np.ndarray) -> FleetView:
     )  # fmt: skip
 
 
-def lined(before: Lines | None, order: np.ndarray) -> Lines:
+def lined(before: PrefillBacklog | None, order: np.ndarray) -> PrefillBacklog:
     """The same prompts, those of worker `order[i]` at row i."""
     assert before is not None
-    found = Lines()
+    found = PrefillBacklog()
     for row in order:
         found.up()
         tokens, pairs, since = (
             getattr(before, name).item(row) for name in ("tokens", "pairs", "since")
         )
-        found.join(len(found.tokens) - 1, "r", tokens, pairs, since)
+        found.add(len(found.tokens) - 1, "r", tokens, pairs, since)
     return found
 
 

@@ -24,7 +24,7 @@ from pigou.control.saturation.polled_detectors import (
     SecondDifference,
     SecondDifferenceConfig,
 )
-from pigou.control.saturation.regime import Detector, Latches, Regime, Sample
+from pigou.control.saturation.regime import Detector, Latches, Regime, TTFTSample
 from pigou.request import SECOND
 
 POLL = 5 * SECOND
@@ -40,7 +40,7 @@ def polls(found: Detector, values: list[float], start: int = 0) -> list[Regime]:
     """Give one first token in the middle of each poll; return the regimes after each window."""
     out = []
     for i, ttft in enumerate(values):
-        found.update(start + i * POLL + POLL // 2, Sample(ttft))
+        found.update(start + i * POLL + POLL // 2, TTFTSample(ttft))
         out.append(found.tick(start + (i + 1) * POLL, 1))
     return out
 
@@ -95,7 +95,7 @@ def test_an_idle_fleet_is_below(name: str) -> None:
         crowd = 1 if i < 100 else i - 99
         setting = int(rng.integers(2))
         one.update(
-            now, Sample(0.1 * crowd**1.5 * (1 + 3 * setting), 100, crowd, crowd - 1, setting)
+            now, TTFTSample(0.1 * crowd**1.5 * (1 + 3 * setting), 100, crowd, crowd - 1, setting)
         )
     busy = one.tick(now + SECOND, 1)
     assert one.tick(now + 20 * SECOND, 0) is busy
@@ -137,7 +137,7 @@ def test_the_second_difference_of_a_parabola_is_twice_its_coefficient() -> None:
     one = SecondDifference(SecondDifferenceConfig(theta1=0.5, theta2=50.0))
     one.tick(0, 1)
     for i, load in enumerate([1, 7, 3, 12]):
-        one.update(i * POLL + 1, Sample(2.0 + 0.1 * load + 0.4 * load**2, 1, load))
+        one.update(i * POLL + 1, TTFTSample(2.0 + 0.1 * load + 0.4 * load**2, 1, load))
         one.tick((i + 1) * POLL, 1)
     assert one.signal == pytest.approx(0.8)
     assert one.regime is Regime.TRANSITION
@@ -147,7 +147,7 @@ def test_loads_that_lie_together_give_no_second_difference() -> None:
     one = SecondDifference(SecondDifferenceConfig(theta1=0.5, theta2=50.0, apart=2.0))
     one.tick(0, 1)
     for i in range(6):
-        one.update(i * POLL + 1, Sample(float(i), 1, 5 + i % 2))
+        one.update(i * POLL + 1, TTFTSample(float(i), 1, 5 + i % 2))
         one.tick((i + 1) * POLL, 1)
     assert math.isnan(one.signal)
 
@@ -156,7 +156,7 @@ def test_the_variance_is_that_of_the_means_of_settings() -> None:
     one = ConfigVariance(ConfigVarianceConfig(theta1=0.5, theta2=50.0, window=2))
     one.tick(0, 1)
     for second, (ttft, setting) in enumerate([(1.0, 0), (3.0, 0), (4.0, 1), (6.0, 2)]):
-        one.update(second * SECOND, Sample(ttft, setting=setting))
+        one.update(second * SECOND, TTFTSample(ttft, setting=setting))
     one.tick(POLL, 1)
     assert one.signal == pytest.approx(np.var([2.0, 4.0, 6.0], ddof=1))
 
@@ -168,7 +168,7 @@ def test_one_setting_has_no_variance() -> None:
 
 def queue(
     seed: int, levels: list[tuple[float, float]], speed: float = 1.0
-) -> list[tuple[int, Sample]]:
+) -> list[tuple[int, TTFTSample]]:
     """First tokens of one server, first come first served, at (seconds, utilisation) in turn."""
     rng = np.random.default_rng(seed)
     now, free, out, ends = 0.0, 0.0, [], []
@@ -181,12 +181,14 @@ def queue(
             service = speed * (0.02 + 1e-4 * tokens) * rng.lognormal(0, 0.1)
             ends = [end for end in ends if end > now]
             free = max(now, free) + service
-            out.append((round(free * SECOND), Sample(free - now, tokens, len(ends) + 1, len(ends))))
+            out.append(
+                (round(free * SECOND), TTFTSample(free - now, tokens, len(ends) + 1, len(ends)))
+            )
             ends.append(free)
     return out
 
 
-def spans(one: Detector, events: list[tuple[int, Sample]]) -> list[tuple[float, Regime]]:
+def spans(one: Detector, events: list[tuple[int, TTFTSample]]) -> list[tuple[float, Regime]]:
     """(Seconds, regime) of each change."""
     out = [(0.0, Regime.BELOW)]
     for now, sample in events:
@@ -218,7 +220,7 @@ def test_cusum_keeps_quiet_under_moderate_load() -> None:
 
 def test_cusum_needs_not_know_who_was_ahead() -> None:
     events = [
-        (now, Sample(each.ttft, each.tokens, each.load))
+        (now, TTFTSample(each.ttft, each.tokens, each.load))
         for now, each in queue(5, [(400, 0.3), (100, 1.6), (500, 0.3)])
     ]
     found = spans(CusumDetector(), events)
@@ -233,7 +235,7 @@ def test_longer_prompts_are_not_taken_for_a_queue() -> None:
         now += SECOND // 4
         tokens = int(rng.integers(100, 500)) * (1 if i < 1500 else 12)
         ttft = (0.02 + 1e-4 * tokens) * rng.lognormal(0, 0.1)
-        assert one.update(now, Sample(ttft, tokens, 1, 0)) is Regime.BELOW
+        assert one.update(now, TTFTSample(ttft, tokens, 1, 0)) is Regime.BELOW
 
 
 def test_a_slower_fleet_is_relearned() -> None:
@@ -241,7 +243,7 @@ def test_a_slower_fleet_is_relearned() -> None:
     regimes = []
     for i in range(6000):
         now += SECOND // 4
-        regimes.append(one.update(now, Sample(0.05 if i < 1000 else 0.2, 100, 1, 0)))
+        regimes.append(one.update(now, TTFTSample(0.05 if i < 1000 else 0.2, 100, 1, 0)))
     assert Regime.TRANSITION in regimes
     assert regimes[-1] is Regime.BELOW
     assert one.law(100) == pytest.approx(0.2, rel=0.2)
@@ -252,17 +254,17 @@ def test_a_few_odd_requests_are_no_change() -> None:
     for i in range(2000):
         now += SECOND // 4
         odd = i % 100 == 99
-        assert one.update(now, Sample(5.0 if odd else 0.05, 100, 1, 0)) is Regime.BELOW
+        assert one.update(now, TTFTSample(5.0 if odd else 0.05, 100, 1, 0)) is Regime.BELOW
 
 
 def test_a_first_token_at_once_is_no_error() -> None:
-    assert CusumDetector().update(0, Sample(0.0, 10, 1, 0)) is Regime.BELOW
+    assert CusumDetector().update(0, TTFTSample(0.0, 10, 1, 0)) is Regime.BELOW
 
 
 @pytest.mark.parametrize("ttft", [-1.0, math.nan, math.inf])
 def test_impossible_times_are_refused(ttft: float) -> None:
     with pytest.raises(ValueError, match="ttft is"):
-        CusumDetector().update(0, Sample(ttft))
+        CusumDetector().update(0, TTFTSample(ttft))
 
 
 @pytest.mark.parametrize(

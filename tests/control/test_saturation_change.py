@@ -19,7 +19,7 @@ def test_run_length_to_a_false_alarm_is_what_was_asked(arl: float, shift: float)
     height = cusum_threshold(arl, shift)
     lengths = []
     for _ in range(300):
-        one, count = Cusum(0.0, shift, least=1), 0
+        one, count = Cusum(0.0, shift, min_observations=1), 0
         while not one.on:
             one.update(rng.normal(-shift / 2), 1.0, height)
             count += 1
@@ -86,7 +86,7 @@ def test_the_law_is_found_under_any_share_of_waiting(share: float) -> None:
         tokens = float(rng.integers(1, 4000))
         waits = rng.random() < share
         seconds = (0.03 + 2e-4 * tokens) * rng.lognormal(0, 0.1) + waits * rng.exponential(2.0)
-        one.observe(tokens, seconds, alone=not waits, steady=True)
+        one.observe(tokens, seconds, nobody_ahead=not waits, steady=True)
     for tokens in (100, 1000, 4000):
         assert one(tokens) == pytest.approx(0.03 + 2e-4 * tokens, rel=0.1)
 
@@ -98,14 +98,14 @@ def test_the_lower_envelope_is_found_where_nobody_tells_who_waited() -> None:
         tokens = float(rng.integers(1, 4000))
         waited = rng.exponential(1.0) if rng.random() < 0.5 else 0.0
         seconds = (0.03 + 2e-4 * tokens) * rng.lognormal(0, 0.1) + waited
-        one.observe(tokens, seconds, alone=None, steady=True)
+        one.observe(tokens, seconds, nobody_ahead=None, steady=True)
     assert one(1000) == pytest.approx(0.23, rel=0.35)
 
 
 def test_a_long_saturation_is_not_learned_as_normal() -> None:
     one = UnloadedLaw()
     for _ in range(200):
-        one.observe(100, 0.05, alone=True, steady=True)
+        one.observe(100, 0.05, nobody_ahead=True, steady=True)
     for _ in range(20_000):
-        one.observe(100, 5.0, alone=False, steady=False)
+        one.observe(100, 5.0, nobody_ahead=False, steady=False)
     assert one(100) == pytest.approx(0.05, rel=0.01)

@@ -8,13 +8,13 @@ from model_fleet import Ideal, ModelFleet, poisson
 
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.latency_model.estimates import Estimates
-from pigou.control.lines import Lines
 from pigou.control.messages import Route, WorkerUp
 from pigou.control.plane import ControlPlane
 from pigou.control.routing.policy import override
 from pigou.control.routing.toll.policy import Toll, TollParams, stream_tolls
 from pigou.control.routing.toll.queue import delay_weight, delayed_prompts
 from pigou.control.routing.view import Candidates, FleetView
+from pigou.control.state import PrefillBacklog
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Request, Role, Worker
 
@@ -80,10 +80,10 @@ def test_a_stream_costs_what_reading_its_tokens_takes_of_all_steps_beside_it() -
 
 
 def test_the_prompt_under_way_is_as_far_as_the_time_since_it_began() -> None:
-    lines, request, offered = Lines(), Request("r", 1000, 100), pairs((-1, 0), (-1, 1))
+    lines, request, offered = PrefillBacklog(), Request("r", 1000, 100), pairs((-1, 0), (-1, 1))
     for row, since in enumerate((10, 2)):
         lines.up()
-        lines.join(row, "under way", 1950, 0, since * SECOND)
+        lines.add(row, "under way", 1950, 0, since * SECOND)
     waiting = {"estimates": known(2), "prefill_requests": [2, 2], "prefill_tokens": [4900, 4900]}
     for late, left in ((0.0, 0.5), (0.15, 0.35), (0.2, 0.3), (60.0, 0.3)):
         now = 10 * SECOND + round(late * SECOND)

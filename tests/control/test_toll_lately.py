@@ -195,7 +195,7 @@ def test_explaining_decisions_changes_none() -> None:
         fleet = {Role.PREFILL: [Ideal(LAW)], Role.DECODE: [Ideal(LAW)] * 2}
         model = ModelFleet(plane, fleet)
         model.run(poisson(8, 20, 1, (200, 4000), (50, 150)))
-        served.append(plane.watch.state.columns.served.tolist())
+        served.append(plane.tracker.state.columns.served.tolist())
     assert served[0] == served[1]
 
 

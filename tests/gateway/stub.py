@@ -314,7 +314,7 @@ class Fleet:
         ups = self.plane_driver.upstreams.values()
         return (
             all((c == 0).all() for c in counts)
-            and not self.plane_driver.plane.state.loads
+            and not self.plane_driver.plane.state.requests
             and self.plane_driver.queued == 0
             and all(up.inflight == 0 for up in ups)
         )

@@ -9,9 +9,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pigou.config import ControlConfig
-from pigou.control.assessment import Assessment, Split
 from pigou.control.messages import WorkerUp
 from pigou.control.plane import ControlPlane
+from pigou.control.price_of_anarchy import PoAEstimate, Split
 from pigou.control.status import Status
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 from pigou.gateway import prices_api
@@ -20,7 +20,7 @@ from pigou.gateway.status_api import FleetStatus, WorkerRow
 from pigou.request import Worker
 
 GAIN = Estimate(1.5, 1.25, 2.0)
-FOUND = Assessment(
+FOUND = PoAEstimate(
     PriceOfAnarchy(GAIN, Estimate(1.0, 1.0, 1.0), GAIN, Estimate(1.0, 1.0, 1.0), (0, 1)),
     3.0,
     40,
@@ -35,8 +35,8 @@ def plane() -> ControlPlane:
     return made
 
 
-def status(assessment: Assessment | None, why: str = "") -> Status:
-    return replace(plane().status(1), assessment=assessment, unknown=why)
+def status(assessment: PoAEstimate | None, why: str = "") -> Status:
+    return replace(plane().status(1), poa=assessment, unknown=why)
 
 
 def metrics(found: Status) -> str:
@@ -75,10 +75,10 @@ def test_a_worker_of_the_fleet_that_is_not_up_makes_it_unknown() -> None:
     made, rows = plane(), [WorkerRow(id="w", url="", role="both", state="up", kind="local")]
     made.status = lambda now: status(FOUND)  # type: ignore[method-assign, assignment]
     fleet_status = FleetStatus(PlaneDriver(made), lambda: rows)
-    assert fleet_status.prices()[0].assessment is FOUND
+    assert fleet_status.prices()[0].poa is FOUND
     for state in ("starting", "down", "backoff"):
         rows[1:] = [WorkerRow(id="other", url="", role="both", state=state, kind="attached")]
         found, prices = fleet_status.prices()
-        assert found.assessment is None
+        assert found.poa is None
         assert "other" in found.unknown
         assert all(math.isnan(each.poa) for each in prices)

@@ -78,7 +78,7 @@ async def test_each_sequence_becomes_a_choice(path: str, body: Any, total: int) 
         assert texts(chunks) == dict.fromkeys(range(total), whole_text(4))
         assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
         await fleet.settle()
-        assert fleet.plane_driver.plane.queue.shares.requests == 0
+        assert fleet.plane_driver.plane.queue.quota.requests == 0
 
 
 async def test_usage_counts_each_prompt_once_and_each_output() -> None:
@@ -120,7 +120,7 @@ async def test_few_sequences_of_a_request_are_at_the_workers_at_once(stream: boo
         ask = events if stream else post
         going = asyncio.create_task(ask(fleet, TEXT, body))
         await eventually(lambda: stub.active == 3)
-        assert fleet.plane_driver.plane.queue.shares.requests == 37
+        assert fleet.plane_driver.plane.queue.quota.requests == 37
         assert len(stub.seen) == 3
         held.set()
         await going
@@ -154,7 +154,7 @@ async def test_a_client_that_leaves_ends_all_its_sequences() -> None:
         await eventually(lambda: stub.active == 2)
         going.cancel()
         await eventually(fleet.idle)
-        assert fleet.plane_driver.plane.queue.shares.requests == 0
+        assert fleet.plane_driver.plane.queue.quota.requests == 0
         await eventually(lambda: stub.active == 0)
         assert len(stub.seen) == 2
 

@@ -62,7 +62,9 @@ async def test_a_stream_that_has_begun_is_never_timed_out() -> None:
             post(fleet, {"prompt": "x", "stream": True, "max_tokens": 8, "priority": 0})
         )
         await eventually(
-            lambda: any(load.first for load in fleet.plane_driver.plane.state.loads.values())
+            lambda: any(
+                load.first_token_at for load in fleet.plane_driver.plane.state.requests.values()
+            )
         )
         fleet.plane_driver.observe(LoadReport("a", 0, 1, 0.5))
         status, text, _ = await going

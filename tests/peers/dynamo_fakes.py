@@ -10,9 +10,9 @@ from typing import Any
 
 from aiohttp import web
 
-from pigou.control.regimes.parameters import Finish
+from pigou.control.regimes.parameters import E2ESample
 from pigou.control.regimes.routing_controllers import RegimeConfig, RegimeController, RegimeTable
-from pigou.control.saturation.regime import Regime, Sample
+from pigou.control.saturation.regime import Regime, TTFTSample
 from pigou.integrations.dynamo.steering import Steering, Trip
 
 TEMPERATURE = "router_temperature"
@@ -94,7 +94,7 @@ class ScriptedDetector:
     def __init__(self, regime: Regime) -> None:
         self.regime = regime
 
-    def update(self, now: int, sample: Sample) -> Regime:
+    def update(self, now: int, sample: TTFTSample) -> Regime:
         return self.regime
 
     def tick(self, now: int, waiting: int) -> Regime:
@@ -116,11 +116,11 @@ class ScriptedSteering(Steering):
         self.heard.append("arrived")
         return super().arrive(now)
 
-    def first_token(self, now: int, sample: Sample) -> None:
+    def first_token(self, now: int, sample: TTFTSample) -> None:
         self.heard.append("first")
         super().first_token(now, sample)
 
-    def end(self, now: int, finish: Finish | None) -> None:
+    def end(self, now: int, finish: E2ESample | None) -> None:
         self.heard.append("ended" if finish else "left")
         super().end(now, finish)
 

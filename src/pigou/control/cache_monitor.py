@@ -1,4 +1,4 @@
-"""Caching: how full the fleet's memory is, what was evicted, and the game of what lies where."""
+"""The cache monitor: occupancy of the fleet's memory, evictions, and the caching game."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.caching_game import Fleet, Placement, Prompt, place
+from pigou.control.caching_game import CachingFleet, Placement, Prompt, caching_game
 from pigou.control.latency_model.estimates import PRIOR_FETCH, PRIOR_TRANSFER, Estimates
 from pigou.control.prefix_index import PrefixIndex
-from pigou.control.state import Columns, State
+from pigou.control.state import Columns, FleetState
 from pigou.request import SECOND, Request
 
 Floats = NDArray[np.float64]
 
-#: A game has the last so many prompts, each of which counts half as much a minute later.
+#: A game has the last prompts, this many; each counts half as much a minute later.
 WINDOW = 192
 HALF_LIFE = 60 * SECOND
 #: Nanoseconds between two looks at what is evicted and how full the fleet is.
@@ -28,17 +28,17 @@ BEAT = 5 * SECOND
 #: the first after fewer.
 PROMPTS = 512
 PERIOD = 60 * SECOND
-LEAST = 20
+MIN_PROMPTS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Caching:
-    """What there is to say of the fleet's memory.
+class CacheStatus:
+    """Occupancy, evictions and placement of the fleet's caches.
 
     Attributes:
         rho: of each worker, active blocks over device blocks (`occupancy`), (workers,); NaN
             where a worker did not say how many it has.
-        fleet_rho: of those that did together; NaN where none did.
+        fleet_rho: of those that said so, together; NaN where none did.
         evicted: blocks that left the device for others, since the start, as KV events tell.
         rate: of them in a second, over the last beat.
         first_eviction: seconds from the start to the first of them; NaN before.
@@ -57,18 +57,18 @@ class Caching:
     after: float
 
 
-class CachingWatch:
-    """Follows the caches of the workers that publish events; the others have no part in it.
+class CacheMonitor:
+    """Follows the caches of the workers that publish KV events; others have no part in it.
 
     Attributes:
         placement: the last game.
-        most_rho: the most that the fleet's rho was, at any beat; NaN before.
+        max_rho: highest rho of the fleet at any beat; NaN before.
         games: that were played.
     """
 
     def __init__(self) -> None:
         self.placement: Placement | None = None
-        self.most_rho = math.nan
+        self.max_rho = math.nan
         self.games = 0
         self._prompts: deque[tuple[int, str, Request, int, int]] = deque(maxlen=WINDOW)
         self._new = 0
@@ -79,15 +79,15 @@ class CachingWatch:
     def routed(self, worker: str, request: Request, cached: int, known: int, now: int) -> None:
         """A prompt was sent to the worker that is to compute it.
 
-        That has `cached` tokens of it, and the worker with the most has `known`.
+        That worker has `cached` tokens of it; `known` is the highest number that any has.
         """
         self._prompts.append((now, worker, request, cached, known))
         self._new += 1
 
     def tick(
-        self, state: State, index: PrefixIndex, known: Callable[[], Estimates], now: int
+        self, state: FleetState, index: PrefixIndex, known: Callable[[], Estimates], now: int
     ) -> None:
-        """Let time pass: look at evictions and memory now and then, and play the game seldom."""
+        """Let time pass: every beat look at evictions and memory, and seldom play the game."""
         if self._begun < 0:
             self._begun = self._beat = self._played = now
         if now - self._beat < BEAT:
@@ -98,15 +98,17 @@ class CachingWatch:
         if evicted and not self._evicted:
             self._first = (now - self._begun) / SECOND
         self._evicted = evicted
-        self.most_rho = float(np.fmax(self.most_rho, _together(state)))
-        late = now - self._played >= PERIOD or (not self.games and len(self._prompts) >= LEAST)
+        self.max_rho = float(np.fmax(self.max_rho, _together(state)))
+        late = now - self._played >= PERIOD or (
+            not self.games and len(self._prompts) >= MIN_PROMPTS
+        )
         if self._new and (late or self._new >= PROMPTS):
             self._played, self._new = now, 0
             self._play(state, index, known(), now)
 
-    def status(self, state: State) -> Caching:
-        """Return what there is to say."""
-        return Caching(
+    def status(self, state: FleetState) -> CacheStatus:
+        """Return the present state of the caches."""
+        return CacheStatus(
             rho=occupancy(state.columns),
             fleet_rho=_together(state),
             evicted=self._evicted,
@@ -118,79 +120,85 @@ class CachingWatch:
         )
 
     def summary(self, index: PrefixIndex) -> dict[str, float | int | None]:
-        """Return what there was, for a document: None where nothing is known."""
-        found: dict[str, float | int | None] = {
+        """Return the figures of the whole run; None where one is not known."""
+        figures: dict[str, float | int | None] = {
             name: value if math.isfinite(value) else None
             for name, value in (
-                ("rho_max", self.most_rho),
+                ("rho_max", self.max_rho),
                 ("first_eviction_s", self._first),
                 ("poa_before_eviction", self._before),
                 ("poa_after_eviction", self._after),
             )
         }
-        return {"evicted_blocks": index.removed, "games": self.games, **found}
+        return {"evicted_blocks": index.removed, "games": self.games, **figures}
 
-    def _play(self, state: State, index: PrefixIndex, known: Estimates, now: int) -> None:
+    def _play(self, state: FleetState, index: PrefixIndex, known: Estimates, now: int) -> None:
         """Play the game of the workers whose caches are known; their blocks are of one size."""
-        told = [row for row, each in enumerate(state.workers) if each.events and each.blocks]
-        if not told:
+        published = [
+            row for row, worker in enumerate(state.workers) if worker.events and worker.blocks
+        ]
+        if not published:
             return
-        size = Counter(state.workers[row].block_size for row in told).most_common(1)[0][0]
-        rows = [row for row in told if state.workers[row].block_size == size]
+        size = Counter(state.workers[row].block_size for row in published).most_common(1)[0][0]
+        rows = [row for row in published if state.workers[row].block_size == size]
         ids = tuple(state.ids[row] for row in rows)
         table = Estimates(known.table[:, rows])
         links = np.minimum(
-            _seen(table.transfer_token, PRIOR_TRANSFER[1]),
-            _seen(table.fetch_token, PRIOR_FETCH[1]),
+            _learned(table.transfer_token, PRIOR_TRANSFER[1]),
+            _learned(table.fetch_token, PRIOR_FETCH[1]),
         )
         capacity = state.columns.blocks[rows].astype(np.float64)
-        fleet = Fleet(ids, size, capacity, table, links)
-        found = place(self._window(size, now), fleet, partial(index.overlaps, ids))
-        if found is None:
+        fleet = CachingFleet(ids, size, capacity, table, links)
+        placement = caching_game(self._window(size, now), fleet, partial(index.overlaps, ids))
+        if placement is None:
             return
         self.games += 1
-        self.placement = found
+        self.placement = placement
         if not self._evicted:
-            self._before = found.poa
+            self._before = placement.poa
         elif math.isnan(self._after):
-            self._after = found.poa
+            self._after = placement.poa
 
     def _window(self, size: int, now: int) -> Iterator[Prompt]:
         """Yield the last prompts, in blocks of this size."""
         for at, worker, request, cached, known in self._prompts:
             keys = request.keys_of(size)
-            # Of a prompt that is there as a whole one token is left to compute, not a block.
-            have, had = -(-cached // size), -(-known // size)
+            # Of a prompt that is cached as a whole one token is left to compute, not a block.
+            cached_blocks, known_blocks = -(-cached // size), -(-known // size)
             weight = 0.5 ** ((now - at) / HALF_LIFE)
-            yield Prompt(worker, request.prompt, keys, have, max(have, had), weight)
+            yield Prompt(
+                worker, request.prompt, keys, cached_blocks, max(cached_blocks, known_blocks),
+                weight,
+            )  # fmt: skip
 
 
 def occupancy(columns: Columns) -> Floats:
     """Return rho of each worker, its active blocks over its device blocks, (workers,).
 
-    Active are blocks of requests that run or wait there; cached ones that nobody uses are not
-    (Georgiou 2026, Proposition 5). Those that run are as the worker says (each block once); one
-    that waits will want as many as those routed there have on average, shared ones counted for
-    each. Where the worker says nothing, all are counted so. NaN where its blocks are not known.
+    Active are blocks of requests that run or wait there; cached ones without a user are not
+    (Georgiou 2026, Proposition 5). Blocks of running requests are as the worker reports (each
+    block once). A waiting one wants the mean of those routed there, shared blocks counted for each
+    request. Without a report, all are counted so. NaN where a worker's blocks are not known.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         blocks = np.where(columns.blocks > 0, columns.blocks, math.nan)
         tokens = np.maximum(columns.decode_tokens, columns.prefill_tokens)
         wanted = tokens / columns.block_size / blocks
         requests = np.maximum(columns.decode_requests, columns.prefill_requests)
-        each = wanted / np.maximum(requests, 1)
-        told = columns.running + columns.waiting > 0
-        found: Floats = np.where(told, columns.kv_usage + columns.waiting * each, wanted)
-    return found
+        mean_wanted = wanted / np.maximum(requests, 1)
+        reported = columns.running + columns.waiting > 0
+        with_waiting = columns.kv_usage + columns.waiting * mean_wanted
+        rho: Floats = np.where(reported, with_waiting, wanted)
+    return rho
 
 
-def _seen(seconds: Floats, prior: float) -> Floats:
-    """Return what was seen of a link, infinity where nothing was."""
-    found: Floats = np.where(seconds == prior, math.inf, seconds)
-    return found
+def _learned(seconds: Floats, prior: float) -> Floats:
+    """Return what was learned of links, infinity where nothing was."""
+    links: Floats = np.where(seconds == prior, math.inf, seconds)
+    return links
 
 
-def _together(state: State) -> float:
+def _together(state: FleetState) -> float:
     """Return rho of all workers that said how many blocks they have; NaN where none did."""
     blocks = state.columns.blocks
     total = int(blocks.sum())

@@ -1,4 +1,4 @@
-"""The placement: what it costs that blocks lie where they lie, over what it would cost at best."""
+"""The caching game: the cost of the present placement of blocks over that of the best one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class CachingFleet:
     """What a game needs to know of the workers, in the order of the rows.
 
     Attributes:
@@ -98,8 +98,8 @@ class Fleet:
     links: Floats
 
 
-def place(
-    window: Iterable[Prompt], fleet: Fleet, look: Callable[[BlockKeys], Overlaps]
+def caching_game(
+    window: Iterable[Prompt], fleet: CachingFleet, look: Callable[[BlockKeys], Overlaps]
 ) -> Placement | None:
     """Return the caching game of a window; None where it has no prompts.
 
@@ -108,27 +108,27 @@ def place(
         fleet: the workers; prompts of others are left out.
         look: returns who holds how much of a chain, in the order of the workers.
     """
-    row = {worker: place for place, worker in enumerate(fleet.workers)}
+    row = {worker: index for index, worker in enumerate(fleet.workers)}
     tree = Prefixes()
-    own = [each for each in window if each.worker in row]
+    own = [prompt for prompt in window if prompt.worker in row]
     if not own:
         return None
     fleet = _with_slope(fleet, own)
-    for each in own:
-        tree.add(each.keys, each.worker, each.weight, each.known)
+    for prompt in own:
+        tree.add(prompt.keys, prompt.worker, prompt.weight, prompt.known)
     bare, met = _met(own, row, fleet)
-    unavoidable = bare + _new([each for each in tree.branches if each.first], row, fleet)
+    unavoidable = bare + _new([branch for branch in tree.branches if branch.first], row, fleet)
     again = [branch for branch in tree.branches if branch.again]
     if not again:
         return Placement(1.0, unavoidable, unavoidable, unavoidable, met, len(own), 0, True)
     demand = _demand(again, row)
     compute = _seconds(again, fleet)
-    most = max(1, min(OBJECTS, ENTRIES // len(fleet.workers)))
-    hottest = np.argsort(-(demand * compute).sum(axis=0), kind="stable")[:most]
+    max_objects = max(1, min(OBJECTS, ENTRIES // len(fleet.workers)))
+    hottest = np.argsort(-(demand * compute).sum(axis=0), kind="stable")[:max_objects]
     hot = [again[k] for k in hottest.tolist()]
     held, host, storage = _held(hot, look)
     demand, compute = demand[:, hottest], compute[:, hottest]
-    blocks = np.array([each.blocks for each in hot], dtype=np.float64)
+    blocks = np.array([branch.blocks for branch in hot], dtype=np.float64)
     tokens = blocks * fleet.block_size
     below = host * (1.0 - HOST) + storage * (1.0 - STORAGE)
     game = ReplicationGame(
@@ -145,14 +145,14 @@ def place(
     return Placement(poa, cost, best, unavoidable, met, len(own), len(hot), exact)
 
 
-def _with_slope(fleet: Fleet, window: Sequence[Prompt]) -> Fleet:
+def _with_slope(fleet: CachingFleet, window: Sequence[Prompt]) -> CachingFleet:
     """Return the fleet with prompts that take longer the more of them is to be computed.
 
     Speeds that were learned from prompts of one length, cached all or none, can have all seconds
     apart from the tokens; these are then spread over the tokens that prompts had to compute.
     """
     known = fleet.estimates
-    left = [each.tokens - each.cached * fleet.block_size for each in window]
+    left = [prompt.tokens - prompt.cached * fleet.block_size for prompt in window]
     computed = [tokens for tokens in left if tokens > fleet.block_size]
     if not computed:
         return fleet
@@ -168,54 +168,57 @@ def _with_slope(fleet: Fleet, window: Sequence[Prompt]) -> Fleet:
     return replace(fleet, estimates=made)
 
 
-def _met(window: Sequence[Prompt], row: dict[str, int], fleet: Fleet) -> tuple[float, float]:
+def _met(window: Sequence[Prompt], row: dict[str, int], fleet: CachingFleet) -> tuple[float, float]:
     """Return the seconds of prompts apart from their full blocks, and with those not there."""
-    rows = np.array([row[each.worker] for each in window])
-    weights = np.array([each.weight for each in window])
-    blocks = np.array([(each.cached, len(each.keys)) for each in window], dtype=np.float64)
-    tokens = np.array([each.tokens for each in window]) - blocks[:, 1] * fleet.block_size
+    rows = np.array([row[prompt.worker] for prompt in window])
+    weights = np.array([prompt.weight for prompt in window])
+    blocks = np.array([(prompt.cached, len(prompt.keys)) for prompt in window], dtype=np.float64)
+    tokens = np.array([prompt.tokens for prompt in window]) - blocks[:, 1] * fleet.block_size
     known = fleet.estimates
     bare = known.prefill_base[rows] + known.prefill_token[rows] * np.maximum(tokens, 1.0)
     return float(weights @ bare), float(weights @ (bare + _computing(fleet, rows, *blocks.T)))
 
 
-def _new(branches: Sequence[Branch], row: dict[str, int], fleet: Fleet) -> float:
+def _new(branches: Sequence[Branch], row: dict[str, int], fleet: CachingFleet) -> float:
     """Return the seconds of what came for the first time, each computed where it came."""
     if not branches:
         return 0.0
-    firsts = [each.first for each in branches if each.first]
-    rows, weights = np.array([row[each[0]] for each in firsts]), [each[1] for each in firsts]
-    return float(weights @ _computing(fleet, rows, *_ends(branches)))
+    firsts = [branch.first for branch in branches if branch.first]
+    rows = np.array([row[worker] for worker, _ in firsts])
+    weights = [weight for _, weight in firsts]
+    return float(weights @ _computing(fleet, rows, *_spans(branches)))
 
 
 def _demand(branches: Sequence[Branch], row: dict[str, int]) -> Floats:
     """Return how often each worker had each branch again, (workers, branches)."""
-    found = np.zeros((len(row), len(branches)))
-    for place, branch in enumerate(branches):
+    weights = np.zeros((len(row), len(branches)))
+    for index, branch in enumerate(branches):
         for worker, weight in branch.again.items():
-            found[row[worker], place] = weight
-    return found
+            weights[row[worker], index] = weight
+    return weights
 
 
-def _seconds(branches: Sequence[Branch], fleet: Fleet) -> Floats:
+def _seconds(branches: Sequence[Branch], fleet: CachingFleet) -> Floats:
     """Return what computing each branch takes each worker, (workers, branches)."""
     rows = np.arange(len(fleet.workers))[:, None]
-    return _computing(fleet, rows, *_ends(branches))
+    return _computing(fleet, rows, *_spans(branches))
 
 
-def _ends(branches: Sequence[Branch]) -> Floats:
+def _spans(branches: Sequence[Branch]) -> Floats:
     """Return where branches begin and end, (2, branches)."""
-    return np.array([(each.start, each.end) for each in branches], dtype=np.float64).T
+    return np.array([(branch.start, branch.end) for branch in branches], dtype=np.float64).T
 
 
-def _computing(fleet: Fleet, rows: NDArray[np.integer], first: Floats, last: Floats) -> Floats:
+def _computing(
+    fleet: CachingFleet, rows: NDArray[np.integer], first: Floats, last: Floats
+) -> Floats:
     """Return the seconds that blocks from `first` to before `last` of a prompt take workers."""
     low, high = first * fleet.block_size, np.maximum(first, last) * fleet.block_size
     known = fleet.estimates
     pairs = (high - low) * 0.5 * (low + high)
     token, pair = known.prefill_token[rows], known.prefill_pair[rows]
-    found: Floats = np.maximum(token * (high - low) + pair * pairs, 0.0)
-    return found
+    seconds: Floats = np.maximum(token * (high - low) + pair * pairs, 0.0)
+    return seconds
 
 
 def _held(
@@ -228,7 +231,7 @@ def _held(
     """
     seen = [look(branch.keys[: branch.end]).rows[:3] for branch in branches]
     runs = np.cumsum(np.stack(seen, axis=-1), axis=0)  # (tiers, workers, branches)
-    start, end = _ends(branches)
+    start, end = _spans(branches)
     parts = np.clip((runs - start) / (end - start), 0.0, 1.0)
     return parts[0], parts[1] - parts[0], parts[2] - parts[1]
 

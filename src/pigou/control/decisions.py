@@ -62,8 +62,8 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
     @property
     def cached(self) -> NDArray[np.int64]:
         """Tokens of the prompt that whoever computes it holds, (candidates,)."""
-        found: NDArray[np.int64] = self.held[self.candidates.computes]
-        return found
+        cached: NDArray[np.int64] = self.held[self.candidates.computes]
+        return cached
 
     @property
     def read(self) -> NDArray[np.int64]:
@@ -71,8 +71,8 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
         if self.reads is None:
             return np.zeros(len(self.candidates), dtype=np.int64)
         read = np.where(self.reads.source < 0, 0, self.reads.ready)
-        found: NDArray[np.int64] = read[self.candidates.computes]
-        return found
+        tokens: NDArray[np.int64] = read[self.candidates.computes]
+        return tokens
 
     @property
     def parts(self) -> dict[str, Costs]:
@@ -114,33 +114,33 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
         return float(price[self.chosen] - price.min())
 
 
-class Ledger:
+class DecisionLedger:
     """The last decisions, by request; a request that was routed again has the latest.
 
     Attributes:
-        most: that are kept; where it is 0, nobody asks why.
+        max_decisions: that are kept; 0 where no caller asks for them.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._kept: OrderedDict[str, Explanation] = OrderedDict()
+    def __init__(self, max_decisions: int) -> None:
+        self.max_decisions = max_decisions
+        self._decisions: OrderedDict[str, Explanation] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._decisions)
 
     def add(self, explanation: Explanation) -> None:
         """Keep a decision, and drop the oldest when there are too many."""
-        kept = self._kept
-        if explanation.request in kept:
-            del kept[explanation.request]  # to come last
-        kept[explanation.request] = explanation
-        if len(kept) > self.most:
-            kept.popitem(last=False)
+        decisions = self._decisions
+        if explanation.request in decisions:
+            del decisions[explanation.request]  # to come last
+        decisions[explanation.request] = explanation
+        if len(decisions) > self.max_decisions:
+            decisions.popitem(last=False)
 
     def get(self, request: str) -> Explanation | None:
         """Return the decision on a request; None when it was never made, or has been dropped."""
-        return self._kept.get(request)
+        return self._decisions.get(request)
 
     def latest(self) -> Iterator[Explanation]:
         """The decisions, the latest first."""
-        return iter(list(reversed(self._kept.values())))
+        return iter(list(reversed(self._decisions.values())))

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.assessment import Assessment
 from pigou.control.messages import (
     Action,
     Assess,
@@ -44,6 +43,7 @@ from pigou.control.messages import (
 )
 from pigou.control.plane import ControlPlane
 from pigou.control.prefix_index.block_keys import KeyedEvent
+from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import NEVER, Request
 
 #: Version of the lines that are written. It rises when a line changes its meaning.
@@ -196,8 +196,8 @@ def decode_head(line: bytes, known: Sequence[int] = (VERSION,)) -> JournalHead |
 
 def encoded_decisions(decisions: Sequence[Decision | Action]) -> list[Any]:
     """Return decisions as they are read back; what an `Assess` asks for follows from the rest."""
-    plain: list[Any] = msgspec.json.decode(_encoder.encode(_without_snapshots(decisions)))
-    return plain
+    decoded: list[Any] = msgspec.json.decode(_encoder.encode(_without_snapshots(decisions)))
+    return decoded
 
 
 def replay_call(plane: ControlPlane, entry: JournalEntry) -> tuple[list[Any], str]:
@@ -326,7 +326,7 @@ class JournalRecorder:
 
 
 def _without_snapshots(decisions: Sequence[Any]) -> list[Any]:
-    return [{"kind": "assess"} if type(each) is Assess else each for each in decisions]
+    return [{"kind": "assess"} if type(made) is Assess else made for made in decisions]
 
 
 def _without_tenure(request: Request) -> Request:
@@ -342,8 +342,8 @@ def _written(observation: Observation) -> Recorded:
             return WorkerUp(replace(worker, url=""))
         case LoadReport(worker, running, waiting, usage):
             return LoadReport(worker, running, waiting, _writable(usage))
-        case Assessed(assessment):
-            return Assessed(_finite(assessment))
+        case Assessed(poa):
+            return Assessed(_finite(poa))
         case CacheChanged():
             raise TypeError("KV events with tokens are no part of a journal: key them first")
         case _:
@@ -354,9 +354,9 @@ def _writable(value: float) -> float:
     return value if math.isfinite(value) else _NonFinite(value)
 
 
-def _finite(assessment: Assessment | None) -> Assessment | None:
-    """Return an assessment that JSON can hold, None for another; no decision depends on it."""
+def _finite(poa: PoAEstimate | None) -> PoAEstimate | None:
+    """Return an estimate that JSON can hold, None for another; no decision depends on it."""
     try:
-        return msgspec.json.decode(msgspec.json.encode(assessment), type=Assessment | None)
+        return msgspec.json.decode(msgspec.json.encode(poa), type=PoAEstimate | None)
     except msgspec.ValidationError:  # infinite parts are null in JSON
         return None

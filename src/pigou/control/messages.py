@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from pigou.control.assessment import Assessment, Snapshot
 from pigou.control.prefix_index.block_keys import KeyedEvent
+from pigou.control.price_of_anarchy import PoAEstimate, PoASnapshot
 from pigou.events import KVEvent
 from pigou.request import FinishReason, Request, Worker
 from pigou.wire.kv_event_decoding import WireEvent
@@ -198,13 +198,13 @@ class Assess(Message, frozen=True):
     the result.
     """
 
-    snapshot: Snapshot
+    snapshot: PoASnapshot
 
 
 class Assessed(Message, frozen=True):
-    """What an assessment found; None where it had nothing to compare."""
+    """The Price of Anarchy of a snapshot; None where it had nothing to compare."""
 
-    assessment: Assessment | None
+    poa: PoAEstimate | None = msgspec.field(name="assessment")
 
 
 Observation: TypeAlias = (

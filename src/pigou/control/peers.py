@@ -45,17 +45,18 @@ def price_fetches(
     if not best_sources(fleet.layout, fleet.device, fleet.prefill_tokens, open_, best):
         return None
     count, own = len(fleet.layout), fleet.cached(prompt)
-    found = RemoteFetches(
+    fetches = RemoteFetches(
         np.full(count, -1, dtype=np.int64), own.copy(), fleet.host.copy(), fleet.storage.copy(),
         np.zeros(count), np.zeros(count),
     )  # fmt: skip
     readers = choose_fetches(
         fleet.estimates.table, fleet.layout, best, fleet.device, own, fleet.block_size, prompt,
         restore, (
-            found.source, found.ready, found.host, found.storage, found.seconds, found.saves,
+            fetches.source, fetches.ready, fetches.host, fetches.storage, fetches.seconds,
+            fetches.saves,
         ),
     )  # fmt: skip
-    return found if readers else None
+    return fetches if readers else None
 
 
 def read_of(fleet: FleetView, row: int) -> Read | None:

@@ -1,4 +1,4 @@
-"""What waits inside workers: which of it has waited too long, and which goes elsewhere."""
+"""Recall: requests that wait inside workers too long, or that go to a worker that came up."""
 
 from __future__ import annotations
 
@@ -8,75 +8,77 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.state import Load, State
+from pigou.control.state import FleetState
+from pigou.control.stream_slots import RoutedRequest
 from pigou.request import SECOND
 
 #: A worker that went down is expected back within this time, in nanoseconds.
 RETURN_WITHIN = 300 * SECOND
-#: After one worker came back, the shares of those still expected are kept for this time at most.
+#: After one worker came back, the shares of those still expected are reserved this long at most.
 HOLD_SHARES = 30 * SECOND
-#: What a worker said of itself holds for this time, in nanoseconds.
+#: A load report holds for this time, in nanoseconds.
 REPORT_HOLDS = 15 * SECOND
-#: A request waits for no share any more so long before its time is over, in nanoseconds, but for
-#: three quarters of the queue timeout in any case.
+#: A request waits for no share in the last nanoseconds of the queue timeout, this many, or in its
+#: last quarter where that is shorter.
 MARGIN = 3 * SECOND
 
 
-def unstarted(state: State, worker: str) -> list[Load]:
+def without_tokens(state: FleetState, worker: str) -> list[RoutedRequest]:
     """Return the requests at a worker that have no token, those first that were sent first.
 
     A prompt that another worker has computed is not among those of its decode worker.
     """
-    found = [
-        load
-        for load in state.loads.values()
-        if not load.first
-        and load.generated == 0
-        and (load.prefill == worker or (load.decode == worker and load.prefill is None))
+    requests = [
+        routed
+        for routed in state.requests.values()
+        if not routed.first_token_at
+        and routed.generated == 0
+        and (routed.prefill == worker or (routed.decode == worker and routed.prefill is None))
     ]
-    return sorted(found, key=lambda load: load.routed)
+    return sorted(requests, key=lambda routed: routed.routed_at)
 
 
-def waits(state: State, worker: str) -> list[Load]:
+def waiting_inside(state: FleetState, worker: str) -> list[RoutedRequest]:
     """Return the requests that wait inside a worker: it has not begun them.
 
-    They are the last of those without a token, as many as the worker said that wait, but none of
-    those that it may be running. So a prompt that takes long to compute does not wait, nor does a
-    reply that is not streamed, whoever else sends requests to the worker.
+    They are the last of those without a token, as many as the worker reports as waiting, but none
+    of those that it may be running. So a prompt that takes long to compute does not wait, nor
+    does a reply that is not streamed, whatever other clients send to the worker.
     """
-    row, found = state.row[worker], unstarted(state, worker)
-    flowing = sum(
-        load.decode == worker and (load.first > 0 or load.generated > 0)
-        for load in state.loads.values()
+    row, requests = state.row[worker], without_tokens(state, worker)
+    streaming = sum(
+        routed.decode == worker and (routed.first_token_at > 0 or routed.generated > 0)
+        for routed in state.requests.values()
     )
-    begun = max(0, int(state.columns.running[row]) - flowing)
-    count = min(int(state.columns.waiting[row]), len(found) - begun)
-    return found[-count:] if count > 0 else []
+    begun = max(0, int(state.columns.running[row]) - streaming)
+    count = min(int(state.columns.waiting[row]), len(requests) - begun)
+    return requests[-count:] if count > 0 else []
 
 
-def overdue(state: State, before: int) -> Iterator[tuple[Load, str]]:
+def overdue(state: FleetState, before: int) -> Iterator[tuple[RoutedRequest, str]]:
     """Return the requests that wait inside workers and arrived by `before` (ns), and where."""
     for row in np.flatnonzero(state.columns.waiting > 0).tolist():
         worker = state.ids[row]
-        for load in waits(state, worker):
-            arrived = min(load.request.arrival or load.routed, load.routed)
-            if arrived <= before and not load.request.later:
-                yield load, worker
+        for routed in waiting_inside(state, worker):
+            if routed.arrived_at <= before and not routed.request.later:
+                yield routed, worker
 
 
-def to_move(state: State, slots: NDArray[np.int64], new: str) -> list[tuple[Load, str]]:
+def to_move(
+    state: FleetState, max_streams: NDArray[np.int64], new: str
+) -> list[tuple[RoutedRequest, str]]:
     """Return the requests without a token that a new worker should take over, and from whom.
 
-    Each worker keeps its share of all that is at workers of its kind, in proportion to its slots,
-    and the prompt that it computes now. Those that were sent last move.
+    Each worker keeps the prompt that it computes now, and its share of all requests at workers of
+    its role, in proportion to its streams. Requests that were sent last move.
 
     Args:
         state: of the workers, the new one among them.
-        slots: sequences that each runs at once, (workers,).
+        max_streams: that each runs at once, (workers,).
         new: id of the worker that came up.
     """
     columns, own = state.columns, state.row[new]
-    found: list[tuple[Load, str]] = []
+    moves: list[tuple[RoutedRequest, str]] = []
     stages = (
         (columns.decodes, columns.decode_requests),
         (columns.prefills & ~columns.decodes, columns.prefill_requests),
@@ -84,63 +86,64 @@ def to_move(state: State, slots: NDArray[np.int64], new: str) -> list[tuple[Load
     for pool, held in stages:
         if not pool[own]:
             continue
-        total, whole = int(held[pool].sum()), int(slots[pool].sum())
+        total, whole = int(held[pool].sum()), int(max_streams[pool].sum())
         for row in np.flatnonzero(pool).tolist():
-            share = math.ceil(total * int(slots[row]) / whole)
+            share = math.ceil(total * int(max_streams[row]) / whole)
             excess = int(held[row]) - share
             if row == own or excess <= 0:
                 continue
             worker = state.ids[row]
-            waiting = set(map(id, waits(state, worker)))
+            waiting = set(map(id, waiting_inside(state, worker)))
             movable = [
-                load
-                for load in unstarted(state, worker)[1:]
-                if not load.handed and (load.prefill == worker or id(load) in waiting)
+                routed
+                for routed in without_tokens(state, worker)[1:]
+                if not routed.prefill_done_at
+                and (routed.prefill == worker or id(routed) in waiting)
             ]
-            found += [(load, worker) for load in movable[-excess:]]
-    return found
+            moves += [(routed, worker) for routed in movable[-excess:]]
+    return moves
 
 
-class Returning:
-    """Workers that went down and are expected back, and the shares that are kept for them.
+class ReturningWorkers:
+    """Workers that went down and are expected back, and the shares reserved for them.
 
     While one has come back and others are still expected, each worker is given no more than its
     share of all requests, those at workers and those that wait. So the first that returns does
-    not get the whole queue. The time of this is bounded: nobody is refused for it.
+    not get the whole queue. The time of this is bounded: no request is refused for it.
     """
 
     def __init__(self, queue_timeout: int) -> None:
         self._latest = queue_timeout - min(MARGIN, queue_timeout // 4)
-        self._hold = min(HOLD_SHARES, self._latest)
+        self._share_time = min(HOLD_SHARES, self._latest)
         self._away: dict[str, tuple[int, int]] = {}
         self._until = 0
 
     def __len__(self) -> int:
         return len(self._away)
 
-    def down(self, worker: str, slots: int, now: int) -> None:
-        """A worker of so many slots went down; 0 for one that runs no streams."""
-        self._away[worker] = slots, now
+    def down(self, worker: str, max_streams: int, now: int) -> None:
+        """A worker of so many streams went down; 0 for one that runs none."""
+        self._away[worker] = max_streams, now
 
     def up(self, worker: str, now: int) -> None:
         """A worker is there, known from before or not."""
         known = self._away.pop(worker, None)
         self._forget(now)
         if known is not None and self._away:
-            self._until = now + self._hold
+            self._until = now + self._share_time
 
     def away(self, now: int) -> Mapping[str, int]:
-        """Return the slots of those that are expected back, by id."""
+        """Return the streams that each worker that is expected back runs at once, by id."""
         self._forget(now)
-        return {worker: slots for worker, (slots, _) in self._away.items()}
+        return {worker: max_streams for worker, (max_streams, _) in self._away.items()}
 
     def shares(
-        self, slots: NDArray[np.int64], requests: int, since: int, now: int
+        self, max_streams: NDArray[np.int64], requests: int, since: int, now: int
     ) -> NDArray[np.int64] | None:
         """Return the most requests that each worker is given, (workers,); None for no bound.
 
         Args:
-            slots: sequences that each runs at once, (workers,).
+            max_streams: that each runs at once, (workers,).
             requests: at workers, and waiting.
             since: when the request to be sent began to wait, in nanoseconds.
             now: nanoseconds.
@@ -150,9 +153,9 @@ class Returning:
         expected = sum(self.away(now).values())
         if not expected:
             return None
-        whole = int(slots.sum()) + expected
-        found: NDArray[np.int64] = np.ceil(requests * slots / whole).astype(np.int64)
-        return found
+        whole = int(max_streams.sum()) + expected
+        shares: NDArray[np.int64] = np.ceil(requests * max_streams / whole).astype(np.int64)
+        return shares
 
     def _forget(self, now: int) -> None:
         for worker, (_, when) in list(self._away.items()):

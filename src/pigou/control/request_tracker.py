@@ -1,4 +1,4 @@
-"""The watch: follows each routed request, and learns from it."""
+"""The request tracker: follows each routed request, and learns from it."""
 
 from __future__ import annotations
 
@@ -7,59 +7,59 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.assessment import Snapshot
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.latency_model.model import LatencyModel
 from pigou.control.messages import Choice
 from pigou.control.prefix_index import Overlaps, PrefixIndex
-from pigou.control.price_of_anarchy import Audit
-from pigou.control.regimes.parameters import Finish
+from pigou.control.price_of_anarchy import PoAEstimator, PoASnapshot, RequestTimes
+from pigou.control.regimes.parameters import E2ESample
 from pigou.control.regimes.routing_controllers import Controller, Static
 from pigou.control.routing.view import FleetView
-from pigou.control.saturation.regime import Detector, Sample
-from pigou.control.state import Load, State
+from pigou.control.saturation.regime import Detector, TTFTSample
+from pigou.control.state import FleetState
+from pigou.control.stream_slots import RoutedRequest
 from pigou.request import SECOND, Request, Worker
 
-#: Between two harvests of the estimator, in nanoseconds.
-_HARVEST = SECOND // 2
+#: Nanoseconds between two fits of the latency model to the streams.
+_FIT_EVERY = SECOND // 2
 
 
-class Watch:
-    """State, estimates and history, kept in step.
+class RequestTracker:
+    """Keeps the fleet's state, the latency model and the history in step.
 
     Attributes:
         state: the workers, and what weighs on them.
-        estimator: what is known of their speed.
-        audit: the requests that ended, for the Price of Anarchy.
-        detector: of saturation, told of first tokens.
-        controller: of the router's parameters, told of outcomes.
+        latency_model: what is known of their speed.
+        poa: the requests that ended, for the Price of Anarchy.
+        detector: of saturation; takes first tokens.
+        controller: of the router's parameters; takes first tokens and ends.
         setting: of the controller, that requests are routed under now.
     """
 
     def __init__(self, detector: Detector, controller: Controller) -> None:
-        self.state = State()
+        self.state = FleetState()
         self.detector = detector
         self.controller = controller
         self.setting = 0
-        self.estimator = LatencyModel()
-        self.audit = Audit()
-        self._silent: dict[str, int] = {}  # prompts whose end nobody will tell: when it is due
-        self._harvested = 0
-        self._usual: _Usual | None = None
+        self.latency_model = LatencyModel()
+        self.poa = PoAEstimator()
+        self._due_at: dict[str, int] = {}  # of prompts whose end no driver sees
+        self._fitted_at = 0
+        self._median_worker: _MedianWorker | None = None
 
     def up(self, worker: Worker, now: int) -> None:
         """A worker is there, or changed."""
         new = worker.id not in self.state.row
         self.state.up(worker)
         if new:
-            self.estimator.add_worker(worker.rehearsed, now)
+            self.latency_model.add_worker(worker.rehearsed, now)
 
     def down(self, worker: str) -> None:
         """A worker is gone."""
         row = self.state.down(worker)
         if row is not None:
-            self.estimator.remove_worker(row)
-            self.audit.forget(worker)
+            self.latency_model.remove_worker(row)
+            self.poa.forget(worker)
 
     def routed(
         self, request: Request, choice: Choice, now: int, priority: int = 0, output: int = 0
@@ -68,77 +68,81 @@ class Watch:
         uncached = max(1, request.prompt - choice.computed)
         row = self.state.row[choice.prefill or choice.decode]
         self._advance(row, now)
-        load = self.state.start(request, choice, uncached, now, priority, output)
-        load.setting = self.setting
-        self.estimator.prompt_sent(row, now)
-        if not request.streamed and not load.remote:
+        routed = self.state.start(request, choice, uncached, now, priority, output)
+        routed.setting = self.setting
+        self.latency_model.prompt_sent(row, now)
+        if not request.streamed and not routed.remote:
             known, queue = self.estimates(now), self.state.columns
             work = known.work(queue.prefill_requests, queue.prefill_tokens, queue.prefill_pairs)
-            self._silent[request.id] = now + int(work.item(row) * SECOND)
+            self._due_at[request.id] = now + int(work.item(row) * SECOND)
 
     def prefill_done(self, request: str, well: bool, now: int) -> None:
         """The prefill leg of a request ended; `well` says whether its prompt was computed."""
-        load = self.state.loads.get(request)
-        if load is None or load.prefill is None:
+        routed = self.state.requests.get(request)
+        if routed is None or routed.prefill is None:
             return
-        if load.remote and well:
-            load.handed = now
-            row = self.state.row[load.prefill]
+        if routed.remote and well:
+            routed.prefill_done_at = now
+            row = self.state.row[routed.prefill]
             self._advance(row, now)
-            self._learn(row, load, now)
-        self._computed(load, now)
+            self._learn(row, routed, now)
+        self._computed(routed, now)
 
     def read_failed(self, request: str, now: int) -> None:
         """Nothing could be read of a prompt: all that its worker lacks is computed."""
-        load = self.state.loads.get(request)
-        if load is None or load.read is None:
+        routed = self.state.requests.get(request)
+        if routed is None or routed.read is None:
             return
-        if load.prefill is not None:
-            self._advance(self.state.row[load.prefill], now)
-        self.state.unread(load, max(1, load.request.prompt - load.cached))
+        if routed.prefill is not None:
+            self._advance(self.state.row[routed.prefill], now)
+        self.state.fetch_failed(routed, max(1, routed.request.prompt - routed.cached))
 
     def first_token(self, request: str, now: int) -> None:
         """The first token of a request came."""
-        load = self.state.loads.get(request)
-        if load is None or load.first:
+        routed = self.state.requests.get(request)
+        if routed is None or routed.first_token_at:
             return
-        row = None if load.decode is None else self.state.row[load.decode]
+        row = None if routed.decode is None else self.state.row[routed.decode]
         if row is not None:
             self._advance(row, now)
-        if not load.remote and row is not None and load.prefill is not None:
-            self._learn(row, load, now)
-        elif load.handed and row is not None:
-            self.estimator.transferred(row, load.request.prompt, now - load.handed, now)
-        self._computed(load, now, row)
-        load.first = now
-        self.state.seats.flowing[load.seat] = True
-        arrived = min(load.request.arrival or load.routed, load.routed)
-        ttft = (now - arrived) / SECOND
-        sample = Sample(ttft, load.uncached, load.inflight, load.ahead, load.setting)
+        if not routed.remote and row is not None and routed.prefill is not None:
+            self._learn(row, routed, now)
+        elif routed.prefill_done_at and row is not None:
+            self.latency_model.transferred(
+                row, routed.request.prompt, now - routed.prefill_done_at, now
+            )
+        self._computed(routed, now, row)
+        routed.first_token_at = now
+        self.state.slots.streaming[routed.slot] = True
+        ttft = (now - routed.arrived_at) / SECOND
+        sample = TTFTSample(
+            ttft, routed.uncached, routed.inflight, routed.prompts_ahead, routed.setting
+        )
         self.detector.update(now, sample)
         self.controller.observe(now, sample)
         if row is not None:
-            self.estimator.sampler.change_streams(row, load.request.sequences)
+            self.latency_model.sampler.change_streams(row, routed.request.sequences)
 
-    def came(self, seats: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """More tokens of requests came; as `ControlPlane.came`."""
+    def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Count output tokens; as `ControlPlane.on_tokens`."""
         state, columns = self.state, self.state.columns
-        state.beyond += state.seats.grow(
-            seats, counts, columns.decode_tokens, columns.beyond, self.estimator.sampler.tokens
-        )
+        state.over_expected_tokens += state.slots.add_tokens(
+            slots, counts, columns.decode_tokens, columns.over_expected_tokens,
+            self.latency_model.sampler.tokens,
+        )  # fmt: skip
 
     def ended(self, request: str, now: int) -> bool:
         """A request is over; return whether it had been routed."""
-        load = self._release(request, now)
-        if load is None:
+        routed = self._release(request, now)
+        if routed is None:
             return False
-        generated = load.generated
+        generated = routed.generated
         if generated:
-            self.estimator.generated(max(1, generated // load.request.sequences))
-            self.audit.ended(load, now)
+            self.latency_model.generated(max(1, generated // routed.request.sequences))
+            self.poa.ended(_times(routed, now))
             known = self.estimates(now)
             if not isinstance(self.controller, Static):  # which learns nothing
-                self.controller.observe(now, self._finish(load, known, now))
+                self.controller.observe(now, self._e2e_sample(routed, known, now))
         return True
 
     def failed(self, request: str, now: int) -> bool:
@@ -147,39 +151,40 @@ class Watch:
 
     def tick(self, now: int, queued: int) -> None:
         """Let time pass; `queued` requests wait for a worker."""
-        if self._silent:
-            self._listen(now)
-        if now - self._harvested >= _HARVEST:
-            self._harvested = now
+        if self._due_at:
+            self._expire_due(now)
+        if now - self._fitted_at >= _FIT_EVERY:
+            self._fitted_at = now
             columns = self.state.columns
             streams, prompts = columns.decoding.tolist(), columns.prefill_requests.tolist()
-            contexts = (columns.decode_tokens - columns.coming).tolist()
-            self.estimator.sampler.advance_all(streams, contexts, prompts, now)
-            self.estimator.sample(now)
-            for load in self.state.loads.values():
-                if not load.first and load.request.streamed:
+            contexts = (columns.decode_tokens - columns.pending_prefill_tokens).tolist()
+            self.latency_model.sampler.advance_all(streams, contexts, prompts, now)
+            self.latency_model.sample(now)
+            for routed in self.state.requests.values():
+                if not routed.first_token_at and routed.request.streamed:
                     queued += 1
             self.detector.tick(now, queued)
 
-    def _listen(self, now: int) -> None:
-        """Take prompts for computed whose end nobody tells, once that is due."""
-        for request, due in list(self._silent.items()):
+    def _expire_due(self, now: int) -> None:
+        """Take prompts for computed whose end no driver sees, once that is due."""
+        for request, due in list(self._due_at.items()):
             if now >= due:
-                del self._silent[request]
-                load = self.state.loads.get(request)
-                if load is not None:
-                    self._computed(load, now)
+                del self._due_at[request]
+                routed = self.state.requests.get(request)
+                if routed is not None:
+                    self._computed(routed, now)
 
-    def snapshot(self, now: int) -> Snapshot | None:
+    def snapshot(self, now: int) -> PoASnapshot | None:
         """Return what the Price of Anarchy is computed from; None when too little happened."""
         columns = self.state.columns
         prefill = np.flatnonzero(columns.prefills & ~columns.decodes).tolist()
         known = self.estimates(now).copy()
-        return self.audit.snapshot(self.state.loads.values(), self.state.row, prefill, known, now)
+        running = (_times(routed, now) for routed in self.state.requests.values())
+        return self.poa.snapshot(running, self.state.row, prefill, known, now)
 
     def estimates(self, now: int) -> Estimates:
         """Return the speeds of the workers, as far as they are known."""
-        return self.estimator.estimates(now)
+        return self.latency_model.estimates(now)
 
     def view(self, request: Request, index: PrefixIndex, now: int) -> FleetView:
         """Return the fleet as policies see it when they route this request."""
@@ -206,9 +211,9 @@ class Watch:
             columns.block_size,
             columns.blocks,
             self.estimates(now),
-            self.estimator.expected_output(request.max_tokens),
+            self.latency_model.expected_output(request.max_tokens),
             columns.layout,
-            backlog=self.state.lines,
+            backlog=self.state.backlog,
             now=now,
         )
 
@@ -220,63 +225,88 @@ class Watch:
             return index.overlaps(self.state.ids, request.keys_of(size))
         rows = np.zeros((4, len(self.state.ids)), dtype=np.int64)
         for size in sizes:
-            seen = index.overlaps(self.state.ids, request.keys_of(size))
-            mine = self.state.columns.block_size == size
-            np.copyto(rows, seen.rows, where=mine)
+            overlaps = index.overlaps(self.state.ids, request.keys_of(size))
+            of_size = self.state.columns.block_size == size
+            np.copyto(rows, overlaps.rows, where=of_size)
         return Overlaps(rows)
 
-    def _finish(self, load: Load, known: Estimates, now: int) -> Finish:
-        """Return what a request took, beside what it would have taken on an idle fleet."""
-        if self._usual is None or self._usual.known is not known:
-            self._usual = _Usual(known)
-        alone = self._usual.prompt(load.uncached, load.pairs) + load.generated * self._usual.itl
-        arrived = min(load.request.arrival or load.routed, load.routed)
-        return Finish((now - arrived) / SECOND, max(alone, 1e-6), load.setting)
+    def _e2e_sample(self, routed: RoutedRequest, known: Estimates, now: int) -> E2ESample:
+        """Return the seconds of a request, and those that it takes on an idle fleet."""
+        if self._median_worker is None or self._median_worker.known is not known:
+            self._median_worker = _MedianWorker(known)
+        unloaded = (
+            self._median_worker.prompt(routed.uncached, routed.pairs)
+            + routed.generated * self._median_worker.itl
+        )
+        return E2ESample((now - routed.arrived_at) / SECOND, max(unloaded, 1e-6), routed.setting)
 
-    def _learn(self, row: int, load: Load, now: int) -> None:
+    def _learn(self, row: int, routed: RoutedRequest, now: int) -> None:
         """A prompt is computed: learn what that took, and reading its beginning."""
-        prompt = load.request.prompt
-        if load.read is None:
-            self.estimator.prompt_computed(row, load.uncached, load.routed, now, prompt)
+        prompt = routed.request.prompt
+        if routed.read is None:
+            self.latency_model.prompt_computed(row, routed.uncached, routed.routed_at, now, prompt)
         else:
-            self.estimator.prompt_fetched(
-                row, load.uncached, load.read.tokens, load.routed, now, prompt, not load.ahead
+            self.latency_model.prompt_fetched(
+                row,
+                routed.uncached,
+                routed.read.tokens,
+                routed.routed_at,
+                now,
+                prompt,
+                not routed.prompts_ahead,
             )
 
-    def _computed(self, load: Load, now: int, done: int | None = None) -> None:
+    def _computed(self, routed: RoutedRequest, now: int, done: int | None = None) -> None:
         """The prompt of a request is computed, well or not; row `done` is at `now` already."""
-        if self._silent:
-            self._silent.pop(load.request.id, None)
+        if self._due_at:
+            self._due_at.pop(routed.request.id, None)
         rows = self.state.row
-        for worker in (load.prefill, None if load.decode == load.prefill else load.decode):
+        for worker in (routed.prefill, None if routed.decode == routed.prefill else routed.decode):
             if worker is not None and rows[worker] != done:
                 self._advance(rows[worker], now)
-        self.state.prefilled(load, now)
+        self.state.prefilled(routed, now)
 
-    def _release(self, request: str, now: int) -> Load | None:
-        if self._silent:
-            self._silent.pop(request, None)
-        load = self.state.loads.get(request)
-        if load is None:
+    def _release(self, request: str, now: int) -> RoutedRequest | None:
+        if self._due_at:
+            self._due_at.pop(request, None)
+        routed = self.state.requests.get(request)
+        if routed is None:
             return None
-        if load.prefill is not None:
-            self._advance(self.state.row[load.prefill], now)
-        if load.decode is not None:
-            row = self.state.row[load.decode]
+        if routed.prefill is not None:
+            self._advance(self.state.row[routed.prefill], now)
+        if routed.decode is not None:
+            row = self.state.row[routed.decode]
             self._advance(row, now)
-            if load.first:
-                self.estimator.sampler.change_streams(row, -load.request.sequences)
+            if routed.first_token_at:
+                self.latency_model.sampler.change_streams(row, -routed.request.sequences)
         return self.state.end(request, now)
 
     def _advance(self, row: int, now: int) -> None:
         columns = self.state.columns
         streams, prompts = columns.decoding.item(row), columns.prefill_requests.item(row)
-        context = columns.decode_tokens.item(row) - columns.coming.item(row)
-        self.estimator.sampler.advance(row, streams, context, prompts, now)
+        context = columns.decode_tokens.item(row) - columns.pending_prefill_tokens.item(row)
+        self.latency_model.sampler.advance(row, streams, context, prompts, now)
 
 
-class _Usual:
-    """What the worker of median speed takes, with nobody else there.
+def _times(routed: RoutedRequest, now: int) -> RequestTimes | None:
+    """Return the times of a request that ends now; None where its worker is gone."""
+    if routed.decode is None:
+        return None
+    return RequestTimes(
+        arrived_at=routed.arrived_at,
+        routed_at=routed.routed_at,
+        prefill_done_at=(routed.prefill_done_at or now) if routed.remote else routed.routed_at,
+        ended_at=now,
+        prefill=routed.prefill_worker,
+        decode=routed.decode,
+        uncached=routed.uncached,
+        pairs=routed.pairs,
+        generated=max(1, routed.generated),
+    )
+
+
+class _MedianWorker:
+    """What the worker of median speed takes for one request at a time.
 
     Attributes:
         known: the estimates that it is of.
@@ -289,9 +319,9 @@ class _Usual:
         self.itl = _median(known.itl(rows, np.ones(len(rows))))
         # Workers differ by a factor: they have one order, whatever the length of the prompt.
         columns = known.prefill_base, known.prefill_token, known.prefill_pair
-        laws = sorted(zip(*(each.tolist() for each in columns), strict=True))
+        laws = sorted(zip(*(column.tolist() for column in columns), strict=True))
         self._laws: list[tuple[float, float, float]] = [
-            laws[place] for place in ((len(laws) - 1) // 2, len(laws) // 2) if laws
+            laws[index] for index in ((len(laws) - 1) // 2, len(laws) // 2) if laws
         ]
 
     def prompt(self, uncached: int, pairs: int) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.decisions import Explanation, Ledger
+from pigou.control.decisions import DecisionLedger, Explanation
 from pigou.control.messages import Choice
 from pigou.control.peers import price_fetches, read_of
 from pigou.control.routing.policy import (
@@ -49,12 +49,12 @@ class Router:
         self.name = config.policy
         self.temperature = config.temperature
         self.regime = ""
-        self.ledger = Ledger(config.max_decisions)
+        self.ledger = DecisionLedger(config.max_decisions)
         self._softmax = config.softmax
         self._price = Toll()
         if isinstance(policy, Toll):
             self._price.recent_prompts = policy.recent_prompts
-        self._offers = Offers()
+        self._candidates = CandidateCache()
         self._generator = np.random.default_rng(config.seed)
 
     def check(self, overrides: Mapping[str, float]) -> None:
@@ -93,29 +93,29 @@ class Router:
             now: nanoseconds.
             sources: workers whose caches others may read, (workers,); None for nobody's.
         """
-        found = self._offers.of(request, fleet, open_, room)
-        if len(found) == 0:
+        candidates = self._candidates.of(request, fleet, open_, room)
+        if len(candidates) == 0:
             return None
         policy, temperature = self._with(request.overrides)
         if sources is not None:
             params = policy.params if isinstance(policy, Toll) else self._price.params
             restore = params.host_restore, params.storage_restore
             fleet.fetches = price_fetches(fleet, request.prompt, sources, restore)
-        costs, split = _costs(policy, request, fleet, found)
+        costs, split = _costs(policy, request, fleet, candidates)
         pick = select(costs, self._generator, temperature, self._softmax)
         if pick is None:
             return None
         if isinstance(policy, Toll) and isinstance(split, CostTable):
-            policy.record(request, fleet, found, split)
+            policy.record(request, fleet, candidates, split)
         held = fleet.cached(request.prompt)
-        choice = _chosen(found, pick, fleet, held)
-        if self.ledger.most:
+        choice = _choice(candidates, pick, fleet, held)
+        if self.ledger.max_decisions:
             if isinstance(split, CostTable) and self._price.params == getattr(
                 policy, "params", None
             ):
                 prices = split
             else:
-                prices = self._prices(policy, request, fleet, found)
+                prices = self._prices(policy, request, fleet, candidates)
             explanation = Explanation(
                 request.id,
                 now,
@@ -125,7 +125,7 @@ class Router:
                 request.prompt,
                 pick.index,
                 fleet.ids,
-                found,
+                candidates,
                 held,
                 costs,
                 split,
@@ -138,12 +138,12 @@ class Router:
         return choice
 
     def _prices(
-        self, policy: RoutingPolicy, request: Request, fleet: FleetView, found: Candidates
+        self, policy: RoutingPolicy, request: Request, fleet: FleetView, candidates: Candidates
     ) -> CostTable:
         """Return what the toll policy would charge, where the choice was made by other costs."""
-        prices = self._price.table(request, fleet, found)
+        prices = self._price.table(request, fleet, candidates)
         if not isinstance(policy, Toll):
-            self._price.record(request, fleet, found, prices)
+            self._price.record(request, fleet, candidates, prices)
         return prices
 
     def _with(self, overrides: Mapping[str, float]) -> tuple[RoutingPolicy, float]:
@@ -156,8 +156,8 @@ class Router:
         return override(self.policy, rest), temperature
 
 
-def _chosen(found: Candidates, pick: Pick, fleet: FleetView, held: Counts) -> Choice:
-    prefill, decode = found.prefill.item(pick.index), found.decode.item(pick.index)
+def _choice(candidates: Candidates, pick: Pick, fleet: FleetView, held: Counts) -> Choice:
+    prefill, decode = candidates.prefill.item(pick.index), candidates.decode.item(pick.index)
     computes = decode if prefill < 0 else prefill
     remote = None if prefill < 0 else fleet.ids[prefill]
     read = None if fleet.fetches is None else read_of(fleet, computes)
@@ -167,19 +167,19 @@ def _chosen(found: Candidates, pick: Pick, fleet: FleetView, held: Counts) -> Ch
 
 
 def _costs(
-    policy: RoutingPolicy, request: Request, fleet: FleetView, found: Candidates
+    policy: RoutingPolicy, request: Request, fleet: FleetView, candidates: Candidates
 ) -> tuple[Costs, CostTable | dict[str, Costs] | None]:
     """Return what candidates cost, (candidates,), and its parts where the policy has any."""
     # Not policies derived from these, which may have other costs.
     if type(policy) is Toll or type(policy) is Dynamo:
-        table = policy.table(request, fleet, found)
+        table = policy.table(request, fleet, candidates)
         if table is not None:
             return table.total, table
     split: Parts | None = getattr(policy, "parts", None)
     if split is None:
-        return policy.costs(request, fleet, found), None
-    parts = split(request, fleet, found)
-    return total(parts, len(found)), parts
+        return policy.costs(request, fleet, candidates), None
+    parts = split(request, fleet, candidates)
+    return total(parts, len(candidates)), parts
 
 
 #: Prefill workers that are considered with each decode worker.
@@ -191,7 +191,7 @@ Flags = NDArray[np.bool_]
 Rows = NDArray[np.integer]
 
 
-class Offers:
+class CandidateCache:
     """Makes candidates, and remembers those of workers that were asked for before.
 
     What pairs there are depends on the roles, on who decodes and on who prefills; these rarely
@@ -221,12 +221,12 @@ class Offers:
         if self._apart and request.splits:
             prefill = _prefillers(request, fleet, open_)
             name = (streams.tobytes(), prefill.tobytes())
-        found = self._sets.get(name)
-        if found is None:
+        pairs = self._sets.get(name)
+        if pairs is None:
             if len(self._sets) >= _SETS:
                 self._sets.clear()
-            found = self._sets[name] = _pairs(fleet, np.flatnonzero(streams), prefill)
-        return found
+            pairs = self._sets[name] = _pairs(fleet, np.flatnonzero(streams), prefill)
+        return pairs
 
 
 _NOBODY: Rows = np.zeros(0, dtype=np.int64)
@@ -247,7 +247,7 @@ def candidates(request: Request, fleet: FleetView, open_: Flags, room: Flags) ->
         open_: workers that may be used, (workers,).
         room: workers that can take one more stream, (workers,).
     """
-    return Offers().of(request, fleet, open_, room)
+    return CandidateCache().of(request, fleet, open_, room)
 
 
 def _pairs(fleet: FleetView, decode: Rows, prefill: Rows) -> Candidates:

@@ -7,14 +7,12 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import pairs
-from pigou.control.lines import Lines
-from pigou.control.messages import Choice, LoadReport, Read
-from pigou.control.stream_slots import Seats
+from pigou.control.messages import Choice, LoadReport
+from pigou.control.stream_slots import RoutedRequest, StreamSlots
 from pigou.request import Request, Worker
 
 Counts = NDArray[np.int64]
@@ -23,16 +21,16 @@ Flags = NDArray[np.bool_]
 
 
 @lru_cache(maxsize=64)
-def everybody(workers: int) -> Flags:
+def all_workers(workers: int) -> Flags:
     """Return flags that are all set, (workers,); shared, so they cannot be written to."""
-    found = np.ones(workers, dtype=np.bool_)
-    found.flags.writeable = False
-    return found
+    flags = np.ones(workers, dtype=np.bool_)
+    flags.flags.writeable = False
+    return flags
 
 
 def both(first: Flags, second: Flags) -> Flags:
-    """Return where both are set, (workers,); one of them itself where the other is `everybody`."""
-    everywhere = everybody(len(first))
+    """Return where both are set, (workers,); one itself where the other is `all_workers`."""
+    everywhere = all_workers(len(first))
     if second is everywhere:
         return first
     return second if first is everywhere else first & second
@@ -42,11 +40,11 @@ def both(first: Flags, second: Flags) -> Flags:
 class Columns:
     """One entry a worker, shape (workers,) each; the names are those of `FleetView`.
 
-    `beyond` are those of `decode_tokens` that were not expected when their requests were routed,
-    `coming` those of prompts that are still to be computed; `decoding` counts the streams whose
-    prompt is computed; `background_...` are those of `prefill_...` that requests of a priority up
-    to 0 overtake; `max_seqs` is the worker's own limit, 0 when it did not say; `layout` numbers
-    those of the caches, 0 where nobody reads.
+    `over_expected_tokens` are those of `decode_tokens` that were not expected when their requests
+    were routed. `pending_prefill_tokens` are those of prompts that are still to be computed.
+    `decoding` counts the streams whose prompt is computed. `background_...` are those of
+    `prefill_...` that requests of a priority up to 0 overtake. `max_seqs` is the worker's own
+    limit, 0 when it did not say. `layout` numbers those of the caches, 0 where nobody reads.
     """
 
     prefills: Flags
@@ -62,8 +60,8 @@ class Columns:
     background_pairs: Counts
     decode_requests: Counts
     decode_tokens: Counts
-    beyond: Counts
-    coming: Counts
+    over_expected_tokens: Counts
+    pending_prefill_tokens: Counts
     decoding: Counts
     served: Counts
     running: Shares
@@ -86,69 +84,56 @@ LOADS = (
 )
 
 
-class Load(msgspec.Struct, eq=False):
-    """What one routed request weighs, where, and when it came how far.
+class PrefillBacklog:
+    """Prompts that each worker has to compute, in the order in which they were sent.
+
+    The first of a worker is under way.
 
     Attributes:
-        request: the request.
-        decode: worker that is charged with the stream; None once that worker is gone.
-        prefill: worker that is charged with the prompt; None once it is computed.
-        prefill_worker: the other worker that the prompt was sent to; "" where there is none.
-        uncached: tokens of the prompt that its worker had to compute.
-        pairs: of those with the ones before them.
-        routed: when it was sent off, in nanoseconds.
-        handed: when its remote prefill ended; 0 before, and for a local one.
-        first: when its first token came; 0 before, and where tokens are not seen.
-        decoding: whether it counts among the streams whose prompt is computed.
-        inflight: requests of the fleet when it was sent off, itself counted.
-        ahead: prompts that its prompt was sent to join.
-        setting: of the controller, that it was routed under.
-        background: whether its prompt is overtaken where it is computed.
-        read: where the beginning of its prompt is read; None where nowhere.
-        cached: tokens of the prompt that its worker had itself.
-        given_up: its driver was told that it waited too long.
-        seats: where its tokens are counted, under the number `seat`; -1 once it is over.
-        last: its tokens then.
+        tokens: uncached ones of the first prompt, 0 where there is none, (workers,).
+        pairs: of those with the ones before them, (workers,).
+        since: when the first became that, in nanoseconds, (workers,).
     """
 
-    request: Request
-    decode: str | None
-    prefill: str | None
-    prefill_worker: str
-    uncached: int
-    routed: int
-    seats: Seats[Load]
-    seat: int = -1
-    last: int = 0
-    handed: int = 0
-    first: int = 0
-    decoding: bool = False
-    inflight: int = 1
-    ahead: int = 0
-    setting: int = 0
-    background: bool = False
-    pairs: int = 0
-    read: Read | None = None
-    cached: int = 0
-    given_up: bool = False
+    def __init__(self) -> None:
+        """Start without workers."""
+        self.tokens: Counts = np.zeros(0, dtype=np.int64)
+        self.pairs, self.since = self.tokens.copy(), self.tokens.copy()
+        self._prompts: list[dict[str, tuple[int, int]]] = []
 
-    @property
-    def remote(self) -> bool:
-        """Whether the prompt was sent to another worker than the stream."""
-        return self.prefill_worker != ""
+    def up(self) -> None:
+        """Add a worker; its row is the last."""
+        self._prompts.append({})
+        for name in ("tokens", "pairs", "since"):
+            setattr(self, name, np.append(getattr(self, name), 0))
 
-    @property
-    def tokens(self) -> int:
-        """Tokens charged to `decode`: the prompt, and what was generated so far."""
-        return self.last if self.seat < 0 else self.seats.tokens.item(self.seat)
+    def down(self, row: int) -> None:
+        """Remove a worker."""
+        del self._prompts[row]
+        for name in ("tokens", "pairs", "since"):
+            setattr(self, name, np.delete(getattr(self, name), row))
 
-    @property
-    def generated(self) -> int:
-        """Tokens that were generated so far, as far as they were seen."""
-        return self.tokens - self.request.prompt
+    def add(self, row: int, request: str, tokens: int, pairs: int, now: int) -> None:
+        """Add a prompt of worker `row`; one that is there already has so many tokens now."""
+        prompts = self._prompts[row]
+        first = not prompts
+        prompts[request] = tokens, pairs
+        if first or next(iter(prompts)) == request:
+            self.tokens[row], self.pairs[row] = tokens, pairs
+            if first:
+                self.since[row] = now
+
+    def remove(self, row: int, request: str, now: int) -> None:
+        """Remove a prompt that is computed, or was given up."""
+        prompts = self._prompts[row]
+        first = next(iter(prompts), None) == request
+        del prompts[request]
+        if first:
+            self.tokens[row], self.pairs[row] = next(iter(prompts.values()), (0, 0))
+            self.since[row] = now
 
 
-class State:
+class FleetState:
     """Workers and their load.
 
     A request weighs on its decode worker from its route to its end (1 request, prompt plus output
@@ -161,14 +146,14 @@ class State:
         block_sizes: the different ones among them.
         limited: whether any of them says how many streams it runs at once.
         sized: whether any of them says how many blocks it has.
-        lends: whether any two of them can read from each other.
+        has_fetch_sources: whether any two of them can read from each other's caches.
         background: prompts to be computed that others overtake.
-        beyond: output tokens that were not expected, on all workers.
+        over_expected_tokens: output tokens that were not expected, on all workers.
         row: of a worker by its id; rows change when a worker goes.
         columns: their figures.
-        loads: of the routed requests, by id.
-        seats: where their tokens are counted.
-        lines: prompts that are to be computed, in order.
+        requests: the routed requests, by id.
+        slots: where their tokens are counted.
+        backlog: prompts that are to be computed, in order.
     """
 
     def __init__(self) -> None:
@@ -176,14 +161,14 @@ class State:
         self.ids: tuple[str, ...] = ()
         self._layouts: dict[str, int] = {}
         self.block_sizes: frozenset[int] = frozenset()
-        self.limited = self.sized = self.lends = False
-        self.background = self.beyond = 0
+        self.limited = self.sized = self.has_fetch_sources = False
+        self.background = self.over_expected_tokens = 0
         self.row: dict[str, int] = {}
-        self.loads: dict[str, Load] = {}
-        self.seats: Seats[Load] = Seats()
-        self.lines = Lines()
+        self.requests: dict[str, RoutedRequest] = {}
+        self.slots: StreamSlots = StreamSlots()
+        self.backlog = PrefillBacklog()
         self.columns = Columns(
-            **{each.name: np.zeros(0, dtype=_KINDS[str(each.type)]) for each in fields(Columns)}
+            **{field.name: np.zeros(0, dtype=_KINDS[str(field.type)]) for field in fields(Columns)}
         )
 
     def up(self, worker: Worker) -> None:
@@ -192,7 +177,7 @@ class State:
         if row is None:
             row = self.row[worker.id] = len(self.workers)
             self.workers.append(worker)
-            self.lines.up()
+            self.backlog.up()
             for name in _NAMES:
                 column = getattr(self.columns, name)
                 setattr(self.columns, name, np.append(column, column.dtype.type(0)))
@@ -221,34 +206,34 @@ class State:
         row = self.row.get(worker)
         if row is None:
             return None
-        for load in self.loads.values():
-            if load.decode == worker:
-                load.decode = None
-            if load.prefill == worker:
-                load.prefill = None
-        self.seats.down(row)
-        self.lines.down(row)
+        for routed in self.requests.values():
+            if routed.decode == worker:
+                routed.decode = None
+            if routed.prefill == worker:
+                routed.prefill = None
+        self.slots.down(row)
+        self.backlog.down(row)
         self.background -= int(self.columns.background_requests[row])
-        self.beyond -= int(self.columns.beyond[row])
+        self.over_expected_tokens -= int(self.columns.over_expected_tokens[row])
         del self.workers[row]
         self._name()
-        self.row = {name: place for place, name in enumerate(self.ids)}
+        self.row = {worker_id: index for index, worker_id in enumerate(self.ids)}
         for name in _NAMES:
             setattr(self.columns, name, np.delete(getattr(self.columns, name), row))
         return row
 
     def _name(self) -> None:
-        self.ids = tuple(each.id for each in self.workers)
-        self.block_sizes = frozenset(each.block_size for each in self.workers)
-        self.limited = any(each.max_seqs for each in self.workers)
-        self.sized = any(each.blocks for each in self.workers)
-        layouts = [each.layout for each in self.workers if each.layout]
-        self.lends = len(set(layouts)) < len(layouts)
+        self.ids = tuple(worker.id for worker in self.workers)
+        self.block_sizes = frozenset(worker.block_size for worker in self.workers)
+        self.limited = any(worker.max_seqs for worker in self.workers)
+        self.sized = any(worker.blocks for worker in self.workers)
+        layouts = [worker.layout for worker in self.workers if worker.layout]
+        self.has_fetch_sources = len(set(layouts)) < len(layouts)
 
     def start(
         self, request: Request, choice: Choice, uncached: int, now: int, priority: int = 0,
         output: int = 0,
-    ) -> Load:  # fmt: skip
+    ) -> RoutedRequest:  # fmt: skip
         """Charge a routed request to its workers, which must be up.
 
         Args:
@@ -260,16 +245,16 @@ class State:
             output: tokens that each of its sequences is expected to generate.
         """
         computes = self.row[choice.prefill or choice.decode]
-        load = Load(
+        routed = RoutedRequest(
             request=request,
             decode=choice.decode,
             prefill=choice.prefill or choice.decode,
             prefill_worker=choice.prefill or "",
             uncached=uncached,
-            routed=now,
-            seats=self.seats,
-            inflight=len(self.loads) + 1,
-            ahead=self.columns.prefill_requests.item(computes),
+            routed_at=now,
+            slots=self.slots,
+            inflight=len(self.requests) + 1,
+            prompts_ahead=self.columns.prefill_requests.item(computes),
             background=priority > 0 and self.workers[computes].overtakes,
             pairs=int(pairs(uncached, request.prompt)),
             read=choice.read,
@@ -277,59 +262,59 @@ class State:
         )
         row = self.row[choice.decode]
         expected = request.prompt + output * request.sequences
-        load.seat = self.seats.take(load, row, request.prompt, expected)
-        self.loads[request.id] = load
-        self.lines.join(computes, request.id, uncached, load.pairs, now)
+        routed.slot = self.slots.allocate(routed, row, request.prompt, expected)
+        self.requests[request.id] = routed
+        self.backlog.add(computes, request.id, uncached, routed.pairs, now)
         self.columns.served[row] += 1
-        self.columns.coming[row] += request.prompt
-        self._charge_prefill(load, 1)
-        self._charge_decode(load, 1)
-        return load
+        self.columns.pending_prefill_tokens[row] += request.prompt
+        self._charge_prefill(routed, 1)
+        self._charge_decode(routed, 1)
+        return routed
 
-    def unread(self, load: Load, uncached: int) -> None:
-        """Charge the whole of a prompt whose beginning could not be read."""
-        load.read = None
-        self._charge_prefill(load, -1)
-        load.uncached = uncached
-        load.pairs = int(pairs(uncached, load.request.prompt))
-        self._charge_prefill(load, 1)
-        if load.prefill is not None:
-            row = self.row[load.prefill]
-            self.lines.join(row, load.request.id, uncached, load.pairs, load.routed)
+    def fetch_failed(self, routed: RoutedRequest, uncached: int) -> None:
+        """Charge the whole of a prompt whose remote KV fetch failed."""
+        routed.read = None
+        self._charge_prefill(routed, -1)
+        routed.uncached = uncached
+        routed.pairs = int(pairs(uncached, routed.request.prompt))
+        self._charge_prefill(routed, 1)
+        if routed.prefill is not None:
+            row = self.row[routed.prefill]
+            self.backlog.add(row, routed.request.id, uncached, routed.pairs, routed.routed_at)
 
-    def prefilled(self, load: Load, now: int) -> None:
+    def prefilled(self, routed: RoutedRequest, now: int) -> None:
         """Discharge whoever computed the prompt; does nothing the second time."""
-        if load.prefill is None:
+        if routed.prefill is None:
             return
-        self._discharge_prefill(load, now)
-        if load.decode is not None:
-            load.decoding = True
-            row = self.row[load.decode]
-            self.columns.decoding[row] += load.request.sequences
-            self.columns.coming[row] -= load.request.prompt
+        self._discharge_prefill(routed, now)
+        if routed.decode is not None:
+            routed.decoding = True
+            row = self.row[routed.decode]
+            self.columns.decoding[row] += routed.request.sequences
+            self.columns.pending_prefill_tokens[row] -= routed.request.prompt
 
-    def end(self, request: str, now: int) -> Load | None:
-        """Discharge a request entirely; return what it weighed, None if it was not routed."""
-        load = self.loads.pop(request, None)
-        if load is None:
+    def end(self, request: str, now: int) -> RoutedRequest | None:
+        """Discharge a request entirely; return it, None if it was not routed."""
+        routed = self.requests.pop(request, None)
+        if routed is None:
             return None
-        self._discharge_prefill(load, now)
-        if load.decode is not None:
-            row = self.row[load.decode]
-            if load.decoding:
-                self.columns.decoding[row] -= load.request.sequences
+        self._discharge_prefill(routed, now)
+        if routed.decode is not None:
+            row = self.row[routed.decode]
+            if routed.decoding:
+                self.columns.decoding[row] -= routed.request.sequences
             else:
-                self.columns.coming[row] -= load.request.prompt
-        self._charge_decode(load, -1)
-        beyond = self.seats.beyond(load.seat)
-        if beyond and load.decode is not None:
-            self.columns.beyond[self.row[load.decode]] -= beyond
-            self.beyond -= beyond
-        load.decoding = False
-        load.last = load.tokens
-        self.seats.leave(load.seat)
-        load.seat = -1
-        return load
+                self.columns.pending_prefill_tokens[row] -= routed.request.prompt
+        self._charge_decode(routed, -1)
+        over_expected = self.slots.over_expected(routed.slot)
+        if over_expected and routed.decode is not None:
+            self.columns.over_expected_tokens[self.row[routed.decode]] -= over_expected
+            self.over_expected_tokens -= over_expected
+        routed.decoding = False
+        routed.final_tokens = routed.tokens
+        self.slots.free(routed.slot)
+        routed.slot = -1
+        return routed
 
     def report(self, report: LoadReport) -> None:
         """Note what a worker says of itself; an unknown worker is no error."""
@@ -339,9 +324,20 @@ class State:
             self.columns.waiting[row] = report.waiting
             self.columns.kv_usage[row] = report.kv_usage
 
-    def on(self, worker: str) -> Iterator[Load]:
-        """Loads that stream from this worker."""
-        return (load for load in self.loads.values() if load.decode == worker)
+    def on(self, worker: str) -> Iterator[RoutedRequest]:
+        """Requests that stream from this worker."""
+        return (routed for routed in self.requests.values() if routed.decode == worker)
+
+    def open_to(self, exclude: frozenset[str]) -> Flags:
+        """Return which workers are not excluded, (workers,); it may be `all_workers`."""
+        if not exclude:
+            return all_workers(len(self.workers))
+        flags = np.ones(len(self.workers), dtype=np.bool_)
+        for worker in exclude:
+            row = self.row.get(worker)
+            if row is not None:
+                flags[row] = False
+        return flags
 
     def figures(self, worker: str) -> dict[str, Any]:
         """Return how much a worker has to do, by the names in `LOADS`; zeros for an unknown one."""
@@ -350,26 +346,26 @@ class State:
             return dict.fromkeys(LOADS, 0)
         return {name: getattr(self.columns, name)[row].item() for name in LOADS}
 
-    def _charge_prefill(self, load: Load, sign: int) -> None:
-        if load.prefill is not None:
-            row = self.row[load.prefill]
+    def _charge_prefill(self, routed: RoutedRequest, sign: int) -> None:
+        if routed.prefill is not None:
+            row = self.row[routed.prefill]
             self.columns.prefill_requests[row] += sign
-            self.columns.prefill_tokens[row] += sign * load.uncached
-            self.columns.prefill_pairs[row] += sign * load.pairs
-            if load.background:
+            self.columns.prefill_tokens[row] += sign * routed.uncached
+            self.columns.prefill_pairs[row] += sign * routed.pairs
+            if routed.background:
                 self.background += sign
                 self.columns.background_requests[row] += sign
-                self.columns.background_tokens[row] += sign * load.uncached
-                self.columns.background_pairs[row] += sign * load.pairs
+                self.columns.background_tokens[row] += sign * routed.uncached
+                self.columns.background_pairs[row] += sign * routed.pairs
 
-    def _discharge_prefill(self, load: Load, now: int) -> None:
-        if load.prefill is not None:
-            self._charge_prefill(load, -1)
-            self.lines.leave(self.row[load.prefill], load.request.id, now)
-            load.prefill = None
+    def _discharge_prefill(self, routed: RoutedRequest, now: int) -> None:
+        if routed.prefill is not None:
+            self._charge_prefill(routed, -1)
+            self.backlog.remove(self.row[routed.prefill], routed.request.id, now)
+            routed.prefill = None
 
-    def _charge_decode(self, load: Load, sign: int) -> None:
-        if load.decode is not None:
-            row = self.row[load.decode]
-            self.columns.decode_requests[row] += sign * load.request.sequences
-            self.columns.decode_tokens[row] += sign * load.tokens
+    def _charge_decode(self, routed: RoutedRequest, sign: int) -> None:
+        if routed.decode is not None:
+            row = self.row[routed.decode]
+            self.columns.decode_requests[row] += sign * routed.request.sequences
+            self.columns.decode_tokens[row] += sign * routed.tokens

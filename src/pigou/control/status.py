@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.assessment import Assessment
-from pigou.control.cache_monitor import Caching
+from pigou.control.cache_monitor import CacheStatus
 from pigou.control.latency_model.estimates import Estimates
+from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.saturation.regime import Regime
 
 
@@ -40,8 +40,8 @@ class Status:
     signal: float
     temperature: float
     parameters: dict[str, float]
-    assessment: Assessment | None
-    caching: Caching
+    poa: PoAEstimate | None
+    caching: CacheStatus
     workers: tuple[str, ...]
     tolls: NDArray[np.float64]
     memory: NDArray[np.float64]

@@ -1,63 +1,137 @@
-"""Seats: output tokens of the routed requests as arrays, one place each."""
+"""Routed requests, and the stream slots where their output tokens are counted as arrays."""
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
+from pigou.control.messages import Read
+from pigou.request import Request
 
 Counts = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-Who = TypeVar("Who")
 
 #: Stands for the row of a worker that is gone.
 GONE = -1
-_LEAST = 256
+_MIN_SLOTS = 256
 
 
-class Seats(Generic[Who]):
-    """Who sits where, and how far each has come; arrays have one entry a seat.
+class RoutedRequest(msgspec.Struct, eq=False):
+    """What one routed request weighs, where, and how far it is; times are in nanoseconds.
+
+    Attributes:
+        request: the request.
+        decode: worker that is charged with the stream; None once that worker is gone.
+        prefill: worker that is charged with the prompt; None once it is computed.
+        prefill_worker: the other worker that the prompt was sent to; "" where there is none.
+        uncached: tokens of the prompt that its worker had to compute.
+        pairs: of those with the ones before them.
+        routed_at: when it was sent off.
+        prefill_done_at: when its remote prefill ended; 0 before, and for a local one.
+        first_token_at: when its first token came; 0 before, and where tokens are not seen.
+        decoding: whether it counts among the streams whose prompt is computed.
+        inflight: requests of the fleet when it was sent off, itself counted.
+        prompts_ahead: prompts that its prompt was sent to join.
+        setting: of the controller, that it was routed under.
+        background: whether its prompt is overtaken where it is computed.
+        read: where the beginning of its prompt is read; None where nowhere.
+        cached: tokens of the prompt that its worker had itself.
+        given_up: its driver knows that it waited too long.
+        slots: where its tokens are counted, at index `slot`; -1 once it is over.
+        final_tokens: its tokens then.
+    """
+
+    request: Request
+    decode: str | None
+    prefill: str | None
+    prefill_worker: str
+    uncached: int
+    routed_at: int
+    slots: StreamSlots
+    slot: int = -1
+    final_tokens: int = 0
+    prefill_done_at: int = 0
+    first_token_at: int = 0
+    decoding: bool = False
+    inflight: int = 1
+    prompts_ahead: int = 0
+    setting: int = 0
+    background: bool = False
+    pairs: int = 0
+    read: Read | None = None
+    cached: int = 0
+    given_up: bool = False
+
+    @property
+    def remote(self) -> bool:
+        """Whether the prompt was sent to another worker than the stream."""
+        return self.prefill_worker != ""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens charged to `decode`: the prompt, and what was generated so far."""
+        return self.final_tokens if self.slot < 0 else self.slots.tokens.item(self.slot)
+
+    @property
+    def generated(self) -> int:
+        """Tokens that were generated so far, as far as they were seen."""
+        return self.tokens - self.request.prompt
+
+    @property
+    def arrived_at(self) -> int:
+        """When the client sent it, in nanoseconds; when it was routed, where that is not known."""
+        return min(self.request.arrival or self.routed_at, self.routed_at)
+
+
+class StreamSlots:
+    """Tokens of the routed requests; the arrays have one entry a slot, (slots,).
 
     Attributes:
         row: of the worker that streams, `GONE` once it is.
         prompt: tokens of the prompt.
         tokens: prompt and what was generated so far.
-        expected: tokens that there were expected to be in the end.
-        flowing: whether the first token came.
-        who: whose seat it is.
+        expected: tokens that were expected in the end.
+        streaming: whether the first token came.
+        requests: whose slot it is.
     """
 
     def __init__(self) -> None:
         """Start empty."""
-        self.who: list[Who | None] = []
+        self.requests: list[RoutedRequest | None] = []
         self._free: list[int] = []
         self.row: Counts = np.zeros(0, dtype=np.int64)
         self.prompt, self.tokens, self.expected = (self.row.copy() for _ in range(3))
-        self.flowing: Flags = np.zeros(0, dtype=np.bool_)
+        self.streaming: Flags = np.zeros(0, dtype=np.bool_)
 
-    def take(self, who: Who, row: int, prompt: int, expected: int) -> int:
-        """Return a seat that is nobody else's."""
+    def allocate(self, request: RoutedRequest, row: int, prompt: int, expected: int) -> int:
+        """Return a slot that no other request has.
+
+        Args:
+            request: whose tokens it counts.
+            row: of the worker that streams.
+            prompt: tokens of the prompt.
+            expected: tokens that are expected in the end.
+        """
         if not self._free:
-            self._more()
-        seat = self._free.pop()
-        self.who[seat] = who
-        self.row[seat], self.prompt[seat], self.tokens[seat] = row, prompt, prompt
-        self.expected[seat], self.flowing[seat] = expected, False
-        return seat
+            self._grow()
+        slot = self._free.pop()
+        self.requests[slot] = request
+        self.row[slot], self.prompt[slot], self.tokens[slot] = row, prompt, prompt
+        self.expected[slot], self.streaming[slot] = expected, False
+        return slot
 
-    def leave(self, seat: int) -> None:
-        """Give a seat back."""
-        self.who[seat] = None
-        self.row[seat] = GONE
-        self._free.append(seat)
+    def free(self, slot: int) -> None:
+        """Give a slot back."""
+        self.requests[slot] = None
+        self.row[slot] = GONE
+        self._free.append(slot)
 
-    def owner(self, seat: int) -> Who:
-        """Return whose seat it is, which must be taken."""
-        owner = self.who[seat]
-        assert owner is not None, f"nobody has seat {seat}"
+    def owner(self, slot: int) -> RoutedRequest:
+        """Return whose slot it is, which must be allocated."""
+        owner = self.requests[slot]
+        assert owner is not None, f"no request has slot {slot}"
         return owner
 
     def down(self, row: int) -> None:
@@ -65,64 +139,65 @@ class Seats(Generic[Who]):
         self.row[self.row == row] = GONE
         self.row[self.row > row] -= 1
 
-    def grow(
-        self, seats: Counts, counts: Counts, charged: Counts, beyond: Counts, flowed: Counts
-    ) -> int:
-        """Count tokens that came.
+    def add_tokens(
+        self, slots: Counts, counts: Counts, decode_tokens: Counts, over_expected: Counts,
+        flow_tokens: Counts,
+    ) -> int:  # fmt: skip
+        """Count output tokens.
 
         Args:
-            seats: of those that they are of, (n,); one may be there several times.
-            counts: how many came, at least 1, (n,).
-            charged: tokens of each worker's streams, (workers,); grows with them.
-            beyond: those of them that were not expected, (workers,); likewise.
-            flowed: those of them after the first of their streams, (workers,); likewise.
+            slots: of their requests, (n,); one may be there several times.
+            counts: tokens of each, at least 1, (n,).
+            decode_tokens: tokens of each worker's streams, (workers,); grows.
+            over_expected: those of them that were not expected, (workers,); grows.
+            flow_tokens: those of them after the first of their streams, (workers,); grows.
 
         Returns:
-            By how much `beyond` grew.
+            By how much `over_expected` grew in all.
         """
-        return _grow(
-            seats, counts, self.row, self.prompt, self.tokens, self.expected, self.flowing,
-            charged, beyond, flowed,
+        return _add_tokens(
+            slots, counts, self.row, self.prompt, self.tokens, self.expected, self.streaming,
+            decode_tokens, over_expected, flow_tokens,
         )  # fmt: skip
 
-    def beyond(self, seat: int) -> int:
+    def over_expected(self, slot: int) -> int:
         """Return how many tokens came that were not expected."""
-        return max(0, self.tokens.item(seat) - self.expected.item(seat))
+        return max(0, self.tokens.item(slot) - self.expected.item(slot))
 
-    def _more(self) -> None:
+    def _grow(self) -> None:
         """Make room for twice as many."""
-        old = len(self.who)
-        new = max(_LEAST, old)
+        old = len(self.requests)
+        new = max(_MIN_SLOTS, old)
         none = np.zeros(new, dtype=np.int64)
         self.row = np.append(self.row, none + GONE)
         self.prompt = np.append(self.prompt, none)
         self.tokens = np.append(self.tokens, none)
         self.expected = np.append(self.expected, none)
-        self.flowing = np.append(self.flowing, none > 0)
-        self.who += [None] * new
+        self.streaming = np.append(self.streaming, none > 0)
+        self.requests += [None] * new
         self._free += range(old + new - 1, old - 1, -1)
 
 
 @bare_kernel
-def _grow(
-    seats: Counts, counts: Counts, row: Counts, prompt: Counts, tokens: Counts, expected: Counts,
-    flowing: Flags, charged: Counts, beyond: Counts, flowed: Counts,
+def _add_tokens(
+    slots: Counts, counts: Counts, row: Counts, prompt: Counts, tokens: Counts, expected: Counts,
+    streaming: Flags, decode_tokens: Counts, over_expected: Counts, flow_tokens: Counts,
 ) -> int:  # fmt: skip
-    """As `Seats.grow`."""
+    """As `StreamSlots.add_tokens`."""
     grown = 0
-    for i in range(seats.shape[0]):
-        seat, count = seats[i], counts[i]
-        before = tokens[seat]
+    for i in range(slots.shape[0]):
+        slot, count = slots[i], counts[i]
+        before = tokens[slot]
         after = before + count
-        tokens[seat] = after
-        here = row[seat]
-        if here < 0:
+        tokens[slot] = after
+        worker = row[slot]
+        if worker < 0:
             continue
-        charged[here] += count
-        if flowing[seat]:
-            flowed[here] += count if before > prompt[seat] else count - 1
-        if after > expected[seat]:
-            more = after - max(before, expected[seat])
-            beyond[here] += more
+        decode_tokens[worker] += count
+        if streaming[slot]:
+            flow_tokens[worker] += count if before > prompt[slot] else count - 1
+        if after > expected[slot]:
+            more = after - max(before, expected[slot])
+            over_expected[worker] += more
             grown += more
     return grown

@@ -47,10 +47,10 @@ def warm_up(config: ControlConfig | None = None) -> None:
         Exception: whatever a policy of the user's own raises.
     """
     prefix_index.warm_up()
-    plain = ControlConfig(policy="toll")
-    _drive(plain)
+    toll = ControlConfig(policy="toll")
+    _drive(toll)
     import_module("scipy.optimize")  # which assessments import when they need it
-    if config is not None and msgspec.structs.replace(config, seed=plain.seed) != plain:
+    if config is not None and msgspec.structs.replace(config, seed=toll.seed) != toll:
         _drive(config)
 
 
@@ -96,19 +96,19 @@ def _request(number: int, now: int) -> Request:
 
 def _begin(plane: ControlPlane, request: Request, route: Route, now: int) -> None:
     """Let a request come to its first tokens."""
-    choice, later = route.choice, count(now + SECOND // 100, SECOND // 100)
+    choice, times = route.choice, count(now + SECOND // 100, SECOND // 100)
     computes = choice.prefill or choice.decode
     keys = request.keys_of(_BLOCK)
     tokens = np.arange(_PROMPT, dtype=np.uint32) + np.uint32(int(keys[0]))
     stored = Stored(keys, None, tokens, _BLOCK)
-    plane.observe(CacheChanged(computes, (stored,)), next(later))
+    plane.observe(CacheChanged(computes, (stored,)), next(times))
     if choice.prefill is not None:
-        plane.observe(PrefillDone(request.id), next(later))
-    plane.observe(LoadReport(choice.decode, 1, 0, 0.1), next(later))
-    plane.observe(FirstToken(request.id), next(later))
+        plane.observe(PrefillDone(request.id), next(times))
+    plane.observe(LoadReport(choice.decode, 1, 0, 0.1), next(times))
+    plane.observe(FirstToken(request.id), next(times))
     for _ in range(4):
-        report_tokens(plane, ((request.id, 2),), next(later))
-    plane.observe(CacheChanged(computes, (Removed(keys[-1:]),)), next(later))
+        report_tokens(plane, ((request.id, 2),), next(times))
+    plane.observe(CacheChanged(computes, (Removed(keys[-1:]),)), next(times))
 
 
 def _end(plane: ControlPlane, name: str, now: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pigou.control.saturation.paper_detector import PaperConfig, PaperDetector
-from pigou.control.saturation.regime import LEVELS, Regime, Sample
+from pigou.control.saturation.regime import LEVELS, Regime, TTFTSample
 from pigou.experiments.paper import Thresholds
 from pigou.experiments.window import at
 from pigou.request import SECOND
@@ -39,7 +39,7 @@ def regime_of(
         if call.first > at(end):
             break
         begun = call.sent if server else call.intended
-        regime = detector.update(call.first, Sample((call.first - begun) / SECOND))
+        regime = detector.update(call.first, TTFTSample((call.first - begun) / SECOND))
         highest = max(highest, regime.level)
     return LEVELS[highest].value
 
@@ -90,7 +90,7 @@ class Watcher:
         for member in fleet.members:
             if member.sim is not None:
                 self.usage = max(self.usage, member.sim.load(now)[2])
-        regime = fleet.plane.watch.detector.regime
+        regime = fleet.plane.tracker.detector.regime
         if not self.regimes or self.regimes[-1][1] is not regime:
             self.regimes.append(((now - EPOCH) / SECOND, regime))
         self._simulation.clock.at(now + round(POLL * SECOND), Phase.TICK, -91, self._look)
@@ -126,7 +126,7 @@ class Poller:
             pending = [each for each in pending if not each.first]
             before = detector.regime
             for call in came:
-                detector.update(call.first, Sample((call.first - call.intended) / SECOND))
+                detector.update(call.first, TTFTSample((call.first - call.intended) / SECOND))
             detector.tick(now, len(pending))
             if detector.regime is not before:
                 self.switches.append(((now - EPOCH) / SECOND, detector.regime))

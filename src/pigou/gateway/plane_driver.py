@@ -203,7 +203,7 @@ class PlaneDriver:
     @property
     def held(self) -> int:
         """Sequences of accepted requests that were not sent yet, besides those `queued`."""
-        return self.plane.queue.shares.held_back
+        return self.plane.queue.quota.reserved
 
     @property
     def queued(self) -> int:

@@ -11,8 +11,8 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pigou.control.assessment import Assessment
-from pigou.control.cache_monitor import Caching
+from pigou.control.cache_monitor import CacheStatus
+from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.status import Status
 from pigou.games.price_of_anarchy import Estimate, PriceOfAnarchy
 
@@ -58,7 +58,7 @@ def prices(status: Status, streams: Sequence[int]) -> list[Price]:
     known, rows = status.estimates, np.arange(len(status.workers))
     itl = known.itl(rows, np.asarray(streams, dtype=np.float64) + 1.0)
     own = np.maximum(status.output * itl, 1e-12)
-    by_worker = {} if status.assessment is None else status.assessment.by_worker
+    by_worker = {} if status.poa is None else status.poa.by_worker
     return [
         Price(
             worker=worker,
@@ -77,7 +77,7 @@ def prices(status: Status, streams: Sequence[int]) -> list[Price]:
 
 def view(status: Status) -> dict[str, Any]:
     """Return parameters and the Price of Anarchy as JSON builtins."""
-    estimate = status.assessment
+    estimate = status.poa
     return {
         "policy": status.policy,
         "controller": status.controller,
@@ -94,7 +94,7 @@ def view(status: Status) -> dict[str, Any]:
     }
 
 
-def _split(estimate: Assessment) -> dict[str, Any] | None:
+def _split(estimate: PoAEstimate) -> dict[str, Any] | None:
     """Return the better split, and what it would gain.
 
     `gain` is a ratio as all of the Price of Anarchy; the split is `certain` where even the lower
@@ -114,7 +114,7 @@ def _split(estimate: Assessment) -> dict[str, Any] | None:
     }
 
 
-def _caching(caching: Caching) -> dict[str, Any]:
+def _caching(caching: CacheStatus) -> dict[str, Any]:
     """Return what is known of the fleet's memory; null what is not."""
     game = caching.placement
     seconds = ("poa", "cost", "best", "unavoidable", "met")
@@ -169,12 +169,12 @@ class PriceGauges(Collector):
         )
         yield from _worker_gauges(prices)
         yield from _caching_gauges(status.caching)
-        known = float(status.assessment is not None)
+        known = float(status.poa is not None)
         text = "Whether the Price of Anarchy of the last minute is known."
         yield _gauge("pigou_game_poa_known", text, [((), known)])
-        if status.assessment is not None:
-            yield from _poa_gauges(status.assessment.anarchy, status.assessment.legacy)
-            yield from _split_gauges(status.assessment, status.workers)
+        if status.poa is not None:
+            yield from _poa_gauges(status.poa.anarchy, status.poa.legacy)
+            yield from _split_gauges(status.poa, status.workers)
 
 
 #: Gauges of a worker: name, field of `Price`, help.
@@ -209,7 +209,7 @@ def _worker_gauges(prices: list[Price]) -> Iterator[Metric]:
         yield _gauge(f"pigou_game_{name}", help, known, "worker")
 
 
-def _caching_gauges(caching: Caching) -> Iterator[Metric]:
+def _caching_gauges(caching: CacheStatus) -> Iterator[Metric]:
     if not math.isnan(caching.fleet_rho):
         text = "Active KV blocks of the fleet over its device blocks."
         yield _gauge("pigou_game_rho", text, [((), caching.fleet_rho)])
@@ -230,7 +230,7 @@ def _poa_gauges(anarchy: PriceOfAnarchy, legacy: float) -> Iterator[Metric]:
     yield _gauge("pigou_game_poa_legacy", "The index of Georgiou 2026, Eq. 12.", [((), legacy)])
 
 
-def _split_gauges(estimate: Assessment, workers: Sequence[str]) -> Iterator[Metric]:
+def _split_gauges(estimate: PoAEstimate, workers: Sequence[str]) -> Iterator[Metric]:
     """Yield what the best split of the workers would save, and whose role it would change."""
     split = estimate.split
     text = "Seconds that the best prefill/decode split would save a request; 0: it is the present."

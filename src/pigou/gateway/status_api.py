@@ -115,7 +115,7 @@ class FleetStatus:
         if not away:
             return status
         why = f"the fleet is incomplete: {', '.join(away)} is not up"
-        return replace(status, assessment=None, unknown=why)
+        return replace(status, poa=None, unknown=why)
 
     def gauges(self) -> Iterator[tuple[str, str, dict[str, float]]]:
         """Return the numbers of the table, for `/metrics`."""

@@ -9,7 +9,6 @@ from random import Random
 import msgspec
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.assessment import Assessment
 from pigou.control.caching_game import Placement
 from pigou.control.messages import (
     Assess,
@@ -21,6 +20,7 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
+from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
@@ -81,7 +81,7 @@ class Fleet:
         self.plane = ControlPlane(msgspec.structs.replace(control, max_decisions=0), policy)
         self.network = Network(config.link, clock)
         self.gaps = Gaps()
-        self.assessments: list[Assessment] = []
+        self.assessments: list[PoAEstimate] = []
         self.placements: list[Placement] = []
         self.members: list[Member] = []
         self._named: dict[str, Member] = {}
@@ -255,7 +255,7 @@ class Fleet:
     def _tick(self, now: int) -> None:
         self.dispatcher.tell(self.members, now)
         self.dispatcher.tick(now)
-        caching = self.plane.caching
+        caching = self.plane.cache_monitor
         if caching.placement is not None and caching.games > len(self.placements):
             self.placements.append(caching.placement)
         self._clock.at(now + TICK, Phase.TICK, -2, self._tick)

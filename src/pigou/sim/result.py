@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.assessment import Assessment
 from pigou.control.caching_game import Placement
+from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import SECOND, Nanos
 from pigou.sim.call import Call, Outcome
 from pigou.sim.streams import Gaps
@@ -35,7 +35,7 @@ class Result:
         wall: seconds that it took to compute.
         assessments: of the Price of Anarchy.
         placements: games of what lay where.
-        caching: what became of the workers' memory (`CachingWatch.summary`).
+        caching: what became of the workers' memory (`CacheMonitor.summary`).
         workers: what each did: its name, steps, share of the time that it was busy, requests.
         shed: calls that were refused for want of room, each time counted.
         transfers: (number, bytes) of KV between workers.
@@ -48,7 +48,7 @@ class Result:
     begin: int
     end: int
     wall: float
-    assessments: Sequence[Assessment]
+    assessments: Sequence[PoAEstimate]
     placements: Sequence[Placement]
     caching: dict[str, float | int | None]
     workers: Sequence[dict[str, Any]]
@@ -143,7 +143,7 @@ def _ratio(above: float, below: float) -> float:
     return above / below if below else 0.0
 
 
-def _anarchy(assessments: Sequence[Assessment]) -> dict[str, float | None]:
+def _anarchy(assessments: Sequence[PoAEstimate]) -> dict[str, float | None]:
     """Geometric means over the windows, each weighted by its requests; parts still multiply."""
     found: dict[str, float | None] = dict.fromkeys((*_PARTS, "legacy"))
     weights = np.array([each.requests for each in assessments], dtype=np.float64)

@@ -100,7 +100,7 @@ class Simulation:
             wall=wall,
             assessments=fleet.assessments,
             placements=fleet.placements,
-            caching=fleet.plane.caching.summary(fleet.plane.index),
+            caching=fleet.plane.cache_monitor.summary(fleet.plane.index),
             workers=_figures(fleet.members, clock.now - EPOCH),
             shed=fleet.dispatcher.shed,
             transfers=(fleet.network.transfers, fleet.network.bytes),

@@ -101,7 +101,7 @@ class Timeline:
         status = self._simulation.fleet.plane.status(now)
         for name, toll in zip(status.workers, status.tolls.tolist(), strict=True):
             self._worker[row, 3, self._row[name]] = toll
-        found, poa = status.assessment, np.full(5, np.nan)
+        found, poa = status.poa, np.full(5, np.nan)
         if found is not None:
             parts = found.anarchy
             poa[:] = (

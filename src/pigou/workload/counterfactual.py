@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ControlConfig
-from pigou.control.decisions import Explanation, Ledger
+from pigou.control.decisions import DecisionLedger, Explanation
 from pigou.control.messages import Choice
 from pigou.control.plane import ControlPlane
 from pigou.control.router import Router
@@ -112,7 +112,7 @@ class _Beside(Router):
         self, first: Router, config: ControlConfig, other: Rival, into: Comparison
     ) -> None:
         super().__init__(first.policy, config)
-        self.ledger = Ledger(max(1, config.max_decisions))
+        self.ledger = DecisionLedger(max(1, config.max_decisions))
         if other.policy is None:
             self._rival = override(load(config.policy, config.params), other.params)
         else:

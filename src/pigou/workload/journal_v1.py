@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from pigou.control.assessment import Assessment
 from pigou.control.journal import JournalEntry, JournalError, decode_value
+from pigou.control.price_of_anarchy import PoAEstimate
 
 VERSION = 1
 
@@ -107,7 +107,7 @@ def _event(kind: str, *values: Any) -> dict[str, Any]:
 def _finite(assessment: Any) -> Any:
     """Return an assessment without infinite parts, which were null; None for others."""
     try:
-        msgspec.convert(assessment, Assessment | None)
+        msgspec.convert(assessment, PoAEstimate | None)
     except msgspec.ValidationError:
         return None
     return assessment

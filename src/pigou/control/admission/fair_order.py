@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.admission.queue_order import Heap, Waiting
+from pigou.control.admission.queue_order import Heap, QueuedRequest
 from pigou.request import Request
 
-#: Tenants are counted up to this many before those that owe nothing are forgotten.
-_MOST_TENANTS = 1024
+#: With this many tenants counted, those that owe nothing are forgotten.
+_MAX_TENANTS = 1024
 
 #: How the requests of one tenant are ordered.
 Within = Literal["fcfs", "priority", "edf"]
-_WITHIN: dict[str, Callable[[Waiting], Any]] = {
+_WITHIN: dict[str, Callable[[QueuedRequest], Any]] = {
     "fcfs": lambda _: 0,
     "priority": lambda waiting: waiting.request.priority,
     "edf": lambda waiting: waiting.request.deadline,
@@ -57,35 +57,34 @@ class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class _Tenant:
-    """What one tenant had, and who of it waits."""
+    """What one tenant had, and its requests that wait."""
 
-    __slots__ = ("counter", "entry", "line", "weight")
+    __slots__ = ("counter", "entry", "queue", "weight")
 
     def __init__(self, counter: float) -> None:
         self.counter = counter
         self.weight = 1.0
-        self.line = Heap()
+        self.queue = Heap()
         self.entry: tuple[float, int, str] | None = None
 
 
 class Fair:
-    """The tenant that had least service goes first (Virtual Token Counter).
+    """The tenant that had least service goes first (virtual token counter).
 
     Every tenant f has a counter c_f of the service it had, over its weight. When it begins to
-    wait, having had nobody waiting, c_f = max(c_f, least - credit), where least is the least c
-    of those that wait (the highest that it has been so far, which without credit is the same).
-    So time that a tenant did not use earns at most the credit. With nobody waiting the counter of
-    the tenant that waited last stands for the least. The tenant of the least counter goes next;
-    then c_f grows by w_p uncached / weight, and by w_q / weight with each output token, while
-    anybody waits: what a tenant had while there was enough for all is not held against it.
+    wait, c_f = max(c_f, floor - credit). The floor is the highest so far of the lowest counter
+    among those that wait. With none waiting, the tenant that waited last stands for them. So time
+    that a tenant did not use earns at most the credit. The tenant of the lowest counter goes
+    next. Then c_f grows by w_p uncached / weight, and by w_q / weight with each output token.
+    Service counts only while requests wait.
 
     Two tenants that both wait all the while differ in service, over their weights, by at most
-    2 max(w_p L, w_q M) + credit, where L is the longest prompt and M the most tokens (prompt and
-    output) that are in flight at once, each over the least of their weights (Sheng et al.,
-    "Fairness in Serving Large Language Models", OSDI 2024, whose rule has no credit). M is why the
-    gateway must hold requests back: what was sent to a worker cannot be called back.
+    2 max(w_p L, w_q M) + credit. L is the longest prompt, M the most tokens (prompt and output)
+    in flight at once, each over the lower of their weights (Sheng et al., "Fairness in Serving
+    Large Language Models", OSDI 2024, whose rule has no credit). M is why the gateway must hold
+    requests back: a worker does not give back what it was sent.
 
-    The least counter is found in a heap whose entries may be too low, as counters only rise; one
+    The lowest counter comes from a heap whose entries may be too low, as counters only rise; one
     that comes up too low is put right. So each step costs O(log tenants), amortised.
     """
 
@@ -101,7 +100,7 @@ class Fair:
         self._pushes = 0
         self._base = -self.params.credit  # counter of a tenant that is not known, or no more
         self._highest = 0.0  # that the least counter of those that wait ever was
-        self._most = self._base  # that any counter ever was
+        self._max = self._base  # that any counter ever was
         self._last: _Tenant | None = None
 
     @property
@@ -109,97 +108,97 @@ class Fair:
         """Share of each worker that is closed to tenants above their part of the fleet."""
         return self.params.reserve
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: QueuedRequest) -> None:
         """A request begins to wait; its tenant may owe nothing to those that waited longer."""
         name = waiting.request.tenant
         tenant = self._tenant(name)
         tenant.weight = waiting.weight
-        if not tenant.line:
+        if not tenant.queue:
             tenant.counter = max(tenant.counter, self._floor())
             self._push(name, tenant)
-        tenant.line.add(self._within(waiting), waiting)
+        tenant.queue.add(self._within(waiting), waiting)
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: QueuedRequest) -> None:
         """A request waits no more."""
         tenant = self._tenants.get(waiting.request.tenant)
         if tenant is None or tenant.entry is None:
             return
-        tenant.line.remove(waiting)
-        if not tenant.line:
+        tenant.queue.remove(waiting)
+        if not tenant.queue:
             tenant.entry = None
             self._last = tenant
 
-    def first(self, now: int) -> Waiting | None:  # noqa: ARG002 (protocol)
+    def first(self, now: int) -> QueuedRequest | None:  # noqa: ARG002 (protocol)
         """Return the first of the tenant that had least."""
-        tenant = self._least()
-        return None if tenant is None else tenant.line.first()
+        tenant = self._lowest()
+        return None if tenant is None else tenant.queue.first()
 
-    def last(self, waiting: Waiting, most: int, own: bool) -> list[Waiting]:  # noqa: ARG002
+    def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:  # noqa: ARG002
         """Return the tenant's own requests that go after this one; never another tenant's."""
         tenant = self._tenants.get(waiting.request.tenant)
         if tenant is None or self.params.within == "fcfs":
             return []
-        return tenant.line.last(most, self._within(waiting))
+        return tenant.queue.last(max_count, self._within(waiting))
 
-    def taken(self, waiting: Waiting, uncached: int) -> None:
+    def taken(self, waiting: QueuedRequest, uncached: int) -> None:
         """Charge the prompt of a request that goes."""
         self.remove(waiting)
         self._charge(waiting.request.tenant, self.params.input_weight * uncached)
 
     def served(self, request: Request, tokens: int) -> None:
-        """Charge output tokens that came."""
+        """Charge output tokens."""
         self._charge(request.tenant, self.params.output_weight * tokens)
 
     def counter(self, tenant: str) -> float:
         """Return the service that a tenant had, over its weight."""
-        found = self._tenants.get(tenant)
-        return self._base if found is None else found.counter
+        known = self._tenants.get(tenant)
+        return self._base if known is None else known.counter
 
-    def behind(self, waiting: Waiting) -> bool:
+    def underserved(self, waiting: QueuedRequest) -> bool:
         """Whether the tenant had less than another one, by more than half the credit.
 
-        Without credit nobody is: the least counter is at the floor, where it says nothing.
+        Without credit no tenant is: the lowest counter is at the floor, where it says nothing.
         """
         margin = 0.5 * self.params.credit
-        return margin > 0.0 and self.counter(waiting.request.tenant) < self._most - margin
+        return margin > 0.0 and self.counter(waiting.request.tenant) < self._max - margin
 
-    def priority(self, waiting: Waiting, above: bool) -> int | None:  # noqa: ARG002 (protocol)
+    def priority(self, waiting: QueuedRequest, above: bool) -> int | None:  # noqa: ARG002 (protocol)
         """Let tenants above their part yield to the others inside the workers as well.
 
         What a client asked for does not count there: it would overtake other tenants.
         """
         return int(above)
 
-    def newest(self, most: int, tenant: str | None) -> list[Waiting]:
+    def newest(self, max_count: int, tenant: str | None) -> list[QueuedRequest]:
         """Return the newest that wait, of one tenant or of all, at most so many."""
-        if most < 1:
+        if max_count < 1:
             return []
         names = self._tenants if tenant is None else (tenant,)
-        lines = [self._tenants[name].line for name in names if name in self._tenants]
-        waiting = (each for line in lines for each in line if not each.kept)
-        return heapq.nlargest(most, waiting, key=lambda each: each.serial)
+        queues = [self._tenants[name].queue for name in names if name in self._tenants]
+        waiting = (queued for queue in queues for queued in queue if not queued.accepted)
+        return heapq.nlargest(max_count, waiting, key=lambda queued: queued.serial)
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits."""
-        return self._least() is None
+        """Whether no request waits."""
+        return self._lowest() is None
 
     def _charge(self, name: str, service: float) -> None:
-        """Count service, unless nobody waits: then it was taken from nobody."""
-        if self._least() is None:
+        """Count service, unless no request waits: then it was taken from no tenant."""
+        if self._lowest() is None:
             return
         tenant = self._tenant(name)
         tenant.counter += service / tenant.weight
-        self._most = max(self._most, tenant.counter)
+        self._max = max(self._max, tenant.counter)
 
     def _floor(self) -> float:
         """Return the counter that a tenant begins to wait with at least."""
-        least = self._least() or self._last
-        if least is not None:
-            self._highest = max(self._highest, least.counter)
+        lowest = self._lowest() or self._last
+        if lowest is not None:
+            self._highest = max(self._highest, lowest.counter)
         return self._highest - self.params.credit
 
-    def _least(self) -> _Tenant | None:
+    def _lowest(self) -> _Tenant | None:
         heap = self._heap
         while heap:
             entry = heap[0]
@@ -219,12 +218,12 @@ class Fair:
         heapq.heappush(self._heap, tenant.entry)
 
     def _tenant(self, name: str) -> _Tenant:
-        found = self._tenants.get(name)
-        if found is None:
-            if len(self._tenants) >= _MOST_TENANTS:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            if len(self._tenants) >= _MAX_TENANTS:
                 self._forget()
-            found = self._tenants[name] = _Tenant(self._base)
-        return found
+            tenant = self._tenants[name] = _Tenant(self._base)
+        return tenant
 
     def _forget(self) -> None:
         """Forget tenants that, once they wait again, would begin at the floor anyway."""
@@ -233,12 +232,12 @@ class Fair:
         self._tenants = {
             name: tenant
             for name, tenant in self._tenants.items()
-            if tenant.line or tenant.counter > floor
+            if tenant.queue or tenant.counter > floor
         }
 
 
-#: Bands whose counters are kept; beyond, the one that was idle longest begins anew.
-_MOST_BANDS = 64
+#: Bands that have counters; with more, the one that was idle longest begins anew.
+_MAX_BANDS = 64
 #: Of priorities on the wire.
 _HIGHEST = 2**31 - 1
 
@@ -264,59 +263,59 @@ class PriorityFair:
         """Share of each worker that is closed to tenants above their part of the fleet."""
         return self.params.reserve
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: QueuedRequest) -> None:
         """A request begins to wait."""
         priority = waiting.request.priority
         band = self._bands.pop(priority, None) or Fair(self.params)
         self._bands[priority] = band  # the last used is the last of the dictionary
         band.add(waiting)
-        if len(self._bands) > _MOST_BANDS:
-            idle = next((name for name, each in self._bands.items() if each.idle), None)
+        if len(self._bands) > _MAX_BANDS:
+            idle = next((name for name, band in self._bands.items() if band.idle), None)
             if idle is not None:
                 del self._bands[idle]
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: QueuedRequest) -> None:
         """A request waits no more."""
         band = self._bands.get(waiting.request.priority)
         if band is not None:
             band.remove(waiting)
 
-    def first(self, now: int) -> Waiting | None:
+    def first(self, now: int) -> QueuedRequest | None:
         """Return who goes next; the cost is that of the number of priorities in use."""
         waiting = [(name, band) for name, band in self._bands.items() if not band.idle]
         return min(waiting)[1].first(now) if waiting else None
 
-    def last(self, waiting: Waiting, most: int, own: bool) -> list[Waiting]:
+    def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return requests of a higher priority number, the highest first; then as `Fair`."""
-        found: list[Waiting] = []
+        last: list[QueuedRequest] = []
         priority = waiting.request.priority
         tenant = waiting.request.tenant if own else None
         for name in sorted(self._bands, reverse=True):
             if name > priority:
-                found += self._bands[name].newest(most - len(found), tenant)
+                last += self._bands[name].newest(max_count - len(last), tenant)
             elif name == priority:
-                found += self._bands[name].last(waiting, most - len(found), own)
-            if len(found) >= most:
+                last += self._bands[name].last(waiting, max_count - len(last), own)
+            if len(last) >= max_count:
                 break
-        return found
+        return last
 
-    def taken(self, waiting: Waiting, uncached: int) -> None:
+    def taken(self, waiting: QueuedRequest, uncached: int) -> None:
         """Charge the prompt of a request that goes."""
         band = self._bands.get(waiting.request.priority)
         if band is not None:
             band.taken(waiting, uncached)
 
     def served(self, request: Request, tokens: int) -> None:
-        """Charge output tokens that came."""
+        """Charge output tokens."""
         band = self._bands.get(request.priority)
         if band is not None:
             band.served(request, tokens)
 
-    def behind(self, waiting: Waiting) -> bool:
+    def underserved(self, waiting: QueuedRequest) -> bool:
         """Whether the tenant had less than those that wait in this band."""
         band = self._bands.get(waiting.request.priority)
-        return band is not None and band.behind(waiting)
+        return band is not None and band.underserved(waiting)
 
-    def priority(self, waiting: Waiting, above: bool) -> int | None:
+    def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
         """Let tenants above their part yield to the others of the same priority."""
         return max(-_HIGHEST, min(2 * waiting.request.priority + above, _HIGHEST))

@@ -1,4 +1,4 @@
-"""The protocol of orders, and how they are found by name."""
+"""Queue orders: their protocol, how they are found by name, and all but the fair ones."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ GROUP = "pigou.admission"
 NAME = "order"
 
 
-class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NoOrderParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Of an order without parameters."""
 
 
-class Order(Protocol):
-    """Who of the waiting requests goes next.
+class QueueOrder(Protocol):
+    """Which of the waiting requests goes next.
 
-    Every request goes through it, also one that finds room at once: `add`, `first`, `taken`.
+    Every request goes through it, also one that is routed at once: `add`, `first`, `taken`.
 
     Attributes:
         Params: parameters, a frozen `msgspec.Struct`; the class is called with one.
-        holds_back: whether the order is void unless next to nothing waits inside the workers.
+        holds_back: whether the order needs queues in the workers that are all but empty.
         reserve: share of each worker that is closed to tenants above their part of the fleet.
         refuses_late: whether a newcomer is refused whose deadline cannot be met any more.
     """
@@ -41,31 +41,31 @@ class Order(Protocol):
         """As the parameters have it."""
         ...
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: QueuedRequest) -> None:
         """A request begins to wait."""
         ...
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: QueuedRequest) -> None:
         """A request waits no more, and was not served."""
         ...
 
-    def first(self, now: int) -> Waiting | None:
+    def first(self, now: int) -> QueuedRequest | None:
         """Return who goes next, and stays until it is removed or taken; None when nobody waits."""
         ...
 
-    def last(self, waiting: Waiting, most: int, own: bool) -> list[Waiting]:
+    def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return those that may be shed so that a newcomer can wait, the least urgent first.
 
         All of them are less urgent than the newcomer. An order without this method sheds nobody.
 
         Args:
             waiting: the newcomer, which was not added.
-            most: requests to return at most.
+            max_count: requests to return at most.
             own: only those of its own tenant.
         """
         ...
 
-    def taken(self, waiting: Waiting, uncached: int) -> None:
+    def taken(self, waiting: QueuedRequest, uncached: int) -> None:
         """A request was sent to a worker that has `uncached` tokens of its prompt to compute."""
         ...
 
@@ -73,11 +73,11 @@ class Order(Protocol):
         """So many output tokens of a routed request came."""
         ...
 
-    def behind(self, waiting: Waiting) -> bool:
-        """Whether its tenant had so much less than others that it is above its part in nothing."""
+    def underserved(self, waiting: QueuedRequest) -> bool:
+        """Whether its tenant had so much less than others that it counts as above no part."""
         ...
 
-    def priority(self, waiting: Waiting, above: bool) -> int | None:
+    def priority(self, waiting: QueuedRequest, above: bool) -> int | None:
         """Return the priority that workers are sent, None for the client's own.
 
         `above`: its tenant has more than its part of the fleet.
@@ -85,7 +85,7 @@ class Order(Protocol):
         ...
 
 
-def load(chosen: Mapping[str, Any]) -> Order:
+def load(chosen: Mapping[str, Any]) -> QueueOrder:
     """Return a new order, by its name in the entry point group `pigou.admission`.
 
     Args:
@@ -105,7 +105,7 @@ def load(chosen: Mapping[str, Any]) -> Order:
         raise ConfigError(
             f"admission order {name!r}: {_lower(str(error))}; its parameters: {known}"
         ) from None
-    order: Order = kind(params)
+    order: QueueOrder = kind(params)
     return order
 
 
@@ -116,10 +116,10 @@ def _lower(text: str) -> str:
 _MILLISECOND = SECOND // 1000
 
 
-class Keyed:
-    """One heap; what follows says only what the key is. First come, first served by itself."""
+class KeyedOrder:
+    """One heap by `key`, which subclasses give; by itself first come, first served."""
 
-    Params: ClassVar[type[msgspec.Struct]] = NoParams
+    Params: ClassVar[type[msgspec.Struct]] = NoOrderParams
     holds_back: ClassVar[bool] = False
     refuses_late: ClassVar[bool] = False
 
@@ -132,59 +132,58 @@ class Keyed:
         """Nothing is reserved."""
         return 0.0
 
-    def key(self, waiting: Waiting) -> Any:
+    def key(self, waiting: QueuedRequest) -> Any:
         """Return what orders a request; it must not change while it waits."""
         return waiting.serial
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: QueuedRequest) -> None:
         """A request begins to wait."""
         self._heap.add(self.key(waiting), waiting)
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: QueuedRequest) -> None:
         """A request waits no more."""
         self._heap.remove(waiting)
 
-    def first(self, now: int) -> Waiting | None:  # noqa: ARG002 (protocol)
+    def first(self, now: int) -> QueuedRequest | None:  # noqa: ARG002 (protocol)
         """Return who goes next."""
         return self._heap.first()
 
-    def last(self, waiting: Waiting, most: int, own: bool) -> list[Waiting]:
+    def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return those of greater keys, the greatest first."""
         tenant = waiting.request.tenant if own else None
-        return self._heap.last(most, self.key(waiting), tenant)
+        return self._heap.last(max_count, self.key(waiting), tenant)
 
-    def taken(self, waiting: Waiting, uncached: int) -> None:  # noqa: ARG002 (protocol)
+    def taken(self, waiting: QueuedRequest, uncached: int) -> None:  # noqa: ARG002 (protocol)
         """A request was sent to a worker."""
         self._heap.remove(waiting)
 
     def served(self, request: Request, tokens: int) -> None:
         """Output tokens came, which changes nothing."""
 
-    def behind(self, waiting: Waiting) -> bool:  # noqa: ARG002 (protocol)
-        """Nobody's service is counted."""
+    def underserved(self, waiting: QueuedRequest) -> bool:  # noqa: ARG002 (protocol)
+        """No tenant's service is counted."""
         return False
 
-    def priority(self, waiting: Waiting, above: bool) -> int | None:  # noqa: ARG002 (protocol)
+    def priority(self, waiting: QueuedRequest, above: bool) -> int | None:  # noqa: ARG002 (protocol)
         """Leave the client's own."""
         return None
 
 
-class Fcfs(Keyed):
+class Fcfs(KeyedOrder):
     """First come, first served."""
 
-    def last(self, waiting: Waiting, most: int, own: bool) -> list[Waiting]:  # noqa: ARG002
+    def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:  # noqa: ARG002
         """Return nobody: the newcomer itself is the last."""
         return []
 
 
-class Priority(Keyed):
+class Priority(KeyedOrder):
     """Lower `Request.priority` first, as vLLM has it; first come, first served within one.
 
-    A stream of urgent requests keeps the others waiting until they time out; that is what strict
-    priority means.
+    A stream of urgent requests keeps the others waiting until they time out: priority is strict.
     """
 
-    def key(self, waiting: Waiting) -> Any:
+    def key(self, waiting: QueuedRequest) -> Any:
         """Return the priority."""
         return waiting.request.priority
 
@@ -204,17 +203,17 @@ class ShortestParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ConfigError(f"ageing is {self.ageing}; it must be at least 1 token a second")
 
 
-class Shortest(Keyed):
+class Shortest(KeyedOrder):
     """Fewest uncached prompt tokens first, with ageing.
 
     At time t a request that waits since s with u uncached tokens ranks by u - ageing (t - s).
-    Differences of ranks do not depend on t, so the key u + ageing s never changes. Nobody
-    starves: whoever comes more than (u - 1) / ageing seconds after a request goes behind it.
+    Differences of ranks do not depend on t, so the key u + ageing s never changes. No request
+    starves: one that comes more than (u - 1) / ageing seconds after it goes behind it.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = ShortestParams
 
-    def key(self, waiting: Waiting) -> Any:
+    def key(self, waiting: QueuedRequest) -> Any:
         """Return u + ageing s, in token nanoseconds a second."""
         return waiting.uncached * SECOND + int(self.params.ageing) * waiting.since
 
@@ -235,39 +234,39 @@ class EdfParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ConfigError(f"patience_ms is {self.patience_ms}; it must be at least 0")
 
 
-class Edf(Keyed):
+class Edf(KeyedOrder):
     """Earliest deadline of the first token first.
 
-    Under overload, plain EDF serves those first that are late already, and makes all others late
-    too; so a request that misses its deadline gets the one of a request without any: `patience_ms`
-    after it was queued. Nobody starves: whoever comes more than `patience_ms` after a request
-    goes behind it, unless that one's own deadline is further away and still ahead.
+    Under overload, plain EDF serves late requests first, and makes all others late too. So a
+    request that misses its deadline gets the one of a request without any: `patience_ms` after it
+    was queued. No request starves: one that comes more than `patience_ms` after it goes behind
+    it, unless the older one's deadline is further away and still ahead.
     """
 
     Params: ClassVar[type[msgspec.Struct]] = EdfParams
     refuses_late: ClassVar[bool] = True
 
-    def key(self, waiting: Waiting) -> Any:
+    def key(self, waiting: QueuedRequest) -> Any:
         """Return the deadline, in nanoseconds."""
         deadline = waiting.request.deadline
         return self._patience(waiting) if deadline == NEVER else deadline
 
-    def first(self, now: int) -> Waiting | None:
+    def first(self, now: int) -> QueuedRequest | None:
         """Return who goes next; each request misses its deadline once at most."""
         while (waiting := self._heap.first()) is not None:
-            later = self._patience(waiting)
-            if not self.key(waiting) < now < later or waiting.late:
+            patience = self._patience(waiting)
+            if not self.key(waiting) < now < patience or waiting.late:
                 return waiting
             waiting.late = True
             self._heap.remove(waiting)
-            self._heap.add(later, waiting)
+            self._heap.add(patience, waiting)
         return None
 
-    def _patience(self, waiting: Waiting) -> int:
+    def _patience(self, waiting: QueuedRequest) -> int:
         return waiting.since + int(self.params.patience_ms) * _MILLISECOND
 
 
-class Waiting(msgspec.Struct, eq=False):
+class QueuedRequest(msgspec.Struct, eq=False):
     """A queued request.
 
     Attributes:
@@ -280,7 +279,7 @@ class Waiting(msgspec.Struct, eq=False):
         returned: it ran before, and its worker failed; it goes first, and is not shed for space.
         serial: rises with each request that is queued.
         late: it missed its deadline while it waited (`edf`).
-        kept: it was accepted with the first sequence of its group, so it is not shed any more.
+        accepted: with the first sequence of its group, so it is not shed any more.
     """
 
     request: Request
@@ -292,7 +291,7 @@ class Waiting(msgspec.Struct, eq=False):
     returned: bool = False
     serial: int = 0
     late: bool = False
-    kept: bool = False
+    accepted: bool = False
 
     @property
     def tokens(self) -> int:
@@ -308,28 +307,28 @@ class Waiting(msgspec.Struct, eq=False):
 class Heap:
     """Waiting requests by key, the least first; those of equal keys in the order of `serial`.
 
-    Adding and taking the first cost O(log n), removing any O(1), amortised: what is removed stays
-    behind as a dead entry until it comes up, or until the dead outnumber the living.
+    Adding and taking the first cost O(log n), removing any O(1), amortised. A removed request
+    stays as a dead entry until it comes up, or until the dead outnumber the living.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Any, int, Waiting]] = []
-        self._live: dict[str, tuple[Any, int, Waiting]] = {}
+        self._heap: list[tuple[Any, int, QueuedRequest]] = []
+        self._live: dict[str, tuple[Any, int, QueuedRequest]] = {}
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[QueuedRequest]:
         """All of them, in no order."""
         return (entry[2] for entry in self._live.values())
 
-    def add(self, key: Any, waiting: Waiting) -> None:
+    def add(self, key: Any, waiting: QueuedRequest) -> None:
         """Add a request that is not there; all keys of a heap must be comparable."""
         entry = (key, waiting.serial, waiting)
         self._live[waiting.request.id] = entry
         heapq.heappush(self._heap, entry)
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: QueuedRequest) -> None:
         """Take a request out; one that is not there is no error."""
         if self._live.pop(waiting.request.id, None) is None:
             return
@@ -337,7 +336,7 @@ class Heap:
             self._heap = list(self._live.values())
             heapq.heapify(self._heap)
 
-    def last(self, most: int, before: Any, tenant: str | None = None) -> list[Waiting]:
+    def last(self, max_count: int, before: Any, tenant: str | None = None) -> list[QueuedRequest]:
         """Return requests whose keys are above `before`, the greatest first, at most so many.
 
         Of equal keys the newest come first. Requests that were accepted for good are left out.
@@ -346,11 +345,14 @@ class Heap:
         entries = (
             entry
             for entry in self._live.values()
-            if entry[0] > before and not entry[2].kept and tenant in (None, entry[2].request.tenant)
+            if entry[0] > before
+            and not entry[2].accepted
+            and tenant in (None, entry[2].request.tenant)
         )
-        return [entry[2] for entry in heapq.nlargest(most, entries, key=lambda each: each[:2])]
+        last = heapq.nlargest(max_count, entries, key=lambda entry: entry[:2])
+        return [entry[2] for entry in last]
 
-    def first(self) -> Waiting | None:
+    def first(self) -> QueuedRequest | None:
         """Return the least, which stays; None when nobody waits."""
         heap = self._heap
         while heap and self._live.get(heap[0][2].request.id) is not heap[0]:

@@ -1,4 +1,4 @@
-"""The bound of the queue, and each tenant's share of it."""
+"""Tenant quota: the limit of the admission queue, and each tenant's part of it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pigou.control.admission.queue_order import Waiting
+from pigou.control.admission.queue_order import QueuedRequest
 from pigou.request import SECOND
 
-#: All that wait may be this many times the bound, so that reserved shares stay open.
+#: The whole queue may be this many times its limit, so that the tenants' parts stay open.
 _OVERFLOW = 2
 
 
@@ -22,51 +22,51 @@ class Refusal:
 
 
 @dataclass(slots=True)
-class _Held:
+class _TenantQueue:
     requests: int = 0
     tokens: int = 0
 
 
-class Shares:
+class TenantQuota:
     """Who may begin to wait.
 
-    While requests (and tokens) are below their bound, everybody may. When they are not, a tenant
-    may as long as it holds less than its share: bound * its weight / weights of all tenants that
-    were here lately. So a flood of one tenant fills the bound, and the others still find their
-    shares: all together stay below twice the bound, but for one request of each tenant that
-    holds none.
+    While requests (and tokens) are below their limit, every tenant may. Above it, a tenant may
+    while it has less than its part queued: limit * its weight / weights of all active tenants
+    (`TenantActivity`). So a flood of one tenant fills the limit, and the others still find their
+    parts. The whole queue stays below twice the limit, but for one request of each tenant that
+    has none queued.
     """
 
-    def __init__(self, activity: Activity, most: int, most_tokens: int = 0) -> None:
+    def __init__(self, activity: TenantActivity, max_requests: int, max_tokens: int = 0) -> None:
         """Start empty.
 
         Args:
             activity: which tenants there are to share with.
-            most: requests that may wait; 0: nobody.
-            most_tokens: tokens that they may ask for; 0 for no bound.
+            max_requests: that may wait; 0 for none.
+            max_tokens: that they may ask for; 0 for no limit.
         """
-        self.most = most
-        self.most_tokens = most_tokens
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
         self.requests = 0
         self.tokens = 0
         self._activity = activity
-        self._held: dict[str, _Held] = {}
+        self._queued: dict[str, _TenantQueue] = {}
         self._groups: dict[str, tuple[str, int, int]] = {}
 
-    def held(self, tenant: str) -> tuple[int, int]:
+    def queued(self, tenant: str) -> tuple[int, int]:
         """Return requests and tokens that a tenant has waiting."""
-        found = self._held.get(tenant)
-        return (0, 0) if found is None else (found.requests, found.tokens)
+        queued = self._queued.get(tenant)
+        return (0, 0) if queued is None else (queued.requests, queued.tokens)
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: QueuedRequest) -> None:
         """Count a request that waits."""
         self._count(waiting.request.tenant, waiting.request.sequences, waiting.tokens)
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: QueuedRequest) -> None:
         """Count out a request that waited."""
         self._count(waiting.request.tenant, -waiting.request.sequences, -waiting.tokens)
 
-    def hold(self, waiting: Waiting) -> None:
+    def reserve(self, waiting: QueuedRequest) -> None:
         """Count the sequences of a group that follow this one, in place of those before."""
         request = waiting.request
         self.release(request.group)
@@ -81,50 +81,52 @@ class Shares:
             self._count(tenant, -sequences, -tokens)
 
     @property
-    def held_back(self) -> int:
+    def reserved(self) -> int:
         """Sequences of groups that were not submitted yet."""
         return sum(sequences for _, sequences, _ in self._groups.values())
 
     def _count(self, tenant: str, requests: int, tokens: int) -> None:
-        held = self._held.setdefault(tenant, _Held())
-        held.requests += requests
-        held.tokens += tokens
+        queued = self._queued.setdefault(tenant, _TenantQueue())
+        queued.requests += requests
+        queued.tokens += tokens
         self.requests += requests
         self.tokens += tokens
-        if held.requests == 0:
-            del self._held[tenant]
+        if queued.requests == 0:
+            del self._queued[tenant]
 
-    def refusal(self, waiting: Waiting, without: Sequence[Waiting] = ()) -> Refusal | None:
+    def refusal(
+        self, waiting: QueuedRequest, without: Sequence[QueuedRequest] = ()
+    ) -> Refusal | None:
         """Return why a newcomer may not wait; None when it may, were those `without` gone."""
         tenant = waiting.request.tenant
-        requests, tokens = self.held(tenant)
-        own = [each for each in without if each.request.tenant == tenant]
-        requests -= sum(each.request.sequences for each in own)
-        tokens -= sum(each.tokens for each in own)
+        requests, tokens = self.queued(tenant)
+        own = [queued for queued in without if queued.request.tenant == tenant]
+        requests -= sum(queued.request.sequences for queued in own)
+        tokens -= sum(queued.tokens for queued in own)
         part = self._activity.part(tenant, waiting.weight)
         asks = waiting.request.sequences + waiting.request.held
-        total = self.requests - sum(each.request.sequences for each in without)
-        found = _refusal("requests", self.most, total, requests, asks, part)
-        if found is None and self.most_tokens:
+        total = self.requests - sum(queued.request.sequences for queued in without)
+        refusal = _refusal("requests", self.max_requests, total, requests, asks, part)
+        if refusal is None and self.max_tokens:
             asks = waiting.tokens + waiting.held_tokens
-            total = self.tokens - sum(each.tokens for each in without)
-            found = _refusal("tokens", self.most_tokens, total, tokens, asks, part)
-        return found
+            total = self.tokens - sum(queued.tokens for queued in without)
+            refusal = _refusal("tokens", self.max_tokens, total, tokens, asks, part)
+        return refusal
 
 
-def _refusal(what: str, most: int, total: int, held: int, asks: int, part: float) -> Refusal | None:
-    if total + asks <= most or (most > 0 and total == 0):
+def _refusal(what: str, limit: int, total: int, own: int, asks: int, part: float) -> Refusal | None:
+    if total + asks <= limit or (limit > 0 and total == 0):
         return None
-    share = most * part
-    within = held + asks <= share or (most > 0 and held == 0 and part < 1.0)
-    if within and (total + asks <= _OVERFLOW * most or held == 0):
+    share = limit * part
+    within = own + asks <= share or (limit > 0 and own == 0 and part < 1.0)
+    if within and (total + asks <= _OVERFLOW * limit or own == 0):
         return None
     several = f"; n and prompt ask for {asks} more: send fewer at once" if asks > 1 else ""
     several = several if what == "requests" else ""
     if part < 1.0 and not within:
-        text = f"the tenant's share of the queue is full: {held} of {share:.0f} {what}"
+        text = f"the tenant's share of the queue is full: {own} of {share:.0f} {what}"
         return Refusal(text + several, tenant=True)
-    return Refusal(f"the queue is full: {total} of {most} {what}{several}", tenant=False)
+    return Refusal(f"the queue is full: {total} of {limit} {what}{several}", tenant=False)
 
 
 #: A tenant counts among those that share the fleet until so long after its last request came or
@@ -132,7 +134,7 @@ def _refusal(what: str, most: int, total: int, held: int, asks: int, part: float
 LINGERS = 10 * SECOND
 
 
-class Activity:
+class TenantActivity:
     """The tenants that share the fleet now, and what each has of it."""
 
     def __init__(self) -> None:
@@ -143,7 +145,7 @@ class Activity:
 
     def seen(self, tenant: str, weight: float, now: int) -> None:
         """A request of a tenant came, or ended."""
-        if len(self._seen) == 1 and tenant in self._seen:  # nobody else shares the fleet
+        if len(self._seen) == 1 and tenant in self._seen:  # no other tenant shares the fleet
             self._seen[tenant], self._weights = (now, weight), weight
             return
         _, before = self._seen.pop(tenant, (0, 0.0))

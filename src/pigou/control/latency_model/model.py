@@ -89,7 +89,7 @@ class LatencyModel:
         model.prompt_computed(0, 1000, now, now + SECOND)
         model.estimates(now).prefill_token  # seconds a token, of each worker
 
-    Rows are those of `State`; `add_worker` and `remove_worker` keep them in step.
+    Rows are those of `FleetState`; `add_worker` and `remove_worker` keep them in step.
 
     Attributes:
         sampler: of throughput; its owner advances it.

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
-from pigou.control.regimes.parameters import Finish, Parameters, Setting
-from pigou.control.saturation.regime import Sample
+from pigou.control.regimes.parameters import E2ESample, Parameters, RoutingSetting
+from pigou.control.saturation.regime import TTFTSample
 from pigou.request import SECOND
 
 #: An epoch's mean latency counts for at most as many times the mean of all.
@@ -48,7 +48,7 @@ class BanditConfig(
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"{name} is {values}; give at least one value, each once")
         for temperature, weight in product(self.temperatures, self.overlap_weights):
-            Setting(temperature=temperature, overlap_weight=weight)
+            RoutingSetting(temperature=temperature, overlap_weight=weight)
         if self.epoch < 1:
             raise ConfigError(f"epoch is {self.epoch} ns; it must be at least 1")
         if not 0 < self.discount < 1:
@@ -83,9 +83,9 @@ class DiscountedUCB:
     def means(self) -> NDArray[np.float64]:
         """Discounted mean reward of each arm."""
         known = self.pulls > 0
-        found: NDArray[np.float64] = np.full(len(self.pulls), np.nan)
-        found[known] = self._rewards[known] / self.pulls[known]
-        return found
+        means: NDArray[np.float64] = np.full(len(self.pulls), np.nan)
+        means[known] = self._rewards[known] / self.pulls[known]
+        return means
 
     def forget(self) -> None:
         """A round is over: what was seen until now counts less."""
@@ -120,38 +120,38 @@ class Bandit:
     def __init__(self, config: BanditConfig, generator: np.random.Generator) -> None:
         self.config = config
         self.settings = tuple(
-            Setting(temperature=temperature, overlap_weight=weight)
+            RoutingSetting(temperature=temperature, overlap_weight=weight)
             for temperature, weight in product(config.temperatures, config.overlap_weights)
         )
         arms = len(self.settings)
         self.arms = DiscountedUCB(arms, config.discount, config.exploration, generator)
-        self._slowness = np.zeros(arms)
+        self._latency = np.zeros(arms)  # sums, each over what the request would take unloaded
         self._count = np.zeros(arms)
-        self._total = np.zeros(2)  # slowness, count; discounted
+        self._total = np.zeros(2)  # latency, count; discounted
         self._arm = self.arms.choose()
         self._until: int | None = None
 
-    def observe(self, now: int, outcome: Sample | Finish) -> None:
+    def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
         """Take in an outcome; those of the other kind than `reward` asks for are passed over.
 
         Raises:
             ValueError: its setting is not in the grid, or `unloaded` is not above 0.
         """
         self._turn(now)
-        if isinstance(outcome, Finish) != (self.config.reward == "latency"):
+        if isinstance(outcome, E2ESample) != (self.config.reward == "latency"):
             return
         if not 0 <= outcome.setting < len(self.settings):
             raise ValueError(
                 f"setting is {outcome.setting}: give the one of the request's Parameters, "
                 f"0 to {len(self.settings) - 1}"
             )
-        if isinstance(outcome, Finish):
+        if isinstance(outcome, E2ESample):
             if not outcome.unloaded > 0:
                 raise ValueError(f"unloaded is {outcome.unloaded}: give seconds above 0")
-            slowness = outcome.seconds / outcome.unloaded
+            latency = outcome.seconds / outcome.unloaded
         else:
-            slowness = outcome.ttft
-        self._slowness[outcome.setting] += slowness
+            latency = outcome.ttft
+        self._latency[outcome.setting] += latency
         self._count[outcome.setting] += 1
 
     def parameters(self, now: int) -> Parameters:
@@ -170,11 +170,11 @@ class Bandit:
             return
         self.arms.forget()
         count = float(self._count.sum())
-        self._total = self.config.discount * self._total + (self._slowness.sum(), count)
+        self._total = self.config.discount * self._total + (self._latency.sum(), count)
         mean = max(float(self._total[0] / self._total[1]), 1e-12)
         for arm in np.flatnonzero(self._count):
-            relative = float(self._slowness[arm] / self._count[arm]) / mean
+            relative = float(self._latency[arm] / self._count[arm]) / mean
             self.arms.reward(int(arm), -min(relative, _WORST), float(self._count[arm]) / count)
-        self._slowness[:] = 0.0
+        self._latency[:] = 0.0
         self._count[:] = 0.0
         self._arm = self.arms.choose()

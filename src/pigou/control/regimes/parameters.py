@@ -11,7 +11,7 @@ import msgspec
 from pigou.config import ConfigError
 
 
-class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RoutingSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of the choice among candidates.
 
     Attributes:
@@ -39,7 +39,7 @@ class Parameters:
         temperature: of the softmax over costs.
         overlap_weight: of the blocks to prefill, net of cached ones.
         setting: index of this choice of the controller's; the outcome of the request carries it
-            back (`Sample.setting`, `Finish.setting`).
+            back (`TTFTSample.setting`, `E2ESample.setting`).
     """
 
     temperature: float = 0.0
@@ -47,12 +47,12 @@ class Parameters:
     setting: int = 0
 
     @classmethod
-    def of(cls, setting: Setting, index: int = 0) -> Self:
+    def of(cls, setting: RoutingSetting, index: int = 0) -> Self:
         """Return a setting with its index."""
         return cls(setting.temperature, setting.overlap_weight, index)
 
 
-class Finish(msgspec.Struct, frozen=True):
+class E2ESample(msgspec.Struct, frozen=True):
     """The end of a request.
 
     Attributes:

@@ -11,14 +11,14 @@ import numpy as np
 
 from pigou.config import tagged
 from pigou.control.regimes.bandit import Bandit, BanditConfig
-from pigou.control.regimes.parameters import Finish, Parameters, Setting
-from pigou.control.saturation.regime import Detector, Regime, Sample
+from pigou.control.regimes.parameters import E2ESample, Parameters, RoutingSetting
+from pigou.control.saturation.regime import Detector, Regime, TTFTSample
 
 
 class Controller(Protocol):
     """Says under which parameters requests are routed now; times must not fall."""
 
-    def observe(self, now: int, outcome: Sample | Finish) -> None:
+    def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
         """Take in a first token or the end of a request, at `now` (ns)."""
         ...
 
@@ -39,11 +39,11 @@ class RegimeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         saturated: when it has more than it can do.
     """
 
-    below: Setting = Setting(temperature=0.0, overlap_weight=1.0)
-    transition: Setting = Setting(temperature=0.7, overlap_weight=1.0)
-    saturated: Setting = Setting(temperature=0.8, overlap_weight=0.1)
+    below: RoutingSetting = RoutingSetting(temperature=0.0, overlap_weight=1.0)
+    transition: RoutingSetting = RoutingSetting(temperature=0.7, overlap_weight=1.0)
+    saturated: RoutingSetting = RoutingSetting(temperature=0.8, overlap_weight=0.1)
 
-    def setting(self, regime: Regime) -> Setting:
+    def setting(self, regime: Regime) -> RoutingSetting:
         """Return the row of a regime."""
         return (self.below, self.transition, self.saturated)[regime.level]
 
@@ -58,7 +58,7 @@ class StaticConfig(
         setting: what all requests are routed under.
     """
 
-    setting: Setting = Setting()
+    setting: RoutingSetting = RoutingSetting()
 
 
 class RegimeConfig(
@@ -97,7 +97,7 @@ class Static:
         self.config = config or StaticConfig()
         self._parameters = Parameters.of(self.config.setting)
 
-    def observe(self, now: int, outcome: Sample | Finish) -> None:
+    def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
         """Nothing is learned."""
 
     def parameters(self, now: int) -> Parameters:  # noqa: ARG002
@@ -115,7 +115,7 @@ class RegimeController:
         self.config = config
         self.detector = detector
 
-    def observe(self, now: int, outcome: Sample | Finish) -> None:
+    def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
         """Nothing is learned beside the detector."""
 
     def parameters(self, now: int) -> Parameters:  # noqa: ARG002
@@ -136,7 +136,7 @@ class Interpolated:
         self.config = config
         self.detector = detector
 
-    def observe(self, now: int, outcome: Sample | Finish) -> None:
+    def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
         """Nothing is learned beside the detector."""
 
     def parameters(self, now: int) -> Parameters:  # noqa: ARG002
@@ -188,5 +188,5 @@ def controller_config(values: Mapping[str, Any]) -> ControllerConfig:
     Raises:
         ConfigError: there is no such controller or parameter, or a value does not fit.
     """
-    found: ControllerConfig = tagged("controller", "controller", values, ControllerConfig)
-    return found
+    config: ControllerConfig = tagged("controller", "controller", values, ControllerConfig)
+    return config

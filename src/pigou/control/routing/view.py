@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
 from pigou.control.latency_model.estimates import Estimates
-from pigou.control.lines import Lines
 from pigou.control.routing.remote_kv_fetch import RemoteFetches
+from pigou.control.state import PrefillBacklog
 from pigou.request import Ints
 
 Counts = NDArray[np.int64]
@@ -80,7 +80,7 @@ class FleetView(msgspec.Struct, eq=False):
     output: float
     layout: Counts = _NOTHING
     fetches: RemoteFetches | None = None
-    backlog: Lines | None = None
+    backlog: PrefillBacklog | None = None
     now: int = 0
     _counted: Counts | None = None
     _prompt: int = 0

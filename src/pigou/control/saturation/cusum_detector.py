@@ -8,7 +8,7 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.control.saturation.no_queue_law import UnloadedLaw
-from pigou.control.saturation.regime import Idle, Regime, Sample
+from pigou.control.saturation.regime import Idle, Regime, TTFTSample
 from pigou.request import SECOND
 
 #: Observations whose mean is one observation of the long-run variance.
@@ -21,10 +21,10 @@ _MEAN = 128.0
 _GAP = 64.0
 _SMOOTH = 4.0
 #: Observations that a change takes at least.
-_LEAST = 3
-#: A residual that says less than this share of the mean no-queue latency is cut to it.
+_MIN_OBSERVATIONS = 3
+#: Residuals below this share of the mean no-queue latency are cut to it.
 _SMALLEST = 0.25
-#: Seconds that a first token takes at least; a clock may not tell less.
+#: Seconds that a first token takes at least, whatever the clock's resolution.
 _SHORTEST = 1e-6
 
 
@@ -90,8 +90,8 @@ class CusumDetector:
     def __init__(self, config: CusumConfig | None = None) -> None:
         self.config = config or CusumConfig()
         shift = 2.0 * math.log(self.config.zone)
-        self._knee = Cusum(math.log(self.config.knee), shift, _LEAST)
-        self._full = Cusum(math.log(self.config.full), shift, _LEAST)
+        self._knee = Cusum(math.log(self.config.knee), shift, _MIN_OBSERVATIONS)
+        self._full = Cusum(math.log(self.config.full), shift, _MIN_OBSERVATIONS)
         self._law = UnloadedLaw(self.config.half_life)
         self._idle = Idle(self.config.idle)
         self._variance = LongRunVariance(math.log(self.config.knee * self.config.zone))
@@ -126,7 +126,7 @@ class CusumDetector:
         """The no-queue law."""
         return self._law
 
-    def update(self, now: int, sample: Sample) -> Regime:
+    def update(self, now: int, sample: TTFTSample) -> Regime:
         """Take in a first token at `now` (ns); return the regime.
 
         Raises:
@@ -140,13 +140,13 @@ class CusumDetector:
         ttft = max(sample.ttft, _SHORTEST)
         self._idle.busy(now)
         self._close(now)
-        alone = None if sample.ahead is None else sample.ahead == 0
-        self._law.observe(sample.tokens, ttft, alone, not self._knee.on)
+        nobody_ahead = None if sample.ahead is None else sample.ahead == 0
+        self._law.observe(sample.tokens, ttft, nobody_ahead, not self._knee.on)
         expected = self._law(sample.tokens)
         self._samples += 1
         self._mean += (expected - self._mean) / min(self._samples, _MEAN)
-        waited = (ttft - expected) / max(self._mean, 1e-9)
-        self._sum += math.log(max(1.0 + waited, _SMALLEST))
+        relative_wait = (ttft - expected) / max(self._mean, 1e-9)
+        self._sum += math.log(max(1.0 + relative_wait, _SMALLEST))
         self._gathered += 1
         return self.regime
 
@@ -185,7 +185,7 @@ class CusumDetector:
         knee, full = self._knee.on, self._full.on
         self._knee.update(x, scale, height)
         self._full.update(x, scale, height)
-        # Whoever is over the higher threshold is over the lower one.
+        # A mean over the higher threshold is over the lower one.
         if self._full.on and not full and not self._knee.on:
             self._knee.turn(True)
         elif knee and not self._knee.on and self._full.on:
@@ -193,10 +193,10 @@ class CusumDetector:
 
 
 class LongRunVariance:
-    """Variance of a batch's mean times its size, values being cut at `most` and at -1."""
+    """Variance of a batch's mean times its size, values being cut at `maximum` and at -1."""
 
-    def __init__(self, most: float, first: float = 0.5) -> None:
-        self._most = most
+    def __init__(self, maximum: float, first: float = 0.5) -> None:
+        self._max = maximum
         self._sum = 0.0
         self._count = 0
         self._mean = 0.0
@@ -206,7 +206,7 @@ class LongRunVariance:
 
     def observe(self, x: float) -> None:
         """Take in a value."""
-        self._sum += min(max(x, -1.0), self._most)
+        self._sum += min(max(x, -1.0), self._max)
         self._count += 1
         if self._count < _BATCH:
             return
@@ -261,21 +261,23 @@ class Cusum:
     While it is off, Page's cumulative sum of log likelihood ratios for "the mean is `shift`/2
     above the reference, not below it by as much"; while it is on, the same sum the other way.
     Both turn it over at the height of the caller's choice, and begin again at 0. One observation
-    counts for at most a share 1/`least` of the height, so a few odd ones change nothing.
+    counts for at most a share 1/`min_observations` of the height, so a few odd ones change nothing.
 
     Attributes:
         on: whether the mean is above the reference.
         sum: what has gathered against that, in nats.
     """
 
-    def __init__(self, reference: float, shift: float, least: int = 4) -> None:
-        if not shift > 0 or least < 1:
-            raise ValueError(f"shift is {shift}, least {least}: give above 0, and at least 1")
+    def __init__(self, reference: float, shift: float, min_observations: int = 4) -> None:
+        if not shift > 0 or min_observations < 1:
+            raise ValueError(
+                f"shift is {shift}, least {min_observations}: give above 0, and at least 1"
+            )
         self.reference = reference
         self.shift = shift
         self.on = False
         self.sum = 0.0
-        self._least = least
+        self._min_observations = min_observations
 
     def update(self, value: float, scale: float, height: float) -> bool:
         """Take in a value; return whether the switch is on.
@@ -289,8 +291,8 @@ class Cusum:
             height: of the alarm, in nats.
         """
         gain = self.shift * (value - self.reference) / (scale * scale)
-        most = height / self._least
-        gain = min(max(-gain if self.on else gain, -most), most)
+        limit = height / self._min_observations
+        gain = min(max(-gain if self.on else gain, -limit), limit)
         self.sum = max(0.0, self.sum + gain)
         if self.sum >= height * (1 - 1e-12):
             self.turn(not self.on)

@@ -123,6 +123,6 @@ def parse_histogram(
     total: Histogram | None = None
     for buckets in series.values():
         bounds = tuple(sorted(buckets))
-        each = Histogram(bounds, tuple(buckets[bound] for bound in bounds))
-        total = each if total is None else total + each
+        histogram = Histogram(bounds, tuple(buckets[bound] for bound in bounds))
+        total = histogram if total is None else total + histogram
     return total

@@ -1,4 +1,4 @@
-"""The no-queue law: the time to first token of a prompt of that many tokens that need not wait."""
+"""The no-queue law: seconds to the first token of a prompt that need not wait."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import math
 _HUBER = 3.0
 _MEDIAN_STEP = 0.05
 _SMALLEST_SPREAD = 0.01
-#: What an observation above the line counts that may have waited: the fit is then an expectile
+#: Weight of an observation above the line that may have waited: the fit is then an expectile
 #: (Newey and Powell, "Asymmetric Least Squares Estimation and Testing", 1987).
 _TAIL = 0.05
-#: What one counts that found nobody ahead in a fleet that is believed to queue.
+#: Weight of one with no prompt ahead, in a fleet that is believed to queue.
 _DOUBTED = 0.25
 #: As many observations that surely did not wait make the others needless.
 _ENOUGH = 8.0
@@ -20,10 +20,10 @@ _ENOUGH = 8.0
 class UnloadedLaw:
     """seconds = base + slope * tokens, both at least 0, fitted as observations come.
 
-    Relative least squares with forgetting, robust by Huber's weights. A prompt that found nobody
-    where it was sent did not wait, and counts in full. Of one that may have waited only the lower
-    envelope is believed, and nothing once enough are known that did not wait: so a fleet that is
-    saturated for long does not pass its queue off as normal.
+    Relative least squares with forgetting, robust by Huber's weights. A prompt with none ahead of
+    it did not wait, and counts in full. Of prompts that may have waited only the lower envelope
+    counts, and nothing once enough are known that did not. So a fleet that is saturated for long
+    does not pass its queue off as normal.
     """
 
     def __init__(self, half_life: float = 256.0) -> None:
@@ -40,24 +40,26 @@ class UnloadedLaw:
         """Return the seconds that a prompt with so many uncached tokens takes; 0 when unknown."""
         return self.base + self.slope * tokens
 
-    def observe(self, tokens: float, seconds: float, alone: bool | None, steady: bool) -> None:
+    def observe(
+        self, tokens: float, seconds: float, nobody_ahead: bool | None, steady: bool
+    ) -> None:
         """Take in a first token.
 
         Args:
             tokens: of the prompt that had to be computed.
             seconds: from arrival to first token, above 0.
-            alone: whether nobody was ahead of it; None where that is not known.
-            steady: whether the fleet is believed not to queue. While it does, prompts that were
-                alone count for less: somebody else may send prompts to the same workers.
+            nobody_ahead: whether no prompt was ahead of it; None where that is not known.
+            steady: whether the fleet is believed not to queue. While it does, prompts with none
+                ahead count for less: other clients may send prompts to the same workers.
         """
-        sure = alone is True and steady
-        if alone is False and self._sure >= _ENOUGH:
+        sure = nobody_ahead is True and steady
+        if nobody_ahead is False and self._sure >= _ENOUGH:
             return
         expected = self(tokens) or seconds
         residual = seconds / expected - 1.0
-        trust = 1.0 if sure or residual < 0 else _DOUBTED if alone else _TAIL
+        trust = 1.0 if sure or residual < 0 else _DOUBTED if nobody_ahead else _TAIL
         trust *= min(1.0, _HUBER * self._spread / max(abs(residual), 1e-12))
-        if alone or residual < 0:
+        if nobody_ahead or residual < 0:
             step = _MEDIAN_STEP if abs(residual) > self._spread else -_MEDIAN_STEP
             self._spread = max(self._spread * math.exp(step), _SMALLEST_SPREAD)
         if sure:

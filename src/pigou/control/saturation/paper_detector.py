@@ -19,7 +19,7 @@ from pigou.control.saturation.polled_detectors import (
     SecondDifference,
     SecondDifferenceConfig,
 )
-from pigou.control.saturation.regime import Detector, Regime, Sample
+from pigou.control.saturation.regime import Detector, Regime, TTFTSample
 
 #: What the paper advises for the first threshold: 3 to 5 times the P99 of a fleet at rest.
 ADVISED_FACTOR = 4.0
@@ -101,8 +101,8 @@ class PaperDetector(Polled):
                 self._compare(self._smoothed(fresh.quantile(0.99)))
         return self.regime
 
-    def _of(self, window: list[Sample]) -> float:
-        return self._smoothed(float(np.quantile([each.ttft for each in window], 0.99)))
+    def _of(self, window: list[TTFTSample]) -> float:
+        return self._smoothed(float(np.quantile([sample.ttft for sample in window], 0.99)))
 
     def _smoothed(self, p99: float) -> float:
         alpha, before = self.config.alpha, self.signal
@@ -133,5 +133,5 @@ def detector_config(values: Mapping[str, Any]) -> DetectorConfig:
     Raises:
         ConfigError: there is no such detector or parameter, or a value does not fit.
     """
-    found: DetectorConfig = tagged("saturation", "detector", values, DetectorConfig)
-    return found
+    config: DetectorConfig = tagged("saturation", "detector", values, DetectorConfig)
+    return config

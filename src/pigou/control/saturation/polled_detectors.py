@@ -8,7 +8,7 @@ from collections import deque
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.control.saturation.regime import Idle, Latches, Regime, Sample
+from pigou.control.saturation.regime import Idle, Latches, Regime, TTFTSample
 from pigou.request import SECOND
 
 
@@ -75,7 +75,7 @@ class Polled:
         """theta1 and theta2."""
         return self._latches.thresholds
 
-    def update(self, now: int, sample: Sample) -> Regime:
+    def update(self, now: int, sample: TTFTSample) -> Regime:
         """Take in a first token at `now` (ns); return the regime."""
         self._close(now)
         self._idle.busy(now)
@@ -102,7 +102,7 @@ class Polled:
             self._signal = signal
             self._latches.update(signal)
 
-    def _of(self, window: list[Sample]) -> float | None:
+    def _of(self, window: list[TTFTSample]) -> float | None:
         """Return the signal of a window with at least one first token."""
         raise NotImplementedError
 
@@ -120,9 +120,9 @@ class Poll:
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._due: int | None = None
-        self._gathered: list[Sample] = []
+        self._gathered: list[TTFTSample] = []
 
-    def close(self, now: int) -> list[Sample]:
+    def close(self, now: int) -> list[TTFTSample]:
         """Return what was gathered in the last window if it is over at `now`; empty otherwise."""
         if self._due is None:
             self._due = now + self._interval
@@ -132,7 +132,7 @@ class Poll:
         done, self._gathered = self._gathered, []
         return done
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: TTFTSample) -> None:
         """Gather a first token; call `close` with its time before."""
         self._gathered.append(sample)
 
@@ -191,7 +191,7 @@ class SecondDifference(Polled):
         self.config = config
         self._points: deque[tuple[float, float]] = deque(maxlen=3)
 
-    def _of(self, window: list[Sample]) -> float | None:
+    def _of(self, window: list[TTFTSample]) -> float | None:
         load = sum(each.load for each in window) / len(window)
         ttft = sum(each.ttft for each in window) / len(window)
         far = [point for point in self._points if abs(point[0] - load) >= self.config.apart]
@@ -208,7 +208,7 @@ class SecondDifference(Polled):
 class ConfigVariance(Polled):
     """Variance of the mean TTFT across settings of the router (Georgiou 2026, section 8.4).
 
-    It needs a fleet that tries several settings at once (`Sample.setting`): each one's mean is
+    It needs a fleet that tries several settings at once (`TTFTSample.setting`): each one's mean is
     taken over the last `window` polls, and the signal is the variance of these means. With one
     setting there is no signal, and the regime stays Below.
     """
@@ -216,14 +216,14 @@ class ConfigVariance(Polled):
     def __init__(self, config: ConfigVarianceConfig) -> None:
         super().__init__(config)
         self.config = config
-        self._windows: deque[list[Sample]] = deque(maxlen=config.window)
+        self._windows: deque[list[TTFTSample]] = deque(maxlen=config.window)
 
-    def _of(self, window: list[Sample]) -> float | None:
+    def _of(self, window: list[TTFTSample]) -> float | None:
         self._windows.append(window)
         by_setting: dict[int, list[float]] = {}
-        for each in (sample for past in self._windows for sample in past):
-            by_setting.setdefault(each.setting, []).append(each.ttft)
-        means = [sum(found) / len(found) for found in by_setting.values()]
+        for sample in (sample for past in self._windows for sample in past):
+            by_setting.setdefault(sample.setting, []).append(sample.ttft)
+        means = [sum(ttfts) / len(ttfts) for ttfts in by_setting.values()]
         if len(means) < 2:
             return None
         centre = sum(means) / len(means)

@@ -24,7 +24,7 @@ class Regime(StrEnum):
 LEVELS = (Regime.BELOW, Regime.TRANSITION, Regime.SATURATED)
 
 
-class Sample(msgspec.Struct, frozen=True):
+class TTFTSample(msgspec.Struct, frozen=True):
     """The first token of a request.
 
     Attributes:
@@ -65,7 +65,7 @@ class Detector(Protocol):
         """Where Transition and Saturated begin."""
         ...
 
-    def update(self, now: int, sample: Sample) -> Regime:
+    def update(self, now: int, sample: TTFTSample) -> Regime:
         """Take in a first token at `now` (ns); return the regime."""
         ...
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pigou.control.regimes.parameters import Finish, Parameters
+from pigou.control.regimes.parameters import E2ESample, Parameters
 from pigou.control.regimes.routing_controllers import (
     Controller,
     RegimeConfig,
@@ -17,7 +17,7 @@ from pigou.control.regimes.routing_controllers import (
 from pigou.control.regimes.routing_controllers import controller_config as read_controller
 from pigou.control.saturation.paper_detector import PaperDetector, detector
 from pigou.control.saturation.paper_detector import detector_config as read_detector
-from pigou.control.saturation.regime import Detector, Regime, Sample
+from pigou.control.saturation.regime import Detector, Regime, TTFTSample
 from pigou.request import SECOND
 
 
@@ -80,13 +80,13 @@ class Steering:
         self.waiting += 1
         return found
 
-    def first_token(self, now: int, sample: Sample) -> None:
+    def first_token(self, now: int, sample: TTFTSample) -> None:
         """Take in a first token."""
         self.waiting -= 1
         self._detector.update(now, sample)
         self._controller.observe(now, sample)
 
-    def end(self, now: int, finish: Finish | None) -> None:
+    def end(self, now: int, finish: E2ESample | None) -> None:
         """Take in an end; None of a request that had no first token."""
         if finish is None:
             self.waiting -= 1
@@ -116,7 +116,7 @@ class Trip:
             return
         self._waits = False
         ttft = (now - self._began) / SECOND
-        sample = Sample(ttft=ttft, load=self._load, setting=self.parameters.setting)
+        sample = TTFTSample(ttft=ttft, load=self._load, setting=self.parameters.setting)
         self._steering.first_token(now, sample)
 
     def end(self, now: int) -> None:
@@ -125,7 +125,7 @@ class Trip:
             return
         self._over = True
         seconds = (now - self._began) / SECOND
-        finish = Finish(seconds=seconds, setting=self.parameters.setting)
+        finish = E2ESample(seconds=seconds, setting=self.parameters.setting)
         self._steering.end(now, None if self._waits else finish)
 
 

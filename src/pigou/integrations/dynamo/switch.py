@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import web
 
 from pigou.config import ConfigError
-from pigou.control.regimes.parameters import Parameters, Setting
+from pigou.control.regimes.parameters import Parameters, RoutingSetting
 from pigou.integrations.dynamo.meters import Meters
 from pigou.integrations.dynamo.steering import Steering, Trip, distance, shown
 from pigou.request import SECOND
@@ -71,7 +71,7 @@ class Frontend:
         if "temperature" not in values:
             raise ConfigError(f"frontend: {text!r} has no temperature=; say how it was started")
         try:
-            return cls(url.rstrip("/"), Parameters.of(Setting(**values)))
+            return cls(url.rstrip("/"), Parameters.of(RoutingSetting(**values)))
         except ConfigError as error:
             raise ConfigError(f"frontend {url}: {error}") from error
 

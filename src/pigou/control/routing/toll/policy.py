@@ -8,15 +8,15 @@ import msgspec
 import numpy as np
 
 from pigou.control.latency_model.estimates import Estimates
-from pigou.control.lines import Lines
 from pigou.control.routing.policy import Costs, CostTable, RequestView, check_finite, check_share
 from pigou.control.routing.toll.columns import PARTS, QUEUE_ROWS
 from pigou.control.routing.toll.price import min_uncached, price
 from pigou.control.routing.toll.tail import RecentPrompts, patience_s
 from pigou.control.routing.view import Candidates, Counts, FleetView
+from pigou.control.state import PrefillBacklog
 
 _NO_FETCHES: Costs = np.zeros(0)
-_UNKNOWN = Lines()
+_UNKNOWN = PrefillBacklog()
 
 
 class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

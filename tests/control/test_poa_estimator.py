@@ -9,8 +9,8 @@ import pytest
 from model_fleet import Ideal, ModelFleet, poisson
 
 from pigou.config import ControlConfig
-from pigou.control.assessment import Assessment
 from pigou.control.plane import ControlPlane
+from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.games.latency import LatencyLaw
 from pigou.request import SECOND, Role
@@ -27,14 +27,14 @@ class First:
 
 def last(
     fleet: dict[Role, list[Ideal]], rate: float, policy: RoutingPolicy | str, seconds: float = 90
-) -> tuple[Assessment, ModelFleet]:
+) -> tuple[PoAEstimate, ModelFleet]:
     if isinstance(policy, str):
         plane = ControlPlane(ControlConfig(policy=policy))
     else:
         plane = ControlPlane(ControlConfig(), policy)
     model = ModelFleet(plane, fleet)
     model.run(poisson(rate, seconds, 2, (200, 800), (50, 150)), until=int(seconds * SECOND))
-    found = plane.status(model.now).assessment
+    found = plane.status(model.now).poa
     assert found is not None
     return found, model
 

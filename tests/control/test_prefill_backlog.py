@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.control.lines import Lines
+from pigou.control.state import PrefillBacklog
 
 STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.booleans()), max_size=60)
 
@@ -14,35 +14,35 @@ STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.booleans()),
 def test_the_first_of_those_there_is_under_way_since_it_became_that(
     steps: list[tuple[int, int, bool]],
 ) -> None:
-    lines, there = Lines(), [dict[str, tuple[int, int]]() for _ in range(3)]
+    backlog, there = PrefillBacklog(), [dict[str, tuple[int, int]]() for _ in range(3)]
     since = [0, 0, 0]
     for _ in range(3):
-        lines.up()
+        backlog.up()
     for now, (row, key, joins) in enumerate(steps):
         name, mine = str(key), there[row]
         before = next(iter(mine), None)
         if joins:
             mine[name] = (100 + now, now)
-            lines.join(row, name, 100 + now, now, now)
+            backlog.add(row, name, 100 + now, now, now)
         elif name in mine:
             del mine[name]
-            lines.leave(row, name, now)
+            backlog.remove(row, name, now)
         after = next(iter(mine), None)
         if after != before:
             since[row] = now
         for each in range(3):
             first = next(iter(there[each].values()), (0, 0))
-            assert (lines.tokens[each], lines.pairs[each]) == first
-            assert not there[each] or lines.since[each] == since[each]
+            assert (backlog.tokens[each], backlog.pairs[each]) == first
+            assert not there[each] or backlog.since[each] == since[each]
 
 
 def test_the_lines_of_others_stay_when_a_worker_leaves() -> None:
-    lines = Lines()
+    backlog = PrefillBacklog()
     for row in range(3):
-        lines.up()
-        lines.join(row, "r", 10 + row, row, 7 + row)
-    lines.down(1)
-    assert lines.tokens.tolist() == [10, 12]
-    assert lines.since.tolist() == [7, 9]
-    lines.leave(1, "r", 20)
-    assert lines.tokens.tolist() == [10, 0]
+        backlog.up()
+        backlog.add(row, "r", 10 + row, row, 7 + row)
+    backlog.down(1)
+    assert backlog.tokens.tolist() == [10, 12]
+    assert backlog.since.tolist() == [7, 9]
+    backlog.remove(1, "r", 20)
+    assert backlog.tokens.tolist() == [10, 0]

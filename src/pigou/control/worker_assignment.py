@@ -1,0 +1,135 @@
+"""Worker assignment: which workers serve a request now, and what charging them takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.config import ControlConfig
+from pigou.control.admission.admission_controller import AdmissionController
+from pigou.control.admission.parallel_sequences import UNLIMITED
+from pigou.control.admission.queue_order import QueuedRequest
+from pigou.control.cache_monitor import CacheMonitor
+from pigou.control.messages import Choice, Route
+from pigou.control.prefix_index import PrefixIndex
+from pigou.control.recall import ReturningWorkers
+from pigou.control.request_tracker import RequestTracker
+from pigou.control.router import Router
+from pigou.control.routing.view import FleetView
+from pigou.control.state import both
+from pigou.request import Request
+
+
+class Assignment(NamedTuple):
+    """Where a request goes.
+
+    Attributes:
+        request: its id.
+        choice: its workers.
+        uncached: tokens of its prompt that are to be computed.
+        priority: that the workers are sent; None for the client's own.
+    """
+
+    request: str
+    choice: Choice
+    uncached: int
+    priority: int | None = None
+
+    @property
+    def route(self) -> Route:
+        """As the driver is to carry it out."""
+        return Route(self.request, self.choice, self.priority)
+
+
+class WorkerAssigner:
+    """Chooses workers for one request at a time, and charges them with it.
+
+    Admission says which workers can take the request, the router which of these is best. The
+    parts are the control plane's own; nothing here calls it back.
+    """
+
+    def __init__(
+        self, config: ControlConfig, admission: AdmissionController, tracker: RequestTracker,
+        index: PrefixIndex, cache_monitor: CacheMonitor, returning: ReturningWorkers,
+    ) -> None:  # fmt: skip
+        """Take the parts that a choice reads and charges."""
+        self._remote_kv_fetch = config.peer_reads
+        self._admission = admission
+        self._tracker = tracker
+        self._state = tracker.state
+        self._index = index
+        self._cache_monitor = cache_monitor
+        self._returning = returning
+
+    def assign(
+        self, waiting: QueuedRequest, router: Router, now: int, fleet: FleetView | None = None
+    ) -> Assignment | None:
+        """Choose workers and charge them; None when none can take the request.
+
+        Args:
+            waiting: the request.
+            router: that chooses among candidates.
+            now: nanoseconds.
+            fleet: as the request sees it, where that is known already.
+        """
+        request, capacity, state = waiting.request, self._admission.capacity, self._state
+        above = self._admission.above(waiting)
+        streams = self._shared(waiting, capacity.streams(state, above), now)
+        if request.sequences > 1:
+            streams = streams & capacity.sequences_fit(request, state)
+        open_ = state.open_to(waiting.exclude)
+        if not np.count_nonzero(both(streams, open_)):  # quicker than `any`
+            return None
+        fleet = self._tracker.view(request, self._index, now) if fleet is None else fleet
+        sent_priority = self._admission.priority(waiting, above)
+        priority = request.priority if sent_priority is None else sent_priority
+        if priority <= 0 and state.background:
+            self._leave_out_background(fleet)
+        prompts, fed = capacity.ready(request, fleet, now, above)
+        room = both(streams, both(fed, capacity.fits(request, fleet, state, above)))
+        if room is not streams and not np.count_nonzero(room):
+            return None
+        sources = open_ if self._remote_kv_fetch and state.has_fetch_sources else None
+        choice = router.choose(request, fleet, both(open_, prompts), room, now, sources)
+        if choice is None:
+            return None
+        self._admission.began(request, choice, state.row[choice.decode], fleet, now)
+        self._tracker.routed(request, choice, now, priority, int(fleet.output))
+        computes, known = choice.prefill or choice.decode, fleet.longest(request.prompt)
+        self._cache_monitor.routed(computes, request, choice.cached, known, now)
+        self._predict(request, choice, now)
+        return Assignment(request.id, choice, state.requests[request.id].uncached, sent_priority)
+
+    def _shared(
+        self, waiting: QueuedRequest, streams: NDArray[np.bool_], now: int
+    ) -> NDArray[np.bool_]:
+        """Leave out the workers that have their share, where others are expected back."""
+        if not self._returning:
+            return streams
+        state = self._state
+        requests = len(state.requests) + max(1, len(self._admission.queue))
+        limits = self._admission.capacity.max_streams(state, UNLIMITED)
+        shares = self._returning.shares(limits, requests, waiting.since, now)
+        if shares is None:
+            return streams
+        return streams & (state.columns.decode_requests < shares)
+
+    def _leave_out_background(self, fleet: FleetView) -> None:
+        """Leave out of a view the prompts that its request will not wait for."""
+        columns = self._state.columns
+        fleet.prefill_requests = columns.prefill_requests - columns.background_requests
+        fleet.prefill_tokens = columns.prefill_tokens - columns.background_tokens
+        fleet.prefill_pairs = columns.prefill_pairs - columns.background_pairs
+
+    def _predict(self, request: Request, choice: Choice, now: int) -> None:
+        """Expect the prompt in the caches of workers that publish no KV events."""
+        other = choice.prefill or choice.decode
+        for name in (choice.decode,) if other == choice.decode else (choice.decode, other):
+            worker = self._state.workers[self._state.row[name]]
+            if worker.events:
+                continue
+            keys = request.keys_of(worker.block_size)
+            if len(keys):
+                self._index.predict(name, keys, now)
