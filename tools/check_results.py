@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.lib.shared_folder import shared_folder
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 MOONCAKE = Path("traces") / "mooncake" / "conversation_trace.jsonl.zst"
@@ -128,11 +130,6 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def shared() -> Path:
-    """Return the folder of traces and profiles."""
-    return Path(os.environ.get("PIGOU_SHARED", ROOT.parent / "shared"))
-
-
 def _experiment(out: Path, *words: str) -> list[dict[str, Any]]:
     run("pigou", "experiment", *words, "--no-report", "--out", str(out))
     rows: list[dict[str, Any]] = json.loads((out / "results.json").read_text())["rows"]
@@ -220,7 +217,7 @@ def tiers(out: Path) -> list[Figure]:
     """Tier eviction policies on Mooncake's conversations."""
     file = out / "tiers.json"
     run(
-        "benchmarks.kv.tiers", "--mooncake", str(shared() / MOONCAKE),
+        "benchmarks.kv.tiers", "--mooncake", str(shared_folder() / MOONCAKE),
         "--policies", "price,lru,kvbm", "--json", str(file),
     )  # fmt: skip
     (rows,) = json.loads(file.read_text()).values()
@@ -291,8 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         title = f"{check.name} ({check.page})"
         if options.list:
             print(f"{title}: {check.measure.__doc__}")
-        elif check.needs and not (shared() / check.needs).exists():
-            print(f"{title}: skipped, {shared() / check.needs} is not there")
+        elif check.needs and not (shared_folder() / check.needs).exists():
+            print(f"{title}: skipped, {shared_folder() / check.needs} is not there")
         else:
             failed += _checked(check, title)
     return 1 if failed else 0

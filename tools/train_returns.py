@@ -19,11 +19,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "src")]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "src"), str(ROOT)]
 
 import torch  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
+from benchmarks.lib.shared_folder import shared_folder  # noqa: E402
 from pigou.models import bundled_path  # noqa: E402
 from pigou.runtime.eviction.generic import GENERIC  # noqa: E402
 from pigou.runtime.eviction.returns import PAPER, RETURNS, PaperModel, ReturnModel  # noqa: E402
@@ -131,7 +132,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    shared = Path(os.environ.get("PIGOU_SHARED", ROOT.parent / "shared"))
+    shared = shared_folder()
     for run, count in ((train, 480), (calibrate, 8), (generic, 8), (judge, 0)):
         received = GENERIC_RECEIVED if run is generic else RECEIVED
         command = commands.add_parser(run.__name__)

@@ -12,16 +12,16 @@ The corpus is read from $PIGOU_SHARED/corpus (default: ../shared beside the chec
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "src")]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "src"), str(ROOT)]
 
 import torch  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
+from benchmarks.lib.shared_folder import shared_folder  # noqa: E402
 from tiny import corpus, evaluate, export, tokenizer  # noqa: E402
 from tiny.model import Shape, Tiny  # noqa: E402
 from tiny.tasks import Tasks  # noqa: E402
@@ -32,7 +32,7 @@ BUNDLED = ROOT / "src" / "pigou" / "models" / "tiny"
 
 def read_corpus() -> corpus.Split:
     """The corpus of $PIGOU_SHARED. `SystemExit` with the remedy if it is not there."""
-    folder = Path(os.environ.get("PIGOU_SHARED", ROOT.parent / "shared")) / "corpus"
+    folder = shared_folder() / "corpus"
     if not folder.is_dir():
         raise SystemExit(
             f"no corpus in {folder}; set PIGOU_SHARED to the folder that holds corpus/"

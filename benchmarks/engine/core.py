@@ -16,7 +16,6 @@ import argparse
 import io
 import json
 import multiprocessing
-import os
 import random
 import sys
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.lib.shared_folder import shared_folder
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Result
@@ -67,7 +67,7 @@ class Tally:
 
 def read_trace(count: int) -> list[Line] | None:
     """Read the first `count` requests of the trace, or None where it is not to be had."""
-    path = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[3] / "shared")) / TRACE
+    path = shared_folder() / TRACE
     if not path.exists():
         return None
     import zstandard

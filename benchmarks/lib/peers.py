@@ -29,6 +29,7 @@ from benchmarks.lib.servers import (
     free_ports,
     get_json,
 )
+from benchmarks.lib.shared_folder import shared_folder
 
 EVENTS_TOPIC = "kv"
 
@@ -39,8 +40,7 @@ class PeerMissing(RuntimeError):
 
 def shared() -> Path:
     """The folder of peer scripts and data: $PIGOU_SHARED, else `../shared` beside the checkout."""
-    default = Path(__file__).resolve().parents[3] / "shared"
-    folder = Path(os.environ.get("PIGOU_SHARED", default))
+    folder = shared_folder()
     if not (folder / "tools").is_dir():
         raise PeerMissing(f"{folder}/tools is absent; set PIGOU_SHARED to the folder that has it")
     return folder

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.lib.shared_folder import shared_folder
 from pigou.config import EngineConfig
 from pigou.engine.core import EngineCore
 from pigou.engine.plan import Plan, Result
@@ -32,7 +32,7 @@ from pigou.sim.timing import Batch, Timing
 from pigou.sim.timing_profile import profile
 from pigou.sim.timing_roofline import roofline
 
-SHARED = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[3] / "shared"))
+SHARED = shared_folder()
 PROFILES = SHARED / "profiles" / "vllm-0.19"
 LOG = PROFILES / "logs" / "RTX4090" / "Llama-3.1-8B" / "vllm"
 #: Allowed errors in percent: of the means, and of every P95.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from benchmarks.lib.servers import machine
+from benchmarks.lib.shared_folder import shared_folder
 from benchmarks.token_eviction.budget import Budget, budget
 from benchmarks.token_eviction.data import recall_rows, text_rows, unseen
 from benchmarks.token_eviction.kvpress_peer import KvpressPeer, PressFailed
@@ -131,7 +131,7 @@ def sized(value: str) -> tuple[int, ...]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    shared = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[3] / "shared"))
+    shared = shared_folder()
     parser.add_argument("--corpus", type=Path, default=shared / "corpus")
     parser.add_argument("--shares", default="0.75,0.5,0.25,0.125", help="of the full cache")
     parser.add_argument("--rows", type=int, default=8, help="of text")

@@ -7,7 +7,6 @@ All is drawn from one seed, so that every policy gets the same requests at the s
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from benchmarks.lib.shared_folder import shared_folder
 from pigou.request import SECOND
 from pigou.sim.workload import renewal_times
 from pigou.workload.recall import RecallItem, pair_line, recall_items
@@ -90,7 +90,7 @@ class Texts:
         sys.path.append(str(_ROOT / "tools"))
         from tiny.corpus import load
 
-        shared = Path(os.environ.get("PIGOU_SHARED", _ROOT.parent / "shared"))
+        shared = shared_folder()
         split = load(shared / "corpus")
         return cls(model, split.play, "\n".join(split.held_out.documents[1:]), scale)
 

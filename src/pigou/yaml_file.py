@@ -16,19 +16,30 @@ def read_yaml(path: str | Path) -> Any:
         ConfigError: it cannot be read, is malformed or gives a key twice, or pyyaml is missing.
     """
     try:
-        import yaml
+        return load_yaml(Path(path).read_bytes())
     except ImportError:
         raise ConfigError(f"{path}: a YAML file needs the package pyyaml; install it") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no YAML that is understood: {error}") from error
+
+
+def load_yaml(text: bytes) -> Any:
+    """Return what YAML says, as plain values.
+
+    Raises:
+        ValueError: it is malformed, or gives a key twice; the message is one line.
+        ImportError: pyyaml is missing.
+    """
+    import yaml
+
     try:
-        text = Path(path).read_bytes()
         for node in _mappings(yaml.compose(text, yaml.SafeLoader)):
             _check_keys(node)
         return yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{path} is no YAML that is understood: {said}") from error
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def _mappings(root: Any) -> Iterator[Any]:

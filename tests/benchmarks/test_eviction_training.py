@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
+from benchmarks.lib.shared_folder import shared_folder
 from benchmarks.token_eviction.pigou_side import PigouSide
 from benchmarks.token_eviction.table import TRAINED
 from benchmarks.token_eviction.task import Prepared, Task
@@ -17,7 +17,7 @@ from pigou.runtime.eviction.returns import PAPER, RETURNS
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
 SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=640)
-CORPUS = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[3] / "shared")) / "corpus"
+CORPUS = shared_folder() / "corpus"
 
 
 def prepared(model: Path) -> Prepared:

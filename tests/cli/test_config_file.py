@@ -55,6 +55,7 @@ def test_what_is_typed_goes_before_the_environment_and_that_before_the_file(
         ("port: null", "give a text, a number"),
         ("- port", "must hold options by name"),
         ("port: [", "is not YAML"),
+        ("port: 1\nhost: a\nport: 2", "is not YAML: line 3 gives 'port' again; give it once"),
         ("port: 70000", "--port is 70000"),
         ("max-queued: -1", "--max-queued is -1"),
         ("max_queued: -1", "--max-queued is -1"),
@@ -70,6 +71,14 @@ def test_a_file_is_honoured_or_refused_by_name(
     error = refusal(["serve", "--config", str(path)], capsys)
     assert words in error
     assert "Traceback" not in error
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("port: 70000", encoding="utf-8-sig")
+    assert "--port is 70000" in refusal(["serve", "--config", str(path)], capsys)
 
 
 def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from timing_tables import CHUNKS, DECODES, KEYS, KVS, attention, write_tables
 
+from benchmarks.lib.shared_folder import shared_folder
 from pigou.config import ConfigError
 from pigou.sim.architecture import PRESETS, Architecture
 from pigou.sim.gpus import GPUS
@@ -19,7 +19,7 @@ from pigou.sim.timing_profile_tables import find_tables, read_tables
 from pigou.sim.timing_roofline import roofline
 
 LLAMA = PRESETS["llama-3.1-8b"]
-SHARED = Path(os.environ.get("PIGOU_SHARED", Path(__file__).parents[3] / "shared"))
+SHARED = shared_folder()
 TABLES = SHARED / "profiles" / "vllm-0.19"
 
 

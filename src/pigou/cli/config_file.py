@@ -18,6 +18,8 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.models import OptionInfo
 
+from pigou.yaml_file import load_yaml
+
 _OPTION = "config"
 _MARK = "__configured__"
 
@@ -99,15 +101,12 @@ def _read(context: typer.Context, file: str) -> str:
 
 
 def _load(file: str) -> Mapping[Any, Any]:
-    import yaml
-
     try:
-        values = yaml.safe_load(Path(file).read_text(encoding="utf-8-sig"))
+        values = load_yaml(Path(file).read_bytes())
     except OSError as error:
         raise typer.BadParameter(f"{file!r} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        words = " ".join(str(error).split())
-        raise typer.BadParameter(f"{file!r} is not YAML: {words}") from None
+    except ValueError as error:
+        raise typer.BadParameter(f"{file!r} is not YAML: {error}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
