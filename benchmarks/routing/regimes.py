@@ -30,9 +30,10 @@ from pigou.config import ControlConfig
 from pigou.control.journal import report_tokens
 from pigou.control.messages import CacheChanged, Ended, FirstToken, Route, WorkerUp
 from pigou.control.plane import ControlPlane
-from pigou.control.regimes.bandit import Bandit, BanditConfig
 from pigou.control.regimes.parameters import E2ESample, Parameters, RoutingSetting
 from pigou.control.regimes.routing_controllers import (
+    Bandit,
+    BanditConfig,
     Controller,
     Interpolated,
     InterpolatedConfig,

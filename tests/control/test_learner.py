@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pigou.control.regimes.bandit import Bandit, BanditConfig, DiscountedUCB
 from pigou.control.regimes.parameters import E2ESample
+from pigou.control.regimes.routing_controllers import Bandit, BanditConfig, DiscountedUCB
 from pigou.control.saturation.regime import TTFTSample
 from pigou.request import SECOND
 

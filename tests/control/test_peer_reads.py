@@ -30,8 +30,8 @@ from pigou.control.messages import (
     WorkerDown,
     WorkerUp,
 )
-from pigou.control.peers import price_fetches, read_of
 from pigou.control.plane import ControlPlane
+from pigou.control.routing.remote_kv_fetch import price_fetches, read_of
 from pigou.control.routing.view import FleetView
 from pigou.events import BlockStored
 from pigou.request import SECOND, FinishReason, Request, Worker

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pigou.config import ConfigError
-from pigou.control.regimes.bandit import Bandit
 from pigou.control.regimes.parameters import E2ESample, Parameters, RoutingSetting
 from pigou.control.regimes.routing_controllers import (
+    Bandit,
     Interpolated,
     InterpolatedConfig,
     RegimeConfig,

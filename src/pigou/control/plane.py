@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pigou.config import ControlConfig
 from pigou.control.admission.admission_controller import AdmissionController
 from pigou.control.admission.admission_queue import AdmissionQueue
-from pigou.control.admission.parallel_sequences import UNLIMITED, has_capacity, max_per_request
+from pigou.control.admission.parallel_sequences import UNLIMITED
 from pigou.control.admission.queue_order import QueuedRequest
 from pigou.control.admission.worker_capacity import min_ttft_s
 from pigou.control.cache_monitor import CacheMonitor
@@ -42,12 +42,11 @@ from pigou.control.recall import REPORT_HOLDS, ReturningWorkers, overdue, to_mov
 from pigou.control.regimes.routing_controllers import StaticConfig, controller, controller_config
 from pigou.control.request_tracker import RequestTracker
 from pigou.control.router import Router
-from pigou.control.routing.policy import RoutingPolicy, load, params_of
-from pigou.control.routing.toll.policy import memory_prices, stream_tolls
+from pigou.control.routing.policy import RoutingPolicy, load
 from pigou.control.routing.view import FleetView
 from pigou.control.saturation.paper_detector import detector, detector_config
 from pigou.control.saturation.regime import Regime
-from pigou.control.status import Status
+from pigou.control.status import Status, plane_status
 from pigou.control.worker_assignment import WorkerAssigner
 from pigou.request import NEVER, SECOND, Request, Worker
 
@@ -166,12 +165,7 @@ class ControlPlane:
             return True
         tokens = prompt + int(self.tracker.latency_model.expected_output(max_tokens))
         known = self.tracker.latency_model.peek(now)  # asking is not journalled: it changes nothing
-        capacity, limit = self.admission.capacity, self.config.max_request_inflight
-        if own >= max_per_request(self.state, known, capacity, limit):
-            return False
-        if len(self.queue):
-            return self.admission.queue.order.holds_back  # it decides which of them goes first
-        return has_capacity(tokens, self.state, known, capacity)
+        return self.admission.may_add(own, tokens, self.state, known)
 
     def computes(self, request: str) -> bool:
         """Whether a routed request's prompt is still to be computed, as far as is known."""
@@ -267,25 +261,10 @@ class ControlPlane:
 
     def status(self, now: int) -> Status:
         """Return the present prices and parameters; asking changes no decision."""
-        columns, estimates = self.state.columns, self.tracker.latency_model.peek(now)
-        output = self.tracker.latency_model.expected_output(NEVER)
-        unknown = self._unknown(now)
-        return Status(
-            policy=self.router.name,
-            controller=str(self.config.controller["controller"]),
-            regime=self.tracker.detector.regime,
-            signal=self.tracker.detector.signal,
-            temperature=self.router.temperature,
-            parameters=dict(params_of(self.router.policy)),
-            poa=None if unknown else self._poa,
-            unknown=unknown,
-            caching=self.cache_monitor.status(self.state),
-            workers=self.state.ids,
-            tolls=stream_tolls(estimates, columns.decode_requests, output),
-            memory=memory_prices(estimates, self.index.recomputed_share(self.state.ids)),
-            estimates=estimates,
-            output=output,
-        )
+        return plane_status(
+            str(self.config.controller["controller"]), self.tracker, self.router, self.index,
+            self.cache_monitor, self._poa, self._unknown(now), now,
+        )  # fmt: skip
 
     def decision(self, request: str) -> Explanation | None:
         """Return why a request went where it went; None when that is no longer known."""

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.decisions import DecisionLedger, Explanation
 from pigou.control.messages import Choice
-from pigou.control.peers import price_fetches, read_of
 from pigou.control.routing.policy import (
     Costs,
     CostTable,
@@ -20,6 +19,7 @@ from pigou.control.routing.policy import (
     params_of,
     total,
 )
+from pigou.control.routing.remote_kv_fetch import price_fetches, read_of
 from pigou.control.routing.rivals.dynamo import Dynamo
 from pigou.control.routing.selection import Pick, select
 from pigou.control.routing.toll.policy import Toll

@@ -1,4 +1,4 @@
-"""What the control plane tells of itself."""
+"""Status: the present prices and parameters of a control plane."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.cache_monitor import CacheStatus
+from pigou.control.cache_monitor import CacheMonitor, CacheStatus
 from pigou.control.latency_model.estimates import Estimates
+from pigou.control.prefix_index import PrefixIndex
 from pigou.control.price_of_anarchy import PoAEstimate
+from pigou.control.request_tracker import RequestTracker
+from pigou.control.router import Router
+from pigou.control.routing.policy import params_of
+from pigou.control.routing.toll.policy import memory_prices, stream_tolls
 from pigou.control.saturation.regime import Regime
+from pigou.request import NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +26,11 @@ class Status:
     Attributes:
         policy: name of the routing policy.
         controller: name of what sets its parameters; "static" leaves them alone.
-        regime: as the detector says.
-        signal: what the detector looks at: smoothed TTFT P99, or its own statistic.
+        regime: as the detector has it.
+        signal: that the detector compares: smoothed TTFT P99, or its own statistic.
         temperature: of the choice.
         parameters: of the policy, by name.
-        assessment: the Price of Anarchy of the last minute; None while it is unknown.
+        poa: the Price of Anarchy of the last minute; None while it is unknown.
         unknown: why it is; empty where it is known.
         caching: how full memory is, what was evicted, and the Price of Anarchy of the placement.
         workers: ids, in the order of the arrays.
@@ -48,3 +54,40 @@ class Status:
     estimates: Estimates
     output: float
     unknown: str = ""
+
+
+def plane_status(
+    controller: str, tracker: RequestTracker, router: Router, index: PrefixIndex,
+    cache_monitor: CacheMonitor, poa: PoAEstimate | None, unknown: str, now: int,
+) -> Status:  # fmt: skip
+    """Return the status of a control plane with these parts; none of them changes.
+
+    Args:
+        controller: name of what sets the routing parameters.
+        tracker: has the workers, their speeds, and the detector.
+        router: has the routing policy.
+        index: has what blocks cost that were computed again.
+        cache_monitor: has the caches' occupancy.
+        poa: the last Price of Anarchy; None before the first.
+        unknown: why it is not known now; empty where it is.
+        now: nanoseconds.
+    """
+    state, detector = tracker.state, tracker.detector
+    columns, estimates = state.columns, tracker.latency_model.peek(now)
+    output = tracker.latency_model.expected_output(NEVER)
+    return Status(
+        policy=router.name,
+        controller=controller,
+        regime=detector.regime,
+        signal=detector.signal,
+        temperature=router.temperature,
+        parameters=dict(params_of(router.policy)),
+        poa=None if unknown else poa,
+        unknown=unknown,
+        caching=cache_monitor.status(state),
+        workers=state.ids,
+        tolls=stream_tolls(estimates, columns.decode_requests, output),
+        memory=memory_prices(estimates, index.recomputed_share(state.ids)),
+        estimates=estimates,
+        output=output,
+    )

@@ -8,11 +8,14 @@ from typing import NamedTuple
 from pigou.config import ControlConfig
 from pigou.control.admission.admission_queue import AdmissionQueue
 from pigou.control.admission.drain_rate import MIN_RETRY, DrainRate
+from pigou.control.admission.parallel_sequences import has_capacity, max_per_request
 from pigou.control.admission.queue_order import KeyedOrder, QueuedRequest, load
 from pigou.control.admission.tenant_quota import Refusal, TenantActivity, TenantQuota
 from pigou.control.admission.worker_capacity import WorkerCapacity
+from pigou.control.latency_model.estimates import Estimates
 from pigou.control.messages import Choice, Queue, Shed
 from pigou.control.routing.view import FleetView
+from pigou.control.state import FleetState
 from pigou.control.stream_slots import Counts, StreamSlots
 from pigou.request import NEVER, SECOND, Request
 
@@ -63,6 +66,7 @@ class AdmissionController:
         self._weights = config.tenant_weights
         self.counts_tokens = getattr(type(order), "served", None) is not KeyedOrder.served
         self._timeout = config.queue_timeout
+        self._max_per_request = config.max_request_inflight
         self._displaced: list[Shed] = []
 
     def arrive(self, waiting: QueuedRequest, now: int) -> Shed | None:
@@ -134,6 +138,21 @@ class AdmissionController:
         """Return the refusals of those that were shed for others since the last call."""
         shed, self._displaced = self._displaced, []
         return shed
+
+    def may_add(self, own: int, tokens: int, state: FleetState, known: Estimates) -> bool:
+        """Whether another sequence of a client's request may be submitted now.
+
+        Args:
+            own: sequences of that request which are submitted, and have not ended; at least 1.
+            tokens: that the next one asks for, prompt and output.
+            state: of the workers.
+            known: their speeds.
+        """
+        if own >= max_per_request(state, known, self.capacity, self._max_per_request):
+            return False
+        if len(self.queue):
+            return self.queue.order.holds_back  # the order decides which of them goes first
+        return has_capacity(tokens, state, known, self.capacity)
 
     def overdue(self, now: int, up: bool = True) -> list[Shed]:
         """Take out requests that waited too long; the others may soon use any worker again.

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias
+from itertools import product
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from pigou.config import tagged
-from pigou.control.regimes.bandit import Bandit, BanditConfig
+from pigou.config import ConfigError, tagged
 from pigou.control.regimes.parameters import E2ESample, Parameters, RoutingSetting
 from pigou.control.saturation.regime import Detector, Regime, TTFTSample
+from pigou.request import SECOND
+
+#: An epoch's mean latency counts for at most as many times the mean of all.
+_WORST = 3.0
 
 
 class Controller(Protocol):
@@ -156,6 +161,167 @@ class Interpolated:
         if not signal > low:
             return 0.0
         return min(1.0, math.log(signal / low) / math.log(high / low))
+
+
+class BanditConfig(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
+    tag_field="controller", tag="bandit",
+):  # fmt: skip
+    """Parameters of `Bandit`.
+
+    Attributes:
+        temperatures: of the grid.
+        overlap_weights: of the grid.
+        epoch: nanoseconds that all requests are routed under one setting.
+        discount: weight of an epoch's rewards one epoch later.
+        exploration: width of the confidence bound, in mean latencies; 2 B sqrt(xi) of the source.
+        reward: what is to be short: `latency` to the last token, or `ttft`.
+    """
+
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    overlap_weights: tuple[float, ...] = (0.1, 1.0, 4.0, 16.0)
+    epoch: int = 2 * SECOND
+    discount: float = 0.99
+    exploration: float = 0.1
+    reward: Literal["latency", "ttft"] = "latency"
+
+    def __post_init__(self) -> None:
+        """Refuse an empty grid, and values outside their ranges."""
+        for name in ("temperatures", "overlap_weights"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"{name} is {values}; give at least one value, each once")
+        for temperature, weight in product(self.temperatures, self.overlap_weights):
+            RoutingSetting(temperature=temperature, overlap_weight=weight)
+        if self.epoch < 1:
+            raise ConfigError(f"epoch is {self.epoch} ns; it must be at least 1")
+        if not 0 < self.discount < 1:
+            raise ConfigError(f"discount is {self.discount}; it must be between 0 and 1")
+        if not 0 <= self.exploration < math.inf:
+            raise ConfigError(f"exploration is {self.exploration}; it must be at least 0")
+
+
+class DiscountedUCB:
+    """Discounted upper confidence bounds (Garivier and Moulines, "On Upper-Confidence Bound
+    Policies for Switching Bandit Problems", ALT 2011): follows the best arm as it changes.
+
+    N_i = sum of discounted pulls of arm i, n = sum_i N_i, X_i = discounted mean reward. The next
+    arm is that of greatest X_i + width sqrt(log n / N_i), where width = 2 B sqrt(xi); one that was
+    never pulled comes first. Ties are broken by the generator.
+
+    Attributes:
+        pulls: discounted, (arms,).
+        means: of the rewards, (arms,); NaN before the first.
+    """
+
+    def __init__(
+        self, arms: int, discount: float, width: float, generator: np.random.Generator
+    ) -> None:
+        self.pulls = np.zeros(arms)
+        self._rewards = np.zeros(arms)
+        self._discount = discount
+        self._width = width
+        self._generator = generator
+
+    @property
+    def means(self) -> NDArray[np.float64]:
+        """Discounted mean reward of each arm."""
+        known = self.pulls > 0
+        means: NDArray[np.float64] = np.full(len(self.pulls), np.nan)
+        means[known] = self._rewards[known] / self.pulls[known]
+        return means
+
+    def forget(self) -> None:
+        """A round is over: what was seen until now counts less."""
+        self.pulls *= self._discount
+        self._rewards *= self._discount
+
+    def reward(self, arm: int, value: float, pulls: float = 1.0) -> None:
+        """Take in that so many pulls of an arm gave this mean reward."""
+        self.pulls[arm] += pulls
+        self._rewards[arm] += pulls * value
+
+    def choose(self) -> int:
+        """Return the arm to pull next."""
+        total = max(float(self.pulls.sum()), 1.0)
+        bounds = np.full(len(self.pulls), np.inf)
+        known = self.pulls > 1e-9
+        bonus = self._width * np.sqrt(math.log(total) / self.pulls[known])
+        bounds[known] = self._rewards[known] / self.pulls[known] + bonus
+        best = np.flatnonzero(bounds == bounds.max())
+        return int(best[self._generator.integers(len(best))])
+
+
+class Bandit:
+    """Tries settings of a grid, one an epoch, and keeps to those with short latencies.
+
+    The reward of an epoch is minus the mean latency of the requests that were routed in it, as
+    they end, over the (discounted) mean of all: latencies are first divided by what each request
+    would take alone. An epoch, not a request, is one pull, since a setting works on the whole
+    fleet. `Parameters.setting` is the index in the grid, `settings[index]`.
+    """
+
+    def __init__(self, config: BanditConfig, generator: np.random.Generator) -> None:
+        self.config = config
+        self.settings = tuple(
+            RoutingSetting(temperature=temperature, overlap_weight=weight)
+            for temperature, weight in product(config.temperatures, config.overlap_weights)
+        )
+        arms = len(self.settings)
+        self.arms = DiscountedUCB(arms, config.discount, config.exploration, generator)
+        self._latency = np.zeros(arms)  # sums, each over what the request would take unloaded
+        self._count = np.zeros(arms)
+        self._total = np.zeros(2)  # latency, count; discounted
+        self._arm = self.arms.choose()
+        self._until: int | None = None
+
+    def observe(self, now: int, outcome: TTFTSample | E2ESample) -> None:
+        """Take in an outcome; those of the other kind than `reward` asks for are passed over.
+
+        Raises:
+            ValueError: its setting is not in the grid, or `unloaded` is not above 0.
+        """
+        self._turn(now)
+        if isinstance(outcome, E2ESample) != (self.config.reward == "latency"):
+            return
+        if not 0 <= outcome.setting < len(self.settings):
+            raise ValueError(
+                f"setting is {outcome.setting}: give the one of the request's Parameters, "
+                f"0 to {len(self.settings) - 1}"
+            )
+        if isinstance(outcome, E2ESample):
+            if not outcome.unloaded > 0:
+                raise ValueError(f"unloaded is {outcome.unloaded}: give seconds above 0")
+            latency = outcome.seconds / outcome.unloaded
+        else:
+            latency = outcome.ttft
+        self._latency[outcome.setting] += latency
+        self._count[outcome.setting] += 1
+
+    def parameters(self, now: int) -> Parameters:
+        """Return the setting of the epoch."""
+        self._turn(now)
+        return Parameters.of(self.settings[self._arm], self._arm)
+
+    def _turn(self, now: int) -> None:
+        """Begin a new epoch once the old one is over."""
+        if self._until is None:
+            self._until = now + self.config.epoch
+        if now < self._until:
+            return
+        self._until = now + self.config.epoch
+        if not self._count.any():
+            return
+        self.arms.forget()
+        count = float(self._count.sum())
+        self._total = self.config.discount * self._total + (self._latency.sum(), count)
+        mean = max(float(self._total[0] / self._total[1]), 1e-12)
+        for arm in np.flatnonzero(self._count):
+            relative = float(self._latency[arm] / self._count[arm]) / mean
+            self.arms.reward(int(arm), -min(relative, _WORST), float(self._count[arm]) / count)
+        self._latency[:] = 0.0
+        self._count[:] = 0.0
+        self._arm = self.arms.choose()
 
 
 ControllerConfig: TypeAlias = StaticConfig | RegimeConfig | InterpolatedConfig | BanditConfig

@@ -143,7 +143,8 @@ class Toll:
     least mean, and theirs is twice the time of others.
 
     Where p would read the beginning of the prompt from another worker's cache
-    (`pigou.control.peers`), u is what is left then, l is 0, and x has the seconds of reading too.
+    (`pigou.control.routing.remote_kv_fetch`), u is what is left then, l is 0, and x has the seconds
+    of reading too.
     """
 
     name: ClassVar[str] = "toll"
