@@ -94,8 +94,8 @@ def run(traces: Path, case: Shortage, name: str, seed: int) -> tuple[float, floa
         _control("toll" if name == FREE else name, {}, seed), ClientConfig(), seed=seed,
         policy=policy, assess_every=1e9,
     ).run()  # fmt: skip
-    prompts = sum(call.job.input for call in result.done)
-    cached = sum(call.cached for call in result.done)
+    prompts = sum(call.spec.prompt_tokens for call in result.done)
+    cached = sum(call.cached_tokens for call in result.done)
     return float(result.document()["e2e_s"]["mean"]), cached / prompts
 
 

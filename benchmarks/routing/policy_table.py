@@ -60,8 +60,9 @@ def run(scenario: Scenario, traces: Path, contender: Contender, seed: int) -> Ce
     result = scenario.make(traces, contender.policy, contender.params, seed).run()
     found = result.document()
     well = sum(
-        call.first - call.intended <= scenario.ttft_s * SECOND
-        and call.last - call.first <= scenario.tpot_s * SECOND * max(1, call.tokens - 1)
+        call.first_token_ns - call.intended_ns <= scenario.ttft_s * SECOND
+        and call.last_token_ns - call.first_token_ns
+        <= scenario.tpot_s * SECOND * max(1, call.output_tokens - 1)
         for call in result.done
     )
     return {

@@ -20,14 +20,21 @@ import msgspec
 import numpy as np
 
 from pigou.config import ControlConfig
-from pigou.experiments.fleets import Reading, Setting, fleet, simulation
+from pigou.experiments.fleets import Reading, RoutingSetting, fleet, make_simulation
 from pigou.experiments.prices import MIXED
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
-from pigou.sim.workload import ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
+from pigou.sim.workload import (
+    ClosedLoop,
+    OpenLoop,
+    RequestLengths,
+    RequestSession,
+    RequestSpec,
+    renewal,
+)
 from pigou.workload.formats import read_trace
 from pigou.workload.offered import from_trace
 from pigou.workload.sample import some
@@ -79,12 +86,14 @@ def _paper(name: str, reading: Reading, users: int, tpot: float, cold: bool) -> 
     if reading == "serial-prefill":
         law = msgspec.structs.replace(law, mixed=MIXED[which.name])
     loop = ClosedLoop(
-        lengths=Lengths(input=(128, 128), output=(256, 256)), phases=((users, 20.0),), ramp=10.0
+        lengths=RequestLengths(input=(128, 128), output=(256, 256)),
+        phases=((users, 20.0),),
+        ramp=10.0,
     )
 
     def make(_: Path, policy: str, params: Mapping[str, Any], seed: int) -> Simulation:
-        return simulation(which, reading, loop, seed, law=law, rehearses=not cold,
-                          setting=Setting(policy=policy, params=params))  # fmt: skip
+        return make_simulation(which, reading, loop, seed, law=law, rehearses=not cold,
+                          setting=RoutingSetting(policy=policy, params=params))  # fmt: skip
 
     return Scenario(f"{name} {reading} C={users}", 0.25, tpot, 128, make)
 
@@ -103,7 +112,7 @@ def _llama(name: str, members: str, load: Load, cold: bool) -> Scenario:
 
 
 def _poisson(rate: float, requests: int) -> Load:
-    lengths = Lengths(input=(256, 4096), output=(32, 256))
+    lengths = RequestLengths(input=(256, 4096), output=(32, 256))
     return lambda _, seed: renewal(lengths, rate, 1.0, requests, 0.0, seed)
 
 
@@ -173,9 +182,9 @@ def _tenants(rate: float, requests: int) -> Load:
             times = np.cumsum(rng.gamma(1 / spread, spread / (own * scale), count))
             drawn = zip(times, _draw(inputs, count, rng), _draw(outputs, count, rng), strict=True)
             for at, tokens, output in drawn:
-                job = Job(int(min(tokens, 32_000)), int(min(output, 512)), tenant=name)
-                sessions.append(Session(round(at * SECOND), (job,)))
-        sessions.sort(key=lambda each: each.start)
+                job = RequestSpec(int(min(tokens, 32_000)), int(min(output, 512)), tenant=name)
+                sessions.append(RequestSession(round(at * SECOND), (job,)))
+        sessions.sort(key=lambda each: each.start_ns)
         return OpenLoop(tuple(sessions[:requests]))
 
     return load

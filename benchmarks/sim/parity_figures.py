@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pigou.request import SECOND
-from pigou.sim.result import Result, summary
+from pigou.sim.result import SimulationResult, summary
 
 #: How near the two sides should be.
 NEAR = 0.15
@@ -35,18 +35,18 @@ class Side:
 Pair: TypeAlias = tuple[Side, Side]
 
 
-def of_simulation(result: Result, count: int) -> Side:
+def of_simulation(result: SimulationResult, count: int) -> Side:
     """Return the figures of a simulation's last `count` calls."""
-    calls = sorted(result.done, key=lambda call: call.intended)[-count:]
-    ttft = np.array([call.first - call.intended for call in calls])
-    seconds = (max(c.last for c in calls) - min(c.intended for c in calls)) / SECOND
-    itl = {"mean": result.gaps.mean()}
-    values = result.gaps.percentiles(np.array([50.0, 90.0, 99.0])).tolist()
+    calls = sorted(result.done, key=lambda call: call.intended_ns)[-count:]
+    ttft = np.array([call.first_token_ns - call.intended_ns for call in calls])
+    seconds = (max(c.last_token_ns for c in calls) - min(c.intended_ns for c in calls)) / SECOND
+    itl = {"mean": result.itl.mean()}
+    values = result.itl.percentiles(np.array([50.0, 90.0, 99.0])).tolist()
     itl |= dict(zip(STATISTICS[1:], values, strict=True))
     return Side(
         {name: 1e3 * (value or 0.0) for name, value in summary(ttft).items()},
         {name: 1e3 * value for name, value in itl.items()},
-        sum(call.tokens for call in calls) / seconds,
+        sum(call.output_tokens for call in calls) / seconds,
     )
 
 

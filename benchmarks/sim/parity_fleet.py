@@ -20,9 +20,9 @@ from pigou.control.journal import JournalEntry, JournalHead
 from pigou.control.messages import FirstToken, PrefillDone, Submit
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, Members
+from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.network import LinkConfig
-from pigou.sim.result import Result
+from pigou.sim.result import SimulationResult
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation
 from pigou.workload.formats import read_trace
@@ -109,7 +109,7 @@ def measure_ways(journal: Path, load: dict[str, Any]) -> Ways:
     """
     waited, legs = gateway_view(journal)
     _, result = simulate(journal, IDLE, Ways())
-    said = [call.first - call.intended for call in result.calls[-IDLE:]]
+    said = [call.first_token_ns - call.intended_ns for call in result.runs[-IDLE:]]
     leg = (float(np.median(waited)) - float(np.median(said)) / 1e6) / legs
     return Ways(leg, load["ttft_ms"]["p50"] - float(np.median(waited)))
 
@@ -133,7 +133,7 @@ def gateway_view(journal: Path) -> tuple[list[float], float]:
     return waited[-IDLE:], 1 + remote / len(asked)
 
 
-def simulate(journal: Path, count: int, ways: Ways) -> tuple[Side, Result]:
+def simulate(journal: Path, count: int, ways: Ways) -> tuple[Side, SimulationResult]:
     """Simulate a journal's arrivals; figures of the last `count` of them.
 
     Those before are of the load client, which asks what the endpoint can do.
@@ -141,7 +141,7 @@ def simulate(journal: Path, count: int, ways: Ways) -> tuple[Side, Result]:
     head = next(lines(journal)).entry
     assert isinstance(head, JournalHead)
     fleet = FleetConfig(
-        workers=(Members(role=Role.PREFILL), Members(role=Role.DECODE, count=2)),
+        workers=(WorkerGroup(role=Role.PREFILL), WorkerGroup(role=Role.DECODE, count=2)),
         link=LINK,
         overhead_ms=max(0.0, ways.overhead),
         leg_ms=max(0.0, ways.leg),

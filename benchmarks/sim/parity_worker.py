@@ -28,7 +28,7 @@ from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
-from pigou.sim.workload import ClosedLoop, Lengths, OpenLoop
+from pigou.sim.workload import ClosedLoop, OpenLoop, RequestLengths
 from pigou.workload.formats import read_trace
 from pigou.workload.offered import from_trace
 
@@ -98,7 +98,7 @@ def rates_of(args: argparse.Namespace, timing: str) -> list[float]:
     """Return the rates that were asked for, or shares of what the worker can do at most."""
     if args.rates:
         return [float(rate) for rate in args.rates.split(",")]
-    lengths = Lengths(input=WORKER_INPUT, output=WORKER_OUTPUT)
+    lengths = RequestLengths(input=WORKER_INPUT, output=WORKER_OUTPUT)
     loop = ClosedLoop(lengths=lengths, phases=((WORKER_SEQS, 20.0),))
     limits = {"blocks": 4096, "max_batched_tokens": WORKER_BUDGET, "max_model_len": 2048}
     most = worker_simulation(loop, timing, limits).run().document()["throughput_rps"]
@@ -119,7 +119,7 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[dict[str, float]]:
 def simulate_worker(trace: Path, timing: str, limits: dict[str, Any]) -> Side:
     """Simulate a worker of these limits."""
     workload = from_trace(read_trace(trace))
-    return of_simulation(worker_simulation(workload, timing, limits).run(), workload.jobs)
+    return of_simulation(worker_simulation(workload, timing, limits).run(), workload.request_count)
 
 
 def worker_simulation(

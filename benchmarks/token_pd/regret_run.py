@@ -22,7 +22,7 @@ from benchmarks.token_pd.record import Recorder, future_shares, lay_out
 from benchmarks.token_pd.run import BLOCK, Run, Setting
 from pigou.kv.memory_price import by_price, growth, optimum, regret, utility
 from pigou.models import bundled_path
-from pigou.report.figure import Axis, Chart, Line
+from pigou.report.figure import Axis, Chart, ChartLine
 from pigou.report.figure_png import png
 from pigou.runtime.load import LoadedModel, load
 
@@ -212,16 +212,18 @@ def picture(courses: list[Course]) -> Chart:
     steps = np.arange(1, longest + 1)
     root = top * np.sqrt(steps / longest)
     lines = [
-        Line(c.policy, range(BEGIN, len(c.each) + 1), c.each[BEGIN - 1 :].tolist(), i)
+        ChartLine(c.policy, range(BEGIN, len(c.each) + 1), c.each[BEGIN - 1 :].tolist(), i)
         for i, c in enumerate(courses)
     ]
     lines += [
-        Line(f"{c.policy}, fixed choice", c.ends, [max(v, 0.0) for v in c.fixed.tolist()], i,
+        ChartLine(f"{c.policy}, fixed choice", c.ends, [max(v, 0.0) for v in c.fixed.tolist()], i,
              stroke="dash", marks=True)
         for i, c in enumerate(courses)
     ]  # fmt: skip
-    lines.append(Line("square root", steps[BEGIN - 1 :].tolist(), root[BEGIN - 1 :].tolist(), -1,
-                      stroke="dot"))  # fmt: skip
+    tail = slice(BEGIN - 1, None)
+    lines.append(
+        ChartLine("square root", steps[tail].tolist(), root[tail].tolist(), -1, stroke="dot")
+    )
     return Chart(
         "token-pd-regret", "Regret against those who know the future", "",
         Axis("step", log=True), Axis("attention lost", log=True), tuple(lines),

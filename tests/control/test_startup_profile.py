@@ -10,7 +10,7 @@ from pigou.control.latency_model.estimates import Estimates
 from pigou.control.latency_model.model import LatencyModel
 from pigou.request import SECOND, Rehearsed
 from pigou.sim.timing_law import Law, LawTiming
-from pigou.sim.worker_spec import rehearse
+from pigou.sim.worker_spec import measure_speeds
 
 LAW = Law(itl_a=0.02, itl_b=0.001, prefill=0.045, prefill_token=1e-4, mixed=0.006)
 ENGINE = EngineConfig(blocks=4096, max_model_len=10_000)
@@ -20,7 +20,7 @@ def told(*laws: Law) -> Estimates:
     """Return the estimates of a fleet right after its workers came up."""
     estimator = LatencyModel()
     for law in laws:
-        estimator.add_worker(rehearse(LawTiming(law), ENGINE), 5 * SECOND)
+        estimator.add_worker(measure_speeds(LawTiming(law), ENGINE), 5 * SECOND)
     return estimator.estimates(5 * SECOND)
 
 
@@ -51,7 +51,7 @@ def test_a_worker_half_as_fast_is_known_for_a_slow_one_before_the_first_request(
 
 def test_a_worker_that_tells_nothing_is_taken_for_one_like_those_that_did() -> None:
     estimator = LatencyModel()
-    estimator.add_worker(rehearse(LawTiming(LAW), ENGINE), SECOND)
+    estimator.add_worker(measure_speeds(LawTiming(LAW), ENGINE), SECOND)
     estimator.add_worker()
     found = estimator.estimates(SECOND)
     assert found.table[:, 0].tolist() == found.table[:, 1].tolist()
@@ -59,11 +59,11 @@ def test_a_worker_that_tells_nothing_is_taken_for_one_like_those_that_did() -> N
 
 def test_who_rehearses_after_requests_were_served_changes_no_law_of_the_others() -> None:
     estimator = LatencyModel()
-    estimator.add_worker(rehearse(LawTiming(LAW), ENGINE), SECOND)
+    estimator.add_worker(measure_speeds(LawTiming(LAW), ENGINE), SECOND)
     before = estimator.estimates(SECOND).table[:, 0].tolist()
     estimator.generated(100)
     noisy = msgspec.structs.replace(LAW, itl_a=0.023, prefill_token=1.2e-4, mixed=0.03)
-    estimator.add_worker(rehearse(LawTiming(noisy), ENGINE), SECOND)
+    estimator.add_worker(measure_speeds(LawTiming(noisy), ENGINE), SECOND)
     found = estimator.estimates(SECOND).table
     assert found[:, 0].tolist() == found[:, 1].tolist() == before
 
@@ -77,7 +77,7 @@ def test_prompts_beside_streams_alone_teach_nothing() -> None:
 
 
 def test_a_simulated_worker_tells_what_its_law_says() -> None:
-    for tokens, streams, steps, seconds in rehearse(LawTiming(LAW), ENGINE):
+    for tokens, streams, steps, seconds in measure_speeds(LawTiming(LAW), ENGINE):
         alone = LAW.decode(streams) * steps if streams else 0.0
         prompt = (LAW.mixed or 0.0) if streams else LAW.prefill
         expected = alone + (prompt + LAW.prefill_token * tokens if tokens else 0.0)

@@ -15,24 +15,24 @@ from pigou.experiments.detect import Poller, Watcher, regime_of
 from pigou.experiments.fleets import Reading, fleet
 from pigou.experiments.level import Level, run
 from pigou.experiments.paper import THRESHOLDS, Thresholds
-from pigou.experiments.rows import COMPARED
+from pigou.experiments.results import COMPARED
 from pigou.experiments.table4 import errors, table4
-from pigou.experiments.window import Measured
+from pigou.experiments.window import WindowFigures
 from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation
-from pigou.sim.workload import Lengths, renewal
+from pigou.sim.workload import RequestLengths, renewal
 
 ONE = fleet("340b-1p2d")
 
 
-def level(reading: Reading, users: int, **rest: object) -> Measured:
+def level(reading: Reading, users: int, **rest: object) -> WindowFigures:
     return run(Level(ONE, reading, users, **rest), 1).measured  # type: ignore[arg-type]
 
 
 def test_the_client_waits_for_a_connection_only_where_there_is_a_pool() -> None:
-    short = {"hold": 10.0, "ramped": False}
+    short = {"hold_s": 10.0, "ramped": False}
     pooled, fair = level("client-pool", 128, **short), level("fair", 128, **short)
     assert fair.wait_p99_s == 0.0
     assert fair.ttft_drained_p99_s < 0.3
@@ -44,22 +44,22 @@ def test_the_client_waits_for_a_connection_only_where_there_is_a_pool() -> None:
 
 
 def test_serial_prefill_makes_the_fleet_wait_and_nobody_starve() -> None:
-    serial = level("serial-prefill", 128, hold=20.0)
+    serial = level("serial-prefill", 128, hold_s=20.0)
     assert serial.wait_p99_s == 0.0
     assert 1.0 < serial.server_ttft_p99_s < 3.0
     assert serial.rps < 18.9
 
 
 def test_barging_starves_and_order_does_not() -> None:
-    fifo = level("client-pool", 128, hold=30.0, client=ClientConfig(pool=100))
-    barging = level("client-pool", 128, hold=30.0)
+    fifo = level("client-pool", 128, hold_s=30.0, client=ClientConfig(pool=100))
+    barging = level("client-pool", 128, hold_s=30.0)
     assert fifo.ttft_p99_s < 3.0
     assert barging.ttft_p99_s > 6.0
     assert fifo.rps == pytest.approx(barging.rps, rel=0.03)
 
 
 def test_a_level_is_the_same_for_the_same_seed() -> None:
-    assert level("client-pool", 8, hold=9.0) == level("client-pool", 8, hold=9.0)
+    assert level("client-pool", 8, hold_s=9.0) == level("client-pool", 8, hold_s=9.0)
 
 
 @pytest.mark.slow
@@ -72,8 +72,8 @@ def test_table_4_is_replicated_within_its_targets() -> None:
 
 
 def test_the_regime_depends_on_who_looks() -> None:
-    seen = run(Level(ONE, "client-pool", 200, hold=10.0), 1)
-    calls, thresholds = seen.result.calls, THRESHOLDS["70b-1p2d"]
+    seen = run(Level(ONE, "client-pool", 200, hold_s=10.0), 1)
+    calls, thresholds = seen.result.runs, THRESHOLDS["70b-1p2d"]
     assert regime_of(calls, 40.0, thresholds) == "saturated"
     assert regime_of(calls, 40.0, thresholds, server=True) == "below"
     assert regime_of(calls, 40.0, Thresholds(0.05, 0.06), server=True) == "saturated"
@@ -81,7 +81,7 @@ def test_the_regime_depends_on_who_looks() -> None:
 
 def test_the_papers_memory_is_nearly_empty_and_nothing_is_evicted() -> None:
     watcher = Watcher()
-    run(Level(ONE, "fair", 16, hold=10.0), 1, (watcher.follow,))
+    run(Level(ONE, "fair", 16, hold_s=10.0), 1, (watcher.follow,))
     memory = watcher.memory()
     assert 0.0 < memory["g1_used_at_most"] < 0.05
     assert memory["g1_cached_blocks"] > 0
@@ -91,7 +91,9 @@ def test_the_papers_memory_is_nearly_empty_and_nothing_is_evicted() -> None:
 def test_a_watcher_sees_evictions_where_memory_is_short() -> None:
     watcher = Watcher()
     made = Simulation(
-        renewal(Lengths(input=(20, 400), output=(1, 60), templates=5), 20.0, 1.5, 60, 0.0, 1),
+        renewal(
+            RequestLengths(input=(20, 400), output=(1, 60), templates=5), 20.0, 1.5, 60, 0.0, 1
+        ),
         read_fleet("1xboth"),
         Setup(timing="law:itl_a=0.008,itl_b=0.0003,prefill=0.004", blocks=60, max_seqs=16),
         ControlConfig(),
@@ -108,10 +110,10 @@ def test_a_watcher_sees_evictions_where_memory_is_short() -> None:
 def test_the_controller_sets_the_router_when_the_client_s_latency_rises() -> None:
     told: list[str] = []
     poller = Poller(Thresholds(1.0, 1000.0), lambda _, regime: told.append(regime.value))
-    run(Level(ONE, "client-pool", 160, hold=15.0), 1, (poller.follow,))
+    run(Level(ONE, "client-pool", 160, hold_s=15.0), 1, (poller.follow,))
     assert told == ["transition"]
     quiet = Poller(Thresholds(1.0, 1000.0), lambda _, regime: told.append(regime.value))
-    run(Level(ONE, "fair", 32, hold=10.0), 1, (quiet.follow,))
+    run(Level(ONE, "fair", 32, hold_s=10.0), 1, (quiet.follow,))
     assert quiet.switches == []
 
 

@@ -14,10 +14,10 @@ def test_prices_give_what_a_tuned_threshold_gives(monkeypatch: pytest.MonkeyPatc
     """The 340B fleet with serial prefill and 128 users, one seed; static gives the ceiling."""
     some = [each for each in prices.CONTENDERS if each.name in ("toll", "threshold-2")]
     monkeypatch.setattr(prices, "CONTENDERS", some)
-    monkeypatch.setattr(prices, "HOLD", 60.0)
+    monkeypatch.setattr(prices, "HOLD_S", 60.0)
     which = fleet("340b-1p2d")
     toll, threshold = prices.prices(which, "fair", (1,), (128,))
-    assert toll["ttft_p99_s"] <= prices.SLO
+    assert toll["ttft_p99_s"] <= prices.SLO_S
     assert toll["rps"] >= 1.2 * which.ceiling
     assert toll["rps"] >= 0.99 * threshold["rps"]
     assert toll["e2e_mean_s"] <= 1.01 * threshold["e2e_mean_s"]

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from pigou.cli import build
 from pigou.cli.experiment import _together
-from pigou.experiments import adaptive, counterfactual, knee, mechanisms, pareto, regimes
-from pigou.experiments.document import document
-from pigou.experiments.equilibrium import estimate
+from pigou.experiments import adaptive, counterfactual, mechanisms, pareto, regimes
 from pigou.experiments.fleets import fleet
 from pigou.experiments.registry import EXPERIMENTS
-from pigou.experiments.window import Measured
+from pigou.experiments.results import document
+from pigou.experiments.table4 import estimate
+from pigou.experiments.window import WindowFigures
 
 ONE = fleet("340b-1p2d")
 
@@ -42,14 +42,14 @@ def test_slopes_are_differences_over_the_paper_s_intervals() -> None:
 
 def test_the_knee_is_the_first_level_far_above_the_first() -> None:
     rows = [row(96, ttft_p99_s=0.1), row(100, ttft_p99_s=0.2), row(104, ttft_p99_s=3.0)]
-    assert knee.where(rows, ONE, "client-pool")["first_past_knee"] == 104
-    assert knee.where(rows[:2], ONE, "client-pool")["first_past_knee"] is None
+    assert regimes.knee_of(rows, ONE, "client-pool")["first_past_knee"] == 104
+    assert regimes.knee_of(rows[:2], ONE, "client-pool")["first_past_knee"] is None
 
 
 def test_each_reading_has_its_own_knee() -> None:
-    assert knee.predicted(ONE, "client-pool") == 100.0
-    assert knee.predicted(ONE, "fair") is None
-    serial = knee.predicted(ONE, "serial-prefill")
+    assert regimes.predicted_knee(ONE, "client-pool") == 100.0
+    assert regimes.predicted_knee(ONE, "fair") is None
+    serial = regimes.predicted_knee(ONE, "serial-prefill")
     # The throughput ceiling times what a request takes: both readings put it between 96 and 128.
     assert serial is not None
     assert 96 < serial < 104
@@ -60,7 +60,7 @@ def test_gains_are_static_over_each_other_arm() -> None:
         row(128, strategy=name, phase="saturated", rps=rate)
         for name, rate in (("static", 18.0), ("adaptive", 12.0))
     ]
-    assert adaptive.gains(rows)["static_over_adaptive"]["rps"] == pytest.approx(1.5)
+    assert adaptive.static_ratios(rows)["static_over_adaptive"]["rps"] == pytest.approx(1.5)
 
 
 def test_a_grid_says_whether_its_cells_differ() -> None:
@@ -95,7 +95,7 @@ def test_mechanisms_are_ranked_by_the_latency_that_they_explain() -> None:
 
 def test_held_levels_compare_the_controller_with_static() -> None:
     rows = [row(256, strategy="static"), row(256, strategy="regime", ttft_p99_s=2.0)]
-    assert regimes.held(rows)["regime_over_static_at_256"]["ttft_p99_s"] == 2.0
+    assert regimes.held_ratios(rows)["regime_over_static_at_256"]["ttft_p99_s"] == 2.0
 
 
 def test_policies_spread_by_the_ratio_of_their_extremes() -> None:
@@ -106,8 +106,8 @@ def test_policies_spread_by_the_ratio_of_their_extremes() -> None:
 
 
 def test_more_load_draws_no_worker_from_prefill_that_it_needs() -> None:
-    def seen(rps: float) -> Measured:
-        return Measured(1.0, 1.0, 1.0, 0.0, 5.0, 0.02, rps, 18.0, 18.0, 50.0, 100, 0)
+    def seen(rps: float) -> WindowFigures:
+        return WindowFigures(1.0, 1.0, 1.0, 0.0, 5.0, 0.02, rps, 18.0, 18.0, 50.0, 100, 0)
 
     idle, busy = estimate(ONE, seen(1.0)), estimate(ONE, seen(17.0))
     assert idle["violations_at_one"] < 0.01

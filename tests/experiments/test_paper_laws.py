@@ -8,20 +8,23 @@ from typing import get_args
 import pytest
 
 from pigou.config import ConfigError
+from pigou.experiments.adaptive import flagged_runs, outlier_effect
 from pigou.experiments.counterfactual import static
 from pigou.experiments.fleets import FLEETS, POOL, READINGS, fleet
-from pigou.experiments.laws import GAPS, completed, response, throughput_itl
-from pigou.experiments.outliers import flagged, without
 from pigou.experiments.paper import (
     EXPERIMENT1,
+    GAPS,
     GRIDS,
     LEVELS,
     OVERLAP_WEIGHTS,
     TEMPERATURES,
     FleetName,
+    completed,
+    response,
+    throughput_itl,
 )
 from pigou.experiments.pareto import variance
-from pigou.experiments.rows import log_rmse
+from pigou.experiments.results import log_rmse
 
 
 def test_time_per_token_is_what_the_throughput_column_implies() -> None:
@@ -82,9 +85,9 @@ def test_an_unknown_fleet_is_refused_by_name() -> None:
 
 
 def test_an_outlier_is_beyond_five_medians() -> None:
-    assert flagged([0.1, 0.1, 0.51]) == [2]
-    assert flagged([0.1, 0.1, 0.49]) == []
-    found = without([{"ttft_p99_s": 0.1}, {"ttft_p99_s": 0.2}, {"ttft_p99_s": 2.84}])
+    assert flagged_runs([0.1, 0.1, 0.51]) == [2]
+    assert flagged_runs([0.1, 0.1, 0.49]) == []
+    found = outlier_effect([{"ttft_p99_s": 0.1}, {"ttft_p99_s": 0.2}, {"ttft_p99_s": 2.84}])
     assert found["flagged"] == [2]
     assert found["ttft_p99_with_s"] == pytest.approx(3.14 / 3)
     assert found["ttft_p99_without_s"] == pytest.approx(0.15)

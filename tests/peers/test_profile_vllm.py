@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pigou.cli import main
-from pigou.sim.timing_measured import Measured
+from pigou.sim.timing_measured import WorkerProfile
 
 if TYPE_CHECKING:
     from tests.peers.conftest import VllmWorker
@@ -25,7 +25,7 @@ def test_a_vllm_is_profiled_as_it_is(
         main(["profile", vllm_plain_two[0].url, "--out", str(file), "--repeats", "1",
               "--steps", "8", "--max-seqs", "4", "--longest", "512"])  # fmt: skip
     assert ended.value.code == 0, capsys.readouterr().err
-    found = msgspec.json.decode(file.read_bytes(), type=Measured)
+    found = msgspec.json.decode(file.read_bytes(), type=WorkerProfile)
     assert [n for n, _ in found.decodes] == [1, 2, 4]
     assert found.decodes[0][1] > 0.0005
     assert found.prompts[-1][1] + found.prompt > 0.0

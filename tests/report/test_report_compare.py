@@ -14,15 +14,15 @@ from runs import made
 from pigou.cli import main
 from pigou.report import comparison_page, experiment_page
 from pigou.report.page import ReportError, as_record, html, load
-from pigou.report.run_record import Record
+from pigou.report.run_record import RunRecord
 
 
 @pytest.fixture(scope="module")
-def runs() -> tuple[Record, Record]:
+def runs() -> tuple[RunRecord, RunRecord]:
     return made(), made(20, policy="round-robin")
 
 
-def test_two_runs_stand_beside_each_other_with_ratios(runs: tuple[Record, Record]) -> None:
+def test_two_runs_stand_beside_each_other_with_ratios(runs: tuple[RunRecord, RunRecord]) -> None:
     read = Read(html(comparison_page.page(runs, ["toll", "turns"])))
     assert read.fetched == []
     one, other = (run.figures for run in runs)
@@ -48,14 +48,14 @@ def test_two_runs_stand_beside_each_other_with_ratios(runs: tuple[Record, Record
 
 
 def test_many_runs_are_told_apart_by_colour_and_stroke() -> None:
-    styles = [comparison_page.style(place) for place in range(comparison_page.MOST)]
-    assert len(set(styles)) == comparison_page.MOST
-    with pytest.raises(ValueError, match=f"give 2 to {comparison_page.MOST}"):
+    styles = [comparison_page.style(place) for place in range(comparison_page.MAX_RUNS)]
+    assert len(set(styles)) == comparison_page.MAX_RUNS
+    with pytest.raises(ValueError, match=f"give 2 to {comparison_page.MAX_RUNS}"):
         comparison_page.page([made(2)], ["alone"])
 
 
 def test_the_command_compares_reports_and_bare_figures(
-    runs: tuple[Record, Record], tmp_path: Path
+    runs: tuple[RunRecord, RunRecord], tmp_path: Path
 ) -> None:
     folder = tmp_path / "first"
     folder.mkdir()
@@ -196,7 +196,7 @@ def test_rows_that_cannot_be_drawn_are_refused(
         experiment_page.page(given, title="x", **more)
 
 
-def test_a_record_of_another_version_is_refused(runs: tuple[Record, Record]) -> None:
+def test_a_record_of_another_version_is_refused(runs: tuple[RunRecord, RunRecord]) -> None:
     document = msgspec.to_builtins(runs[0])
     document["more"] = 1
     with pytest.raises(ReportError, match="another version"):

@@ -16,17 +16,17 @@ from pigou.report.figure_png import png
 from pigou.report.latency_figures import FIGURES, LATENCIES
 from pigou.report.page import as_record, html, load, write
 from pigou.report.run_page import COUNTS, page
-from pigou.report.run_record import Record
+from pigou.report.run_record import RunRecord
 from pigou.sim.client import ClientConfig
 
 
 @pytest.fixture(scope="module")
-def run() -> Record:
+def run() -> RunRecord:
     return made()
 
 
 @pytest.fixture(scope="module")
-def read(run: Record) -> Read:
+def read(run: RunRecord) -> Read:
     return Read(html(page(run)))
 
 
@@ -39,7 +39,7 @@ def test_a_page_fetches_nothing(read: Read) -> None:
     assert drawn <= {"scatter", "bar", "heatmap"}  # maps and tiles would be fetched
 
 
-def test_a_page_has_every_figure_and_its_numbers(run: Record, read: Read) -> None:
+def test_a_page_has_every_figure_and_its_numbers(run: RunRecord, read: Read) -> None:
     expected = {
         "latency-cdf", "token-cdf", "stages", "attainment", "ttft-load", "tpot-load", "e2e-load",
         "rates", "ttft-time", "queues", "regime", "poa", "tolls",
@@ -54,7 +54,7 @@ def test_a_page_has_every_figure_and_its_numbers(run: Record, read: Read) -> Non
     assert len(read.ids) == len(set(read.ids))
 
 
-def test_tables_say_what_the_json_says(run: Record, read: Read) -> None:
+def test_tables_say_what_the_json_says(run: RunRecord, read: Read) -> None:
     figures = run.figures
     latencies = read.exact("latencies")
     for key, name in LATENCIES.items():
@@ -72,14 +72,14 @@ def test_tables_say_what_the_json_says(run: Record, read: Read) -> None:
     ]
 
 
-def test_a_page_has_the_configuration_and_the_seed(run: Record, read: Read) -> None:
+def test_a_page_has_the_configuration_and_the_seed(run: RunRecord, read: Read) -> None:
     settings = {row[0][0]: row[1][0] for row in read.tables["config-run"][1:]}
     assert settings == {"workload": "closed:C=12", "fleet": "1p+2d", "policy": "toll", "seed": "3"}
     assert run.seed == 3
     assert "seed 3" in read.text
 
 
-def test_curves_agree_with_the_percentiles_of_the_tables(run: Record) -> None:
+def test_curves_agree_with_the_percentiles_of_the_tables(run: RunRecord) -> None:
     for name in ("ttft_s", "itl_s", "tpot_s", "e2e_s", "client_wait_s", "server_ttft_s"):
         curve = run.curves[name]
         for share, figure in ((0.5, "p50"), (0.9, "p90"), (0.95, "p95"), (0.99, "p99")):
@@ -89,7 +89,7 @@ def test_curves_agree_with_the_percentiles_of_the_tables(run: Record) -> None:
         assert (np.diff(curve.value) >= 0).all()
 
 
-def test_stages_add_up_to_the_mean_end_to_end_time(run: Record) -> None:
+def test_stages_add_up_to_the_mean_end_to_end_time(run: RunRecord) -> None:
     whole, *groups = run.stages
     parts = whole.client_s + whole.queue_s + whole.first_s + whole.stream_s
     assert parts == pytest.approx(run.figures["e2e_s"]["mean"])
@@ -97,7 +97,7 @@ def test_stages_add_up_to_the_mean_end_to_end_time(run: Record) -> None:
     assert sum(each.requests for each in groups) == whole.requests == run.figures["completed"]
 
 
-def test_every_served_request_met_some_load(run: Record) -> None:
+def test_every_served_request_met_some_load(run: RunRecord) -> None:
     assert sum(each.requests for each in run.load) == run.figures["completed"]
     assert all(1 <= each.inflight <= 12 for each in run.load)
     assert [each.inflight for each in run.load] == sorted(each.inflight for each in run.load)
@@ -108,7 +108,7 @@ def test_attainment_counts_every_offered_request() -> None:
     figures, found = run.figures, run.attainment
     assert found is not None
     assert figures["failed"] > 0
-    assert found.offered == figures["offered"] > figures["completed"] > 0
+    assert found.offered_requests == figures["offered"] > figures["completed"] > 0
     served = figures["completed"] / figures["offered"]
     assert found.grid[-1][-1] == pytest.approx(served)
     assert found.curves["ttft_s"].share[-1] == pytest.approx(served)
@@ -130,7 +130,7 @@ def test_many_workers_are_drawn_as_a_map(tmp_path: Path) -> None:
     drawn_well(tmp_path / "map.png")
 
 
-def test_pictures_are_made_and_the_record_can_be_read_again(run: Record, tmp_path: Path) -> None:
+def test_pictures_are_made_and_the_record_can_be_read_again(run: RunRecord, tmp_path: Path) -> None:
     written = write(page(run), tmp_path, run)
     names = {path.name for path in written}
     assert {f"{figure.id}.png" for figure in page(run).figures} <= names
@@ -139,7 +139,7 @@ def test_pictures_are_made_and_the_record_can_be_read_again(run: Record, tmp_pat
         if path.suffix == ".png":
             drawn_well(path)
     again = as_record(str(tmp_path), load(str(tmp_path)))
-    assert again == msgspec.convert(msgspec.to_builtins(run), Record)
+    assert again == msgspec.convert(msgspec.to_builtins(run), RunRecord)
 
 
 def drawn_well(path: Path) -> None:
@@ -148,7 +148,7 @@ def drawn_well(path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["none offered", "none served"])
-def test_a_run_without_figures_says_so(run: Record, way: str, tmp_path: Path) -> None:
+def test_a_run_without_figures_says_so(run: RunRecord, way: str, tmp_path: Path) -> None:
     if way == "none served":
         empty = made(4, "1xboth", client=ClientConfig(timeout=1e-6))
         assert empty.figures["completed"] == 0 < empty.figures["offered"]

@@ -12,21 +12,21 @@ from runs import made
 from pigou.report import comparison_page, experiment_page
 from pigou.report.page import html
 from pigou.report.run_page import page
-from pigou.report.run_record import Record, Samples
-from pigou.report.table import Cell, Table
+from pigou.report.run_record import RunRecord, Samples
+from pigou.report.table import Cell, ReportTable
 from pigou.report.verdict import of_rows, of_run, of_runs
 
 
 @pytest.fixture(scope="module")
-def run() -> Record:
+def run() -> RunRecord:
     return made()
 
 
-def changed(run: Record, **figures: object) -> Record:
+def changed(run: RunRecord, **figures: object) -> RunRecord:
     return msgspec.structs.replace(run, figures={**run.figures, **figures})
 
 
-def calm(run: Record) -> Record:
+def calm(run: RunRecord) -> RunRecord:
     """The run as if nothing were wrong with it."""
     workers = [{**each, "busy": 0.5} for each in run.figures["workers"]]
     nothing = {"p50": 0.0, "p99": 0.0, "mean": 0.0}
@@ -37,7 +37,7 @@ def calm(run: Record) -> Record:
     return msgspec.structs.replace(quiet, samples=None)
 
 
-def test_a_run_without_a_fault_is_good(run: Record) -> None:
+def test_a_run_without_a_fault_is_good(run: RunRecord) -> None:
     verdict = of_run(calm(run))
     assert (verdict.level, verdict.reasons) == ("good", ())
     assert f"{run.figures['offered']:,} requests" in verdict.text
@@ -61,7 +61,7 @@ def test_a_run_without_a_fault_is_good(run: Record) -> None:
     ],
 )  # fmt: skip
 def test_a_verdict_names_what_is_wrong(
-    run: Record, figures: dict[str, object], level: str, word: str
+    run: RunRecord, figures: dict[str, object], level: str, word: str
 ) -> None:
     verdict = of_run(changed(calm(run), **figures))
     assert verdict.level == level
@@ -69,14 +69,14 @@ def test_a_verdict_names_what_is_wrong(
 
 
 @pytest.mark.parametrize(("late", "level"), [(40.0, "bad"), (4.0, "good")])
-def test_a_queue_that_grows_until_the_end_is_bad(run: Record, late: float, level: str) -> None:
+def test_a_queue_that_grows_until_the_end_is_bad(run: RunRecord, late: float, level: str) -> None:
     waiting: list[float | None] = [4.0] * 30 + [late] * 10
     samples = Samples(1.0, [float(k) for k in range(40)], {"waiting": waiting}, [], {})
     grown = msgspec.structs.replace(calm(run), samples=samples)
     assert of_run(grown).level == level
 
 
-def test_a_verdict_on_runs_names_the_best_of_each_figure(run: Record) -> None:
+def test_a_verdict_on_runs_names_the_best_of_each_figure(run: RunRecord) -> None:
     slow = {name: {**run.figures[name], "mean": 99.0, "p99": 99.0} for name in ("e2e_s", "ttft_s")}
     other = changed(run, **slow, throughput_rps=run.figures["throughput_rps"] * 2)
     verdict = of_runs([run, other], ["quick", "wide"])
@@ -97,7 +97,7 @@ def test_a_verdict_on_an_experiment_tells_the_distance_from_the_paper() -> None:
     assert "no figures" in of_rows([{}], {}).text
 
 
-def test_a_page_shows_its_verdict_first(run: Record) -> None:
+def test_a_page_shows_its_verdict_first(run: RunRecord) -> None:
     for made_page in (page(run), comparison_page.page([run, run], ["a", "b"])):
         text = html(made_page)
         assert made_page.verdict is not None
@@ -111,7 +111,9 @@ def test_a_page_shows_its_verdict_first(run: Record) -> None:
 
 def test_columns_without_a_figure_are_left_out() -> None:
     nothing = Cell(None), Cell(float("-inf")), Cell("–"), Cell(float("nan"))
-    table = Table("t", "T", ("", "a", "b", "c", "d", "e"), ((Cell(None), *nothing, Cell(0.0)),) * 2)
+    table = ReportTable(
+        "t", "T", ("", "a", "b", "c", "d", "e"), ((Cell(None), *nothing, Cell(0.0)),) * 2
+    )
     assert table.compact().columns == ("", "e")
     assert [len(row) for row in table.compact().rows] == [2, 2]
     assert replace(table, rows=()).compact().columns == table.columns

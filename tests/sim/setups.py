@@ -12,30 +12,30 @@ from pigou.sim.client import ClientConfig
 from pigou.sim.fleet_config import (
     FleetConfig,
     LinkConfig,
-    Members,
     Outage,
     Signals,
     Slow,
+    WorkerGroup,
     read_fleet,
 )
-from pigou.sim.result import Result
+from pigou.sim.result import SimulationResult
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
-from pigou.sim.workload import ClosedLoop, Lengths, OpenLoop, renewal
+from pigou.sim.workload import ClosedLoop, OpenLoop, RequestLengths, renewal
 
 LAW = "law:itl_a=0.008,itl_b=0.0003,prefill=0.004,prefill_token=0.00005"
-__all__ = ["FleetConfig", "LinkConfig", "Members", "Outage", "Signals", "Slow", "read_fleet"]
+__all__ = ["FleetConfig", "LinkConfig", "Outage", "Signals", "Slow", "WorkerGroup", "read_fleet"]
 
 
 def open_loop(rate: float = 20.0, count: int = 60, templates: int = 5, seed: int = 1) -> OpenLoop:
     """Requests of different lengths, some with equal prompts."""
-    lengths = Lengths(input=(20, 400), output=(1, 60), templates=templates)
+    lengths = RequestLengths(input=(20, 400), output=(1, 60), templates=templates)
     return renewal(lengths, rate, 1.5, count, 0.0, seed)
 
 
 def closed_loop(users: int, seconds: float, **rest: Any) -> ClosedLoop:
     """Users with the paper's lengths."""
-    lengths = Lengths(input=(128, 128), output=(64, 64))
+    lengths = RequestLengths(input=(128, 128), output=(64, 64))
     return ClosedLoop(lengths=lengths, phases=((users, seconds),), **rest)
 
 
@@ -63,20 +63,20 @@ def simulation(
     )
 
 
-def figures(result: Result) -> str:
+def figures(result: SimulationResult) -> str:
     """All figures but those of the machine that computed them."""
     document = result.document()
     del document["wall_s"], document["peak_rss_mb"]
     return json.dumps(document)
 
 
-def differences(one: Result, other: Result) -> dict[str, Any]:
+def differences(one: SimulationResult, other: SimulationResult) -> dict[str, Any]:
     """Figures that are not the same to the last digit."""
     left, right = json.loads(figures(one)), json.loads(figures(other))
     return {name: (left[name], right[name]) for name in left if left[name] != right[name]}
 
 
-def run(*args: Any, **kwargs: Any) -> Result:
+def run(*args: Any, **kwargs: Any) -> SimulationResult:
     """Run a simulation, and check the cores at its end."""
     made = simulation(*args, **kwargs)
     result = made.run()

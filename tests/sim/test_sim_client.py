@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 
 from pigou.request import SECOND
-from pigou.sim.call import Call, Outcome
-from pigou.sim.client import Client, ClientConfig
+from pigou.sim.client import ClientConfig, SimulatedClient
+from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
-from pigou.sim.workload import ClosedLoop, Job, Lengths, OpenLoop, Session, renewal
+from pigou.sim.workload import (
+    ClosedLoop,
+    OpenLoop,
+    RequestLengths,
+    RequestSession,
+    RequestSpec,
+    renewal,
+)
 
 
 class Server:
@@ -20,8 +27,8 @@ class Server:
         self.inflight = self.most = 0
         self.order: list[int] = []
 
-    def send(self, call: Call, now: int) -> None:
-        call.sent = now
+    def send(self, call: RequestRun, now: int) -> None:
+        call.sent_ns = now
         call.attempts += 1
         self.order.append(call.number)
         self.inflight += 1
@@ -29,70 +36,72 @@ class Server:
         attempt = call.attempts
 
         def end(at: int) -> None:
-            if call.outcome is Outcome.PENDING and call.attempts == attempt:
-                self._end(call, Outcome.FAILED if attempt <= self.fails else Outcome.DONE, at)
+            if call.outcome is RunOutcome.PENDING and call.attempts == attempt:
+                self._end(call, RunOutcome.FAILED if attempt <= self.fails else RunOutcome.DONE, at)
 
         self.clock.at(now + round(self.seconds * SECOND), Phase.STEP, call.number, end)
 
-    def time_out(self, call: Call, now: int) -> None:
-        self._end(call, Outcome.TIMED_OUT, now)
+    def time_out(self, call: RequestRun, now: int) -> None:
+        self._end(call, RunOutcome.TIMED_OUT, now)
 
-    def _end(self, call: Call, outcome: Outcome, now: int) -> None:
+    def _end(self, call: RequestRun, outcome: RunOutcome, now: int) -> None:
         self.inflight -= 1
-        call.outcome, call.ended = outcome, now
+        call.outcome, call.ended_ns = outcome, now
         call.on_end(call, now)
 
 
 def drive(
     workload: OpenLoop | ClosedLoop, config: ClientConfig, seconds: float = 1.0, fails: int = 0
-) -> tuple[Client, Server]:
+) -> tuple[SimulatedClient, Server]:
     clock = Clock()
     server = Server(clock, seconds, fails)
-    client = Client(workload, config, server, clock, seed=1)
+    client = SimulatedClient(workload, config, server, clock, seed=1)
     while not client.done:
         assert clock.step()
     return client, server
 
 
 def loop(users: int, seconds: float, **rest: object) -> ClosedLoop:
-    return ClosedLoop(lengths=Lengths(), phases=((users, seconds),), **rest)  # type: ignore[arg-type]
+    return ClosedLoop(lengths=RequestLengths(), phases=((users, seconds),), **rest)  # type: ignore[arg-type]
 
 
 def test_an_open_loop_sends_at_its_times_whatever_comes_back() -> None:
-    workload = renewal(Lengths(), 10.0, 1.0, 50, 0.0, 3)
+    workload = renewal(RequestLengths(), 10.0, 1.0, 50, 0.0, 3)
     client, server = drive(workload, ClientConfig(), seconds=100.0)
-    assert [call.intended - EPOCH for call in client.calls] == [
-        session.start for session in workload.sessions
+    assert [call.intended_ns - EPOCH for call in client.runs] == [
+        session.start_ns for session in workload.sessions
     ]
     assert server.most == 50
 
 
 def test_gaps_have_their_rate_and_variation() -> None:
-    starts = [each.start for each in renewal(Lengths(), 10.0, 2.0, 20_000, 0.0, 3).sessions]
+    starts = [
+        each.start_ns for each in renewal(RequestLengths(), 10.0, 2.0, 20_000, 0.0, 3).sessions
+    ]
     gaps = np.diff(starts) / SECOND
     assert gaps.mean() == pytest.approx(0.1, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(2.0, rel=0.05)
-    within = renewal(Lengths(), 10.0, 0.0, 0, 2.05, 3).sessions
+    within = renewal(RequestLengths(), 10.0, 0.0, 0, 2.05, 3).sessions
     assert len(within) == 20
 
 
 def test_a_closed_loop_keeps_its_users_busy() -> None:
     client, server = drive(loop(4, 10.0), ClientConfig())
     assert server.most == 4
-    assert len(client.calls) == 40
+    assert len(client.runs) == 40
 
 
 def test_users_start_evenly_in_the_ramp() -> None:
     client, _ = drive(loop(4, 1.0, ramp=2.0), ClientConfig())
-    first = [call.intended - EPOCH for call in client.calls[:2]]
+    first = [call.intended_ns - EPOCH for call in client.runs[:2]]
     assert first == [0, SECOND // 2]
 
 
 def test_phases_change_the_number_of_users() -> None:
-    lengths = Lengths()
+    lengths = RequestLengths()
     workload = ClosedLoop(lengths=lengths, phases=((2, 4.0), (5, 4.0), (1, 4.0)))
     client, server = drive(workload, ClientConfig())
-    at = [(call.intended - EPOCH) // SECOND for call in client.calls]
+    at = [(call.intended_ns - EPOCH) // SECOND for call in client.runs]
     assert [at.count(second) for second in (1, 5, 10)] == [2, 5, 1]
     assert server.most == 5
 
@@ -100,20 +109,20 @@ def test_phases_change_the_number_of_users() -> None:
 def test_a_pool_bounds_requests_and_the_wait_is_the_clients() -> None:
     client, server = drive(loop(6, 9.5), ClientConfig(pool=2))
     assert server.most == 2
-    waits = [call.sent - call.intended for call in client.calls]
+    waits = [call.sent_ns - call.intended_ns for call in client.runs]
     assert max(waits) == 2 * SECOND  # six users take turns by two
 
 
 def test_who_barges_starves_the_others() -> None:
     def longest(barging: float) -> int:
         client, _ = drive(loop(12, 200.0), ClientConfig(pool=10, barging=barging))
-        return max(call.sent - call.intended for call in client.calls)
+        return max(call.sent_ns - call.intended_ns for call in client.runs)
 
     assert longest(0.9) > 3 * longest(0.0)
 
 
 def test_the_last_that_came_is_the_first_to_go_by_lifo() -> None:
-    jobs = tuple(Session(n, (Job(1, 1),)) for n in range(4))
+    jobs = tuple(RequestSession(n, (RequestSpec(1, 1),)) for n in range(4))
     _, server = drive(OpenLoop(jobs), ClientConfig(pool=1, take="lifo"))
     assert server.order == [0, 3, 2, 1]
     _, server = drive(OpenLoop(jobs), ClientConfig(pool=1))
@@ -122,38 +131,40 @@ def test_the_last_that_came_is_the_first_to_go_by_lifo() -> None:
 
 def test_at_a_barrier_all_wait_for_all() -> None:
     client, _ = drive(loop(3, 20.0, barrier=2.5), ClientConfig(pool=2))
-    starts = sorted({call.intended - EPOCH for call in client.calls})
-    ends = max(call.ended - EPOCH for call in client.calls if call.intended - EPOCH < 3 * SECOND)
+    starts = sorted({call.intended_ns - EPOCH for call in client.runs})
+    ends = max(
+        call.ended_ns - EPOCH for call in client.runs if call.intended_ns - EPOCH < 3 * SECOND
+    )
     assert ends in starts  # the next chunk begins when the last of the one before has ended
     assert not [at for at in starts if 2.5 * SECOND <= at < ends]
 
 
 def test_turns_of_a_session_follow_one_another_after_thinking() -> None:
-    jobs = tuple(Job(10, 10, think=think * SECOND) for think in (5, 2, 3))
-    client, _ = drive(OpenLoop((Session(SECOND, jobs),)), ClientConfig())
-    assert [(call.intended - EPOCH) // SECOND for call in client.calls] == [1, 4, 8]
+    jobs = tuple(RequestSpec(10, 10, think_ns=think * SECOND) for think in (5, 2, 3))
+    client, _ = drive(OpenLoop((RequestSession(SECOND, jobs),)), ClientConfig())
+    assert [(call.intended_ns - EPOCH) // SECOND for call in client.runs] == [1, 4, 8]
 
 
 def test_sessions_can_take_turns_instead() -> None:
-    sessions = tuple(Session(0, (Job(1, 1), Job(1, 1))) for _ in range(4))
+    sessions = tuple(RequestSession(0, (RequestSpec(1, 1), RequestSpec(1, 1))) for _ in range(4))
     client, server = drive(OpenLoop(sessions, concurrency=2), ClientConfig())
     assert server.most == 2
-    assert len(client.calls) == 8
+    assert len(client.runs) == 8
 
 
 def test_a_failed_request_is_sent_again_after_a_growing_time() -> None:
-    one = OpenLoop((Session(0, (Job(1, 1),)),))
+    one = OpenLoop((RequestSession(0, (RequestSpec(1, 1),)),))
     client, server = drive(one, ClientConfig(retries=3, backoff=4.0), fails=2)
-    (call,) = client.calls
-    assert call.outcome is Outcome.DONE
+    (call,) = client.runs
+    assert call.outcome is RunOutcome.DONE
     assert call.attempts == 3
     # Three attempts of a second each, and waits of 2 to 4 and of 4 to 8.
-    assert 9 <= (call.ended - call.intended) / SECOND <= 15
+    assert 9 <= (call.ended_ns - call.intended_ns) / SECOND <= 15
     assert server.order == [0, 0, 0]
 
 
 def test_a_timeout_gives_up_and_frees_the_connection() -> None:
-    workload = OpenLoop(tuple(Session(n, (Job(1, 1),)) for n in range(2)))
+    workload = OpenLoop(tuple(RequestSession(n, (RequestSpec(1, 1),)) for n in range(2)))
     client, _ = drive(workload, ClientConfig(pool=1, timeout=0.5), seconds=10.0)
-    assert [call.outcome for call in client.calls] == [Outcome.TIMED_OUT] * 2
-    assert [call.ended - EPOCH for call in client.calls] == [SECOND // 2, SECOND]
+    assert [call.outcome for call in client.runs] == [RunOutcome.TIMED_OUT] * 2
+    assert [call.ended_ns - EPOCH for call in client.runs] == [SECOND // 2, SECOND]

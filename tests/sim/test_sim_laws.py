@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from setups import closed_loop, differences, figures, open_loop, run, simulation
 
 from pigou.request import Role
-from pigou.sim.call import Outcome
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow
-from pigou.sim.workload import Lengths, OpenLoop, renewal
+from pigou.sim.fleet_config import FleetConfig, LinkConfig, Outage, Signals, Slow, WorkerGroup
+from pigou.sim.request_run import RunOutcome
+from pigou.sim.workload import OpenLoop, RequestLengths, renewal
 
 POLICIES = st.sampled_from(["least-loaded", "round-robin", "toll", "lmetric"])
 
@@ -32,7 +32,7 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
     for role in roles:
         outage = draw(st.booleans()) and role is not Role.PREFILL
         members.append(
-            Members(
+            WorkerGroup(
                 role=role,
                 slow=(Slow(factor=2.5, start=0.4, end=1.3),) if draw(st.booleans()) else (),
                 fails=(Outage(start=0.7, end=1.1),) if outage else (),
@@ -93,11 +93,17 @@ def test_many_steps_at_once_equal_single_ones_and_conserve_requests(
     result = run(workload, **case)
     single = run(workload, **case, stepwise=True)
     assert differences(result, single) == {}
-    assert all(call.outcome is not Outcome.PENDING for call in result.calls)
-    assert len({call.number for call in result.calls}) == 40
-    for call in result.done:
-        assert call.tokens == call.job.output
-        assert call.intended <= call.sent <= call.first <= call.last == call.ended
+    assert all(request.outcome is not RunOutcome.PENDING for request in result.runs)
+    assert len({request.number for request in result.runs}) == 40
+    for request in result.done:
+        assert request.output_tokens == request.spec.output_tokens
+        assert (
+            request.intended_ns
+            <= request.sent_ns
+            <= request.first_token_ns
+            <= request.last_token_ns
+            == request.ended_ns
+        )
 
 
 @pytest.mark.parametrize("fleet", ["2xboth", "1p+2d"])
@@ -123,85 +129,87 @@ def test_a_run_that_is_cut_off_counts_what_is_unfinished() -> None:
 
 
 def test_a_lone_request_takes_what_the_law_says() -> None:
-    lengths = Lengths(input=(33, 33), output=(5, 5))
+    lengths = RequestLengths(input=(33, 33), output=(5, 5))
     lone = renewal(lengths, 1.0, 0.0, 1, 0.0, 0)
-    (call,) = run(lone, "1xboth").calls
+    (request,) = run(lone, "1xboth").runs
     # prefill 4 ms and 33 tokens of 50 us; then 4 steps of 8.3 ms.
-    assert call.first - call.sent == 5_650_000
-    assert call.last - call.first == 4 * 8_300_000
-    assert call.sent == call.intended
+    assert request.first_token_ns - request.sent_ns == 5_650_000
+    assert request.last_token_ns - request.first_token_ns == 4 * 8_300_000
+    assert request.sent_ns == request.intended_ns
 
 
 def test_remote_prefill_costs_the_transfer_and_one_more_step() -> None:
-    lengths = Lengths(input=(33, 33), output=(5, 5))
+    lengths = RequestLengths(input=(33, 33), output=(5, 5))
     lone = renewal(lengths, 1.0, 0.0, 1, 0.0, 0)
     fleet = FleetConfig(
-        workers=(Members(role=Role.PREFILL), Members(role=Role.DECODE)),
+        workers=(WorkerGroup(role=Role.PREFILL), WorkerGroup(role=Role.DECODE)),
         link=LinkConfig(gbps=8.0, latency_us=100.0),
     )
     made = simulation(lone, fleet, setup={"model": "llama-3.1-8b"})
     result = made.run()
-    (call,) = result.calls
+    (request,) = result.runs
     moved = 2 * 16 * 131_072  # two whole blocks, at a byte a nanosecond
-    assert (call.prefill, call.decode) == ("prefill-0", "decode-1")
+    assert (request.prefill_worker, request.decode_worker) == ("prefill-0", "decode-1")
     assert result.transfers == (1, moved)
     # The decode worker computes the one token that was in no whole block.
-    assert call.first - call.sent == 5_650_000 + moved + 100_000 + 8_300_000
+    assert request.first_token_ns - request.sent_ns == 5_650_000 + moved + 100_000 + 8_300_000
     made.fleet.check()
-    assert all(member.sim is not None and not member.sim.core.held for member in made.fleet.members)
+    assert all(worker.sim is not None and not worker.sim.core.held for worker in made.fleet.workers)
 
 
 def test_equal_prompts_hit_the_cache() -> None:
-    lengths = Lengths(input=(320, 320), output=(4, 4), templates=2)
+    lengths = RequestLengths(input=(320, 320), output=(4, 4), templates=2)
     workload = renewal(lengths, 5.0, 0.0, 40, 0.0, 0)
     document = run(workload, "1xboth").document()
     # All but the first of each template are found, but for their last token.
     assert document["prefix_hit_ratio"] == pytest.approx(38 / 40 * 319 / 320, abs=1e-9)
-    alone = renewal(Lengths(input=(320, 320), output=(4, 4)), 5.0, 0.0, 40, 0.0, 0)
+    alone = renewal(RequestLengths(input=(320, 320), output=(4, 4)), 5.0, 0.0, 40, 0.0, 0)
     assert run(alone, "1xboth").document()["prefix_hit_ratio"] == 0.0
 
 
 def test_requests_of_a_dead_worker_go_elsewhere_with_what_they_have() -> None:
-    lengths = Lengths(input=(64, 64), output=(100, 100))
+    lengths = RequestLengths(input=(64, 64), output=(100, 100))
     workload = OpenLoop(renewal(lengths, 50.0, 0.0, 20, 0.0, 0).sessions)
     fleet = FleetConfig(
-        workers=(Members(fails=(Outage(start=0.6),)), Members()),
+        workers=(WorkerGroup(fails=(Outage(start=0.6),)), WorkerGroup()),
     )
     result = run(workload, fleet)
-    assert all(call.outcome is Outcome.DONE for call in result.calls)
-    moved = [call for call in result.calls if call.moves]
+    assert all(request.outcome is RunOutcome.DONE for request in result.runs)
+    moved = [request for request in result.runs if request.moves]
     assert moved
-    assert all(call.decode == "both-1" and call.tokens == 100 for call in moved)
+    assert all(
+        request.decode_worker == "both-1" and request.output_tokens == 100 for request in moved
+    )
 
 
 def test_nobody_is_sent_to_a_worker_that_has_not_started() -> None:
-    fleet = FleetConfig(workers=(Members(), Members(starts=1.0)))
+    fleet = FleetConfig(workers=(WorkerGroup(), WorkerGroup(starts=1.0)))
     result = run(open_loop(20.0, 60), fleet)
-    early = {call.decode for call in result.calls if call.routed < 2_000_000_000}
-    late = {call.decode for call in result.calls if call.routed >= 2_000_000_000}
+    early = {request.decode_worker for request in result.runs if request.routed_ns < 2_000_000_000}
+    late = {request.decode_worker for request in result.runs if request.routed_ns >= 2_000_000_000}
     assert early == {"both-0"}
     assert "both-1" in late
 
 
 def test_a_slow_worker_takes_its_factor() -> None:
-    lengths = Lengths(input=(33, 33), output=(5, 5))
+    lengths = RequestLengths(input=(33, 33), output=(5, 5))
     lone = renewal(lengths, 1.0, 0.0, 1, 0.0, 0)
-    fleet = FleetConfig(workers=(Members(slow=(Slow(factor=2.0),)),))
-    (call,) = run(lone, fleet).calls
-    assert call.first - call.sent == 11_300_000
+    fleet = FleetConfig(workers=(WorkerGroup(slow=(Slow(factor=2.0),)),))
+    (request,) = run(lone, fleet).runs
+    assert request.first_token_ns - request.sent_ns == 11_300_000
 
 
 def test_what_the_fleet_cannot_hold_fails_and_is_counted() -> None:
-    lengths = Lengths(input=(600, 600), output=(10, 10))
+    lengths = RequestLengths(input=(600, 600), output=(10, 10))
     document = run(renewal(lengths, 5.0, 0.0, 3, 0.0, 0), setup={"blocks": 20}).document()
     assert (document["offered"], document["completed"], document["failed"]) == (3, 0, 3)
     assert document["ttft_s"]["mean"] is None
 
 
 def test_chunks_of_a_long_prompt_are_one_plan() -> None:
-    lengths = Lengths(input=(4000, 4000), output=(2, 2))
+    lengths = RequestLengths(input=(4000, 4000), output=(2, 2))
     made = simulation(renewal(lengths, 1.0, 1.0, 1, 0.0, 1), "1xboth", setup={"blocks": 400})
     made.run()
-    (member,) = made.fleet.members
-    assert member.figures[0] == 33  # 32 chunks of 128 tokens at most, and one more token
+    (worker,) = made.fleet.workers
+    assert worker.totals[0] == 33  # 32 chunks of 128 tokens at most, and one more token
     assert made.clock.events < 25

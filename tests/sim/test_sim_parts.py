@@ -12,12 +12,12 @@ from pigou.experiments.fleets import fleet
 from pigou.request import SECOND, Role
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.network import LinkConfig, Network
-from pigou.sim.streams import Gaps
-from pigou.sim.timing import Batch
+from pigou.sim.streams import ITLHistogram
+from pigou.sim.timing import StepBatch
 from pigou.sim.timing_law import PRESETS, Law, LawTiming
 from pigou.sim.timing_models import build_timing, capacity
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
-from pigou.sim.workload import Job, block_hashes
+from pigou.sim.workload import RequestSpec, block_hashes
 
 
 def test_events_run_by_time_then_phase_then_key() -> None:
@@ -77,7 +77,7 @@ def test_a_sender_is_shared_only_where_both_ends_are(sharing: str) -> None:
 def test_gaps_are_known_to_a_thousandth_and_their_mean_exactly() -> None:
     rng = np.random.default_rng(0)
     values = rng.lognormal(17.0, 1.0, 10_000).astype(np.int64)
-    gaps = Gaps()
+    gaps = ITLHistogram()
     gaps.add(values)
     assert gaps.mean() == int(values.sum()) / len(values) / SECOND
     shares = np.array([50.0, 95.0, 99.0])
@@ -87,7 +87,7 @@ def test_gaps_are_known_to_a_thousandth_and_their_mean_exactly() -> None:
 
 def test_prompts_share_blocks_as_far_as_their_ids_are_equal() -> None:
     def hashes(ids: tuple[int, ...], tokens: int, number: int = 0, scope: int = 0) -> np.ndarray:
-        return block_hashes(Job(tokens, 1, ids, scope, 512.0), number, 16)
+        return block_hashes(RequestSpec(tokens, 1, ids, scope, 512.0), number, 16)
 
     one, two = hashes((1, 2, 3), 1300), hashes((1, 2, 9), 1400)
     same = (one[: len(two)] == two[: len(one)]).all(axis=1)
@@ -96,9 +96,9 @@ def test_prompts_share_blocks_as_far_as_their_ids_are_equal() -> None:
     # The same id behind other ids, or in another scope, is another block.
     assert not (hashes((7, 2), 1024)[32:] == one[32:64]).any()
     assert not (hashes((1,), 512, scope=1) == one[:32]).any()
-    alone = block_hashes(Job(100, 1), 1, 16)
+    alone = block_hashes(RequestSpec(100, 1), 1, 16)
     assert alone.shape == (6, 2)
-    assert not (alone == block_hashes(Job(100, 1), 2, 16)).any()
+    assert not (alone == block_hashes(RequestSpec(100, 1), 2, 16)).any()
     assert len(np.unique(np.concatenate([one, two[64:], alone])[:, 1])) == 81 + 23 + 6
 
 
@@ -106,7 +106,7 @@ def test_a_law_adds_decodes_and_prompts() -> None:
     timing = LawTiming(Law(itl_a=0.01, itl_b=0.001, prefill=0.05, prefill_token=0.0001, mixed=0.02))
 
     def steps(counts: list[int], kv: list[int], repeat: int) -> list[int]:
-        batch = Batch(
+        batch = StepBatch(
             np.array(counts, np.int32), np.array(kv, np.int32), np.ones(len(counts), np.bool_)
         )
         return timing.durations(batch, repeat).tolist()
@@ -131,7 +131,7 @@ def test_a_small_batch_takes_its_own_time_where_it_has_one() -> None:
 
 
 def test_presets_are_laws_and_can_be_changed() -> None:
-    assert build_timing("law:340b", "", "", 1).overhead == PRESETS["340b"].overhead
+    assert build_timing("law:340b", "", "", 1).overhead_s == PRESETS["340b"].overhead
     built = build_timing("law:70b,prefill=0.5", "", "", 1).timing
     assert isinstance(built, LawTiming)
     assert built.law.prefill == 0.5

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from setups import FleetConfig, LinkConfig, Members, Outage, differences, open_loop, run
+from setups import FleetConfig, LinkConfig, Outage, WorkerGroup, differences, open_loop, run
 
 from pigou.request import Role
-from pigou.sim.result import Result
+from pigou.sim.result import SimulationResult
 
 #: Six prompts of 400 to 1,000 tokens, asked again and again, of workers in turn.
 LONG = "law:itl_a=0.008,itl_b=0.0003,prefill=0.004,prefill_token=0.0005"
 
 
 def fleet(link: LinkConfig | None = None, count: int = 2, **more: Any) -> FleetConfig:
-    members = (Members(count=count, role=Role.BOTH, **more),)
+    members = (WorkerGroup(count=count, role=Role.BOTH, **more),)
     return FleetConfig(workers=members, link=link or LinkConfig())
 
 
 def ran(config: FleetConfig | str, *, policy: str = "round-robin", stepwise: bool = False,
-        rate: float = 4.0, **setup: Any) -> Result:  # fmt: skip
+        rate: float = 4.0, **setup: Any) -> SimulationResult:  # fmt: skip
     given = {"timing": LONG, "engine": "pigou", "model": "llama-3.1-8b"} | setup
     return run(
         open_loop(rate, 80, 6), config, control={"policy": policy}, setup=given, stepwise=stepwise
@@ -35,8 +35,8 @@ def test_what_another_worker_has_is_read_and_sooner_there_than_computed() -> Non
     assert reads["count"] >= 5
     assert with_.transfers[0] >= reads["count"]
     assert with_.document()["ttft_s"]["mean"] < 0.9 * without.document()["ttft_s"]["mean"]
-    for one, other in zip(with_.calls, without.calls, strict=True):
-        assert (one.outcome, one.tokens) == (other.outcome, other.tokens)
+    for one, other in zip(with_.runs, without.runs, strict=True):
+        assert (one.outcome, one.output_tokens) == (other.outcome, other.output_tokens)
 
 
 def test_a_slow_link_is_tried_and_then_left_alone() -> None:
@@ -65,12 +65,12 @@ def test_plans_of_many_steps_read_as_single_steps_do(policy: str, config: Any) -
 def test_nothing_is_lost_when_workers_die_amid_reading(detect_ms: float) -> None:
     config = FleetConfig(
         workers=(
-            Members(count=1, fails=(Outage(start=2.0, end=3.0), Outage(start=5.0, end=5.5))),
-            Members(count=2, fails=(Outage(start=4.0, end=4.5),)),
+            WorkerGroup(count=1, fails=(Outage(start=2.0, end=3.0), Outage(start=5.0, end=5.5))),
+            WorkerGroup(count=2, fails=(Outage(start=4.0, end=4.5),)),
         ),
         link=LinkConfig(gbps=5.0),
         detect_ms=detect_ms, leg_ms=2.0,
     )  # fmt: skip
     result = ran(config, rate=12.0)
-    assert all(call.tokens == call.job.output for call in result.calls)
+    assert all(request.output_tokens == request.spec.output_tokens for request in result.runs)
     assert result.reads[0] > 0

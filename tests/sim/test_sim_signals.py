@@ -6,22 +6,22 @@ import pytest
 from setups import run
 
 from pigou.request import Role
-from pigou.sim.call import Outcome
-from pigou.sim.fleet_config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow
-from pigou.sim.result import Result
-from pigou.sim.workload import Lengths, OpenLoop, renewal
+from pigou.sim.fleet_config import FleetConfig, LinkConfig, Outage, Signals, Slow, WorkerGroup
+from pigou.sim.request_run import RunOutcome
+from pigou.sim.result import SimulationResult
+from pigou.sim.workload import OpenLoop, RequestLengths, renewal
 
-BOTH = (Members(count=3),)
-SPLIT = (Members(role=Role.PREFILL, count=2), Members(role=Role.DECODE))
+BOTH = (WorkerGroup(count=3),)
+SPLIT = (WorkerGroup(role=Role.PREFILL, count=2), WorkerGroup(role=Role.DECODE))
 
 
 def prompts(rate: float, count: int, templates: int = 0, output: int = 8) -> OpenLoop:
     """Prompts of 320 tokens."""
-    lengths = Lengths(input=(320, 320), output=(output, output), templates=templates)
+    lengths = RequestLengths(input=(320, 320), output=(output, output), templates=templates)
     return renewal(lengths, rate, 1.0, count, 0.0, 3)
 
 
-def by_prefix(signals: Signals, workers: tuple[Members, ...] = BOTH) -> Result:
+def by_prefix(signals: Signals, workers: tuple[WorkerGroup, ...] = BOTH) -> SimulationResult:
     """Many prompts of few templates, sent to where their blocks are, as far as that is known."""
     return run(
         prompts(12.0, 150, templates=30), FleetConfig(workers=workers, signals=signals),
@@ -29,7 +29,7 @@ def by_prefix(signals: Signals, workers: tuple[Members, ...] = BOTH) -> Result:
     )  # fmt: skip
 
 
-def hits(result: Result) -> float:
+def hits(result: SimulationResult) -> float:
     """Return the share of prompt tokens that needed no computing."""
     return float(result.document()["prefix_hit_ratio"])
 
@@ -49,16 +49,16 @@ def test_lost_events_that_are_sent_again_are_late_but_not_lost() -> None:
 
 
 def test_where_no_events_are_published_caches_are_predicted() -> None:
-    silent = by_prefix(Signals(), (Members(count=3, events=False),))
+    silent = by_prefix(Signals(), (WorkerGroup(count=3, events=False),))
     assert hits(silent) > hits(by_prefix(Signals(event_loss=1.0)))
 
 
 def by_reports(signals: Signals) -> list[str]:
     """Return where each prompt went by what workers, one of them slow, say of their load."""
-    workers = (Members(count=2), Members(slow=(Slow(factor=8.0),)))
+    workers = (WorkerGroup(count=2), WorkerGroup(slow=(Slow(factor=8.0),)))
     fleet = FleetConfig(workers=workers, signals=signals)
     result = run(prompts(30.0, 120, output=40), fleet, control={"policy": "llm-d-blend"})
-    return [call.decode for call in result.calls]
+    return [request.decode_worker for request in result.runs]
 
 
 def test_reports_that_are_lost_are_as_if_they_were_never_sent() -> None:
@@ -68,7 +68,7 @@ def test_reports_that_are_lost_are_as_if_they_were_never_sent() -> None:
     assert by_reports(Signals(report_every_ms=50.0, report_loss=0.5)) not in (silent, heard)
 
 
-def split(link: LinkConfig) -> Result:
+def split(link: LinkConfig) -> SimulationResult:
     """Prompts that are computed on two workers, for one that streams."""
     return run(
         prompts(20.0, 40), FleetConfig(workers=SPLIT, link=link),
@@ -99,12 +99,12 @@ def test_a_link_of_no_width_limit_takes_its_latency_alone() -> None:
 
 def test_until_a_death_is_noticed_what_is_sent_there_fails_and_moves() -> None:
     def moves(detect_ms: float) -> int:
-        workers = (Members(fails=(Outage(start=1.0),)), Members())
+        workers = (WorkerGroup(fails=(Outage(start=1.0),)), WorkerGroup())
         fleet = FleetConfig(workers=workers, detect_ms=detect_ms)
         result = run(prompts(20.0, 60), fleet, control={"policy": "round-robin"})
-        assert all(call.outcome is Outcome.DONE for call in result.calls)
-        late = [call for call in result.calls if call.sent > 2_000_000_000]
-        return sum(call.moves for call in late)
+        assert all(request.outcome is RunOutcome.DONE for request in result.runs)
+        late = [request for request in result.runs if request.sent_ns > 2_000_000_000]
+        return sum(request.moves for request in late)
 
     assert moves(0.0) == 0
     assert moves(1_000.0) >= 5
@@ -112,7 +112,7 @@ def test_until_a_death_is_noticed_what_is_sent_there_fails_and_moves() -> None:
 
 def test_a_prompt_whose_lease_ended_is_computed_again() -> None:
     # The decode worker has room for one request at a time: the others' leases end meanwhile.
-    def run_with(lease: float) -> Result:
+    def run_with(lease: float) -> SimulationResult:
         fleet = FleetConfig(workers=SPLIT, lease_s=lease)
         return run(
             prompts(200.0, 12, output=40), fleet, control={"policy": "round-robin"},

@@ -13,9 +13,9 @@ from setups import LAW, differences, figures, open_loop, run, simulation
 from pigou.config import ConfigError
 from pigou.kv.offload import RecomputeCost
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, Members, Outage
+from pigou.sim.fleet_config import FleetConfig, Outage, WorkerGroup
 from pigou.sim.setup import TierConfig
-from pigou.sim.tiers import build_tiers, worth_of
+from pigou.sim.tiers import build_tiers, recompute_cost_of
 from pigou.sim.timing_models import build_timing
 
 #: A block of 16 tokens of Llama-3.1-8B has 2 MiB.
@@ -44,7 +44,7 @@ def test_many_steps_at_once_equal_single_ones_with_tiers(data: st.DataObject) ->
     case: dict[str, Any] = {
         "fleet": draw(
             st.sampled_from(
-                ["1xboth", "1p+2d", FleetConfig(workers=(Members(count=2, fails=fails),))]
+                ["1xboth", "1p+2d", FleetConfig(workers=(WorkerGroup(count=2, fails=fails),))]
             )
         ),
         "client": ClientConfig(timeout=draw(st.sampled_from([0.0, 0.5])), retries=1, backoff=0.1),
@@ -83,10 +83,12 @@ def test_the_same_seed_gives_the_same_tiers() -> None:
 
 def test_what_computing_takes_is_read_off_the_timing() -> None:
     timing = build_timing(LAW, "llama-3.1-8b", "", 1).timing
-    worth = worth_of(timing, 16, 512)
+    worth = recompute_cost_of(timing, 16, 512)
     assert worth.slope == 0.0  # this law knows no context
     assert worth.base == pytest.approx(16 * (0.004 + 512 * 0.00005) / 512, rel=0.2)
-    roofline = worth_of(build_timing("roofline", "llama-3.1-8b", "H100", 1).timing, 16, 2048)
+    roofline = recompute_cost_of(
+        build_timing("roofline", "llama-3.1-8b", "H100", 1).timing, 16, 2048
+    )
     assert roofline.slope > 0.0
     assert np.isfinite(roofline.base)
 

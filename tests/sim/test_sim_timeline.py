@@ -10,14 +10,14 @@ from setups import closed_loop, differences, open_loop, simulation
 
 from pigou.request import SECOND, Role
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, LinkConfig, Members, Outage, Signals, Slow
+from pigou.sim.fleet_config import FleetConfig, LinkConfig, Outage, Signals, Slow, WorkerGroup
 from pigou.sim.timeline import Timeline
 
 TROUBLED = FleetConfig(
     workers=(
-        Members(role=Role.PREFILL, slow=(Slow(factor=2.5, start=0.4, end=1.3),)),
-        Members(role=Role.DECODE, count=2, fails=(Outage(start=0.7, end=1.1),)),
-        Members(role=Role.DECODE, starts=0.5),
+        WorkerGroup(role=Role.PREFILL, slow=(Slow(factor=2.5, start=0.4, end=1.3),)),
+        WorkerGroup(role=Role.DECODE, count=2, fails=(Outage(start=0.7, end=1.1),)),
+        WorkerGroup(role=Role.DECODE, starts=0.5),
     ),
     link=LinkConfig(gbps=0.5),
     signals=Signals(event_delay_ms=30.0, event_loss=0.2, report_every_ms=100.0),
@@ -35,15 +35,17 @@ def test_a_run_that_is_watched_has_the_same_results(fleet: Any, policy: str) -> 
         )  # fmt: skip
 
     plain, watched = made(), made()
-    Timeline(watched, period=SECOND // 500, most=32)
+    Timeline(watched, period=SECOND // 500, max_samples=32)
     one, other = plain.run(), watched.run()
     assert differences(one, other) == {}
-    assert [call.last for call in one.calls] == [call.last for call in other.calls]
+    assert [request.last_token_ns for request in one.runs] == [
+        request.last_token_ns for request in other.runs
+    ]
 
 
 def test_samples_are_few_and_even_however_long_the_run() -> None:
     made = simulation(closed_loop(4, 60.0))
-    timeline = Timeline(made, period=SECOND // 100, most=16)
+    timeline = Timeline(made, period=SECOND // 100, max_samples=16)
     made.run()
     times = timeline.times
     assert 8 <= len(times) <= 16
@@ -70,7 +72,7 @@ def test_every_open_call_is_somewhere() -> None:
 
 
 def test_a_dead_worker_has_no_load() -> None:
-    fleet = FleetConfig(workers=(Members(), Members(fails=(Outage(start=1.0, end=2.0),))))
+    fleet = FleetConfig(workers=(WorkerGroup(), WorkerGroup(fails=(Outage(start=1.0, end=2.0),))))
     made = simulation(closed_loop(8, 3.0), fleet)
     timeline = Timeline(made)
     made.run()
@@ -83,4 +85,4 @@ def test_a_dead_worker_has_no_load() -> None:
 @pytest.mark.parametrize(("period", "most"), [(0, 2), (1, 0), (1, 3)])
 def test_samples_without_sense_are_refused(period: int, most: int) -> None:
     with pytest.raises(ValueError, match=f"period {period} and most {most}"):
-        Timeline(simulation(open_loop()), period=period, most=most)
+        Timeline(simulation(open_loop()), period=period, max_samples=most)

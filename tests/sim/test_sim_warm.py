@@ -20,7 +20,7 @@ from pigou.sim.fleet_config import FleetConfig
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.simulation import warm_up
-from pigou.sim.workload import Lengths, renewal
+from pigou.sim.workload import RequestLengths, renewal
 
 given = json.loads(sys.argv[1])
 fleet = msgspec.convert(given["fleet"], FleetConfig)
@@ -35,10 +35,10 @@ def count(kernel, signature):
     return compile(kernel, signature)
 
 Dispatcher.compile = count
-lengths = Lengths(input=(40, 3000), output=(1, 200), templates=30)
+lengths = RequestLengths(input=(40, 3000), output=(1, 200), templates=30)
 load = renewal(lengths, 12.0, 1.5, 400, 0.0, seed=1)
 result = Simulation(load, fleet, setup, control, ClientConfig()).run()
-assert len(result.calls) == 400
+assert len(result.runs) == 400
 print(json.dumps(made))
 """
 H200 = {"model": "llama-3.1-8b", "gpu": "h200"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from worker_setups import LAW, VARIED, Doing, abort, add, journal, release, retime
 
 from pigou.sim.timing import Slowed
-from pigou.sim.timing_measured import Measured, MeasuredTiming
+from pigou.sim.timing_measured import MeasuredTiming, WorkerProfile
 
 TIMINGS = st.sampled_from([LAW, VARIED])
 
@@ -89,7 +89,7 @@ def test_a_plan_ends_where_one_that_was_let_in_has_others_yield() -> None:
 
 def test_a_plan_begins_anew_where_the_sequences_change() -> None:
     """Five steps of one sequence, which begin one plan of eight, or another one after a prompt."""
-    law = Measured(decodes=((1, 1e-6),), prompts=((0, 0.0), (9, 0.0)))
+    law = WorkerProfile(decodes=((1, 1e-6),), prompts=((0, 0.0), (9, 0.0)))
     rhythm = ((1, (7e-7, *7 * (-1e-7,))),)
     plans = MeasuredTiming(msgspec.structs.replace(law, rhythm=rhythm))
     said = {}

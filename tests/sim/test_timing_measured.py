@@ -11,8 +11,8 @@ import pytest
 
 from pigou.config import ConfigError
 from pigou.engine.plan import Plan
-from pigou.sim.timing import Batch, Moment, Moments
-from pigou.sim.timing_measured import Measured, MeasuredTiming, at
+from pigou.sim.timing import StepBatch, StepKey, StepKeys
+from pigou.sim.timing_measured import MeasuredTiming, WorkerProfile, seconds_at
 from pigou.sim.timing_models import build_timing, capacity
 
 GIVEN: dict[str, Any] = {
@@ -24,15 +24,15 @@ GIVEN: dict[str, Any] = {
 
 
 def timing(**changes: Any) -> MeasuredTiming:
-    return MeasuredTiming(msgspec.convert(GIVEN | changes, Measured))
+    return MeasuredTiming(msgspec.convert(GIVEN | changes, WorkerProfile))
 
 
-def batch(*entries: tuple[int, int, bool]) -> Batch:
+def batch(*entries: tuple[int, int, bool]) -> StepBatch:
     counts, kv, samples = zip(*entries, strict=True)
-    return Batch(np.array(counts, np.int32), np.array(kv, np.int32), np.array(samples))
+    return StepBatch(np.array(counts, np.int32), np.array(kv, np.int32), np.array(samples))
 
 
-def seconds(of: Batch) -> float:
+def seconds(of: StepBatch) -> float:
     return float(timing().durations(of, 1)[0]) / 1e9
 
 
@@ -48,10 +48,10 @@ def test_steps_take_what_the_formula_says() -> None:
 
 def test_a_curve_goes_on_beyond_its_last_point() -> None:
     curve = ((0, 0.0), (100, 0.01), (200, 0.03))
-    assert [at(curve, place) for place in (0, 50, 100, 150, 300)] == pytest.approx(
+    assert [seconds_at(curve, place) for place in (0, 50, 100, 150, 300)] == pytest.approx(
         [0.0, 0.005, 0.01, 0.02, 0.05]
     )
-    assert at(((1, 0.004),), 9) == 0.004
+    assert seconds_at(((1, 0.004),), 9) == 0.004
 
 
 def test_reading_the_cache_goes_on_beyond_the_last_point_as_before() -> None:
@@ -65,13 +65,15 @@ def test_many_steps_take_what_single_ones_take() -> None:
         n = int(rng.integers(1, 12))
         kv = rng.integers(1, 9000, n).astype(np.int32)
         ones, yes = np.ones(n, np.int32), np.ones(n, bool)
-        together = model.durations(Batch(ones, kv, yes), 40)
-        each = [int(model.durations(Batch(ones, kv + i, yes), 1)[0]) for i in range(40)]
+        together = model.durations(StepBatch(ones, kv, yes), 40)
+        each = [int(model.durations(StepBatch(ones, kv + i, yes), 1)[0]) for i in range(40)]
         assert together.tolist() == each
         counts, no = ones.copy(), np.zeros(n, bool)
         counts[-1] = int(rng.integers(2, 600))
-        together = model.durations(Batch(counts, kv, no), 9)
-        each = [int(model.durations(Batch(counts, kv + i * counts, no), 1)[0]) for i in range(9)]
+        together = model.durations(StepBatch(counts, kv, no), 9)
+        each = [
+            int(model.durations(StepBatch(counts, kv + i * counts, no), 1)[0]) for i in range(9)
+        ]
         assert together.tolist() == each
 
 
@@ -81,17 +83,17 @@ SPREADS: dict[str, Any] = {
 }
 
 
-def decoding(n: int, moment: Moment | None, kv: int = 20) -> Batch:
+def decoding(n: int, moment: StepKey | None, kv: int = 20) -> StepBatch:
     ones = np.ones(n, np.int32)
-    return Batch(ones, kv * ones, ones.astype(bool), moment)
+    return StepBatch(ones, kv * ones, ones.astype(bool), moment)
 
 
 def test_many_steps_of_a_worker_take_what_its_single_ones_take() -> None:
     model = timing(**SPREADS)
     for n in (1, 3, 9):
-        together = model.durations(decoding(n, Moment(7, 5, 2)), 40)
+        together = model.durations(decoding(n, StepKey(7, 5, 2)), 40)
         each = [
-            int(model.durations(decoding(n, Moment(7, 5 + i, 2 + i), 20 + i), 1)[0])
+            int(model.durations(decoding(n, StepKey(7, 5 + i, 2 + i), 20 + i), 1)[0])
             for i in range(40)
         ]
         assert together.tolist() == each
@@ -102,15 +104,15 @@ def test_steps_vary_around_what_they_take_in_the_mean() -> None:
     model = timing(**SPREADS, cache=[[0, 0.0]])
     for n in (1, 2, 4, 20):
         mean = int(model.durations(decoding(n, None), 1)[0])
-        many = model.durations(decoding(n, Moment(3, 0, 0)), 30_000)
+        many = model.durations(decoding(n, StepKey(3, 0, 0)), 30_000)
         assert many.mean() == pytest.approx(mean, rel=0.01)
 
 
 def test_steps_of_a_plan_differ_by_their_place() -> None:
     model = timing(rhythm=SPREADS["rhythm"], cache=[[0, 0.0]])
-    found = model.durations(decoding(1, Moment(3, 90, 2)), 6) / 1e9 - 0.004
+    found = model.durations(decoding(1, StepKey(3, 90, 2)), 6) / 1e9 - 0.004
     assert found == pytest.approx([-1e-4, 3e-4, -2e-4] * 2)
-    between = model.durations(decoding(2, Moment(3, 90, 0)), 1) / 1e9 - 0.005
+    between = model.durations(decoding(2, StepKey(3, 90, 0)), 1) / 1e9 - 0.005
     assert between == pytest.approx([3e-4 + 2e-4 / 3])
 
 
@@ -122,7 +124,7 @@ def test_what_is_drawn_depends_on_seed_worker_and_step() -> None:
     )  # fmt: skip
     keys = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0)]
     found = [
-        model.durations(decoding(1, Moments(*key).of(plan, step)), 64).tolist()
+        model.durations(decoding(1, StepKeys(*key).of(plan, step)), 64).tolist()
         for key in keys
         for step in (0, 64)
     ]
@@ -133,7 +135,7 @@ def test_what_is_drawn_depends_on_seed_worker_and_step() -> None:
 def test_steps_with_prompts_take_what_they_take_in_the_mean() -> None:
     model, given = timing(**SPREADS), batch((1, 100, True), (100, 20, True))
     said = model.durations(given, 1)
-    given.moment = Moment(1, 2, 3)
+    given.step_key = StepKey(1, 2, 3)
     assert model.durations(given, 1) == said
 
 
@@ -142,7 +144,7 @@ def test_the_file_is_found_by_its_name(tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode(timing().measured))
     built = build_timing(str(path), "", "", 1)
     assert built.timing == timing()
-    assert built.overhead == 0.001
+    assert built.overhead_s == 0.001
 
 
 @pytest.mark.parametrize(

@@ -14,22 +14,21 @@ from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
 from pigou.lifecycle.request import RequestLifecycle
 from pigou.request import Request
-from pigou.sim.call import Call
-from pigou.sim.leg import Leg, Trip
-from pigou.sim.streams import Gaps
+from pigou.sim.request_run import Attempt, Leg, RequestRun
+from pigou.sim.streams import ITLHistogram
 from pigou.sim.timing import Timing
 from pigou.sim.timing_law import Law, LawTiming
-from pigou.sim.timing_measured import Measured, MeasuredTiming
+from pigou.sim.timing_measured import MeasuredTiming, WorkerProfile
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
 from pigou.sim.worker import SimWorker
-from pigou.sim.workload import Job
+from pigou.sim.workload import RequestSpec
 
 #: A step takes 1,000 ns, 100 ns for each sequence that decodes, and 10 ns for each prompt token.
 LAW = LawTiming(Law(itl_a=1e-6, itl_b=1e-7, prefill=1e-6, prefill_token=1e-8))
 
 #: About as long, but the third step of a plan takes longer, and steps of two sequences scatter.
 VARIED = MeasuredTiming(
-    Measured(
+    WorkerProfile(
         decodes=((1, 1.1e-6), (8, 1.8e-6)),
         prompts=((0, 0.0), (100, 1e-6)),
         cache=((0, 0.0), (100, 1e-7)),
@@ -78,7 +77,7 @@ class Bench:
 
     def finished(self, leg: Leg, finished: Finished, now: int) -> None:
         """A leg ended by itself."""
-        what = (finished.cached, finished.preemptions, leg.produced, leg.told)
+        what = (finished.cached, finished.preemptions, leg.produced, leg.published)
         self.note(now, "finished", leg.request.id, *what)
 
     def wanted(self, leg: Leg, load: Load, now: int) -> None:
@@ -108,13 +107,13 @@ def add(
         blocks = prompt // bench.worker.core.config.block_size
         start = 1000 * (number if content < 0 else content) + 1
         hashes = np.arange(start, start + 2 * blocks, dtype=np.uint64).reshape(-1, 2)
-        call = Call(number, Job(prompt, output), now, lambda _, __: None)
+        call = RequestRun(number, RequestSpec(prompt, output), now, lambda _, __: None)
         request = Request(
             str(number), prompt, output, hashes,
             arrival=EPOCH + arrival if arrival >= 0 else now, hold=hold, remote=remote,
             priority=priority,
         )  # fmt: skip
-        trip = Trip(call, RequestLifecycle(str(number)), hashes, 4, now, seat=number)
+        trip = Attempt(call, RequestLifecycle(str(number)), hashes, 4, now, slot=number)
         leg = Leg(trip, "w", request, streams=streams)
         bench.legs[str(number)] = leg
         bench.worker.add(leg, now)
@@ -149,7 +148,7 @@ def look(bench: Bench, now: int) -> None:
     bench.worker.catch_up()
     bench.note(now, "load", *bench.worker.load(now))
     seats, counts = (np.zeros(len(bench.legs) + 1, dtype=np.int64) for _ in range(2))
-    size = bench.worker.told(now, seats, counts, 0)
+    size = bench.worker.publish_tokens(now, seats, counts, 0)
     bench.note(now, "told", *zip(seats[:size].tolist(), counts[:size].tolist(), strict=True))
 
 
@@ -168,13 +167,13 @@ def journal(
     The load is looked at every `looks` nanoseconds; at `die` it dies.
     """
     config = {"blocks": 40, "block_size": 4, "max_seqs": 4, "max_batched_tokens": 16}
-    clock, gaps = Clock(), Gaps()
+    clock, gaps = Clock(), ITLHistogram()
     many = {"max_repeat": 1 << 16, "repeat_chunks": True}
     engine = config | {"max_model_len": 100, "headroom": 0} | many | engine
     bench = Bench.__new__(Bench)
     worker = SimWorker(
         0, "w", EngineConfig(**engine), timing, clock, bench, gaps, ahead=ahead, stepwise=stepwise,
-        behind={},
+        lagging={},
     )  # fmt: skip
     bench.__init__(worker, clock)  # type: ignore[misc]
 
@@ -194,6 +193,6 @@ def journal(
     worker.core.check_integrity()
     core = worker.core
     left = (0, 0, 0) if bench.dead else (core.running, core.waiting, core.held)
-    figures = (worker.steps, worker.busy, *left)
+    figures = (worker.steps, worker.busy_ns, *left)
     bench.note(EPOCH, "end", *figures, *gaps.sums.tolist(), gaps.histogram.tobytes())
     return bench.journal

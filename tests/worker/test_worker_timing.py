@@ -20,9 +20,9 @@ from pigou.sim.fleet_config import read_fleet
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation
-from pigou.sim.timing import Batch
+from pigou.sim.timing import StepBatch
 from pigou.sim.timing_models import build_timing
-from pigou.sim.workload import Job, OpenLoop, Session
+from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 from pigou.worker.mock_worker import CATCH_UP, MockBackend, SimulatedLink
 
 LAW = "law:itl_a=0.004,itl_b=0.0003,prefill=0.002,prefill_token=0.00001"
@@ -56,12 +56,12 @@ def run(clock: Clock, between: int = 0) -> int:
 
 
 def simulated() -> int:
-    jobs = tuple(Session(0, (Job(prompt, output),)) for prompt, output in LENGTHS)
+    jobs = tuple(RequestSession(0, (RequestSpec(prompt, output),)) for prompt, output in LENGTHS)
     setup = Setup(timing=LAW, blocks=512, max_model_len=1024, engine="pigou")
     found = Simulation(OpenLoop(jobs), read_fleet("1xboth"), setup, ControlConfig(),
                        ClientConfig()).run()  # fmt: skip
     assert len(found.done) == len(LENGTHS)
-    return found.end - found.begin
+    return found.end_ns - found.begin_ns
 
 
 def test_a_sleeping_and_a_simulated_worker_end_at_the_same_nanosecond(clock: Clock) -> None:
@@ -101,7 +101,7 @@ def test_every_step_takes_what_the_timing_model_says(clock: Clock) -> None:
     plan = core.schedule(clock.now)
     result = backend.execute(plan)
     assert result.steps == plan.repeat == 8
-    batch = Batch(plan.counts, plan.kv_lens, plan.samples)
+    batch = StepBatch(plan.counts, plan.kv_lens, plan.samples)
     assert np.array_equal(result.durations, timing.durations(batch, 8))
 
 

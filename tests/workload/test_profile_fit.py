@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pigou.sim.timing_measured import Measured, at
+from pigou.sim.timing_measured import WorkerProfile, seconds_at
 from pigou.workload.outcome import Stream
 from pigou.workload.profiling.fit import added, errors, fit
 from pigou.workload.profiling.measure import batches, chunks
@@ -23,7 +23,7 @@ TRUE = msgspec.convert(
         "cache": [[0, 0.0], [3000, 3e-4], [12000, 4.8e-3]],
         "alone": 0.003, "context": 3e-9, "prompt": 0.0007, "overhead": 0.002,
     },
-    Measured,
+    WorkerProfile,
 )  # fmt: skip
 
 
@@ -38,7 +38,9 @@ def seen(noise: float = 0.0) -> Seen:
     for n in (1, 2, 4, 8):
         for each in (100, 700, 1500):
             found.decodes.append(
-                Decodes(n, n * each, off(at(TRUE.decodes, n) + at(TRUE.cache, n * each)))
+                Decodes(
+                    n, n * each, off(seconds_at(TRUE.decodes, n) + seconds_at(TRUE.cache, n * each))
+                )
             )
     shapes = [(t, kv, k) for t in (64, 256, 1024) for kv in (0, 500, 1000) for k in (1, 3)]
     for tokens, kv, k in shapes:
@@ -56,8 +58,10 @@ def test_a_timing_is_recovered_from_what_it_takes() -> None:
     for name in ("alone", "context", "prompt", "overhead"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
     for n, kv in ((1, 100), (2, 3000), (8, 12000)):
-        said = at(found.decodes, n) + at(found.cache, kv)
-        assert said == pytest.approx(at(TRUE.decodes, n) + at(TRUE.cache, kv), rel=1e-3)
+        said = seconds_at(found.decodes, n) + seconds_at(found.cache, kv)
+        assert said == pytest.approx(
+            seconds_at(TRUE.decodes, n) + seconds_at(TRUE.cache, kv), rel=1e-3
+        )
     for (n, value), (m, other) in zip(found.prompts, TRUE.prompts, strict=True):
         assert n == m
         assert value == pytest.approx(other, rel=1e-3, abs=1e-9)
@@ -81,7 +85,7 @@ def test_a_curve_never_falls_whatever_was_seen() -> None:
         decodes=[Decodes(1, 10, 0.005), Decodes(2, 20, 0.003), Decodes(4, 40, 0.004)],
         beside=[Prompts(64, 2080, 1, 0.004), Prompts(128, 8256, 1, 0.002)],
     )
-    found = fit(odd)  # `Measured` refuses what falls
+    found = fit(odd)  # `WorkerProfile` refuses what falls
     assert found.alone == found.overhead == 0.0
 
 

@@ -22,7 +22,7 @@ from tests.workload.stub import Behaviour, Stub
 
 from pigou.cli import main
 from pigou.cli.fleet_token import fleet_token
-from pigou.sim.timing_measured import Measured, at
+from pigou.sim.timing_measured import WorkerProfile, seconds_at
 from pigou.wire.fleet_secret import VARIABLE
 from pigou.workload.profiling.config import ProfileConfig
 from pigou.workload.profiling.target import find_target
@@ -56,11 +56,11 @@ def start() -> Iterator[Start]:
             process.stdout.close()
 
 
-def profile(url: str, file: Path, *options: str) -> Measured:
+def profile(url: str, file: Path, *options: str) -> WorkerProfile:
     with pytest.raises(SystemExit) as ended:
         main(["profile", url, "--out", str(file), *options])
     assert ended.value.code == 0
-    return msgspec.json.decode(file.read_bytes(), type=Measured)
+    return msgspec.json.decode(file.read_bytes(), type=WorkerProfile)
 
 
 def test_a_profile_is_a_timing_that_simulations_take(
@@ -96,11 +96,11 @@ def test_a_known_law_is_recovered(start: Start, tmp_path: Path) -> None:
     url = start("--max-model-len", "512", "--max-batched-tokens", "256", "--max-seqs", "4")
     found = profile(url, tmp_path / "timing.json")
     for n, _ in found.decodes:
-        said = at(found.decodes, n) + at(found.cache, 200 * n)
+        said = seconds_at(found.decodes, n) + seconds_at(found.cache, 200 * n)
         assert said == pytest.approx(STEP + EACH * n, rel=0.05)
     for tokens in (128, 255):
         reads = tokens * (tokens + 1) / 2
-        said = at(found.prompts, tokens) + found.context * reads + found.prompt
+        said = seconds_at(found.prompts, tokens) + found.context * reads + found.prompt
         assert said == pytest.approx(TOKEN * tokens, rel=0.15)
     assert found.alone < 0.01
     assert found.overhead < 0.02

@@ -9,7 +9,7 @@ import pytest
 
 from pigou.cli import main
 from pigou.config import ConfigError
-from pigou.sim.workload import MOST_SECONDS, MOST_TOKENS
+from pigou.sim.workload import MAX_SECONDS, MAX_TOKENS
 from pigou.workload.formats import read_trace
 
 OWN = {"arrival_s": 0.0, "input": 9, "output": 1}
@@ -30,7 +30,7 @@ def text(path: Path, content: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("count", [-374, -1, MOST_TOKENS + 1, 999_999_999_999])
+@pytest.mark.parametrize("count", [-374, -1, MAX_TOKENS + 1, 999_999_999_999])
 @pytest.mark.parametrize("field", [0, 1])
 def test_lengths_that_no_request_has_are_refused_with_their_row(
     tmp_path: Path, count: int, field: int
@@ -110,7 +110,7 @@ def test_a_row_of_a_table_that_is_cut_off_is_named(tmp_path: Path) -> None:
         read_trace(text(tmp_path / "t.csv", AZURE + "2024-05-10 00:00:01.0,7\n"))
 
 
-@pytest.mark.parametrize("start", [1e300, 1e10, MOST_SECONDS + 1.0])
+@pytest.mark.parametrize("start", [1e300, 1e10, MAX_SECONDS + 1.0])
 def test_an_arrival_after_more_than_a_year_is_refused_with_its_row(
     tmp_path: Path, start: float
 ) -> None:
@@ -123,9 +123,9 @@ def test_an_arrival_after_more_than_a_year_is_refused_with_its_row(
 
 
 def test_times_count_from_the_first_arrival_whatever_it_is(tmp_path: Path) -> None:
-    starts = [1.7e9, 1.7e9 + MOST_SECONDS]
+    starts = [1.7e9, 1.7e9 + MAX_SECONDS]
     path = rows(tmp_path / "t.jsonl", *(OWN | {"arrival_s": start} for start in starts))
-    assert [each.start for each in read_trace(path).sessions] == [0.0, MOST_SECONDS]
+    assert [each.start for each in read_trace(path).sessions] == [0.0, MAX_SECONDS]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_workloads_that_would_not_end_are_refused_in_one_line(
 def test_a_request_that_is_longer_than_all_blocks_fails_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    long = OWN | {"input": MOST_TOKENS, "output": MOST_TOKENS}
+    long = OWN | {"input": MAX_TOKENS, "output": MAX_TOKENS}
     path = rows(tmp_path / "t.jsonl", long, OWN)
     with pytest.raises(SystemExit) as end:
         main(["simulate", "--workload", str(path), "--timing", "law:340b", "--blocks", "99"])

@@ -17,9 +17,9 @@ from pigou.cli.config_options import in_flags
 from pigou.config import ConfigError
 
 if TYPE_CHECKING:
-    from pigou.experiments.fleets import Fleet, Reading
+    from pigou.experiments.fleets import PaperFleet, Reading
     from pigou.experiments.registry import Experiment
-    from pigou.experiments.rows import Row
+    from pigou.experiments.results import Row
 
 _ALL = "all"
 _UNITS = {"ttft_p99_s": "TTFT P99 s", "itl_p99_s": "ITL P99 s", "poa_legacy": "PoA^",
@@ -58,9 +58,9 @@ def experiment(
 ) -> None:
     """Run an experiment of "The Price of Anarchy in Disaggregated Inference" again."""
     from pigou.engine.startup_profiling import warm_up
-    from pigou.experiments.document import prepared, write
     from pigou.experiments.fleets import fleet
     from pigou.experiments.registry import EXPERIMENTS
+    from pigou.experiments.results import prepared, write
 
     try:
         if runs < 0 or seed < 0:
@@ -121,11 +121,11 @@ def _levels(name: str, text: str, asked: str) -> Sequence[int]:
 
 
 def _run(
-    name: str, one: Experiment, which: Fleet, reading: Reading, seeds: Sequence[int],
+    name: str, one: Experiment, which: PaperFleet, reading: Reading, seeds: Sequence[int],
     users: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip
     """Run an experiment, and show how far it is."""
-    from pigou.experiments.document import document
+    from pigou.experiments.results import document
 
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -155,7 +155,7 @@ def _together(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _show(one: Experiment, found: Mapping[str, Any]) -> None:
-    from pigou.experiments.rows import COMPARED
+    from pigou.experiments.results import COMPARED
 
     console = Console(highlight=False)
     if not console.is_terminal:

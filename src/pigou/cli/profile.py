@@ -21,7 +21,7 @@ from pigou.config import ConfigError
 from pigou.workload.profiling.config import ProfileConfig
 
 if TYPE_CHECKING:
-    from pigou.sim.timing_measured import Measured
+    from pigou.sim.timing_measured import WorkerProfile
     from pigou.workload.profiling.profile import Profile
 
 
@@ -109,7 +109,7 @@ def _show(found: Profile) -> None:
         console.print(_scatter(found.measured))
 
 
-def _costs(measured: Measured) -> Table:
+def _costs(measured: WorkerProfile) -> Table:
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -129,7 +129,7 @@ def _costs(measured: Measured) -> Table:
     return table
 
 
-def _scatter(measured: Measured) -> Table:
+def _scatter(measured: WorkerProfile) -> Table:
     shares = (10, 50, 90, 98)
     table = Table("A step by its mean", *(f"p{share}" for share in shares))
     for n, factors in measured.scatter:

@@ -15,7 +15,7 @@ from pigou.extras import require
 
 if TYPE_CHECKING:
     from pigou.report.page import Page
-    from pigou.report.run_record import Record
+    from pigou.report.run_record import RunRecord
 
 
 def report(
@@ -99,7 +99,7 @@ def experiment_page(name: str, found: Mapping[str, Any]) -> Page:
     return experiment_page.page(found["rows"], title=title, subtitle=", ".join(about))
 
 
-def _alone(name: str, found: Record) -> Page:
+def _alone(name: str, found: RunRecord) -> Page:
     from pigou.report import run_page
     from pigou.report.page import ReportError
 

@@ -14,7 +14,7 @@ from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.timeline import Timeline
 
 if TYPE_CHECKING:
-    from pigou.sim.result import Result
+    from pigou.sim.result import SimulationResult
 
 
 class Reporter:
@@ -35,7 +35,11 @@ class Reporter:
         self._timeline = Timeline(simulation)
 
     def write(
-        self, result: Result, document: Mapping[str, Any], title: str, asked: Mapping[str, Any]
+        self,
+        result: SimulationResult,
+        document: Mapping[str, Any],
+        title: str,
+        asked: Mapping[str, Any],
     ) -> None:
         """Write the page, its pictures and its data.
 

@@ -23,7 +23,7 @@ from pigou.sim.setup import Setup
 
 if TYPE_CHECKING:
     from pigou.sim.fleet_config import FleetConfig
-    from pigou.sim.result import Result
+    from pigou.sim.result import SimulationResult
     from pigou.sim.simulation import Simulation
 
 _LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "client_wait_s")
@@ -161,7 +161,7 @@ def _check_link(fleet: FleetConfig, model: str) -> None:
         )
 
 
-def _run(simulation: Simulation) -> Result:
+def _run(simulation: Simulation) -> SimulationResult:
     from pigou.sim.virtual_clock import EPOCH
 
     console = Console(stderr=True)
@@ -175,7 +175,7 @@ def _run(simulation: Simulation) -> Result:
 
         def watch(now: Simulation) -> None:
             client = now.client
-            ended = len(client.calls) - client.open
+            ended = len(client.runs) - client.open
             progress.update(
                 task,
                 completed=ended,

@@ -16,13 +16,11 @@ from typing import Any
 
 from pigou.control.saturation.regime import Regime
 from pigou.experiments.detect import Poller
-from pigou.experiments.fleets import LENGTHS, Fleet, Reading, simulation
-from pigou.experiments.laws import RAMP
-from pigou.experiments.outliers import without
-from pigou.experiments.paper import EXPERIMENT3, SPIKE, SWITCH_S, THRESHOLDS
+from pigou.experiments.fleets import LENGTHS, PaperFleet, Reading, make_simulation
+from pigou.experiments.paper import EXPERIMENT3, OUTLIER, RAMP_S, SPIKE, SWITCH_S, THRESHOLDS
 from pigou.experiments.regimes import steer, watch
-from pigou.experiments.rows import Row, row
-from pigou.experiments.window import Marks, Measured, measure
+from pigou.experiments.results import Row, make_row
+from pigou.experiments.window import Marks, WindowFigures, measure
 from pigou.sim.workload import ClosedLoop
 
 #: Seconds of a chunk: the paper's detector polls every five.
@@ -53,12 +51,12 @@ ARMS = (
 
 @dataclass
 class _Runs:
-    phases: dict[str, list[Measured]] = field(default_factory=dict)
+    phases: dict[str, list[WindowFigures]] = field(default_factory=dict)
     switched: list[float] = field(default_factory=list)
 
 
 def adaptive(
-    fleet: Fleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
+    fleet: PaperFleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
 ) -> Iterator[Row]:
     """Yield a row for each arm and phase; each seed is an iteration of all arms, in random order.
 
@@ -70,63 +68,91 @@ def adaptive(
     """
     if set(levels) != {users for _, users, _ in SPIKE}:
         raise ValueError(f"levels are {levels}: the spike has its own")
-    found = {arm.name: _Runs() for arm in ARMS}
+    runs_by_arm = {arm.name: _Runs() for arm in ARMS}
     order = Random(0)
     for seed in seeds:
         for arm in order.sample(ARMS, len(ARMS)):
-            _iterate(found[arm.name], arm, fleet, reading, seed)
+            _iterate(runs_by_arm[arm.name], arm, fleet, reading, seed)
     for arm in ARMS:
-        runs = found[arm.name]
+        runs = runs_by_arm[arm.name]
         for phase, users, _ in SPIKE:
             paper = EXPERIMENT3[fleet.name].get((arm.name, phase))
-            seen = runs.phases[phase]
-            yield row(
-                "adaptive", users, seen, seeds, paper,
+            figures_of_seeds = runs.phases[phase]
+            yield make_row(
+                "adaptive", users, figures_of_seeds, seeds, paper,
                 strategy=arm.name, phase=phase, switch_s=_mean(runs.switched),
                 paper_switch_s=SWITCH_S[fleet.name] if arm.name == "adaptive" else None,
-                outliers=without([asdict(each) for each in seen]),
+                outliers=outlier_effect([asdict(figures) for figures in figures_of_seeds]),
             )  # fmt: skip
 
 
-def _iterate(runs: _Runs, arm: Arm, fleet: Fleet, reading: Reading, seed: int) -> None:
+def _iterate(runs: _Runs, arm: Arm, fleet: PaperFleet, reading: Reading, seed: int) -> None:
     """Run the spike once."""
     loop = ClosedLoop(
-        lengths=LENGTHS, phases=tuple((users, hold) for _, users, hold in SPIKE), ramp=RAMP,
+        lengths=LENGTHS, phases=tuple((users, seconds) for _, users, seconds in SPIKE), ramp=RAMP_S,
         barrier=CHUNK if arm.chunked else 0.0,
     )  # fmt: skip
-    made = simulation(fleet, reading, loop, seed)
+    simulation = make_simulation(fleet, reading, loop, seed)
     poller = Poller(THRESHOLDS[fleet.name], steer if arm.switches else watch)
-    poller.follow(made)
-    ends = [RAMP]
-    for _, _, hold in SPIKE:
-        ends.append(ends[-1] + hold)
-    marks = Marks(ends)
-    marks.follow(made)
-    calls = made.run().calls
-    for place, (phase, users, _) in enumerate(SPIKE):
-        gaps = marks.between(place, place + 1)
-        seen = measure(calls, ends[place], ends[place + 1], gaps, fleet.decoders, meant=True)
-        if seen is None:
+    poller.follow(simulation)
+    phase_ends = [RAMP_S]
+    for _, _, seconds in SPIKE:
+        phase_ends.append(phase_ends[-1] + seconds)
+    marks = Marks(phase_ends)
+    marks.follow(simulation)
+    calls = simulation.run().runs
+    for index, (phase, users, _) in enumerate(SPIKE):
+        gaps = marks.between(index, index + 1)
+        figures = measure(
+            calls, phase_ends[index], phase_ends[index + 1], gaps, fleet.decoders, meant=True
+        )
+        if figures is None:
             raise ValueError(f"phase {phase} of {users} users: nothing completed in it")
-        runs.phases.setdefault(phase, []).append(seen)
+        runs.phases.setdefault(phase, []).append(figures)
     if arm.switches:
-        runs.switched.append(poller.first(Regime.TRANSITION, ends[1]) - ends[1])
+        runs.switched.append(poller.first(Regime.TRANSITION, phase_ends[1]) - phase_ends[1])
 
 
 def _mean(values: Sequence[float]) -> float | None:
     """Mean of those that are numbers; None where none is."""
-    known = [each for each in values if not math.isnan(each)]
+    known = [value for value in values if not math.isnan(value)]
     return statistics.fmean(known) if known else None
 
 
-def gains(rows: Sequence[Row]) -> Mapping[str, Any]:
+def static_ratios(rows: Sequence[Row]) -> Mapping[str, Any]:
     """Return static over each arm in the saturated phase: TTFT P99, index, rate, in flight."""
-    at = {each["strategy"]: each for each in rows if each["phase"] == "saturated"}
+    at = {row["strategy"]: row for row in rows if row["phase"] == "saturated"}
     static = at["static"]
     return {
         f"static_over_{name}": {
-            key: static[key] / each[key] for key in ("ttft_p99_s", "poa_legacy", "rps", "inflight")
+            key: static[key] / row[key] for key in ("ttft_p99_s", "poa_legacy", "rps", "inflight")
         }
-        for name, each in at.items()
+        for name, row in at.items()
         if name != "static"
+    }
+
+
+def flagged_runs(ttft_p99_s: Sequence[float], factor: float = OUTLIER) -> list[int]:
+    """Return indices of iterations beyond `factor` medians of their strategy and phase.
+
+    That is the paper's rule for outliers, registered beforehand (section 7.4).
+    """
+    limit = factor * statistics.median(ttft_p99_s)
+    return [index for index, value in enumerate(ttft_p99_s) if value > limit]
+
+
+def outlier_effect(runs: Sequence[Mapping[str, Any]], factor: float = OUTLIER) -> dict[str, Any]:
+    """Return the flagged iterations, and the mean TTFT P99 with and without them.
+
+    The rule excludes a flagged iteration only where the cause, a queue left over from the phase
+    before, can be seen. Iterations here begin with an empty fleet, so that flags are reported
+    and nothing is excluded.
+    """
+    values = [run["ttft_p99_s"] for run in runs]
+    flags = flagged_runs(values, factor)
+    unflagged = [value for index, value in enumerate(values) if index not in flags]
+    return {
+        "flagged": flags,
+        "ttft_p99_with_s": statistics.fmean(values),
+        "ttft_p99_without_s": statistics.fmean(unflagged),
     }

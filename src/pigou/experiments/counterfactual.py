@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.experiments.fleets import Fleet, Reading, Setting
+from pigou.experiments.fleets import PaperFleet, Reading, RoutingSetting
 from pigou.experiments.level import Level, run
 from pigou.experiments.paper import COUNTERFACTUAL, LEVELS
-from pigou.experiments.rows import Row, row
+from pigou.experiments.results import Row, make_row
 from pigou.games.legacy_estimator import LegacyEstimator
 
 #: Policies of the router, and the paper's own ("": Eq. 1).
@@ -22,56 +22,56 @@ DRAWS = 200
 
 
 def counterfactual(
-    fleet: Fleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
+    fleet: PaperFleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
 ) -> Iterator[Row]:
     """Yield rows of the fleet under each policy, with the ramp left out."""
     for users in levels:
         for policy in POLICIES:
-            level = Level(fleet, reading, users, 120.0, False, Setting(policy=policy))
-            seen = [run(level, seed).measured for seed in seeds]
-            yield row("counterfactual", users, seen, seeds, policy=policy or "eq1")
+            level = Level(fleet, reading, users, 120.0, False, RoutingSetting(policy=policy))
+            figures = [run(level, seed).measured for seed in seeds]
+            yield make_row("counterfactual", users, figures, seeds, policy=policy or "eq1")
 
 
-def static(fleet: Fleet) -> list[dict[str, Any]]:
+def static(fleet: PaperFleet) -> list[dict[str, Any]]:
     """Return, for each level of the paper, static assignments over the Hungarian optimum.
 
     The C requests in flight are assigned to workers under the paper's cost model (Eq. 12): the
     k-th on a worker costs c(k). The index of a policy is its cost over the optimum's.
     """
-    found = []
+    levels = []
     for users in LEVELS:
-        least = _optimum(fleet.decoders, users)
+        optimum = _optimum(fleet.decoders, users)
         ratios = {
-            name: float(np.mean([_cost(counts) for counts in drawn])) / least
+            name: float(np.mean([_cost(counts) for counts in drawn])) / optimum
             for name, drawn in _assigned(fleet.decoders, users).items()
         }
-        found.append({"concurrency": users, **ratios})
-    return found
+        levels.append({"concurrency": users, **ratios})
+    return levels
 
 
-def summary(rows: Sequence[Row], fleet: Fleet) -> Mapping[str, Any]:
+def summary(rows: Sequence[Row], fleet: PaperFleet) -> Mapping[str, Any]:
     """Return the static counterfactual, and the spread of the fleet's figures over policies."""
     assigned = static(fleet)
-    most = max(
+    max_excess = max(
         value - 1.0
-        for each in assigned
-        if each["concurrency"] >= 8
-        for name, value in each.items()
+        for level in assigned
+        if level["concurrency"] >= 8
+        for name, value in level.items()
         if name != "concurrency"
     )
-    ends = {
+    spread = {
         users: {
-            name: max(each[name] for each in rows if each["concurrency"] == users)
-            / min(each[name] for each in rows if each["concurrency"] == users)
+            name: max(level[name] for level in rows if level["concurrency"] == users)
+            / min(level[name] for level in rows if level["concurrency"] == users)
             for name in ("e2e_mean_s", "rps", "poa_legacy")
         }
-        for users in dict.fromkeys(each["concurrency"] for each in rows)
+        for users in dict.fromkeys(level["concurrency"] for level in rows)
     }
     return {
         "static": assigned,
-        "most_over_optimum_from_8": most,
+        "most_over_optimum_from_8": max_excess,
         "paper_over_optimum": COUNTERFACTUAL,
-        "most_over_least_of_policies": {str(users): found for users, found in ends.items()},
+        "most_over_least_of_policies": {str(users): ratios for users, ratios in spread.items()},
     }
 
 
@@ -100,8 +100,8 @@ def _columns(count: int) -> NDArray[np.float64]:
     one = LegacyEstimator(1)
     k = np.arange(1, count + 1, dtype=np.float64)
     gap = np.maximum(one.capacity - k, one.eps)
-    found: NDArray[np.float64] = one.a * k + one.b + one.d / gap**one.beta
-    return found
+    costs: NDArray[np.float64] = one.a * k + one.b + one.d / gap**one.beta
+    return costs
 
 
 def _optimum(workers: int, users: int) -> float:

@@ -1,4 +1,4 @@
-"""The paper's detector beside a run, and what else is seen of a fleet as it runs."""
+"""The paper's detector beside a run, and a watcher of the fleet's regime and KV use."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pigou.control.saturation.regime import LEVELS, Regime, TTFTSample
 from pigou.experiments.paper import Thresholds
 from pigou.experiments.window import at
 from pigou.request import SECOND
-from pigou.sim.call import Call
-from pigou.sim.result import Result
+from pigou.sim.request_run import RequestRun
+from pigou.sim.result import SimulationResult
 from pigou.sim.simulation import Simulation
 from pigou.sim.virtual_clock import EPOCH, Phase
 
@@ -27,26 +27,30 @@ def config(thresholds: Thresholds) -> PaperConfig:
 
 
 def regime_of(
-    calls: Sequence[Call], end: float, thresholds: Thresholds, *, server: bool = False
+    runs: Sequence[RequestRun], end: float, thresholds: Thresholds, *, server: bool = False
 ) -> str:
-    """Return the highest regime that the paper's detector tells up to `end` (seconds).
+    """Return the highest regime that the paper's detector reports up to `end` (seconds).
 
-    It is fed with first tokens as the client saw them, or, with `server`, from sending on: what
-    a frontend can see of a request that waited for a connection of its client.
+    Its samples are the client's TTFTs, or, with `server`, TTFTs from sending on. A frontend sees
+    the latter of a request that waited for a connection of its client.
     """
     detector, highest = PaperDetector(config(thresholds)), 0
-    for call in sorted((each for each in calls if each.first), key=lambda each: each.first):
-        if call.first > at(end):
+    for run in sorted(
+        (run for run in runs if run.first_token_ns), key=lambda run: run.first_token_ns
+    ):
+        if run.first_token_ns > at(end):
             break
-        begun = call.sent if server else call.intended
-        regime = detector.update(call.first, TTFTSample((call.first - begun) / SECOND))
+        begun = run.sent_ns if server else run.intended_ns
+        regime = detector.update(
+            run.first_token_ns, TTFTSample((run.first_token_ns - begun) / SECOND)
+        )
         highest = max(highest, regime.level)
     return LEVELS[highest].value
 
 
 @dataclass
 class Watcher:
-    """Looks at a fleet every five seconds.
+    """Samples a fleet every five seconds.
 
     Attributes:
         usage: largest share of the device's KV blocks in use on any worker.
@@ -58,26 +62,26 @@ class Watcher:
     _simulation: Simulation | None = None
 
     def follow(self, simulation: Simulation) -> None:
-        """Begin to look; call it before the run."""
+        """Begin to sample; call it before the run."""
         self._simulation = simulation
         simulation.clock.at(EPOCH, Phase.TICK, -91, self._look)
 
     def memory(self) -> dict[str, float]:
-        """Return what the workers' KV caches hold at the end, and what they gave up.
+        """Return cached and evicted KV blocks at the end.
 
         `g1_cached_blocks` and `g1_evicted_blocks` count all workers; `g1_used_at_most` is the
-        largest share in use on any worker at any look.
+        largest share in use in any sample of a worker.
         """
         assert self._simulation is not None
         fleet = self._simulation.fleet
-        cores = [member.sim.core for member in fleet.members if member.sim is not None]
+        cores = [member.sim.core for member in fleet.workers if member.sim is not None]
         return {
             "g1_used_at_most": self.usage,
             "g1_cached_blocks": sum(core.cached_blocks for core in cores),
             "g1_evicted_blocks": fleet.plane.index.removed,
         }
 
-    def anarchy(self, result: Result) -> dict[str, float] | None:
+    def anarchy(self, result: SimulationResult) -> dict[str, float] | None:
         """Return the calibrated Price of Anarchy of the last window, and its parts."""
         if not result.assessments:
             return None
@@ -87,7 +91,7 @@ class Watcher:
     def _look(self, now: int) -> None:
         assert self._simulation is not None
         fleet = self._simulation.fleet
-        for member in fleet.members:
+        for member in fleet.workers:
             if member.sim is not None:
                 self.usage = max(self.usage, member.sim.load(now)[2])
         regime = fleet.plane.tracker.detector.regime
@@ -111,22 +115,27 @@ class Poller:
     thresholds: Thresholds
     act: Callable[[Simulation, Regime], None]
     switches: list[tuple[float, Regime]] = field(default_factory=list)
-    _told: int = 0
+    _polled: int = 0
 
     def follow(self, simulation: Simulation) -> None:
         """Begin to poll; call it before the run."""
         detector = PaperDetector(config(self.thresholds))
-        pending: list[Call] = []
+        pending: list[RequestRun] = []
 
         def poll(now: int) -> None:
             nonlocal pending
-            pending += simulation.client.calls[self._told :]
-            self._told = len(simulation.client.calls)
-            came = sorted((each for each in pending if each.first), key=lambda each: each.first)
-            pending = [each for each in pending if not each.first]
+            pending += simulation.client.runs[self._polled :]
+            self._polled = len(simulation.client.runs)
+            arrived = sorted(
+                (run for run in pending if run.first_token_ns),
+                key=lambda run: run.first_token_ns,
+            )
+            pending = [run for run in pending if not run.first_token_ns]
             before = detector.regime
-            for call in came:
-                detector.update(call.first, TTFTSample((call.first - call.intended) / SECOND))
+            for run in arrived:
+                detector.update(
+                    run.first_token_ns, TTFTSample((run.first_token_ns - run.intended_ns) / SECOND)
+                )
             detector.tick(now, len(pending))
             if detector.regime is not before:
                 self.switches.append(((now - EPOCH) / SECOND, detector.regime))
@@ -136,9 +145,9 @@ class Poller:
         simulation.clock.at(EPOCH + round(POLL * SECOND), Phase.TICK, -92, poll)
 
     def first(self, regime: Regime, after: float = 0.0) -> float:
-        """Return the seconds at which a regime (or a higher one) came first; NaN if never."""
-        for seconds, found in self.switches:
-            if found.level >= regime.level and seconds >= after:
+        """Return the seconds of the first switch to a regime, or a higher one; NaN if never."""
+        for seconds, switched in self.switches:
+            if switched.level >= regime.level and seconds >= after:
                 return seconds
         return math.nan
 

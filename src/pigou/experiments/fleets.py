@@ -19,27 +19,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 from pigou.config import ConfigError, ControlConfig
-from pigou.control.routing.policy import RoutingPolicy
-from pigou.experiments.eq1 import EqualStages
+from pigou.control.routing.policy import Costs, RequestView, RoutingPolicy
+from pigou.control.routing.pool_policy import Pool, Rows
+from pigou.control.routing.rivals.dynamo import DynamoPaper, DynamoPaperParams
+from pigou.control.routing.view import FleetView
 from pigou.experiments.paper import FleetName
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
-from pigou.sim.fleet_config import FleetConfig, Members
+from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.timing_law import Law
-from pigou.sim.workload import ClosedLoop, Lengths
+from pigou.sim.workload import ClosedLoop, RequestLengths
 
 Reading: TypeAlias = Literal["serial-prefill", "client-pool", "fair"]
 READINGS: tuple[Reading, ...] = get_args(Reading)
 FLEETS: tuple[FleetName, ...] = get_args(FleetName)
 
 #: 128 tokens in, 256 out, five templates (section 7.4).
-LENGTHS = Lengths(input=(128, 128), output=(256, 256), templates=5)
+LENGTHS = RequestLengths(input=(128, 128), output=(256, 256), templates=5)
 POOL, BARGING = 100, 0.9
 _LINK = LinkConfig(gbps=390.0)
 #: Of a B200 (HGX data sheet), and the part of it that reading weights reaches (`sim.gpus`).
@@ -47,7 +49,7 @@ _HBM_BYTES_PER_S, _STREAMED = 8e12, 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class PaperFleet:
     """One of the paper's fleets.
 
     Attributes:
@@ -92,30 +94,30 @@ class Fleet:
 
 
 _FLEETS = {
-    each.name: each
-    for each in (
-        Fleet("340b-1p2d", "nemotron-4-340b", 8, 2, 340e9, 0.074, 18.9, (19.0e-3, 0.026e-3),
+    fleet.name: fleet
+    for fleet in (
+        PaperFleet("340b-1p2d", "nemotron-4-340b", 8, 2, 340e9, 0.074, 18.9, (19.0e-3, 0.026e-3),
               20.8e-3, 19.3e-3),
-        Fleet("70b-1p2d", "llama-3.1-70b", 4, 2, 70e9, 0.055, 47.0, (7.15e-3, 0.0159e-3)),
-        Fleet("70b-1p5d", "llama-3.1-70b", 4, 5, 70e9, 0.055, 51.0, (7.15e-3, 0.0159e-3)),
+        PaperFleet("70b-1p2d", "llama-3.1-70b", 4, 2, 70e9, 0.055, 47.0, (7.15e-3, 0.0159e-3)),
+        PaperFleet("70b-1p5d", "llama-3.1-70b", 4, 5, 70e9, 0.055, 51.0, (7.15e-3, 0.0159e-3)),
     )
 }  # fmt: skip
 
 
-def fleet(name: str) -> Fleet:
+def fleet(name: str) -> PaperFleet:
     """Return a fleet by name.
 
     Raises:
         ConfigError: there is none of that name.
     """
-    found = _FLEETS.get(name)  # type: ignore[call-overload]
-    if found is None:
+    match = _FLEETS.get(name)  # type: ignore[call-overload]
+    if match is None:
         raise ConfigError(f"fleet is {name!r}; it must be one of: {', '.join(FLEETS)}")
-    return found  # type: ignore[no-any-return]
+    return match  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RoutingSetting:
     """How requests are routed: Eq. 1 and 2 of the paper, or any policy of the fleet's.
 
     Attributes:
@@ -138,9 +140,10 @@ def client(reading: Reading, pool: int = POOL, barging: float = BARGING) -> Clie
     return ClientConfig()
 
 
-def simulation(
-    which: Fleet, reading: Reading, loop: ClosedLoop, seed: int, *,
-    setting: Setting | None = None, sender: ClientConfig | None = None, law: Law | None = None,
+def make_simulation(
+    paper_fleet: PaperFleet, reading: Reading, loop: ClosedLoop, seed: int, *,
+    setting: RoutingSetting | None = None, sender: ClientConfig | None = None,
+    law: Law | None = None,
     saturation: dict[str, object] | None = None, rehearses: bool | None = None,
 ) -> Simulation:  # fmt: skip
     """Put a run together.
@@ -149,7 +152,7 @@ def simulation(
     decode workers keep them, so that there is an overlap to route by.
 
     Args:
-        which: fleet.
+        paper_fleet: fleet.
         reading: of the paper; `sender` and `law` take the place of its client and its law.
         loop: the load.
         seed: of everything that is drawn.
@@ -159,12 +162,12 @@ def simulation(
         saturation: detector of the control plane, as of `ControlConfig`.
         rehearses: whether workers tell their speed, as of `Setup`.
     """
-    setting = setting or Setting()
-    law = law or which.law(reading)
+    setting = setting or RoutingSetting()
+    law = law or paper_fleet.law(reading)
     serial = 1 if reading == "serial-prefill" else 0
     workers = (
-        Members(role=Role.PREFILL, prefix_caching=False, max_seqs=serial),
-        Members(role=Role.DECODE, count=which.decoders),
+        WorkerGroup(role=Role.PREFILL, prefix_caching=False, max_seqs=serial),
+        WorkerGroup(role=Role.DECODE, count=paper_fleet.decoders),
     )
     policy: RoutingPolicy | None = None
     if not setting.policy:
@@ -184,9 +187,9 @@ def simulation(
         loop,
         FleetConfig(workers=workers, link=_LINK),
         Setup(
-            model=which.model,
+            model=paper_fleet.model,
             gpu="B200",
-            tp=which.tp,
+            tp=paper_fleet.tp,
             timing=_text(law),
             max_seqs=1024,
             rehearses=rehearses,
@@ -207,3 +210,27 @@ def _text(law: Law) -> str:
     if law.mixed is not None:
         names = (*names, "mixed")
     return "law:" + ",".join(f"{name}={getattr(law, name)!r}" for name in names)
+
+
+class EqualStages(DynamoPaper):
+    """cost_j = omega * prefill_j + active_j, for prefill and for decode workers alike.
+
+    `dynamo-paper` leaves overlap out where decode workers are chosen, since blocks come by
+    transfer. The paper's routing game has them as resources with overlaps (its Eq. 7); this is
+    the form in which its overlap weight can have an effect at all with one prefill worker.
+    """
+
+    name: ClassVar[str] = "eq1"
+
+    @classmethod
+    def weighing(cls, overlap_weight: float) -> Self:
+        """Return one with this omega."""
+        return cls(DynamoPaperParams(overlap_weight=overlap_weight))
+
+    def pool_costs(
+        self, request: RequestView, fleet: FleetView, rows: Rows, pool: Pool
+    ) -> dict[str, Costs]:
+        """Return `prefill` and `active`, in blocks, (rows,)."""
+        return super().pool_costs(
+            request, fleet, rows, Pool.AGGREGATED if pool is Pool.DECODE else pool
+        )

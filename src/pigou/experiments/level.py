@@ -1,4 +1,4 @@
-"""One concurrency level: ramp, hold, drain, and what was seen of it."""
+"""One concurrency level: ramp, hold and drain, and its figures."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from pigou.experiments.fleets import LENGTHS, Fleet, Reading, Setting, simulation
-from pigou.experiments.laws import RAMP
-from pigou.experiments.window import Marks, Measured, measure
+from pigou.experiments.fleets import LENGTHS, PaperFleet, Reading, RoutingSetting, make_simulation
+from pigou.experiments.paper import RAMP_S
+from pigou.experiments.window import Marks, WindowFigures, measure
 from pigou.sim.client import ClientConfig
-from pigou.sim.result import Result
+from pigou.sim.result import SimulationResult
 from pigou.sim.simulation import Simulation
 from pigou.sim.timing_law import Law
 from pigou.sim.workload import ClosedLoop
 
-_DEFAULT = Setting()
+_DEFAULT = RoutingSetting()
 #: Called with a simulation before it runs.
 Follow = Callable[[Simulation], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What is run.
+    """The configuration of a run.
 
     Attributes:
         fleet: of the paper.
         reading: of the paper.
         users: concurrency.
-        hold: seconds after the ramp.
-        ramped: whether the ramp counts (Experiment 1), or only what comes after it.
+        hold_s: seconds after the ramp.
+        ramped: whether the ramp counts (Experiment 1).
         setting: of the router.
         client: in place of the reading's.
         law: in place of the reading's.
@@ -38,12 +38,12 @@ class Level:
         settle: seconds after the ramp that do not count, where the ramp does not.
     """
 
-    fleet: Fleet
+    fleet: PaperFleet
     reading: Reading
     users: int
-    hold: float = 120.0
+    hold_s: float = 120.0
     ramped: bool = True
-    setting: Setting = _DEFAULT
+    setting: RoutingSetting = _DEFAULT
     client: ClientConfig | None = None
     law: Law | None = None
     templates: int = LENGTHS.templates
@@ -52,21 +52,21 @@ class Level:
     @property
     def end(self) -> float:
         """Seconds from the beginning to the end of the hold."""
-        return RAMP + self.hold
+        return RAMP_S + self.hold_s
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LevelRun:
     """A run of a level: its figures, and all of it."""
 
-    measured: Measured
-    result: Result
+    measured: WindowFigures
+    result: SimulationResult
 
 
 def run(
     level: Level, seed: int, follow: Sequence[Follow] = (),
     saturation: dict[str, object] | None = None,
-) -> Seen:  # fmt: skip
+) -> LevelRun:  # fmt: skip
     """Run a level.
 
     Args:
@@ -79,19 +79,19 @@ def run(
         ValueError: nothing completed in the window.
     """
     lengths = replace(LENGTHS, templates=level.templates)
-    loop = ClosedLoop(lengths=lengths, phases=((level.users, level.hold),), ramp=RAMP)
-    made = simulation(
+    loop = ClosedLoop(lengths=lengths, phases=((level.users, level.hold_s),), ramp=RAMP_S)
+    simulation = make_simulation(
         level.fleet, level.reading, loop, seed, setting=level.setting, sender=level.client,
         law=level.law, saturation=saturation,
     )  # fmt: skip
-    begin = 0.0 if level.ramped else RAMP + level.settle
+    begin = 0.0 if level.ramped else RAMP_S + level.settle
     marks = Marks((begin, level.end))
-    marks.follow(made)
-    for each in follow:
-        each(made)
-    result = made.run()
+    marks.follow(simulation)
+    for follow_one in follow:
+        follow_one(simulation)
+    result = simulation.run()
     workers = level.fleet.decoders
-    found = measure(result.calls, begin, level.end, marks.between(0, 1), workers)
-    if found is None:
+    figures = measure(result.runs, begin, level.end, marks.between(0, 1), workers)
+    if figures is None:
         raise ValueError(f"C = {level.users}: nothing completed in {level.end:g} s; hold longer")
-    return Seen(found, result)
+    return LevelRun(figures, result)

@@ -8,10 +8,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pigou.experiments.fleets import BARGING, POOL, Fleet, Reading
+from pigou.experiments.fleets import BARGING, POOL, PaperFleet, Reading
 from pigou.experiments.level import Level, run
 from pigou.experiments.paper import EXPERIMENT1
-from pigou.experiments.rows import Row, log_rmse, row
+from pigou.experiments.results import Row, log_rmse, make_row
 from pigou.sim.client import ClientConfig
 
 #: Seconds of prefill that leave a pool of 100 the bottleneck, but nearly fill the worker.
@@ -55,30 +55,30 @@ MECHANISMS = (
 
 
 def mechanisms(
-    fleet: Fleet, _: Reading, seeds: Sequence[int], levels: Sequence[int]
+    fleet: PaperFleet, _: Reading, seeds: Sequence[int], levels: Sequence[int]
 ) -> Iterator[Row]:
     """Yield a row for each mechanism and level, as of Experiment 1; each has its own reading."""
-    for each in MECHANISMS:
-        law = fleet.law(each.reading)
-        if each.prefill:
-            scale = each.prefill if fleet.name.startswith("340b") else law.prefill * 0.85
+    for mechanism in MECHANISMS:
+        law = fleet.law(mechanism.reading)
+        if mechanism.prefill:
+            scale = mechanism.prefill if fleet.name.startswith("340b") else law.prefill * 0.85
             law = replace(law, prefill=scale)
         for users in levels:
-            level = Level(fleet, each.reading, users, client=each.client, law=law)
-            seen = [run(level, seed).measured for seed in seeds]
+            level = Level(fleet, mechanism.reading, users, client=mechanism.client, law=law)
+            figures = [run(level, seed).measured for seed in seeds]
             paper = EXPERIMENT1[fleet.name].get(users)
-            yield row("mechanisms", users, seen, seeds, paper, mechanism=each.name)
+            yield make_row("mechanisms", users, figures, seeds, paper, mechanism=mechanism.name)
 
 
 def ranking(rows: Sequence[Row]) -> Mapping[str, Any]:
     """Return each mechanism's errors over the levels past the knee, the best first."""
-    found = {}
-    for name in dict.fromkeys(each["mechanism"] for each in rows):
-        some = [each for each in rows if each["mechanism"] == name]
-        drained = [{**each, "ttft_p99_s": each["ttft_drained_p99_s"]} for each in some]
-        found[name] = {
-            "ttft_p99_from_128": log_rmse(some, "ttft_p99_s", 128),
+    errors = {}
+    for name in dict.fromkeys(row["mechanism"] for row in rows):
+        subset = [row for row in rows if row["mechanism"] == name]
+        drained = [{**row, "ttft_p99_s": row["ttft_drained_p99_s"]} for row in subset]
+        errors[name] = {
+            "ttft_p99_from_128": log_rmse(subset, "ttft_p99_s", 128),
             "ttft_p99_from_128_drained": log_rmse(drained, "ttft_p99_s", 128),
-            "rps_from_128": log_rmse(some, "rps", 128),
+            "rps_from_128": log_rmse(subset, "rps", 128),
         }
-    return dict(sorted(found.items(), key=lambda item: item[1]["ttft_p99_from_128"] or 0.0))
+    return dict(sorted(errors.items(), key=lambda item: item[1]["ttft_p99_from_128"] or 0.0))

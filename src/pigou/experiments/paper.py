@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
+from scipy.optimize import brentq
+
 FleetName: TypeAlias = Literal["340b-1p2d", "70b-1p2d", "70b-1p5d"]
 
 
@@ -205,3 +208,49 @@ SWITCH_S: Mapping[FleetName, float] = {"340b-1p2d": 54.8, "70b-1p5d": 58.3, "70b
 OUTLIER = 5.0
 #: Routers without state, over the Hungarian optimum, from C = 8 on (section 9.2).
 COUNTERFACTUAL = (0.003, 0.10)
+
+
+#: Gaps between the 256 tokens of a request.
+GAPS = 255
+#: Seconds of Experiment 1: ramp, and ramp with hold.
+RAMP_S, END_S = 30.0, 150.0
+
+
+def completed(users: int, slots: int, seconds: float) -> float:
+    """Return the requests a second that a ramped closed loop completes, on average.
+
+    User k of `users` begins at `RAMP_S` k / users; where there are fewer slots than users, the
+    first `slots` of them keep theirs busy. Each then completes (end - begin) / seconds - 1/2.
+    """
+    begins = RAMP_S * np.arange(min(users, slots)) / users
+    return float(((END_S - begins) / seconds - 0.5).sum() / END_S)
+
+
+def response(users: int, slots: int, rps: float) -> float:
+    """Return the seconds of a request at which `completed` gives `rps`."""
+    return float(brentq(lambda seconds: completed(users, slots, seconds) - rps, 0.1, 60.0))
+
+
+def throughput_itl(
+    rows: Mapping[int, Figures], slots: int, first: float, min_users: int = 8
+) -> tuple[float, float]:
+    """Return the ITL in seconds that fits the throughput column, and the slope that it has.
+
+    Rates are printed with one decimal, so a row's relative error falls with its rate, and rows
+    weigh by the square of it. The slope is that of the weighted line over streams in flight; where
+    it is negative, a constant is all that the column supports.
+
+    Args:
+        rows: of Table 4.
+        slots: requests in flight at most.
+        first: seconds to the first token that a request has besides.
+        min_users: users from which rates have enough digits.
+    """
+    users = [level for level in rows if level >= min_users]
+    rates = np.array([rows[level].rps or 0.0 for level in users])
+    times = np.array([response(level, slots, rows[level].rps or 0.0) for level in users])
+    itl = (times - first) / GAPS
+    flight = np.minimum(users, slots).astype(np.float64)
+    weight = rates**2
+    slope, _ = np.polyfit(flight, itl, 1, w=np.sqrt(weight))
+    return float(np.average(itl, weights=weight)), float(slope)

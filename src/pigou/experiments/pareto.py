@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from pigou.experiments.fleets import Fleet, Reading, Setting
+from pigou.experiments.fleets import PaperFleet, Reading, RoutingSetting
 from pigou.experiments.level import Level, run
 from pigou.experiments.paper import GRIDS, OVERLAP_WEIGHTS, TEMPERATURES, Figures
-from pigou.experiments.rows import Row, row
+from pigou.experiments.results import Row, make_row
 
-HOLD = 180.0
+HOLD_S = 180.0
 #: Beyond the paper's sweep, which ended at 1.
 LARGE_WEIGHTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 #: Prompts that there are: the paper's five, and so many that no worker holds them all at first.
@@ -23,7 +23,7 @@ TEMPLATES = (5, 500)
 
 
 def grid(
-    fleet: Fleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
+    fleet: PaperFleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
 ) -> Iterator[Row]:
     """Yield a row a cell, the ramp left out."""
     for users in levels:
@@ -32,34 +32,36 @@ def grid(
             paper = None
             if printed is not None and printed.cells:
                 paper = Figures(poa_legacy=printed.cells[i][j], source=printed.source)
-            level = Level(fleet, reading, users, HOLD, False, Setting(tau, omega))
-            seen = [run(level, seed).measured for seed in seeds]
+            level = Level(fleet, reading, users, HOLD_S, False, RoutingSetting(tau, omega))
+            figures = [run(level, seed).measured for seed in seeds]
             name = "pareto-below" if users <= 64 else "pareto-at"
-            yield row(name, users, seen, seeds, paper, temperature=tau, overlap_weight=omega)
+            yield make_row(
+                name, users, figures, seeds, paper, temperature=tau, overlap_weight=omega
+            )
 
 
-def cells(rows: Sequence[Row], fleet: Fleet) -> Mapping[str, Any]:
+def cells(rows: Sequence[Row], fleet: PaperFleet) -> Mapping[str, Any]:
     """Return what the grid says: its mean and spread, and whether cells differ beyond seeds."""
-    values = [each["poa_legacy"] for each in rows]
-    ttfts = [each["ttft_p99_s"] for each in rows]
+    values = [row["poa_legacy"] for row in rows]
+    ttfts = [row["ttft_p99_s"] for row in rows]
     printed = GRIDS[fleet.name].get(rows[0]["concurrency"])
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "poa_mean": statistics.fmean(values),
         "poa_spread": statistics.stdev(values),
         "ttft_p99_least_s": min(ttfts),
         "ttft_p99_most_s": max(ttfts),
-        "rps_mean": statistics.fmean(each["rps"] for each in rows),
+        "rps_mean": statistics.fmean(row["rps"] for row in rows),
         **{
             f"variance_{name}": variance(rows, name) for name in ("poa_legacy", "ttft_p99_s", "rps")
         },
     }
     if printed is not None:
         low, high = printed.ttft_p99_s or (None, None)
-        found["paper"] = {
+        summary["paper"] = {
             "poa_mean": printed.mean, "poa_spread": printed.spread, "rps_mean": printed.rps,
             "ttft_p99_least_s": low, "ttft_p99_most_s": high, "source": printed.source,
         }  # fmt: skip
-    return found
+    return summary
 
 
 def variance(rows: Sequence[Row], name: str) -> dict[str, float | None] | None:
@@ -70,40 +72,46 @@ def variance(rows: Sequence[Row], name: str) -> dict[str, float | None] | None:
     runs of one row with different seeds, `f` and `p` are of "all rows have one mean"; `f` is None
     where seeds make the same difference in all rows, to the last digit. None where each ran once.
     """
-    found = np.array([[each[name] for each in row["runs"]] for row in rows])
-    count, seeds = found.shape
+    values = np.array([[seed_run[name] for seed_run in row["runs"]] for row in rows])
+    count, seeds = values.shape
     if seeds < 2:
         return None
-    means = found.mean(axis=1)
+    means = values.mean(axis=1)
     cells = seeds * float(((means - means.mean()) ** 2).sum())
-    rest = found - means[:, None] - found.mean(axis=0) + found.mean()
-    residual, least = float((rest**2).sum()), 1e-18 * float((found**2).sum())
-    f = None if residual <= least else cells * (seeds - 1) / residual
-    if cells <= least:
+    rest = values - means[:, None] - values.mean(axis=0) + values.mean()
+    residual, tolerance = float((rest**2).sum()), 1e-18 * float((values**2).sum())
+    f = None if residual <= tolerance else cells * (seeds - 1) / residual
+    if cells <= tolerance:
         f, p = 0.0, 1.0
     elif f is None:
         p = 0.0
     else:
         p = float(stats.f.sf(f, count - 1, (count - 1) * (seeds - 1)))
-    within = float(np.sqrt(found.var(axis=1, ddof=1).mean()))
+    within = float(np.sqrt(values.var(axis=1, ddof=1).mean()))
     return {"between": float(means.std(ddof=1)), "seeds": within, "f": f, "p": p}
 
 
 def weights(
-    fleet: Fleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
+    fleet: PaperFleet, reading: Reading, seeds: Sequence[int], levels: Sequence[int]
 ) -> Iterator[Row]:
     """Yield rows of overlap weights beyond 1, for few and for many different prompts."""
     for templates, users, omega in product(TEMPLATES, levels, LARGE_WEIGHTS):
         level = Level(
-            fleet, reading, users, HOLD, False, Setting(0.0, omega), templates=templates
+            fleet, reading, users, HOLD_S, False, RoutingSetting(0.0, omega), templates=templates
         )  # fmt: skip
         runs = [run(level, seed) for seed in seeds]
         shares = []
-        for each in runs:
-            counts = _shares([call.decode for call in each.result.calls if call.decode])
+        for level_run in runs:
+            counts = _shares(
+                [
+                    request_run.decode_worker
+                    for request_run in level_run.result.runs
+                    if request_run.decode_worker
+                ]
+            )
             shares.append(max(counts) * fleet.decoders)
-        yield row(
-            "overlap-weights", users, [each.measured for each in runs], seeds,
+        yield make_row(
+            "overlap-weights", users, [level_run.measured for level_run in runs], seeds,
             overlap_weight=omega, templates=templates,
             busiest=statistics.fmean(shares),
         )  # fmt: skip
@@ -111,22 +119,22 @@ def weights(
 
 def _shares(workers: Sequence[str]) -> list[float]:
     _, counts = np.unique(np.array(workers), return_counts=True)
-    found: list[float] = (counts / counts.sum()).tolist()
-    return found
+    shares: list[float] = (counts / counts.sum()).tolist()
+    return shares
 
 
 def effects(rows: Sequence[Row]) -> Mapping[str, Any]:
     """Return, for each level and number of prompts, whether the weight makes a difference."""
-    found: dict[str, Any] = {}
-    for templates, users in sorted({(each["templates"], each["concurrency"]) for each in rows}):
-        some = [
-            each for each in rows
-            if (each["templates"], each["concurrency"]) == (templates, users)
+    effects_of: dict[str, Any] = {}
+    for templates, users in sorted({(row["templates"], row["concurrency"]) for row in rows}):
+        subset = [
+            row for row in rows
+            if (row["templates"], row["concurrency"]) == (templates, users)
         ]  # fmt: skip
-        found[f"{templates}_templates_at_{users}"] = {
-            "poa_least": min(each["poa_legacy"] for each in some),
-            "poa_most": max(each["poa_legacy"] for each in some),
-            "e2e": variance(some, "e2e_mean_s"),
-            "poa": variance(some, "poa_legacy"),
+        effects_of[f"{templates}_templates_at_{users}"] = {
+            "poa_least": min(row["poa_legacy"] for row in subset),
+            "poa_most": max(row["poa_legacy"] for row in subset),
+            "e2e": variance(subset, "e2e_mean_s"),
+            "poa": variance(subset, "poa_legacy"),
         }
-    return found
+    return effects_of

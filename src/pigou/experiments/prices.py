@@ -18,20 +18,20 @@ import msgspec
 import numpy as np
 from scipy import stats
 
-from pigou.experiments.fleets import Fleet, Reading, Setting
-from pigou.experiments.laws import RAMP
-from pigou.experiments.level import Level, Seen, run
-from pigou.experiments.rows import Row, row
+from pigou.experiments.fleets import PaperFleet, Reading, RoutingSetting
+from pigou.experiments.level import Level, LevelRun, run
+from pigou.experiments.paper import RAMP_S
+from pigou.experiments.results import Row, make_row
 from pigou.experiments.window import at
 
-NAME = "toll"
+TOLL_NAME = "toll"
 LEVELS = (128, 256)
 #: Prompts before one from which on it is computed locally.
 THRESHOLDS = (1, 2, 3, 4)
 #: Seconds that TTFT P99 may take of a threshold that counts as tuned.
-SLO = 0.25
+SLO_S = 0.25
 #: Seconds after the ramp, and how many of them are left out: speeds and gaps are learned in them.
-HOLD, SETTLE = 90.0, 30.0
+HOLD_S, SETTLE_S = 90.0, 30.0
 #: Seconds by which a prompt makes a step of streams longer: the weights read once more.
 MIXED = {"340b-1p2d": 0.006, "70b-1p2d": 0.003, "70b-1p5d": 0.003}
 _PROMPT = 128
@@ -58,53 +58,60 @@ def threshold(prompts: int, tokens: int = _PROMPT) -> Contender:
 CONTENDERS = (
     Contender("static", "least-loaded"),
     Contender("toll", "toll"),
-    *(threshold(each) for each in THRESHOLDS),
+    *(threshold(prompts) for prompts in THRESHOLDS),
 )
 
 
-def prices(fleet: Fleet, _: Reading, seeds: Sequence[int], levels: Sequence[int]) -> Iterator[Row]:
+def prices(
+    fleet: PaperFleet, _: Reading, seeds: Sequence[int], levels: Sequence[int]
+) -> Iterator[Row]:
     """Yield a row for each level and contender; prefill is serial whatever the reading."""
     law = msgspec.structs.replace(fleet.law("serial-prefill"), mixed=MIXED[fleet.name])
-    base = Level(fleet, "serial-prefill", 1, HOLD, False, law=law, templates=0, settle=SETTLE)
+    base = Level(fleet, "serial-prefill", 1, HOLD_S, False, law=law, templates=0, settle=SETTLE_S)
     for users in levels:
-        for each in CONTENDERS:
-            level = replace(base, users=users, setting=Setting(0.0, 1.0, each.policy, each.params))
-            seen = [run(level, seed) for seed in seeds]
-            tpots = [_tpot(one, level) for one in seen]
-            yield row(
-                NAME, users, [one.measured for one in seen], seeds, contender=each.name,
+        for contender in CONTENDERS:
+            level = replace(
+                base,
+                users=users,
+                setting=RoutingSetting(0.0, 1.0, contender.policy, contender.params),
+            )
+            level_runs = [run(level, seed) for seed in seeds]
+            tpots = [_tpot(level_run, level) for level_run in level_runs]
+            yield make_row(
+                TOLL_NAME, users, [level_run.measured for level_run in level_runs], seeds,
+                contender=contender.name,
                 tpot_p99_s=statistics.fmean(tpots), tpots=tpots,
-                local=statistics.fmean(_local(one) for one in seen),
+                local=statistics.fmean(_local(level_run) for level_run in level_runs),
             )  # fmt: skip
 
 
 def verdict(rows: Sequence[Row]) -> Mapping[str, Any]:
     """Return toll over static, and toll less the tuned threshold with a 95% interval over seeds.
 
-    The threshold is the one with the highest rate among those that keep TTFT P99 within `SLO`.
+    The threshold is the one with the highest rate among those that keep TTFT P99 within `SLO_S`.
     Differences are of the same seeds, so the interval is Student's of paired differences.
     """
-    found: dict[str, Any] = {}
-    for users in dict.fromkeys(each["concurrency"] for each in rows):
-        at_ = {each["contender"]: each for each in rows if each["concurrency"] == users}
-        toll, static = at_["toll"], at_["static"]
-        kept = [
-            each for name, each in at_.items()
-            if name.startswith("threshold") and each["ttft_p99_s"] <= SLO
+    verdicts: dict[str, Any] = {}
+    for users in dict.fromkeys(row["concurrency"] for row in rows):
+        by_contender = {row["contender"]: row for row in rows if row["concurrency"] == users}
+        toll, static = by_contender["toll"], by_contender["static"]
+        eligible = [
+            row for name, row in by_contender.items()
+            if name.startswith("threshold") and row["ttft_p99_s"] <= SLO_S
         ]  # fmt: skip
-        best = max(kept, key=lambda each: float(each["rps"]))
-        found[f"toll_at_{users}"] = {
+        best = max(eligible, key=lambda row: float(row["rps"]))
+        verdicts[f"toll_at_{users}"] = {
             "ttft_p99_s": toll["ttft_p99_s"],
             "rps_over_static": toll["rps"] / static["rps"],
             "itl_p99_over_static": toll["itl_p99_s"] / static["itl_p99_s"],
             "tpot_p99_over_static": toll["tpot_p99_s"] / static["tpot_p99_s"],
         }
-        found[f"tuned_at_{users}"] = {
+        verdicts[f"tuned_at_{users}"] = {
             "threshold": best["contender"],
-            **{f"{name}_difference": paired(_each(toll, name), _each(best, name))
+            **{f"{name}_difference": paired(_of_runs(toll, name), _of_runs(best, name))
                for name in ("rps", "ttft_p99_s", "e2e_mean_s")},
         }  # fmt: skip
-    return found
+    return verdicts
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
@@ -118,21 +125,21 @@ def paired(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, 
     return mean, mean - width, mean + width
 
 
-def _each(found: Row, name: str) -> list[float]:
-    return [float(each[name]) for each in found["runs"]]
+def _of_runs(row: Row, name: str) -> list[float]:
+    return [float(seed_run[name]) for seed_run in row["runs"]]
 
 
-def _tpot(seen: Seen, level: Level) -> float:
+def _tpot(level_run: LevelRun, level: Level) -> float:
     """Return P99, over requests of the window, of the mean time between their tokens."""
-    low, high = at(RAMP + level.settle), at(level.end)
+    low, high = at(RAMP_S + level.settle), at(level.end)
     means = sorted(
-        (each.last - each.first) / (each.tokens - 1) / 1e9
-        for each in seen.result.done
-        if low <= each.intended < high
+        (done.last_token_ns - done.first_token_ns) / (done.output_tokens - 1) / 1e9
+        for done in level_run.result.done
+        if low <= done.intended_ns < high
     )
     return means[max(1, -(-99 * len(means) // 100)) - 1]
 
 
-def _local(seen: Seen) -> float:
+def _local(level_run: LevelRun) -> float:
     """Return the share of prompts that their decode workers computed."""
-    return 1.0 - seen.result.transfers[0] / max(1, len(seen.result.done))
+    return 1.0 - level_run.result.transfers[0] / max(1, len(level_run.result.done))

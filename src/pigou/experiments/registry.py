@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 from pigou.experiments import (
     adaptive,
     counterfactual,
-    knee,
     mechanisms,
     paper,
     pareto,
@@ -17,13 +16,13 @@ from pigou.experiments import (
     regimes,
     table4,
 )
-from pigou.experiments.fleets import Fleet, Reading
-from pigou.experiments.rows import Row
+from pigou.experiments.fleets import PaperFleet, Reading
+from pigou.experiments.results import Row
 
 #: From fleet, reading, seeds and levels to rows.
-Run: TypeAlias = Callable[[Fleet, Reading, Sequence[int], Sequence[int]], Iterator[Row]]
+Run: TypeAlias = Callable[[PaperFleet, Reading, Sequence[int], Sequence[int]], Iterator[Row]]
 #: What rows add up to.
-Summary: TypeAlias = Callable[[Sequence[Row], Fleet, Reading], Mapping[str, Any]]
+Summary: TypeAlias = Callable[[Sequence[Row], PaperFleet, Reading], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     ),
     "adaptive": Experiment(
         "Experiment 3: the spike, static and adaptive", adaptive.adaptive,
-        lambda rows, *_: adaptive.gains(rows),
+        lambda rows, *_: adaptive.static_ratios(rows),
         10, (32, 128), ("strategy", "phase", "inflight", "switch_s"), fixed=True,
     ),
     "pareto-below": Experiment(
@@ -78,11 +77,12 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         3, (128,), ("temperature", "overlap_weight"), fixed=True,
     ),
     "knee": Experiment(
-        "96 to 128 users in steps of four", knee.knee, knee.where, 3, knee.LEVELS, ("slope_s",),
+        "96 to 128 users in steps of four", regimes.knee, regimes.knee_of,
+        3, regimes.KNEE_LEVELS, ("slope_s",),
     ),
     "saturated": Experiment(
         "the Saturated row of Table 2, held for long", regimes.saturated,
-        lambda rows, *_: regimes.held(rows), 1, (256, 512), ("strategy", "saturated_from_s"),
+        lambda rows, *_: regimes.held_ratios(rows), 1, (256, 512), ("strategy", "saturated_from_s"),
     ),
     "overlap-weights": Experiment(
         "overlap weights above 1", pareto.weights, lambda rows, *_: pareto.effects(rows),

@@ -1,4 +1,4 @@
-"""Figures of a part of a run: of the calls and gaps between two times."""
+"""Figures of a window: of the requests and gaps between two times of a run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from pigou.games.legacy_estimator import LegacyEstimator
 from pigou.request import SECOND
-from pigou.sim.call import Call, Outcome
+from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.result import summary
 from pigou.sim.simulation import Simulation
-from pigou.sim.streams import Gaps
+from pigou.sim.streams import ITLHistogram
 from pigou.sim.virtual_clock import EPOCH, Phase
 
 _SHARE = np.array([99.0])
@@ -30,30 +30,30 @@ class Marks:
     """
 
     at: Sequence[float]
-    taken: list[Gaps] = field(default_factory=list)
+    taken: list[ITLHistogram] = field(default_factory=list)
 
     def follow(self, simulation: Simulation) -> None:
         """Take a snapshot at each time; call it before the run."""
         for seconds in self.at:
             simulation.clock.at(
-                at(seconds), Phase.TICK, _MARK, lambda _: self._take(simulation.fleet.gaps)
+                at(seconds), Phase.TICK, _MARK, lambda _: self._take(simulation.fleet.itl)
             )
 
-    def between(self, first: int, second: int) -> Gaps:
+    def between(self, first: int, second: int) -> ITLHistogram:
         """Return the gaps between two of the times, by their index."""
-        found, low, high = Gaps(), self.taken[first], self.taken[second]
-        found.histogram = high.histogram - low.histogram
-        found.sums = high.sums - low.sums
-        return found
+        difference, low, high = ITLHistogram(), self.taken[first], self.taken[second]
+        difference.histogram = high.histogram - low.histogram
+        difference.sums = high.sums - low.sums
+        return difference
 
-    def _take(self, gaps: Gaps) -> None:
-        copy = Gaps()
+    def _take(self, gaps: ITLHistogram) -> None:
+        copy = ITLHistogram()
         copy.histogram, copy.sums = gaps.histogram.copy(), gaps.sums.copy()
         self.taken.append(copy)
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class WindowFigures:
     """Figures of a window, in seconds; a latency counts from the intention to send.
 
     Attributes:
@@ -66,9 +66,9 @@ class Measured:
         rps: completions a second in the window.
         poa_legacy: the paper's index of the last 200 completions, drained ones included.
         poa_window: the same without drained ones.
-        inflight: requests that the fleet has, on average.
-        requests: that completed.
-        unsent: requests that were meant to be sent before the end and were not by then.
+        inflight: mean requests in the fleet.
+        requests: completed requests.
+        unsent: requests that the client meant to send before the end, and had not.
     """
 
     ttft_p99_s: float
@@ -91,16 +91,16 @@ def at(seconds: float) -> int:
 
 
 def measure(
-    calls: Sequence[Call], begin: float, end: float, gaps: Gaps, workers: int, *,
+    runs: Sequence[RequestRun], begin: float, end: float, gaps: ITLHistogram, workers: int, *,
     meant: bool = False,
-) -> Measured | None:  # fmt: skip
-    """Return the figures of the calls that completed in a window.
+) -> WindowFigures | None:  # fmt: skip
+    """Return the figures of the requests that completed in a window.
 
-    Who starves is seen only by the completions: with few served, those that were meant to be
-    sent in the window are the ones that did not wait.
+    Starvation shows only in completions: with few served, requests that were meant to be sent in
+    the window are those that did not wait.
 
     Args:
-        calls: of the run.
+        runs: of the run.
         begin: of the window, in seconds from the beginning.
         end: of it.
         gaps: between tokens in it.
@@ -113,40 +113,44 @@ def measure(
     """
     low, high = at(begin), at(end)
     done = sorted(
-        (each for each in calls if each.outcome is Outcome.DONE and each.last > low),
-        key=lambda each: each.last,
+        (run for run in runs if run.outcome is RunOutcome.DONE and run.last_token_ns > low),
+        key=lambda run: run.last_token_ns,
     )
     since = low if meant else 0
-    drained = [each for each in done if since <= each.intended < high]
-    inside = [each for each in drained if each.last <= high]
+    drained = [run for run in done if since <= run.intended_ns < high]
+    inside = [run for run in drained if run.last_token_ns <= high]
     if not inside:
         return None
-    busy = sum(min(each.last, high) - max(each.sent, low) for each in done if each.sent < high)
-    return Measured(
-        ttft_p99_s=_p99([each.first - each.intended for each in inside]),
-        ttft_drained_p99_s=_p99([each.first - each.intended for each in drained]),
-        server_ttft_p99_s=_p99([each.first - each.sent for each in inside]),
-        wait_p99_s=_p99([each.sent - each.intended for each in inside]),
-        e2e_mean_s=sum(each.last - each.intended for each in inside) / len(inside) / SECOND,
+    busy = sum(
+        min(run.last_token_ns, high) - max(run.sent_ns, low) for run in done if run.sent_ns < high
+    )
+    return WindowFigures(
+        ttft_p99_s=_p99([run.first_token_ns - run.intended_ns for run in inside]),
+        ttft_drained_p99_s=_p99([run.first_token_ns - run.intended_ns for run in drained]),
+        server_ttft_p99_s=_p99([run.first_token_ns - run.sent_ns for run in inside]),
+        wait_p99_s=_p99([run.sent_ns - run.intended_ns for run in inside]),
+        e2e_mean_s=sum(run.last_token_ns - run.intended_ns for run in inside)
+        / len(inside)
+        / SECOND,
         itl_p99_s=float(gaps.percentiles(_SHARE)[0]),
-        rps=sum(each.last <= high for each in done) / (end - begin),
+        rps=sum(run.last_token_ns <= high for run in done) / (end - begin),
         poa_legacy=index(drained, workers),
         poa_window=index(inside, workers),
         inflight=busy / (high - low),
         requests=len(inside),
-        unsent=sum(each.intended < high and not 0 < each.sent <= high for each in calls),
+        unsent=sum(run.intended_ns < high and not 0 < run.sent_ns <= high for run in runs),
     )
 
 
-def index(done: Sequence[Call], workers: int) -> float:
-    """Return the paper's index of the last 200 of some calls, which are in order of completion."""
+def index(done: Sequence[RequestRun], workers: int) -> float:
+    """Return the paper's index of the last 200 of some requests, in order of completion."""
     estimator = LegacyEstimator(workers)
-    for each in done[-200:]:
-        estimator.observe((each.last - each.intended) / SECOND)
+    for run in done[-200:]:
+        estimator.observe((run.last_token_ns - run.intended_ns) / SECOND)
     return estimator.poa()
 
 
 def _p99(nanos: Sequence[int]) -> float:
-    found = summary(np.array(nanos, dtype=np.int64))["p99"]
-    assert found is not None
-    return found
+    p99 = summary(np.array(nanos, dtype=np.int64))["p99"]
+    assert p99 is not None
+    return p99

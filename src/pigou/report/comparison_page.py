@@ -1,4 +1,4 @@
-"""The page of several runs beside each other; ratios are to the first."""
+"""The page that compares several runs; ratios are to the first."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pigou.report.figure import LINES, STROKES, Axis, Chart, Line, Stroke, Unit, duration
+from pigou.report.figure import LINES, STROKES, Axis, Chart, ChartLine, Stroke, Unit, duration
 from pigou.report.latency_figures import FIGURES, LATENCIES
 from pigou.report.page import Page, Section
 from pigou.report.run_page import COUNTS, flat, notices, said
-from pigou.report.run_record import Attainment, Curve, Record
-from pigou.report.table import Cell, Form, Table
+from pigou.report.run_record import Attainment, Distribution, RunRecord
+from pigou.report.table import Cell, Form, ReportTable
 from pigou.report.timeline_figures import REGIMES, TIME
 from pigou.report.verdict import of_runs
 
 #: Runs that can be told apart by colour and stroke.
-MOST = LINES * len(STROKES)
+MAX_RUNS = LINES * len(STROKES)
 _CDFS = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "client_wait_s")
 _NO_RATIO = ("wall_s", "peak_rss_mb")
-#: What a sample of the fleet is worth beside other runs: names that are added, title, axis.
+#: Figures over time that are compared: summed names, title, axis.
 _OVER_TIME: tuple[tuple[str, tuple[str, ...], str, Axis], ...] = (
     ("running", ("running",), "Requests that run", Axis("requests", zero=True)),
     ("waiting", ("client", "queued", "waiting"), "Requests that do not run, wherever they are",
@@ -29,32 +29,32 @@ _OVER_TIME: tuple[tuple[str, tuple[str, ...], str, Axis], ...] = (
 )  # fmt: skip
 
 
-def page(runs: Sequence[Record], labels: Sequence[str]) -> Page:
-    """Return the page of runs beside each other.
+def page(runs: Sequence[RunRecord], labels: Sequence[str]) -> Page:
+    """Return the page that compares runs.
 
     Args:
-        runs: two or more, at most `MOST`.
-        labels: what each is called, all different.
+        runs: two or more, at most `MAX_RUNS`.
+        labels: name of each, all different.
 
     Raises:
         ValueError: there are too few or too many, or labels are not all different.
     """
-    if not 2 <= len(runs) <= MOST:
-        raise ValueError(f"{len(runs)} runs; give 2 to {MOST}")
+    if not 2 <= len(runs) <= MAX_RUNS:
+        raise ValueError(f"{len(runs)} runs; give 2 to {MAX_RUNS}")
     if len(set(labels)) != len(runs):
         raise ValueError(f"labels are {list(labels)}; they must be different, one a run")
-    found = [f"{label}: {notice}" for run, label in zip(runs, labels, strict=True)
+    notes = [f"{label}: {notice}" for run, label in zip(runs, labels, strict=True)
              for notice in notices(run)]  # fmt: skip
-    bare = [label for run, label in zip(runs, labels, strict=True) if not run.curves]
-    if bare:
-        found.append(
-            f"{', '.join(bare)}: figures only, from --json, so lines are missing. Run with "
-            "--report DIR to have them."
+    without_curves = [label for run, label in zip(runs, labels, strict=True) if not run.curves]
+    if without_curves:
+        notes.append(
+            f"{', '.join(without_curves)}: figures only, from --json, so lines are missing. Run "
+            "with --report DIR to have them."
         )
     return Page(
         title=f"{len(runs)} runs beside each other",
         subtitle=f"Ratios are to the first, {labels[0]}.",
-        notices=tuple(found),
+        notices=tuple(notes),
         verdict=of_runs(runs, labels),
         sections=(
             Section("summary", "Summary", (counts(runs, labels), *_latencies(runs, labels))),
@@ -73,22 +73,22 @@ def page(runs: Sequence[Record], labels: Sequence[str]) -> Page:
     )  # fmt: skip
 
 
-def style(place: int) -> tuple[int, Stroke]:
+def style(index: int) -> tuple[int, Stroke]:
     """Return a run's colour and stroke."""
-    return place % LINES, STROKES[place // LINES % len(STROKES)]
+    return index % LINES, STROKES[index // LINES % len(STROKES)]
 
 
 def _line(
-    runs: Sequence[Record], labels: Sequence[str],
-    points: Callable[[Record], tuple[Sequence[float | None], Sequence[float | None]] | None],
+    runs: Sequence[RunRecord], labels: Sequence[str],
+    points: Callable[[RunRecord], tuple[Sequence[float | None], Sequence[float | None]] | None],
     *, step: bool = False,
-) -> tuple[Line, ...]:  # fmt: skip
-    found = []
-    for place, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        there = points(run)
-        if there is not None:
-            found.append(Line(label, *there, *style(place), step=step))
-    return tuple(found)
+) -> tuple[ChartLine, ...]:  # fmt: skip
+    lines = []
+    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        xy = points(run)
+        if xy is not None:
+            lines.append(ChartLine(label, *xy, *style(index), step=step))
+    return tuple(lines)
 
 
 def _paired(values: Sequence[Any], form: Form, *, ratios: bool = True) -> list[Cell]:
@@ -104,8 +104,8 @@ def _paired(values: Sequence[Any], form: Form, *, ratios: bool = True) -> list[C
 def _ratio(above: Any, below: Any) -> float | None:
     if not isinstance(above, int | float) or not isinstance(below, int | float) or not below:
         return None
-    found = above / below
-    return found if math.isfinite(found) else None
+    quotient = above / below
+    return quotient if math.isfinite(quotient) else None
 
 
 def _headings(labels: Sequence[str]) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def _headings(labels: Sequence[str]) -> tuple[str, ...]:
     return ("", labels[0], *rest)
 
 
-def counts(runs: Sequence[Record], labels: Sequence[str]) -> Table:
+def counts(runs: Sequence[RunRecord], labels: Sequence[str]) -> ReportTable:
     """Return counts and rates of all runs, with ratios to the first."""
     rows = [
         (Cell(name), *_paired([run.figures.get(key) for run in runs], form,
@@ -122,24 +122,24 @@ def counts(runs: Sequence[Record], labels: Sequence[str]) -> Table:
     ]  # fmt: skip
     whole = [run.figures.get("poa", {}).get("whole") for run in runs]
     rows.append((Cell("Price of Anarchy"), *_paired(whole, "")))
-    return Table("counts", "Counts and rates", _headings(labels), tuple(rows))
+    return ReportTable("counts", "Counts and rates", _headings(labels), tuple(rows))
 
 
-def _latencies(runs: Sequence[Record], labels: Sequence[str]) -> tuple[Table, ...]:
+def _latencies(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[ReportTable, ...]:
     """Return a table for each figure of latency, with ratios to the first run."""
-    found = []
+    tables = []
     for key, name in LATENCIES.items():
         spreads = [run.figures.get(key) or {} for run in runs]
         rows = tuple(
-            (Cell(each), *_paired([spread.get(each) for spread in spreads], "seconds"))
-            for each in FIGURES
+            (Cell(statistic), *_paired([spread.get(statistic) for spread in spreads], "seconds"))
+            for statistic in FIGURES
         )
-        found.append(Table(f"latency-{key}", name, _headings(labels), rows))
-    return tuple(found)
+        tables.append(ReportTable(f"latency-{key}", name, _headings(labels), rows))
+    return tuple(tables)
 
 
-def _cdf(name: str, runs: Sequence[Record], labels: Sequence[str]) -> Chart:
-    def points(run: Record) -> tuple[list[float], list[float]] | None:
+def _cdf(name: str, runs: Sequence[RunRecord], labels: Sequence[str]) -> Chart:
+    def points(run: RunRecord) -> tuple[list[float], list[float]] | None:
         curve = run.curves.get(name)
         return None if curve is None else (curve.value, curve.share)
 
@@ -153,11 +153,11 @@ def _cdf(name: str, runs: Sequence[Record], labels: Sequence[str]) -> Chart:
     )
 
 
-def _attained(name: str, runs: Sequence[Record], labels: Sequence[str]) -> Chart:
-    def points(run: Record) -> tuple[list[float], list[float]] | None:
+def _attained(name: str, runs: Sequence[RunRecord], labels: Sequence[str]) -> Chart:
+    def points(run: RunRecord) -> tuple[list[float], list[float]] | None:
         if run.attainment is None:
             return None
-        curve: Curve = run.attainment.curves[name]
+        curve: Distribution = run.attainment.curves[name]
         return curve.value, curve.share
 
     return Chart(
@@ -170,40 +170,40 @@ def _attained(name: str, runs: Sequence[Record], labels: Sequence[str]) -> Chart
     )
 
 
-def attainments(runs: Sequence[Record], labels: Sequence[str]) -> Table:
+def attainments(runs: Sequence[RunRecord], labels: Sequence[str]) -> ReportTable:
     """Return the shares of offered requests that keep two limits, with ratios to the first."""
-    found = [{} if run.attainment is None else shares(run.attainment) for run in runs]
-    limits = dict.fromkeys(limit for each in found for limit in each)
+    grids = [{} if run.attainment is None else shares(run.attainment) for run in runs]
+    limits = dict.fromkeys(limit for grid in grids for limit in grid)
     rows = tuple(
         (
             Cell(f"{duration(ttft)}, {duration(tpot)}"),
-            *_paired([each.get((ttft, tpot)) for each in found], "share"),
+            *_paired([grid.get((ttft, tpot)) for grid in grids], "share"),
         )
         for ttft, tpot in limits
     )
-    return Table(
+    return ReportTable(
         "attainments", "Attainment of two limits at once: first token, and per token",
         _headings(labels), rows, "Share of all offered requests.", folded=True,
     )  # fmt: skip
 
 
-def shares(found: Attainment) -> dict[tuple[float, float], float]:
+def shares(attainment: Attainment) -> dict[tuple[float, float], float]:
     """Return a grid of attainment by (limit of first token, limit per token)."""
     return {
         (ttft, tpot): share
-        for ttft, row in zip(found.ttft_s, found.grid, strict=True)
-        for tpot, share in zip(found.tpot_s, row, strict=True)
+        for ttft, row in zip(attainment.ttft_s, attainment.grid, strict=True)
+        for tpot, share in zip(attainment.tpot_s, row, strict=True)
     }
 
 
-def _loads(runs: Sequence[Record], labels: Sequence[str]) -> tuple[Chart, ...]:
+def _loads(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[Chart, ...]:
     """Return latency against throughput, and against requests in flight."""
     ranges = []
-    for place, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        rate, found = run.figures.get("throughput_rps"), run.figures["ttft_s"]
-        if rate and found["p50"] is not None:
-            pair = [found["p50"], found["p99"]]
-            ranges.append(Line(label, [rate, rate], pair, *style(place), marks=True))
+    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        rate, ttft = run.figures.get("throughput_rps"), run.figures["ttft_s"]
+        if rate and ttft["p50"] is not None:
+            pair = [ttft["p50"], ttft["p99"]]
+            ranges.append(ChartLine(label, [rate, rate], pair, *style(index), marks=True))
     overall = Chart(
         "ttft-throughput", "Time to first token against throughput",
         "A run's p50, and its p99 above.",
@@ -219,28 +219,28 @@ def _loads(runs: Sequence[Record], labels: Sequence[str]) -> tuple[Chart, ...]:
 
 
 def _against(
-    id_: str, title: str, figure: str, runs: Sequence[Record], labels: Sequence[str]
+    id_: str, title: str, figure: str, runs: Sequence[RunRecord], labels: Sequence[str]
 ) -> Chart:
-    def points(run: Record) -> tuple[list[float], list[float]] | None:
-        there = [each for each in run.load if getattr(each, figure) is not None]
-        found = [each.inflight for each in there], [getattr(each, figure)[1] for each in there]
-        return found if there else None
+    def points(run: RunRecord) -> tuple[list[float], list[float]] | None:
+        points_ = [point for point in run.load if getattr(point, figure) is not None]
+        xy = [point.inflight for point in points_], [getattr(point, figure)[1] for point in points_]
+        return xy if points_ else None
 
     unit: Unit = "seconds"
     note = "By the requests under way when a request was meant to be sent."
     return Chart(
         id_, title, note, Axis("requests in flight"), Axis("latency", unit, log=True),
-        tuple(Line(x.name, x.x, x.y, x.colour, x.stroke, marks=True)
+        tuple(ChartLine(x.name, x.x, x.y, x.colour, x.stroke, marks=True)
               for x in _line(runs, labels, points)),
     )  # fmt: skip
 
 
-def _timelines(runs: Sequence[Record], labels: Sequence[str]) -> tuple[Chart, ...]:
-    found = []
+def _timelines(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[Chart, ...]:
+    charts = []
     for key, parts, title, axis in _OVER_TIME:
 
         def points(
-            run: Record, parts: tuple[str, ...] = parts
+            run: RunRecord, parts: tuple[str, ...] = parts
         ) -> tuple[list[float], list[float | None]] | None:
             if run.samples is None:
                 return None
@@ -251,21 +251,21 @@ def _timelines(runs: Sequence[Record], labels: Sequence[str]) -> tuple[Chart, ..
             ]
 
         lines = _line(runs, labels, points, step=key in ("regime", "poa"))
-        found.append(Chart(f"time-{key}", title, "", TIME, axis, lines))
-    return tuple(found)
+        charts.append(Chart(f"time-{key}", title, "", TIME, axis, lines))
+    return tuple(charts)
 
 
-def differences(runs: Sequence[Record], labels: Sequence[str]) -> Table:
+def differences(runs: Sequence[RunRecord], labels: Sequence[str]) -> ReportTable:
     """Return the settings that are not the same in all runs."""
     known = [(run, label) for run, label in zip(runs, labels, strict=True) if run.config]
     settings = [flat(run.config) for run, _ in known]
-    keys = dict.fromkeys(key for each in settings for key in each)
+    keys = dict.fromkeys(key for setting in settings for key in setting)
     rows = tuple(
-        (Cell(key), *(Cell(said(each[key]) if key in each else None) for each in settings))
+        (Cell(key), *(Cell(said(setting[key]) if key in setting else None) for setting in settings))
         for key in keys
-        if any(key not in each or each[key] != settings[0].get(key) for each in settings)
+        if any(key not in setting or setting[key] != settings[0].get(key) for setting in settings)
     )
     note = "" if rows else "All settings that are known are the same."
-    return Table(
+    return ReportTable(
         "differences", "What differs", ("setting", *(label for _, label in known)), rows, note
     )

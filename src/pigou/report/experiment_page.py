@@ -1,4 +1,4 @@
-"""The page of an experiment: figures against concurrency, beside what the paper found."""
+"""The page of an experiment: figures against concurrency, with the paper's."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pigou.report.figure import LINES, STROKES, Axis, Chart, Figure, Line
+from pigou.report.figure import LINES, STROKES, Axis, Chart, ChartLine, Figure
 from pigou.report.page import Page, Section
-from pigou.report.table import Cell, Form, Table
+from pigou.report.table import Cell, Form, ReportTable
 from pigou.report.verdict import of_rows
 
 Row = Mapping[str, Any]
@@ -49,7 +49,7 @@ def page(
         title: of the page.
         subtitle: of the page.
         against: the level; concurrency where it changes, else a setting that does.
-        paper: what the paper found, rows of the same form, joined by the level.
+        paper: the paper's figures, rows of the same form, joined by the level.
         figures: columns to draw; the known ones, unless given.
 
     Raises:
@@ -75,17 +75,17 @@ def _sections(
     for row in rows:
         if not _number(row.get(against)):
             raise ValueError(f"a row has no number {against!r}: {dict(row)}")
-    kinds = _kinds(_joined(rows, paper, against), against)
+    kinds = _kinds(_with_paper(rows, paper, against), against)
     names = tuple(figures) or _columns(rows, against)
     if not names:
         raise ValueError(f"rows have no numbers but {against!r}: there is nothing to draw")
-    missing = [each for each in names if not any(_number(row.get(each)) for row in rows)]
+    missing = [figure for figure in names if not any(_number(row.get(figure)) for row in rows)]
     if missing:
         raise ValueError(f"figures are {list(names)}, but no row has {', '.join(missing)}")
-    charts: tuple[Figure, ...] = tuple(_chart(each, kinds, against, front) for each in names)
+    charts: tuple[Figure, ...] = tuple(_chart(figure, kinds, against, front) for figure in names)
     tables = tuple(
-        _table(f"{front}rows-{place}", kind, mine, names, against)
-        for place, (kind, mine) in enumerate(kinds.items())
+        _table(f"{front}rows-{index}", kind, rows_of_kind, names, against)
+        for index, (kind, rows_of_kind) in enumerate(kinds.items())
     )
     if front:
         return [Section(name, name, (*charts, *tables))]
@@ -101,64 +101,64 @@ def _changes(name: str, rows: Sequence[Row]) -> bool:
 
 
 def _level(rows: Sequence[Row]) -> str:
-    found = [each for each in ("concurrency", *SETTINGS) if _changes(each, rows)]
-    return found[0] if found else "concurrency"
+    axes = [name for name in ("concurrency", *SETTINGS) if _changes(name, rows)]
+    return axes[0] if axes else "concurrency"
 
 
-def _joined(rows: Sequence[Row], paper: Sequence[Row], against: str) -> list[Row]:
-    """Return rows with what the paper found for each, as `paper`."""
-    known = {row.get(against): row for row in paper}
+def _with_paper(rows: Sequence[Row], paper: Sequence[Row], against: str) -> list[Row]:
+    """Return rows with the paper's figures of each, as `paper`."""
+    papers = {row.get(against): row for row in paper}
     return [
         row if isinstance(row.get("paper"), Mapping)
-        else {**row, "paper": known.get(row[against], {})}
+        else {**row, "paper": papers.get(row[against], {})}
         for row in rows
     ]  # fmt: skip
 
 
 def _columns(rows: Sequence[Row], against: str) -> tuple[str, ...]:
-    known = [each for each in FIGURES if any(_number(row.get(each)) for row in rows)]
-    every = dict.fromkeys(
+    known = [name for name in FIGURES if any(_number(row.get(name)) for row in rows)]
+    others = dict.fromkeys(
         key for row in rows for key, value in row.items()
         if _number(value) and key not in (against, "seed", "concurrency", *SETTINGS)
     )  # fmt: skip
-    return tuple(known or every)
+    return tuple(known or others)
 
 
 def _kinds(rows: Sequence[Row], against: str) -> dict[str, list[Row]]:
-    """Return rows by what tells them apart: settings, and texts that are no findings."""
+    """Return rows by kind: by their settings, and by texts that are no results."""
     keys = dict.fromkeys(
         key for row in rows for key, value in row.items()
         if (isinstance(value, str) and not key.startswith("regime") and key != "experiment")
         or (key in SETTINGS and key != against)
     )  # fmt: skip
     telling = [key for key in keys if len({row.get(key) for row in rows}) > 1]
-    found: dict[str, list[Row]] = {}
+    kinds: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row[against]):
         parts = (
             f"{key.replace('_', ' ')} {row[key]:g}" if _number(row.get(key)) else str(row[key])
             for key in telling
             if row.get(key) not in (None, "")
         )
-        found.setdefault(", ".join(parts) or "ours", []).append(row)
-    return found
+        kinds.setdefault(", ".join(parts) or "ours", []).append(row)
+    return kinds
 
 
 def _chart(name: str, kinds: Mapping[str, Sequence[Row]], against: str, front: str) -> Chart:
     title, unit = FIGURES.get(name, (name, name))
     lines = []
-    theirs = [
+    papers = [
         [(row[against], row["paper"][name]) for row in rows if _number(row["paper"].get(name))]
         for rows in kinds.values()
     ]
-    alike = all(each == theirs[0] for each in theirs)
-    for place, (kind, rows) in enumerate(kinds.items()):
-        colour, stroke = place % LINES, STROKES[place // LINES % len(STROKES)]
+    same_for_all = all(points_ == papers[0] for points_ in papers)
+    for index, (kind, rows) in enumerate(kinds.items()):
+        colour, stroke = index % LINES, STROKES[index // LINES % len(STROKES)]
         points = [(row[against], row[name]) for row in rows if _number(row.get(name))]
         lines.append(_line(kind, points, colour, stroke))
-        if theirs[place] and not alike:
-            lines.append(_line(f"{kind}: the paper", theirs[place], colour, "dot"))
-    if theirs[0] and alike:
-        lines.insert(0, _line("the paper", theirs[0], -1, "dash"))
+        if papers[index] and not same_for_all:
+            lines.append(_line(f"{kind}: the paper", papers[index], colour, "dot"))
+    if papers[0] and same_for_all:
+        lines.insert(0, _line("the paper", papers[0], -1, "dash"))
     wide = _wide([value for line in lines for value in line.y if value is not None])
     levels = [value for line in lines for value in line.x if value is not None]
     share = name == "attainment" or name.endswith("_share")
@@ -170,31 +170,35 @@ def _chart(name: str, kinds: Mapping[str, Sequence[Row]], against: str, front: s
     return Chart(f"{front}{name}", title, "", x, y, tuple(lines))
 
 
-def _line(name: str, points: Sequence[tuple[float, float]], colour: int, stroke: Any) -> Line:
-    return Line(name, [x for x, _ in points], [y for _, y in points], colour, stroke, marks=True)
+def _line(name: str, points: Sequence[tuple[float, float]], colour: int, stroke: Any) -> ChartLine:
+    return ChartLine(
+        name, [x for x, _ in points], [y for _, y in points], colour, stroke, marks=True
+    )
 
 
 def _wide(values: Sequence[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) >= _WIDE
 
 
-def _table(id_: str, title: str, rows: Sequence[Row], names: Sequence[str], against: str) -> Table:
+def _table(
+    id_: str, title: str, rows: Sequence[Row], names: Sequence[str], against: str
+) -> ReportTable:
     """Return rows in figures, with the paper's, and the relative error, where it has some."""
-    beside = [name for name in names if any(_number(row["paper"].get(name)) for row in rows)]
+    printed = [name for name in names if any(_number(row["paper"].get(name)) for row in rows)]
     columns = [against.replace("_", " ")]
     for name in names:
-        columns += [name, "paper", "error"] if name in beside else [name]
+        columns += [name, "paper", "error"] if name in printed else [name]
     cells = []
     for row in rows:
         line = [Cell(row[against])]
         for name in names:
             form: Form = "seconds" if name.endswith("_s") else ""
-            mine = row[name] if _number(row.get(name)) else None
-            line.append(Cell(mine, form))
-            if name in beside:
-                found = row["paper"].get(name)
-                theirs = found if _number(found) else None
-                error = mine / theirs - 1.0 if mine is not None and theirs else None
-                line += [Cell(theirs, form), Cell(error, "signed")]
+            own = row[name] if _number(row.get(name)) else None
+            line.append(Cell(own, form))
+            if name in printed:
+                value = row["paper"].get(name)
+                paper_value = value if _number(value) else None
+                error = own / paper_value - 1.0 if own is not None and paper_value else None
+                line += [Cell(paper_value, form), Cell(error, "signed")]
         cells.append(tuple(line))
-    return Table(id_, title, tuple(columns), tuple(cells))
+    return ReportTable(id_, title, tuple(columns), tuple(cells))

@@ -1,4 +1,4 @@
-"""Figures: what is to be drawn, for whoever draws it. One description, a page's and a picture's."""
+"""Figures: descriptions of charts, which pages (Plotly) and pictures (PNG) both draw."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """One line; None is a gap.
 
     Attributes:
         name: in the legend.
         x: values, (points,).
         y: values, (points,).
-        colour: place in the palette; -1 for the muted colour, of what others found.
+        colour: index in the palette; -1 for the muted colour of the paper's figures.
         stroke: how it is drawn.
         step: whether it stays until the next point.
         marks: whether points are shown.
@@ -75,12 +75,12 @@ class Chart:
     note: str
     x: Axis
     y: Axis
-    lines: tuple[Line, ...]
+    lines: tuple[ChartLine, ...]
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to draw."""
-        return not any(drawn(line, self) for line in self.lines)
+        return not any(drawn(line_colour, self) for line_colour in self.lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,35 +136,35 @@ class Heat:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to draw."""
-        return not self._there()
+        return not self._values()
 
-    def _there(self) -> list[float]:
+    def _values(self) -> list[float]:
         return sorted(value for row in self.z for value in row if value is not None)
 
     @property
     def top(self) -> float:
-        """The value of the strongest colour, also of all above: few peaks do not hide the rest."""
-        there = self._there()
-        high = there[math.ceil(0.95 * len(there)) - 1]
-        return (high if 0.0 < high < there[-1] / 3 else there[-1]) or 1.0
+        """The value of the strongest colour; larger ones share it, lest peaks hide the rest."""
+        values = self._values()
+        high = values[math.ceil(0.95 * len(values)) - 1]
+        return (high if 0.0 < high < values[-1] / 3 else values[-1]) or 1.0
 
     @property
     def scale(self) -> str:
-        """What the colours are, and whether they end below the most."""
-        if self._there()[-1] <= self.top:
+        """The label of the colours, and whether larger values exist."""
+        if self._values()[-1] <= self.top:
             return self.unit.title
-        most = duration(self.top) if self.unit.unit == "seconds" else significant(self.top)
-        return f"{self.unit.title}, up to {most} and more"
+        top = duration(self.top) if self.unit.unit == "seconds" else significant(self.top)
+        return f"{self.unit.title}, up to {top} and more"
 
 
 Figure = Chart | Bars | Heat
 
 
-def drawn(line: Line, chart: Chart) -> list[tuple[float, float]]:
+def drawn(line_colour: ChartLine, chart: Chart) -> list[tuple[float, float]]:
     """Return the points of a line that its chart can show."""
     return [
         (x, y)
-        for x, y in zip(line.x, line.y, strict=True)
+        for x, y in zip(line_colour.x, line_colour.y, strict=True)
         if x is not None and y is not None and _shows(chart.x, x) and _shows(chart.y, y)
     ]
 
@@ -174,8 +174,8 @@ def _shows(axis: Axis, value: float) -> bool:
 
 
 def extent(chart: Chart) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return ((least x, most x), (least y, most y)) of what a chart shows; it is not empty."""
-    points = [point for line in chart.lines for point in drawn(line, chart)]
+    """Return ((min x, max x), (min y, max y)) of a chart that is not empty."""
+    points = [point for line_colour in chart.lines for point in drawn(line_colour, chart)]
     xs, ys = zip(*points, strict=True)
     return (min(xs), max(xs)), (min(ys), max(ys))
 
@@ -191,22 +191,22 @@ def ticks(axis: Axis, low: float, high: float) -> tuple[tuple[float, str], ...]:
         return tuple((value, _label(value, axis.unit)) for value in even(low, high))
     steps = (1,) if span > 3 else (1, 3) if span > 1.6 else (1, 2, 5)
     every = 2 if span > 6 else 1
-    found = []
+    marks = []
     for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
         if power % every:
             continue
         for step in steps:
             value = step * 10.0**power
             if low / 1.001 <= value <= high * 1.001:
-                found.append((value, _label(value, axis.unit)))
-    return tuple(found)
+                marks.append((value, _label(value, axis.unit)))
+    return tuple(marks)
 
 
 def even(low: float, high: float) -> list[float]:
     """Return about five round values at even distances, from `low` to `high`."""
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= raw)
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
@@ -250,8 +250,8 @@ def significant(value: float, digits: int = 4, *, keep: bool = False) -> str:
 def padded(low: float, high: float, axis: Axis) -> tuple[float, float]:
     """Return a range around values, with some room."""
     if axis.ticks:
-        places = [value for value, _ in axis.ticks]
-        return min(low, *places) - 0.3, max(high, *places) + 0.3
+        values = [value for value, _ in axis.ticks]
+        return min(low, *values) - 0.3, max(high, *values) + 0.3
     if axis.log:
         room = max(0.04 * math.log10(high / low), 0.05)
         return low / 10**room, high * 10**room
@@ -264,7 +264,7 @@ def padded(low: float, high: float, axis: Axis) -> tuple[float, float]:
 
 def loose(chart: Chart) -> bool:
     """Whether points are shown, which need room at the sides."""
-    return any(line.marks or line.bare for line in chart.lines)
+    return any(line_colour.marks or line_colour.bare for line_colour in chart.lines)
 
 
 Theme = Literal["light", "dark"]
@@ -290,6 +290,6 @@ LINES: Final = 8
 STROKES: Final[tuple[Stroke, ...]] = ("solid", "dash", "dot")
 
 
-def line(place: int) -> str:
-    """Return the name of a line's colour; -1 is that of what others found."""
-    return "muted" if place < 0 else f"c{place % LINES}"
+def line_colour(index: int) -> str:
+    """Return the name of a line's colour; -1 is that of the paper's figures."""
+    return "muted" if index < 0 else f"c{index % LINES}"

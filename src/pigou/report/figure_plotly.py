@@ -11,9 +11,9 @@ from pigou.report.figure import (
     Axis,
     Bars,
     Chart,
+    ChartLine,
     Figure,
     Heat,
-    Line,
     Values,
     duration,
     extent,
@@ -31,12 +31,12 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 
 def drawing(figure: Figure) -> dict[str, Any]:
     """Return `{id, data, layout}` for Plotly; the figure is not empty."""
     if isinstance(figure, Chart):
-        found = _chart(figure)
+        parts = _chart(figure)
     elif isinstance(figure, Bars):
-        found = _bars(figure)
+        parts = _bars(figure)
     else:
-        found = _heat(figure)
-    return {"id": figure.id, **found}
+        parts = _heat(figure)
+    return {"id": figure.id, **parts}
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
@@ -48,19 +48,19 @@ def _chart(chart: Chart) -> dict[str, Any]:
     return {"data": [_line(line, chart) for line in chart.lines], "layout": layout}
 
 
-def _aligned(lines: Sequence[Line]) -> bool:
+def _aligned(lines: Sequence[ChartLine]) -> bool:
     return not lines[0].bare and all(list(line.x) == list(lines[0].x) for line in lines)
 
 
-def _line(line: Line, chart: Chart) -> dict[str, Any]:
-    colour = "@" + figure.line(line.colour)
+def _line(line: ChartLine, chart: Chart) -> dict[str, Any]:
+    colour = "@" + figure.line_colour(line.colour)
     mode = "markers" if line.bare else "lines+markers" if line.marks else "lines"
     return {
         "type": "scatter",
         "name": line.name,
         "mode": mode,
-        "x": _kept(line.x, chart.x),
-        "y": _kept(line.y, chart.y),
+        "x": _drawable(line.x, chart.x),
+        "y": _drawable(line.y, chart.y),
         "line": {
             "color": colour, "width": 2, "dash": line.stroke,
             "shape": "hv" if line.step else "linear",
@@ -68,8 +68,8 @@ def _line(line: Line, chart: Chart) -> dict[str, Any]:
         "marker": {"color": colour, "size": 7},
         "connectgaps": False,
         "cliponaxis": not (line.marks or line.bare),
-        "text": [_said(value, chart.y) for value in line.y],
-        "customdata": [_said(value, chart.x) for value in line.x],
+        "text": [_hover_text(value, chart.y) for value in line.y],
+        "customdata": [_hover_text(value, chart.x) for value in line.x],
         "hovertemplate": "%{text}<extra>%{fullData.name}</extra>"
         if _aligned(chart.lines)
         else "%{customdata}: %{text}<extra>%{fullData.name}</extra>",
@@ -78,8 +78,10 @@ def _line(line: Line, chart: Chart) -> dict[str, Any]:
 
 def _bars(bars: Bars) -> dict[str, Any]:
     layout = _layout(110 + _ROW * len(bars.rows), len(bars.parts))
-    most = max(sum(values[k] or 0.0 for _, values in bars.parts) for k in range(len(bars.rows)))
-    layout["xaxis"] = _axis(bars.x, 0.0, most)
+    total_length = max(
+        sum(values[k] or 0.0 for _, values in bars.parts) for k in range(len(bars.rows))
+    )
+    layout["xaxis"] = _axis(bars.x, 0.0, total_length)
     layout["yaxis"] = {"autorange": "reversed", "automargin": True, "tickfont": {"color": "@ink"}}
     layout["legend"]["traceorder"] = "normal"
     layout |= {"barmode": "stack", "bargap": 0.35, "hovermode": "closest"}
@@ -91,14 +93,14 @@ def _bars(bars: Bars) -> dict[str, Any]:
             "x": list(values),
             "y": list(bars.rows),
             "marker": {
-                "color": f"@c{place}",
+                "color": f"@c{index}",
                 "line": {"color": "@paper", "width": 1},
             },
-            "text": [_said(value, bars.x) for value in values],
+            "text": [_hover_text(value, bars.x) for value in values],
             "textposition": "none",
             "hovertemplate": "%{y}: %{text}<extra>%{fullData.name}</extra>",
         }
-        for place, (name, values) in enumerate(bars.parts)
+        for index, (name, values) in enumerate(bars.parts)
     ]
     return {"data": data, "layout": layout}
 
@@ -106,8 +108,8 @@ def _bars(bars: Bars) -> dict[str, Any]:
 def _heat(heat: Heat) -> dict[str, Any]:
     rows = len(heat.rows)
     layout = _layout(min(640, 110 + max(6, min(22, 560 // rows)) * rows), 0)
-    there = [value for value in heat.xs if value is not None]
-    layout["xaxis"] = _axis(heat.x, min(there), max(there), tight=True)
+    xs = [value for value in heat.xs if value is not None]
+    layout["xaxis"] = _axis(heat.x, min(xs), max(xs), tight=True)
     layout["yaxis"] = {
         "autorange": "reversed", "automargin": True, "type": "category",
         "tickfont": {"size": 11, "color": "@ink"}, "showgrid": False,
@@ -163,7 +165,7 @@ def _layout(height: int, entries: int) -> dict[str, Any]:
 
 def _axis(axis: Axis, low: float, high: float, *, tight: bool = False) -> dict[str, Any]:
     """Return an axis over these values; a tight one leaves no room around them."""
-    found: dict[str, Any] = {
+    layout: dict[str, Any] = {
         "title": {"text": axis.title, "font": {"color": "@muted", "size": 12.5}, "standoff": 10},
         "gridcolor": "@grid",
         "linecolor": "@grid",
@@ -171,27 +173,27 @@ def _axis(axis: Axis, low: float, high: float, *, tight: bool = False) -> dict[s
         "automargin": True,
         "tickfont": {"color": "@muted", "size": 12},
     }
-    least, most = padded(low, high, axis)
+    low_, high_ = padded(low, high, axis)
     if tight and not axis.log and high > low:
-        least, most = low, high
-    marks = ticks(axis, least, most)
+        low_, high_ = low, high
+    marks = ticks(axis, low_, high_)
     if marks:
-        found |= {
+        layout |= {
             "tickvals": [value for value, _ in marks],
             "ticktext": [text for _, text in marks],
         }
     elif axis.unit == "share":
-        found["tickformat"] = ".3~p"
+        layout["tickformat"] = ".3~p"
     else:
-        found["separatethousands"] = True
+        layout["separatethousands"] = True
     if axis.log:
-        found |= {"type": "log", "range": [math.log10(least), math.log10(most)]}
+        layout |= {"type": "log", "range": [math.log10(low_), math.log10(high_)]}
     else:
-        found["range"] = [least, most]
-    return found
+        layout["range"] = [low_, high_]
+    return layout
 
 
-def _kept(values: Values, axis: Axis) -> list[float | None]:
+def _drawable(values: Values, axis: Axis) -> list[float | None]:
     """Return values with those left out that a logarithmic axis cannot show."""
     return [
         value
@@ -201,12 +203,12 @@ def _kept(values: Values, axis: Axis) -> list[float | None]:
     ]
 
 
-def _said(value: float | None, axis: Axis) -> str:
-    """Return how a value reads under the pointer."""
+def _hover_text(value: float | None, axis: Axis) -> str:
+    """Return a value as text under the pointer."""
     if value is None:
         return "–"
-    for place, label in axis.ticks:
-        if value == place:
+    for tick, label in axis.ticks:
+        if value == tick:
             return label
     if axis.unit == "seconds":
         return duration(value)

@@ -49,7 +49,7 @@ def png(figure: Figure, path: Path) -> None:
         _bars(axes, figure)
     else:
         _heat(canvas, axes, figure)
-    _plain(axes)
+    _style_axes(axes)
     canvas.savefig(path, dpi=_DPI, metadata={"Software": None})
 
 
@@ -62,7 +62,7 @@ def _chart(axes: Any, chart: Chart) -> None:
         ]
         xs, ys = zip(*points, strict=True) if points else ((), ())
         axes.plot(
-            xs, ys, label=line.name, color=_COLOURS[figure.line(line.colour)], linewidth=1.6,
+            xs, ys, label=line.name, color=_COLOURS[figure.line_colour(line.colour)], linewidth=1.6,
             linestyle="none" if line.bare else _STROKES[line.stroke], markersize=4,
             marker="o" if line.marks or line.bare else None,
             drawstyle="steps-post" if line.step else "default",
@@ -73,17 +73,17 @@ def _chart(axes: Any, chart: Chart) -> None:
 
 
 def _bars(axes: Any, bars: Bars) -> None:
-    places = range(len(bars.rows))
+    rows = range(len(bars.rows))
     begin = [0.0] * len(bars.rows)
     for number, (name, values) in enumerate(bars.parts):
         lengths = [value or 0.0 for value in values]
-        colour = _COLOURS[figure.line(number)]
+        colour = _COLOURS[figure.line_colour(number)]
         axes.barh(
-            places, lengths, left=begin, label=name, color=colour, height=0.62,
+            rows, lengths, left=begin, label=name, color=colour, height=0.62,
             edgecolor=_COLOURS["paper"], linewidth=0.6,
         )  # fmt: skip
         begin = [a + b for a, b in zip(begin, lengths, strict=True)]
-    axes.set_yticks(places, bars.rows)
+    axes.set_yticks(rows, bars.rows)
     axes.invert_yaxis()
     _axis(axes.xaxis, axes.set_xlim, axes.set_xscale, bars.x, 0.0, max(begin))
     _legend(axes, len(bars.parts))
@@ -94,14 +94,14 @@ def _heat(canvas: Canvas, axes: Any, heat: Heat) -> None:
         "pigou", [_COLOURS[name] for name in ("h0", "h1", "h2")]
     )
     z = [[float("nan") if value is None else value for value in row] for row in heat.z]
-    there = [value for value in heat.xs if value is not None]
+    xs = [value for value in heat.xs if value is not None]
     image = axes.imshow(
         z, aspect="auto", cmap=scale, interpolation="nearest", vmin=0.0, vmax=heat.top,
-        extent=(min(there), max(there) if len(there) > 1 else min(there) + 1, len(heat.rows), 0),
+        extent=(min(xs), max(xs) if len(xs) > 1 else min(xs) + 1, len(heat.rows), 0),
     )  # fmt: skip
     every = max(1, len(heat.rows) // 24)
     axes.set_yticks(
-        [place + 0.5 for place in range(0, len(heat.rows), every)], heat.rows[::every], fontsize=7
+        [row + 0.5 for row in range(0, len(heat.rows), every)], heat.rows[::every], fontsize=7
     )
     axes.set_xlabel(heat.x.title)
     bar = canvas.colorbar(image, ax=axes, label=heat.scale, pad=0.01)
@@ -118,14 +118,14 @@ def _heat(canvas: Canvas, axes: Any, heat: Heat) -> None:
 def _axis(
     axis: Any, limit: Any, scale: Any, what: Axis, low: float, high: float, *, tight: bool = False
 ) -> None:
-    least, most = padded(low, high, what)
+    low_, high_ = padded(low, high, what)
     if tight and not what.log and high > low:
-        least, most = low, high
+        low_, high_ = low, high
     if what.log:
         scale("log")
-    limit(least, most)
+    limit(low_, high_)
     axis.set_label_text(what.title)
-    marks = ticks(what, least, most)
+    marks = ticks(what, low_, high_)
     if marks:
         axis.set_major_locator(FixedLocator([value for value, _ in marks]))
         axis.set_major_formatter(FixedFormatter([text for _, text in marks]))
@@ -144,7 +144,7 @@ def _legend(axes: Any, entries: int) -> None:
         )  # fmt: skip
 
 
-def _plain(axes: Any) -> None:
+def _style_axes(axes: Any) -> None:
     axes.set_facecolor(_COLOURS["paper"])
     if not axes.images:
         axes.grid(True, color=_COLOURS["grid"], linewidth=0.7)

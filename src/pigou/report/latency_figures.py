@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pigou.report.figure import Axis, Bars, Chart, Line
-from pigou.report.run_record import Attainment, Curve, Load, Record, Stage
-from pigou.report.table import Cell, Table, row
+from pigou.report.figure import Axis, Bars, Chart, ChartLine
+from pigou.report.run_record import Attainment, Distribution, LoadPoint, RunRecord, Stage
+from pigou.report.table import Cell, ReportTable, row
 
-#: Figure -> how it is called.
+#: Figure -> its name.
 LATENCIES = {
     "ttft_s": "Time to first token",
     "itl_s": "Between tokens",
@@ -24,10 +24,10 @@ SECONDS = Axis("latency", "seconds", log=True)
 _SHARE = "share of served requests"
 
 
-def latencies(figures: Mapping[str, Any]) -> Table:
+def latencies(figures: Mapping[str, Any]) -> ReportTable:
     """Return the table of latencies, from the figures of a run."""
     rows = tuple(
-        row(name, [figures[key][each] for each in FIGURES], "seconds")
+        row(name, [figures[key][statistic] for statistic in FIGURES], "seconds")
         for key, name in LATENCIES.items()
         if isinstance(figures.get(key), dict)
     )
@@ -35,19 +35,19 @@ def latencies(figures: Mapping[str, Any]) -> Table:
         "From the time that the client meant to send, unless it says from sending. A percentile is "
         "the k-th smallest of n values, k = share times n, rounded up; served requests only."
     )
-    return Table("latencies", "Latencies", ("", *FIGURES), rows, note)
+    return ReportTable("latencies", "Latencies", ("", *FIGURES), rows, note)
 
 
-def _lines(curves: Mapping[str, Curve], names: Sequence[str]) -> tuple[Line, ...]:
+def _lines(curves: Mapping[str, Distribution], names: Sequence[str]) -> tuple[ChartLine, ...]:
     return tuple(
-        Line(LATENCIES[name], curves[name].value, curves[name].share, place)
-        for place, name in enumerate(names)
+        ChartLine(LATENCIES[name], curves[name].value, curves[name].share, index)
+        for index, name in enumerate(names)
         if name in curves
     )
 
 
-def request_cdf(run: Record) -> Chart:
-    """Return the distributions of what a request sees."""
+def request_cdf(run: RunRecord) -> Chart:
+    """Return the distributions of requests' latencies."""
     return Chart(
         "latency-cdf",
         "Latency of requests",
@@ -59,7 +59,7 @@ def request_cdf(run: Record) -> Chart:
     )
 
 
-def token_cdf(run: Record) -> Chart:
+def token_cdf(run: RunRecord) -> Chart:
     """Return the distributions of the gaps between tokens."""
     return Chart(
         "token-cdf",
@@ -71,13 +71,13 @@ def token_cdf(run: Record) -> Chart:
     )
 
 
-def stages(found: Sequence[Stage]) -> Bars:
-    """Return where the time of requests went."""
+def stage_bars(stages_: Sequence[Stage]) -> Bars:
+    """Return the time of requests by stage."""
     parts = (
-        ("at the client", [each.client_s for each in found]),
-        ("until workers are chosen", [each.queue_s for each in found]),
-        ("to the first token", [each.first_s for each in found]),
-        ("streaming", [each.stream_s for each in found]),
+        ("at the client", [stage.client_s for stage in stages_]),
+        ("until workers are chosen", [stage.queue_s for stage in stages_]),
+        ("to the first token", [stage.first_s for stage in stages_]),
+        ("streaming", [stage.stream_s for stage in stages_]),
     )
     return Bars(
         "stages",
@@ -85,14 +85,14 @@ def stages(found: Sequence[Stage]) -> Bars:
         "Means of served requests, grouped by their end-to-end time. The way to the fleet counts "
         "to the second part.",
         Axis("mean time", "seconds", zero=True),
-        tuple(f"{each.group} ({each.requests:,})" for each in found),
+        tuple(f"{stage.group} ({stage.requests:,})" for stage in stages_),
         parts,
     )
 
 
-def attainment_curve(found: Attainment | None) -> Chart:
+def attainment_curve(attainment: Attainment | None) -> Chart:
     """Return the share of all offered requests that a limit lets pass."""
-    lines = () if found is None else _lines(found.curves, ("ttft_s", "tpot_s", "e2e_s"))
+    lines = () if attainment is None else _lines(attainment.curves, ("ttft_s", "tpot_s", "e2e_s"))
     return Chart(
         "attainment",
         "Attainment by limit",
@@ -104,53 +104,56 @@ def attainment_curve(found: Attainment | None) -> Chart:
     )
 
 
-def attainment_grid(found: Attainment) -> Table:
+def attainment_grid(attainment: Attainment) -> ReportTable:
     """Return the share of all offered requests that keeps two limits at once."""
     rows = tuple(
         (Cell(ttft, "seconds"), *(Cell(share, "share", tint=share) for share in shares))
-        for ttft, shares in zip(found.ttft_s, found.grid, strict=True)
+        for ttft, shares in zip(attainment.ttft_s, attainment.grid, strict=True)
     )
-    columns = ("first token within", *(f"{1000 * limit:g} ms per token" for limit in found.tpot_s))
-    return Table(
+    columns = (
+        "first token within",
+        *(f"{1000 * limit:g} ms per token" for limit in attainment.tpot_s),
+    )
+    return ReportTable(
         "attainment-grid",
         "Attainment of two limits at once",
         columns,
         rows,
-        f"Share of the {found.offered:,} offered requests. One with a single token has no time per "
-        "token, and keeps every limit of it.",
+        f"Share of the {attainment.offered_requests:,} offered requests. One with a single token "
+        "has no time per token, and keeps every limit of it.",
     )
 
 
-def load_curve(id_: str, title: str, figure: str, load: Sequence[Load]) -> Chart:
+def load_curve(id_: str, title: str, figure: str, load: Sequence[LoadPoint]) -> Chart:
     """Return p50 and p99 of a latency against the requests in flight."""
-    there = [each for each in load if getattr(each, figure) is not None]
-    x = [each.inflight for each in there]
+    points = [point for point in load if getattr(point, figure) is not None]
+    x = [point.inflight for point in points]
     lines = tuple(
-        Line(name, x, [getattr(each, figure)[place] for each in there], place, marks=True)
-        for place, name in enumerate(("p50", "p99"))
+        ChartLine(name, x, [getattr(point, figure)[index] for point in points], index, marks=True)
+        for index, name in enumerate(("p50", "p99"))
     )
-    least = min((each.requests for each in load), default=0)
+    min_requests = min((point.requests for point in load), default=0)
     return Chart(
         id_,
         title,
         "By the requests under way when a request was meant to be sent, itself counted; each point "
-        f"is of at least {least} served requests.",
+        f"is of at least {min_requests} served requests.",
         Axis("requests in flight"),
         Axis("latency", "seconds", log=True),
         lines,
     )
 
 
-def load_table(load: Sequence[Load]) -> Table:
+def load_table(load: Sequence[LoadPoint]) -> ReportTable:
     """Return latency against load in figures."""
     rows = []
-    for each in load:
-        tpot = (None, None) if each.tpot_s is None else each.tpot_s
-        values = (*each.ttft_s, *tpot, *each.e2e_s)
+    for point in load:
+        tpot = (None, None) if point.tpot_s is None else point.tpot_s
+        values = (*point.ttft_s, *tpot, *point.e2e_s)
         seconds = [Cell(value, "seconds") for value in values]
-        rows.append((Cell(each.inflight), Cell(each.requests), *seconds))
+        rows.append((Cell(point.inflight), Cell(point.requests), *seconds))
     columns = (
         "in flight", "requests", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "E2E p50",
         "E2E p99",
     )  # fmt: skip
-    return Table("load", "Latency against load", columns, tuple(rows), folded=True)
+    return ReportTable("load", "Latency against load", columns, tuple(rows), folded=True)

@@ -17,14 +17,14 @@ from plotly.offline import get_plotlyjs
 
 from pigou.report.figure import COLOURS, Figure
 from pigou.report.figure_plotly import drawing
-from pigou.report.run_record import Record
-from pigou.report.table import Cell, Table, numbers
-from pigou.report.verdict import Verdict
+from pigou.report.run_record import RunRecord
+from pigou.report.table import Cell, ReportTable, numbers
+from pigou.report.verdict import PageVerdict
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure that is seen first.
+    """A figure at the top of a page.
 
     Attributes:
         label: what it is.
@@ -50,7 +50,7 @@ class Section:
 
     id: str
     title: str
-    items: tuple[Figure | Table, ...]
+    items: tuple[Figure | ReportTable, ...]
     note: str = ""
 
 
@@ -63,7 +63,7 @@ class Page:
         subtitle: under it.
         sections: from top to bottom.
         tiles: before them.
-        notices: what a reader must know first, such as that nothing was served.
+        notices: warnings, such as that nothing was served.
         verdict: shown above all else; None where there is none.
     """
 
@@ -72,21 +72,24 @@ class Page:
     sections: tuple[Section, ...]
     tiles: tuple[Tile, ...] = ()
     notices: tuple[str, ...] = field(default=())
-    verdict: Verdict | None = None
+    verdict: PageVerdict | None = None
 
     @property
     def figures(self) -> list[Figure]:
         """All figures, from top to bottom."""
         return [
-            each for part in self.sections for each in part.items if not isinstance(each, Table)
+            item
+            for section in self.sections
+            for item in section.items
+            if not isinstance(item, ReportTable)
         ]
 
 
 def html(page: Page) -> str:
     """Return a page as a file: styles, scripts, Plotly and data are all in it."""
-    found = _template().render(
+    text = _template().render(
         page=page,
-        is_table=lambda item: isinstance(item, Table),
+        is_table=lambda item: isinstance(item, ReportTable),
         compact=lambda table: table.compact(),
         numbers=numbers,
         style=Markup(_style()),
@@ -94,12 +97,12 @@ def html(page: Page) -> str:
         plotly=Markup(get_plotlyjs()),
         script=Markup(_text("page.js")),
     )
-    return f"{found}\n"
+    return f"{text}\n"
 
 
 def _data(figures: Sequence[Figure]) -> str:
     """Return figures and colours as JSON that may stand in a script element."""
-    drawings = [drawing(each) for each in figures if not each.empty]
+    drawings = [drawing(figure) for figure in figures if not figure.empty]
     text = json.dumps(
         {"figures": drawings, "colours": COLOURS}, separators=(",", ":"), allow_nan=False
     )
@@ -155,7 +158,7 @@ def prepare(folder: str | Path, option: str = "--report") -> Path:
 
 
 def write(
-    page: Page, folder: Path, data: Any = None, each: Callable[[str], None] = lambda _: None
+    page: Page, folder: Path, data: Any = None, on_file: Callable[[str], None] = lambda _: None
 ) -> list[Path]:
     """Write a page, a picture of each of its figures, and `data` as `report.json`.
 
@@ -165,7 +168,7 @@ def write(
         page: to write.
         folder: that exists.
         data: what the page shows; None writes none.
-        each: told the name of a file before it is made.
+        on_file: told the name of a file before it is made.
 
     Raises:
         ReportError: a file cannot be written.
@@ -175,7 +178,7 @@ def write(
     written = [folder / PAGE]
     try:
         _clear(folder)
-        each(PAGE)
+        on_file(PAGE)
         written[0].write_text(html(page), encoding="utf-8")
         if data is not None:
             written.append(folder / DATA)
@@ -183,7 +186,7 @@ def write(
         for figure in page.figures:
             if not figure.empty:
                 written.append(folder / f"{figure.id}.png")
-                each(written[-1].name)
+                on_file(written[-1].name)
                 png(figure, written[-1])
     except OSError as error:
         raise ReportError(f"the report cannot be written: {error}") from error
@@ -202,7 +205,7 @@ def _clear(folder: Path) -> None:
 
 
 def load(name: str) -> Any:
-    """Read what a report, or a JSON file, has: a run's record, its figures, or levels' rows.
+    """Read a report or a JSON file: a run's record, its figures, or levels' rows.
 
     Args:
         name: a folder that has report.json or results.json, or a file.
@@ -212,13 +215,13 @@ def load(name: str) -> Any:
     """
     path = Path(name)
     if path.is_dir():
-        found = [path / each for each in (DATA, "results.json") if (path / each).is_file()]
-        if not found:
+        paths = [path / file for file in (DATA, "results.json") if (path / file).is_file()]
+        if not paths:
             raise ReportError(
                 f"{name} has neither report.json nor results.json; name a folder that "
                 "`pigou simulate --report` or `pigou experiment --out` wrote"
             )
-        path = found[0]
+        path = paths[0]
     try:
         return msgspec.json.decode(path.read_bytes())
     except OSError as error:
@@ -227,20 +230,24 @@ def load(name: str) -> Any:
         raise ReportError(f"{path} is not JSON: {error}; name what pigou wrote") from error
 
 
-def as_record(name: str, found: Any) -> Record:
+def as_record(name: str, document: Any) -> RunRecord:
     """Return a run from what `load` read.
 
     Raises:
         ReportError: it is no run.
     """
-    if isinstance(found, dict) and found.get("kind") == "pigou simulation":
+    if isinstance(document, dict) and document.get("kind") == "pigou simulation":
         try:
-            return msgspec.convert(found, Record)
+            return msgspec.convert(document, RunRecord)
         except msgspec.ValidationError as error:
             raise ReportError(f"{name} is damaged, or of another version: {error}") from error
-    if isinstance(found, dict) and isinstance(found.get("ttft_s"), dict) and "offered" in found:
-        return Record(
-            pigou="", title=Path(name).stem, config={}, figures=found, outcomes=[], curves={},
+    if (
+        isinstance(document, dict)
+        and isinstance(document.get("ttft_s"), dict)
+        and "offered" in document
+    ):
+        return RunRecord(
+            pigou="", title=Path(name).stem, config={}, figures=document, outcomes=[], curves={},
             attainment=None, stages=[], load=[], course=None, samples=None,
         )  # fmt: skip
     raise ReportError(

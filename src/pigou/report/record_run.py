@@ -1,4 +1,4 @@
-"""From a finished simulation to the record of it."""
+"""Makes the record of a finished simulation."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from pigou.report.run_record import (
     SHARES,
     Attainment,
     Course,
-    Curve,
-    Load,
-    Reason,
-    Record,
+    Distribution,
+    LoadPoint,
+    OutcomeCount,
+    RunRecord,
     Samples,
     Stage,
 )
 from pigou.request import SECOND
-from pigou.sim.call import Outcome
-from pigou.sim.result import Result
+from pigou.sim.request_run import RunOutcome
+from pigou.sim.result import SimulationResult
 from pigou.sim.timeline import FLEET, WORKER, Timeline
 
 Floats = NDArray[np.float64]
 
 TTFT_LIMITS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 TPOT_LIMITS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
-#: Most windows of the course, most groups of the load, fewest requests of such a group.
-_WINDOWS, _GROUPS, _LEAST = 60, 20, 10
-#: Most values of one figure of all workers; beyond that, fewer of their samples are kept.
-_MOST = 65536
+#: Maximum windows of the course and groups of the load, minimum requests of such a group.
+_WINDOWS, _GROUPS, _MIN_REQUESTS = 60, 20, 10
+#: Maximum values of one figure of all workers; beyond, samples are thinned out.
+_MAX_VALUES = 65536
 _STAGES = (
     ("all", 0.0, 1.0), ("fastest half", 0.0, 0.5), ("50 to 90%", 0.5, 0.9),
     ("90 to 99%", 0.9, 0.99), ("slowest 1%", 0.99, 1.0),
@@ -42,27 +42,27 @@ _STAGES = (
 
 
 def record(
-    result: Result, timeline: Timeline | None, document: Mapping[str, Any], title: str,
+    result: SimulationResult, timeline: Timeline | None, document: Mapping[str, Any], title: str,
     config: Mapping[str, dict[str, Any]],
-) -> Record:  # fmt: skip
+) -> RunRecord:  # fmt: skip
     """Return the record of a run.
 
     Args:
         result: of the run.
-        timeline: of the run, if it was watched.
+        timeline: of the run, if there is one.
         document: `result.document()`.
         title: name of the run.
-        config: all that was asked for, by group.
+        config: all settings, by group.
     """
     served = _Served(result)
-    return Record(
+    return RunRecord(
         pigou=__version__,
         title=title,
         config=dict(config),
         figures=dict(document),
         outcomes=_outcomes(result),
         curves=_curves(result, served),
-        attainment=_attainment(served, len(result.calls)),
+        attainment=_attainment(served, len(result.runs)),
         stages=_stages(served),
         load=_load(result, served),
         course=_course(result, served),
@@ -73,11 +73,13 @@ def record(
 class _Served:
     """Columns of the served requests, in seconds, (requests,) each; times from the beginning."""
 
-    def __init__(self, result: Result) -> None:
-        names = ("intended", "sent", "routed", "first", "last", "tokens")
-        intended, sent, routed, first, last, tokens = result.column(*names)
-        self.intended: Floats = (intended - result.begin) / SECOND
-        self.last: Floats = (last - result.begin) / SECOND
+    def __init__(self, result: SimulationResult) -> None:
+        intended, sent, routed, first, last, tokens = result.column(
+            "intended_ns", "sent_ns", "routed_ns", "first_token_ns", "last_token_ns",
+            "output_tokens",
+        )  # fmt: skip
+        self.intended: Floats = (intended - result.begin_ns) / SECOND
+        self.last: Floats = (last - result.begin_ns) / SECOND
         self.client: Floats = (sent - intended) / SECOND
         self.queue: Floats = (routed - sent) / SECOND
         self.first: Floats = (first - routed) / SECOND
@@ -96,20 +98,20 @@ def _ranked(values: Floats, share: float) -> float:
     return float(values[max(1, math.ceil(share * len(values))) - 1])
 
 
-def _curve(values: Floats, offered: int = 0) -> Curve:
-    """Return a distribution; with `offered`, shares are of so many instead of those there."""
+def _curve(values: Floats, total: int = 0) -> Distribution:
+    """Return a distribution; with `total`, shares are of so many requests."""
     if not len(values):
-        return Curve([], [])
+        return Distribution([], [])
     ordered = np.sort(values)
-    scale = len(values) / offered if offered else 1.0
-    return Curve([q * scale for q in SHARES], [_ranked(ordered, q) for q in SHARES])
+    scale = len(values) / total if total else 1.0
+    return Distribution([q * scale for q in SHARES], [_ranked(ordered, q) for q in SHARES])
 
 
-def _curves(result: Result, served: _Served) -> dict[str, Curve]:
-    gaps = Curve([], [])
-    if result.gaps.count:
-        found = result.gaps.percentiles(np.array(SHARES) * 100.0)
-        gaps = Curve(list(SHARES), found.tolist())
+def _curves(result: SimulationResult, served: _Served) -> dict[str, Distribution]:
+    gaps = Distribution([], [])
+    if result.itl.count:
+        percentiles = result.itl.percentiles(np.array(SHARES) * 100.0)
+        gaps = Distribution(list(SHARES), percentiles.tolist())
     return {
         "ttft_s": _curve(served.ttft),
         "itl_s": gaps,
@@ -120,64 +122,66 @@ def _curves(result: Result, served: _Served) -> dict[str, Curve]:
     }
 
 
-def _attainment(served: _Served, offered: int) -> Attainment | None:
-    if not offered:
+def _attainment(served: _Served, total: int) -> Attainment | None:
+    if not total:
         return None
     grid = [
         [
-            float(((served.ttft <= ttft) & (served.tpot <= tpot)).sum()) / offered
+            float(((served.ttft <= ttft) & (served.tpot <= tpot)).sum()) / total
             for tpot in TPOT_LIMITS
         ]
         for ttft in TTFT_LIMITS
     ]
     curves = {
-        "ttft_s": _curve(served.ttft, offered),
-        "tpot_s": _curve(served.tpot, offered),
-        "e2e_s": _curve(served.e2e, offered),
+        "ttft_s": _curve(served.ttft, total),
+        "tpot_s": _curve(served.tpot, total),
+        "e2e_s": _curve(served.e2e, total),
     }
-    return Attainment(offered, curves, list(TTFT_LIMITS), list(TPOT_LIMITS), grid)
+    return Attainment(total, curves, list(TTFT_LIMITS), list(TPOT_LIMITS), grid)
 
 
-def _outcomes(result: Result) -> list[Reason]:
-    reasons = {Outcome.PENDING: "cut off by the end of the run"}
-    found = Counter(
-        (call.outcome.value, reasons.get(call.outcome, call.reason)) for call in result.calls
+def _outcomes(result: SimulationResult) -> list[OutcomeCount]:
+    reasons = {RunOutcome.PENDING: "cut off by the end of the run"}
+    counts = Counter(
+        (run.outcome.value, reasons.get(run.outcome, run.reason)) for run in result.runs
     )
-    return [Reason(outcome, reason, count) for (outcome, reason), count in found.most_common()]
+    return [
+        OutcomeCount(outcome, reason, count) for (outcome, reason), count in counts.most_common()
+    ]
 
 
 def _stages(served: _Served) -> list[Stage]:
     order = np.argsort(served.e2e, kind="stable")
-    found = []
+    stages = []
     for name, low, high in _STAGES:
         rows = order[round(low * served.count) : round(high * served.count)]
         if len(rows):
             parts = (served.client, served.queue, served.first, served.stream)
-            found.append(Stage(name, len(rows), *(float(part[rows].mean()) for part in parts)))
-    return found
+            stages.append(Stage(name, len(rows), *(float(part[rows].mean()) for part in parts)))
+    return stages
 
 
-def _load(result: Result, served: _Served) -> list[Load]:
-    """Group served requests by the load that they met, into groups of about equal size."""
+def _load(result: SimulationResult, served: _Served) -> list[LoadPoint]:
+    """Group served requests by their load, into groups of about equal size."""
     if not served.count:
         return []
-    ended = np.sort([c.ended for c in result.calls if c.outcome is not Outcome.PENDING])
+    ended = np.sort([run.ended_ns for run in result.runs if run.outcome is not RunOutcome.PENDING])
     done = result.done
-    intended = np.array([call.intended for call in done])
-    begun = np.array([call.number for call in done]) + 1
+    intended = np.array([run.intended_ns for run in done])
+    begun = np.array([run.number for run in done]) + 1
     met = begun - np.searchsorted(ended, intended, side="right")
     order = np.argsort(met, kind="stable")
-    groups = max(1, min(_GROUPS, served.count // _LEAST))
+    groups = max(1, min(_GROUPS, served.count // _MIN_REQUESTS))
     edges = np.unique(met[order[[k * served.count // groups for k in range(groups)]]])
-    place = np.searchsorted(edges, met, side="right")
-    found = []
+    indices = np.searchsorted(edges, met, side="right")
+    points = []
     for group in range(1, len(edges) + 1):
-        rows = place == group
+        rows = indices == group
         many = rows & served.many
         pairs = [_pair(values) for values in (served.ttft[rows], served.e2e[rows])]
         tpot = _pair(served.tpot[many]) if many.any() else None
-        found.append(Load(float(met[rows].mean()), int(rows.sum()), pairs[0], tpot, pairs[1]))
-    return found
+        points.append(LoadPoint(float(met[rows].mean()), int(rows.sum()), pairs[0], tpot, pairs[1]))
+    return points
 
 
 def _pair(values: Floats) -> tuple[float, float]:
@@ -185,16 +189,16 @@ def _pair(values: Floats) -> tuple[float, float]:
     return _ranked(ordered, 0.5), _ranked(ordered, 0.99)
 
 
-def _course(result: Result, served: _Served) -> Course | None:
+def _course(result: SimulationResult, served: _Served) -> Course | None:
     if not result.seconds:
         return None
-    intended = np.array([call.intended - result.begin for call in result.calls]) / SECOND
-    windows = max(1, min(_WINDOWS, len(result.calls) // _LEAST))
+    intended = np.array([run.intended_ns - result.begin_ns for run in result.runs]) / SECOND
+    windows = max(1, min(_WINDOWS, len(result.runs) // _MIN_REQUESTS))
     edges = np.linspace(0.0, result.seconds, windows + 1)
     width = result.seconds / windows
-    place = np.clip(np.searchsorted(edges, served.intended, side="right") - 1, 0, windows - 1)
+    indices = np.clip(np.searchsorted(edges, served.intended, side="right") - 1, 0, windows - 1)
     pairs = [
-        _pair(served.ttft[rows]) if (rows := place == k).any() else (None, None)
+        _pair(served.ttft[rows]) if (rows := indices == k).any() else (None, None)
         for k in range(windows)
     ]
     return Course(
@@ -208,19 +212,19 @@ def _course(result: Result, served: _Served) -> Course | None:
 
 def _samples(timeline: Timeline) -> Samples:
     times = timeline.times
-    thin = max(1, math.ceil(len(times) * len(timeline.workers) / _MOST))
+    thin = max(1, math.ceil(len(times) * len(timeline.workers) / _MAX_VALUES))
     return Samples(
         period_s=timeline.period / SECOND,
         time_s=times.tolist(),
-        fleet={name: _plain(timeline.fleet(name)) for name in FLEET},
+        fleet={name: _rounded(timeline.fleet(name)) for name in FLEET},
         worker_time_s=times[::thin].tolist(),
         workers={
-            worker: {name: _plain(timeline.worker(name)[::thin, row]) for name in WORKER}
+            worker: {name: _rounded(timeline.worker(name)[::thin, row]) for name in WORKER}
             for row, worker in enumerate(timeline.workers)
         },
     )
 
 
-def _plain(values: NDArray[Any]) -> list[float | None]:
-    """Return values with six significant digits, None in place of what is no number."""
+def _rounded(values: NDArray[Any]) -> list[float | None]:
+    """Return values with six significant digits, None for NaN and infinities."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -9,11 +9,11 @@ from typing import Any
 from pigou.report import latency_figures, timeline_figures
 from pigou.report.figure import Figure
 from pigou.report.page import Page, Section, Tile
-from pigou.report.run_record import Record
-from pigou.report.table import Cell, Form, Table, Value
+from pigou.report.run_record import RunRecord
+from pigou.report.table import Cell, Form, ReportTable, Value
 from pigou.report.verdict import of_run
 
-#: Figure -> how it is called, and how it reads. What is nested has tables of its own.
+#: Figure -> its name, and its form. Nested figures have tables of their own.
 COUNTS: dict[str, tuple[str, Form]] = {
     "offered": ("Requests offered", ""),
     "completed": ("served", ""),
@@ -36,7 +36,7 @@ _POA = {
 }  # fmt: skip
 
 
-def page(run: Record) -> Page:
+def page(run: RunRecord) -> Page:
     """Return the page of a run."""
     figures = run.figures
     return Page(
@@ -58,51 +58,52 @@ def page(run: Record) -> Page:
     )
 
 
-def _workload(run: Record) -> str:
-    found = run.config.get("run", {}).get("workload")
-    return f"{found}. " if found else ""
+def _workload(run: RunRecord) -> str:
+    workload = run.config.get("run", {}).get("workload")
+    return f"{workload}. " if workload else ""
 
 
-def notices(run: Record) -> tuple[str, ...]:
-    """Return what a reader must know before anything else."""
-    figures, found = run.figures, []
+def notices(run: RunRecord) -> tuple[str, ...]:
+    """Return warnings, such as that nothing was served."""
+    figures, messages = run.figures, []
     if not figures["offered"]:
-        found.append(
+        messages.append(
             "No request was offered: there is nothing to show. Give the workload a longer hold, a "
             "higher rate or more requests."
         )
     elif not figures["completed"]:
         why = "; ".join(
-            f"{each.requests:,} {each.outcome}" + (f" ({each.reason})" if each.reason else "")
-            for each in run.outcomes
+            f"{outcome.requests:,} {outcome.outcome}"
+            + (f" ({outcome.reason})" if outcome.reason else "")
+            for outcome in run.outcomes
         )
-        found.append(
+        messages.append(
             f"None of the {figures['offered']:,} offered requests was served, so there are no "
             f"latencies. {why}."
         )
     elif figures["failed"]:
-        found.append(
+        messages.append(
             f"{figures['failed']:,} of {figures['offered']:,} offered requests failed. Latencies "
             "are of those that were served; attainment counts all."
         )
     if figures["unfinished"]:
-        found.append(
+        messages.append(
             f"{figures['unfinished']:,} requests were still under way when the run was cut off; "
             "attainment counts them as missed."
         )
-    return tuple(found)
+    return tuple(messages)
 
 
 def _tiles(figures: Mapping[str, Any]) -> tuple[Tile, ...]:
     def spread(name: str) -> Tile:
-        found = figures[name]
-        p99 = Cell(found["p99"], "seconds").text
+        figure = figures[name]
+        p99 = Cell(figure["p99"], "seconds").text
         return Tile(
-            f"{latency_figures.LATENCIES[name]}, p50", Cell(found["p50"], "seconds"), f"p99 {p99}"
+            f"{latency_figures.LATENCIES[name]}, p50", Cell(figure["p50"], "seconds"), f"p99 {p99}"
         )
 
-    served, offered = figures["completed"], figures["offered"]
-    part = f"of {offered:,} offered"
+    served, total = figures["completed"], figures["offered"]
+    part = f"of {total:,} offered"
     whole = figures["poa"]["whole"]
     return (
         Tile("Served", Cell(served), part),
@@ -114,58 +115,58 @@ def _tiles(figures: Mapping[str, Any]) -> tuple[Tile, ...]:
     )  # fmt: skip
 
 
-def counts(figures: Mapping[str, Any]) -> Table:
+def counts(figures: Mapping[str, Any]) -> ReportTable:
     """Return a run's counts and rates."""
     rows = tuple(
         (Cell(name), Cell(figures[key], form))
         for key, (name, form) in COUNTS.items()
         if key in figures
     )
-    return Table("counts", "Counts and rates", ("", "figure"), rows)
+    return ReportTable("counts", "Counts and rates", ("", "figure"), rows)
 
 
-def _outcomes(run: Record) -> Table:
-    offered = max(1, run.figures["offered"])
+def _outcomes(run: RunRecord) -> ReportTable:
+    total = max(1, run.figures["offered"])
     rows = tuple(
-        (Cell(each.outcome), Cell(each.reason or "–"), Cell(each.requests),
-         Cell(each.requests / offered, "share"))
-        for each in run.outcomes
+        (Cell(outcome.outcome), Cell(outcome.reason or "–"), Cell(outcome.requests),
+         Cell(outcome.requests / total, "share"))
+        for outcome in run.outcomes
     )  # fmt: skip
-    return Table(
+    return ReportTable(
         "outcomes", "How requests ended", ("outcome", "reason", "requests", "of offered"), rows
     )
 
 
-def anarchy(figures: Mapping[str, Any]) -> Table:
+def anarchy(figures: Mapping[str, Any]) -> ReportTable:
     """Return a run's Price of Anarchy."""
-    found = figures["poa"]
-    rows = tuple((Cell(name), Cell(found[key])) for key, name in _POA.items() if key in found)
+    poa = figures["poa"]
+    rows = tuple((Cell(name), Cell(poa[key])) for key, name in _POA.items() if key in poa)
     note = (
         "Geometric means over the windows, weighted by their requests; the parts multiply to the "
         "whole. The paper's index is neither a bound nor an estimate of it. The placement of "
         "blocks is a game of its own, of recent prompts; none where nobody publishes KV events."
     )
-    return Table("anarchy", "Price of Anarchy", ("part", "ratio"), rows, note)
+    return ReportTable("anarchy", "Price of Anarchy", ("part", "ratio"), rows, note)
 
 
-def _latency(run: Record) -> Section:
-    items: tuple[Figure | Table, ...] = (
+def _latency(run: RunRecord) -> Section:
+    items: tuple[Figure | ReportTable, ...] = (
         latency_figures.latencies(run.figures),
         latency_figures.request_cdf(run),
         latency_figures.token_cdf(run),
-        latency_figures.stages(run.stages),
+        latency_figures.stage_bars(run.stages),
     )
     return Section("latency", "Latency", items)
 
 
-def _attainment(run: Record) -> Section:
-    items: tuple[Figure | Table, ...] = (latency_figures.attainment_curve(run.attainment),)
+def _attainment(run: RunRecord) -> Section:
+    items: tuple[Figure | ReportTable, ...] = (latency_figures.attainment_curve(run.attainment),)
     if run.attainment is not None:
         items += (latency_figures.attainment_grid(run.attainment),)
     return Section("attained", "Attainment", items)
 
 
-def _load(run: Record) -> Section:
+def _load(run: RunRecord) -> Section:
     pairs = (
         ("ttft-load", "Time to first token against load", "ttft_s"),
         ("tpot-load", "Time per token against load", "tpot_s"),
@@ -175,8 +176,8 @@ def _load(run: Record) -> Section:
     return Section("against-load", "Load", (*curves, latency_figures.load_table(run.load)))
 
 
-def _over_time(run: Record) -> Section:
-    items: tuple[Figure | Table, ...] = timeline_figures.rates(run.course)
+def _over_time(run: RunRecord) -> Section:
+    items: tuple[Figure | ReportTable, ...] = timeline_figures.rates(run.course)
     if run.samples is not None:
         items += (
             *timeline_figures.fleet(run.samples),
@@ -186,16 +187,16 @@ def _over_time(run: Record) -> Section:
     return Section("timeline", "Timeline", items)
 
 
-def _workers(run: Record) -> Section:
-    items: tuple[Figure | Table, ...] = (timeline_figures.worker_table(run),)
+def _workers(run: RunRecord) -> Section:
+    items: tuple[Figure | ReportTable, ...] = (timeline_figures.worker_table(run),)
     if run.samples is not None:
         items += timeline_figures.workers(run.samples)
     return Section("by-worker", "Workers", items)
 
 
-def _configuration(run: Record) -> Section:
+def _configuration(run: RunRecord) -> Section:
     tables = tuple(
-        Table(
+        ReportTable(
             f"config-{name}", name.capitalize(), ("setting", "value"),
             tuple((Cell(key), Cell(said(value))) for key, value in flat(group).items()),
         )
@@ -207,20 +208,20 @@ def _configuration(run: Record) -> Section:
 
 def flat(values: Mapping[str, Any], front: str = "") -> dict[str, Any]:
     """Return nested values by dotted names; lists of values stay together."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{front}{key}.")
-        elif isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
-            for place, each in enumerate(value):
-                found |= flat({str(place): each}, f"{front}{key}.")
+            flattened |= flat(value, f"{front}{key}.")
+        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            for index, item in enumerate(value):
+                flattened |= flat({str(index): item}, f"{front}{key}.")
         else:
-            found[front + key] = value
-    return found
+            flattened[front + key] = value
+    return flattened
 
 
 def said(value: Any) -> Value:
-    """Return how a setting reads; the numbers of settings are not rounded."""
+    """Return a setting as text; numbers of settings are not rounded."""
     if isinstance(value, str):
         return value or "–"
     return "–" if value is None or value == [] else json.dumps(value)

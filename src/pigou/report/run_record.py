@@ -1,4 +1,4 @@
-"""What is kept of a run for its report, and read again to lay runs beside each other."""
+"""The record of a run: what its report and comparisons with other runs are made from."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-#: Shares at which distributions are kept: every 0.5%, and finer in the tail.
+#: Shares at which distributions are recorded: every 0.5%, and finer in the tail.
 SHARES = tuple(k / 200 for k in range(1, 198)) + tuple(0.99 + k / 1000 for k in range(11))
 
 
-class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A distribution: the values at some shares of its members, both rising.
+class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A distribution: values at some shares, both rising.
 
-    The value of share q among n members is the k-th smallest, k = ceil(q n). Where failed members
+    The value of share q of n requests is the k-th smallest, k = ceil(q n). Where failed requests
     have no value, shares end below 1.
     """
 
@@ -25,28 +25,28 @@ class Attainment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shares of all offered requests that were served within limits.
 
     Attributes:
-        offered: requests that were meant to be sent; those that failed, or were cut off, count.
+        offered_requests: requests meant to be sent, failed and unfinished ones too.
         curves: share by limit, of time to first token, time per token, and all; by name.
         ttft_s: limits of the grid's rows.
         tpot_s: limits of the grid's columns.
         grid: share that keeps both limits, (ttft_s, tpot_s).
     """
 
-    offered: int
-    curves: dict[str, Curve]
+    offered_requests: int = msgspec.field(name="offered")
+    curves: dict[str, Distribution]
     ttft_s: list[float]
     tpot_s: list[float]
     grid: list[list[float]]
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the time of a group of served requests went, mean seconds each.
+    """Mean seconds of a group of served requests in each stage.
 
     Attributes:
-        group: which ones, by their end-to-end time.
+        group: name of the group, by end-to-end time.
         requests: how many.
-        client_s: until it was sent: for a connection, and attempts before the last.
-        queue_s: from there until workers were chosen.
+        client_s: until the last attempt was sent.
+        queue_s: from there to its route.
         first_s: from there to the first token.
         stream_s: from the first to the last token.
     """
@@ -59,13 +59,12 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream_s: float
 
 
-class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Latency of served requests that met about the same load.
+class LoadPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Latency of served requests at about the same load.
 
     Attributes:
-        inflight: mean number of requests under way when they were meant to be sent, themselves
-            counted.
-        requests: how many there are.
+        inflight: mean requests in flight when they were meant to be sent, themselves included.
+        requests: how many.
         ttft_s: p50 and p99.
         tpot_s: p50 and p99; None where no request had two tokens.
         e2e_s: p50 and p99.
@@ -114,7 +113,7 @@ class Samples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: dict[str, dict[str, list[float | None]]]
 
 
-class Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OutcomeCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many requests ended in the same way, for the same reason."""
 
     outcome: str
@@ -122,22 +121,22 @@ class Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: int
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One run.
 
     Attributes:
         kind: what this file is.
         pigou: version that wrote it.
         title: name of the run.
-        config: all that was asked for, with the seed; by group.
+        config: all settings, with the seed; by group.
         figures: as `pigou simulate --json` writes them.
         outcomes: how requests ended.
         curves: distributions over served requests, in seconds, by the name of the figure.
-        attainment: of all that were offered.
-        stages: where the time went.
+        attainment: of all offered requests.
+        stages: mean seconds by stage.
         load: latency against load, in the order of the load.
         course: rates and latencies over time.
-        samples: queues, prices and workers over time; None for a run that was not watched.
+        samples: queues, prices and workers over time; None without a timeline.
     """
 
     kind: str = "pigou simulation"
@@ -145,15 +144,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     title: str
     config: dict[str, dict[str, Any]]
     figures: dict[str, Any]
-    outcomes: list[Reason]
-    curves: dict[str, Curve]
+    outcomes: list[OutcomeCount]
+    curves: dict[str, Distribution]
     attainment: Attainment | None
     stages: list[Stage]
-    load: list[Load]
+    load: list[LoadPoint]
     course: Course | None
     samples: Samples | None
 
     @property
     def seed(self) -> Any:
-        """That the run was made with; None where it is not known."""
+        """Seed of the run; None where it is not known."""
         return next((group["seed"] for group in self.config.values() if "seed" in group), None)

@@ -66,7 +66,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """Rows under headings.
 
     Attributes:
@@ -85,26 +85,26 @@ class Table:
     note: str = ""
     folded: bool = False
 
-    def compact(self) -> Table:
+    def compact(self) -> ReportTable:
         """Return the table without columns that no row has a value in; the first one stays."""
-        kept = [
-            place
-            for place in range(len(self.columns))
-            if not place or not self.rows or any(cells[place].filled for cells in self.rows)
+        filled = [
+            column
+            for column in range(len(self.columns))
+            if not column or not self.rows or any(cells[column].filled for cells in self.rows)
         ]
-        if len(kept) == len(self.columns):
+        if len(filled) == len(self.columns):
             return self
         return replace(
             self,
-            columns=tuple(self.columns[place] for place in kept),
-            rows=tuple(tuple(cells[place] for place in kept) for cells in self.rows),
+            columns=tuple(self.columns[column] for column in filled),
+            rows=tuple(tuple(cells[column] for column in filled) for cells in self.rows),
         )
 
     @property
     def figures(self) -> tuple[bool, ...]:
         """Whether there are figures under a heading, (columns,)."""
         return tuple(
-            any(cells[place].number for cells in self.rows) for place in range(len(self.columns))
+            any(cells[column].number for cells in self.rows) for column in range(len(self.columns))
         )
 
 
@@ -117,8 +117,8 @@ def row(name: str, values: Sequence[Value], form: Form = "") -> tuple[Cell, ...]
 ROWS = 40
 
 
-def numbers(figure: Figure) -> Table:
-    """Return what a figure shows, folded away; long ones are thinned out, and say so."""
+def numbers(figure: Figure) -> ReportTable:
+    """Return the numbers of a figure, folded away; long ones are thinned out, with a note."""
     if isinstance(figure, Bars):
         columns = ("", *(name for name, _ in figure.parts))
         rows = tuple(
@@ -129,21 +129,21 @@ def numbers(figure: Figure) -> Table:
     return _of_chart(figure) if isinstance(figure, Chart) else _of_heat(figure)
 
 
-def _of_chart(chart: Chart) -> Table:
+def _of_chart(chart: Chart) -> ReportTable:
     lines = chart.lines
     shared = all(list(line.x) == list(lines[0].x) for line in lines)
     if shared and lines:
-        kept = _kept(len(lines[0].x))
+        points = _shown_points(len(lines[0].x))
         rows = tuple(
             (_cell(lines[0].x[k], chart.x), *(_cell(line.y[k], chart.y) for line in lines))
-            for k in kept
+            for k in points
         )
         columns = (chart.x.title, *(line.name for line in lines))
         return _table(chart, columns, rows, _thinned(len(lines[0].x)))
     rows = tuple(
         (Cell(line.name), _cell(line.x[k], chart.x), _cell(line.y[k], chart.y))
         for line in lines
-        for k in _kept(len(line.x), max(4, ROWS // len(lines)))
+        for k in _shown_points(len(line.x), max(4, ROWS // len(lines)))
     )
     total = sum(len(line.x) for line in lines)
     return _table(
@@ -151,11 +151,11 @@ def _of_chart(chart: Chart) -> Table:
     )
 
 
-def _of_heat(heat: Heat) -> Table:
+def _of_heat(heat: Heat) -> ReportTable:
     rows = []
     for name, values in zip(heat.rows, heat.z, strict=True):
-        there = [value for value in values if value is not None]
-        figures = (min(there), sum(there) / len(there), max(there)) if there else (None,) * 3
+        known = [value for value in values if value is not None]
+        figures = (min(known), sum(known) / len(known), max(known)) if known else (None,) * 3
         rows.append((Cell(name), *(Cell(value, _form(heat.unit)) for value in figures)))
     note = "Over the samples; all of them are in report.json."
     return _table(heat, ("", "least", "mean", "most"), tuple(rows), note)
@@ -168,16 +168,16 @@ def _thinned(count: int) -> str:
     return _EVEN if count > ROWS else ""
 
 
-def _kept(count: int, most: int = ROWS) -> Sequence[int]:
-    """Return the places of the points to show: the first, the last, and even ones between."""
-    if count <= most:
+def _shown_points(count: int, max_points: int = ROWS) -> Sequence[int]:
+    """Return indices of the points to show: the first, the last, and even ones between."""
+    if count <= max_points:
         return range(count)
-    return sorted({round(k * (count - 1) / (most - 1)) for k in range(most)})
+    return sorted({round(k * (count - 1) / (max_points - 1)) for k in range(max_points)})
 
 
 def _cell(value: float | None, axis: Axis) -> Cell:
-    for place, label in axis.ticks:
-        if value == place:
+    for tick, label in axis.ticks:
+        if value == tick:
             return Cell(label)
     return Cell(value, _form(axis))
 
@@ -188,5 +188,7 @@ def _form(axis: Axis) -> Form:
 
 def _table(
     figure: Figure, columns: tuple[str, ...], rows: tuple[tuple[Cell, ...], ...], note: str
-) -> Table:
-    return Table(f"{figure.id}-numbers", f"Numbers: {figure.title}", columns, rows, note, True)
+) -> ReportTable:
+    return ReportTable(
+        f"{figure.id}-numbers", f"Numbers: {figure.title}", columns, rows, note, True
+    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pigou.control.saturation.regime import LEVELS
-from pigou.report.figure import LINES, Axis, Chart, Figure, Heat, Line, Unit
-from pigou.report.run_record import Course, Record, Samples
-from pigou.report.table import Cell, Table
+from pigou.report.figure import LINES, Axis, Chart, ChartLine, Figure, Heat, Unit
+from pigou.report.run_record import Course, RunRecord, Samples
+from pigou.report.table import Cell, ReportTable
 
 TIME = Axis("simulated seconds")
-REGIMES = tuple((float(each.level), each.value) for each in LEVELS)
+REGIMES = tuple((float(regime.level), regime.value) for regime in LEVELS)
 _QUEUES = {
     "client": "at the client, or on the way", "queued": "in the fleet's queue",
     "waiting": "waiting on workers", "running": "running",
@@ -47,14 +47,14 @@ def rates(course: Course | None) -> tuple[Chart, Chart]:
         Chart(
             "rates", "Requests", "Meant to be sent, and served, in windows of equal length.",
             TIME, Axis("requests per second", zero=True),
-            tuple(Line(name, x, y, k, marks=marks) for k, (name, y) in enumerate(pairs)),
+            tuple(ChartLine(name, x, y, k, marks=marks) for k, (name, y) in enumerate(pairs)),
         ),
         Chart(
             "ttft-time", "Time to first token", "By when a request was meant to be sent.",
             TIME, Axis("latency", "seconds", log=True),
             tuple(
-                Line(name, [x[k] for k in served], [y[k] for k in served], place, marks=marks)
-                for place, (name, y) in enumerate(ttft)
+                ChartLine(name, [x[k] for k in served], [y[k] for k in served], index, marks=marks)
+                for index, (name, y) in enumerate(ttft)
             ),
         ),
     )  # fmt: skip
@@ -62,13 +62,13 @@ def rates(course: Course | None) -> tuple[Chart, Chart]:
 
 def fleet(samples: Samples) -> tuple[Chart, ...]:
     """Return queues, regime and the Price of Anarchy over time."""
-    x, found = samples.time_s, samples.fleet
+    x, series = samples.time_s, samples.fleet
     queues = tuple(
-        Line(name, x, found[key], place) for place, (key, name) in enumerate(_QUEUES.items())
+        ChartLine(name, x, series[key], index) for index, (key, name) in enumerate(_QUEUES.items())
     )
     anarchy = tuple(
-        Line(name, x, found[key], place, "solid" if key == "poa" else "dash", step=True)
-        for place, (key, name) in enumerate(_PARTS.items())
+        ChartLine(name, x, series[key], index, "solid" if key == "poa" else "dash", step=True)
+        for index, (key, name) in enumerate(_PARTS.items())
     )
     return (
         Chart(
@@ -78,8 +78,8 @@ def fleet(samples: Samples) -> tuple[Chart, ...]:
         ),
         Chart(
             "regime", "Regime",
-            "As the detector of saturation sees it." + _constant(found["temperature"]),
-            TIME, Axis("", ticks=REGIMES), (Line("regime", x, found["regime"], step=True),),
+            "As the detector of saturation sees it." + _constant(series["temperature"]),
+            TIME, Axis("", ticks=REGIMES), (ChartLine("regime", x, series["regime"], step=True),),
         ),
         *_temperature(samples),
         Chart(
@@ -92,26 +92,28 @@ def fleet(samples: Samples) -> tuple[Chart, ...]:
 
 
 def memory(samples: Samples) -> tuple[Chart, ...]:
-    """Return how full the fleet's memory is, and the game of what lies where, over time."""
-    x, found = samples.time_s, samples.fleet
-    if "rho" not in found:  # of a run before there were any
+    """Return the use of the fleet's memory, and the caching game, over time."""
+    x, series = samples.time_s, samples.fleet
+    if "rho" not in series:  # of a run before there were any
         return ()
     return (
         Chart(
             "rho", "Memory in use",
             "rho: blocks of requests that run or wait on workers, over device blocks. Cached ones "
             "that nobody uses do not count.",
-            TIME, Axis("active over device blocks", zero=True), (Line("rho", x, found["rho"]),),
+            TIME, Axis("active over device blocks", zero=True),
+            (ChartLine("rho", x, series["rho"]),),
         ),
         Chart(
             "poa-caching", "Price of Anarchy of the placement",
             "What recent prompts take where blocks lie, over what they would take where blocks lie "
             "at best. From the first game on.",
-            TIME, Axis("ratio"), (Line("placement", x, found["poa_caching"], step=True),),
+            TIME, Axis("ratio"), (ChartLine("placement", x, series["poa_caching"], step=True),),
         ),
         Chart(
             "evicted", "Evicted blocks", "That left a device for others, since the beginning.",
-            TIME, Axis("blocks", zero=True), (Line("evicted", x, found["evicted"], step=True),),
+            TIME, Axis("blocks", zero=True),
+            (ChartLine("evicted", x, series["evicted"], step=True),),
         ),
     )  # fmt: skip
 
@@ -124,10 +126,10 @@ def _constant(temperature: Sequence[float | None]) -> str:
 
 def _temperature(samples: Samples) -> tuple[Chart, ...]:
     """Return the temperature over time, where it changed."""
-    found = samples.fleet["temperature"]
-    if len(set(found)) < 2:
+    temperatures = samples.fleet["temperature"]
+    if len(set(temperatures)) < 2:
         return ()
-    line = Line("temperature", samples.time_s, found, 2, step=True)
+    line = ChartLine("temperature", samples.time_s, temperatures, 2, step=True)
     note = "0 takes the cheapest worker; more spreads by chance. Set by the controller."
     axis = Axis("temperature", zero=True)
     return (Chart("temperature", "Temperature of the choice", note, TIME, axis, (line,)),)
@@ -136,7 +138,7 @@ def _temperature(samples: Samples) -> tuple[Chart, ...]:
 def tolls(samples: Samples) -> Figure:
     """Return the tolls of the workers over time."""
     shown = {
-        name: each["toll"] for name, each in samples.workers.items() if any(each["toll"])
+        name: series["toll"] for name, series in samples.workers.items() if any(series["toll"])
     }  # a worker that only computes prompts has none
     axis = Axis("toll", "seconds", log=len(shown) <= LINES, zero=True)
     return _workers("tolls", "Tolls", _TOLL, samples.worker_time_s, shown, axis)
@@ -144,12 +146,12 @@ def tolls(samples: Samples) -> Figure:
 
 def workers(samples: Samples) -> tuple[Figure, ...]:
     """Return the load of each worker over time."""
-    found = []
+    figures = []
     for key, title, label, unit, note in _WORKER:
-        shown = {name: each[key] for name, each in samples.workers.items()}
+        shown = {name: series[key] for name, series in samples.workers.items()}
         axis = Axis(label, unit, zero=True)
-        found.append(_workers(f"workers-{key}", title, note, samples.worker_time_s, shown, axis))
-    return tuple(found)
+        figures.append(_workers(f"workers-{key}", title, note, samples.worker_time_s, shown, axis))
+    return tuple(figures)
 
 
 def _workers(
@@ -159,25 +161,25 @@ def _workers(
     """Return lines for a few workers, a map for many."""
     if len(shown) > LINES:
         return Heat(id_, title, note, TIME, x, tuple(shown), tuple(shown.values()), axis)
-    lines = tuple(Line(name, x, y, place) for place, (name, y) in enumerate(shown.items()))
+    lines = tuple(ChartLine(name, x, y, index) for index, (name, y) in enumerate(shown.items()))
     return Chart(id_, title, note, TIME, axis, lines)
 
 
-def worker_table(run: Record) -> Table:
-    """Return what each worker did, in figures."""
+def worker_table(run: RunRecord) -> ReportTable:
+    """Return the figures of each worker."""
     rows = []
-    for each in run.figures.get("workers", ()):
-        samples = {} if run.samples is None else run.samples.workers.get(each["worker"], {})
+    for worker in run.figures.get("workers", ()):
+        samples = {} if run.samples is None else run.samples.workers.get(worker["worker"], {})
         rows.append(
             (
-                Cell(each["worker"]),
-                Cell(each["steps"]),
-                Cell(each["busy"], "share"),
-                Cell(each["prefix_hit_ratio"], "share"),
+                Cell(worker["worker"]),
+                Cell(worker["steps"]),
+                Cell(worker["busy"], "share"),
+                Cell(worker["prefix_hit_ratio"], "share"),
                 Cell(_mean(samples.get("running", ()))),
                 Cell(_mean(samples.get("waiting", ()))),
                 Cell(_mean(samples.get("kv_usage", ())), "share"),
-                Cell(_most(samples.get("kv_usage", ())), "share"),
+                Cell(_maximum(samples.get("kv_usage", ())), "share"),
             )
         )
     columns = (
@@ -185,13 +187,13 @@ def worker_table(run: Record) -> Table:
         "most KV use",
     )  # fmt: skip
     note = "Means and most are over the samples, while the worker was up."
-    return Table("workers", "What each worker did", columns, tuple(rows), note)
+    return ReportTable("workers", "What each worker did", columns, tuple(rows), note)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
-def _most(values: Sequence[float | None]) -> float | None:
+def _maximum(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)

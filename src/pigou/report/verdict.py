@@ -1,4 +1,4 @@
-"""Verdicts: what a reader should take from a page, in one sentence and its reasons."""
+"""Verdicts: the conclusion of a page in one sentence, and its reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pigou.report.figure import duration
-from pigou.report.run_record import Record, Samples
+from pigou.report.run_record import RunRecord, Samples
 
 #: Share of offered requests that may fail before a run is bad, not only fair.
 MAX_FAILED_SHARE = 0.01
@@ -35,8 +35,8 @@ _JUDGED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """A sentence, and why.
+class PageVerdict:
+    """The conclusion of a page.
 
     Attributes:
         level: `good`, `fair` (to be looked at) or `bad`.
@@ -49,13 +49,13 @@ class Verdict:
     reasons: tuple[str, ...] = ()
 
 
-def of_run(run: Record) -> Verdict:
-    """Return what is to be said of one run, by the thresholds of this file."""
+def of_run(run: RunRecord) -> PageVerdict:
+    """Return the verdict of one run, by the thresholds of this file."""
     figures = run.figures
-    offered, served = int(figures["offered"]), int(figures["completed"])
+    total, served = int(figures["offered"]), int(figures["completed"])
     if not served:
-        return Verdict("bad", "Nothing was served.")
-    bad, fair = _losses(figures), _weaknesses(run)
+        return PageVerdict("bad", "Nothing was served.")
+    bad, fair = _lost_requests(figures), _weaknesses(run)
     if run.samples is not None and (growth := _queue_growth(run.samples)) >= QUEUE_GROWTH:
         bad.append(
             f"The fleet did not keep up: {growth:.1f} times as many requests waited at the end "
@@ -64,27 +64,27 @@ def of_run(run: Record) -> Verdict:
     ttft = figures["ttft_s"]["p99"]
     first = "" if ttft is None else f" 99% of first tokens came within {duration(ttft)}."
     if bad:
-        return Verdict("bad", f"{served:,} of {offered:,} requests were served.", (*bad, *fair))
+        return PageVerdict("bad", f"{served:,} of {total:,} requests were served.", (*bad, *fair))
     if fair:
         count = "One thing needs" if len(fair) == 1 else f"{len(fair)} things need"
-        return Verdict("fair", f"All requests were served; {count} a look.{first}", tuple(fair))
-    return Verdict("good", f"The fleet kept up: all {served:,} requests were served.{first}")
+        return PageVerdict("fair", f"All requests were served; {count} a look.{first}", tuple(fair))
+    return PageVerdict("good", f"The fleet kept up: all {served:,} requests were served.{first}")
 
 
-def _losses(figures: Mapping[str, Any]) -> list[str]:
-    offered = int(figures["offered"])
+def _lost_requests(figures: Mapping[str, Any]) -> list[str]:
+    total = int(figures["offered"])
     lost = [
         (name, int(figures.get(key) or 0))
         for key, name in (("failed", "failed"), ("unfinished", "were unfinished at the end"))
     ]
     return [
-        f"{count / offered:.1%} of offered requests {name}."
+        f"{count / total:.1%} of offered requests {name}."
         for name, count in lost
-        if count > MAX_FAILED_SHARE * offered
+        if count > MAX_FAILED_SHARE * total
     ]
 
 
-def _weaknesses(run: Record) -> list[str]:
+def _weaknesses(run: RunRecord) -> list[str]:
     figures, weak = run.figures, []
     served = int(figures["completed"])
     failed = int(figures.get("failed") or 0) + int(figures.get("unfinished") or 0)
@@ -110,13 +110,13 @@ def _weaknesses(run: Record) -> list[str]:
 
 def _uneven(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     roles: dict[str, list[tuple[float, str]]] = {}
-    for each in workers:
-        if isinstance(each.get("busy"), int | float):
-            role = str(each.get("role", ""))
-            roles.setdefault(role, []).append((float(each["busy"]), str(each.get("id", ""))))
+    for worker in workers:
+        if isinstance(worker.get("busy"), int | float):
+            role = str(worker.get("role", ""))
+            roles.setdefault(role, []).append((float(worker["busy"]), str(worker.get("id", ""))))
     uneven = []
-    for role, found in roles.items():
-        (low, idle), (high, busy) = min(found), max(found)
+    for role, shares in roles.items():
+        (low, idle), (high, busy) = min(shares), max(shares)
         if high - low > MAX_UNEVEN:
             uneven.append(
                 f"Load is uneven among {role or 'all'} workers: {busy} computes {high:.0%} of the "
@@ -137,7 +137,7 @@ def _queue_growth(samples: Samples) -> float:
     return late / max(early, 1.0) if late > 1.0 else 0.0
 
 
-def of_runs(runs: Sequence[Record], labels: Sequence[str]) -> Verdict:
+def of_runs(runs: Sequence[RunRecord], labels: Sequence[str]) -> PageVerdict:
     """Return which of several runs is best, figure by figure, and by how much."""
     winners: list[str] = []
     reasons: list[str] = []
@@ -146,7 +146,7 @@ def of_runs(runs: Sequence[Record], labels: Sequence[str]) -> Verdict:
         known = [(value, label) for value, label in zip(values, labels, strict=True) if value]
         if len(known) < 2:
             continue
-        ordered = sorted(known, key=lambda each: each[0], reverse=more)
+        ordered = sorted(known, key=lambda pair: pair[0], reverse=more)
         (best, winner), (second, other) = ordered[0], ordered[1]
         gap = abs(second / best - 1.0)
         shown = f"{best:.3g}/s" if more else duration(best)
@@ -156,15 +156,17 @@ def of_runs(runs: Sequence[Record], labels: Sequence[str]) -> Verdict:
         winners.append(winner)
         reasons.append(f"{name}: {winner}, {shown}; next is {other}, {gap:.0%} behind.")
     lossy = [
-        label for run, label in zip(runs, labels, strict=True) if _losses(run.figures)
+        label for run, label in zip(runs, labels, strict=True) if _lost_requests(run.figures)
     ]  # fmt: skip
     reasons += [f"{label} lost requests; its latencies are of those served." for label in lossy]
     level: Literal["good", "fair"] = "fair" if lossy or len(set(winners)) > 1 else "good"
     if not winners:
-        return Verdict("fair", "No run is ahead in any figure.", tuple(reasons))
+        return PageVerdict("fair", "No run is ahead in any figure.", tuple(reasons))
     if len(set(winners)) == 1:
-        return Verdict(level, f"{winners[0]} is best, or equal, in every figure.", tuple(reasons))
-    return Verdict(level, "No run is best in everything.", tuple(reasons))
+        return PageVerdict(
+            level, f"{winners[0]} is best, or equal, in every figure.", tuple(reasons)
+        )
+    return PageVerdict(level, "No run is best in everything.", tuple(reasons))
 
 
 def _figure(value: Any, part: str) -> float | None:
@@ -173,7 +175,7 @@ def _figure(value: Any, part: str) -> float | None:
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-def of_rows(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Verdict:
+def of_rows(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> PageVerdict:
     """Return how far an experiment's rows are from the paper's, figure by figure.
 
     Args:
@@ -186,7 +188,7 @@ def of_rows(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Verd
             if isinstance(error, int | float):
                 errors.setdefault(key, []).append(abs(float(error)))
     if not errors:
-        return Verdict("good", f"{len(rows)} rows; the paper has no figures for them.")
+        return PageVerdict("good", f"{len(rows)} rows; the paper has no figures for them.")
     medians = {key: statistics.median(values) for key, values in errors.items()}
     reasons = tuple(
         f"{names.get(key, key)}: {median:.1%} from the paper's (median of {len(errors[key])} rows, "
@@ -198,4 +200,4 @@ def of_rows(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Verd
         "good" if close == len(medians) else "fair" if close else "bad"
     )
     text = f"{close} of {len(medians)} figures are within 10% of the paper's in the median."
-    return Verdict(level, text, reasons)
+    return PageVerdict(level, text, reasons)

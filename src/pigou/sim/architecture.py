@@ -102,9 +102,9 @@ class Architecture:
     @property
     def parameters(self) -> int:
         """All parameters, without those of norms (below 0.01%)."""
-        each = self.attention_parameters + self.router_parameters
-        each += self.ffn_parameters * max(self.experts, 1)
-        return self.layers * each + self.vocab * self.hidden * (1 if self.tied else 2)
+        layer_parameters = self.attention_parameters + self.router_parameters
+        layer_parameters += self.ffn_parameters * max(self.experts, 1)
+        return self.layers * layer_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
     def active_parameters(self) -> int:
@@ -112,9 +112,9 @@ class Architecture:
 
         The embedding is a look-up, and counts only as the output layer.
         """
-        each = self.attention_parameters + self.router_parameters
-        each += self.ffn_parameters * max(self.active, 1)
-        return self.layers * each + self.vocab * self.hidden
+        layer_parameters = self.attention_parameters + self.router_parameters
+        layer_parameters += self.ffn_parameters * max(self.active, 1)
+        return self.layers * layer_parameters + self.vocab * self.hidden
 
     # --- bytes and FLOPs ----------------------------------------------------------------------
 
@@ -235,10 +235,10 @@ def kv_blocks(
     if tp < 1 or model.heads % tp:
         raise ConfigError(f"tp is {tp}; it must divide the {model.heads} heads of the model")
     device.check_tp(tp)
-    room = device.memory * utilization - model.weight_bytes / tp
-    room -= reserve(model, tp, max_batched_tokens, max_seqs)
-    each = model.kv_bytes / min(tp, model.kv_heads) * block_size
-    blocks = int(room // each)
+    kv_memory = device.memory * utilization - model.weight_bytes / tp
+    kv_memory -= reserve(model, tp, max_batched_tokens, max_seqs)
+    block_bytes = model.kv_bytes / min(tp, model.kv_heads) * block_size
+    blocks = int(kv_memory // block_bytes)
     if blocks < 1:
         raise ConfigError(
             f"model {model.name!r} ({model.weight_bytes / tp / 2**30:.1f} GiB of weights a GPU) "

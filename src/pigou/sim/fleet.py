@@ -27,46 +27,46 @@ from pigou.events import KVEvent
 from pigou.request import SECOND, Worker
 from pigou.sim.dispatch import Dispatcher
 from pigou.sim.fleet_config import FleetConfig
-from pigou.sim.leg import Leg
 from pigou.sim.network import Network
-from pigou.sim.streams import Gaps
+from pigou.sim.request_run import Leg
+from pigou.sim.streams import ITLHistogram
 from pigou.sim.timing import Slowed
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
-from pigou.sim.worker import Behind, SimWorker
-from pigou.sim.worker_spec import Member, Plant
+from pigou.sim.worker import LaggingWorkers, SimWorker
+from pigou.sim.worker_spec import FleetWorker, WorkerSpec
 
 #: As the gateway's: time passes for the control plane so often.
 TICK = SECOND // 10
 _MS = 1_000_000
 
 
-class Fleet:
-    """Serves calls.
+class SimulatedFleet:
+    """Serves the requests of a simulated client.
 
     Attributes:
-        plane: who runs where.
-        dispatcher: takes calls to workers.
+        plane: the control plane.
+        dispatcher: takes requests to workers.
         network: between the workers.
-        members: the workers.
-        gaps: between the tokens of all streams.
+        workers: by number.
+        itl: gaps between the tokens of all streams.
         assessments: of the Price of Anarchy.
-        placements: games of what lies where.
+        placements: solved caching games.
     """
 
     def __init__(
-        self, config: FleetConfig, plants: Sequence[Plant], control: ControlConfig, clock: Clock,
-        *, policy: RoutingPolicy | None = None, seed: int = 0, stepwise: bool = False,
+        self, config: FleetConfig, specs: Sequence[WorkerSpec], control: ControlConfig,
+        clock: Clock, *, policy: RoutingPolicy | None = None, seed: int = 0, stepwise: bool = False,
         assess_every: float = 60.0,
     ) -> None:  # fmt: skip
-        """Start the workers, and let time pass.
+        """Start the workers and the control plane's ticks.
 
         Args:
             config: of the fleet.
-            plants: what its workers run on, in the order of `config.workers`.
+            specs: what its workers run on, in the order of `config.workers`.
             control: of the control plane.
             clock: virtual.
             policy: used instead of the one that `control` names.
-            seed: of what is lost on the way, and of how alike steps differ.
+            seed: of lost signals, and of the random variation of steps.
             stepwise: plan one step at a time; the results are the same, and take longer.
             assess_every: seconds between two computations of the Price of Anarchy. Those that the
                 control plane asks for in between are answered with nothing new; they do not
@@ -75,38 +75,38 @@ class Fleet:
         Raises:
             ConfigError: the block sizes differ, or the policy is not known.
         """
-        if len({plant.engine.block_size for plant in plants}) != 1:
+        if len({spec.engine.block_size for spec in specs}) != 1:
             raise ConfigError("fleet: workers have different block_size; give all the same")
-        # Nobody asks a simulation why; to explain a decision takes longer than to make it.
+        # To explain a decision takes longer than to make it.
         self.plane = ControlPlane(msgspec.structs.replace(control, max_decisions=0), policy)
         self.network = Network(config.link, clock)
-        self.gaps = Gaps()
+        self.itl = ITLHistogram()
         self.assessments: list[PoAEstimate] = []
         self.placements: list[Placement] = []
-        self.members: list[Member] = []
-        self._named: dict[str, Member] = {}
+        self.workers: list[FleetWorker] = []
+        self._by_name: dict[str, FleetWorker] = {}
         self._config, self._clock, self._stepwise = config, clock, stepwise
         self._rng, self._seed = Random(seed), seed
         self._assess_every = round(assess_every * SECOND)
         self._assess_next = 0
-        self._behind: Behind = {}
+        self._lagging: LaggingWorkers = {}
         self.dispatcher = Dispatcher(
-            self.plane, clock, self.network, self._named, round((config.overhead_ms or 0) * _MS),
-            round(config.lease_s * SECOND), self._assess, round(config.leg_ms * _MS), self._behind,
+            self.plane, clock, self.network, self._by_name, round((config.overhead_ms or 0) * _MS),
+            round(config.lease_s * SECOND), self._assess, round(config.leg_ms * _MS), self._lagging,
         )  # fmt: skip
-        for kind, plant in zip(config.workers, plants, strict=True):
-            for _ in range(kind.count):
-                self._join(plant)
+        for group, spec in zip(config.workers, specs, strict=True):
+            for _ in range(group.count):
+                self._add_worker(spec)
         clock.at(EPOCH + TICK, Phase.TICK, -2, self._tick)
         if config.signals.report_every_ms:
             self._report_every = max(1, round(config.signals.report_every_ms * _MS))
-            clock.at(EPOCH + self._report_every, Phase.TICK, -3, self._reports)
+            clock.at(EPOCH + self._report_every, Phase.TICK, -3, self._send_reports)
 
     def close(self) -> None:
-        """The run is over: count what is under way."""
-        for member in self.members:
-            if member.sim is not None:
-                member.sim.close()
+        """At the end of the run: count the steps under way."""
+        for worker in self.workers:
+            if worker.sim is not None:
+                worker.sim.close()
 
     def check(self) -> None:
         """Check the laws of all cores.
@@ -114,101 +114,101 @@ class Fleet:
         Raises:
             IntegrityError: one does not hold.
         """
-        for member in self.members:
-            if member.sim is not None:
-                member.sim.core.check_integrity()
+        for worker in self.workers:
+            if worker.sim is not None:
+                worker.sim.core.check_integrity()
 
-    # --- members ------------------------------------------------------------------------------
+    # --- workers ------------------------------------------------------------------------------
 
-    def _join(self, plant: Plant) -> None:
-        kind, engine = plant.kind, plant.engine
-        number = len(self.members)
-        name = f"{kind.role.value}-{number}"
-        worker = Worker(
+    def _add_worker(self, spec: WorkerSpec) -> None:
+        group, engine = spec.group, spec.engine
+        number = len(self.workers)
+        name = f"{group.role.value}-{number}"
+        info = Worker(
             name,
             "",
-            kind.role,
+            group.role,
             engine.block_size,
             engine.blocks,
             engine.max_seqs,
-            kind.events,
+            group.events,
             overtakes=engine.order == "priority",
-            layout=plant.layout,
-            rehearsed=plant.rehearsed,
+            layout=spec.layout,
+            rehearsed=spec.rehearsed,
         )
-        member = self._named[name] = Member(number, worker, plant)
-        self.members.append(member)
-        self.dispatcher.seat(engine.max_seqs)
+        worker = self._by_name[name] = FleetWorker(number, info, spec)
+        self.workers.append(worker)
+        self.dispatcher.add_slots(engine.max_seqs)
         clock = self._clock
-        if kind.starts:
-            self._at(kind.starts, number, lambda now: self._up(member, now))
+        if group.starts:
+            self._at_fault(group.starts, number, lambda now: self._start(worker, now))
         else:
-            self._up(member, clock.now)
-        for outage in kind.fails:
-            self._at(outage.start, number, lambda now: self._die(member, now))
+            self._start(worker, clock.now)
+        for outage in group.fails:
+            self._at_fault(outage.start, number, lambda now: self._die(worker, now))
             if outage.end < float("inf"):
-                self._at(outage.end, number, lambda now: self._up(member, now))
-        for slow in kind.slow:
-            slowed = Slowed(plant.timing, slow.factor)
-            self._at(slow.start, number, lambda now, to=slowed: self._pace(member, to, now))
+                self._at_fault(outage.end, number, lambda now: self._start(worker, now))
+        for slow in group.slow:
+            slowed = Slowed(spec.timing, slow.factor)
+            self._at_fault(slow.start, number, lambda now, to=slowed: self._retime(worker, to, now))
             if slow.end < float("inf"):
-                self._at(slow.end, number, lambda now: self._pace(member, plant.timing, now))
+                self._at_fault(slow.end, number, lambda now: self._retime(worker, spec.timing, now))
 
-    def _at(self, seconds: float, number: int, event: object) -> None:
+    def _at_fault(self, seconds: float, number: int, event: object) -> None:
         self._clock.at(EPOCH + round(seconds * SECOND), Phase.FAULT, number, event)  # type: ignore[arg-type]
 
-    def _up(self, member: Member, now: int) -> None:
+    def _start(self, worker: FleetWorker, now: int) -> None:
         """A worker is ready, with an empty cache."""
-        if member.sim is not None:
+        if worker.sim is not None:
             return
-        plant, signals = member.plant, self._config.signals
+        spec, signals = worker.spec, self._config.signals
         late = signals.event_loss or signals.event_delay_ms  # when events are sent off matters
-        member.sim = SimWorker(
-            member.number, member.name, plant.engine, plant.timing, self._clock, self, self.gaps,
-            ahead=plant.ahead, stepwise=self._stepwise, behind=None if late else self._behind,
-            tiers=plant.make_tiers(), seed=self._seed,
+        worker.sim = SimWorker(
+            worker.number, worker.name, spec.engine, spec.timing, self._clock, self, self.itl,
+            ahead=spec.ahead, stepwise=self._stepwise, lagging=None if late else self._lagging,
+            tiers=spec.make_tiers(), seed=self._seed,
         )  # fmt: skip
-        member.missed = []
-        if member.known:  # it died and came back before anybody noticed
-            self.dispatcher.observe(WorkerDown(member.name), now)
-        member.known = True
-        self.dispatcher.observe(WorkerUp(member.worker), now)
+        worker.missed_events = []
+        if worker.registered:  # it died and came back before the death was noticed
+            self.dispatcher.observe(WorkerDown(worker.name), now)
+        worker.registered = True
+        self.dispatcher.observe(WorkerUp(worker.info), now)
 
-    def _die(self, member: Member, now: int) -> None:
-        if member.sim is None:
+    def _die(self, worker: FleetWorker, now: int) -> None:
+        if worker.sim is None:
             return
-        legs = member.sim.die()
-        member.past = member.figures
-        member.sim = None
-        member.holding.clear()
+        legs = worker.sim.die()
+        worker.past_totals = worker.totals
+        worker.sim = None
+        worker.held_ids.clear()
         detect = round(self._config.detect_ms * _MS)
         if detect:
             self._clock.at(
-                now + detect, Phase.FAULT, member.number, lambda at: self._miss(member, at)
+                now + detect, Phase.FAULT, worker.number, lambda at: self._notice_death(worker, at)
             )
         else:
-            self._miss(member, now)
+            self._notice_death(worker, now)
         for leg in legs:
             self.dispatcher.broken(leg, now)
 
-    def _miss(self, member: Member, now: int) -> None:
+    def _notice_death(self, worker: FleetWorker, now: int) -> None:
         """The control plane notices that a worker is dead."""
-        if member.sim is None and member.known:
-            member.known = False
-            self.dispatcher.observe(WorkerDown(member.name), now)
+        if worker.sim is None and worker.registered:
+            worker.registered = False
+            self.dispatcher.observe(WorkerDown(worker.name), now)
 
-    def _pace(self, member: Member, timing: object, now: int) -> None:
-        if member.sim is not None:
-            member.sim.retime(timing, now)  # type: ignore[arg-type]
+    def _retime(self, worker: FleetWorker, timing: object, now: int) -> None:
+        if worker.sim is not None:
+            worker.sim.retime(timing, now)  # type: ignore[arg-type]
 
-    # --- what workers tell --------------------------------------------------------------------
+    # --- events of workers --------------------------------------------------------------------
 
     def refused(self, leg: Leg, error: Exception, now: int) -> None:
-        """A leg was not taken in."""
+        """A leg was refused."""
         self.dispatcher.refused(leg, error, now)
 
     def first_token(self, leg: Leg, now: int) -> None:
-        """A leg yielded its first token."""
+        """A leg generated its first token."""
         self.dispatcher.first_token(leg, now)
 
     def finished(self, leg: Leg, finished: Finished, now: int) -> None:
@@ -217,71 +217,75 @@ class Fleet:
 
     def wanted(self, leg: Leg, load: Load, now: int) -> None:
         """A leg wants blocks of its source; none, if it has them all."""
-        self.dispatcher.wanted(leg, load, now)
+        self.dispatcher.leases.transfer(leg, load, now)
 
     def cache_changed(self, worker: str, events: tuple[KVEvent, ...], now: int) -> None:
         """KV events are published: they arrive late, or get lost, as the signals have it."""
-        member, signals = self._named[worker], self._config.signals
-        if not member.worker.events:
+        origin, signals = self._by_name[worker], self._config.signals
+        if not origin.info.events:
             return
         if signals.event_loss and self._rng.random() < signals.event_loss:
-            member.missed += events
+            origin.missed_events += events
             return
         missed: tuple[KVEvent, ...] = ()
-        if member.missed:
-            missed, member.missed = tuple(member.missed), []
+        if origin.missed_events:
+            missed, origin.missed_events = tuple(origin.missed_events), []
         if signals.event_delay_ms:
-            sim = member.sim
+            sim = origin.sim
             self._clock.at(
-                now + round(signals.event_delay_ms * _MS), Phase.TICK, member.number,
-                lambda at: self._deliver(member, missed, events, at)
-                if member.sim is sim else None,
+                now + round(signals.event_delay_ms * _MS), Phase.TICK, origin.number,
+                lambda at: self._deliver_events(origin, missed, events, at)
+                if origin.sim is sim else None,
             )  # fmt: skip
         else:
-            self._deliver(member, missed, events, now)
+            self._deliver_events(origin, missed, events, now)
 
-    def _deliver(
-        self, member: Member, missed: tuple[KVEvent, ...], events: tuple[KVEvent, ...], now: int
+    def _deliver_events(
+        self,
+        worker: FleetWorker,
+        missed: tuple[KVEvent, ...],
+        events: tuple[KVEvent, ...],
+        now: int,
     ) -> None:
-        if not member.known:
+        if not worker.registered:
             return
         if missed and not self._config.signals.replay:
-            self.dispatcher.observe(CacheLost(member.name), now)
+            self.dispatcher.observe(CacheLost(worker.name), now)
             missed = ()
-        self.dispatcher.cache_changed(CacheChanged(member.name, missed + events), now)
+        self.dispatcher.cache_changed(CacheChanged(worker.name, missed + events), now)
 
     # --- time ---------------------------------------------------------------------------------
 
     def _tick(self, now: int) -> None:
-        self.dispatcher.tell(self.members, now)
+        self.dispatcher.publish_tokens(self.workers, now)
         self.dispatcher.tick(now)
         caching = self.plane.cache_monitor
         if caching.placement is not None and caching.games > len(self.placements):
             self.placements.append(caching.placement)
         self._clock.at(now + TICK, Phase.TICK, -2, self._tick)
 
-    def _reports(self, now: int) -> None:
+    def _send_reports(self, now: int) -> None:
         signals = self._config.signals
         delay = round(signals.report_delay_ms * _MS)
-        for member in self.members:
-            if member.sim is None:
+        for worker in self.workers:
+            if worker.sim is None:
                 continue
             if signals.report_loss and self._rng.random() < signals.report_loss:
                 continue
-            running, waiting, usage = member.sim.load(now)
-            report = LoadReport(member.name, running, waiting, usage)
+            running, waiting, usage = worker.sim.load(now)
+            report = LoadReport(worker.name, running, waiting, usage)
             if delay:
                 tell = partial(self.dispatcher.observe, report)
-                self._clock.at(now + delay, Phase.TICK, member.number, tell)
+                self._clock.at(now + delay, Phase.TICK, worker.number, tell)
             else:
                 self.dispatcher.observe(report, now)
-        self._clock.at(now + self._report_every, Phase.TICK, -3, self._reports)
+        self._clock.at(now + self._report_every, Phase.TICK, -3, self._send_reports)
 
-    def _assess(self, asked: Assess, now: int) -> None:
-        found = None
+    def _assess(self, request: Assess, now: int) -> None:
+        snapshot = None
         if now >= self._assess_next:
             self._assess_next = now + self._assess_every
-            found = self.plane.assess(asked.snapshot)
-            if found is not None:
-                self.assessments.append(found)
-        self.dispatcher.observe(Assessed(found), now)
+            snapshot = self.plane.assess(request.snapshot)
+            if snapshot is not None:
+                self.assessments.append(snapshot)
+        self.dispatcher.observe(Assessed(snapshot), now)

@@ -12,14 +12,14 @@ from pigou.config import ConfigError, wrong
 from pigou.request import Role
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import TierConfig
-from pigou.sim.workload import MOST_SECONDS
+from pigou.sim.workload import MAX_SECONDS
 from pigou.yaml_file import read_yaml
 
 _PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")
 #: Times as long.
-_SLOWEST = 1e6
-#: Each takes a megabyte and more, and all of them a place in every decision.
-_MOST_WORKERS = 10_000
+_MAX_FACTOR = 1e6
+#: Each takes a megabyte and more, and all of them are candidates of every decision.
+_MAX_WORKERS = 10_000
 _ROLES = {
     "p": Role.PREFILL, "d": Role.DECODE, "both": Role.BOTH,
     "prefill": Role.PREFILL, "decode": Role.DECODE,
@@ -35,13 +35,15 @@ class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def __post_init__(self) -> None:
         """Refuse speeds that no worker has."""
-        if not 0.0 < self.factor <= _SLOWEST:
-            raise ConfigError(f"factor is {self.factor}; it must be above 0, at most {_SLOWEST:g}")
+        if not 0.0 < self.factor <= _MAX_FACTOR:
+            raise ConfigError(
+                f"factor is {self.factor}; it must be above 0, at most {_MAX_FACTOR:g}"
+            )
         _check_times(self.start, self.end)
 
 
 class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A time in which a worker is dead; seconds from the beginning. It comes back empty."""
+    """A time in which a worker is dead, in seconds from the start; its cache is empty after it."""
 
     start: float
     end: float = math.inf
@@ -53,19 +55,19 @@ class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 def _check_wait(name: str, value: float, unit: int) -> None:
     """Refuse a wait of so many parts of a second that is below 0, or of more than a year."""
-    if not 0.0 <= value <= MOST_SECONDS * unit:
-        raise ConfigError(f"{name} is {value}; it must be 0 to {MOST_SECONDS * unit} (a year)")
+    if not 0.0 <= value <= MAX_SECONDS * unit:
+        raise ConfigError(f"{name} is {value}; it must be 0 to {MAX_SECONDS * unit} (a year)")
 
 
 def _check_times(start: float, end: float) -> None:
-    if not 0.0 <= start < end or start > MOST_SECONDS or MOST_SECONDS < end < math.inf:
+    if not 0.0 <= start < end or start > MAX_SECONDS or MAX_SECONDS < end < math.inf:
         raise ConfigError(
             f"start is {start} and end {end}; start must be at least 0 and before end, and both at "
-            f"most {MOST_SECONDS} seconds (a year); leave end out where there is none"
+            f"most {MAX_SECONDS} seconds (a year); leave end out where there is none"
         )
 
 
-class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Workers that are alike.
 
     Attributes:
@@ -104,19 +106,19 @@ class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         """Refuse workers that could not work."""
-        for name, least in (
+        for name, minimum in (
             ("count", 1), ("block_size", 1), ("blocks", 0), ("max_seqs", 0),
             ("max_batched_tokens", 0), ("tp", 0),
         ):  # fmt: skip
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
         if self.tiers and not self.prefix_caching:
             raise ConfigError("prefix_caching is off, and tiers are given; leave one of them out")
         _check_wait("starts", self.starts, 1)
 
 
 class Signals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How well the control plane is told of the workers.
+    """How late, and how completely, the control plane hears from workers.
 
     Attributes:
         event_delay_ms: milliseconds that KV events take.
@@ -155,8 +157,8 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         workers: of what kinds.
         link: between them.
         signals: from them to the control plane.
-        overhead_ms: milliseconds from the client to a worker in which nobody waits for anybody;
-            left out, that of the timing law (0 for other timings).
+        overhead_ms: latency from the client to a worker, milliseconds; left out, that of the timing
+            law (0 for other timings).
         leg_ms: milliseconds that each leg takes besides: the gateway's request until the worker's
             engine knows of it, and its first token's way back. A prompt that is computed remotely
             has two legs.
@@ -165,7 +167,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         lease_s: seconds for which a prompt's blocks are kept for a worker that does not ask.
     """
 
-    workers: tuple[Members, ...]
+    workers: tuple[WorkerGroup, ...]
     link: LinkConfig = LinkConfig()
     signals: Signals = Signals()
     overhead_ms: float | None = None
@@ -174,12 +176,12 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     lease_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse fleets that serve nobody, or that no memory holds."""
-        if not any(each.role.decodes for each in self.workers):
+        """Refuse fleets that cannot decode, or that no memory holds."""
+        if not any(group.role.decodes for group in self.workers):
             raise ConfigError("fleet: nobody decodes; add a worker of role decode or both")
-        many = sum(each.count for each in self.workers)
-        if many > _MOST_WORKERS:
-            raise ConfigError(f"fleet: there are {many:,} workers; give at most {_MOST_WORKERS:,}")
+        count = sum(group.count for group in self.workers)
+        if count > _MAX_WORKERS:
+            raise ConfigError(f"fleet: there are {count:,} workers; give at most {_MAX_WORKERS:,}")
         for name in ("overhead_ms", "leg_ms", "detect_ms"):
             _check_wait(name, getattr(self, name) or 0.0, 1000)
         _check_wait("lease_s", self.lease_s, 1)
@@ -193,15 +195,15 @@ def read_fleet(text: str) -> FleetConfig:
     """
     if Path(text).suffix in (".yaml", ".yml"):
         return _of_yaml(text)
-    members = []
+    groups = []
     for part in text.split("+"):
-        found = _PART.fullmatch(part)
-        if not found or (found[2] == "x") == (len(found[3]) == 1) or int(found[1]) < 1:
+        match = _PART.fullmatch(part)
+        if not match or (match[2] == "x") == (len(match[3]) == 1) or int(match[1]) < 1:
             raise ConfigError(
                 f"fleet is {text!r}; write for example 4xboth, 1p+2d, or the name of a YAML file"
             )
-        members.append(Members(role=_ROLES[found[3]], count=int(found[1])))
-    return FleetConfig(workers=tuple(members))
+        groups.append(WorkerGroup(role=_ROLES[match[3]], count=int(match[1])))
+    return FleetConfig(workers=tuple(groups))
 
 
 def _of_yaml(path: str) -> FleetConfig:

@@ -179,7 +179,7 @@ GPUS = {
     ),
 }  # fmt: skip
 
-#: Other names of the same devices, the driver's among them, as `_plain` writes them.
+#: Other names of the same devices, the driver's among them, as `_normalized` writes them.
 _ALIASES = {
     "a100": ("a10080gb", "a100sxm", "a100sxm480gb", "a100sxm80gb"),
     "a100-40gb": ("a100sxm440gb", "a100sxm40gb"),
@@ -209,14 +209,14 @@ def gpu(name: str) -> Gpu:
     Raises:
         ConfigError: it is not known.
     """
-    wanted = _plain(name)
+    wanted = _normalized(name)
     for prefix in ("nvidia", "tesla", "geforce"):
         wanted = wanted.removeprefix(prefix)
     for key, device in GPUS.items():
-        if wanted in (_plain(key), *_ALIASES.get(key, ())):
+        if wanted in (_normalized(key), *_ALIASES.get(key, ())):
             return device
     raise ConfigError(f"gpu is {name!r}; it must be one of {', '.join(GPUS)}")
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())

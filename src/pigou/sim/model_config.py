@@ -84,13 +84,13 @@ def read_architecture(path: Path) -> Architecture:
 
 def _context(path: Path, source: Mapping[str, Any]) -> int:
     """Return the tokens that a sequence may have: with what scales the positions, as workers do."""
-    stated = _number(path, source, "max_position_embeddings", 131_072)
+    context = _number(path, source, "max_position_embeddings", 131_072)
     try:
         rope_parameters(source)
     except ModelError:  # a type that no worker of Pigou's runs: what it states is its context
-        return stated
+        return context
     try:
-        return scaled_context({**source, "max_position_embeddings": stated})
+        return scaled_context({**source, "max_position_embeddings": context})
     except ModelError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -209,7 +209,7 @@ _FORMATS = {
 _METHODS = ("awq", "gptq")
 
 
-def plain(name: str) -> str:
+def normalized(name: str) -> str:
     """Return a model's name as it is compared: no owner, lower case, letters and digits only."""
     return "".join(c for c in name.rsplit("/", 1)[-1].lower() if c.isalnum())
 
@@ -251,23 +251,23 @@ def _candidates(model: str) -> list[tuple[Architecture, str]]:
             continue
         short = name[len(start) :]
         for key, preset in PRESETS.items():
-            rest = _after(short, plain(key))
+            rest = _after(short, normalized(key))
             if rest is not None:
-                matches.append((len(plain(key)), preset, rest))
-    return [(preset, rest) for _, preset, rest in sorted(matches, key=lambda each: -each[0])]
+                matches.append((len(normalized(key)), preset, rest))
+    return [(preset, rest) for _, preset, rest in sorted(matches, key=lambda match: -match[0])]
 
 
 def _after(name: str, start: str) -> str | None:
     """Return what follows `start` in a name, punctuation aside; None where it is another name."""
-    at = 0
-    for place, character in enumerate(name):
-        if at == len(start):
-            return None if character.isalnum() else name[place:]
+    matched = 0
+    for index, character in enumerate(name):
+        if matched == len(start):
+            return None if character.isalnum() else name[index:]
         if character.isalnum():
-            if character != start[at]:
+            if character != start[matched]:
                 return None
-            at += 1
-    return "" if at == len(start) else None
+            matched += 1
+    return "" if matched == len(start) else None
 
 
 def _variant(model: str, preset: Architecture, rest: str) -> Architecture:

@@ -12,7 +12,7 @@ from pigou.config import ConfigError
 from pigou.sim.virtual_clock import Clock, Event, Phase
 
 #: Gigabits a second: a thousand bits. Microseconds: an hour.
-_SLOWEST, _LONGEST = 1e-6, 3.6e9
+_MIN_GBPS, _MAX_LATENCY_US = 1e-6, 3.6e9
 
 
 class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,10 +34,12 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def __post_init__(self) -> None:
         """Refuse links that never deliver."""
-        if self.gbps and not _SLOWEST <= self.gbps < math.inf:
-            raise ConfigError(f"gbps is {self.gbps}; it must be 0, or at least {_SLOWEST:g}")
-        if not 0.0 <= self.latency_us <= _LONGEST:
-            raise ConfigError(f"latency_us is {self.latency_us}; it must be 0 to {_LONGEST:g}")
+        if self.gbps and not _MIN_GBPS <= self.gbps < math.inf:
+            raise ConfigError(f"gbps is {self.gbps}; it must be 0, or at least {_MIN_GBPS:g}")
+        if not 0.0 <= self.latency_us <= _MAX_LATENCY_US:
+            raise ConfigError(
+                f"latency_us is {self.latency_us}; it must be 0 to {_MAX_LATENCY_US:g}"
+            )
 
     @property
     def nanos_per_byte(self) -> float:
@@ -80,12 +82,12 @@ class Network:
         if not self.config.gbps:
             self._arrive(transfer, now)
         elif self.config.sharing == "fifo":
-            ends = [("in", target)]
+            links = [("in", target)]
             if self._both:
-                ends.append(("out", source))
-            begin = max(now, *(self._free.get(end, 0) for end in ends))
+                links.append(("out", source))
+            begin = max(now, *(self._free.get(link, 0) for link in links))
             last = begin + math.ceil(size * self.config.nanos_per_byte)
-            self._free.update(dict.fromkeys(ends, last))
+            self._free.update(dict.fromkeys(links, last))
             self._arrive(transfer, last)
         else:
             transfer.since = now
@@ -99,29 +101,29 @@ class Network:
 
     def _share(self, source: int, target: int, now: int) -> None:
         """Divide the links of a sender and of a receiver anew."""
-        touched = {each.number: each for each in self._out[source] + self._in[target]}
-        for each in touched.values():
-            sharers = len(self._in[each.target])
+        touched = {transfer.number: transfer for transfer in self._out[source] + self._in[target]}
+        for transfer in touched.values():
+            sharers = len(self._in[transfer.target])
             if self._both:
-                sharers = max(sharers, len(self._out[each.source]))
+                sharers = max(sharers, len(self._out[transfer.source]))
             pace = self.config.nanos_per_byte * sharers
-            if pace == each.pace:
+            if pace == transfer.pace:
                 continue
-            if each.pace:
-                each.left = max(0.0, each.left - (now - each.since) / each.pace)
-            each.since, each.pace = now, pace
-            each.version += 1
-            self._expect(each, now)
+            if transfer.pace:
+                transfer.left = max(0.0, transfer.left - (now - transfer.since) / transfer.pace)
+            transfer.since, transfer.pace = now, pace
+            transfer.version += 1
+            self._expect(transfer, now)
 
-    def _expect(self, each: _Transfer, now: int) -> None:
-        version = each.version
+    def _expect(self, transfer: _Transfer, now: int) -> None:
+        version = transfer.version
         self._clock.at(
-            now + math.ceil(each.left * each.pace), Phase.LINK, each.number,
-            lambda at: self._sent(each, at) if version == each.version else None,
+            now + math.ceil(transfer.left * transfer.pace), Phase.LINK, transfer.number,
+            lambda at: self._sent(transfer, at) if version == transfer.version else None,
         )  # fmt: skip
 
-    def _sent(self, each: _Transfer, now: int) -> None:
-        self._out[each.source].remove(each)
-        self._in[each.target].remove(each)
-        self._share(each.source, each.target, now)
-        self._arrive(each, now)
+    def _sent(self, transfer: _Transfer, now: int) -> None:
+        self._out[transfer.source].remove(transfer)
+        self._in[transfer.target].remove(transfer)
+        self._share(transfer.source, transfer.target, now)
+        self._arrive(transfer, now)

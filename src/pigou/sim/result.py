@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pigou.control.caching_game import Placement
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import SECOND, Nanos
-from pigou.sim.call import Call, Outcome
-from pigou.sim.streams import Gaps
+from pigou.sim.request_run import RequestRun, RunOutcome
+from pigou.sim.streams import ITLHistogram
 
 PERCENTILES = np.array([50.0, 90.0, 95.0, 99.0])
 _NAMES = ("p50", "p90", "p95", "p99")
@@ -24,30 +24,30 @@ _PARTS = ("whole", "queueing", "routing", "prefill_decode")
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulationResult:
     """A finished run.
 
     Attributes:
-        calls: all that were meant to be sent, in that order.
-        gaps: between the tokens of streams.
-        begin: of the run, in nanoseconds of the virtual clock.
-        end: of it.
-        wall: seconds that it took to compute.
+        runs: all that were meant to be sent, in that order.
+        itl: between the tokens of streams.
+        begin_ns: of the run, in nanoseconds of the virtual clock.
+        end_ns: of it.
+        wall_s: seconds that it took to compute.
         assessments: of the Price of Anarchy.
         placements: games of what lay where.
         caching: what became of the workers' memory (`CacheMonitor.summary`).
         workers: what each did: its name, steps, share of the time that it was busy, requests.
-        shed: calls that were refused for want of room, each time counted.
+        shed: attempts that the control plane refused.
         transfers: (number, bytes) of KV between workers.
         reads: prompts that began with a read from another worker's cache: those that did, the
             tokens that were held for them, and those of which nothing came.
     """
 
-    calls: Sequence[Call]
-    gaps: Gaps
-    begin: int
-    end: int
-    wall: float
+    runs: Sequence[RequestRun]
+    itl: ITLHistogram
+    begin_ns: int
+    end_ns: int
+    wall_s: float
     assessments: Sequence[PoAEstimate]
     placements: Sequence[Placement]
     caching: dict[str, float | int | None]
@@ -57,59 +57,64 @@ class Result:
     reads: tuple[int, int, int] = (0, 0, 0)
 
     @property
-    def done(self) -> list[Call]:
-        """Calls that were served."""
-        return [call for call in self.calls if call.outcome is Outcome.DONE]
+    def done(self) -> list[RequestRun]:
+        """Served requests."""
+        return [run for run in self.runs if run.outcome is RunOutcome.DONE]
 
     @property
     def seconds(self) -> float:
         """Simulated time."""
-        return (self.end - self.begin) / SECOND
+        return (self.end_ns - self.begin_ns) / SECOND
 
     def column(self, *names: str) -> tuple[Nanos, ...]:
-        """Return attributes of the calls that were served, shape (done,) each."""
+        """Return attributes of the served requests, shape (done,) each."""
         done = self.done
         return tuple(
-            np.array([getattr(call, name) for call in done], dtype=np.int64) for name in names
+            np.array([getattr(run, name) for run in done], dtype=np.int64) for name in names
         )
 
     def ttft(self) -> Nanos:
         """From the intention to the first token, in nanoseconds, shape (done,)."""
-        intended, first = self.column("intended", "first")
-        return first - intended
+        intended_ns, first_token_ns = self.column("intended_ns", "first_token_ns")
+        return first_token_ns - intended_ns
 
     def document(self) -> dict[str, Any]:
         """Return the figures as a JSON document; latencies count from the intention to send."""
         done = self.done
-        intended, sent, first, last, tokens, cached = self.column(
-            "intended", "sent", "first", "last", "tokens", "cached"
+        intended_ns, sent_ns, first_ns, last_ns, output_tokens, cached_tokens = self.column(
+            "intended_ns",
+            "sent_ns",
+            "first_token_ns",
+            "last_token_ns",
+            "output_tokens",
+            "cached_tokens",
         )
-        prompts = sum(call.job.input for call in done)
-        ended = [call for call in self.calls if call.outcome is not Outcome.PENDING]
-        many = tokens > 1
-        tpot = (last[many] - first[many]) / (tokens[many] - 1)
-        failed = len(ended) - len(done)
+        prompt_tokens = sum(run.spec.prompt_tokens for run in done)
+        ended_runs = [run for run in self.runs if run.outcome is not RunOutcome.PENDING]
+        several = output_tokens > 1
+        tpot = (last_ns[several] - first_ns[several]) / (output_tokens[several] - 1)
+        failed = len(ended_runs) - len(done)
         return {
-            "offered": len(self.calls),
+            "offered": len(self.runs),
             "completed": len(done),
             "failed": failed,
-            "unfinished": len(self.calls) - len(ended),
-            "timed_out": sum(call.outcome is Outcome.TIMED_OUT for call in ended),
+            "unfinished": len(self.runs) - len(ended_runs),
+            "timed_out": sum(run.outcome is RunOutcome.TIMED_OUT for run in ended_runs),
             "shed": self.shed,
-            "wall_s": self.wall,
+            "wall_s": self.wall_s,
             "simulated_s": self.seconds,
             "throughput_rps": _ratio(len(done), self.seconds),
-            "output_tok_s": _ratio(int(tokens.sum()), self.seconds),
-            "prefix_hit_ratio": _ratio(int(cached.sum()), prompts),
-            "preemptions": sum(call.preemptions for call in self.calls),
+            "output_tok_s": _ratio(int(output_tokens.sum()), self.seconds),
+            "prefix_hit_ratio": _ratio(int(cached_tokens.sum()), prompt_tokens),
+            "preemptions": sum(run.preemptions for run in self.runs),
             "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-            "ttft_s": summary(first - intended),
-            "itl_s": _gaps(self.gaps),
+            "ttft_s": summary(first_ns - intended_ns),
+            "itl_s": _itl_summary(self.itl),
             "tpot_s": summary(tpot),
-            "e2e_s": summary(last - intended),
-            "client_wait_s": summary(sent - intended),
-            "server_ttft_s": summary(first - sent),
-            "server_e2e_s": summary(last - sent),
+            "e2e_s": summary(last_ns - intended_ns),
+            "client_wait_s": summary(sent_ns - intended_ns),
+            "server_ttft_s": summary(first_ns - sent_ns),
+            "server_e2e_s": summary(last_ns - sent_ns),
             "poa": _anarchy(self.assessments) | {"caching": _placements(self.placements)},
             "caching": self.caching,
             "transfers": {"count": self.transfers[0], "bytes": self.transfers[1]},
@@ -128,15 +133,15 @@ def summary(nanos: NDArray[Any]) -> dict[str, float | None]:
     ordered = np.sort(nanos)
     ranks = np.maximum(1, np.ceil(PERCENTILES / 100 * len(ordered))).astype(np.int64)
     mean = math.fsum(ordered.tolist()) / len(ordered) / SECOND
-    found = (ordered[ranks - 1] / SECOND).tolist()
-    return {"mean": mean, **dict(zip(_NAMES, found, strict=True))}
+    percentiles = (ordered[ranks - 1] / SECOND).tolist()
+    return {"mean": mean, **dict(zip(_NAMES, percentiles, strict=True))}
 
 
-def _gaps(gaps: Gaps) -> dict[str, float | None]:
-    if not gaps.count:
+def _itl_summary(itl: ITLHistogram) -> dict[str, float | None]:
+    if not itl.count:
         return dict.fromkeys(("mean", *_NAMES))
-    found = gaps.percentiles(PERCENTILES).tolist()
-    return {"mean": gaps.mean(), **dict(zip(_NAMES, found, strict=True))}
+    percentiles = itl.percentiles(PERCENTILES).tolist()
+    return {"mean": itl.mean(), **dict(zip(_NAMES, percentiles, strict=True))}
 
 
 def _ratio(above: float, below: float) -> float:
@@ -145,22 +150,22 @@ def _ratio(above: float, below: float) -> float:
 
 def _anarchy(assessments: Sequence[PoAEstimate]) -> dict[str, float | None]:
     """Geometric means over the windows, each weighted by its requests; parts still multiply."""
-    found: dict[str, float | None] = dict.fromkeys((*_PARTS, "legacy"))
-    weights = np.array([each.requests for each in assessments], dtype=np.float64)
+    means: dict[str, float | None] = dict.fromkeys((*_PARTS, "legacy"))
+    weights = np.array([estimate.requests for estimate in assessments], dtype=np.float64)
     if weights.sum() > 0:
         for name in _PARTS:
-            values = [getattr(each.anarchy, name).value for each in assessments]
-            found[name] = _mean(values, weights)
-        found["legacy"] = _mean([each.legacy for each in assessments], weights)
-    return found
+            values = [getattr(estimate.anarchy, name).value for estimate in assessments]
+            means[name] = _mean(values, weights)
+        means["legacy"] = _mean([estimate.legacy for estimate in assessments], weights)
+    return means
 
 
 def _placements(placements: Sequence[Placement]) -> float | None:
     """Geometric mean over the games, each weighted by its prompts."""
     if not placements:
         return None
-    weights = np.array([each.prompts for each in placements], dtype=np.float64)
-    return _mean([each.poa for each in placements], weights)
+    weights = np.array([placement.prompts for placement in placements], dtype=np.float64)
+    return _mean([placement.poa for placement in placements], weights)
 
 
 def _mean(values: Sequence[float], weights: NDArray[np.float64]) -> float:

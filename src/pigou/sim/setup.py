@@ -19,7 +19,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         gib: of KV blocks, 2^30 bytes each.
         gbps: gigabits a second, each way; moves take their turns.
         latency_us: microseconds until the first byte.
-        policy: what it gives up first, as registered under `pigou.eviction`.
+        policy: of its eviction, as registered under `pigou.eviction`.
         params: of the policy.
     """
 
@@ -50,14 +50,14 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     Attributes:
         blocks: KV blocks of a worker; 0 takes those of the measured worker, or computes them from
             the GPU's memory.
-        engine: whose ways the workers have. `vllm`: a step is decided when the one before it
+        engine: which engine the workers imitate. `vllm`: a step is planned when the one before it
             begins (asynchronous scheduling), and a request is admitted as soon as its blocks are
-            free. `pigou`: a step is decided when the one before it ended, and a block is left for
+            free. `pigou`: a step is planned when the one before it ended, and a block is left for
             each running sequence.
         peer_reads: workers of one tp read from each other's caches where that is cheaper; None
-            for the engine's ways: `pigou` does, `vllm` cannot.
+            for the engine's: `pigou` does, `vllm` cannot.
         rehearses: workers measure their speed before they are ready, and tell the control plane;
-            None for the engine's ways: `pigou` does, `vllm` does not.
+            None for the engine's: `pigou` does, `vllm` does not.
     """
 
     model: Annotated[str, option("llama-3.1-8b ..., or a config.json.", "Fleet")] = ""

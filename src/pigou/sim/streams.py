@@ -1,4 +1,4 @@
-"""The streams of a simulated worker: who has which row, and which tokens came when."""
+"""The streams of a simulated worker: the leg in each row, and when its tokens were generated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel, inlined
 from pigou.request import SECOND, Ints, Nanos
-from pigou.sim.leg import Leg
+from pigou.sim.request_run import Leg
 
 
 class Streams:
@@ -17,125 +17,127 @@ class Streams:
 
     Attributes:
         owner: the leg of each row, or None.
-        untold: whether a step ended, or somebody came, since tokens were told.
+        unpublished: whether a step ended, or a leg took a row, since tokens were published.
     """
 
-    def __init__(self, rows: int, gaps: Gaps) -> None:
-        """Start with nobody.
+    def __init__(self, rows: int, itl: ITLHistogram) -> None:
+        """Start with empty rows.
 
         Args:
             rows: of the batch.
-            gaps: takes in those between the tokens of streams.
+            itl: counts the gaps between the tokens of streams.
         """
         self.owner: list[Leg | None] = [None] * rows
-        self._gaps = gaps
-        self._last: Nanos = np.zeros(rows, dtype=np.int64)
+        self._itl = itl
+        self._last_token_ns: Nanos = np.zeros(rows, dtype=np.int64)
         self._produced: Counts = np.zeros(rows, dtype=np.int64)
-        self._told: Counts = np.zeros(rows, dtype=np.int64)
+        self._published: Counts = np.zeros(rows, dtype=np.int64)
         self._streams: Flags = np.zeros(rows, dtype=np.bool_)
-        self._fresh: Flags = np.zeros(rows, dtype=np.bool_)
-        self._rows: Ints = np.zeros(rows, dtype=np.int32)
-        self._seats: Counts = np.full(rows, -1, dtype=np.int64)  # of the trips in the rows
-        self._anew = 0  # rows whose first token is still to come
-        self.untold = False
+        self._awaits_first: Flags = np.zeros(rows, dtype=np.bool_)
+        self._first_rows: Ints = np.zeros(rows, dtype=np.int32)  # an output of the kernel
+        self._slots: Counts = np.full(rows, -1, dtype=np.int64)  # of the attempts in the rows
+        self._awaiting = 0  # rows that wait for their first token
+        self.unpublished = False
 
     def occupy(self, leg: Leg, row: int) -> None:
         """Give a leg a row: its first, or another one after a preemption."""
         leg.row = row
         self.owner[row] = leg
-        self._seats[row] = leg.trip.seat
-        self.untold = True
-        self._produced[row], self._told[row], self._last[row] = leg.produced, leg.told, leg.last
+        self._slots[row] = leg.attempt.slot
+        self.unpublished = True
+        self._produced[row], self._published[row] = leg.produced, leg.published
+        self._last_token_ns[row] = leg.last_token_ns
         self._streams[row] = leg.streams
-        self._renew(row, leg.streams and leg.first)
+        self._set_awaiting(row, leg.streams and leg.first)
 
     def leave(self, leg: Leg) -> None:
-        """Take a leg's row, and keep its figures."""
+        """Take a leg's row, and write its counts to it."""
         row = leg.row
-        leg.produced, leg.told = self._produced.item(row), self._told.item(row)
-        leg.last = self._last.item(row)
+        leg.produced, leg.published = self._produced.item(row), self._published.item(row)
+        leg.last_token_ns = self._last_token_ns.item(row)
         leg.row = -1
         self.owner[row] = None
         self.drop(row)
 
     def drop(self, row: int) -> None:
-        """Nobody wants the tokens of a row any more."""
+        """Stop counting a row as a stream: its client is gone."""
         self._streams[row] = False
-        self._renew(row, False)
+        self._set_awaiting(row, False)
 
     def settle(self, leg: Leg, passed: int) -> None:
-        """Write to a leg what it has yielded, `passed` steps of its plan counted, and was told."""
+        """Write to a leg its tokens so far, `passed` steps of its plan included."""
         row = leg.row
-        leg.produced, leg.told = self._produced.item(row) + passed, self._told.item(row)
+        leg.produced, leg.published = self._produced.item(row) + passed, self._published.item(row)
 
-    def begins(self, rows: Ints) -> bool:
-        """Whether the first token of one of these rows is still to come."""
-        return self._anew > 0 and any(self._fresh[rows].tolist())
+    def awaits_first(self, rows: Ints) -> bool:
+        """Whether one of these rows waits for its first token."""
+        return self._awaiting > 0 and any(self._awaits_first[rows].tolist())
 
-    def told(
-        self, rows: Ints, ends: Nanos, steps: int, now: int, mine: bool, seats: Counts,
+    def publish(
+        self, rows: Ints, end_times: Nanos, steps: int, now: int, inclusive: bool, slots: Counts,
         counts: Counts, size: int,
     ) -> int:  # fmt: skip
-        """Tell the tokens that nobody was told of, by the seats of their streams.
+        """Write the tokens that are not published yet, by the stream slots of their streams.
 
         Args:
-            rows: have yielded one token besides at each of `ends` that is past.
-            ends: ascending, (steps,) or more.
+            rows: have generated one token more at each of `end_times` that has passed.
+            end_times: ascending, nanoseconds, (steps,) or more.
             steps: of those that count.
-            now: nanoseconds; an end at this time is past if it is `mine`.
-            mine: see `now`.
-            seats, counts: take who, and how many, from index `size` on.
-            size: see there.
+            now: nanoseconds.
+            inclusive: whether an end at `now` has passed.
+            slots, counts: take stream slots and their tokens, from index `size` on.
+            size: entries that are there already.
 
         Returns:
             `size`, and how many streams there are.
         """
-        self.untold = False
-        return untold(
-            rows, ends, steps, now, mine, self._produced, self._told, self._streams, self._seats,
-            seats, counts, size,
+        self.unpublished = False
+        return publish(
+            rows, end_times, steps, now, inclusive, self._produced, self._published,
+            self._streams, self._slots, slots, counts, size,
         )  # fmt: skip
 
-    def count(self, rows: Ints, tokens: Ints, ends: Nanos, steps: int) -> list[Leg]:
-        """Count the tokens of a plan that ended, and their gaps; return whose first ones came."""
-        self.untold = True
-        gaps, first = self._gaps, self._rows
+    def count(self, rows: Ints, tokens: Ints, end_times: Nanos, steps: int) -> list[Leg]:
+        """Count the tokens of a plan that ended, and their gaps; return legs with a first token."""
+        self.unpublished = True
+        itl, first_rows = self._itl, self._first_rows
         begun = count(
-            rows, tokens, ends, steps, self._produced, self._last,
-            self._streams, self._fresh, first, gaps.histogram, gaps.sums,
+            rows, tokens, end_times, steps, self._produced, self._last_token_ns,
+            self._streams, self._awaits_first, first_rows, itl.histogram, itl.sums,
         )  # fmt: skip
         if not begun:
             return []
-        found = []
-        for row in first[:begun].tolist():
+        legs = []
+        for row in first_rows[:begun].tolist():
             leg = self.owner[row]
             assert leg is not None
-            self._fresh[row] = leg.first = False
-            self._anew -= 1
-            found.append(leg)
-        return found
+            self._awaits_first[row] = leg.first = False
+            self._awaiting -= 1
+            legs.append(leg)
+        return legs
 
-    def count_passed(self, rows: Ints, ends: Nanos, steps: int) -> None:
-        """Count the gaps of rows whose plan will not be counted for them to its end."""
-        gaps, tokens = self._gaps, np.full(len(rows), steps, dtype=np.int32)
+    def count_passed(self, rows: Ints, end_times: Nanos, steps: int) -> None:
+        """Count the gaps of rows that leave a plan before its end."""
+        itl, tokens = self._itl, np.full(len(rows), steps, dtype=np.int32)
         count(
-            rows, tokens, ends, steps, self._produced, self._last,
-            self._streams & ~self._fresh, self._fresh, self._rows, gaps.histogram, gaps.sums,
+            rows, tokens, end_times, steps, self._produced, self._last_token_ns,
+            self._streams & ~self._awaits_first, self._awaits_first, self._first_rows,
+            itl.histogram, itl.sums,
         )  # fmt: skip
         self._produced[rows] -= steps  # these are counted when the plan ends
 
-    def _renew(self, row: int, fresh: bool) -> None:
-        """Note whether a row's first token is still to come."""
-        self._anew += fresh - bool(self._fresh[row])
-        self._fresh[row] = fresh
+    def _set_awaiting(self, row: int, awaiting: bool) -> None:
+        """Set whether a row waits for its first token."""
+        self._awaiting += awaiting - bool(self._awaits_first[row])
+        self._awaits_first[row] = awaiting
 
 
-class Gaps:
-    """A histogram of nanoseconds, with an exact mean.
+class ITLHistogram:
+    """A histogram of gaps in nanoseconds, with an exact mean.
 
     Attributes:
         histogram: gaps by class, shape (CLASSES,).
-        sums: how many there are, and their sum in nanoseconds, shape (2,).
+        sums: how many there are, and their sum in nanoseconds: [GAPS], [GAPS_NS].
     """
 
     def __init__(self) -> None:
@@ -144,8 +146,8 @@ class Gaps:
 
     @property
     def count(self) -> int:
-        """How many there are."""
-        return int(self.sums[0])
+        """How many gaps there are."""
+        return int(self.sums[GAPS])
 
     def add(self, gaps: Nanos) -> None:
         """Count gaps of 0 nanoseconds and more, shape (n,)."""
@@ -153,7 +155,7 @@ class Gaps:
 
     def mean(self) -> float:
         """Return the mean in seconds, NaN where there is none."""
-        return int(self.sums[1]) / self.count / SECOND if self.count else float("nan")
+        return int(self.sums[GAPS_NS]) / self.count / SECOND if self.count else float("nan")
 
     def percentiles(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return percentiles (0 to 100) in seconds, each the middle of its class; NaN where empty.
@@ -175,6 +177,8 @@ Counts = NDArray[np.int64]
 FINE = 1024
 #: Classes in all: those of 1 nanosecond to 2^63.
 CLASSES = 64 * FINE
+#: Entries of a histogram's sums.
+GAPS, GAPS_NS = 0, 1
 
 
 @inlined
@@ -185,109 +189,109 @@ def _class_of(gap: int) -> int:
 
 
 def bounds(classes: Counts) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the least gap of each class, and of the next one, in nanoseconds."""
+    """Return the smallest gap of each class, and of the next one, in nanoseconds."""
 
-    def least(each: Counts) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = np.ldexp(1.0 + (each % FINE) / FINE, each // FINE)
-        return found
+    def smallest(index: Counts) -> NDArray[np.float64]:
+        gaps: NDArray[np.float64] = np.ldexp(1.0 + (index % FINE) / FINE, index // FINE)
+        return gaps
 
-    return least(classes), least(classes + 1)
+    return smallest(classes), smallest(classes + 1)
 
 
 @bare_kernel
 def add_gaps(gaps: Nanos, histogram: Counts, sums: Counts) -> None:
-    """Count gaps in a histogram; `sums` has their number and their sum, shape (2,)."""
+    """Count gaps in a histogram and in its sums."""
     for gap in gaps:
         histogram[_class_of(max(gap, 1))] += 1
-        sums[0] += 1
-        sums[1] += gap
+        sums[GAPS] += 1
+        sums[GAPS_NS] += gap
 
 
 @bare_kernel
 def count(
     rows: Ints,
     tokens: Ints,
-    ends: Nanos,
+    end_times: Nanos,
     steps: int,
     produced: Counts,
-    last: Nanos,
+    last_token_ns: Nanos,
     streams: Flags,
-    fresh: Flags,
-    first: Ints,
+    awaits_first: Flags,
+    first_rows: Ints,
     histogram: Counts,
     sums: Counts,
 ) -> int:
     """Count the tokens of a plan's entries, and the gaps before those of streams.
 
-    Writes rows whose first token came to `first`; `steps` is 1 where there are any.
+    Writes rows that got their first token to `first_rows`; `steps` is 1 where there are any.
 
     Returns:
         How many.
     """
     begun = 0
-    late = 0
+    running = 0
     for i in range(rows.shape[0]):
         row = rows[i]
         produced[row] += tokens[i]
         if tokens[i] == 0 or not streams[row]:
             continue
-        if fresh[row]:
-            first[begun] = row
+        if awaits_first[row]:
+            first_rows[begun] = row
             begun += 1
         else:
-            gap = ends[0] - last[row]
+            gap = end_times[0] - last_token_ns[row]
             histogram[_class_of(gap)] += 1
-            sums[0] += 1
-            sums[1] += gap
-            late += 1
-        last[row] = ends[steps - 1]
-    if late:
+            sums[GAPS] += 1
+            sums[GAPS_NS] += gap
+            running += 1
+        last_token_ns[row] = end_times[steps - 1]
+    if running:
         for step in range(1, steps):
-            gap = ends[step] - ends[step - 1]
-            histogram[_class_of(gap)] += late
-            sums[0] += late
-            sums[1] += gap * late
+            gap = end_times[step] - end_times[step - 1]
+            histogram[_class_of(gap)] += running
+            sums[GAPS] += running
+            sums[GAPS_NS] += gap * running
     return begun
 
 
 @bare_kernel
-def untold(
+def publish(
     rows: Ints,
-    ends: Nanos,
+    end_times: Nanos,
     steps: int,
     now: int,
-    mine: bool,
+    inclusive: bool,
     produced: Counts,
-    told: Counts,
+    published: Counts,
     streams: Flags,
-    seats: Counts,
-    found: Counts,
+    row_slots: Counts,
+    slots: Counts,
     counts: Counts,
     size: int,
 ) -> int:
-    """Find streams with tokens that nobody was told of; mark them as told.
+    """Find streams with tokens that are not published, and mark these as published.
 
-    `rows` have yielded a token at each of the first `steps` of `ends` that is past, besides what
-    `produced` says; one that is `now` is past if it is `mine`. Writes `seats` to `found`, and how
-    many tokens to `counts`, from index `size` on, in the order of the rows.
+    `rows` have generated a token at each of the first `steps` of `end_times` that has passed,
+    besides `produced`; one at `now` has passed if `inclusive`. Writes stream slots to `slots`, and
+    their tokens to `counts`, from index `size` on, in the order of the rows.
 
     Returns:
         `size`, and how many there are.
     """
-    passed, over = 0, steps
-    while passed < over:
-        middle = (passed + over) // 2
-        if ends[middle] < now or (mine and ends[middle] == now):
+    passed, end = 0, steps
+    while passed < end:
+        middle = (passed + end) // 2
+        if end_times[middle] < now or (inclusive and end_times[middle] == now):
             passed = middle + 1
         else:
-            over = middle
+            end = middle
     for row in rows:
         produced[row] += passed
     for row in range(streams.shape[0]):
-        if streams[row] and produced[row] > told[row]:
-            found[size] = seats[row]
-            counts[size] = produced[row] - told[row]
-            told[row] = produced[row]
+        if streams[row] and produced[row] > published[row]:
+            slots[size] = row_slots[row]
+            counts[size] = produced[row] - published[row]
+            published[row] = produced[row]
             size += 1
     for row in rows:
         produced[row] -= passed

@@ -18,7 +18,7 @@ from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.kv.tiers import Tiers
 from pigou.request import SECOND
 from pigou.sim.setup import TierConfig
-from pigou.sim.timing import Batch, Timing
+from pigou.sim.timing import StepBatch, Timing
 from pigou.sim.virtual_clock import Clock, Event, Phase
 
 #: Of the device's blocks, the share that may be under copy at once.
@@ -27,12 +27,12 @@ _COPIES = 2
 _DEEPER = 8
 
 
-#: Calls a worker's core between two steps, at the time that the call is given.
+#: Calls a worker's core between two steps, with the time.
 Tell: TypeAlias = Callable[[Callable[[int], Effects], int], None]
 
 
 def build_tiers(
-    configs: Sequence[TierConfig], block_bytes: int, blocks: int, worth: RecomputeCost
+    configs: Sequence[TierConfig], block_bytes: int, blocks: int, recompute_cost: RecomputeCost
 ) -> Tiers:
     """Make a worker's tiers.
 
@@ -40,37 +40,37 @@ def build_tiers(
         configs: from the nearest on.
         block_bytes: bytes of a block.
         blocks: that the device has.
-        worth: what computing a block takes.
+        recompute_cost: what computing a block takes.
 
     Raises:
         ConfigError: an unknown policy, or a tier without room for a block.
     """
-    rooms = [int(config.gib * 2**30) // block_bytes for config in configs]
-    staging = staging_of(rooms)
+    capacities = [int(config.gib * 2**30) // block_bytes for config in configs]
+    staging = staging_of(capacities)
     tiers, speeds = [], []
-    for config, room, spare in zip(configs, rooms, staging, strict=True):
-        if room <= spare:
+    for config, blocks_in_tier, staged in zip(configs, capacities, staging, strict=True):
+        if blocks_in_tier <= staged:
             raise ConfigError(
                 f"tier {config.name}: gib is {config.gib}; a block has {block_bytes} bytes, and "
-                f"{spare + 1} are needed"
+                f"{staged + 1} are needed"
             )
-        cap = (room - spare) * block_bytes
-        own = RecomputeCost(worth.base, worth.slope, config.seconds(1))
+        cap = (blocks_in_tier - staged) * block_bytes
+        own = RecomputeCost(recompute_cost.base, recompute_cost.slope, config.seconds(1))
         tiers.append(Tier(cap, load(config.policy, TierSetting(cap, own), config.params)))
         speeds.append(TierSpeed(config.latency_us * 1e-6, config.seconds(block_bytes)))
     media = [Medium.HOST if config.name == "host" else Medium.STORAGE for config in configs]
     copies = max(1, blocks // _COPIES)
     made = Tiers(tiers, block_bytes, staging, speeds, copies, media)
-    made.worth = worth
+    made.worth = recompute_cost
     return made
 
 
-def worth_of(timing: Timing, block_size: int, tokens: int) -> RecomputeCost:
+def recompute_cost_of(timing: Timing, block_size: int, tokens: int) -> RecomputeCost:
     """Read off a timing model what computing a block takes, in steps of `tokens` tokens."""
 
     def seconds(before: int) -> float:
         counts, kv = np.array([tokens], dtype=np.int32), np.array([before], dtype=np.int32)
-        batch = Batch(counts, kv, np.array([True]))
+        batch = StepBatch(counts, kv, np.array([True]))
         return int(timing.durations(batch, 1)[0]) / SECOND
 
     near, far = seconds(0), seconds(_DEEPER * tokens)
@@ -83,19 +83,19 @@ class TierLinks:
     """The links of one worker's tiers: one queue each way, first come, first served."""
 
     def __init__(
-        self, core: EngineCore, tiers: Tiers, number: int, clock: Clock, tell: Tell
+        self, core: EngineCore, tiers: Tiers, number: int, clock: Clock, call_core: Tell
     ) -> None:
         """Begin idle.
 
         Args:
             core: of the worker.
             tiers: of the core.
-            number: the worker's place in the fleet.
+            number: the worker's index in the fleet.
             clock: virtual.
-            tell: calls the core between two steps.
+            call_core: calls the core between two steps.
         """
         self.tiers = tiers
-        self._core, self._tell = core, tell
+        self._core, self._call_core = core, call_core
         self._speeds = list(tiers.speeds)
         self._number, self._clock = number, clock
         self._down = [0 for _ in tiers.tiers]
@@ -112,26 +112,26 @@ class TierLinks:
             self.tiers.speeds[tier] = TierSpeed(speed.latency + more, speed.block)
 
     def make(self, moves: Sequence[Move], now: int) -> None:
-        """Make moves; the core is told when one has arrived."""
+        """Make moves; the core hears of the arrival of each."""
         for move in moves:
             if move.target == NOWHERE:
                 continue
             good = [True] * len(move.keys)
             call = partial(self._core.landed, move.number, good)
             at = self._take(self._down, move.target, len(good), now)
-            self._at(at, partial(self._tell, partial(_ignoring, call)))
+            self._at(at, partial(self._call_core, partial(_ignoring, call)))
 
-    def restore(self, wanted: Load, now: int) -> None:
-        """Fill a load's blocks; the core is told when the last has arrived."""
-        tiers, counts = np.unique(wanted.tiers, return_counts=True)
-        ends = [
+    def restore(self, load: Load, now: int) -> None:
+        """Fill a load's blocks; the core hears of the arrival of the last."""
+        tiers, counts = np.unique(load.tiers, return_counts=True)
+        end_times = [
             self._take(self._up, tier, count, now)
             for tier, count in zip(tiers.tolist(), counts.tolist(), strict=True)
         ]
-        tokens = len(wanted.blocks) * self._core.config.block_size
+        tokens = len(load.blocks) * self._core.config.block_size
         self._at(
-            max(ends),
-            partial(self._tell, lambda _: self._core.loaded(wanted.request, tokens)),
+            max(end_times),
+            partial(self._call_core, lambda _: self._core.loaded(load.request, tokens)),
         )
 
     def expect(self, now: int) -> None:
@@ -146,7 +146,7 @@ class TierLinks:
                 self._expected = None
             return self._core.recall(at)
 
-        self._at(due, partial(self._tell, recall))
+        self._at(due, partial(self._call_core, recall))
 
     def _take(self, free: list[int], tier: int, blocks: int, now: int) -> int:
         """Take the link's next turn; return when the last byte arrives."""

@@ -1,4 +1,4 @@
-"""A timeline: what a simulated fleet looked like as it ran, sampled on the virtual clock."""
+"""The timeline of a simulated fleet: samples of its state on the virtual clock."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _LAST = 2**50
 class Timeline:
     """Takes a sample every `period` of virtual time.
 
-    Memory is bounded: when there are `most` samples, every second one is dropped, and the period
-    doubles. A sample only reads: results are the same, to the last digit, with and without.
+    Memory is bounded: at `max_samples` every second sample is dropped, and the period doubles. A
+    sample only reads: results are the same, to the last digit, with and without.
 
     Attributes:
         period: nanoseconds between two samples.
@@ -35,85 +35,103 @@ class Timeline:
     """
 
     def __init__(
-        self, simulation: Simulation, *, period: int = SECOND // 20, most: int = 1024
+        self, simulation: Simulation, *, period: int = SECOND // 20, max_samples: int = 1024
     ) -> None:
         """Follow a simulation that has not run yet.
 
         Args:
             simulation: to follow.
             period: nanoseconds between the first samples.
-            most: samples to keep, even.
+            max_samples: samples to keep, even.
 
         Raises:
-            ValueError: `period` or `most` is not positive, or `most` is odd.
+            ValueError: `period` or `max_samples` is not positive, or `max_samples` is odd.
         """
-        if period < 1 or most < 2 or most % 2:
-            raise ValueError(f"period {period} and most {most} must be positive, and most even")
+        if period < 1 or max_samples < 2 or max_samples % 2:
+            raise ValueError(
+                f"period {period} and most {max_samples} must be positive, and most even"
+            )
         self.period = period
-        self.workers = tuple(each.name for each in simulation.fleet.members)
+        self.workers = tuple(worker.name for worker in simulation.fleet.workers)
         self._simulation, self._count = simulation, 0
         self._row = {name: row for row, name in enumerate(self.workers)}
-        self._time = np.zeros(most, dtype=np.int64)
-        self._fleet = np.full((most, len(FLEET)), np.nan)
-        shape = (most, len(WORKER), len(self.workers))
-        self._worker: NDArray[np.float32] = np.full(shape, np.nan, dtype=np.float32)
+        self._time = np.zeros(max_samples, dtype=np.int64)
+        self._fleet = np.full(max_samples, np.nan, dtype=[(name, np.float64) for name in FLEET])
+        per_worker = (np.float32, len(self.workers))
+        self._worker = np.full(max_samples, np.nan, dtype=[(name, *per_worker) for name in WORKER])
         simulation.clock.at(EPOCH, Phase.PLAN, _LAST, self._sample)
 
     @property
     def times(self) -> NDArray[np.float64]:
         """When the samples were taken, seconds from the beginning, (samples,)."""
-        found: NDArray[np.float64] = (self._time[: self._count] - EPOCH) / SECOND
-        return found
+        seconds: NDArray[np.float64] = (self._time[: self._count] - EPOCH) / SECOND
+        return seconds
 
     def fleet(self, name: str) -> NDArray[np.float64]:
         """Return one of `FLEET`, (samples,); NaN where there was no value yet."""
-        return self._fleet[: self._count, FLEET.index(name)]
+        column: NDArray[np.float64] = self._fleet[name][: self._count]
+        return column
 
     def worker(self, name: str) -> NDArray[np.float32]:
         """Return one of `WORKER`, (samples, workers); NaN where a worker was dead or unknown."""
-        return self._worker[: self._count, WORKER.index(name)]
+        column: NDArray[np.float32] = self._worker[name][: self._count]
+        return column
 
     def _sample(self, now: int) -> None:
         if self._count == len(self._time):
             self._thin()
         row, self._count = self._count, self._count + 1
         self._time[row] = now
-        loads = self._loads(row, now)
-        self._prices(row, now)
+        running, waiting = self._sample_workers(row, now)
         simulation = self._simulation
         plane, inflight = simulation.fleet.plane, simulation.fleet.dispatcher.inflight
-        self._fleet[row, :4] = (
-            simulation.client.open - inflight, len(plane.queue), *loads,
-        )  # fmt: skip
+        sample = {
+            "client": simulation.client.open - inflight,
+            "queued": len(plane.queue),
+            "running": running,
+            "waiting": waiting,
+            **self._sample_plane(row, now),
+        }
+        for name, value in sample.items():
+            self._fleet[name][row] = value
         simulation.clock.at(now + self.period, Phase.PLAN, _LAST, self._sample)
 
-    def _loads(self, row: int, now: int) -> tuple[float, float]:
-        """Note what the workers have to do; return all that run, and all that wait."""
-        found = self._worker[row]
-        found[:] = np.nan
-        for place, member in enumerate(self._simulation.fleet.members):
-            if member.sim is not None:
-                found[:3, place] = member.sim.load(now)
-        return float(np.nansum(found[0])), float(np.nansum(found[1]))
+    def _sample_workers(self, row: int, now: int) -> tuple[float, float]:
+        """Sample the workers' loads; return all requests that run, and all that wait."""
+        columns = [self._worker[name][row] for name in WORKER]
+        for column in columns:
+            column[:] = np.nan
+        running, waiting, kv_usage, _ = columns
+        for index, worker in enumerate(self._simulation.fleet.workers):
+            if worker.sim is not None:
+                running[index], waiting[index], kv_usage[index] = worker.sim.load(now)
+        return float(np.nansum(running)), float(np.nansum(waiting))
 
-    def _prices(self, row: int, now: int) -> None:
-        """Note what the control plane thinks."""
+    def _sample_plane(self, row: int, now: int) -> dict[str, float]:
+        """Sample the tolls of workers; return the control plane's values of `FLEET`."""
         status = self._simulation.fleet.plane.status(now)
+        tolls = self._worker["toll"][row]
         for name, toll in zip(status.workers, status.tolls.tolist(), strict=True):
-            self._worker[row, 3, self._row[name]] = toll
-        found, poa = status.poa, np.full(5, np.nan)
-        if found is not None:
-            parts = found.anarchy
-            poa[:] = (
-                parts.whole.value, parts.queueing.value, parts.routing.value,
-                parts.prefill_decode.value, found.legacy,
-            )  # fmt: skip
+            tolls[self._row[name]] = toll
         caching = status.caching
-        placed = np.nan if caching.placement is None else caching.placement.poa
-        self._fleet[row, 4:] = (
-            status.regime.level, status.signal, status.temperature, *poa,
-            placed, caching.fleet_rho, caching.evicted,
-        )  # fmt: skip
+        sample = {
+            "regime": status.regime.level,
+            "signal": status.signal,
+            "temperature": status.temperature,
+            "poa_caching": np.nan if caching.placement is None else caching.placement.poa,
+            "rho": caching.fleet_rho,
+            "evicted": caching.evicted,
+        }
+        if status.poa is not None:
+            parts = status.poa.anarchy
+            sample |= {
+                "poa": parts.whole.value,
+                "poa_queueing": parts.queueing.value,
+                "poa_routing": parts.routing.value,
+                "poa_prefill_decode": parts.prefill_decode.value,
+                "poa_legacy": status.poa.legacy,
+            }
+        return sample
 
     def _thin(self) -> None:
         """Drop every second sample; those that stay are even multiples of the period."""

@@ -14,21 +14,21 @@ from pigou.engine.plan import Plan
 from pigou.request import Ints, Nanos
 
 
-class Batch(msgspec.Struct):
+class StepBatch(msgspec.Struct):
     """What one step computes; entry i is one sequence.
 
     Attributes:
         counts: tokens that it computes, shape (n,); 1 for a decode.
         kv_lens: its cache entries before the step, shape (n,).
         samples: whether it yields a token, shape (n,).
-        moment: which step of which worker it is, of several the first; None for any: such steps
+        step_key: which step of which worker it is, of several the first; None for any: such steps
             take what they take in the mean.
     """
 
     counts: Ints
     kv_lens: Ints
     samples: np.ndarray
-    moment: Moment | None = None
+    step_key: StepKey | None = None
 
     @property
     def tokens(self) -> int:
@@ -39,7 +39,7 @@ class Batch(msgspec.Struct):
 class Timing(Protocol):
     """Seconds of computation, as integer nanoseconds."""
 
-    def durations(self, batch: Batch, repeat: int) -> Nanos:
+    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
         """Return the time of each of `repeat` steps, shape (repeat,), at least 1 ns each.
 
         The array is new, and the caller's to write to.
@@ -65,7 +65,7 @@ _STRIDE = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-class Moment(NamedTuple):
+class StepKey(NamedTuple):
     """A step of a worker; with the steps after it, where several are asked for.
 
     Attributes:
@@ -92,7 +92,7 @@ class Moment(NamedTuple):
         return (state >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
-class Moments:
+class StepKeys:
     """Finds the moments of one worker's plans, however many steps a plan has."""
 
     def __init__(self, seed: int, number: int) -> None:
@@ -106,16 +106,16 @@ class Moments:
         self._rows: Ints | None = None
         self._since = 0
 
-    def of(self, plan: Plan, step: int) -> Moment:
+    def of(self, plan: Plan, step: int) -> StepKey:
         """Return the moment of a plan's first step, before which the worker computed `step`."""
         rows = plan.rows
         if plan.started or plan.preempted or int(plan.counts.max()) > 1:
             self._rows = None
-            return Moment(self._key, step, 0)
+            return StepKey(self._key, step, 0)
         if self._rows is None or not np.array_equal(self._rows, rows):
             self._since = step
         self._rows = rows
-        return Moment(self._key, step, step - self._since)
+        return StepKey(self._key, step, step - self._since)
 
 
 def varies(timing: Any) -> bool:
@@ -142,14 +142,16 @@ class Slowed:
         """Whether it asks for the moments of steps."""
         return varies(self.timing)
 
-    def durations(self, batch: Batch, repeat: int) -> Nanos:
+    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
-        slow = self.timing.durations(batch, repeat) * self.factor
-        found: Nanos = np.maximum(1, np.rint(slow)).astype(np.int64)
-        return found
+        nanos = self.timing.durations(batch, repeat) * self.factor
+        slowed: Nanos = np.maximum(1, np.rint(nanos)).astype(np.int64)
+        return slowed
 
 
-def ends(timing: Timing, now: int, plan: Plan, repeat: int, moment: Moment | None = None) -> Nanos:
+def step_end_times(
+    timing: Timing, now: int, plan: Plan, repeat: int, step_key: StepKey | None = None
+) -> Nanos:
     """Return when each of a plan's steps ends, nanoseconds, (repeat,).
 
     Args:
@@ -157,8 +159,10 @@ def ends(timing: Timing, now: int, plan: Plan, repeat: int, moment: Moment | Non
         now: when the plan begins, nanoseconds.
         plan: what they compute.
         repeat: steps, at least 1.
-        moment: of the first step.
+        step_key: of the first step.
     """
-    found = timing.durations(Batch(plan.counts, plan.kv_lens, plan.samples, moment), repeat)
-    accumulate(found, now)
-    return found
+    end_times = timing.durations(
+        StepBatch(plan.counts, plan.kv_lens, plan.samples, step_key), repeat
+    )
+    accumulate(end_times, now)
+    return end_times

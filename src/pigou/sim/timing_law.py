@@ -9,10 +9,10 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.request import SECOND, Nanos
-from pigou.sim.timing import Batch
+from pigou.sim.timing import StepBatch
 
 #: Seconds of each part of a step.
-_MOST = 3600
+_HOUR_S = 3600
 
 
 class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,9 +27,9 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         itl_few: of a step with so few: engines run those by other kernels.
         prefill: of each prompt whose first token is computed in the step.
         prefill_token: of each token of a prompt.
-        mixed: takes the place of `prefill` in a step that decodes as well, where given: what a
-            prompt in chunks adds to the streams' steps.
-        overhead: between the client's send and the worker, in which nobody waits for anybody.
+        mixed: `prefill` of a step that decodes as well, where given: what a prompt in chunks adds
+            to the streams' steps.
+        overhead: latency from the client to the worker; no other request waits for it.
     """
 
     itl_a: float
@@ -42,19 +42,19 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     overhead: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse laws by which time runs backwards, or stands still."""
+        """Refuse steps of no time, or less."""
         for name in ("itl_b", "prefill", "prefill_token", "mixed", "overhead"):
             value = getattr(self, name)
-            if value is not None and not 0.0 <= value <= _MOST:
-                raise ConfigError(f"{name} is {value}; it must be 0 to {_MOST} seconds (an hour)")
-        if not 0.0 < self.itl_a <= _MOST:
+            if value is not None and not 0.0 <= value <= _HOUR_S:
+                raise ConfigError(f"{name} is {value}; it must be 0 to {_HOUR_S} seconds (an hour)")
+        if not 0.0 < self.itl_a <= _HOUR_S:
             raise ConfigError(
-                f"itl_a is {self.itl_a}; it must be above 0, at most {_MOST} seconds (an hour)"
+                f"itl_a is {self.itl_a}; it must be above 0, at most {_HOUR_S} seconds (an hour)"
             )
-        if self.few < 0 or (self.few > 0) != (0.0 < self.itl_few <= _MOST):
+        if self.few < 0 or (self.few > 0) != (0.0 < self.itl_few <= _HOUR_S):
             raise ConfigError(
                 f"few is {self.few} and itl_few {self.itl_few}; give both, above 0 and itl_few at "
-                f"most {_MOST} seconds (an hour), or none"
+                f"most {_HOUR_S} seconds (an hour), or none"
             )
 
     def decode(self, sequences: int) -> float:
@@ -80,20 +80,22 @@ class LawTiming:
 
     law: Law
 
-    def durations(self, batch: Batch, repeat: int) -> Nanos:
+    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
         law = self.law
         prompts = batch.counts > 1
         decodes = len(prompts) - int(np.count_nonzero(prompts))
-        alone = law.decode(decodes) if decodes else 0.0
+        decode_s = law.decode(decodes) if decodes else 0.0
         if decodes == len(prompts):
-            return np.full(repeat, _nanos(alone), dtype=np.int64)
+            return np.full(repeat, _nanos(decode_s), dtype=np.int64)
         begun = int(np.count_nonzero(prompts & (batch.kv_lens == 0)))
         tokens = int(batch.counts.sum()) - decodes
-        each = law.mixed if decodes and law.mixed is not None else law.prefill
-        found = np.full(repeat, _nanos(alone + law.prefill_token * tokens), dtype=np.int64)
-        found[0] = _nanos(alone + (each * begun + law.prefill_token * tokens))
-        return found
+        prompt_s = law.mixed if decodes and law.mixed is not None else law.prefill
+        durations_ns = np.full(
+            repeat, _nanos(decode_s + law.prefill_token * tokens), dtype=np.int64
+        )
+        durations_ns[0] = _nanos(decode_s + (prompt_s * begun + law.prefill_token * tokens))
+        return durations_ns
 
 
 def _nanos(seconds: float) -> int:

@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 
 from pigou.config import ConfigError
 from pigou.request import SECOND, Nanos
-from pigou.sim.timing import Batch, Moment
+from pigou.sim.timing import StepBatch, StepKey
 
 #: Of the file; changes when a key changes its meaning.
 FORMAT = 2
 
-Curve = tuple[tuple[int, float], ...]
-#: For numbers of sequences, as many figures each.
-Spread = tuple[tuple[int, tuple[float, ...]], ...]
-#: Where a curve that is read for many places at once ends.
+TimeCurve = tuple[tuple[int, float], ...]
+#: Rows (sequences, figures), with as many figures in each.
+VariationTable = tuple[tuple[int, tuple[float, ...]], ...]
+#: Last point of a curve that is read at many points at once.
 _FAR = 2.0**40
 _Array = NDArray[np.float64]
 
 
-class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds of a step that decodes n sequences and computes t tokens of k prompts' ends.
 
         (decodes(n) + cache(K), if n > 0, else alone) + prompts(t) + context A + prompt k
@@ -37,21 +37,21 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     causally. Between the points of a curve lie straight lines; beyond its last point its last
     line goes on.
 
-    That is the mean. A step in which nothing but decodes is done takes more or less by its place
-    in the engine's plan, which begins anew where the sequences change and every few steps
-    (`rhythm`), and that times a factor which is drawn for each step (`scatter`). Both lie on
-    straight lines between the numbers of sequences that are given, and stay beyond.
+    That is the mean. A decode-only step takes more or less by its index in the engine's plan, which
+    begins anew where the sequences change, and every few steps (`rhythm`). That is multiplied by a
+    factor drawn for each step (`scatter`). Both lie on straight lines between the numbers of
+    sequences that are given, and stay beyond.
 
     Attributes:
         decodes: points (sequences, seconds), the first at 1.
         cache: points (cache entries, seconds), the first at 0: what decodes take for reading them,
             which is more an entry where they fill the caches of the processor.
-        alone: of a step in which nobody decodes, besides its prompts.
+        alone: of a step without decodes, besides its prompts.
         prompts: points (tokens, seconds), the first at 0: what tokens of prompts add to a step.
         context: of each cache entry that a token of a prompt reads.
         prompt: of each prompt that ends in the step.
-        overhead: from the client's send to its first token, besides steps, with nobody else
-            there; nobody waits for anybody in it.
+        overhead: from the client's send to its first token, besides steps, for a request alone. It
+            is latency: no other request waits for it.
         rhythm: (sequences, seconds more for each step of a plan); a plan's add up to 0.
         scatter: (sequences, factors that are equally likely, rising); their mean is 1.
         blocks: of the worker's KV cache; 0 where it did not say.
@@ -60,15 +60,15 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         about: what was measured, and how well these figures fit: not read.
     """
 
-    decodes: Curve
-    prompts: Curve
-    cache: Curve = ((0, 0.0),)
+    decodes: TimeCurve
+    prompts: TimeCurve
+    cache: TimeCurve = ((0, 0.0),)
     alone: float = 0.0
     context: float = 0.0
     prompt: float = 0.0
     overhead: float = 0.0
-    rhythm: Spread = ()
-    scatter: Spread = ()
+    rhythm: VariationTable = ()
+    scatter: VariationTable = ()
     blocks: int = 0
     block_size: int = 0
     format: int = FORMAT
@@ -87,10 +87,10 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 seconds")
         for name, first in (("decodes", 1), ("prompts", 0), ("cache", 0)):
-            curve: Curve = getattr(self, name)
-            places = [at for at, _ in curve]
-            if not places or places[0] != first or places != sorted(set(places)):
-                raise ConfigError(f"{name} has its points at {places}; they must rise from {first}")
+            curve: TimeCurve = getattr(self, name)
+            xs = [x for x, _ in curve]
+            if not xs or xs[0] != first or xs != sorted(set(xs)):
+                raise ConfigError(f"{name} has its points at {xs}; they must rise from {first}")
             seconds = [value for _, value in curve]
             if not math.isfinite(seconds[-1]) or seconds[0] < 0.0 or seconds != sorted(seconds):
                 raise ConfigError(
@@ -104,27 +104,29 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ConfigError("scatter has a factor below 0; it must be at least 0")
 
 
-def _check_spread(name: str, spread: Spread, mean: float, scale: float) -> None:
+def _check_spread(name: str, table: VariationTable, expected_mean: float, scale: float) -> None:
     """Refuse figures that are not as many for each number, or change the mean of steps."""
-    places = [n for n, _ in spread]
-    if places != sorted(set(places)) or (places and places[0] < 1):
-        raise ConfigError(f"{name} is for {places} sequences; they must rise from 1 at least")
-    if len({len(figures) for _, figures in spread}) > 1 or any(not each for _, each in spread):
+    sequences = [n for n, _ in table]
+    if sequences != sorted(set(sequences)) or (sequences and sequences[0] < 1):
+        raise ConfigError(f"{name} is for {sequences} sequences; they must rise from 1 at least")
+    if len({len(figures) for _, figures in table}) > 1 or any(not row for _, row in table):
         raise ConfigError(f"{name} has rows that differ in length; give as many figures in each")
-    for n, figures in spread:
-        found = sum(figures) / len(figures)
-        if not abs(found - mean) <= 1e-3 * scale:
-            raise ConfigError(f"{name} for {n} sequences has a mean of {found}; it must be {mean}")
+    for n, figures in table:
+        mean = sum(figures) / len(figures)
+        if not abs(mean - expected_mean) <= 1e-3 * scale:
+            raise ConfigError(
+                f"{name} for {n} sequences has a mean of {mean}; it must be {expected_mean}"
+            )
 
 
-def read_measured(path: Path) -> Measured:
+def read_measured(path: Path) -> WorkerProfile:
     """Read a file of `pigou profile`.
 
     Raises:
         ConfigError: it cannot be read, or is none.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Measured)
+        return msgspec.json.decode(path.read_bytes(), type=WorkerProfile)
     except OSError as error:
         raise ConfigError(f"timing: {path} cannot be read: {error}") from error
     except msgspec.DecodeError as error:
@@ -135,43 +137,43 @@ def read_measured(path: Path) -> Measured:
 
 @dataclass(frozen=True)
 class MeasuredTiming:
-    """`Measured` as a timing model."""
+    """`WorkerProfile` as a timing model."""
 
-    measured: Measured
+    measured: WorkerProfile
 
-    def durations(self, batch: Batch, repeat: int) -> Nanos:
+    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
-        of = self.measured
+        profile = self.measured
         prompts = batch.counts > 1
         entries = int(np.count_nonzero(prompts))
         n = len(prompts) - entries
-        fixed: float | _Array = 0.0 if n else of.alone
+        fixed: float | _Array = 0.0 if n else profile.alone
         if entries:
             counts, before = batch.counts[prompts].astype(np.int64), batch.kv_lens[prompts]
-            ends = int(np.count_nonzero(batch.samples[prompts]))
-            fixed += at(of.prompts, int(counts.sum())) + of.prompt * ends
+            prompt_ends = int(np.count_nonzero(batch.samples[prompts]))
+            fixed += seconds_at(profile.prompts, int(counts.sum())) + profile.prompt * prompt_ends
             read = [reads(counts, before + step * counts) for step in range(repeat)]
-            fixed = fixed + of.context * np.array(read)
+            fixed = fixed + profile.context * np.array(read)
         kv = 0
         if n:
-            fixed = fixed + at(of.decodes, n)
+            fixed = fixed + seconds_at(profile.decodes, n)
             kv = int(batch.kv_lens[~prompts].sum())
         cached = (kv + n * np.arange(repeat, dtype=np.int64)).astype(np.float64)
         seconds = fixed + np.interp(cached, *self._cache)
-        if batch.moment is not None and n and not entries:
-            seconds = self._varied(seconds, n, batch.moment)
+        if batch.step_key is not None and n and not entries:
+            seconds = self._varied(seconds, n, batch.step_key)
         nanos = np.rint(seconds * SECOND)
-        found: Nanos = np.maximum(1, nanos).astype(np.int64)
-        return found
+        durations_ns: Nanos = np.maximum(1, nanos).astype(np.int64)
+        return durations_ns
 
     @property
     def varies(self) -> bool:
         """Whether alike steps differ."""
         return bool(self.measured.rhythm or self.measured.scatter)
 
-    def _varied(self, seconds: _Array, n: int, moment: Moment) -> _Array:
+    def _varied(self, seconds: _Array, n: int, moment: StepKey) -> _Array:
         """Return what steps take that take so many seconds in the mean, shape (repeat,)."""
-        rhythm, scatter = self._spread("rhythm", n), self._spread("scatter", n)
+        rhythm, scatter = self._row_at("rhythm", n), self._row_at("scatter", n)
         if len(rhythm):
             seconds = seconds + rhythm[(moment.age + np.arange(len(seconds))) % len(rhythm)]
         if len(scatter):
@@ -179,12 +181,12 @@ class MeasuredTiming:
             seconds = seconds * scatter[drawn.astype(np.int64)]
         return seconds
 
-    def _spread(self, name: str, n: int) -> _Array:
+    def _row_at(self, name: str, n: int) -> _Array:
         """Return a row of `rhythm` or `scatter`; empty where there is none."""
         known = self._rows.get((name, n))
         if known is None:
-            spread: Spread = getattr(self.measured, name)
-            known = self._rows[name, n] = between(spread, n)
+            table: VariationTable = getattr(self.measured, name)
+            known = self._rows[name, n] = row_between(table, n)
         return known
 
     @cached_property
@@ -194,31 +196,31 @@ class MeasuredTiming:
 
     @cached_property
     def _cache(self) -> tuple[_Array, _Array]:
-        """Places and seconds of the cache's curve, its last line drawn out."""
+        """Cache entries and seconds of the cache's curve, its last line extended."""
         curve = self.measured.cache
-        places = [float(place) for place, _ in curve] + [_FAR]
-        seconds = [value for _, value in curve] + [at(curve, _FAR)]
-        return np.array(places), np.array(seconds)
+        entries = [float(x) for x, _ in curve] + [_FAR]
+        seconds = [value for _, value in curve] + [seconds_at(curve, _FAR)]
+        return np.array(entries), np.array(seconds)
 
 
 def reads(counts: NDArray[Any], kv_lens: NDArray[Any]) -> float:
     """Return the cache entries that all tokens of chunks read together, themselves included."""
-    each = counts * kv_lens.astype(np.float64) + counts * (counts + 1) / 2
-    return float(each.sum())
+    entries = counts * kv_lens.astype(np.float64) + counts * (counts + 1) / 2
+    return float(entries.sum())
 
 
-def between(spread: Spread, n: int) -> _Array:
+def row_between(table: VariationTable, n: int) -> _Array:
     """Return the figures for n sequences, between those that are given; empty for none."""
-    if not spread:
+    if not table:
         return np.empty(0)
-    places = [float(place) for place, _ in spread]
-    columns = zip(*(figures for _, figures in spread), strict=True)
-    return np.array([np.interp(float(n), places, column) for column in columns])
+    sequences = [float(sequences_) for sequences_, _ in table]
+    columns = zip(*(figures for _, figures in table), strict=True)
+    return np.array([np.interp(float(n), sequences, column) for column in columns])
 
 
-def at(curve: Curve, place: float) -> float:
-    """Return the seconds of a curve at a place."""
+def seconds_at(curve: TimeCurve, x: float) -> float:
+    """Return the seconds of a curve at x."""
     for (left, low), (right, high) in pairwise(curve):
-        if place <= right or right == curve[-1][0]:
-            return low + (high - low) * (place - left) / (right - left)
+        if x <= right or right == curve[-1][0]:
+            return low + (high - low) * (x - left) / (right - left)
     return curve[0][1]

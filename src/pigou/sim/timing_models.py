@@ -19,23 +19,23 @@ from pigou.sim.timing_roofline import roofline
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """A timing model, and what it knows besides.
+class BuiltTiming:
+    """A timing model, and what it says of its worker.
 
     Attributes:
         timing: of the steps.
-        overhead: seconds from the client to a worker.
-        room: tokens that the KV cache of the worker holds that it was measured on; 0: not known.
+        overhead_s: seconds from the client to a worker.
+        kv_tokens: of the KV cache of the worker that was measured; 0 where not known.
         worker: model, GPU and GPUs of the worker that a preset is of.
     """
 
     timing: Timing
-    overhead: float = 0.0
-    room: int = 0
+    overhead_s: float = 0.0
+    kv_tokens: int = 0
     worker: tuple[str, str, int] | None = None
 
 
-def build_timing(text: str, model: str, gpu: str, tp: int) -> Built:
+def build_timing(text: str, model: str, gpu: str, tp: int) -> BuiltTiming:
     """Make a timing model.
 
     Args:
@@ -59,13 +59,13 @@ def build_timing(text: str, model: str, gpu: str, tp: int) -> Built:
     if is_measured(text):
         measured = read_measured(Path(text))
         room = measured.blocks * measured.block_size
-        return Built(MeasuredTiming(measured), measured.overhead, room)
+        return BuiltTiming(MeasuredTiming(measured), measured.overhead, room)
     if name == "roofline" and not rest:
-        return Built(roofline(_model(model), find_gpu(gpu), tp))
+        return BuiltTiming(roofline(_model(model), find_gpu(gpu), tp))
     if name == "profile":
         if not rest:
             raise ConfigError("timing profile: name the folder of its tables: profile:FOLDER")
-        return Built(profile(Path(rest), _model(model), find_gpu(gpu), tp))
+        return BuiltTiming(profile(Path(rest), _model(model), find_gpu(gpu), tp))
     raise ConfigError(
         f"timing is {text!r}; it must be roofline, profile:FOLDER, law:PRESET, law:KEY=VALUE,..., "
         "or a FILE.json of `pigou profile`"
@@ -78,7 +78,7 @@ def is_measured(text: str) -> bool:
 
 
 def capacity(
-    built: Built, model: str, gpu: str, tp: int,
+    built: BuiltTiming, model: str, gpu: str, tp: int,
     *, block_size: int, max_batched_tokens: int, max_seqs: int,
 ) -> int:  # fmt: skip
     """Return the KV blocks of a worker: as measured, or as its engine would count them.
@@ -86,8 +86,8 @@ def capacity(
     Raises:
         ConfigError: model or GPU is not known, or it does not fit.
     """
-    if built.room:
-        return max(1, built.room // block_size)
+    if built.kv_tokens:
+        return max(1, built.kv_tokens // block_size)
     if built.worker is not None and not model and not gpu:
         model, gpu, tp = built.worker
     if not model or not gpu:
@@ -109,7 +109,7 @@ def _model(name: str) -> Architecture:
     return architecture(name)
 
 
-def _law(text: str) -> Built:
+def _law(text: str) -> BuiltTiming:
     values: dict[str, object] = {}
     given: set[str] = set()
     worker = None
@@ -130,4 +130,4 @@ def _law(text: str) -> Built:
         law = msgspec.convert(values, Law, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"timing law: {wrong(error, Law, values)}") from error
-    return Built(LawTiming(law), law.overhead, worker=worker)
+    return BuiltTiming(LawTiming(law), law.overhead, worker=worker)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
-from pigou.sim.model_config import plain, shape_name
+from pigou.sim.model_config import normalized, shape_name
 from pigou.yaml_file import read_yaml
 
 Floats = NDArray[np.float64]
@@ -31,30 +31,30 @@ _VARIANTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class LayerCurve:
     """A time against a whole number, linear between the points that were measured.
 
     Attributes:
-        at: the numbers, rising, shape (n,).
+        numbers: the numbers, rising, shape (n,).
         ns: nanoseconds, shape (n,).
     """
 
-    at: Floats
+    numbers: Floats
     ns: Floats
 
-    def table(self, most: int) -> Floats:
-        """Return the times of 0 to `most`, shape (most + 1,).
+    def table(self, max_number: int) -> Floats:
+        """Return the times of 0 to `max_number`, shape (most + 1,).
 
         Beyond the last point the line between the last measured number and the one nearest to
         half of it goes on: neighbouring points are too close together for a slope.
         """
-        numbers = np.arange(most + 1, dtype=np.float64)
-        times = np.interp(numbers, self.at, self.ns)
-        if most > self.at[-1] and len(self.at) > 1:
-            half = int(np.argmin(np.abs(self.at[:-1] - self.at[-1] / 2)))
-            slope = (self.ns[-1] - self.ns[half]) / (self.at[-1] - self.at[half])
-            beyond = numbers > self.at[-1]
-            times[beyond] = self.ns[-1] + max(slope, 0.0) * (numbers[beyond] - self.at[-1])
+        numbers = np.arange(max_number + 1, dtype=np.float64)
+        times = np.interp(numbers, self.numbers, self.ns)
+        if max_number > self.numbers[-1] and len(self.numbers) > 1:
+            half = int(np.argmin(np.abs(self.numbers[:-1] - self.numbers[-1] / 2)))
+            slope = (self.ns[-1] - self.ns[half]) / (self.numbers[-1] - self.numbers[half])
+            past_end = numbers > self.numbers[-1]
+            times[past_end] = self.ns[-1] + max(slope, 0.0) * (numbers[past_end] - self.numbers[-1])
         return times
 
 
@@ -94,10 +94,10 @@ class Tables:
     """
 
     folder: Path
-    dense: Mapping[str, Curve]
-    sequences: Mapping[str, Curve]
+    dense: Mapping[str, LayerCurve]
+    sequences: Mapping[str, LayerCurve]
     attention: Attention
-    moe: tuple[Floats, list[Curve]] | None
+    moe: tuple[Floats, list[LayerCurve]] | None
     shards: int
     skew: float
 
@@ -123,11 +123,11 @@ def find_tables(folder: Path, model: str, gpu: str, tp: int, dtype: str) -> Path
             )
         _check_named(folder, model, gpu, dtype)
         return folder
-    found = sorted(path.parent for path in folder.rglob("dense.csv"))
-    matches = [path for path in found if _matches(path, folder, model, gpu, tp, dtype)]
+    folders = sorted(path.parent for path in folder.rglob("dense.csv"))
+    matches = [path for path in folders if _matches(path, folder, model, gpu, tp, dtype)]
     if len(matches) == 1:
         return matches[0]
-    names = ", ".join(str(path.relative_to(folder)) for path in matches or found) or "nothing"
+    names = ", ".join(str(path.relative_to(folder)) for path in matches or folders) or "nothing"
     problem = "more than one fit" if matches else "none fits"
     raise ConfigError(
         f"profile is {str(folder)!r}: {problem} model {model!r}, gpu {gpu!r}, tp {tp}, {dtype} "
@@ -138,16 +138,16 @@ def find_tables(folder: Path, model: str, gpu: str, tp: int, dtype: str) -> Path
 def _check_named(folder: Path, model: str, gpu: str, dtype: str) -> None:
     """Refuse a folder whose name or meta.yaml tells of another model, GPU or format."""
     meta = _meta(folder)
-    told = {
+    names = {
         "model": (shape_name(str(meta.get("model") or "")), shape_name(model)),
-        "gpu": (plain(str(meta.get("hardware") or "")), plain(gpu)),
+        "gpu": (normalized(str(meta.get("hardware") or "")), normalized(gpu)),
         "weights": (_VARIANTS.get(folder.resolve().parent.name, ""), dtype),
     }
-    for name, (theirs, wanted) in told.items():
-        if theirs and theirs != wanted:
+    for name, (theirs, asked_for) in names.items():
+        if theirs and theirs != asked_for:
             raise ConfigError(
-                f"profile is {str(folder)!r}, of {name} {theirs}, and asked for is {wanted}; give "
-                "tables of the same"
+                f"profile is {str(folder)!r}, of {name} {theirs}, and asked for is {asked_for}; "
+                "give tables of the same"
             )
 
 
@@ -160,7 +160,7 @@ def _matches(path: Path, root: Path, model: str, gpu: str, tp: int, dtype: str) 
         return False
     if len(parts) >= 3 and shape_name(parts[-3]) != shape_name(model):
         return False
-    return len(parts) < 5 or plain(parts[0]) == plain(gpu)
+    return len(parts) < 5 or normalized(parts[0]) == normalized(gpu)
 
 
 def read_tables(folder: Path, tp: int = 1) -> Tables:
@@ -201,19 +201,19 @@ def _columns(path: Path, names: list[str]) -> list[list[str]]:
     return [[row[name] for name in names] for row in rows]
 
 
-def _curves(path: Path, axis: str) -> dict[str, Curve]:
+def _curves(path: Path, axis: str) -> dict[str, LayerCurve]:
     points: dict[str, dict[float, float]] = {}
     for layer, at, micros in _columns(path, ["layer", axis, "time_us"]):
         points.setdefault(layer, {})[float(at)] = float(micros) * MICRO
     return {layer: _curve(known) for layer, known in points.items()}
 
 
-def _curve(points: Mapping[float, float]) -> Curve:
+def _curve(points: Mapping[float, float]) -> LayerCurve:
     at = sorted(points)
-    return Curve(np.array(at, dtype=float), np.array([points[x] for x in at], dtype=float))
+    return LayerCurve(np.array(at, dtype=float), np.array([points[x] for x in at], dtype=float))
 
 
-def _experts(path: Path) -> tuple[Floats, list[Curve]]:
+def _experts(path: Path) -> tuple[Floats, list[LayerCurve]]:
     rows: dict[float, dict[float, float]] = {}
     for tokens, experts, micros in _columns(path, ["tokens", "activated_experts", "time_us"]):
         rows.setdefault(float(tokens), {})[float(experts)] = float(micros) * MICRO
@@ -237,20 +237,25 @@ def _skew(meta: Mapping[str, Any], tp: int) -> float:
     return min(max(float(fit.get("alpha_default", 0.0)), 0.0), 1.0)
 
 
+#: Columns of `attention.csv`; the first four are the axes of the grid.
+_ATTENTION = ["prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"]
+_N_DECODE, _KV_DECODE, _TIME_US = 2, 3, 4
+_AXES = 4
+
+
 def _attention(path: Path, meta: Mapping[str, Any]) -> Attention:
-    names = ["prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"]
-    rows = np.array(_columns(path, names), dtype=np.float64)
+    rows = np.array(_columns(path, _ATTENTION), dtype=np.float64)
     chunks, keys, decodes, kvs = _axes(rows, meta)
     grid = np.full((len(chunks), len(keys), len(decodes), len(kvs)), np.nan)
-    places = []
-    for column, axis in zip(range(4), (chunks, keys, decodes, kvs), strict=True):
-        place = np.minimum(np.searchsorted(axis, rows[:, column]), len(axis) - 1)
-        places.append(np.where(axis[place] == rows[:, column], place, -1))
-    none = rows[:, 2] == 0
-    places[3] = np.where(none, 0, places[3])
-    inside = np.all(np.stack(places) >= 0, axis=0)
-    spots = tuple(place[inside] for place in places)
-    grid[spots] = rows[inside, 4] * MICRO
+    axis_indices = []
+    for column, axis in zip(range(_AXES), (chunks, keys, decodes, kvs), strict=True):
+        indices = np.minimum(np.searchsorted(axis, rows[:, column]), len(axis) - 1)
+        axis_indices.append(np.where(axis[indices] == rows[:, column], indices, -1))
+    no_decodes = rows[:, _N_DECODE] == 0
+    axis_indices[_KV_DECODE] = np.where(no_decodes, 0, axis_indices[_KV_DECODE])
+    inside = np.all(np.stack(axis_indices) >= 0, axis=0)
+    cells = tuple(indices[inside] for indices in axis_indices)
+    grid[cells] = rows[inside, _TIME_US] * MICRO
     if np.isnan(grid).all():
         raise ConfigError(f"{path}: no rows; profile again")
     _fill(grid, chunks, keys, decodes, kvs)
@@ -267,23 +272,23 @@ def _axes(rows: Floats, meta: Mapping[str, Any]) -> list[Floats]:
     for column, name in enumerate(("chunks", "kv", "n_decode", "kv")):
         values = np.unique(rows[:, column])
         sweep = _sweep(str(grid.get(name, "")))
-        kept = values[np.isin(values, sweep)] if sweep else values
-        axes.append(kept[kept > 0] if column == 3 else np.union1d([0.0], kept))
-    if not len(axes[3]):
-        axes[3] = np.array([1.0])
+        axis = values[np.isin(values, sweep)] if sweep else values
+        axes.append(axis[axis > 0] if column == _KV_DECODE else np.union1d([0.0], axis))
+    if not len(axes[_KV_DECODE]):
+        axes[_KV_DECODE] = np.array([1.0])
     return axes
 
 
 def _sweep(text: str) -> list[float]:
     """Read "0, 16-2048 x2" as 0, 16, 32, ..., 2048; nothing else is understood."""
-    found = re.fullmatch(r"(?:0, *)?(\d+)-(\d+) x(\d+(?:\.\d+)?)", text.strip())
-    if not found or float(found[3]) <= 1.0:
+    match = re.fullmatch(r"(?:0, *)?(\d+)-(\d+) x(\d+(?:\.\d+)?)", text.strip())
+    if not match or float(match[3]) <= 1.0:
         return []
-    at, last, factor = float(found[1]), float(found[2]), float(found[3])
+    value, end, factor = float(match[1]), float(match[2]), float(match[3])
     values = [0.0]
-    while at <= last:
-        values.append(float(int(at)))
-        at *= factor
+    while value <= end:
+        values.append(float(int(value)))
+        value *= factor
     return values
 
 
@@ -319,5 +324,5 @@ def _extend(line: Floats, axis: Floats) -> None:
     if len(known) > 1:
         last, before = known[-1], known[-2]
         slope = max((line[last] - line[before]) / (axis[last] - axis[before]), 0.0)
-        beyond = holes[holes > last]
-        line[beyond] = line[last] + slope * (axis[beyond] - axis[last])
+        past_end = holes[holes > last]
+        line[past_end] = line[last] + slope * (axis[past_end] - axis[last])

@@ -16,8 +16,8 @@ EPOCH = SECOND
 Event = Callable[[int], None]
 
 
-class Over(Protocol):
-    """What is over at some time."""
+class Completion(Protocol):
+    """Something that ends at some time."""
 
     @property
     def done(self) -> bool:
@@ -48,13 +48,13 @@ class Clock:
 
     Attributes:
         now: the present, in nanoseconds.
-        place: (phase, key) of the event that runs.
+        position: (phase, key) of the event that runs.
         events: that have run.
     """
 
     def __init__(self) -> None:
         self.now = EPOCH
-        self.place: tuple[int, int] = (0, 0)
+        self.position: tuple[int, int] = (0, 0)
         self.events = 0
         self._heap: list[tuple[int, int, int, int, Event]] = []
         self._count = 0
@@ -80,27 +80,27 @@ class Clock:
             return False
         time, phase, key, _, event = heappop(self._heap)
         self.now = time
-        self.place = (phase, key)
+        self.position = (phase, key)
         self.events += 1
         event(time)
         return True
 
-    def run(self, until: Over, most: int) -> bool:
+    def run(self, until: Completion, max_events: int) -> bool:
         """Run events until `until.done`, at most so many; return whether it is done."""
         heap, pop = self._heap, heappop
-        for _ in range(most):
+        for _ in range(max_events):
             if until.done or not heap:
                 break
             time, phase, key, _, event = pop(heap)
             self.now = time
-            self.place = (phase, key)
+            self.position = (phase, key)
             self.events += 1
             event(time)
         return until.done
 
 
 class Inbox:
-    """Commands in the order in which they came, each after so many steps of the worker's life.
+    """Commands of a worker in their order, each for after so many of its steps.
 
     Attributes:
         waiting: those that are still to be done, with the steps.
@@ -129,7 +129,7 @@ class Inbox:
         Args:
             steps: that were computed.
             now: nanoseconds.
-            idle: whether nobody computes, so that no step will end.
+            idle: whether nothing is computed, so that no step will end.
         """
         waiting, rests = self.waiting, idle()
         while waiting and (rests or waiting[0][0] <= steps):

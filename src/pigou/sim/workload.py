@@ -1,4 +1,4 @@
-"""What clients ask for: jobs, in sessions with their own times, or by users in a closed loop."""
+"""Workloads: requests in sessions with their own times, or by users in a closed loop."""
 
 from __future__ import annotations
 
@@ -17,104 +17,108 @@ from pigou.config import ConfigError
 from pigou.request import SECOND, BlockHashes
 
 #: Of a request's prompt, and of its answer.
-MOST_TOKENS = 2**24
+MAX_TOKENS = 2**24
 #: Until the last arrival, and of a wait. Time passes for the control plane ten times a second, of
 #: idle days as well: a day takes seconds, a year the better part of an hour.
-MOST_SECONDS = 366 * 86400
+MAX_SECONDS = 366 * 86400
 #: Of a closed loop.
-_MOST_USERS = 1_000_000
+_MAX_USERS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RequestSpec:
     """One request.
 
     Attributes:
-        input: tokens of the prompt, at least 1.
-        output: tokens to generate, at least 1.
-        blocks: ids of the prompt's blocks; empty for a prompt like no other.
-        scope: in which ids mean the same.
-        block: tokens in a block that has an id.
-        think: nanoseconds between the end of the session's job before and this one.
+        prompt_tokens: tokens of the prompt, at least 1.
+        output_tokens: tokens to generate, at least 1.
+        block_ids: ids of the prompt's blocks; empty for a prompt that shares none.
+        hash_scope: of these ids.
+        block_tokens: tokens in each of these blocks.
+        think_ns: from the end of the session's last request to this one.
         tenant: whose it is.
     """
 
-    input: int
-    output: int
-    blocks: tuple[int, ...] = ()
-    scope: int = 0
-    block: float = 1.0
-    think: int = 0
+    prompt_tokens: int
+    output_tokens: int
+    block_ids: tuple[int, ...] = ()
+    hash_scope: int = 0
+    block_tokens: float = 1.0
+    think_ns: int = 0
     tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """Jobs that follow one another, the first `start` nanoseconds after the beginning."""
+class RequestSession:
+    """Requests that follow one another, the first `start_ns` nanoseconds after the beginning."""
 
-    start: int
-    jobs: Sequence[Job]
+    start_ns: int
+    requests: Sequence[RequestSpec]
 
 
 class Workload(Protocol):
-    """Something that clients ask for."""
+    """What clients ask for."""
 
     @property
-    def longest(self) -> int:
-        """Most tokens, prompt and output, of one job."""
+    def max_tokens(self) -> int:
+        """Maximum tokens, prompt and output, of a request."""
         ...
 
     @property
-    def jobs(self) -> int | None:
+    def request_count(self) -> int | None:
         """How many there are; None where that depends on how fast they are served."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Sessions that begin at their own times, whatever comes back.
+    """Sessions that begin at their own times, however fast they are served.
 
     Attributes:
         sessions: in the order of their starts.
         concurrency: sessions at once, where starts do not count; 0 where they do.
     """
 
-    sessions: Sequence[Session]
+    sessions: Sequence[RequestSession]
     concurrency: int = 0
 
     def __post_init__(self) -> None:
         """Refuse a workload without requests, or with what would never end."""
-        if not any(each.jobs for each in self.sessions):
+        if not any(session.requests for session in self.sessions):
             raise ConfigError("workload: it has no requests")
-        if self.longest > 2 * MOST_TOKENS:
+        if self.max_tokens > 2 * MAX_TOKENS:
             raise ConfigError(
-                f"workload: a request has {self.longest} tokens; it must be at most "
-                f"{2 * MOST_TOKENS}, prompt and output"
+                f"workload: a request has {self.max_tokens} tokens; it must be at most "
+                f"{2 * MAX_TOKENS}, prompt and output"
             )
-        for each in self.sessions:
-            if not 0 <= each.start <= MOST_SECONDS * SECOND:
+        for session in self.sessions:
+            if not 0 <= session.start_ns <= MAX_SECONDS * SECOND:
                 raise ConfigError(
-                    f"workload: a request is sent after {each.start / SECOND:g} s; it must be 0 to "
-                    f"{MOST_SECONDS} (a year)"
+                    f"workload: a request is sent after {session.start_ns / SECOND:g} s; it must "
+                    f"be 0 to {MAX_SECONDS} (a year)"
                 )
 
     @property
-    def longest(self) -> int:
-        """Most tokens, prompt and output, of one job."""
-        return max(job.input + job.output for each in self.sessions for job in each.jobs)
+    def max_tokens(self) -> int:
+        """Maximum tokens, prompt and output, of a request."""
+        return max(
+            spec.prompt_tokens + spec.output_tokens
+            for session in self.sessions
+            for spec in session.requests
+        )
 
     @property
-    def jobs(self) -> int:
+    def request_count(self) -> int:
         """How many there are."""
-        return sum(len(each.jobs) for each in self.sessions)
+        return sum(len(session.requests) for session in self.sessions)
 
 
-class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Jobs out of thin air.
+class RequestLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Random requests by the ranges of their lengths.
 
     Attributes:
-        input: tokens of a prompt, drawn evenly from (least, most).
-        output: tokens of an answer, the same.
+        input: tokens of a prompt, drawn evenly from (minimum, maximum).
+        output: tokens of an answer, likewise.
         templates: different prompts that there are; 0 makes each one like no other.
     """
 
@@ -124,29 +128,29 @@ class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         """Refuse lengths that no request has."""
-        for name, (least, most) in (("in", self.input), ("out", self.output)):
-            if not 1 <= least <= most <= MOST_TOKENS:
+        for name, (low, high) in (("in", self.input), ("out", self.output)):
+            if not 1 <= low <= high <= MAX_TOKENS:
                 raise ConfigError(
-                    f"{name} is {least}:{most}; write N or MIN:MAX, from 1 to {MOST_TOKENS}"
+                    f"{name} is {low}:{high}; write N or MIN:MAX, from 1 to {MAX_TOKENS}"
                 )
         if self.templates < 0:
             raise ConfigError(f"templates is {self.templates}; it must be at least 0")
 
     @property
-    def longest(self) -> int:
-        """Most tokens, prompt and output, of one job."""
+    def max_tokens(self) -> int:
+        """Maximum tokens, prompt and output, of a request."""
         return self.input[1] + self.output[1]
 
-    def draw(self, rng: Random) -> Job:
-        """Return the next job."""
+    def draw(self, rng: Random) -> RequestSpec:
+        """Return the next request."""
         input_, output = rng.randint(*self.input), rng.randint(*self.output)
         if not self.templates:
-            return Job(input_, output)
+            return RequestSpec(input_, output)
         # A template has its own length, which the same generator gives it every time.
         template = rng.randrange(self.templates)
         if self.input[0] != self.input[1]:
             input_ = Random(template).randint(*self.input)
-        return Job(input_, output, (template,), scope=1, block=float(input_))
+        return RequestSpec(input_, output, (template,), hash_scope=1, block_tokens=float(input_))
 
 
 class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -162,7 +166,7 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         requests: that are sent at most; 0 for no limit.
     """
 
-    lengths: Lengths
+    lengths: RequestLengths
     phases: tuple[tuple[int, float], ...]
     ramp: float = 0.0
     drain: bool = True
@@ -173,8 +177,8 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def __post_init__(self) -> None:
         """Refuse loops that ask for nothing."""
         for users, seconds in self.phases:
-            if users > _MOST_USERS:
-                raise ConfigError(f"C is {users:,}; give at most {_MOST_USERS:,} users")
+            if users > _MAX_USERS:
+                raise ConfigError(f"C is {users:,}; give at most {_MAX_USERS:,} users")
             if users < 1 or not 0.0 < seconds < float("inf"):
                 raise ConfigError(
                     f"C is {users} for {seconds} s; it takes 1 user and more, and some seconds"
@@ -182,20 +186,20 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if not self.phases:
             raise ConfigError("closed: no phase is given; write C=USERS,hold=SECONDS")
         for name in ("ramp", "barrier", "think", "seconds"):
-            if not 0 <= getattr(self, name) <= MOST_SECONDS:
+            if not 0 <= getattr(self, name) <= MAX_SECONDS:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)}; it must be 0 to {MOST_SECONDS} (a year)"
+                    f"{name} is {getattr(self, name)}; it must be 0 to {MAX_SECONDS} (a year)"
                 )
         if self.requests < 0:
             raise ConfigError(f"n is {self.requests}; it must be at least 0")
 
     @property
-    def longest(self) -> int:
-        """Most tokens, prompt and output, of one job."""
-        return self.lengths.longest
+    def max_tokens(self) -> int:
+        """Maximum tokens, prompt and output, of a request."""
+        return self.lengths.max_tokens
 
     @property
-    def jobs(self) -> None:
+    def request_count(self) -> None:
         """Nobody knows how many there will be."""
         return None
 
@@ -206,7 +210,7 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def renewal(
-    lengths: Lengths, rate: float, cv: float, count: int, seconds: float, seed: int
+    lengths: RequestLengths, rate: float, cv: float, count: int, seconds: float, seed: int
 ) -> OpenLoop:
     """Return requests whose gaps are independent and Gamma distributed.
 
@@ -221,29 +225,29 @@ def renewal(
     Raises:
         ConfigError: a value is out of its range.
     """
-    if not 1 / MOST_SECONDS < rate < float("inf") or (cv and not LEAST_CV <= cv <= MOST_CV):
+    if not 1 / MAX_SECONDS < rate < float("inf") or (cv and not MIN_CV <= cv <= MAX_CV):
         raise ConfigError(
             f"rate is {rate} and cv {cv}; rate must be above 0 (one in a year), cv 0 or "
-            f"{LEAST_CV:g} to {MOST_CV:g}"
+            f"{MIN_CV:g} to {MAX_CV:g}"
         )
-    if count < 0 or not 0.0 <= seconds <= MOST_SECONDS or not (count or seconds):
+    if count < 0 or not 0.0 <= seconds <= MAX_SECONDS or not (count or seconds):
         raise ConfigError(
             f"n is {count} and hold {seconds} s; say how many requests: n=COUNT or hold=SECONDS, "
-            f"up to {MOST_SECONDS} (a year)"
+            f"up to {MAX_SECONDS} (a year)"
         )
     starts = renewal_times(rate, cv, np.random.default_rng(seed))
-    jobs = Random(seed)
-    sessions: list[Session] = []
+    rng = Random(seed)
+    sessions: list[RequestSession] = []
     for start in starts:
         if (count and len(sessions) == count) or (seconds and start >= seconds * SECOND):
             break
-        sessions.append(Session(start, (lengths.draw(jobs),)))
+        sessions.append(RequestSession(start, (lengths.draw(rng),)))
     return OpenLoop(tuple(sessions))
 
 
 _CHUNK = 1024
 #: Variations of gaps: a burst is about cv^2 requests at once, then nothing for as many.
-LEAST_CV, MOST_CV = 1e-6, 1e3
+MIN_CV, MAX_CV = 1e-6, 1e3
 #: Nanoseconds; later times are no integers of 64 bits.
 _FAR = 2.0**62
 
@@ -257,7 +261,7 @@ def renewal_times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[
 
     Args:
         rate: requests per second, above 0.
-        cv: standard deviation of a gap over its mean: 0, or `LEAST_CV` to `MOST_CV`.
+        cv: standard deviation of a gap over its mean: 0, or `MIN_CV` to `MAX_CV`.
         rng: the only source of randomness; the same generator state gives the same times.
 
     Raises:
@@ -265,8 +269,8 @@ def renewal_times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[
     """
     if not (math.isfinite(rate) and rate > 0):
         raise ValueError(f"rate is {rate}; it must be above 0 requests per second")
-    if cv and not LEAST_CV <= cv <= MOST_CV:
-        raise ValueError(f"cv is {cv}; it must be 0, or {LEAST_CV:g} to {MOST_CV:g}")
+    if cv and not MIN_CV <= cv <= MAX_CV:
+        raise ValueError(f"cv is {cv}; it must be 0, or {MIN_CV:g} to {MAX_CV:g}")
     return _times(rate, cv, rng)
 
 
@@ -281,33 +285,33 @@ def _times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
 
 
 #: Scope of prompts that no other shares; scopes of workloads are other numbers.
-_ALONE = 2**63
+_UNSHARED_SCOPE = 2**63
 _MASK = 2**64 - 1
 
 
-def block_hashes(job: Job, number: int, size: int) -> BlockHashes:
-    """Return hashes of the full blocks of a job's prompt, shape (input // size, 2).
+def block_hashes(spec: RequestSpec, number: int, size: int) -> BlockHashes:
+    """Return hashes of the full blocks of a prompt, shape (prompt_tokens // size, 2).
 
     A block's hash is that of all ids of the trace up to the one that holds its last token, and of
-    its place. So prompts share the blocks of their common ids, and the ids of a trace are trusted.
+    its position. So prompts share the blocks of their common ids; the ids of a trace are trusted.
 
     Args:
-        job: whose blocks; one without ids shares nothing with others.
+        spec: whose blocks; one without ids shares nothing with others.
         number: of the request, which stands for its content where it has no ids.
         size: tokens in a block.
     """
-    found = np.empty((job.input // size, 2), dtype=np.uint64)
-    if job.blocks:
-        ids = np.array(job.blocks, dtype=np.int64).view(np.uint64)
-        _chained(ids, np.uint64(job.scope & _MASK), job.block, size, found)
+    hashes = np.empty((spec.prompt_tokens // size, 2), dtype=np.uint64)
+    if spec.block_ids:
+        ids = np.array(spec.block_ids, dtype=np.int64).view(np.uint64)
+        _chained(ids, np.uint64(spec.hash_scope & _MASK), spec.block_tokens, size, hashes)
     else:
-        _chained(np.array([number], np.uint64), np.uint64(_ALONE), 1.0, size, found)
-    return found
+        _chained(np.array([number], np.uint64), np.uint64(_UNSHARED_SCOPE), 1.0, size, hashes)
+    return hashes
 
 
 @kernel
 def _chained(
-    ids: NDArray[np.uint64], scope: np.uint64, block: float, size: int, found: NDArray[np.uint64]
+    ids: NDArray[np.uint64], scope: np.uint64, block: float, size: int, hashes: NDArray[np.uint64]
 ) -> None:
     # SplitMix64's finalizer (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators).
     one, two = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -315,7 +319,7 @@ def _chained(
     a, b, c = np.uint64(30), np.uint64(27), np.uint64(31)
     state = scope * golden + golden
     known = -1
-    for i in range(len(found)):
+    for i in range(len(hashes)):
         want = min(int(((i + 1) * size - 1) / block), len(ids) - 1)
         while known < want:
             known += 1
@@ -328,4 +332,4 @@ def _chained(
             word = (word ^ (word >> a)) * one
             word = (word ^ (word >> b)) * two
             word = word ^ (word >> c)
-            found[i, half] = word if word else np.uint64(1)
+            hashes[i, half] = word if word else np.uint64(1)

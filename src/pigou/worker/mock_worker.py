@@ -21,7 +21,7 @@ from pigou.request import SECOND, BlockHashes, FinishReason, Nanos, no_hashes
 from pigou.runtime.step_output import StepOutput, TokenLogprobs
 from pigou.sampling import Grammar, SamplingParams
 from pigou.sim.network import LinkConfig
-from pigou.sim.timing import Batch, Moments, Timing, varies
+from pigou.sim.timing import StepBatch, StepKeys, Timing, varies
 from pigou.sim.timing_models import build_timing, is_measured, kv_bytes
 from pigou.worker.backend import OnStep
 
@@ -57,7 +57,7 @@ class TimingLaw:
                 f"timing law is {self}; base and per_sequence must be at least 0, the rate above 0"
             )
 
-    def durations(self, batch: Batch, repeat: int) -> Nanos:
+    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
         prompts = batch.counts > 1
         decodes = len(prompts) - int(np.count_nonzero(prompts))
@@ -99,7 +99,7 @@ class MockBackend:
             first: lowest token that is made up.
         """
         self._timing = timing
-        self._moments, self._steps = Moments(0, 0), 0
+        self._moments, self._steps = StepKeys(0, 0), 0
         self._ended = 0  # when the last step did by the timing model; 0 after a rest
         self._block_size = block_size
         self._choices = [token for token in range(first, vocab) if token not in eos]
@@ -153,7 +153,7 @@ class MockBackend:
         begin = self._begin()
         finished: list[Finish] = []
         moment = self._moments.of(plan, self._steps) if varies(self._timing) else None
-        batch = Batch(plan.counts, plan.kv_lens, plan.samples, moment)
+        batch = StepBatch(plan.counts, plan.kv_lens, plan.samples, moment)
         durations = self._timing.durations(batch, plan.repeat)
         ends = (begin + np.cumsum(durations)).tolist()
         steps = 0
@@ -274,9 +274,9 @@ def timed(spec: str, model: str, gpu: str, tp: int, link: str, block_size: int) 
         ConfigError: one of them is not understood, or cannot be honoured by a worker alone.
     """
     built = build_timing(spec, model, gpu, tp)
-    if built.overhead and not is_measured(spec):  # a worker that was measured has its own way in
+    if built.overhead_s and not is_measured(spec):  # a worker that was measured has its own way in
         raise ConfigError(
-            f"timing is {spec!r}, which has an overhead of {built.overhead} s between the client "
+            f"timing is {spec!r}, which has an overhead of {built.overhead_s} s between the client "
             "and the worker; a worker cannot add that: give overhead=0"
         )
     if not link:

@@ -130,11 +130,11 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
-        from pigou.sim.workload import LEAST_CV, MOST_CV  # here, as it loads compiled kernels
+        from pigou.sim.workload import MAX_CV, MIN_CV  # here, as it loads compiled kernels
 
-        if self.cv and not LEAST_CV <= self.cv <= MOST_CV:
+        if self.cv and not MIN_CV <= self.cv <= MAX_CV:
             raise ConfigError(
-                f"--cv is {self.cv}; it must be 0 (even gaps), or {LEAST_CV:g} to {MOST_CV:g}"
+                f"--cv is {self.cv}; it must be 0 (even gaps), or {MIN_CV:g} to {MAX_CV:g}"
             )
         self.inputs, self.outputs  # noqa: B018  (they raise when they cannot be read)
         self._check_url()

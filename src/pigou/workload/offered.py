@@ -16,14 +16,14 @@ from pigou.config import ConfigError, wrong
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
 from pigou.sim.workload import (
-    LEAST_CV,
-    MOST_CV,
-    MOST_SECONDS,
+    MAX_CV,
+    MAX_SECONDS,
+    MIN_CV,
     ClosedLoop,
-    Job,
-    Lengths,
     OpenLoop,
-    Session,
+    RequestLengths,
+    RequestSession,
+    RequestSpec,
     renewal,
     renewal_times,
 )
@@ -73,8 +73,8 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in ("speed", "scale"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.cv and not LEAST_CV <= self.cv <= MOST_CV:
-            raise ConfigError(f"cv is {self.cv}; it must be 0, or {LEAST_CV:g} to {MOST_CV:g}")
+        if self.cv and not MIN_CV <= self.cv <= MAX_CV:
+            raise ConfigError(f"cv is {self.cv}; it must be 0, or {MIN_CV:g} to {MAX_CV:g}")
         for name in ("sessions", "C", "rate"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
@@ -136,13 +136,13 @@ def from_trace(trace: Trace, concurrency: int = 0) -> OpenLoop:
     for session in trace.sessions:
         scope = _scope(f"{session.tenant}/{session.scope}")
         jobs = tuple(
-            Job(
+            RequestSpec(
                 turn.input, turn.output, turn.blocks, scope, trace.block,
                 round(turn.think * SECOND), session.tenant,
             )
             for turn in session.turns
         )  # fmt: skip
-        sessions.append(Session(round(session.start * SECOND), jobs))
+        sessions.append(RequestSession(round(session.start * SECOND), jobs))
     return OpenLoop(tuple(sessions), concurrency)
 
 
@@ -153,12 +153,14 @@ def _open(trace: Trace, options: _Trace, seed: int) -> OpenLoop:
     if options.rate:
         times = renewal_times(options.rate, options.cv, np.random.default_rng(seed))
         starts = islice(times, len(found.sessions))
-        moved = [replace(each, start=at) for each, at in zip(found.sessions, starts, strict=True)]
+        moved = [
+            replace(each, start_ns=at) for each, at in zip(found.sessions, starts, strict=True)
+        ]
         found = OpenLoop(tuple(moved))
     return found
 
 
-def _closed(values: dict[str, str], lengths: Lengths) -> ClosedLoop:
+def _closed(values: dict[str, str], lengths: RequestLengths) -> ClosedLoop:
     shape = _convert(values, _Shape, (*_LENGTHS, *_CLIENT))
     hold = 0.0 if "x" in shape.C else _hold(shape)
     phases = []
@@ -185,7 +187,7 @@ def _hold(shape: _Shape) -> float:
         return shape.hold
     if not shape.n:
         raise ConfigError("closed: say how long, or how many requests: hold=SECONDS or n=COUNT")
-    return MOST_SECONDS - min(max(shape.ramp, 0.0), MOST_SECONDS / 2)
+    return MAX_SECONDS - min(max(shape.ramp, 0.0), MAX_SECONDS / 2)
 
 
 def _client(values: dict[str, str]) -> ClientConfig:
@@ -201,7 +203,7 @@ def _client(values: dict[str, str]) -> ClientConfig:
     return client
 
 
-def _lengths(values: Mapping[str, str]) -> Lengths:
+def _lengths(values: Mapping[str, str]) -> RequestLengths:
     found: dict[str, object] = {}
     for key, name in (("in", "input"), ("out", "output")):
         if key in values:
@@ -212,7 +214,7 @@ def _lengths(values: Mapping[str, str]) -> Lengths:
                 raise ConfigError(f"{key} is {values[key]!r}; write N or MIN:MAX") from None
     if "templates" in values:
         found["templates"] = values["templates"]
-    return _convert(found, Lengths)
+    return _convert(found, RequestLengths)
 
 
 def _scope(name: str) -> int:

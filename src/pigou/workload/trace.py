@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
-from pigou.sim.workload import MOST_SECONDS, MOST_TOKENS
+from pigou.sim.workload import MAX_SECONDS, MAX_TOKENS
 
 #: Block ids are below.
 _IDS = 2**63
@@ -89,16 +89,16 @@ class Trace:
     def _check_scale(self, tokens: float, speed: float) -> None:
         turns = [turn for session in self.sessions for turn in session.turns]
         most = max((max(each.input, each.output) for each in turns), default=0)
-        if most * tokens > MOST_TOKENS:
+        if most * tokens > MAX_TOKENS:
             raise ConfigError(
-                f"trace: scale is {tokens:g}, and {most} tokens times that are over {MOST_TOKENS}; "
+                f"trace: scale is {tokens:g}, and {most} tokens times that are over {MAX_TOKENS}; "
                 "lower it"
             )
         waits = [each.think for each in turns] + [each.start for each in self.sessions]
         wait = max(waits, default=0.0)
-        if wait > MOST_SECONDS * speed:
+        if wait > MAX_SECONDS * speed:
             raise ConfigError(
-                f"trace: speed is {speed:g}, and {wait:g} s at that speed are over {MOST_SECONDS} "
+                f"trace: speed is {speed:g}, and {wait:g} s at that speed are over {MAX_SECONDS} "
                 "(a year); raise it"
             )
 
@@ -150,11 +150,11 @@ def turn(input_: int, output: int, blocks: Sequence[int] = (), think: float = 0.
     """
     counts = int(input_), int(output)
     for name, tokens in zip(("input", "output"), counts, strict=True):
-        if not 0 <= tokens <= MOST_TOKENS:
-            raise ValueError(f"{name} is {tokens} tokens; it must be 0 to {MOST_TOKENS}")
+        if not 0 <= tokens <= MAX_TOKENS:
+            raise ValueError(f"{name} is {tokens} tokens; it must be 0 to {MAX_TOKENS}")
     think = float(think)
-    if not 0 <= think <= MOST_SECONDS:
-        raise ValueError(f"think time is {think} s; it must be 0 to {MOST_SECONDS} (a year)")
+    if not 0 <= think <= MAX_SECONDS:
+        raise ValueError(f"think time is {think} s; it must be 0 to {MAX_SECONDS} (a year)")
     ids = tuple(blocks)
     if ids and not (min(ids) >= -_IDS and max(ids) < _IDS):
         raise ValueError("hash_ids has one that is no integer of 64 bits; number them anew")
@@ -176,10 +176,10 @@ def ordered(block: float, sessions: Sequence[Session], rows: Sequence[int] = ())
         raise ConfigError("trace: it has no requests")
     first = min((each.start for each in sessions if math.isfinite(each.start)), default=0.0)
     for number, each in zip(rows or count(1), sessions, strict=False):
-        if not each.start - first <= MOST_SECONDS:  # a start that is no number is refused, too
+        if not each.start - first <= MAX_SECONDS:  # a start that is no number is refused, too
             raise ConfigError(
                 f"trace: line {number} starts {each.start - first} s after the first; it must be "
-                f"at most {MOST_SECONDS} (a year)"
+                f"at most {MAX_SECONDS} (a year)"
             )
     moved = [replace(each, start=each.start - first) for each in sessions]
     return Trace(float(block), tuple(sorted(moved, key=lambda each: each.start)))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from pigou.sim.timing_measured import Curve, Measured, at
+from pigou.sim.timing_measured import TimeCurve, WorkerProfile, seconds_at
 from pigou.workload.profiling.seen import Decodes, Prompts, Seen
 
 _Array = NDArray[np.float64]
@@ -36,7 +36,7 @@ class Error:
     most: float
 
 
-def fit(seen: Seen, about: dict[str, Any] | None = None) -> Measured:
+def fit(seen: Seen, about: dict[str, Any] | None = None) -> WorkerProfile:
     """Return the timing that is nearest to what was seen.
 
     Curves are sums of ramps between the places that were measured, whose slopes are at least 0
@@ -51,7 +51,7 @@ def fit(seen: Seen, about: dict[str, Any] | None = None) -> Measured:
         raise ValueError("there are no measurements of decodes, or none of prompts")
     decodes, cache = _decodes(seen.decodes)
     prompts, context, prompt = _prompts(_beside(seen))
-    found = Measured(
+    found = WorkerProfile(
         decodes=decodes, cache=cache, prompts=prompts, context=context, prompt=prompt,
         rhythm=seen.rhythm, scatter=seen.scatter, about=about or {},
     )  # fmt: skip
@@ -60,12 +60,13 @@ def fit(seen: Seen, about: dict[str, Any] | None = None) -> Measured:
     return msgspec.structs.replace(found, alone=alone, overhead=overhead)
 
 
-def errors(found: Measured, seen: Seen) -> list[Error]:
+def errors(found: WorkerProfile, seen: Seen) -> list[Error]:
     """Return how well a timing fits what was seen."""
     fixed = found.alone
     groups: dict[str, list[tuple[float, float]]] = {
         "decodes": [
-            (at(found.decodes, d.n) + at(found.cache, d.kv), d.seconds) for d in seen.decodes
+            (seconds_at(found.decodes, d.n) + seconds_at(found.cache, d.kv), d.seconds)
+            for d in seen.decodes
         ],
         "prompts beside a stream": [(added(found, p), p.seconds) for p in _beside(seen)],
         "prompts alone": [(fixed + added(found, p), p.seconds) for p in seen.alone],
@@ -74,10 +75,10 @@ def errors(found: Measured, seen: Seen) -> list[Error]:
     return [_error(what, pairs) for what, pairs in groups.items() if pairs]
 
 
-def added(found: Measured, each: Prompts) -> float:
+def added(found: WorkerProfile, each: Prompts) -> float:
     """Return the seconds that prompts add to a step."""
     read = found.context * each.reads
-    return at(found.prompts, each.tokens) + read + found.prompt * each.prompts
+    return seconds_at(found.prompts, each.tokens) + read + found.prompt * each.prompts
 
 
 def _beside(seen: Seen) -> list[Prompts]:
@@ -89,7 +90,7 @@ def _beside(seen: Seen) -> list[Prompts]:
     return [replace(each, seconds=max(0.0, each.seconds - begins)) for each in seen.beside]
 
 
-def _decodes(seen: Sequence[Decodes]) -> tuple[Curve, Curve]:
+def _decodes(seen: Sequence[Decodes]) -> tuple[TimeCurve, TimeCurve]:
     """Fit decodes and the reading of the cache, of which an entry never takes less beyond more.
 
     Were it free to, reading the first entries could take all that a step takes in any case.
@@ -116,7 +117,7 @@ def _sums(least: float, most: float) -> list[int]:
     return [0, *places]
 
 
-def _prompts(seen: Sequence[Prompts]) -> tuple[Curve, float, float]:
+def _prompts(seen: Sequence[Prompts]) -> tuple[TimeCurve, float, float]:
     places = sorted({0, *(each.tokens for each in seen)})
     tokens = np.array([each.tokens for each in seen], dtype=np.float64)
     reads = np.array([each.reads for each in seen])
@@ -142,7 +143,7 @@ def _solve(columns: Sequence[_Array], seconds: Iterable[float]) -> _Array:
     return solved
 
 
-def _curve(places: Sequence[int], values: _Array) -> Curve:
+def _curve(places: Sequence[int], values: _Array) -> TimeCurve:
     return tuple(zip(places, values.tolist(), strict=True))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pigou import __version__
-from pigou.sim.timing_measured import Measured
+from pigou.sim.timing_measured import WorkerProfile
 from pigou.workload.client import open_session
 from pigou.workload.endpoint import EndpointError
 from pigou.workload.profiling.config import ProfileConfig
@@ -32,7 +32,7 @@ class Profile:
     """
 
     model: str
-    measured: Measured
+    measured: WorkerProfile
     errors: list[Error]
     seen: Seen
     notes: tuple[str, ...] = ()

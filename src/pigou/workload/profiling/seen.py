@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pigou.sim.timing_measured import Spread
+from pigou.sim.timing_measured import VariationTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,5 +50,5 @@ class Seen:
     beside: list[Prompts] = field(default_factory=list)
     alone: list[Prompts] = field(default_factory=list)
     first: list[Prompts] = field(default_factory=list)
-    rhythm: Spread = ()
-    scatter: Spread = ()
+    rhythm: VariationTable = ()
+    scatter: VariationTable = ()

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.request import SECOND
-from pigou.sim.timing_measured import Spread
+from pigou.sim.timing_measured import VariationTable
 from pigou.workload.outcome import Stream
 from pigou.workload.profiling.seen import Decodes
 from pigou.workload.profiling.stream import arrivals
@@ -51,7 +51,7 @@ def gaps_of(streams: Sequence[Stream]) -> Gaps:
 
 def spreads(
     seen: Sequence[Sequence[Gaps]], decodes: Sequence[Decodes], steps: int
-) -> tuple[Spread, Spread]:
+) -> tuple[VariationTable, VariationTable]:
     """Return rhythm and scatter for each number of streams, whatever their lengths were.
 
     Args:

@@ -1,0 +1,208 @@
+"""A request's run through the simulator: the client's attempts, and their legs on workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from pigou.engine.plan import Finished, Load
+from pigou.events import KVEvent
+from pigou.lifecycle.messages import RequestOutcome
+from pigou.lifecycle.migration import Continuation
+from pigou.lifecycle.request import RequestLifecycle
+from pigou.request import BlockHashes, Request
+from pigou.sim.workload import RequestSpec
+
+
+class RunOutcome(StrEnum):
+    """How a request ended; `PENDING` until then, and for good where the run was cut off."""
+
+    PENDING = "pending"
+    DONE = "done"
+    SHED = "shed"
+    TIMED_OUT = "timed out"
+    FAILED = "failed"
+
+
+#: What the client makes of the end of an attempt.
+CLIENT_OUTCOMES = dict.fromkeys(RequestOutcome, RunOutcome.FAILED) | {
+    RequestOutcome.DONE: RunOutcome.DONE,
+    RequestOutcome.SHED: RunOutcome.SHED,
+    RequestOutcome.CLIENT_TIMED_OUT: RunOutcome.TIMED_OUT,
+}
+
+
+class RequestRun(msgspec.Struct, eq=False):
+    """One request as its client knows it, from the intention to send to the end.
+
+    Times are nanoseconds of the virtual clock, 0 where nothing happened.
+
+    Attributes:
+        number: unique, in the order of the intentions.
+        spec: what is asked for.
+        intended_ns: when the client meant to send it.
+        on_end: called at the end of each attempt.
+        sent_ns: when its last attempt was sent.
+        retry_after_ns: a duration; a refused request may be sent again after it.
+        routed_ns: when its last route was chosen.
+        first_token_ns: when its first token was received.
+        last_token_ns: when its last token was received.
+        ended_ns: when it ended.
+        output_tokens: tokens received.
+        cached_tokens: prompt tokens found in a prefix cache.
+        prefill_worker: computed the prompt; "" for the decode worker.
+        decode_worker: streamed the tokens.
+        attempts: times that it was sent.
+        moves: times that it was routed again because its worker failed.
+        preemptions: times that it was preempted.
+        outcome: how it ended.
+        reason: why it failed.
+    """
+
+    number: int
+    spec: RequestSpec
+    intended_ns: int
+    on_end: Callable[[RequestRun, int], None]
+    sent_ns: int = 0
+    retry_after_ns: int = 0
+    routed_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    ended_ns: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    attempts: int = 0
+    moves: int = 0
+    preemptions: int = 0
+    outcome: RunOutcome = RunOutcome.PENDING
+    reason: str = ""
+
+
+class KVSource(NamedTuple):
+    """The worker that a leg reads the beginning of its prompt from; none by default.
+
+    Attributes:
+        worker: holds the blocks; "" for none.
+        hold_id: request id under which it holds them.
+        tokens: tokens of these blocks.
+    """
+
+    worker: str = ""
+    hold_id: str = ""
+    tokens: int = 0
+
+
+NO_SOURCE = KVSource()
+
+
+class Attempt(msgspec.Struct, eq=False):
+    """One attempt of a client to have a request served, over as many workers as it takes.
+
+    Attributes:
+        run: the request.
+        lifecycle: decides its next step.
+        hashes: of the prompt's blocks.
+        block_size: tokens in each of these.
+        arrival_ns: when it reached the fleet.
+        leg: running on a worker, if any.
+        source: of its next leg.
+        priority: sent to its workers.
+        request: as last submitted.
+        slot: its stream slot in the control plane.
+    """
+
+    run: RequestRun
+    lifecycle: RequestLifecycle
+    hashes: BlockHashes
+    block_size: int
+    arrival_ns: int
+    leg: Leg | None = None
+    source: KVSource = NO_SOURCE
+    priority: int = 0
+    request: Request | None = None
+    slot: int = -1
+
+    def plane_request(self, tokens: int) -> Request:
+        """Return what is submitted to the control plane, `tokens` output tokens being there."""
+        spec = self.run.spec
+        rest = Continuation.after(tokens, spec.prompt_tokens, spec.output_tokens)
+        return Request(
+            self.lifecycle.id,
+            rest.prompt_tokens,
+            rest.max_tokens,
+            self.hashes,
+            arrival=self.arrival_ns,
+            tenant=spec.tenant,
+        )
+
+    def leg_request(self, max_tokens: int, *, keep_blocks: bool = False) -> Request:
+        """Return what a worker is asked for: `max_tokens` tokens behind all of the prompt so far.
+
+        With `keep_blocks` it keeps the prompt's blocks for another worker.
+        """
+        run, lifecycle = self.run, self.lifecycle
+        return Request(
+            f"{lifecycle.id}+{lifecycle.moves}" if lifecycle.moves else lifecycle.id,
+            run.spec.prompt_tokens + run.output_tokens,
+            max_tokens,
+            self.hashes,
+            arrival=self.arrival_ns,
+            tenant=run.spec.tenant,
+            hold=keep_blocks,
+            priority=self.priority,
+            remote=self.source.tokens,
+        )
+
+
+class Leg(msgspec.Struct, eq=False):
+    """What one worker does for an attempt.
+
+    Attributes:
+        attempt: whose leg it is.
+        worker: its name.
+        request: as the worker's core knows it.
+        number: as the lifecycle counts legs.
+        source: of prompt blocks that need not be computed.
+        streams: whether the client receives its tokens.
+        first: whether its first token has not been generated yet.
+        row: in the batch; -1 while it has none.
+        produced: tokens generated; current only while it has no row.
+        published: tokens of these that the control plane knows of.
+        last_token_ns: when its last token was generated.
+    """
+
+    attempt: Attempt
+    worker: str
+    request: Request
+    number: int = 0
+    source: KVSource = NO_SOURCE
+    streams: bool = True
+    first: bool = True
+    row: int = -1
+    produced: int = 0
+    published: int = 0
+    last_token_ns: int = 0
+
+
+class Listener(Protocol):
+    """Receives what happens on workers."""
+
+    def refused(self, leg: Leg, error: Exception, now: int) -> None:
+        """A leg was refused."""
+
+    def first_token(self, leg: Leg, now: int) -> None:
+        """A leg generated its first token."""
+
+    def finished(self, leg: Leg, finished: Finished, now: int) -> None:
+        """A leg ended by itself."""
+
+    def wanted(self, leg: Leg, load: Load, now: int) -> None:
+        """A leg wants blocks of its source; none, if it has them all."""
+
+    def cache_changed(self, worker: str, events: tuple[KVEvent, ...], now: int) -> None:
+        """KV events are published."""
