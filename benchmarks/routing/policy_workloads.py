@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from pigou.config import ControlConfig
-from pigou.experiments.fleets import Reading, RoutingSetting, fleet, make_simulation
+from pigou.experiments.fleets import PolicySetting, Reading, fleet, make_simulation
 from pigou.experiments.prices import MIXED
 from pigou.request import SECOND
 from pigou.sim.client import ClientConfig
@@ -93,7 +93,7 @@ def _paper(name: str, reading: Reading, users: int, tpot: float, cold: bool) -> 
 
     def make(_: Path, policy: str, params: Mapping[str, Any], seed: int) -> Simulation:
         return make_simulation(which, reading, loop, seed, law=law, rehearses=not cold,
-                          setting=RoutingSetting(policy=policy, params=params))  # fmt: skip
+                          setting=PolicySetting(policy=policy, params=params))  # fmt: skip
 
     return Scenario(f"{name} {reading} C={users}", 0.25, tpot, 128, make)
 

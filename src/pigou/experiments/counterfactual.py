@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.experiments.fleets import PaperFleet, Reading, RoutingSetting
+from pigou.experiments.fleets import PaperFleet, PolicySetting, Reading
 from pigou.experiments.level import Level, run
 from pigou.experiments.paper import COUNTERFACTUAL, LEVELS
 from pigou.experiments.results import Row, make_row
@@ -27,7 +27,7 @@ def counterfactual(
     """Yield rows of the fleet under each policy, with the ramp left out."""
     for users in levels:
         for policy in POLICIES:
-            level = Level(fleet, reading, users, 120.0, False, RoutingSetting(policy=policy))
+            level = Level(fleet, reading, users, 120.0, False, PolicySetting(policy=policy))
             figures = [run(level, seed).measured for seed in seeds]
             yield make_row("counterfactual", users, figures, seeds, policy=policy or "eq1")
 

@@ -117,7 +117,7 @@ def fleet(name: str) -> PaperFleet:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingSetting:
+class PolicySetting:
     """How requests are routed: Eq. 1 and 2 of the paper, or any policy of the fleet's.
 
     Attributes:
@@ -142,7 +142,7 @@ def client(reading: Reading, pool: int = POOL, barging: float = BARGING) -> Clie
 
 def make_simulation(
     paper_fleet: PaperFleet, reading: Reading, loop: ClosedLoop, seed: int, *,
-    setting: RoutingSetting | None = None, sender: ClientConfig | None = None,
+    setting: PolicySetting | None = None, sender: ClientConfig | None = None,
     law: Law | None = None,
     saturation: dict[str, object] | None = None, rehearses: bool | None = None,
 ) -> Simulation:  # fmt: skip
@@ -162,7 +162,7 @@ def make_simulation(
         saturation: detector of the control plane, as of `ControlConfig`.
         rehearses: whether workers tell their speed, as of `Setup`.
     """
-    setting = setting or RoutingSetting()
+    setting = setting or PolicySetting()
     law = law or paper_fleet.law(reading)
     serial = 1 if reading == "serial-prefill" else 0
     workers = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from pigou.experiments.fleets import LENGTHS, PaperFleet, Reading, RoutingSetting, make_simulation
+from pigou.experiments.fleets import LENGTHS, PaperFleet, PolicySetting, Reading, make_simulation
 from pigou.experiments.paper import RAMP_S
 from pigou.experiments.window import Marks, WindowFigures, measure
 from pigou.sim.client import ClientConfig
@@ -16,7 +16,7 @@ from pigou.sim.simulation import Simulation
 from pigou.sim.timing_law import Law
 from pigou.sim.workload import ClosedLoop
 
-_DEFAULT = RoutingSetting()
+_DEFAULT = PolicySetting()
 #: Called with a simulation before it runs.
 Follow = Callable[[Simulation], None]
 
@@ -43,7 +43,7 @@ class Level:
     users: int
     hold_s: float = 120.0
     ramped: bool = True
-    setting: RoutingSetting = _DEFAULT
+    setting: PolicySetting = _DEFAULT
     client: ClientConfig | None = None
     law: Law | None = None
     templates: int = LENGTHS.templates

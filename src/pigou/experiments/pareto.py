@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from pigou.experiments.fleets import PaperFleet, Reading, RoutingSetting
+from pigou.experiments.fleets import PaperFleet, PolicySetting, Reading
 from pigou.experiments.level import Level, run
 from pigou.experiments.paper import GRIDS, OVERLAP_WEIGHTS, TEMPERATURES, Figures
 from pigou.experiments.results import Row, make_row
@@ -32,7 +32,7 @@ def grid(
             paper = None
             if printed is not None and printed.cells:
                 paper = Figures(poa_legacy=printed.cells[i][j], source=printed.source)
-            level = Level(fleet, reading, users, HOLD_S, False, RoutingSetting(tau, omega))
+            level = Level(fleet, reading, users, HOLD_S, False, PolicySetting(tau, omega))
             figures = [run(level, seed).measured for seed in seeds]
             name = "pareto-below" if users <= 64 else "pareto-at"
             yield make_row(
@@ -97,7 +97,7 @@ def weights(
     """Yield rows of overlap weights beyond 1, for few and for many different prompts."""
     for templates, users, omega in product(TEMPLATES, levels, LARGE_WEIGHTS):
         level = Level(
-            fleet, reading, users, HOLD_S, False, RoutingSetting(0.0, omega), templates=templates
+            fleet, reading, users, HOLD_S, False, PolicySetting(0.0, omega), templates=templates
         )  # fmt: skip
         runs = [run(level, seed) for seed in seeds]
         shares = []

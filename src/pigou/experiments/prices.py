@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from scipy import stats
 
-from pigou.experiments.fleets import PaperFleet, Reading, RoutingSetting
+from pigou.experiments.fleets import PaperFleet, PolicySetting, Reading
 from pigou.experiments.level import Level, LevelRun, run
 from pigou.experiments.paper import RAMP_S
 from pigou.experiments.results import Row, make_row
@@ -73,7 +73,7 @@ def prices(
             level = replace(
                 base,
                 users=users,
-                setting=RoutingSetting(0.0, 1.0, contender.policy, contender.params),
+                setting=PolicySetting(0.0, 1.0, contender.policy, contender.params),
             )
             level_runs = [run(level, seed) for seed in seeds]
             tpots = [_tpot(level_run, level) for level_run in level_runs]
