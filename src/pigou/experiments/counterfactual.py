@@ -59,7 +59,7 @@ def summary(rows: Sequence[Row], fleet: PaperFleet) -> Mapping[str, Any]:
         for name, value in level.items()
         if name != "concurrency"
     )
-    spread = {
+    max_over_min = {
         users: {
             name: max(level[name] for level in rows if level["concurrency"] == users)
             / min(level[name] for level in rows if level["concurrency"] == users)
@@ -71,7 +71,9 @@ def summary(rows: Sequence[Row], fleet: PaperFleet) -> Mapping[str, Any]:
         "static": assigned,
         "most_over_optimum_from_8": max_excess,
         "paper_over_optimum": COUNTERFACTUAL,
-        "most_over_least_of_policies": {str(users): ratios for users, ratios in spread.items()},
+        "most_over_least_of_policies": {
+            str(users): ratios for users, ratios in max_over_min.items()
+        },
     }
 
 

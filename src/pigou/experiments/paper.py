@@ -119,7 +119,7 @@ class Grid:
 
     Attributes:
         mean: over the cells.
-        spread: standard deviation between them.
+        sd: standard deviation between them.
         rps: of all of them.
         ttft_p99_s: least and largest.
         cells: rows are temperatures; empty where the paper has none.
@@ -127,7 +127,7 @@ class Grid:
     """
 
     mean: float
-    spread: float
+    sd: float
     rps: float
     source: str
     ttft_p99_s: tuple[float, float] | None = None

@@ -58,7 +58,7 @@ def cells(rows: Sequence[Row], fleet: PaperFleet) -> Mapping[str, Any]:
     if printed is not None:
         low, high = printed.ttft_p99_s or (None, None)
         summary["paper"] = {
-            "poa_mean": printed.mean, "poa_spread": printed.spread, "rps_mean": printed.rps,
+            "poa_mean": printed.mean, "poa_spread": printed.sd, "rps_mean": printed.rps,
             "ttft_p99_least_s": low, "ttft_p99_most_s": high, "source": printed.source,
         }  # fmt: skip
     return summary

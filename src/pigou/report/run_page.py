@@ -95,7 +95,7 @@ def notices(run: RunRecord) -> tuple[str, ...]:
 
 
 def _tiles(figures: Mapping[str, Any]) -> tuple[Tile, ...]:
-    def spread(name: str) -> Tile:
+    def tile_of(name: str) -> Tile:
         figure = figures[name]
         p99 = Cell(figure["p99"], "seconds").text
         return Tile(
@@ -111,7 +111,7 @@ def _tiles(figures: Mapping[str, Any]) -> tuple[Tile, ...]:
              f"{figures['output_tok_s']:,.0f} output tokens/s"),
         Tile("Prefix cache hits", Cell(figures["prefix_hit_ratio"], "share"), "of prompt tokens"),
         Tile("Price of Anarchy", Cell(whole), "observed over best" if whole else "not assessed"),
-        *(spread(name) for name in ("ttft_s", "itl_s", "e2e_s", "client_wait_s")),
+        *(tile_of(name) for name in ("ttft_s", "itl_s", "e2e_s", "client_wait_s")),
     )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def _uneven(workers: Sequence[Mapping[str, Any]]) -> list[str]:
 def _queue_growth(samples: Samples) -> float:
     """Return waiting requests in the last quarter over those in the second; 0 where few wait."""
     columns = [samples.fleet[name] for name in ("queued", "waiting") if name in samples.fleet]
-    waiting = [sum(value or 0.0 for value in moment) for moment in zip(*columns, strict=True)]
+    waiting = [sum(value or 0.0 for value in sample) for sample in zip(*columns, strict=True)]
     quarter = len(waiting) // 4
     if not quarter:
         return 0.0

@@ -177,7 +177,7 @@ class SimulatedClient:
     def _drawn(self, loop: ClosedLoop) -> Iterator[RequestSpec]:
         think = round(loop.think * SECOND)
         while True:
-            spec = loop.lengths.draw(self._rng)
+            spec = loop.lengths.sample(self._rng)
             yield replace(spec, think_ns=think) if think else spec
 
     def _resize(self, users: int, now: int) -> None:

@@ -1,4 +1,4 @@
-"""GPUs: what their makers say that they can do, and what part of it is reached.
+"""GPUs: peaks of data sheets, and the part of them that is reached.
 
 Peaks are of dense matrix products with float32 accumulation, from NVIDIA's data sheets of each
 product. Efficiencies are measured figures of others or of this project; each names its source.

@@ -210,7 +210,7 @@ _METHODS = ("awq", "gptq")
 
 
 def normalized(name: str) -> str:
-    """Return a model's name as it is compared: no owner, lower case, letters and digits only."""
+    """Return a model's name for comparisons: no owner, lower case, letters and digits only."""
     return "".join(c for c in name.rsplit("/", 1)[-1].lower() if c.isalnum())
 
 

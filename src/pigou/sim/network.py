@@ -1,4 +1,4 @@
-"""Links between workers: bandwidth, latency, and who gets how much of them."""
+"""Links between workers: bandwidth, latency, and their sharing among transfers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIN_GBPS, _MAX_LATENCY_US = 1e-6, 3.6e9
 
 
 class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What each worker is linked to the others by, both ways at once.
+    """The link of each worker to the others, both ways at once.
 
     Attributes:
         gbps: gigabits a second, each way; 0 for a link that takes no time but its latency.

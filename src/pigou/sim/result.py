@@ -28,19 +28,18 @@ class SimulationResult:
     """A finished run.
 
     Attributes:
-        runs: all that were meant to be sent, in that order.
-        itl: between the tokens of streams.
-        begin_ns: of the run, in nanoseconds of the virtual clock.
-        end_ns: of it.
+        runs: requests in the order of the client's intentions.
+        itl: gaps between the tokens of streams.
+        begin_ns: of the run, on the virtual clock.
+        end_ns: of the run, on the virtual clock.
         wall_s: seconds that it took to compute.
-        assessments: of the Price of Anarchy.
-        placements: games of what lay where.
-        caching: what became of the workers' memory (`CacheMonitor.summary`).
-        workers: what each did: its name, steps, share of the time that it was busy, requests.
+        assessments: estimates of the Price of Anarchy.
+        placements: solved caching games.
+        caching: use of the workers' memory (`CacheMonitor.summary`).
+        workers: figures of each worker.
         shed: attempts that the control plane refused.
         transfers: (number, bytes) of KV between workers.
-        reads: prompts that began with a read from another worker's cache: those that did, the
-            tokens that were held for them, and those of which nothing came.
+        reads: remote KV fetches: how many brought blocks, their tokens, and how many failed.
     """
 
     runs: Sequence[RequestRun]

@@ -1,4 +1,4 @@
-"""The face of a timing model: how long a step of a worker takes."""
+"""The interface of timing models: how long a step of a worker takes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class StepBatch(msgspec.Struct):
         counts: tokens that it computes, shape (n,); 1 for a decode.
         kv_lens: its cache entries before the step, shape (n,).
         samples: whether it yields a token, shape (n,).
-        step_key: which step of which worker it is, of several the first; None for any: such steps
-            take what they take in the mean.
+        step_key: key of the random variation of the (first) step; None for the mean time.
     """
 
     counts: Ints
@@ -44,16 +43,15 @@ class Timing(Protocol):
 
         The array is new, and the caller's to write to.
 
-        Step i is the same batch i steps after its moment: with i times its `counts` more cache
-        entries. The vector equals, to the last digit, what `repeat` calls for one step each would
-        return.
+        Step i is the same batch i steps later: with i times its `counts` more cache entries. The
+        vector equals, to the last digit, what `repeat` calls for one step each would return.
         """
         ...
 
 
 @bare_kernel
 def accumulate(times: Nanos, start: int) -> None:
-    """Turn the times that steps take into those at which they end, the first begun at `start`."""
+    """Turn durations of steps into their end times, in place; the first begins at `start`."""
     end = start
     for i in range(times.shape[0]):
         end += times[i]
@@ -66,12 +64,12 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class StepKey(NamedTuple):
-    """A step of a worker; with the steps after it, where several are asked for.
+    """Key of the random variation of a worker's step, and of the steps after it.
 
     Attributes:
-        key: of what is drawn for this worker.
-        step: how many it computed before.
-        age: how many steps before have decoded for the same sequences, and nothing else.
+        key: of the worker.
+        step: steps that it computed before.
+        age: decode-only steps of the same sequences right before.
     """
 
     key: int
@@ -93,7 +91,7 @@ class StepKey(NamedTuple):
 
 
 class StepKeys:
-    """Finds the moments of one worker's plans, however many steps a plan has."""
+    """Makes the keys of one worker's plans, however many steps a plan has."""
 
     def __init__(self, seed: int, number: int) -> None:
         """Start with a worker that has done nothing.
@@ -107,7 +105,7 @@ class StepKeys:
         self._since = 0
 
     def of(self, plan: Plan, step: int) -> StepKey:
-        """Return the moment of a plan's first step, before which the worker computed `step`."""
+        """Return the key of a plan's first step, before which the worker computed `step` steps."""
         rows = plan.rows
         if plan.started or plan.preempted or int(plan.counts.max()) > 1:
             self._rows = None
@@ -119,7 +117,7 @@ class StepKeys:
 
 
 def varies(timing: Any) -> bool:
-    """Whether a timing asks for the moments of steps."""
+    """Whether a timing model has random variation, and needs step keys."""
     return bool(getattr(timing, "varies", False))
 
 
@@ -132,14 +130,14 @@ def _mix(key: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slowed:
-    """A timing model whose every step takes `factor` times as long."""
+    """A timing model whose steps all take `factor` times as long."""
 
     timing: Timing
     factor: float
 
     @property
     def varies(self) -> bool:
-        """Whether it asks for the moments of steps."""
+        """Whether it has random variation."""
         return varies(self.timing)
 
     def durations(self, batch: StepBatch, repeat: int) -> Nanos:

@@ -105,7 +105,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def _check_spread(name: str, table: VariationTable, expected_mean: float, scale: float) -> None:
-    """Refuse figures that are not as many for each number, or change the mean of steps."""
+    """Refuse rows of different lengths, and rows that change the mean of steps."""
     sequences = [n for n, _ in table]
     if sequences != sorted(set(sequences)) or (sequences and sequences[0] < 1):
         raise ConfigError(f"{name} is for {sequences} sequences; they must rise from 1 at least")
@@ -168,16 +168,16 @@ class MeasuredTiming:
 
     @property
     def varies(self) -> bool:
-        """Whether alike steps differ."""
+        """Whether it has random variation."""
         return bool(self.measured.rhythm or self.measured.scatter)
 
-    def _varied(self, seconds: _Array, n: int, moment: StepKey) -> _Array:
-        """Return what steps take that take so many seconds in the mean, shape (repeat,)."""
+    def _varied(self, seconds: _Array, n: int, step_key: StepKey) -> _Array:
+        """Return the varied seconds of steps by their mean seconds, shape (repeat,)."""
         rhythm, scatter = self._row_at("rhythm", n), self._row_at("scatter", n)
         if len(rhythm):
-            seconds = seconds + rhythm[(moment.age + np.arange(len(seconds))) % len(rhythm)]
+            seconds = seconds + rhythm[(step_key.age + np.arange(len(seconds))) % len(rhythm)]
         if len(scatter):
-            drawn = moment.uniforms(len(seconds)) * len(scatter)
+            drawn = step_key.uniforms(len(seconds)) * len(scatter)
             seconds = seconds * scatter[drawn.astype(np.int64)]
         return seconds
 

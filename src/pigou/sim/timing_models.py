@@ -1,4 +1,4 @@
-"""Timing models by name, and what else a model on a GPU says of a worker."""
+"""Timing models by name, and the KV blocks and bytes of a worker."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Phase(IntEnum):
 class Clock:
     """Runs events in the order of (time, phase, key).
 
-    Keys tell events of one phase apart by whose they are (a worker's number, a request's), not
-    by when they were put in: an order that does not depend on how many events there are.
+    Keys order the events of one phase by their owner (the number of a worker or a request), not
+    by the order of their scheduling. So the order does not depend on how many events there are.
 
     Attributes:
         now: the present, in nanoseconds.
@@ -71,7 +71,7 @@ class Clock:
         heappush(self._heap, (time, phase, key, self._count, event))
 
     def last(self, now: int) -> bool:
-        """Whether nothing else is to happen at this moment."""
+        """Whether no other event is scheduled for this time."""
         return not self._heap or self._heap[0][0] > now
 
     def step(self) -> bool:

@@ -26,7 +26,7 @@ from pigou.sim.worker import SimWorker
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What workers of one kind run on.
+    """What the workers of a group run on.
 
     Attributes:
         group: of the fleet's configuration.

@@ -141,7 +141,7 @@ class RequestLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         """Maximum tokens, prompt and output, of a request."""
         return self.input[1] + self.output[1]
 
-    def draw(self, rng: Random) -> RequestSpec:
+    def sample(self, rng: Random) -> RequestSpec:
         """Return the next request."""
         input_, output = rng.randint(*self.input), rng.randint(*self.output)
         if not self.templates:
@@ -241,7 +241,7 @@ def renewal(
     for start in starts:
         if (count and len(sessions) == count) or (seconds and start >= seconds * SECOND):
             break
-        sessions.append(RequestSession(start, (lengths.draw(rng),)))
+        sessions.append(RequestSession(start, (lengths.sample(rng),)))
     return OpenLoop(tuple(sessions))
 
 
