@@ -98,7 +98,7 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         generated: output tokens that came in all, dropped ones included.
         received: output tokens of the present attempt.
         begun: whether the client was told anything.
-        first_token_told: whether the control plane knows of the first token.
+        first_token_reported: whether the control plane knows of the first token.
         excluded: ids of the workers that failed it since its last token, or that it was taken from.
         failures: in a row, without a token between them.
         moves: times that it left its workers.
