@@ -31,7 +31,7 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
-from pigou.control.routing.remote_kv_fetch import price_fetches, read_of
+from pigou.control.routing.remote_kv_fetch import fetch_of, price_fetches
 from pigou.control.routing.view import FleetView
 from pigou.events import BlockStored
 from pigou.request import SECOND, FinishReason, Request, Worker
@@ -88,7 +88,7 @@ def test_a_prefix_is_read_exactly_where_no_other_way_is_cheaper(
             if fleet.layout[row] and other != row and come > 0:
                 link = float(known.fetch_base[row] + known.fetch_token[row] * come)
                 ways.append((depth, other, come, link, own - compute(row, depth) - link))
-        read = read_of(fleet, row)
+        read = fetch_of(fleet, row)
         deepest = max((way[0] for way in ways), default=0)
         best = [way for way in ways if way[0] == deepest]
         if read is None:

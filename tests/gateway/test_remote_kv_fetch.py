@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pigou.control.messages import Read
+from pigou.control.messages import RemoteKVFetch
 from pigou.gateway.upstream import Engine, Upstream, fetch_kv
 from pigou.lifecycle.messages import FetchKV
 from pigou.request import Worker
 
-READ = Read("w", 160, 160, 0.01, 0.2)
+READ = RemoteKVFetch("w", 160, 160, 0.01, 0.2)
 
 
 def ask(answer: Any, body: dict[str, Any], *, gone: bool = False) -> tuple[Any, str, list[Any]]:

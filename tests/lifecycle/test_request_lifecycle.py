@@ -16,9 +16,9 @@ from pigou.control.messages import (
     FirstToken,
     PrefillDone,
     Queue,
-    Read,
     ReadFailed,
     Recall,
+    RemoteKVFetch,
     Route,
     Shed,
 )
@@ -57,7 +57,7 @@ AGGREGATED = Choice("a")
 
 legs = st.integers(0, 12)
 workers = st.sampled_from(WORKERS)
-reads = st.builds(Read, workers, st.just(8), st.just(8), st.just(0.1), st.just(0.1))
+reads = st.builds(RemoteKVFetch, workers, st.just(8), st.just(8), st.just(0.1), st.just(0.1))
 choices = st.builds(Choice, workers, st.none() | workers).flatmap(
     lambda choice: (
         st.just(choice)
@@ -276,7 +276,7 @@ class Fleet:
             self.recorder.take(SHED)
             return
         decode, prefill = self.draw(st.sampled_from(left)), self.draw(st.sampled_from(left))
-        read = Read("f", 8, 8, 0.1, 0.1) if self.draw(st.booleans()) else None
+        read = RemoteKVFetch("f", 8, 8, 0.1, 0.1) if self.draw(st.booleans()) else None
         choice = Choice(decode, prefill if prefill != decode else None)
         if read is not None:
             choice = Choice(choice.decode, choice.prefill, source=read)
@@ -354,7 +354,7 @@ def test_a_request_goes_by_prefill_to_decode_and_ends() -> None:
 def test_a_failed_fetch_is_told_and_the_prompt_is_computed() -> None:
     recorder = Recorder()
     recorder.begin()
-    read = Read("b", 8, 8, 0.02, 0.01)
+    read = RemoteKVFetch("b", 8, 8, 0.02, 0.01)
     (fetch,) = recorder.take(Route("r", Choice("d", "p", source=read)))
     assert fetch.wait_ns == 50_000_000, "a worker answers between two steps"
     failed_fetch, prefill = recorder.take(KVFetchFailed(fetch.leg))

@@ -24,8 +24,8 @@ WINDOW = 192
 HALF_LIFE = 60 * SECOND
 #: Nanoseconds between two looks at what is evicted and how full the fleet is.
 BEAT = 5 * SECOND
-#: A game is played when so many prompts came since the last, or so much time passed and any came;
-#: the first after fewer.
+#: A game is played after this many new prompts, or after this time where there are any; the first
+#: after fewer.
 PROMPTS = 512
 PERIOD = 60 * SECOND
 MIN_PROMPTS = 20
@@ -37,8 +37,8 @@ class CacheStatus:
 
     Attributes:
         rho: of each worker, active blocks over device blocks (`occupancy`), (workers,); NaN
-            where a worker did not say how many it has.
-        fleet_rho: of those that said so, together; NaN where none did.
+            where a worker does not report how many it has.
+        fleet_rho: of those that report it, together; NaN where none does.
         evicted: blocks that left the device for others, since the start, as KV events tell.
         rate: of them in a second, over the last beat.
         first_eviction: seconds from the start to the first of them; NaN before.

@@ -22,10 +22,9 @@ OBJECTS = 64
 #: Most entries of a placement (workers x objects); large fleets have fewer objects.
 ENTRIES = 2048
 #: What a block in host memory, and in storage, costs over computing it: one less the weights that
-#: Dynamo 1.x gives such hits by default. Workers do not tell what theirs cost.
+#: Dynamo 1.x gives such hits by default. Workers do not report their own costs.
 HOST, STORAGE = 0.25, 0.75
-#: A worker whose tokens take less than this part of what prompts take apart from them has learned
-#: no slope.
+#: A worker has learned no slope where its tokens take less than this part of a prompt's base.
 _FLAT = 0.05
 
 
@@ -57,12 +56,10 @@ class Placement:
         poa: `cost` over `best`, at least 1; 1 where there is nothing to compute.
         cost: what the prompts of the window take under the present placement.
         best: what they take under the best one.
-        unavoidable: the part of both that no placement changes: what nobody had when it came for
-            the first time, what is left over of full blocks, and what a prompt takes apart from
-            its tokens.
-        met: what they took, each by what was there when it came. `cost` is of caches that have
-            just served these prompts, and so know them. Over `best` it may be below 1, as what is
-            where changed meanwhile.
+        unavoidable: the part of both that no placement changes: blocks that no worker had when
+            they came first, tokens outside of full blocks, and seconds apart from tokens.
+        met: what they took with the caches at their arrival. `cost` is of caches that have just
+            served these prompts. Over `best` it may be below 1, as placements changed meanwhile.
         prompts: that it is of.
         objects: branches that a placement may move.
         exact: whether these are all that came again.
@@ -180,7 +177,7 @@ def _met(window: Sequence[Prompt], row: dict[str, int], fleet: CachingFleet) -> 
 
 
 def _new(branches: Sequence[Branch], row: dict[str, int], fleet: CachingFleet) -> float:
-    """Return the seconds of what came for the first time, each computed where it came."""
+    """Return the seconds of blocks that came for the first time, computed where they came."""
     if not branches:
         return 0.0
     firsts = [branch.first for branch in branches if branch.first]
@@ -243,7 +240,7 @@ class Branch:
     Attributes:
         keys: of a prompt that has it, from the prompt's first block on.
         start, end: its blocks.
-        first: who computed it when it came for the first time, and how much that counts; None
+        first: worker that computed it first, and how much that counts; None
             where it was known before the earliest of these prompts.
         again: the weights of the others, by whom they were sent to.
         below: branches that follow, by the key of their first block.
@@ -281,7 +278,7 @@ class Prefixes:
             keys: of its full blocks, shape (blocks,); those of 0 come last, and are left out.
             worker: that it was sent to.
             weight: how much it counts, above 0.
-            known: leading blocks that somebody had when it came.
+            known: leading blocks that some worker had when it came.
         """
         blocks = len(keys)
         if blocks and not keys[-1]:

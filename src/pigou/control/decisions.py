@@ -38,7 +38,7 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
         priced: parts of what each candidate costs its request and all others, in seconds
             (`pigou.control.routing.toll.policy`).
         choice: what was chosen.
-        reads: what each worker would have read from another's cache; None where nobody.
+        reads: what each worker would have read from another's cache; None where none.
         tenant: whose request it is; empty without keys.
     """
 
@@ -61,13 +61,13 @@ class Explanation(msgspec.Struct, eq=False):  # each decision makes one; most ar
 
     @property
     def cached(self) -> NDArray[np.int64]:
-        """Tokens of the prompt that whoever computes it holds, (candidates,)."""
+        """Tokens of the prompt that the worker which computes it holds, (candidates,)."""
         cached: NDArray[np.int64] = self.held[self.candidates.computes]
         return cached
 
     @property
     def read(self) -> NDArray[np.int64]:
-        """Tokens that whoever computes the prompt would be spared by reading, (candidates,)."""
+        """Tokens that a remote KV fetch would spare the computing worker, (candidates,)."""
         if self.reads is None:
             return np.zeros(len(self.candidates), dtype=np.int64)
         read = np.where(self.reads.source < 0, 0, self.reads.ready)

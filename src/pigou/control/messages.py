@@ -1,4 +1,4 @@
-"""What passes between a ControlPlane and whoever drives it: decisions, observations, actions."""
+"""Messages between a ControlPlane and its driver: decisions, observations, actions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _kind(name: str) -> str:
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=_kind):
-    """What passes between a ControlPlane and its driver; a journal's lines are made of these."""
+    """A message between a ControlPlane and its driver; a journal's lines are made of these."""
 
 
-class Read(msgspec.Struct, frozen=True):
+class RemoteKVFetch(msgspec.Struct, frozen=True):
     """The beginning of a prompt is read from another worker's cache, not computed.
 
     Attributes:
@@ -48,19 +48,19 @@ class Choice(msgspec.Struct, frozen=True):  # as `Route`, made for each request
         decode: id of the worker that streams the tokens.
         prefill: id of the worker that computes the prompt; None when `decode` does.
         cost: of this choice, in the policy's own unit.
-        cached: tokens of the prompt that whoever computes it holds, as far as is known.
-        source: where it reads the beginning of the prompt first; unset where it does not, so that
-            journals of before are told the same.
+        cached: tokens of the prompt that the worker which computes it holds, as far as is known.
+        source: where it reads the beginning of the prompt first; unset where it does not, as in
+            older journals.
     """
 
     decode: str
     prefill: str | None = None
     cost: float = 0.0
     cached: int = 0
-    source: Read | msgspec.UnsetType = msgspec.UNSET
+    source: RemoteKVFetch | msgspec.UnsetType = msgspec.UNSET
 
     @property
-    def read(self) -> Read | None:
+    def read(self) -> RemoteKVFetch | None:
         """Where the beginning of the prompt is read; None where it is not."""
         return None if self.source is msgspec.UNSET else self.source
 
@@ -81,8 +81,8 @@ class Route(Message, frozen=True):
 class Queue(Message, frozen=True):
     """The request waits; a later call returns its `Route` or `Shed`.
 
-    `ahead` others wait that may go before it; with another order than first come, first served
-    not all of them need to, and some that come later may.
+    `ahead` others wait that may go before it. Where the order is not first come, first served, not
+    all of them need to, and newer ones may.
     """
 
     request: str
@@ -92,10 +92,9 @@ class Queue(Message, frozen=True):
 class Shed(Message, frozen=True):
     """The request is refused, for the given reason.
 
-    Trying again makes sense after `retry_after` nanoseconds. The request waits in the queue, or,
-    where it was routed, inside a worker that has not begun it: then the driver takes it from there,
-    unless it has seen a token. `tenant`: its tenant's own share of the queue is full (429), not the
-    fleet (503).
+    Trying again makes sense after `retry_after` nanoseconds. The request waits in the queue, or
+    inside a worker that has not begun it. Then the driver takes it from the worker, unless it has
+    seen a token. `tenant`: its tenant's own share of the queue is full (429), not the fleet (503).
     """
 
     request: str
@@ -140,7 +139,7 @@ class PrefillDone(Message, frozen=True):
 
 
 class ReadFailed(Message, frozen=True):
-    """Nothing came of reading a request's prompt from another worker: all of it is computed."""
+    """The remote KV fetch of a request failed: its whole prompt is computed."""
 
     request: str
 
@@ -179,13 +178,13 @@ class CacheKeyed(Message, frozen=True):
 
 
 class CacheLost(Message, frozen=True):
-    """KV events of a worker were missed for good: what it holds is unknown."""
+    """KV events of a worker were missed for good: its cached blocks are unknown."""
 
     worker: str
 
 
 class LoadReport(Message, frozen=True):
-    """What a worker says of itself. `kv_usage` is a share, 0 to 1."""
+    """What a worker reports: requests that run and wait, and `kv_usage`, a share, 0 to 1."""
 
     worker: str
     running: int
@@ -194,9 +193,7 @@ class LoadReport(Message, frozen=True):
 
 
 class Assess(Message, frozen=True):
-    """The driver is asked to compute `ControlPlane.assess(snapshot)`, on any thread, and to observe
-    the result.
-    """
+    """Compute `ControlPlane.assess(snapshot)`, on any thread, and observe the result."""
 
     snapshot: PoASnapshot
 
@@ -231,7 +228,7 @@ class Submit(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """`ControlPlane.on_tokens`: requests, and how many tokens of each came."""
+    """`ControlPlane.on_tokens`: requests, and the number of output tokens of each."""
 
     counts: tuple[tuple[str, int], ...]
 

@@ -220,7 +220,7 @@ class ControlPlane:
         """Return the ids of the requests that have these slots."""
         return [self.state.slots.owner(slot).request.id for slot in slots.tolist()]
 
-    def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64], now: int) -> None:  # noqa: ARG002 (each call tells the time)
+    def on_tokens(self, slots: NDArray[np.int64], counts: NDArray[np.int64], now: int) -> None:  # noqa: ARG002 (all calls take the time)
         """Count output tokens of many requests.
 
         Args:
@@ -286,7 +286,7 @@ class ControlPlane:
         return "" if self._poa is not None else "it was not assessed yet"
 
     def _tune(self, now: int) -> None:
-        """Route by what the controller says now."""
+        """Route under the controller's present parameters."""
         parameters = self.tracker.controller.parameters(now)
         self.tracker.setting = parameters.setting
         self.router.tune(parameters.temperature, {"overlap_weight": parameters.overlap_weight})

@@ -98,9 +98,9 @@ class PoAEstimate:
 class PoAEstimator:
     """Keeps the requests that ended, and computes their Price of Anarchy.
 
-    Laws are of stretch: a stage's seconds over the seconds that its work would take on a worker
-    of median speed with nobody else there, against the load that it met. So requests of unequal
-    size can be compared, and a slow worker shows in its law.
+    Laws are of stretch against load. Stretch is a stage's seconds over those that its work would
+    take on an idle worker of median speed. So requests of unequal size can be compared, and a
+    slow worker shows in its law.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class PoAEstimator:
             self._fresh += 1
 
     def forget(self, worker: str) -> None:
-        """A worker is gone: what it did counts no more."""
+        """A worker is gone: its requests count no more."""
         others = [times for times in self._ended if worker not in (times.prefill, times.decode)]
         self._ended = deque(others, maxlen=MAX_REQUESTS)
         self._fresh = min(self._fresh, len(others))
@@ -124,7 +124,7 @@ class PoAEstimator:
         self._prefill.pop(worker, None)
 
     def unknown(self, now: int) -> str:
-        """Return why the last minute says nothing of the Price of Anarchy; empty where it does."""
+        """Return why the last minute yields no Price of Anarchy; empty where it does."""
         recent = 0
         for times in reversed(self._ended):
             if now - times.ended_at > SPAN or recent == MIN_REQUESTS:

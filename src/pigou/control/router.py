@@ -19,7 +19,7 @@ from pigou.control.routing.policy import (
     params_of,
     total,
 )
-from pigou.control.routing.remote_kv_fetch import price_fetches, read_of
+from pigou.control.routing.remote_kv_fetch import fetch_of, price_fetches
 from pigou.control.routing.rivals.dynamo import Dynamo
 from pigou.control.routing.selection import Pick, select
 from pigou.control.routing.toll.policy import Toll
@@ -38,9 +38,9 @@ class Router:
     Both may be set anew at any time (`tune`), and for one request (`Request.overrides`).
 
     Attributes:
-        policy: the policy; `name` is what it was found by.
+        policy: the policy; `name` is that of the configuration.
         temperature: of the choice; 0 takes the cheapest.
-        regime: of the fleet, as decisions are to tell.
+        regime: of the fleet, for the ledger.
         ledger: of the last decisions.
     """
 
@@ -91,7 +91,7 @@ class Router:
             open_: workers that may be used, (workers,).
             room: workers that can take one more stream, (workers,).
             now: nanoseconds.
-            sources: workers whose caches others may read, (workers,); None for nobody's.
+            sources: workers whose caches others may read, (workers,); None for none.
         """
         candidates = self._candidates.of(request, fleet, open_, room)
         if len(candidates) == 0:
@@ -160,7 +160,7 @@ def _choice(candidates: Candidates, pick: Pick, fleet: FleetView, held: Counts) 
     prefill, decode = candidates.prefill.item(pick.index), candidates.decode.item(pick.index)
     computes = decode if prefill < 0 else prefill
     remote = None if prefill < 0 else fleet.ids[prefill]
-    read = None if fleet.fetches is None else read_of(fleet, computes)
+    read = None if fleet.fetches is None else fetch_of(fleet, computes)
     if read is None:
         return Choice(fleet.ids[decode], remote, pick.cost, held.item(computes))
     return Choice(fleet.ids[decode], remote, pick.cost, held.item(computes), read)

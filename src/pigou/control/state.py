@@ -44,7 +44,7 @@ class Columns:
     were routed. `pending_prefill_tokens` are those of prompts that are still to be computed.
     `decoding` counts the streams whose prompt is computed. `background_...` are those of
     `prefill_...` that requests of a priority up to 0 overtake. `max_seqs` is the worker's own
-    limit, 0 when it did not say. `layout` numbers those of the caches, 0 where nobody reads.
+    limit, 0 when it did not say. `layout` numbers the layouts of caches, 0 for an unknown one.
     """
 
     prefills: Flags
@@ -72,7 +72,7 @@ class Columns:
 
 _KINDS: dict[str, type] = {"Flags": np.bool_, "Counts": np.int64, "Shares": np.float64}
 _NAMES = tuple(field.name for field in fields(Columns))
-#: Columns that say how much a worker has to do, for whoever shows them.
+#: Columns that say how much a worker has to do, as the status API shows them.
 LOADS = (
     "prefill_requests",
     "prefill_tokens",
@@ -136,9 +136,9 @@ class PrefillBacklog:
 class FleetState:
     """Workers and their load.
 
-    A request weighs on its decode worker from its route to its end (1 request, prompt plus output
-    tokens), and on whoever computes its prompt until that is done (1 request, its uncached
-    tokens).
+    A request weighs on its decode worker from its route to its end: 1 request, prompt plus output
+    tokens. It weighs on the worker that computes its prompt until that is done: 1 request, its
+    uncached tokens.
 
     Attributes:
         workers: in the order of the rows.
@@ -184,7 +184,7 @@ class FleetState:
         self.workers[row] = worker
         roles = worker.role.prefills, worker.role.decodes
         if (self.columns.prefills[row], self.columns.decodes[row]) != roles:
-            # New arrays: whoever remembers something by them sees that roles have changed.
+            # New arrays: caches that depend on them see that roles have changed.
             self.columns.prefills = self.columns.prefills.copy()
             self.columns.decodes = self.columns.decodes.copy()
             self.columns.prefills[row], self.columns.decodes[row] = roles
@@ -241,7 +241,7 @@ class FleetState:
             choice: its workers.
             uncached: tokens of its prompt that are to be computed.
             now: nanoseconds.
-            priority: as its workers are told.
+            priority: that its workers are sent.
             output: tokens that each of its sequences is expected to generate.
         """
         computes = self.row[choice.prefill or choice.decode]
@@ -283,7 +283,7 @@ class FleetState:
             self.backlog.add(row, routed.request.id, uncached, routed.pairs, routed.routed_at)
 
     def prefilled(self, routed: RoutedRequest, now: int) -> None:
-        """Discharge whoever computed the prompt; does nothing the second time."""
+        """Discharge the worker that computed the prompt; does nothing the second time."""
         if routed.prefill is None:
             return
         self._discharge_prefill(routed, now)
@@ -317,7 +317,7 @@ class FleetState:
         return routed
 
     def report(self, report: LoadReport) -> None:
-        """Note what a worker says of itself; an unknown worker is no error."""
+        """Note what a worker reports; an unknown worker is no error."""
         row = self.row.get(report.worker)
         if row is not None:
             self.columns.running[row] = report.running

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
-from pigou.control.messages import Read
+from pigou.control.messages import RemoteKVFetch
 from pigou.request import Request
 
 Counts = NDArray[np.int64]
@@ -60,7 +60,7 @@ class RoutedRequest(msgspec.Struct, eq=False):
     setting: int = 0
     background: bool = False
     pairs: int = 0
-    read: Read | None = None
+    read: RemoteKVFetch | None = None
     cached: int = 0
     given_up: bool = False
 

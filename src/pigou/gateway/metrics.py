@@ -25,7 +25,7 @@ from prometheus_client.samples import Sample
 
 from pigou import __version__
 from pigou.control.decisions import Explanation
-from pigou.control.messages import Read
+from pigou.control.messages import RemoteKVFetch
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
             300, 600)  # fmt: skip
@@ -163,7 +163,7 @@ class Metrics:
             for name, counter in counters.items()
         }
 
-    def read(self, outcome: str, read: Read) -> None:
+    def read(self, outcome: str, read: RemoteKVFetch) -> None:
         """Count what came of asking for what another worker has cached (`upstream.fetch_kv`)."""
         self.reads.labels(outcome).inc()
         if outcome == "offered":

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pigou.control.decisions import Explanation
-from pigou.control.messages import Read
+from pigou.control.messages import RemoteKVFetch
 from pigou.control.plane import ControlPlane
 from pigou.control.status import Status
 from pigou.gateway import prices_api
@@ -235,7 +235,7 @@ def _summary(why: Explanation) -> dict[str, Any]:
     }
 
 
-def _remote_fetch(read: Read | None) -> dict[str, Any] | None:
+def _remote_fetch(read: RemoteKVFetch | None) -> dict[str, Any] | None:
     """Return what is read from another worker's cache, and its price."""
     if read is None:
         return None

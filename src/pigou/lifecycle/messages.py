@@ -15,9 +15,9 @@ from pigou.control.messages import (
     FirstToken,
     PrefillDone,
     Queue,
-    Read,
     ReadFailed,
     Recall,
+    RemoteKVFetch,
     Route,
     Shed,
 )
@@ -150,7 +150,7 @@ class FetchKV(msgspec.Struct, frozen=True):
     """
 
     leg: int
-    read: Read
+    read: RemoteKVFetch
 
     @property
     def wait_ns(self) -> int:

@@ -33,9 +33,9 @@ class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         within: order of one tenant's own requests.
         reserve: share of each worker's streams and tokens that tenants may not take who have
             more than their part of the fleet, while others share it.
-        credit: service for each unit of weight that a tenant keeps of what it did not use; 0 is
-            the published rule, under which a tenant that asks for less than its share still
-            waits for its turn after each small burst.
+        credit: unused service that a tenant keeps, for each unit of weight. 0 is the published
+            rule: a tenant that asks for less than its share still waits for its turn after each
+            small burst.
     """
 
     input_weight: float = 1.0

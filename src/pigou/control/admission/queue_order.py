@@ -50,13 +50,13 @@ class QueueOrder(Protocol):
         ...
 
     def first(self, now: int) -> QueuedRequest | None:
-        """Return who goes next, and stays until it is removed or taken; None when nobody waits."""
+        """Return which goes next; it stays until it is removed or taken. None of an empty queue."""
         ...
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
         """Return those that may be shed so that a newcomer can wait, the least urgent first.
 
-        All of them are less urgent than the newcomer. An order without this method sheds nobody.
+        All of them are less urgent than the newcomer. An order without this method sheds none.
 
         Args:
             waiting: the newcomer, which was not added.
@@ -70,7 +70,7 @@ class QueueOrder(Protocol):
         ...
 
     def served(self, request: Request, tokens: int) -> None:
-        """So many output tokens of a routed request came."""
+        """Count output tokens of a routed request."""
         ...
 
     def underserved(self, waiting: QueuedRequest) -> bool:
@@ -145,7 +145,7 @@ class KeyedOrder:
         self._heap.remove(waiting)
 
     def first(self, now: int) -> QueuedRequest | None:  # noqa: ARG002 (protocol)
-        """Return who goes next."""
+        """Return which goes next."""
         return self._heap.first()
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:
@@ -158,7 +158,7 @@ class KeyedOrder:
         self._heap.remove(waiting)
 
     def served(self, request: Request, tokens: int) -> None:
-        """Output tokens came, which changes nothing."""
+        """Output tokens do not count."""
 
     def underserved(self, waiting: QueuedRequest) -> bool:  # noqa: ARG002 (protocol)
         """No tenant's service is counted."""
@@ -173,7 +173,7 @@ class Fcfs(KeyedOrder):
     """First come, first served."""
 
     def last(self, waiting: QueuedRequest, max_count: int, own: bool) -> list[QueuedRequest]:  # noqa: ARG002
-        """Return nobody: the newcomer itself is the last."""
+        """Return none: the newcomer itself is the last."""
         return []
 
 
@@ -252,7 +252,7 @@ class Edf(KeyedOrder):
         return self._patience(waiting) if deadline == NEVER else deadline
 
     def first(self, now: int) -> QueuedRequest | None:
-        """Return who goes next; each request misses its deadline once at most."""
+        """Return which goes next; each request misses its deadline once at most."""
         while (waiting := self._heap.first()) is not None:
             patience = self._patience(waiting)
             if not self.key(waiting) < now < patience or waiting.late:
@@ -353,7 +353,7 @@ class Heap:
         return [entry[2] for entry in last]
 
     def first(self) -> QueuedRequest | None:
-        """Return the least, which stays; None when nobody waits."""
+        """Return the one of the least key, which stays; None of an empty heap."""
         heap = self._heap
         while heap and self._live.get(heap[0][2].request.id) is not heap[0]:
             heapq.heappop(heap)

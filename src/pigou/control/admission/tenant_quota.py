@@ -22,13 +22,13 @@ class Refusal:
 
 
 @dataclass(slots=True)
-class _TenantQueue:
+class _TenantCounts:
     requests: int = 0
     tokens: int = 0
 
 
 class TenantQuota:
-    """Who may begin to wait.
+    """Which requests may begin to wait.
 
     While requests (and tokens) are below their limit, every tenant may. Above it, a tenant may
     while it has less than its part queued: limit * its weight / weights of all active tenants
@@ -50,7 +50,7 @@ class TenantQuota:
         self.requests = 0
         self.tokens = 0
         self._activity = activity
-        self._queued: dict[str, _TenantQueue] = {}
+        self._queued: dict[str, _TenantCounts] = {}
         self._groups: dict[str, tuple[str, int, int]] = {}
 
     def queued(self, tenant: str) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class TenantQuota:
         return sum(sequences for _, sequences, _ in self._groups.values())
 
     def _count(self, tenant: str, requests: int, tokens: int) -> None:
-        queued = self._queued.setdefault(tenant, _TenantQueue())
+        queued = self._queued.setdefault(tenant, _TenantCounts())
         queued.requests += requests
         queued.tokens += tokens
         self.requests += requests
@@ -129,8 +129,7 @@ def _refusal(what: str, limit: int, total: int, own: int, asks: int, part: float
     return Refusal(f"the queue is full: {total} of {limit} {what}{several}", tenant=False)
 
 
-#: A tenant counts among those that share the fleet until so long after its last request came or
-#: ended.
+#: A tenant is active until this time after its last request came or ended, in nanoseconds.
 LINGERS = 10 * SECOND
 
 

@@ -98,7 +98,7 @@ class WorkerCapacity:
             self._limit.forget(worker)
 
     def report(self, report: LoadReport, state: FleetState) -> None:
-        """Learn from what a worker says of itself."""
+        """Learn from what a worker reports."""
         row = state.row.get(report.worker)
         if self._limit is not None and row is not None:
             self._limit.report(report, int(state.columns.decode_requests[row]))
@@ -133,7 +133,7 @@ class WorkerCapacity:
         return flags
 
     def max_streams(self, state: FleetState, unlimited: int) -> Counts:
-        """Return the streams that each worker runs at once, `unlimited` where nobody said."""
+        """Return the streams that each worker runs at once, `unlimited` where none is known."""
         limits: Counts = state.columns.max_seqs
         if self._max_streams:
             limits = np.full(len(limits), self._max_streams)
@@ -245,7 +245,7 @@ _MORE = 1.0 / 16.0
 
 
 class ConcurrencyLimit:
-    """The concurrency limit of each worker that does not say its own, learned from its reports.
+    """The concurrency limit of each worker that reports none, learned from its reports.
 
     While requests wait inside the worker, its limit falls by 30%, but not below what runs there.
     While none waits although the limit is reached, it doubles until the first fall, and rises by

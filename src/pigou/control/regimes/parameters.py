@@ -1,4 +1,4 @@
-"""What controllers set, and what they are told at the end of a request."""
+"""Routing parameters: what controllers set, and the sample that they take of each end."""
 
 from __future__ import annotations
 

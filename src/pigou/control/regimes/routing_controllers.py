@@ -111,7 +111,7 @@ class Static:
 
 
 class RegimeController:
-    """The paper's controller: the row of the regime that a detector tells (Table 2).
+    """The paper's controller: the row of the regime that a detector has (Table 2).
 
     `Parameters.setting` is the level of the regime. The detector is fed by its owner.
     """

@@ -22,7 +22,7 @@ from pigou.control.latency_model.estimates import (
     prefill_law,
     prefill_s,
 )
-from pigou.control.messages import Read
+from pigou.control.messages import RemoteKVFetch
 
 if TYPE_CHECKING:
     from pigou.control.routing.view import FleetView
@@ -174,14 +174,14 @@ def price_fetches(
     return fetches if readers else None
 
 
-def read_of(fleet: FleetView, row: int) -> Read | None:
+def fetch_of(fleet: FleetView, row: int) -> RemoteKVFetch | None:
     """Return what the worker of this row would read; None where it would not."""
     reads = fleet.fetches
     if reads is None or reads.source.item(row) < 0:
         return None
     depth = reads.ready.item(row)
     mine = fleet.device.item(row) * fleet.block_size.item(row)
-    return Read(
+    return RemoteKVFetch(
         fleet.ids[reads.source.item(row)], depth, depth - mine, reads.seconds.item(row),
         reads.saves.item(row),
     )  # fmt: skip

@@ -78,7 +78,7 @@ class CusumConfig(
 class CusumDetector:
     """Sequential detection of waiting, calibrated by the fleet itself.
 
-    A first token says x = log(1 + (ttft - e(tokens)) / m): e is the no-queue law (`UnloadedLaw`),
+    A first token gives x = log(1 + (ttft - e(tokens)) / m): e is the no-queue law (`UnloadedLaw`),
     m its mean over the prompts that come, so e^x is 2 where a request waits as long as the mean
     one is served. The mean of x over `span` m is an observation; `Cusum` switches at log(knee)
     and log(full) follow it. Heights come from `arl0` and the observed rate; observations are
@@ -113,7 +113,7 @@ class CusumDetector:
 
     @property
     def signal(self) -> float:
-        """e^x of late: mean no-queue latencies that a request takes to its first token."""
+        """Recent e^x: mean no-queue latencies that a request takes to its first token."""
         return math.exp(self._signal)
 
     @property

@@ -49,7 +49,7 @@ class PolledConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Polled:
-    """Polls, a signal a poll, two thresholds with hysteresis. Which signal, a detector says.
+    """Polls, a signal a poll, two thresholds with hysteresis. Subclasses have the signal.
 
     A poll that has no signal changes nothing.
     """
@@ -192,8 +192,8 @@ class SecondDifference(Polled):
         self._points: deque[tuple[float, float]] = deque(maxlen=3)
 
     def _of(self, window: list[TTFTSample]) -> float | None:
-        load = sum(each.load for each in window) / len(window)
-        ttft = sum(each.ttft for each in window) / len(window)
+        load = sum(sample.load for sample in window) / len(window)
+        ttft = sum(sample.ttft for sample in window) / len(window)
         far = [point for point in self._points if abs(point[0] - load) >= self.config.apart]
         self._points = deque([*far, (load, ttft)], maxlen=3)
         if len(self._points) < 3:

@@ -1,4 +1,4 @@
-"""What every detector of saturation is told, and what it says."""
+"""Saturation regimes: the protocol of detectors, their samples, and thresholds with hysteresis."""
 
 from __future__ import annotations
 
