@@ -21,7 +21,7 @@ from pigou.gateway.journal import Journal
 from pigou.request import SECOND, FinishReason, Request, Worker
 from pigou.wire.kv_event_decoding import Stored
 from pigou.workload.journal_file import lines
-from pigou.workload.journal_replay import rerun
+from pigou.workload.journal_replay import replay_journal
 
 CONFIG = ControlConfig(policy="toll")
 WORKERS, REQUESTS, BLOCKS, ROUNDS = 8, 1500, 128, 5
@@ -79,7 +79,7 @@ def main() -> None:
                 if number:  # the first compiles
                     times.append(taken)
         size = path.stat().st_size
-        found = rerun(lines(path))
+        found = replay_journal(lines(path))
     assert found.difference is None
     one, two = statistics.median(plain), statistics.median(told)
     print(f"a request of {16 * BLOCKS} tokens (14 calls): {one:.0f} us, {two:.0f} us with journal")

@@ -40,9 +40,9 @@ from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.virtual_clock import EPOCH, Phase
 from pigou.sim.workload import OpenLoop
-from pigou.workload.formats import read_trace
-from pigou.workload.offered import Offered, from_trace, offered
 from pigou.workload.trace import Trace
+from pigou.workload.trace_formats import read_trace
+from pigou.workload.workload_spec import WorkloadSpec, from_trace, read_workload_spec
 
 WORKERS, LONGEST, REQUESTS = 4, 32_768, 1200
 _SHAPE = "in=2048,out=256,templates=40,hold=60"
@@ -104,7 +104,9 @@ def run(name: str, blocks: int, policy: str, seed: int, most: float) -> Row:
         max_queued=UNLIMITED, queue_timeout=UNLIMITED,
     )  # fmt: skip
     what = (
-        offered(WORKLOADS[name], seed) if name in WORKLOADS else Offered(mooncake(), ClientConfig())
+        read_workload_spec(WORKLOADS[name], seed)
+        if name in WORKLOADS
+        else WorkloadSpec(mooncake(), ClientConfig())
     )
     setup = Setup(model="llama-3.1-8b", gpu="H200", blocks=blocks)
     fleet = read_fleet(f"{WORKERS}xboth")

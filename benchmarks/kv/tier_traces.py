@@ -11,8 +11,8 @@ import numpy as np
 
 from pigou.kv.block import ROOT, Block
 from pigou.request import SECOND
-from pigou.workload.formats import read_trace
-from pigou.workload.trace import Session, Trace, Turn
+from pigou.workload.trace import Trace, TraceSession, Turn
+from pigou.workload.trace_formats import read_trace
 
 #: Sessions without recorded starts begin at random, so many seconds apart in the mean.
 APART_S = 20.0
@@ -102,7 +102,7 @@ Row = tuple[float, bool, list[Block]]
 
 
 def _session(
-    trace: Trace, session: Session, start: float, group: int, chains: Chains
+    trace: Trace, session: TraceSession, start: float, group: int, chains: Chains
 ) -> Iterator[Row]:
     size = int(trace.block) * group
     now = start

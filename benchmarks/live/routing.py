@@ -33,8 +33,8 @@ from benchmarks.lib.servers import (
     unwind_on_terminate,
 )
 from pigou.models import bundled_path
-from pigou.workload.formats import read_trace
-from pigou.workload.trace import Session, Trace
+from pigou.workload.trace import Trace, TraceSession
+from pigou.workload.trace_formats import read_trace
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
 FLEETS = {"1p2d": ["prefill", "decode", "decode"], "2both": ["both"] * 2, "4both": ["both"] * 4}
@@ -109,7 +109,10 @@ def _chosen(args: argparse.Namespace) -> Trace:
     trace = read_trace(args.trace).scaled(args.scale, args.speed).fitting(2000)
     many = [each for each in trace.sessions if len(each.turns) >= 4]
     picks = np.random.default_rng(args.seed).permutation(len(many))[: args.sessions]
-    cut = [Session(0.0, many[i].scope, many[i].turns[: args.turns]) for i in sorted(picks.tolist())]
+    cut = [
+        TraceSession(0.0, many[i].scope, many[i].turns[: args.turns])
+        for i in sorted(picks.tolist())
+    ]
     return Trace(trace.block, tuple(cut))
 
 

@@ -36,8 +36,8 @@ import numpy as np
 from benchmarks.lib.dynamo_mockers import NAME, Mockers, dynamo_home
 from benchmarks.lib.servers import LOOPBACK, Server, free_ports, machine, unwind_on_terminate
 from pigou.control.regimes.routing_controllers import RegimeTable
-from pigou.integrations.dynamo.attribution import Ledger
-from pigou.integrations.dynamo.plane import EventPlane
+from pigou.integrations.dynamo.attribution import RequestLedger
+from pigou.integrations.dynamo.event_plane import EventPlane
 
 ARRANGEMENTS = ("switch", "dynamo-paper", "toll")
 _LINE = "{:>5} {:>7} {:>10} {:>8} {:>5} {:>20} {:>16} {:>9} {:>9} {:>6} {:>24}"
@@ -165,7 +165,7 @@ async def _arrangement(name: str, args: argparse.Namespace, folder: Path) -> str
         server, look = begin(name, mockers, args, folder)
         stack.enter_context(server)
         server.wait_healthy("/v1/models", 60)
-        ledger = Ledger()
+        ledger = RequestLedger()
         async with EventPlane(ledger.take, folder=mockers.folder) as plane:
             await plane.settled()
             tally = await _load(server.url, args, look, ledger)
@@ -174,7 +174,7 @@ async def _arrangement(name: str, args: argparse.Namespace, folder: Path) -> str
 
 
 async def _load(
-    url: str, args: argparse.Namespace, look: Callable[[Any], dict[str, str]], ledger: Ledger
+    url: str, args: argparse.Namespace, look: Callable[[Any], dict[str, str]], ledger: RequestLedger
 ) -> Tally:
     tally = Tally()
     clients = Clients(url, args, tally)
@@ -288,7 +288,7 @@ def _number(value: Any) -> str:
     return "" if value is None else f"{float(value):.2f}"
 
 
-def _summary(tally: Tally, ledger: Ledger) -> str:
+def _summary(tally: Tally, ledger: RequestLedger) -> str:
     match = ledger.match(tally.truth)
     agree = sum(
         found is not None and found.worker == worker

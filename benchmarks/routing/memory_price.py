@@ -32,8 +32,8 @@ from pigou.sim.fleet_config import read_fleet
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation
 from pigou.sim.workload import OpenLoop
-from pigou.workload.offered import from_trace
-from pigou.workload.sample import some
+from pigou.workload.trace import some
+from pigou.workload.workload_spec import from_trace
 
 _LONGEST = 80_000
 POLICIES = ("toll", "dynamo-paper", "ray-prefix", "mooncake")

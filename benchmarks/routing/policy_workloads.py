@@ -35,10 +35,9 @@ from pigou.sim.workload import (
     RequestSpec,
     renewal,
 )
-from pigou.workload.formats import read_trace
-from pigou.workload.offered import from_trace
-from pigou.workload.sample import some
-from pigou.workload.trace import Trace
+from pigou.workload.trace import Trace, some
+from pigou.workload.trace_formats import read_trace
+from pigou.workload.workload_spec import from_trace
 
 REQUESTS = 240
 _TURNS = 12

@@ -25,9 +25,9 @@ from pigou.sim.network import LinkConfig
 from pigou.sim.result import SimulationResult
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation
-from pigou.workload.formats import read_trace
 from pigou.workload.journal_file import lines
-from pigou.workload.offered import from_trace
+from pigou.workload.trace_formats import read_trace
+from pigou.workload.workload_spec import from_trace
 
 LAW = "law:itl_a=0.02,itl_b=0.0002,prefill=0.004,prefill_token=0.00005"
 #: As workers that sleep share it.

@@ -29,8 +29,8 @@ from pigou.sim.fleet_config import read_fleet
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
 from pigou.sim.workload import ClosedLoop, OpenLoop, RequestLengths
-from pigou.workload.formats import read_trace
-from pigou.workload.offered import from_trace
+from pigou.workload.trace_formats import read_trace
+from pigou.workload.workload_spec import from_trace
 
 #: Of the worker that computes.
 WORKER_SEQS, WORKER_BUDGET = 32, 512

@@ -16,7 +16,7 @@ from pigou.control.messages import Ended, FirstToken, PrefillDone, Route, Worker
 from pigou.control.plane import ControlPlane
 from pigou.gateway.journal import Journal
 from pigou.request import SECOND, FinishReason, Request, Role, Worker
-from pigou.workload.formats import read_trace
+from pigou.workload.trace_formats import read_trace
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from pigou.cli import main
 from pigou.config import ConfigError
 from pigou.workload.catalogue import TRACES
-from pigou.workload.formats import read_trace
-from pigou.workload.rows import Row, of_rows, to_rows
-from pigou.workload.sharing import hit_ratio, sharing
-from pigou.workload.trace import Session, Trace, Turn, ordered
+from pigou.workload.trace import Trace, TraceSession, Turn, hit_ratio, ordered, sharing
+from pigou.workload.trace_formats import read_trace
+from pigou.workload.trace_rows import TraceRow, of_rows, to_rows
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -50,7 +49,7 @@ def traces(draw: st.DrawFn) -> Trace:
         first = Turn(turns[0].input, turns[0].output, turns[0].blocks)
         scope = draw(st.sampled_from("ab"))
         name = draw(st.sampled_from(["", f"s{n}"]))
-        sessions.append(Session(draw(st.floats(0, 99)), scope, (first, *turns[1:]),
+        sessions.append(TraceSession(draw(st.floats(0, 99)), scope, (first, *turns[1:]),
                                 draw(st.sampled_from(["", "ann"])), name))  # fmt: skip
     return ordered(16, sessions)
 
@@ -82,9 +81,9 @@ def test_rows_of_our_own_are_read(tmp_path: Path) -> None:
     )  # fmt: skip
     trace = read_trace(path)
     assert trace.block == 32
-    assert trace.sessions[0] == Session(0.0, "row 3", (Turn(9, 1),))
+    assert trace.sessions[0] == TraceSession(0.0, "row 3", (Turn(9, 1),))
     turns = (Turn(40, 3, (1, 2)), Turn(60, 4, (1, 2), 2.0))
-    assert trace.sessions[1] == Session(1.5, "trace", turns, "ann", "7")
+    assert trace.sessions[1] == TraceSession(1.5, "trace", turns, "ann", "7")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_logs_of_vllm_bailian_and_burstgpt_are_read(tmp_path: Path) -> None:
 
 def test_the_best_hit_ratio_is_that_of_a_cache_of_that_size() -> None:
     turn = (Turn(64, 1, (1, 2, 3, 4)), Turn(64, 1, (5, 6, 7, 8)))
-    trace = Trace(16, tuple(Session(n, "t", (turn[n % 2],)) for n in range(8)))
+    trace = Trace(16, tuple(TraceSession(n, "t", (turn[n % 2],)) for n in range(8)))
     assert hit_ratio(trace, float("inf")) == 6 / 8
     assert hit_ratio(trace, 64) == 0.0  # each pushes the other one out
     assert hit_ratio(trace, 128) == 6 / 8
@@ -214,5 +213,5 @@ def test_the_catalogue_names_each_trace_once_with_licence_owner_and_checksum(run
 
 
 def test_rows_are_written_as_short_as_they_can_be() -> None:
-    session = Session(1.0, "s", (Turn(5, 6),))
-    assert list(to_rows(Trace(1.0, (session,)))) == [Row(arrival_s=1.0, input=5, output=6)]
+    session = TraceSession(1.0, "s", (Turn(5, 6),))
+    assert list(to_rows(Trace(1.0, (session,)))) == [TraceRow(arrival_s=1.0, input=5, output=6)]

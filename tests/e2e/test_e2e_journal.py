@@ -21,8 +21,8 @@ from tests.e2e.fleet import Fleet
 
 from pigou.control.journal import JournalEntry, JournalHead
 from pigou.control.messages import Submit
-from pigou.workload.formats import read_trace
 from pigou.workload.journal_file import lines
+from pigou.workload.trace_formats import read_trace
 
 LAWS = {
     "toll": {"policy": "toll", "controller": {"controller": "regime"}, "max_inflight": 4},

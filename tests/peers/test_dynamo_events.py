@@ -13,17 +13,18 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pigou.integrations.dynamo.attribution import Ledger, request_id
-from pigou.integrations.dynamo.events import (
+from pigou.integrations.dynamo.attribution import RequestLedger, request_id
+from pigou.integrations.dynamo.event_plane import (
     SEQUENCES,
     Envelope,
+    EventPlane,
     Life,
     SequenceEvent,
     WireError,
+    channels,
     envelope,
     sequence_events,
 )
-from pigou.integrations.dynamo.plane import EventPlane, channels
 
 #: A message as a worker of Dynamo 1.6.1 sent it.
 RECORDED = (
@@ -103,7 +104,7 @@ LIVES = ["AddRequest", "MarkPrefillCompleted", "Free"]
 def test_every_order_of_messages_gives_the_same_workers(truth: dict[str, int], shuffle) -> None:  # type: ignore[no-untyped-def]
     events = [(r, w, life, teller) for r, w in truth.items() for life in LIVES for teller in (1, w)]
     shuffle.shuffle(events)
-    ledger = Ledger()
+    ledger = RequestLedger()
     for number, event in enumerate(events):
         ledger.take(message(number, event))
     assert {each: ledger[f"cmpl-{each}"].worker for each in truth} == truth
@@ -113,7 +114,7 @@ def test_every_order_of_messages_gives_the_same_workers(truth: dict[str, int], s
 
 
 def test_a_request_that_moves_is_with_its_last_worker() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     for worker in (1, 2, 1):
         ledger.apply(SequenceEvent("r", worker, 0, Life.ADDED, 99))
     assert ledger["r"].worker == 1
@@ -122,7 +123,7 @@ def test_a_request_that_moves_is_with_its_last_worker() -> None:
 
 
 def test_lost_messages_are_counted_by_publisher() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     for publisher, numbers in ((1, [5, 6, 9]), (2, [0, 1])):
         for number in numbers:
             ledger.take(message(number, ("r", 1, "Free", 1), publisher=publisher))
@@ -130,7 +131,7 @@ def test_lost_messages_are_counted_by_publisher() -> None:
 
 
 def test_requests_nobody_told_of_are_missing() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     ledger.take(message(0, ("a", 1, "AddRequest", 9)))
     found = ledger.match(["cmpl-a", "cmpl-b"])
     assert (found.requests, found.matched, found.missing) == (2, 1, ("b",))
@@ -138,7 +139,7 @@ def test_requests_nobody_told_of_are_missing() -> None:
 
 
 def test_memory_is_bounded_and_the_oldest_goes() -> None:
-    ledger = Ledger(capacity=3)
+    ledger = RequestLedger(capacity=3)
     for number in range(5):
         ledger.apply(SequenceEvent(str(number), 1, 0, Life.ADDED, 2))
     assert len(ledger) == 3
@@ -184,7 +185,7 @@ async def until(condition) -> None:  # type: ignore[no-untyped-def]
 async def test_publishers_are_followed_as_they_come_and_go(tmp_path: Path) -> None:
     first = Publisher(tmp_path, 1)
     (first.file.parent / "half").write_text('{"topic": "acti')
-    ledger = Ledger()
+    ledger = RequestLedger()
     async with EventPlane(ledger.take, folder=tmp_path) as plane:
         assert await plane.settled() == 1
         await first.send("a")

@@ -22,8 +22,8 @@ from benchmarks.lib.peers import PeerMissing, shared
 from benchmarks.lib.servers import LOOPBACK, Server, free_ports, get_json
 from pigou.control.regimes.parameters import Parameters
 from pigou.control.saturation.regime import Regime
-from pigou.integrations.dynamo.attribution import Ledger
-from pigou.integrations.dynamo.plane import EventPlane
+from pigou.integrations.dynamo.attribution import RequestLedger
+from pigou.integrations.dynamo.event_plane import EventPlane
 from pigou.integrations.dynamo.switch import Frontend, Switch, serve
 
 pytestmark = [pytest.mark.dynamo, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -228,7 +228,7 @@ asyncio.run(main())
 
 
 async def test_every_request_is_attributed_from_the_event_plane(either: Mockers) -> None:
-    ledger, generator = Ledger(), random.Random(3)
+    ledger, generator = RequestLedger(), random.Random(3)
     async with EventPlane(ledger.take, folder=either.folder) as plane:
         await plane.settled()
         async with aiohttp.ClientSession() as session:
@@ -250,7 +250,7 @@ async def test_every_request_is_attributed_from_the_event_plane(either: Mockers)
 
 async def test_workers_of_the_newest_tell_it_without_help_of_a_router(tmp_path: Path) -> None:
     with Mockers.start(venv(NEW), tmp_path, 2, frontend=()) as mockers:
-        ledger, generator = Ledger(), random.Random(4)
+        ledger, generator = RequestLedger(), random.Random(4)
         async with EventPlane(ledger.take, folder=mockers.folder) as plane:
             await plane.settled(2)
             async with aiohttp.ClientSession() as session:
@@ -320,7 +320,7 @@ async def test_no_stream_is_dropped_while_the_switch_turns(newest: Mockers) -> N
     switch = Switch(frontends, control)
     runner = await serve(switch, LOOPBACK, 0)
     url = f"http://{LOOPBACK}:{runner.addresses[0][1]}"
-    ledger, stop = Ledger(), asyncio.Event()
+    ledger, stop = RequestLedger(), asyncio.Event()
 
     async def turn() -> None:
         while not stop.is_set():

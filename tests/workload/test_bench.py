@@ -11,15 +11,15 @@ import pytest
 from tests.workload.stub import LIMIT, MODEL, Stub
 
 from pigou.config import ConfigError
-from pigou.workload.bench import Result, bench
-from pigou.workload.config import BenchConfig
-from pigou.workload.drive import Drive
+from pigou.workload.bench import BenchResult, bench
+from pigou.workload.bench_config import BenchConfig
 from pigou.workload.endpoint import EndpointError
+from pigou.workload.load_generator import LoadGenerator
 
 Start = Callable[..., Stub]
 
 
-def run(stub: Stub | str, **options: Any) -> Result:
+def run(stub: Stub | str, **options: Any) -> BenchResult:
     url = stub if isinstance(stub, str) else stub.url
     config = BenchConfig(url=url, **({"input": "8", "output": "4", "requests": 3} | options))
     result = asyncio.run(asyncio.wait_for(bench(config), 100))
@@ -127,7 +127,7 @@ def test_the_model_is_the_first_that_is_listed(stub: Start) -> None:
 def test_warm_up_is_not_measured_and_shares_prefixes_only(stub: Start) -> None:
     server = stub()
     result = run(server, warmup=4, requests=3, prefixes=1, prefix_length=6)
-    assert (result.summary.offered, len(server.jobs)) == (3, 7)
+    assert (result.summary.offered_requests, len(server.jobs)) == (3, 7)
     assert len({tuple(body["prompt"]) for body in server.jobs}) == 7
     assert len({tuple(body["prompt"][:6]) for body in server.jobs}) == 1
 
@@ -142,7 +142,7 @@ def test_the_seed_decides_prompts_and_nothing_else_does(stub: Start) -> None:
 
 def test_duration_ends_the_sending(stub: Start) -> None:
     result = run(stub(), rate=100.0, cv=0.0, requests=None, duration=0.2)
-    assert result.summary.offered == result.summary.completed == 19
+    assert result.summary.offered_requests == result.summary.completed == 19
     assert run(stub(first=0.05), requests=None, duration=0.12).summary.completed <= 3
 
 
@@ -186,7 +186,7 @@ def test_outputs_shorter_than_asked_are_told(stub: Start) -> None:
 def test_a_failure_has_its_reason_and_no_latency(stub: Start, fault: str, reason: str) -> None:
     server = stub(fault=lambda n: fault if n == 1 else "")
     seen = run(server, concurrency=1, requests=4, timeout=1.5).summary
-    assert (seen.offered, seen.completed, seen.failed) == (4, 3, 1)
+    assert (seen.offered_requests, seen.completed, seen.failed) == (4, 3, 1)
     assert [(f.reason, f.count) for f in seen.failures] == [(reason, 1)]
     assert seen.output_tokens == 12
     assert seen.e2e is not None
@@ -218,10 +218,10 @@ def test_a_warm_up_that_fails_ends_the_run(stub: Start) -> None:
 
 
 def test_stopping_gives_what_was_measured_so_far(stub: Start) -> None:
-    async def interrupted() -> Result | None:
+    async def interrupted() -> BenchResult | None:
         stop = asyncio.Event()
 
-        def watch(drive: Drive) -> None:
+        def watch(drive: LoadGenerator) -> None:
             if len(drive.outcomes) == 3:
                 stop.set()
 
@@ -233,5 +233,5 @@ def test_stopping_gives_what_was_measured_so_far(stub: Start) -> None:
     assert result is not None
     assert result.interrupted
     assert 3 <= result.summary.completed <= 4
-    assert result.summary.offered == result.summary.completed + result.summary.cancelled
+    assert result.summary.offered_requests == result.summary.completed + result.summary.cancelled
     assert result.summary.failed == 0

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pigou.config import ConfigError
-from pigou.workload.config import BenchConfig, Lengths
+from pigou.workload.bench_config import BenchConfig, LengthRange
 
 URL = "http://127.0.0.1:8000"
 
@@ -51,6 +51,6 @@ def test_the_url_may_end_in_v1(url: str) -> None:
 
 
 def test_lengths_are_one_number_or_a_range() -> None:
-    assert Lengths.parse("--input", "7") == Lengths(7, 7)
-    assert Lengths.parse("--input", "7:9") == Lengths(7, 9)
-    assert str(Lengths(7, 9)) == "7:9"
+    assert LengthRange.parse("--input", "7") == LengthRange(7, 7)
+    assert LengthRange.parse("--input", "7:9") == LengthRange(7, 9)
+    assert str(LengthRange(7, 9)) == "7:9"

@@ -10,14 +10,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pigou.workload import bounded
-from pigou.workload.client import Client, open_session
-from pigou.workload.dialect import Dialect
+from pigou.workload import endpoint_client as bounded
+from pigou.workload.api_flavour import ApiFlavour
 from pigou.workload.endpoint import EndpointError, find_model, tokenize
-from pigou.workload.outcome import Failure
-from pigou.workload.profiling.config import ProfileConfig
+from pigou.workload.endpoint_client import EndpointClient, open_session
+from pigou.workload.profiling.profile_config import ProfileConfig
 from pigou.workload.profiling.target import find_target
-from pigou.workload.prompts import Job
+from pigou.workload.prompts import PromptJob
+from pigou.workload.request_outcome import Failure
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 DEEP = b"[" * 100_000
@@ -60,8 +60,8 @@ async def served(routes: dict[str, Handler]) -> AsyncIterator[tuple[aiohttp.Clie
 
 async def failure(handler: Handler, output: int = 4) -> Failure:
     async with served({"/v1/completions": handler}) as (session, url):
-        asked = Client(session, url, "m", Dialect(), timeout=100)
-        result = (await asked.send(Job("a", output), 0)).result
+        asked = EndpointClient(session, url, "m", ApiFlavour(), timeout=100)
+        result = (await asked.send(PromptJob("a", output), 0)).result
     assert isinstance(result, Failure)
     return result
 

@@ -31,7 +31,7 @@ from pigou.control.prefix_index.block_keys import KeyedCleared, KeyedRemoved, Ke
 from pigou.gateway.journal import Journal
 from pigou.request import FinishReason, Role, Worker
 from pigou.workload.journal_file import lines, read_workload
-from pigou.workload.journal_replay import rerun
+from pigou.workload.journal_replay import replay_journal
 from pigou.workload.journal_v1 import decode
 
 RECORDED = Path(__file__).with_name("journal_v1.jsonl")
@@ -121,7 +121,7 @@ def test_what_version_1_had_not_is_refused(line: str) -> None:
 
 
 def test_a_journal_of_version_1_replays_to_the_same_decisions() -> None:
-    found = rerun(lines(RECORDED))
+    found = replay_journal(lines(RECORDED))
     assert found.difference is None
     assert (found.entries, found.requests, found.decisions) == (72, 24, 31)
     trace = read_workload(RECORDED)
@@ -132,7 +132,7 @@ def test_a_run_of_today_is_appended_to_a_journal_of_version_1(tmp_path: Path) ->
     path = tmp_path / "j"
     path.write_bytes(RECORDED.read_bytes())
     Journal(path, ControlConfig()).close()
-    found = rerun(lines(path))
+    found = replay_journal(lines(path))
     assert (found.runs, found.difference) == (2, None)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from pigou.cli import main
 from pigou.config import ConfigError
-from pigou.workload.formats import read_trace
 from pigou.workload.packed import unpacked
+from pigou.workload.trace_formats import read_trace
 
 zstandard = pytest.importorskip("zstandard")
 

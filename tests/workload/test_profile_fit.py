@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 
 from pigou.sim.timing_measured import WorkerProfile, seconds_at
-from pigou.workload.outcome import Stream
 from pigou.workload.profiling.fit import added, errors, fit
 from pigou.workload.profiling.measure import batches, chunks
-from pigou.workload.profiling.seen import Decodes, Prompts, Seen
-from pigou.workload.profiling.stream import arrivals, excess, window
+from pigou.workload.profiling.measurements import (
+    Decodes,
+    Measurements,
+    Prompts,
+    arrivals,
+    excess,
+    window,
+)
 from pigou.workload.profiling.target import Limits
+from pigou.workload.request_outcome import Stream
 
 TRUE = msgspec.convert(
     {
@@ -27,14 +33,14 @@ TRUE = msgspec.convert(
 )  # fmt: skip
 
 
-def seen(noise: float = 0.0) -> Seen:
+def seen(noise: float = 0.0) -> Measurements:
     """All that `TRUE` takes, each off by up to a share of it."""
     rng = np.random.default_rng(3)
 
     def off(seconds: float) -> float:
         return seconds * (1 + float(rng.uniform(-noise, noise)))
 
-    found = Seen()
+    found = Measurements()
     for n in (1, 2, 4, 8):
         for each in (100, 700, 1500):
             found.decodes.append(
@@ -46,8 +52,8 @@ def seen(noise: float = 0.0) -> Seen:
     for tokens, kv, k in shapes:
         reads = tokens * kv + tokens * (tokens + 1) / 2
         cost = added(TRUE, Prompts(tokens, reads, k, 0.0))
-        found.beside.append(Prompts(tokens, reads, k, off(cost)))
-        found.alone.append(Prompts(tokens, reads, k, off(cost + TRUE.alone)))
+        found.prefill_mixed.append(Prompts(tokens, reads, k, off(cost)))
+        found.prefill_alone.append(Prompts(tokens, reads, k, off(cost + TRUE.alone)))
         first = cost + TRUE.alone + TRUE.overhead
         found.first.append(Prompts(tokens, reads, k, off(first)))
     return found
@@ -81,9 +87,9 @@ def test_noise_is_reported_as_the_error_of_the_fit() -> None:
 
 
 def test_a_curve_never_falls_whatever_was_seen() -> None:
-    odd = Seen(
+    odd = Measurements(
         decodes=[Decodes(1, 10, 0.005), Decodes(2, 20, 0.003), Decodes(4, 40, 0.004)],
-        beside=[Prompts(64, 2080, 1, 0.004), Prompts(128, 8256, 1, 0.002)],
+        prefill_mixed=[Prompts(64, 2080, 1, 0.004), Prompts(128, 8256, 1, 0.002)],
     )
     found = fit(odd)  # `WorkerProfile` refuses what falls
     assert found.alone == found.overhead == 0.0
@@ -93,7 +99,7 @@ def test_what_a_step_takes_in_any_case_is_not_laid_upon_the_cache() -> None:
     rng = np.random.default_rng(5)
     for _ in range(20):
         found = fit(
-            Seen(
+            Measurements(
                 decodes=[
                     Decodes(
                         n, n * kv, (0.005 + 1e-7 * n * kv) * (1 + float(rng.uniform(-0.05, 0.05)))
@@ -101,7 +107,7 @@ def test_what_a_step_takes_in_any_case_is_not_laid_upon_the_cache() -> None:
                     for n in (1, 2, 4, 8)
                     for kv in (270, 780, 1550)
                 ],
-                beside=[Prompts(64, 2080, 1, 0.004)],
+                prefill_mixed=[Prompts(64, 2080, 1, 0.004)],
             )
         )
         assert found.decodes[0][1] > 0.0045
@@ -111,7 +117,7 @@ def test_what_a_step_takes_in_any_case_is_not_laid_upon_the_cache() -> None:
 
 def test_without_measurements_there_is_no_timing() -> None:
     with pytest.raises(ValueError, match="no measurements"):
-        fit(Seen())
+        fit(Measurements())
 
 
 def stream(first: int, gaps: list[int]) -> Stream:
@@ -142,12 +148,12 @@ def test_what_a_stream_lost_is_what_the_other_took() -> None:
 
 
 def test_measurements_fit_the_worker() -> None:
-    limits = Limits(tokens=512, seqs=12, longest=400, room=4000, block=16)
+    limits = Limits(tokens=512, seqs=12, max_request_tokens=400, room=4000, block=16)
     assert {n for n, _ in batches(limits, 16)} == {1, 2, 4, 8}
     for n, length in batches(limits, 16):
         assert length == 16 or n * length <= limits.room
     for tokens, kv in chunks(limits):
         assert tokens < limits.tokens
-        assert tokens + kv < limits.longest
+        assert tokens + kv < limits.max_request_tokens
         assert kv % limits.block == 0
     assert (399, 0) in set(chunks(limits))

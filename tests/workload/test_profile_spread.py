@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pigou.workload.outcome import Stream
-from pigou.workload.profiling.seen import Decodes
-from pigou.workload.profiling.spread import CLASSES, gaps_of, scatter, spreads
+from pigou.workload.profiling.measurements import CLASSES, Decodes, gaps_of, scatter, spreads
+from pigou.workload.request_outcome import Stream
 
 STEP, MORE, PLAN = 1_000_000, 300_000, 8
 

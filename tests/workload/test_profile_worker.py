@@ -24,7 +24,7 @@ from pigou.cli import main
 from pigou.cli.fleet_token import fleet_token
 from pigou.sim.timing_measured import WorkerProfile, seconds_at
 from pigou.wire.fleet_secret import VARIABLE
-from pigou.workload.profiling.config import ProfileConfig
+from pigou.workload.profiling.profile_config import ProfileConfig
 from pigou.workload.profiling.target import find_target
 
 STEP, EACH, TOKEN = 0.005, 0.0005, 0.0004

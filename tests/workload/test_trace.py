@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
-from pigou.workload.config import BenchConfig
-from pigou.workload.drive import Drive
-from pigou.workload.formats import read_trace
-from pigou.workload.outcome import Failure, Outcome
-from pigou.workload.prompts import Job
-from pigou.workload.replay import plan
-from pigou.workload.trace import Session, Trace, Turn
+from pigou.workload.bench_config import BenchConfig
+from pigou.workload.load_generator import LoadGenerator
+from pigou.workload.prompts import PromptJob
+from pigou.workload.request_outcome import Failure, RequestOutcome
+from pigou.workload.trace import Trace, TraceSession, Turn
+from pigou.workload.trace_formats import read_trace
+from pigou.workload.trace_replay import plan
 
 
 def agent(name: str, turns: int) -> dict[str, object]:
@@ -107,7 +107,7 @@ def test_agent_sessions_are_read_from_file_folder_and_archive(tmp_path: Path) ->
 
 @given(st.floats(0.02, 2), st.integers(2, 12))
 def test_at_every_scale_a_turn_extends_the_one_before(scale: float, turns: int) -> None:
-    session = Session(
+    session = TraceSession(
         0, "s", tuple(Turn(64 * (i + 1), 9, tuple(range(i + 1))) for i in range(turns))
     )
     trace = Trace(64, (session,)).scaled(scale)
@@ -122,7 +122,11 @@ def test_at_every_scale_a_turn_extends_the_one_before(scale: float, turns: int) 
 
 def test_scopes_share_nothing_and_the_same_scope_all() -> None:
     turn = Turn(64, 1, (7,))
-    sessions = (Session(0, "a", (turn,)), Session(1, "b", (turn,)), Session(2, "a", (turn,)))
+    sessions = (
+        TraceSession(0, "a", (turn,)),
+        TraceSession(1, "b", (turn,)),
+        TraceSession(2, "a", (turn,)),
+    )
     trace = Trace(64, sessions)
     a, b, again = (trace.prompt(each, turn, range(1000)) for each in sessions)
     assert a == again
@@ -169,14 +173,14 @@ def test_contradictions_are_refused(fields: dict[str, object]) -> None:
 async def test_turns_wait_for_the_one_before_and_its_think_time() -> None:
     sent: list[tuple[int, int]] = []
 
-    async def send(job: Job, intended: int) -> Outcome:
+    async def send(job: PromptJob, intended: int) -> RequestOutcome:
         began = time.monotonic_ns()
         await asyncio.sleep(0.02)
         sent.append((began, time.monotonic_ns()))
-        return Outcome(job, intended, began, Failure("x", "y"))  # type: ignore[call-arg]
+        return RequestOutcome(job, intended, began, Failure("x", "y"))  # type: ignore[call-arg]
 
-    drive = Drive(send)
-    jobs = [(Job([1], 1), 0.0), (Job([1], 1), 0.05)]
+    drive = LoadGenerator(send)
+    jobs = [(PromptJob([1], 1), 0.0), (PromptJob([1], 1), 0.05)]
     await drive.sessions([jobs, jobs], [0.0, 0.0], slots=1)
     assert drive.offered == drive.failed == 4
     for before, after in pairwise(sent):
@@ -190,11 +194,11 @@ async def test_nothing_is_sent_early_where_the_loop_wakes_early(
     early: list[int] = []
     sleep = asyncio.sleep
 
-    async def send(job: Job, intended: int) -> Outcome:
+    async def send(job: PromptJob, intended: int) -> RequestOutcome:
         early.append(intended - time.monotonic_ns())
-        return Outcome(job, intended, intended, Failure("x", "y"))  # type: ignore[call-arg]
+        return RequestOutcome(job, intended, intended, Failure("x", "y"))  # type: ignore[call-arg]
 
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0.9 * seconds))
-    await Drive(send).open([Job([1], 1)] * 3, [0, SECOND // 50, SECOND // 25])
+    await LoadGenerator(send).open([PromptJob([1], 1)] * 3, [0, SECOND // 50, SECOND // 25])
     assert len(early) == 3
     assert max(early) <= 0

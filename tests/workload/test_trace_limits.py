@@ -10,7 +10,7 @@ import pytest
 from pigou.cli import main
 from pigou.config import ConfigError
 from pigou.sim.workload import MAX_SECONDS, MAX_TOKENS
-from pigou.workload.formats import read_trace
+from pigou.workload.trace_formats import read_trace
 
 OWN = {"arrival_s": 0.0, "input": 9, "output": 1}
 MOONCAKE = {"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pigou.config import ConfigError
-from pigou.workload.formats import read_trace
 from pigou.workload.trace import Trace
+from pigou.workload.trace_formats import read_trace
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens"
 PLAIN = f"{HEAD}\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:47.6805900,396,109\n"

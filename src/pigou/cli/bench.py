@@ -19,11 +19,11 @@ from pigou.cli.config_options import config_command
 from pigou.cli.fleet_token import fleet_token
 from pigou.cli.option_values import check_json
 from pigou.request import SECOND
-from pigou.workload.config import BenchConfig
+from pigou.workload.bench_config import BenchConfig
 
 if TYPE_CHECKING:
-    from pigou.workload.bench import Result
-    from pigou.workload.drive import Drive
+    from pigou.workload.bench import BenchResult
+    from pigou.workload.load_generator import LoadGenerator
 
 _INTERRUPTED = 130
 _EXAMPLE = 200
@@ -37,8 +37,8 @@ def bench(
     ] = "",
 ) -> None:
     """Load an OpenAI endpoint, and measure what comes back."""
+    from pigou.workload.bench_report import document
     from pigou.workload.endpoint import EndpointError
-    from pigou.workload.report import document
 
     check_json(json)
     if token := fleet_token(config.base):
@@ -63,10 +63,10 @@ def bench(
     raise typer.Exit(_INTERRUPTED if result.interrupted else int(result.summary.failed > 0))
 
 
-def _run(config: BenchConfig) -> Result | None:
+def _run(config: BenchConfig) -> BenchResult | None:
     from pigou.workload.bench import bench as run_bench
 
-    async def main() -> Result | None:
+    async def main() -> BenchResult | None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         with suppress(NotImplementedError):  # not on every platform: Ctrl-C then prints nothing
@@ -97,13 +97,13 @@ def _progress() -> Progress:
     )  # fmt: skip
 
 
-def _watcher(config: BenchConfig, progress: Progress) -> Callable[[Drive], None] | None:
+def _watcher(config: BenchConfig, progress: Progress) -> Callable[[LoadGenerator], None] | None:
     if progress.disable:
         return None
     total = None if config.trace else config.count or config.duration
     task = progress.add_task("getting ready", total=total)
 
-    def watch(drive: Drive) -> None:
+    def watch(drive: LoadGenerator) -> None:
         ended = len(drive.outcomes)
         elapsed = (time.monotonic_ns() - drive.began) / SECOND
         progress.update(
@@ -115,8 +115,8 @@ def _watcher(config: BenchConfig, progress: Progress) -> Callable[[Drive], None]
     return watch
 
 
-def _show(config: BenchConfig, result: Result) -> None:
-    from pigou.workload.report import describe, tables
+def _show(config: BenchConfig, result: BenchResult) -> None:
+    from pigou.workload.bench_report import describe, tables
 
     console = Console(highlight=False)
     if not console.is_terminal:

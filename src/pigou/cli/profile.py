@@ -18,11 +18,11 @@ from rich.table import Table
 from pigou.cli.config_options import config_command
 from pigou.cli.fleet_token import fleet_token
 from pigou.config import ConfigError
-from pigou.workload.profiling.config import ProfileConfig
+from pigou.workload.profiling.profile_config import ProfileConfig
 
 if TYPE_CHECKING:
     from pigou.sim.timing_measured import WorkerProfile
-    from pigou.workload.profiling.profile import Profile
+    from pigou.workload.profiling.profile import ProfileReport
 
 
 #: Seconds between two lines that tell how far it is, where there is no terminal.
@@ -56,7 +56,7 @@ def profile(
     typer.echo(f"Written to {file}: pigou simulate --timing {file} ...")
 
 
-def _run(config: ProfileConfig) -> Profile:
+def _run(config: ProfileConfig) -> ProfileReport:
     from pigou.workload.profiling.profile import profile as run_profile
 
     console = Console(stderr=True)
@@ -79,7 +79,7 @@ def _run(config: ProfileConfig) -> Profile:
                 told = time.monotonic()
                 typer.echo(f"{done} of {total}: {what}{left}", err=True)
 
-        async def main() -> Profile:
+        async def main() -> ProfileReport:
             stop = asyncio.Event()
             loop = asyncio.get_running_loop()
             with suppress(NotImplementedError, ValueError, RuntimeError):  # no main thread
@@ -95,7 +95,7 @@ def _time(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _show(found: Profile) -> None:
+def _show(found: ProfileReport) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=100)
@@ -103,7 +103,7 @@ def _show(found: Profile) -> None:
     console.print(_costs(found.measured))
     table = Table("How well it fits", "measured", "median error", "largest")
     for each in found.errors:
-        table.add_row(each.what, str(each.count), f"{each.median:.1%}", f"{each.most:.1%}")
+        table.add_row(each.what, str(each.count), f"{each.median:.1%}", f"{each.largest:.1%}")
     console.print(table)
     if found.measured.scatter:
         console.print(_scatter(found.measured))

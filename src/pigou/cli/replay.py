@@ -16,7 +16,7 @@ from pigou.config import ConfigError
 
 if TYPE_CHECKING:
     from pigou.workload.counterfactual import Rival
-    from pigou.workload.journal_replay import Difference, Rerun
+    from pigou.workload.journal_replay import Difference, JournalReplay
 
 
 def replay(
@@ -72,9 +72,9 @@ def _rival(policy: str, temperature: float | None, softmax: str, seed: int | Non
     return Rival(name, params, temperature, form, seed)
 
 
-def _run(journal: str, other: Rival | None) -> Rerun:
+def _run(journal: str, other: Rival | None) -> JournalReplay:
     from pigou.workload.journal_file import lines
-    from pigou.workload.journal_replay import rerun
+    from pigou.workload.journal_replay import replay_journal
 
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -82,14 +82,14 @@ def _run(journal: str, other: Rival | None) -> Rerun:
         *columns, console=console, disable=not console.is_terminal, transient=True
     ) as progress:
         task = progress.add_task(journal)
-        return rerun(
+        return replay_journal(
             lines(journal),
             other,
             lambda so_far: progress.update(task, description=f"{so_far.entries} entries"),
         )
 
 
-def _tell(journal: str, found: Rerun, policy: str) -> None:
+def _tell(journal: str, found: JournalReplay, policy: str) -> None:
     for number in found.cut:
         typer.echo(f"Line {number} was cut off, its gateway was killed; it is left out.")
     if found.versions - {__version__}:
@@ -136,7 +136,7 @@ def _difference(journal: str, found: Difference) -> str:
     )
 
 
-def _document(found: Rerun) -> dict[str, Any]:
+def _document(found: JournalReplay) -> dict[str, Any]:
     same = found.difference is None
     document: dict[str, Any] = {
         "same": same, "runs": found.runs, "versions": sorted(found.versions),

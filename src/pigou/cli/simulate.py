@@ -98,7 +98,7 @@ def simulate(
     """Simulate a fleet: the production scheduler, router and cache under a virtual clock."""
     from pigou.sim.fleet_config import read_fleet
     from pigou.sim.simulation import Simulation, warm_up
-    from pigou.workload.offered import offered
+    from pigou.workload.workload_spec import read_workload_spec
 
     check_json(json)
     if report:
@@ -108,7 +108,7 @@ def simulate(
     seed = control.seed
     control = _without_limits(control)
     try:
-        what, members = offered(workload, seed), read_fleet(fleet)
+        what, members = read_workload_spec(workload, seed), read_fleet(fleet)
         _check_link(members, setup.model)
         simulation = Simulation(what.workload, members, setup, control, what.client, seed=seed)
         reporter = Reporter(report, simulation) if report else None

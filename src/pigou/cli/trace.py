@@ -18,9 +18,9 @@ from pigou.cli.config_options import in_flags
 from pigou.config import ConfigError
 
 if TYPE_CHECKING:
-    from pigou.workload.download import Watch
-    from pigou.workload.rows import Row
+    from pigou.workload.catalogue import Watch
     from pigou.workload.trace import Trace
+    from pigou.workload.trace_rows import TraceRow
 
 trace = typer.Typer(
     help="Find, download, describe, convert and cut recorded traces.",
@@ -58,8 +58,7 @@ def fetch(
     ] = "",
 ) -> None:
     """Download a public trace from its owner; what broke off is gone on with."""
-    from pigou.workload.catalogue import listed
-    from pigou.workload.download import download
+    from pigou.workload.catalogue import download, listed
 
     with _failing("download"):
         entry = listed(name)
@@ -84,7 +83,7 @@ def info(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Describe a trace: requests, lengths, rate, and what its prompts share."""
-    from pigou.workload.formats import read_trace
+    from pigou.workload.trace_formats import read_trace
 
     with _failing("info"):
         found = _describe(read_trace(file), [_tokens(each) for each in cache or []])
@@ -106,8 +105,8 @@ def convert(
     ],
 ) -> None:
     """Write any trace, or the workload of a journal, as Pigou's own JSON lines."""
-    from pigou.workload.formats import read_trace
-    from pigou.workload.rows import to_rows
+    from pigou.workload.trace_formats import read_trace
+    from pigou.workload.trace_rows import to_rows
 
     with _failing("convert"):
         typer.echo(f"{_write(Path(out), to_rows(read_trace(file)))} requests in {out}")
@@ -132,9 +131,9 @@ def sample(
     """Write a part of a trace: a window of time, some of its sessions, scaled."""
     import numpy as np
 
-    from pigou.workload.formats import read_trace
-    from pigou.workload.rows import to_rows
-    from pigou.workload.sample import some, window
+    from pigou.workload.trace import some, window
+    from pigou.workload.trace_formats import read_trace
+    from pigou.workload.trace_rows import to_rows
 
     with _failing("sample"):
         for name, value in (("--scale", scale), ("--speed", speed)):
@@ -152,7 +151,7 @@ def sample(
 @contextmanager
 def _failing(command: str) -> Iterator[None]:
     """Tell of what went wrong in a line."""
-    from pigou.workload.download import DownloadError
+    from pigou.workload.catalogue import DownloadError
 
     try:
         yield
@@ -176,12 +175,12 @@ def _bar() -> Iterator[Watch]:
         yield lambda so_far, whole: progress.update(task, completed=so_far, total=whole or None)
 
 
-def _write(path: Path, rows: Iterable[Row]) -> int:
+def _write(path: Path, rows: Iterable[TraceRow]) -> int:
     from pigou.workload.packed import packing
 
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {str(path)!r} does not exist; make it first")
-    encode: Callable[[Row], bytes] = msgspec.json.Encoder().encode
+    encode: Callable[[TraceRow], bytes] = msgspec.json.Encoder().encode
     count = 0
     with packing(path) as file:
         for row in rows:
@@ -193,7 +192,7 @@ def _write(path: Path, rows: Iterable[Row]) -> int:
 def _describe(found: Trace, caches: list[float]) -> dict[str, Any]:
     import numpy as np
 
-    from pigou.workload.sharing import hit_ratio, sharing
+    from pigou.workload.trace import hit_ratio, sharing
 
     turns = [turn for session in found.sessions for turn in session.turns]
     span = found.sessions[-1].start

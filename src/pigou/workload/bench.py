@@ -17,14 +17,22 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.workload import renewal_times
-from pigou.workload.client import Client, open_session
-from pigou.workload.config import BenchConfig
-from pigou.workload.dialect import Dialect
-from pigou.workload.drive import Drive
-from pigou.workload.endpoint import EndpointError, find_dialect, find_model, tokenize
-from pigou.workload.prompts import WORDS, Job, Shape, Source, jobs, make_prefixes, pieces
-from pigou.workload.replay import Replay, plan, run
-from pigou.workload.summary import Summary, summarize
+from pigou.workload.api_flavour import ApiFlavour
+from pigou.workload.bench_config import BenchConfig
+from pigou.workload.bench_summary import Summary, summarize
+from pigou.workload.endpoint import EndpointError, find_flavour, find_model, tokenize
+from pigou.workload.endpoint_client import EndpointClient, open_session
+from pigou.workload.load_generator import LoadGenerator
+from pigou.workload.prompts import (
+    WORDS,
+    PromptJob,
+    PromptSource,
+    Shape,
+    jobs,
+    make_prefixes,
+    pieces,
+)
+from pigou.workload.trace_replay import TraceReplay, plan, run
 
 _OPEN_WARMUP_SLOTS = 8
 _TEXT_LIMIT = 8 * 2**20
@@ -34,13 +42,13 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """What `bench` saw.
 
     Attributes:
         model: that was asked for.
         prompts: "token ids" or "text".
-        dialect: the fields that were sent.
+        flavour: the fields that were sent.
         interrupted: whether `stop` ended the run.
         summary: counts, rates and latencies.
         notes: what the reader of the figures must know.
@@ -48,7 +56,7 @@ class Result:
 
     model: str
     prompts: str
-    dialect: Dialect
+    flavour: ApiFlavour
     interrupted: bool
     summary: Summary
     notes: list[str] = field(default_factory=list)
@@ -56,17 +64,17 @@ class Result:
 
 @dataclass(frozen=True)
 class _Prepared:
-    client: Client
-    source: Source
+    client: EndpointClient
+    source: PromptSource
     shape: Shape
-    replay: Replay | None = None
+    replay: TraceReplay | None = None
 
 
 async def bench(
     config: BenchConfig,
     stop: asyncio.Event | None = None,
-    watch: Callable[[Drive], None] | None = None,
-) -> Result | None:
+    watch: Callable[[LoadGenerator], None] | None = None,
+) -> BenchResult | None:
     """Load an endpoint as configured; return what was measured, None when stopped before that.
 
     Args:
@@ -84,19 +92,19 @@ async def bench(
         ready = await _unless(stop, _prepare(config, session))
         if ready is None:
             return None
-        drive = Drive(ready.client.send, watch)
+        drive = LoadGenerator(ready.client.send, watch)
         load = _load(config, ready, drive)
         finished = await _unless(stop, load) is not None
         took = time.monotonic_ns() - drive.began
-    summary = summarize(drive.outcomes, offered=drive.offered, nanoseconds=took)
+    summary = summarize(drive.outcomes, offered_requests=drive.offered_requests, nanoseconds=took)
     ids = not isinstance(ready.source.units[0], str)
-    return Result(
+    return BenchResult(
         model=ready.client.model,
         prompts="token ids" if ids else "text",
-        dialect=ready.client.dialect,
+        flavour=ready.client.flavour,
         interrupted=not finished,
         summary=summary,
-        notes=[*_replayed(ready.replay), *_notes(config, ready.client.dialect, summary)],
+        notes=[*_replayed(ready.replay), *_notes(config, ready.client.flavour, summary)],
     )
 
 
@@ -120,20 +128,24 @@ async def _prepare(config: BenchConfig, session: aiohttp.ClientSession) -> _Prep
     text = _read(config.text) if config.text else None
     card = await find_model(session, config.base, config.model)
     replay = plan(config, card.max_model_len) if config.trace else None
-    if replay is None and card.max_model_len is not None and shape.longest > card.max_model_len:
+    if (
+        replay is None
+        and card.max_model_len is not None
+        and shape.max_sequence_tokens > card.max_model_len
+    ):
         raise ConfigError(
-            f"prompt and output can be {shape.longest} tokens long, and {card.id} takes "
-            f"{card.max_model_len}; lower --input, --output or --prefix-length"
+            f"prompt and output can be {shape.max_sequence_tokens} tokens long, and {card.id} "
+            f"takes {card.max_model_len}; lower --input, --output or --prefix-length"
         )
-    client = Client(
-        session, config.base, card.id, Dialect(), chat=config.chat, timeout=config.timeout
+    client = EndpointClient(
+        session, config.base, card.id, ApiFlavour(), chat=config.chat, timeout=config.timeout
     )
     source = await _source(client, text)
     if replay is not None and isinstance(source.units[0], str):
         raise EndpointError(f"{config.base} has no /tokenize: a --trace is sent as token ids")
-    probe = Job("Hello" if config.chat else "Hello there", 1)
-    dialect = await find_dialect(client, probe, config.ignore_eos)
-    ready = _Prepared(replace(client, dialect=dialect), source, shape, replay)
+    probe = PromptJob("Hello" if config.chat else "Hello there", 1)
+    flavour = await find_flavour(client, probe, config.ignore_eos)
+    ready = _Prepared(replace(client, flavour=flavour), source, shape, replay)
     await _warm_up(config, ready)
     return ready
 
@@ -152,18 +164,18 @@ def _read(path: str) -> str:
     return text
 
 
-async def _source(client: Client, text: str | None) -> Source:
+async def _source(client: EndpointClient, text: str | None) -> PromptSource:
     # Every piece begins with white space, so that a passage may go round at the end.
     words = [f" {word}" for word in WORDS] if text is None else pieces(f" {text.strip()}")
     tokens: list[int] = []
     for part in _parts(words):
-        found = await tokenize(client.session, client.base, client.model, part)
-        if found is None:
-            return Source(words, running=text is not None)
-        tokens += found
+        token_ids = await tokenize(client.session, client.base, client.model, part)
+        if token_ids is None:
+            return PromptSource(words, running=text is not None)
+        tokens += token_ids
     if client.chat:  # the template wants text
-        return Source(words, text is not None, len(tokens) / len(words))
-    return Source(tokens, running=text is not None)
+        return PromptSource(words, text is not None, len(tokens) / len(words))
+    return PromptSource(tokens, running=text is not None)
 
 
 def _parts(words: list[str]) -> Iterator[str]:
@@ -178,7 +190,7 @@ def _parts(words: list[str]) -> Iterator[str]:
     yield "".join(part)
 
 
-def _jobs(config: BenchConfig, ready: _Prepared, stream: int) -> Iterator[Job]:
+def _jobs(config: BenchConfig, ready: _Prepared, stream: int) -> Iterator[PromptJob]:
     # The prefixes are the same for warm-up and run; the rest of a prompt is not.
     prefixes = make_prefixes(ready.source, ready.shape, _rng(config, _PREFIXES))
     return jobs(ready.source, ready.shape, prefixes, _rng(config, stream))
@@ -190,17 +202,19 @@ def _rng(config: BenchConfig, stream: int) -> np.random.Generator:
 
 async def _warm_up(config: BenchConfig, ready: _Prepared) -> None:
     slots = config.slots if config.rate is None else _OPEN_WARMUP_SLOTS
-    drive = Drive(ready.client.send)
+    drive = LoadGenerator(ready.client.send)
     await drive.closed(islice(_jobs(config, ready, _WARMUP), config.warmup), slots)
     if drive.failed:
-        reason = summarize(drive.outcomes, offered=drive.offered, nanoseconds=0).failures[0]
+        reason = summarize(
+            drive.outcomes, offered_requests=drive.offered_requests, nanoseconds=0
+        ).failures[0]
         raise EndpointError(
             f"{drive.failed} of {config.warmup} warm-up requests failed, the first with "
             f"{reason.reason}: {reason.example}"
         )
 
 
-async def _load(config: BenchConfig, ready: _Prepared, drive: Drive) -> bool:
+async def _load(config: BenchConfig, ready: _Prepared, drive: LoadGenerator) -> bool:
     if ready.replay is not None:
         vocabulary = sorted({int(unit) for unit in ready.source.units})
         await run(config, ready.replay, vocabulary, drive, _rng(config, _ARRIVALS))
@@ -231,7 +245,7 @@ _COUNTED_BY = {
 }
 
 
-def _replayed(replay: Replay | None) -> list[str]:
+def _replayed(replay: TraceReplay | None) -> list[str]:
     if replay is None:
         return []
     what = f"The trace: {len(replay.trace.sessions)} sessions with {replay.turns} requests"
@@ -239,9 +253,9 @@ def _replayed(replay: Replay | None) -> list[str]:
     return [what + (cut if replay.dropped else "") + "."]
 
 
-def _notes(config: BenchConfig, dialect: Dialect, summary: Summary) -> list[str]:
+def _notes(config: BenchConfig, flavour: ApiFlavour, summary: Summary) -> list[str]:
     notes = []
-    if config.ignore_eos is None and not dialect.ignore_eos:
+    if config.ignore_eos is None and not flavour.ignore_eos:
         notes.append("The endpoint refuses ignore_eos: outputs end where the model ends them.")
     if summary.output_tokens < summary.output_tokens_asked:
         notes.append(

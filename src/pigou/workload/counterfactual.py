@@ -40,7 +40,7 @@ class Rival:
 
 
 @dataclass(slots=True)
-class Comparison:
+class PolicyComparison:
     """Choices of both, at the same moments and in the same state, which is the recorded one's.
 
     Those of requests that ended in an error before a token (a worker refused the prompt, say) do
@@ -65,20 +65,20 @@ class Comparison:
         """Note a decision, and the index of the candidate that the rival takes."""
         pairs = why.candidates
         before, after = pairs.prefill[why.chosen], pairs.prefill[index]
-        found = _Compared(
+        compared = _Compared(
             int(index != why.chosen),
             int((before < 0) != (after < 0)),
             float(why.price[index] - why.price[why.chosen]),
         )
-        self._open.setdefault(request, []).append(found)
+        self._open.setdefault(request, []).append(compared)
 
     def settle(self, request: str) -> None:
         """Count the choices that were made for a request."""
-        for each in self._open.pop(request, ()):
+        for compared in self._open.pop(request, ()):
             self.choices += 1
-            self.other += each.other
-            self.moved += each.moved
-            self.seconds += each.seconds
+            self.other += compared.other
+            self.moved += compared.moved
+            self.seconds += compared.seconds
 
     def settle_all(self) -> None:
         """Count the choices for all requests that have no end."""
@@ -91,25 +91,27 @@ class Comparison:
 
 
 class _Compared(NamedTuple):
-    """What one choice adds to a `Comparison`."""
+    """What one choice adds to a `PolicyComparison`."""
 
     other: int
     moved: int
     seconds: float
 
 
-def rival(plane: ControlPlane, config: ControlConfig, other: Rival, into: Comparison) -> Router:
+def rival(
+    plane: ControlPlane, config: ControlConfig, other: Rival, into: PolicyComparison
+) -> Router:
     """Return a router that chooses as the plane's new one does, and compares.
 
     Raises:
         ConfigError: there is no such policy or parameter.
     """
-    return _Beside(plane.router, config, other, into)
+    return _CounterfactualRouter(plane.router, config, other, into)
 
 
-class _Beside(Router):
+class _CounterfactualRouter(Router):
     def __init__(
-        self, first: Router, config: ControlConfig, other: Rival, into: Comparison
+        self, first: Router, config: ControlConfig, other: Rival, into: PolicyComparison
     ) -> None:
         super().__init__(first.policy, config)
         self.ledger = DecisionLedger(max(1, config.max_decisions))

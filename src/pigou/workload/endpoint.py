@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from pigou.workload.bounded import read_answer
-from pigou.workload.client import Client
-from pigou.workload.dialect import Dialect
-from pigou.workload.outcome import Failure
-from pigou.workload.prompts import Job
+from pigou.workload.api_flavour import ApiFlavour
+from pigou.workload.endpoint_client import EndpointClient, read_answer
+from pigou.workload.prompts import PromptJob
+from pigou.workload.request_outcome import Failure
 
 _REFUSED = ("HTTP 400", "HTTP 422")
 _CARD_SECONDS = 30.0
@@ -25,7 +24,7 @@ class EndpointError(Exception):
 
 
 @dataclass(frozen=True)
-class Card:
+class ModelCard:
     """A served model.
 
     Attributes:
@@ -37,25 +36,25 @@ class Card:
     max_model_len: int | None = None
 
 
-class _Cards(msgspec.Struct):
-    data: list[Card]
+class _ModelList(msgspec.Struct):
+    data: list[ModelCard]
 
 
 class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
-async def find_model(session: aiohttp.ClientSession, base: str, name: str) -> Card:
+async def find_model(session: aiohttp.ClientSession, base: str, name: str) -> ModelCard:
     """Return the card of the named model, or of the first; a bare one when none are listed.
 
     Raises:
         EndpointError: the endpoint is not there, or no name was given and it lists no model.
     """
     reply = await _request(session, "GET", f"{base}/v1/models")
-    found = _decode(reply, _Cards)
-    cards = found.data if found else []
+    models = _decode(reply, _ModelList)
+    cards = models.data if models else []
     if name:
-        return next((card for card in cards if card.id == name), Card(name))
+        return next((card for card in cards if card.id == name), ModelCard(name))
     if not cards:
         answer = reply[1][:200].decode(errors="replace")
         raise EndpointError(
@@ -69,39 +68,41 @@ async def tokenize(
 ) -> list[int] | None:
     """Return the text's token ids, without special ones; None when the endpoint offers none."""
     body = {"model": model, "prompt": text, "add_special_tokens": False}
-    found = _decode(await _request(session, "POST", f"{base}/tokenize", body), _Tokens)
-    return found.tokens if found and found.tokens else None
+    reply = _decode(await _request(session, "POST", f"{base}/tokenize", body), _Tokens)
+    return reply.tokens if reply and reply.tokens else None
 
 
-async def find_dialect(client: Client, probe: Job, ignore_eos: bool | None) -> Dialect:
-    """Return the richest dialect that the endpoint takes, found by sending `probe`.
+async def find_flavour(
+    client: EndpointClient, probe: PromptJob, ignore_eos: bool | None
+) -> ApiFlavour:
+    """Return the richest flavour that the endpoint takes, found by sending `probe`.
 
     Args:
-        client: its own dialect is not looked at.
+        client: its own flavour is not looked at.
         probe: a small job.
         ignore_eos: True insists on it, None takes it where it is known, False leaves it out.
 
     Raises:
-        EndpointError: every dialect is refused, or something else is wrong.
+        EndpointError: every flavour is refused, or something else is wrong.
     """
-    dialect: Dialect | None = Dialect(ignore_eos=ignore_eos is not False)
+    flavour: ApiFlavour | None = ApiFlavour(ignore_eos=ignore_eos is not False)
     first: Failure | None = None
-    while dialect is not None:
-        speaker = Client(
-            client.session, client.base, client.model, dialect, client.chat, client.timeout
+    while flavour is not None:
+        speaker = EndpointClient(
+            client.session, client.base, client.model, flavour, client.chat, client.timeout
         )
         answer = (await speaker.send(probe, 0)).result
         if not isinstance(answer, Failure) or answer.reason == "no tokens":
-            return dialect
+            return flavour
         first = first or answer
         if answer.reason not in _REFUSED:
             break
-        simpler = dialect.simpler(answer.detail)
+        simpler = flavour.simpler(answer.detail)
         if ignore_eos and simpler and not simpler.ignore_eos:
             raise EndpointError(
                 f"{client.base} refuses ignore_eos ({answer.detail}); use --no-ignore-eos"
             )
-        dialect = simpler
+        flavour = simpler
     assert first is not None
     raise EndpointError(
         f"{client.base} does not answer a small request: {first.reason}: {first.detail}"

@@ -20,7 +20,7 @@ from pigou.control.messages import Ended, FirstToken, Submit, Tokens, WorkerUp
 from pigou.request import NEVER, SECOND, FinishReason, Request, Worker
 from pigou.workload import journal_v1
 from pigou.workload.packed import unpacked
-from pigou.workload.trace import Session, Trace, Turn, ordered
+from pigou.workload.trace import Trace, TraceSession, Turn, ordered
 
 #: Reads a line that is no head, by the version of its run.
 _READERS: Mapping[int, Callable[[bytes], JournalHead | JournalEntry]] = {
@@ -30,7 +30,7 @@ _READERS: Mapping[int, Callable[[bytes], JournalHead | JournalEntry]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class JournalLine:
     """A line of a journal; `entry` is None where it was cut off when its writer was killed."""
 
     number: int
@@ -45,7 +45,7 @@ def is_journal(first: bytes) -> bool:
         return True
 
 
-def lines(path: str | Path) -> Iterator[Line]:
+def lines(path: str | Path) -> Iterator[JournalLine]:
     """Yield a journal's lines; `.gz` and `.zst` are unpacked.
 
     A run's last line may be cut off.
@@ -78,15 +78,15 @@ def lines(path: str | Path) -> Iterator[Line]:
                 elif broken:
                     raise ConfigError(_wrong(path, *broken))
                 if broken:
-                    yield Line(broken[0], None)
+                    yield JournalLine(broken[0], None)
                     broken = None
-                yield Line(number, entry)
+                yield JournalLine(number, entry)
     except (OSError, EOFError) as error:
         raise ConfigError(f"journal: {path} cannot be read ({error})") from error
     if number == 0:
         raise ConfigError(f"journal: {path} is empty")
     if broken:
-        yield Line(broken[0], None)
+        yield JournalLine(broken[0], None)
 
 
 def _wrong(path: str | Path, number: int, why: str) -> str:
@@ -94,7 +94,7 @@ def _wrong(path: str | Path, number: int, why: str) -> str:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _RecordedRequest:
     request: Request
     start: int  # nanoseconds since 1970
     input: int
@@ -109,10 +109,10 @@ class _Asked:
             return True
         return self.routed and reason is not FinishReason.ERROR
 
-    def tokens(self, usual: float) -> int:
-        """Return the tokens of its output; `usual` are those of others."""
+    def tokens(self, mean_output: float) -> int:
+        """Return the tokens of its output; `mean_output` are those of others."""
         if self.shed and not self.answered:
-            return max(1, round(min(self.request.max_tokens, usual)))
+            return max(1, round(min(self.request.max_tokens, mean_output)))
         return max(1, self.output)
 
 
@@ -136,13 +136,13 @@ def read_workload(path: str | Path) -> Trace:
         raise ConfigError(
             f"trace: {path} is a journal without requests that a worker served, or would have"
         )
-    sizes = Counter(size for each in requests for size in each.request.keys)
+    sizes = Counter(size for recorded in requests for size in recorded.request.keys)
     size = min((size for size, uses in sizes.items() if uses == max(sizes.values())), default=1)
-    usual = _usual(requests)
+    mean_output = _mean_output(requests)
     ids: dict[int, int] = {}
     sessions = []
-    for number, each in enumerate(requests):
-        keys = each.request.keys.get(size)
+    for number, recorded in enumerate(requests):
+        keys = recorded.request.keys.get(size)
         blocks = (
             tuple(ids.setdefault(key, len(ids)) for key in keys.tolist())
             if keys is not None
@@ -150,58 +150,58 @@ def read_workload(path: str | Path) -> Trace:
         )
         # What has no blocks shares nothing.
         scope = "journal" if blocks else str(number)
-        turn = Turn(each.input, each.tokens(usual), blocks)
-        start = (each.start - requests[0].start) / SECOND
-        sessions.append(Session(start, scope, (turn,), each.request.tenant))
+        turn = Turn(recorded.input, recorded.tokens(mean_output), blocks)
+        start = (recorded.start - requests[0].start) / SECOND
+        sessions.append(TraceSession(start, scope, (turn,), recorded.request.tenant))
     return ordered(float(size), sessions)
 
 
-def _usual(requests: list[_Asked]) -> float:
+def _mean_output(requests: list[_RecordedRequest]) -> float:
     """Return the mean output of those that were answered; without any there is no bound."""
-    outputs = [each.output for each in requests if each.output]
+    outputs = [recorded.output for recorded in requests if recorded.output]
     return sum(outputs) / len(outputs) if outputs else NEVER
 
 
-def _requests(path: str | Path) -> Iterator[_Asked]:
-    shift = most = 0
-    asked: dict[str, _Asked] = {}
+def _requests(path: str | Path) -> Iterator[_RecordedRequest]:
+    shift = max_capacity = 0
+    recorded: dict[str, _RecordedRequest] = {}
     for line in lines(path):
         entry = line.entry
         if isinstance(entry, JournalHead):
-            yield from _left(asked)
+            yield from _left(recorded)
             shift = entry.unix - entry.now
         elif entry is not None:
             match entry.message:
                 case WorkerUp(worker):
-                    most = max(most, _held(worker))
-                case Submit(request) if request.id not in asked:
+                    max_capacity = max(max_capacity, _held(worker))
+                case Submit(request) if request.id not in recorded:
                     start = (min(request.arrival, entry.now) or entry.now) + shift
-                    asked[request.id] = _Asked(request, start, request.prompt)
-                case FirstToken(id) if id in asked:
-                    asked[id].answered = True
+                    recorded[request.id] = _RecordedRequest(request, start, request.prompt)
+                case FirstToken(id) if id in recorded:
+                    recorded[id].answered = True
                 case Tokens(counts):
-                    _count_tokens(counts, asked)
-                case Ended(id, reason) if id in asked:
-                    ended = asked.pop(id)
+                    _count_tokens(counts, recorded)
+                case Ended(id, reason) if id in recorded:
+                    ended = recorded.pop(id)
                     if ended.is_load(reason):
                         yield ended
                 case _:
                     pass
-            _note_decisions(entry, asked, most or NEVER)
-    yield from _left(asked)
+            _note_decisions(entry, recorded, max_capacity or NEVER)
+    yield from _left(recorded)
 
 
-def _count_tokens(counts: Iterable[tuple[str, int]], asked: dict[str, _Asked]) -> None:
+def _count_tokens(counts: Iterable[tuple[str, int]], recorded: dict[str, _RecordedRequest]) -> None:
     for id, count in counts:
-        if id in asked:
-            asked[id].output += count
-            asked[id].answered = True
+        if id in recorded:
+            recorded[id].output += count
+            recorded[id].answered = True
 
 
-def _left(asked: dict[str, _Asked]) -> Iterator[_Asked]:
+def _left(recorded: dict[str, _RecordedRequest]) -> Iterator[_RecordedRequest]:
     """Take out those that have no end."""
-    yield from (each for each in asked.values() if each.is_load(None))
-    asked.clear()
+    yield from (request for request in recorded.values() if request.is_load(None))
+    recorded.clear()
 
 
 def _held(worker: Worker) -> int:
@@ -209,13 +209,15 @@ def _held(worker: Worker) -> int:
     return worker.blocks * worker.block_size or NEVER
 
 
-def _note_decisions(entry: JournalEntry, asked: dict[str, _Asked], most: int) -> None:
-    """Note who was routed, and who was shed, unless its prompt has more than `most` tokens."""
+def _note_decisions(
+    entry: JournalEntry, recorded: dict[str, _RecordedRequest], max_tokens: int
+) -> None:
+    """Note who was routed, and who was shed, unless its prompt is over `max_tokens`."""
     for decision in entry.out:
-        found = asked.get(decision.get("request", ""))
-        if found is None:
+        request = recorded.get(decision.get("request", ""))
+        if request is None:
             continue
         if decision["kind"] == "route":
-            found.routed = True
+            request.routed = True
         elif decision["kind"] == "shed":
-            found.shed = found.input <= most
+            request.shed = request.input <= max_tokens

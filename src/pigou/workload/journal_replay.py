@@ -1,4 +1,4 @@
-"""A rerun: the calls of a journal, made again to a fresh ControlPlane."""
+"""Journal replay: the calls of a journal, made again to a fresh ControlPlane."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pigou.control.journal import JournalEntry, JournalHead, replay_call
 from pigou.control.messages import Ended, FirstToken, Submit, Tokens
 from pigou.control.plane import ControlPlane
 from pigou.request import SECOND, FinishReason
-from pigou.workload.counterfactual import Comparison, Rival, rival
-from pigou.workload.journal_file import Line
+from pigou.workload.counterfactual import PolicyComparison, Rival, rival
+from pigou.workload.journal_file import JournalLine
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a rerun went another way, at the entry of this line.
+    """Where a replay went another way, at the entry of this line.
 
     Attributes:
         line: its number.
         entry: the call.
         recorded: decisions, or the error, of the journal.
-        now: those of the rerun.
+        now: those of the replay.
     """
 
     line: int
@@ -33,7 +33,7 @@ class Difference:
 
 
 @dataclass(slots=True)
-class Rerun:
+class JournalReplay:
     """What came of a journal.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rerun:
         requests: that were submitted, each attempt counted.
         decisions: that were compared.
         seconds: between the first and the last call of each run, in all.
-        took: seconds of the rerun.
+        took: seconds of the replay.
         cut: lines that were cut off, when the gateway was killed.
         difference: the first; None where all is the same.
         comparison: with another policy; None where none was asked for.
@@ -58,12 +58,14 @@ class Rerun:
     took: float = 0.0
     cut: list[int] = field(default_factory=list)
     difference: Difference | None = None
-    comparison: Comparison | None = None
+    comparison: PolicyComparison | None = None
 
 
-def rerun(
-    lines: Iterable[Line], other: Rival | None = None, watch: Callable[[Rerun], None] | None = None
-) -> Rerun:
+def replay_journal(
+    lines: Iterable[JournalLine],
+    other: Rival | None = None,
+    watch: Callable[[JournalReplay], None] | None = None,
+) -> JournalReplay:
     """Make the calls of a journal again, up to the first difference.
 
     Args:
@@ -74,7 +76,7 @@ def rerun(
     Raises:
         ConfigError: the journal cannot be read, or its policy is not there.
     """
-    found = Rerun(comparison=None if other is None else Comparison())
+    replay = JournalReplay(comparison=None if other is None else PolicyComparison())
     began = time.perf_counter()
     plane: ControlPlane | None = None
     before = 0
@@ -82,37 +84,37 @@ def rerun(
     for line in lines:
         entry = line.entry
         if entry is None:
-            found.cut.append(line.number)
+            replay.cut.append(line.number)
         elif isinstance(entry, JournalHead):
             plane, before = ControlPlane(entry.config), 0
-            found.runs += 1
-            found.versions.add(entry.pigou)
-            if other is not None and found.comparison is not None:
-                found.comparison.settle_all()
-                plane.router = rival(plane, entry.config, other, found.comparison)
+            replay.runs += 1
+            replay.versions.add(entry.pigou)
+            if other is not None and replay.comparison is not None:
+                replay.comparison.settle_all()
+                plane.router = rival(plane, entry.config, other, replay.comparison)
         else:
             assert plane is not None
             out, error = replay_call(plane, entry)
-            found.entries += 1
-            found.requests += isinstance(entry.message, Submit)
-            found.decisions += len(entry.out)
-            found.seconds += (entry.now - before) / SECOND if before else 0.0
+            replay.entries += 1
+            replay.requests += isinstance(entry.message, Submit)
+            replay.decisions += len(entry.out)
+            replay.seconds += (entry.now - before) / SECOND if before else 0.0
             before = entry.now
             if (out, error) != (entry.out, entry.error):
                 recorded, now = entry.error or entry.out, error or out
-                found.difference = Difference(line.number, entry, recorded, now)
+                replay.difference = Difference(line.number, entry, recorded, now)
                 break
-            if found.comparison is not None:
-                _settle(found.comparison, entry, answered)
-            if watch is not None and found.entries % 1000 == 0:
-                watch(found)
-    if found.comparison is not None:
-        found.comparison.settle_all()
-    found.took = time.perf_counter() - began
-    return found
+            if replay.comparison is not None:
+                _settle(replay.comparison, entry, answered)
+            if watch is not None and replay.entries % 1000 == 0:
+                watch(replay)
+    if replay.comparison is not None:
+        replay.comparison.settle_all()
+    replay.took = time.perf_counter() - began
+    return replay
 
 
-def _settle(comparison: Comparison, entry: JournalEntry, answered: set[str]) -> None:
+def _settle(comparison: PolicyComparison, entry: JournalEntry, answered: set[str]) -> None:
     """Count a request's choices when it ends, unless that was an error before a token."""
     match entry.message:
         case FirstToken(id):

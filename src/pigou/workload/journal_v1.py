@@ -62,7 +62,7 @@ def decode(line: bytes) -> JournalEntry:
         entry: dict[str, Any] = {
             name: fields.pop(name) for name in ("now", "error") if name in fields
         }
-        entry |= {"k": "call", "out": [_decision(each) for each in fields.pop("out", [])]}
+        entry |= {"k": "call", "out": [_decision(decision) for decision in fields.pop("out", [])]}
         entry["message"] = _message(fields.pop("k"), fields)
         return msgspec.convert(entry, JournalEntry, strict=False, dec_hook=decode_value)
     except KeyError as error:
@@ -87,7 +87,7 @@ def _message(k: str, fields: dict[str, Any]) -> dict[str, Any]:
     if kind == "tokens":
         return {"kind": kind, "counts": [(fields["id"], fields["count"])]}
     if kind == "cache_keyed":
-        message["events"] = [_event(*each) for each in fields["events"]]
+        message["events"] = [_event(*event) for event in fields["events"]]
     if kind == "assessed":
         message["assessment"] = _finite(fields.get("found"))
     return message
@@ -104,10 +104,10 @@ def _event(kind: str, *values: Any) -> dict[str, Any]:
     return {"kind": kind, **dict(zip(_EVENTS[kind], values, strict=True))}
 
 
-def _finite(assessment: Any) -> Any:
+def _finite(estimate: Any) -> Any:
     """Return an assessment without infinite parts, which were null; None for others."""
     try:
-        msgspec.convert(assessment, PoAEstimate | None)
+        msgspec.convert(estimate, PoAEstimate | None)
     except msgspec.ValidationError:
         return None
-    return assessment
+    return estimate

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pigou.workload.config import Lengths
+from pigou.workload.bench_config import LengthRange
 
 Prompt = str | list[int]
 
@@ -39,7 +39,7 @@ _PIECE = re.compile(r"\s*\S+")
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """What prompts are cut from.
 
     Attributes:
@@ -80,19 +80,19 @@ class Shape:
         prefix_length: of each.
     """
 
-    input: Lengths
-    output: Lengths
+    input: LengthRange
+    output: LengthRange
     prefixes: int = 0
     prefix_length: int = 0
 
     @property
-    def longest(self) -> int:
+    def max_sequence_tokens(self) -> int:
         """Tokens of the longest prompt and its output together."""
         return self.prefix_length * bool(self.prefixes) + self.input.high + self.output.high
 
 
 @dataclass(frozen=True)
-class Job:
+class PromptJob:
     """One request to send.
 
     Attributes:
@@ -112,25 +112,25 @@ def pieces(text: str) -> list[str]:
 
 
 def make_prefixes(
-    source: Source, shape: Shape, rng: np.random.Generator
+    source: PromptSource, shape: Shape, rng: np.random.Generator
 ) -> list[list[int] | list[str]]:
     """Return the shared prefixes, as units of the source."""
     return [source.cut(shape.prefix_length, rng) for _ in range(shape.prefixes)]
 
 
 def jobs(
-    source: Source,
+    source: PromptSource,
     shape: Shape,
     prefixes: Sequence[list[int] | list[str]],
     rng: np.random.Generator,
-) -> Iterator[Job]:
+) -> Iterator[PromptJob]:
     """Yield jobs without end; the same generator state gives the same jobs."""
     while True:
         output = shape.output.draw(rng)
         prefix = int(rng.integers(len(prefixes))) if prefixes else None
         front = [] if prefix is None else prefixes[prefix]
         units: list[int | str] = [*front, *source.cut(shape.input.draw(rng), rng)]
-        yield Job(_join(units), output, prefix)
+        yield PromptJob(_join(units), output, prefix)
 
 
 def _join(units: list[int | str]) -> Prompt:

@@ -115,16 +115,16 @@ def recall_items(
     sizes = [tokens(line) for line in lines]
     rng = random.Random(f"{seed}/{pairs}/{distance}")
     for _ in range(count):
-        told = held_out_pairs(rng, pairs)
+        pairs_ = held_out_pairs(rng, pairs)
         start, end = _stretch(sizes, rng, pairs, distance)
-        key, answer = rng.choice(told)
-        yield RecallItem(_weave(told, lines[start:end]) + MARK + key, answer, key, told)
+        key, answer = rng.choice(pairs_)
+        yield RecallItem(_weave(pairs_, lines[start:end]) + MARK + key, answer, key, pairs_)
 
 
 def _weave(pairs: Sequence[tuple[str, str]], lines: Sequence[str]) -> str:
     """Put a line of text before each pair, and the remaining lines after the last."""
-    told = [line + pair_line(*pair) for line, pair in zip(lines, pairs, strict=False)]
-    return "".join(told) + "".join(lines[len(pairs) :])
+    parts = [line + pair_line(*pair) for line, pair in zip(lines, pairs, strict=False)]
+    return "".join(parts) + "".join(lines[len(pairs) :])
 
 
 def _stretch(

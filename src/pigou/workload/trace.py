@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -36,7 +37,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class TraceSession:
     """Turns that follow one another: each is sent when the one before has ended.
 
     Attributes:
@@ -60,7 +61,7 @@ class Trace:
     """Sessions in the order of their starts; `block` is the tokens in a block, above 0."""
 
     block: float
-    sessions: tuple[Session, ...]
+    sessions: tuple[TraceSession, ...]
 
     def scaled(self, tokens: float = 1.0, speed: float = 1.0) -> Trace:
         """Return the trace with all lengths times `tokens`, and all times by `speed`.
@@ -72,74 +73,74 @@ class Trace:
         """
         self._check_scale(tokens, speed)
 
-        def turn(each: Turn) -> Turn:
+        def turn(old: Turn) -> Turn:
             return replace(
-                each,
-                input=max(1, round(each.input * tokens)),
-                output=max(1, round(each.output * tokens)),
-                think=each.think / speed,
+                old,
+                input=max(1, round(old.input * tokens)),
+                output=max(1, round(old.output * tokens)),
+                think=old.think / speed,
             )
 
         sessions = [
-            replace(each, start=each.start / speed, turns=tuple(map(turn, each.turns)))
-            for each in self.sessions
+            replace(session, start=session.start / speed, turns=tuple(map(turn, session.turns)))
+            for session in self.sessions
         ]
         return Trace(self.block * tokens, tuple(sessions))
 
     def _check_scale(self, tokens: float, speed: float) -> None:
         turns = [turn for session in self.sessions for turn in session.turns]
-        most = max((max(each.input, each.output) for each in turns), default=0)
-        if most * tokens > MAX_TOKENS:
+        max_length = max((max(entry.input, entry.output) for entry in turns), default=0)
+        if max_length * tokens > MAX_TOKENS:
             raise ConfigError(
-                f"trace: scale is {tokens:g}, and {most} tokens times that are over {MAX_TOKENS}; "
-                "lower it"
+                f"trace: scale is {tokens:g}, and {max_length} tokens times that are over "
+                f"{MAX_TOKENS}; lower it"
             )
-        waits = [each.think for each in turns] + [each.start for each in self.sessions]
-        wait = max(waits, default=0.0)
+        times_s = [entry.think for entry in turns] + [entry.start for entry in self.sessions]
+        wait = max(times_s, default=0.0)
         if wait > MAX_SECONDS * speed:
             raise ConfigError(
                 f"trace: speed is {speed:g}, and {wait:g} s at that speed are over {MAX_SECONDS} "
                 "(a year); raise it"
             )
 
-    def fitting(self, most: int) -> Trace:
-        """Return the trace without turns longer than `most` tokens, prompt and output.
+    def fitting(self, max_tokens: int) -> Trace:
+        """Return the trace without turns longer than `max_tokens` tokens, prompt and output.
 
         A session ends at its first such turn, as a client's would whose context is full.
         """
-        kept = []
+        sessions = []
         for session in self.sessions:
             turns: list[Turn] = []
-            for each in session.turns:
-                if each.input + each.output > most:
+            for turn in session.turns:
+                if turn.input + turn.output > max_tokens:
                     break
-                turns.append(each)
+                turns.append(turn)
             if turns:
-                kept.append(replace(session, turns=tuple(turns)))
-        return replace(self, sessions=tuple(kept))
+                sessions.append(replace(session, turns=tuple(turns)))
+        return replace(self, sessions=tuple(sessions))
 
-    def prompt(self, session: Session, turn: Turn, vocabulary: Sequence[int]) -> list[int]:
+    def prompt(self, session: TraceSession, turn: Turn, vocabulary: Sequence[int]) -> list[int]:
         """Return token ids for a turn's prompt, the same for the same blocks of the same scope.
 
         Without recorded blocks the prompt is one of the session's own, that no other shares.
         """
         if not turn.blocks:
             return _tokens(f"{session.scope}/{session.start}/{turn}", turn.input, vocabulary)
-        found: list[int] = []
+        token_ids: list[int] = []
         for number, block in enumerate(turn.blocks):
             # Scaled blocks need not have whole lengths: their edges are rounded.
             size = round((number + 1) * self.block) - round(number * self.block)
-            found += _tokens(f"{session.scope}/{block}", size, vocabulary)
-        if len(found) < turn.input:
-            rest = turn.input - len(found)
-            found += _tokens(f"{session.scope}/{turn.blocks[-1]}/rest", rest, vocabulary)
-        return found[: turn.input]
+            token_ids += _tokens(f"{session.scope}/{block}", size, vocabulary)
+        if len(token_ids) < turn.input:
+            rest = turn.input - len(token_ids)
+            token_ids += _tokens(f"{session.scope}/{turn.blocks[-1]}/rest", rest, vocabulary)
+        return token_ids[: turn.input]
 
 
 def _tokens(name: str, count: int, vocabulary: Sequence[int]) -> list[int]:
     seed = np.frombuffer(name.encode().ljust(8, b"\0"), dtype=np.uint8)
     drawn: NDArray[np.int64] = np.random.default_rng(seed).integers(len(vocabulary), size=count)
-    return [vocabulary[place] for place in drawn.tolist()]
+    return [vocabulary[index] for index in drawn.tolist()]
 
 
 def turn(input_: int, output: int, blocks: Sequence[int] = (), think: float = 0.0) -> Turn:
@@ -161,7 +162,7 @@ def turn(input_: int, output: int, blocks: Sequence[int] = (), think: float = 0.
     return Turn(max(1, counts[0]), max(1, counts[1]), ids, think)
 
 
-def ordered(block: float, sessions: Sequence[Session], rows: Sequence[int] = ()) -> Trace:
+def ordered(block: float, sessions: Sequence[TraceSession], rows: Sequence[int] = ()) -> Trace:
     """Return a trace whose sessions begin in order, the first at 0.
 
     Args:
@@ -174,12 +175,109 @@ def ordered(block: float, sessions: Sequence[Session], rows: Sequence[int] = ())
     """
     if not sessions:
         raise ConfigError("trace: it has no requests")
-    first = min((each.start for each in sessions if math.isfinite(each.start)), default=0.0)
-    for number, each in zip(rows or count(1), sessions, strict=False):
-        if not each.start - first <= MAX_SECONDS:  # a start that is no number is refused, too
+    first = min(
+        (session.start for session in sessions if math.isfinite(session.start)), default=0.0
+    )
+    for number, session in zip(rows or count(1), sessions, strict=False):
+        if not session.start - first <= MAX_SECONDS:  # a start that is no number is refused, too
             raise ConfigError(
-                f"trace: line {number} starts {each.start - first} s after the first; it must be "
-                f"at most {MAX_SECONDS} (a year)"
+                f"trace: line {number} starts {session.start - first} s after the first; it "
+                f"must be at most {MAX_SECONDS} (a year)"
             )
-    moved = [replace(each, start=each.start - first) for each in sessions]
-    return Trace(float(block), tuple(sorted(moved, key=lambda each: each.start)))
+    moved = [replace(session, start=session.start - first) for session in sessions]
+    return Trace(float(block), tuple(sorted(moved, key=lambda session: session.start)))
+
+
+def window(trace: Trace, begin: float, end: float) -> Trace:
+    """Return the sessions that start in [begin, end) seconds, moved to 0.
+
+    Raises:
+        ConfigError: none does.
+    """
+    sessions = [session for session in trace.sessions if begin <= session.start < end]
+    if not sessions:
+        last = trace.sessions[-1].start
+        raise ConfigError(f"no session starts in [{begin:g}, {end:g}); the last does at {last:g} s")
+    return ordered(trace.block, sessions)
+
+
+def some(trace: Trace, sessions: int, rng: np.random.Generator) -> Trace:
+    """Return so many of the sessions, drawn without replacement, at their own times.
+
+    Raises:
+        ConfigError: there are not as many.
+    """
+    if not 1 <= sessions <= len(trace.sessions):
+        raise ConfigError(f"sessions is {sessions}; it must be in [1, {len(trace.sessions)}]")
+    chosen = np.sort(rng.choice(len(trace.sessions), sessions, replace=False))
+    return replace(trace, sessions=tuple(trace.sessions[i] for i in chosen.tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Blocks of a trace.
+
+    Attributes:
+        references: blocks of all prompts.
+        distinct: different ones.
+    """
+
+    references: int
+    distinct: int
+
+    @property
+    def reuse(self) -> float:
+        """Share of the references whose block was there before; 0 where there are none."""
+        return 1.0 - self.distinct / self.references if self.references else 0.0
+
+
+def turns(trace: Trace) -> Iterator[tuple[str, Turn]]:
+    """Yield scope and turn of each request, in the order of their times.
+
+    What is served takes no time here: a turn comes its think time after the one before.
+    """
+    timed = []
+    for number, session in enumerate(trace.sessions):
+        at = session.start
+        for index, turn in enumerate(session.turns):
+            at += turn.think if index else 0.0
+            timed.append((at, number, index, session.scope, turn))
+    for *_, scope, turn in sorted(timed, key=lambda entry: entry[:3]):
+        yield scope, turn
+
+
+def sharing(trace: Trace) -> Sharing:
+    """Count a trace's blocks."""
+    seen: set[tuple[str, int]] = set()
+    references = 0
+    for scope, turn in turns(trace):
+        references += len(turn.blocks)
+        seen.update((scope, block) for block in turn.blocks)
+    return Sharing(references, len(seen))
+
+
+def hit_ratio(trace: Trace, tokens: float) -> float:
+    """Return the share of prompt tokens that one cache would have hit, at best.
+
+    The cache holds the blocks of so many tokens, used longest ago goes first, and the whole
+    fleet shares it. A prompt hits its leading blocks. Blocks of answers are not counted, as
+    traces do not tell them.
+
+    Args:
+        trace: with blocks.
+        tokens: that the cache holds; infinite for no limit.
+    """
+    room = tokens / trace.block
+    cache: OrderedDict[tuple[str, int], None] = OrderedDict()
+    hit = prompt_tokens = 0.0
+    for scope, turn in turns(trace):
+        names = [(scope, block) for block in turn.blocks]
+        lead = next((i for i, name in enumerate(names) if name not in cache), len(names))
+        hit += min(lead * trace.block, turn.input)
+        prompt_tokens += turn.input
+        for name in reversed(names):  # a chain's tail goes before its root
+            cache[name] = None
+            cache.move_to_end(name)
+        while len(cache) > room:
+            cache.popitem(last=False)
+    return hit / prompt_tokens if prompt_tokens else 0.0

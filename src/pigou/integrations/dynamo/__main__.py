@@ -17,12 +17,10 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.integrations.dynamo import binding
-from pigou.integrations.dynamo.attribution import Ledger
-from pigou.integrations.dynamo.events import Envelope
-from pigou.integrations.dynamo.plane import EventPlane
+from pigou.integrations.dynamo.attribution import RequestLedger
+from pigou.integrations.dynamo.event_plane import Envelope, EventPlane
 from pigou.integrations.dynamo.probe import Honoured, probe
-from pigou.integrations.dynamo.router import OverridesIgnored
-from pigou.integrations.dynamo.service import run as serve_router
+from pigou.integrations.dynamo.router import OverridesIgnored, serve_router
 from pigou.integrations.dynamo.steering import Steering
 from pigou.integrations.dynamo.switch import Frontend, Switch, serve, ticking
 
@@ -110,19 +108,19 @@ def _steering(options: argparse.Namespace) -> Steering:
 def _named(what: str, text: str) -> dict[str, Any]:
     """Read `NAME[,key=value]...`; a dot in a key reaches into a nested parameter."""
     name, *rest = text.split(",")
-    found: dict[str, Any] = {what: name}
+    values: dict[str, Any] = {what: name}
     for item in rest:
         path, equals, value = item.partition("=")
         if not path or not equals:
             raise ConfigError(f"{what}: {item!r} is not understood; write key=value after NAME")
         *outer, last = path.split(".")
-        inner = found
+        inner = values
         for part in outer:
             inner = inner.setdefault(part, {})
             if not isinstance(inner, dict):
                 raise ConfigError(f"{what}: {part} has a value, and parts as well")
         inner[last] = value
-    return found
+    return values
 
 
 def _probe(options: argparse.Namespace) -> int:
@@ -132,14 +130,14 @@ def _probe(options: argparse.Namespace) -> int:
         )
         try:
             router = await binding.router(runtime, options.endpoint, options.block_size)
-            found = await probe(
+            verdict = await probe(
                 router, options.model, block_size=options.block_size, calls=options.calls
             )
         finally:
             runtime.shutdown()
-        print(msgspec.json.format(msgspec.json.encode(found.status())).decode())
+        print(msgspec.json.format(msgspec.json.encode(verdict.status())).decode())
         codes = {Honoured.YES: 0, Honoured.NO: _IGNORED, Honoured.UNKNOWN: 4}
-        return codes[found.temperature.verdict]
+        return codes[verdict.temperature.verdict]
 
     code = asyncio.run(ask())
     sys.stdout.flush()
@@ -172,13 +170,13 @@ def _route(options: argparse.Namespace) -> int:
 def _attribute(options: argparse.Namespace) -> int:
     if options.folder is None and not options.endpoint:
         raise ConfigError("attribute: give --folder, or --endpoint for each publisher")
-    ledger = Ledger()
-    told: set[tuple[str, int]] = set()
+    ledger = RequestLedger()
+    printed: set[tuple[str, int]] = set()
 
     def sink(message: Envelope) -> None:
         for event in ledger.take(message):
-            if (event.request, event.worker) not in told:
-                told.add((event.request, event.worker))
+            if (event.request, event.worker) not in printed:
+                printed.add((event.request, event.worker))
                 line = {
                     "request": event.request, "worker": str(event.worker),
                     "rank": event.rank, "told_by": "worker" if event.own else "router",

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pigou.integrations.dynamo.events import Envelope, Life, SequenceEvent, sequence_events
+from pigou.integrations.dynamo.event_plane import Envelope, Life, SequenceEvent, sequence_events
 
 #: What Dynamo's frontend puts before its id of a request to make the id of a reply.
 _PREFIXES = ("chatcmpl-", "cmpl-")
@@ -48,7 +48,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class AttributionShare:
     """How many of a set of requests are attributed.
 
     Attributes:
@@ -67,7 +67,7 @@ class Match:
         return self.matched / self.requests if self.requests else 1.0
 
 
-class Ledger:
+class RequestLedger:
     """Request to worker, from messages of the event plane in any order between publishers.
 
     Workers of 1.6 tell of each request themselves when its prompt is computed; routers of all
@@ -112,38 +112,38 @@ class Ledger:
 
     def apply(self, event: SequenceEvent) -> None:
         """Take in one fact."""
-        found = self._served.get(event.request)
-        if found is None:
-            found = self._served[event.request] = Served(event.request)
+        served = self._served.get(event.request)
+        if served is None:
+            served = self._served[event.request] = Served(event.request)
             while len(self._served) > self._capacity:
                 self._served.popitem(last=False)
-        place = (event.worker, event.rank)
-        if place not in zip(found.workers, found.ranks, strict=True):
-            found.workers.append(event.worker)
-            found.ranks.append(event.rank)
-            found.own = False
-        elif event.life is Life.ADDED and event.worker != found.worker:
+        position = (event.worker, event.rank)
+        if position not in zip(served.workers, served.ranks, strict=True):
+            served.workers.append(event.worker)
+            served.ranks.append(event.rank)
+            served.own = False
+        elif event.life is Life.ADDED and event.worker != served.worker:
             # It came back to a worker that it had been on.
-            at = found.workers.index(event.worker)
-            found.workers.append(found.workers.pop(at))
-            found.ranks.append(found.ranks.pop(at))
-            found.own = False
-        found.own = found.own or (event.own and event.worker == found.worker)
-        found.prefilled = found.prefilled or event.life is Life.PREFILLED
-        found.freed = found.freed or event.life is Life.FREED
+            at = served.workers.index(event.worker)
+            served.workers.append(served.workers.pop(at))
+            served.ranks.append(served.ranks.pop(at))
+            served.own = False
+        served.own = served.own or (event.own and event.worker == served.worker)
+        served.prefilled = served.prefilled or event.life is Life.PREFILLED
+        served.freed = served.freed or event.life is Life.FREED
 
-    def match(self, requests: Iterable[str]) -> Match:
+    def match(self, requests: Iterable[str]) -> AttributionShare:
         """Return how many requests, by Dynamo's ids or those of their replies, are attributed."""
-        asked = [request_id(each) for each in requests]
-        missing = tuple(each for each in asked if each not in self._served)
-        return Match(len(asked), len(asked) - len(missing), missing)
+        request_ids = [request_id(request) for request in requests]
+        missing = tuple(request for request in request_ids if request not in self._served)
+        return AttributionShare(len(request_ids), len(request_ids) - len(missing), missing)
 
     def counts(self) -> dict[int, int]:
         """Return requests by worker."""
-        found: dict[int, int] = {}
-        for each in self._served.values():
-            found[each.worker] = found.get(each.worker, 0) + 1
-        return found
+        counts: dict[int, int] = {}
+        for served in self._served.values():
+            counts[served.worker] = counts.get(served.worker, 0) + 1
+        return counts
 
     def _count(self, message: Envelope) -> None:
         last = self._sequence.get(message.publisher_id)

@@ -107,5 +107,5 @@ async def router(runtime: Any, endpoint: str, block_size: int, **config: Any) ->
     where = runtime.endpoint(endpoint)
     client = await where.client()
     await client.wait_for_instances()
-    found: KvRouter = llm.KvRouter(where, block_size, llm.KvRouterConfig(**config))
-    return found
+    kv_router: KvRouter = llm.KvRouter(where, block_size, llm.KvRouterConfig(**config))
+    return kv_router

@@ -31,7 +31,7 @@ WEIGHTS = ("prefill_load_scale", "overlap_score_weight")
 _HOT = 5.0
 _POLL_S = 0.05
 #: Difference of the greatest shares of calls that is no accident in 100 calls, and one that is.
-_APART, _ALIKE = 0.25, 0.15
+_MIN_DIFFERENCE, _MAX_ACCIDENT = 0.25, 0.15
 #: Token ids that any vocabulary has, none of them special in a common one.
 _LOW_ID, _HIGH_ID = 300, 1200
 
@@ -73,7 +73,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProbeVerdict:
     """What the probe found, with its evidence.
 
     Attributes:
@@ -97,12 +97,12 @@ class Verdict:
 
     def status(self) -> dict[str, Any]:
         """Return all of it, ready for JSON; worker ids are strings, beyond what a double holds."""
-        found = asdict(self)
+        fields = asdict(self)
         for test in ("temperature", "weight"):
             for counts in ("control", "treated"):
-                held = found[test][counts]
-                found[test][counts] = {str(worker): count for worker, count in held.items()}
-        return {"honoured": self.honoured, **found}
+                held = fields[test][counts]
+                fields[test][counts] = {str(worker): count for worker, count in held.items()}
+        return {"honoured": self.honoured, **fields}
 
     def __str__(self) -> str:
         return (
@@ -120,7 +120,7 @@ async def probe(
     calls: int = 100,
     patience_s: float = 5.0,
     seed: int | None = None,
-) -> Verdict:
+) -> ProbeVerdict:
     """Find out which overrides a router honours; sends one short request, then only queries.
 
     Args:
@@ -137,7 +137,7 @@ async def probe(
     prompt = [generator.randrange(_LOW_ID, _HIGH_ID) for _ in range(blocks * block_size)]
     overlap = await _warm(router, model, prompt, patience_s)
     loads = await router.get_potential_loads(prompt)
-    workers = len({(each["worker_id"], each.get("dp_rank", 0)) for each in loads})
+    workers = len({(load["worker_id"], load.get("dp_rank", 0)) for load in loads})
     version = binding.version()
     obstacle = ""
     if workers < 2:
@@ -146,12 +146,12 @@ async def probe(
         obstacle = "no worker was seen to hold the prompt; are KV events on?"
     if obstacle:
         nothing = Finding(Honoured.UNKNOWN, why=obstacle)
-        return _told(Verdict(version, workers, overlap, nothing, nothing))
+        return _logged(ProbeVerdict(version, workers, overlap, nothing, nothing))
     base = await _counts(router, prompt, {}, calls // 4)
     hot, cold = {TEMPERATURE: _HOT}, {} if len(base) == 1 else {TEMPERATURE: 0.0}
     temperature = judge(*await _both(router, prompt, cold, hot, calls), hot, cold)
     weight = await _weight(router, prompt, calls, cold=len(base) == 1, workers=workers)
-    return _told(Verdict(version, workers, overlap, temperature, weight))
+    return _logged(ProbeVerdict(version, workers, overlap, temperature, weight))
 
 
 def judge(
@@ -176,9 +176,9 @@ def judge(
 
     if reference:
         apart = _top(control) - _top(treated)
-        if apart > _APART:
+        if apart > _MIN_DIFFERENCE:
             return said(Honoured.YES, "it spreads what the reference gathers")
-        if apart < _ALIKE:
+        if apart < _MAX_ACCIDENT:
             return said(Honoured.NO, "reference and override spread alike")
         return said(Honoured.UNKNOWN, "reference and override differ by too little to tell")
     if len(control) > 1:
@@ -199,16 +199,16 @@ async def _weight(
     if not cold:
         return Finding(Honoured.UNKNOWN, why="the router's own temperature spreads the calls")
     loads = await router.get_potential_loads(prompt)
-    decode = {each["potential_decode_blocks"] for each in loads}
+    decode = {load["potential_decode_blocks"] for load in loads}
     if len(decode) > 1:
         return Finding(Honoured.UNKNOWN, why=f"the {workers} workers are not equally loaded")
-    found = Finding(Honoured.UNKNOWN)
+    finding = Finding(Honoured.UNKNOWN)
     for name in WEIGHTS:
         zero = {name: 0.0}
-        found = judge(*await _both(router, prompt, {}, zero, calls), zero, {})
-        if found.verdict is Honoured.YES:
+        finding = judge(*await _both(router, prompt, {}, zero, calls), zero, {})
+        if finding.verdict is Honoured.YES:
             break
-    return found
+    return finding
 
 
 async def _warm(router: KvRouter, model: str, prompt: Sequence[int], patience_s: float) -> int:
@@ -246,10 +246,10 @@ async def _both(
 async def _counts(
     router: KvRouter, prompt: Sequence[int], override: Mapping[str, float], calls: int
 ) -> Counter[int]:
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for _ in range(calls):
-        found[(await router.best_worker(prompt, dict(override) or None))[0]] += 1
-    return found
+        counts[(await router.best_worker(prompt, dict(override) or None))[0]] += 1
+    return counts
 
 
 def _named(override: Mapping[str, float]) -> str:
@@ -264,6 +264,6 @@ def _shares(counts: Mapping[int, int]) -> str:
     return "/".join(str(count) for count in sorted(counts.values(), reverse=True)) or "none"
 
 
-def _told(verdict: Verdict) -> Verdict:
+def _logged(verdict: ProbeVerdict) -> ProbeVerdict:
     _log.info("%s", verdict)
     return verdict

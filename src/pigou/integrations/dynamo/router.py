@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 from pigou.control.regimes.parameters import Parameters
+from pigou.integrations.dynamo import binding
 from pigou.integrations.dynamo.binding import KvRouter, Placement
 from pigou.integrations.dynamo.meters import Meters
-from pigou.integrations.dynamo.probe import TEMPERATURE, WEIGHTS, Honoured, Verdict, probe
-from pigou.integrations.dynamo.steering import Steering, Trip, shown
+from pigou.integrations.dynamo.probe import TEMPERATURE, WEIGHTS, Honoured, ProbeVerdict, probe
+from pigou.integrations.dynamo.steering import RequestRun, Steering, shown
 
 _log = logging.getLogger("pigou.integrations.dynamo")
 _OVERRIDE = "router_config_override"
@@ -26,7 +29,7 @@ class OverridesIgnored(RuntimeError):
         verdict: what the probe saw.
     """
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: ProbeVerdict) -> None:
         super().__init__(
             f"this Dynamo does not honour the temperature of a single request: {verdict}. Run two "
             "or more frontends with different settings, and `python -m pigou.integrations.dynamo "
@@ -51,7 +54,7 @@ class AdaptiveRouter:
         self,
         router: KvRouter,
         steering: Steering,
-        verdict: Verdict,
+        verdict: ProbeVerdict,
         *,
         startup: Parameters | None = None,
         pretend: bool = False,
@@ -136,32 +139,32 @@ class AdaptiveRouter:
 
         Arguments as those of `best_worker`, and the model's name.
         """
-        trip = self._steering.arrive(self._clock())
-        override = self._override(self._force(trip.parameters), router_config_override)
+        run = self._steering.arrive(self._clock())
+        override = self._override(self._force(run.parameters), router_config_override)
         try:
             stream = await self._router.generate(
                 token_ids, model, router_config_override=override, **options
             )
         except BaseException:
-            trip.end(self._clock())
+            run.end(self._clock())
             raise
-        return self._observed(stream, trip)
+        return self._observed(stream, run)
 
     async def generate_from_request(
         self, request: Mapping[str, Any], **options: Any
     ) -> AsyncIterator[Any]:
         """Route a preprocessed request and stream the worker's answers, as `generate` does."""
-        trip = self._steering.arrive(self._clock())
+        run = self._steering.arrive(self._clock())
         body = dict(request)
-        override = self._override(self._force(trip.parameters), body.get(_OVERRIDE))
+        override = self._override(self._force(run.parameters), body.get(_OVERRIDE))
         if override:
             body[_OVERRIDE] = override
         try:
             stream = await self._router.generate_from_request(body, **options)
         except BaseException:
-            trip.end(self._clock())
+            run.end(self._clock())
             raise
-        return self._observed(stream, trip)
+        return self._observed(stream, run)
 
     def status(self) -> dict[str, Any]:
         """Return regime, wanted and real parameters, and the probe's evidence, ready for JSON."""
@@ -191,16 +194,62 @@ class AdaptiveRouter:
         self.meters.routed(self._steering.regime, force, "router")
         if not self.verdict.honoured:
             return dict(given) if given else None
-        found = {TEMPERATURE: force.temperature}
+        override = {TEMPERATURE: force.temperature}
         if self._weight and not any(name in (given or {}) for name in WEIGHTS):
-            found[self._weight] = force.overlap_weight
-        return found | dict(given or {})
+            override[self._weight] = force.overlap_weight
+        return override | dict(given or {})
 
-    async def _observed(self, stream: AsyncIterator[Any], trip: Trip) -> AsyncIterator[Any]:
+    async def _observed(self, stream: AsyncIterator[Any], run: RequestRun) -> AsyncIterator[Any]:
         try:
             async for answer in stream:
                 if answer.get("token_ids"):
-                    trip.first_token(self._clock())
+                    run.first_token(self._clock())
                 yield answer
         finally:
-            trip.end(self._clock())
+            run.end(self._clock())
+
+
+#: Name of the one request that the probe sends; it reaches no model by name.
+_MODEL = "pigou-probe"
+
+
+def serve_router(steering: Steering, arguments: Sequence[str], *, pretend: bool) -> None:
+    """Serve Dynamo's router until it is told to stop, its router wrapped in `AdaptiveRouter`.
+
+    Beside Dynamo's endpoints `generate`, `best_worker_id` and `get_overlap_scores`,
+    `NAMESPACE.router.status` tells the regime, the parameters in force and the probe's evidence.
+
+    Args:
+        steering: says the parameters.
+        arguments: of `python -m dynamo.router`.
+        pretend: as of `AdaptiveRouter`.
+
+    Raises:
+        DynamoMissing: Dynamo is not installed.
+        OverridesIgnored: this Dynamo ignores per-request parameters, and `pretend` is false.
+    """
+    service: Any = binding.load("dynamo.router.__main__")
+    stock: Any = service.StandaloneRouterHandler
+
+    class Handler(stock):  # type: ignore[misc]
+        """Dynamo's handler, with the wrapped router in place of its own."""
+
+        async def initialize(self) -> None:
+            await super().initialize()
+            await self.worker_client.wait_for_instances()
+            config = service.parse_args(arguments)
+            scale = getattr(config, "prefill_load_scale", None)
+            startup = Parameters(config.router_temperature, 1.0 if scale is None else scale)
+            self.kv_router: Any = await AdaptiveRouter.start(
+                self.kv_router, steering, _MODEL, block_size=self.block_size, startup=startup,
+                pretend=pretend,
+            )  # fmt: skip
+            where = self.runtime.endpoint(f"{config.namespace}.router.status")
+            self.telling = asyncio.ensure_future(where.serve_endpoint(self.status))
+
+        async def status(self, _: Any) -> AsyncIterator[dict[str, Any]]:
+            yield self.kv_router.status()
+
+    service.StandaloneRouterHandler = Handler
+    sys.argv = ["dynamo.router", *arguments]
+    service.main()

@@ -74,11 +74,11 @@ class Steering:
         self._detector.tick(now, self.waiting)
         return self._controller.parameters(now)
 
-    def arrive(self, now: int) -> Trip:
-        """Count a request that came; the caller tells its trip what becomes of it."""
-        found = Trip(self, self.parameters(now), now, self.waiting + 1)
+    def arrive(self, now: int) -> RequestRun:
+        """Count a request that came; the caller tells its run what becomes of it."""
+        run = RequestRun(self, self.parameters(now), now, self.waiting + 1)
         self.waiting += 1
-        return found
+        return run
 
     def first_token(self, now: int, sample: TTFTSample) -> None:
         """Take in a first token."""
@@ -95,7 +95,7 @@ class Steering:
             self._controller.observe(now, finish)
 
 
-class Trip:
+class RequestRun:
     """One request, from its arrival to its end; each is told once, whatever the caller repeats.
 
     Attributes:
@@ -107,14 +107,14 @@ class Trip:
         self._steering = steering
         self._began = began
         self._load = load
-        self._waits = True
+        self._awaits_first_token = True
         self._over = False
 
     def first_token(self, now: int) -> None:
         """It has its first token."""
-        if not self._waits or self._over:
+        if not self._awaits_first_token or self._over:
             return
-        self._waits = False
+        self._awaits_first_token = False
         ttft = (now - self._began) / SECOND
         sample = TTFTSample(ttft=ttft, load=self._load, setting=self.parameters.setting)
         self._steering.first_token(now, sample)
@@ -126,7 +126,7 @@ class Trip:
         self._over = True
         seconds = (now - self._began) / SECOND
         finish = E2ESample(seconds=seconds, setting=self.parameters.setting)
-        self._steering.end(now, None if self._waits else finish)
+        self._steering.end(now, None if self._awaits_first_token else finish)
 
 
 def distance(one: Parameters, other: Parameters) -> float:

@@ -25,7 +25,7 @@ from aiohttp import web
 from pigou.config import ConfigError
 from pigou.control.regimes.parameters import Parameters, RoutingSetting
 from pigou.integrations.dynamo.meters import Meters
-from pigou.integrations.dynamo.steering import Steering, Trip, distance, shown
+from pigou.integrations.dynamo.steering import RequestRun, Steering, distance, shown
 from pigou.request import SECOND
 
 _log = logging.getLogger("pigou.integrations.dynamo")
@@ -77,7 +77,7 @@ class Frontend:
 
 
 @dataclass(slots=True)
-class _Desk:
+class _FrontendState:
     """The state of one frontend."""
 
     frontend: Frontend
@@ -112,11 +112,11 @@ class Switch:
         """
         if len(frontends) < 2:
             raise ConfigError(f"there are {len(frontends)} frontends; a switch needs two or more")
-        settings = [each.parameters for each in frontends]
+        settings = [frontend.parameters for frontend in frontends]
         if len(set(settings)) < len(settings):
             raise ConfigError(f"two frontends have the same setting: {settings}; make them differ")
         self.meters = Meters()
-        self._desks = [_Desk(each) for each in frontends]
+        self._states = [_FrontendState(frontend) for frontend in frontends]
         self._steering = steering
         self._clock = clock
         self._session: aiohttp.ClientSession | None = None
@@ -132,7 +132,7 @@ class Switch:
 
     def order(self, now: int) -> list[Frontend]:
         """Return the frontends as a request that comes now would try them."""
-        return [desk.frontend for desk in self._order(now)]
+        return [state.frontend for state in self._order(now)]
 
     def status(self) -> dict[str, Any]:
         """Return regime, wanted parameters and the frontends, ready for JSON."""
@@ -145,19 +145,19 @@ class Switch:
             "active": self._order(now)[0].frontend.url,
             "frontends": [
                 {
-                    "url": desk.frontend.url, **shown(desk.frontend.parameters),
-                    "sent": desk.sent, "inflight": desk.inflight, "failed": desk.failed,
+                    "url": state.frontend.url, **shown(state.frontend.parameters),
+                    "sent": state.sent, "inflight": state.inflight, "failed": state.failed,
                 }
-                for desk in self._desks
+                for state in self._states
             ],
         }  # fmt: skip
 
-    def _order(self, now: int) -> list[_Desk]:
+    def _order(self, now: int) -> list[_FrontendState]:
         wanted = self._steering.parameters(now)
         return sorted(
-            self._desks,
-            key=lambda desk: (
-                desk.avoid_until > now, distance(desk.frontend.parameters, wanted)
+            self._states,
+            key=lambda state: (
+                state.avoid_until > now, distance(state.frontend.parameters, wanted)
             ),
         )  # fmt: skip
 
@@ -186,35 +186,35 @@ class Switch:
             return _error(501, "Not Implemented", "The switch passes no WebSockets")
         body = await request.read()
         now = self._clock()
-        trip = None
+        run = None
         if request.method == "POST" and request.path in _GENERATES:
-            trip = self._steering.arrive(now)
+            run = self._steering.arrive(now)
         last = ""
         try:
-            for number, desk in enumerate(self._order(now)):
+            for number, state in enumerate(self._order(now)):
                 if number:
                     self.meters.retried()
-                    _log.warning("%s; the request goes to %s", last, desk.frontend.url)
-                if trip is not None:
+                    _log.warning("%s; the request goes to %s", last, state.frontend.url)
+                if run is not None:
                     regime = self._steering.regime
-                    self.meters.routed(regime, desk.frontend.parameters, desk.frontend.url)
-                    desk.sent += 1
-                desk.inflight += 1
+                    self.meters.routed(regime, state.frontend.parameters, state.frontend.url)
+                    state.sent += 1
+                state.inflight += 1
                 try:
-                    return await self._ask(desk.frontend, request, body, trip)
+                    return await self._ask(state.frontend, request, body, run)
                 except _Unanswered as error:
-                    desk.failed += 1
-                    desk.avoid_until = self._clock() + _AVOIDED
-                    last = f"{desk.frontend.url} failed: {error}"
+                    state.failed += 1
+                    state.avoid_until = self._clock() + _AVOIDED
+                    last = f"{state.frontend.url} failed: {error}"
                 finally:
-                    desk.inflight -= 1
+                    state.inflight -= 1
         finally:
-            if trip is not None:
-                trip.end(self._clock())
+            if run is not None:
+                run.end(self._clock())
         return _error(502, "Bad Gateway", f"No frontend answers; {last}")
 
     async def _ask(
-        self, frontend: Frontend, request: web.Request, body: bytes, trip: Trip | None
+        self, frontend: Frontend, request: web.Request, body: bytes, run: RequestRun | None
     ) -> web.StreamResponse:
         """Send a request to one frontend and pass its answer on.
 
@@ -236,8 +236,8 @@ class Switch:
             streams = answer.content_type == "text/event-stream" and answer.status == 200
             await reply.prepare(request)
             async for chunk, _ in answer.content.iter_chunks():
-                if trip is not None and streams and b"data:" in chunk:
-                    trip.first_token(self._clock())
+                if run is not None and streams and b"data:" in chunk:
+                    run.first_token(self._clock())
                 await reply.write(chunk)
             await reply.write_eof()
             return reply

@@ -11,17 +11,21 @@ from statistics import median
 
 from pigou.request import SECOND
 from pigou.workload.endpoint import EndpointError
-from pigou.workload.profiling.config import ProfileConfig
-from pigou.workload.profiling.pace import Pace
-from pigou.workload.profiling.seen import Decodes, Prompts, Seen
-from pigou.workload.profiling.spread import Gaps, gaps_of, spreads
-from pigou.workload.profiling.stream import (
-    LEAST_GAPS,
-    LEAST_SECONDS,
+from pigou.workload.profiling.measurements import (
+    MIN_GAPS,
+    MIN_SECONDS,
+    Decodes,
+    Measurements,
+    Prompts,
+    StreamGaps,
     arrivals,
     excess,
+    gaps_of,
+    spreads,
     window,
 )
+from pigou.workload.profiling.pace import Pace
+from pigou.workload.profiling.profile_config import ProfileConfig
 from pigou.workload.profiling.target import Limits, Target
 
 #: Told of each measurement: how many are done, of how many, what is measured, and the seconds that
@@ -32,7 +36,7 @@ _SHORT = 16
 #: Steps by which streams start apart at most, for each of them; doubled where it is not enough.
 _LEAD = 2
 #: Seconds that decodes are measured for, where the streams may be so long.
-_LEAST = 0.25
+_MIN_DECODE_S = 0.25
 #: Times that a measurement is tried again because the streams did not overlap.
 _TRIES = 5
 
@@ -55,9 +59,9 @@ class Measuring:
             for n, length in self._batches
         ]
         self._decodes: list[list[Decodes]] = [[] for _ in self._batches]
-        self._gaps: list[list[Gaps]] = [[] for _ in self._batches]
+        self._gaps: list[list[StreamGaps]] = [[] for _ in self._batches]
         self._firsts: list[list[float]] = [[] for _ in self._chunks]
-        self._losses: list[list[float]] = [[] for _ in self._chunks]
+        self._added_s: list[list[float]] = [[] for _ in self._chunks]
         self._apart: list[float] = []
         per_round = len(self._batches) + (1 + _OFTEN) * len(self._chunks) + _OFTEN
         self._per_round = per_round
@@ -68,7 +72,7 @@ class Measuring:
         round_steps = sum(map(self._steps, range(len(self._batches)))) + rest
         self.pace = Pace(config.budget, round_steps, config.repeats)
 
-    async def run(self) -> Seen:
+    async def run(self) -> Measurements:
         """Measure everything.
 
         Raises:
@@ -85,7 +89,7 @@ class Measuring:
             await self._round(number)
         return self._seen()
 
-    def so_far(self) -> Seen | None:
+    def so_far(self) -> Measurements | None:
         """Return what was measured until it was broken off; None before a round was whole."""
         if not self.pace.rounds:
             return None
@@ -100,8 +104,8 @@ class Measuring:
             await self._decode(at)
         for at in range(len(self._chunks)):
             await self._first(at)
-        await self._beside((number + 1) * _OFTEN)
-        await self._alone()
+        await self._mixed((number + 1) * _OFTEN)
+        await self._prefill_alone()
         self.pace.round_over()
 
     def _leave_out(self, first: int) -> None:
@@ -110,13 +114,13 @@ class Measuring:
         left = len(self._batches) - first
         self._per_round -= left
         self._total -= self._config.repeats * left
-        most, length = self._batches[first - 1]
+        max_streams, length = self._batches[first - 1]
         self.notes.append(
-            f"no more than {most} decodes after {length} tokens were measured within --budget "
-            f"{self._config.budget:g} s"
+            f"no more than {max_streams} decodes after {length} tokens were measured within "
+            f"--budget {self._config.budget:g} s"
         )
-        for each in (self._batches, self._paces, self._decodes, self._gaps):
-            del each[first:]
+        for shapes in (self._batches, self._paces, self._decodes, self._gaps):
+            del shapes[first:]
 
     def _steps(self, at: int) -> float:
         """Return about how many steps of the worker a measurement of decodes takes."""
@@ -125,25 +129,25 @@ class Measuring:
             self._paces[at].steps + self._paces[at].lead + n * length / self._target.limits.tokens
         )
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> Measurements:
         decodes = [
-            Decodes(n, median(d.kv for d in found), median(d.seconds for d in found))
-            for (n, _), found in zip(self._batches, self._decodes, strict=True)
+            Decodes(n, median(d.kv for d in runs), median(d.seconds for d in runs))
+            for (n, _), runs in zip(self._batches, self._decodes, strict=True)
         ]
         rows, factors = spreads(self._gaps, decodes, self._target.limits.repeat)
-        return Seen(
+        return Measurements(
             decodes=decodes,
             rhythm=rows,
             scatter=factors,
-            beside=self._prompts(self._losses),
-            alone=[self._whole()],
+            prefill_mixed=self._prompts(self._added_s),
+            prefill_alone=[self._whole()],
             first=self._prompts(self._firsts),
         )
 
     def _prompts(self, seconds: list[list[float]]) -> list[Prompts]:
         return [
-            Prompts(tokens, _reads(tokens, kv), 1, max(0.0, median(each)))
-            for (tokens, kv), each in zip(self._chunks, seconds, strict=True)
+            Prompts(tokens, _reads(tokens, kv), 1, max(0.0, median(values)))
+            for (tokens, kv), values in zip(self._chunks, seconds, strict=True)
         ]
 
     def _tell(self, what: str) -> None:
@@ -156,29 +160,32 @@ class Measuring:
         """Let `n` sequences decode together after prompts of this length."""
         n, length = self._batches[at]
         pace = self._paces[at]
-        found, gaps = await self._decode_once(n, length, pace)
-        pace.steps = max(pace.steps, math.ceil(_LEAST / found.seconds))
+        decodes, gaps = await self._decode_once(n, length, pace)
+        pace.steps = max(pace.steps, math.ceil(_MIN_DECODE_S / decodes.seconds))
         self._gaps[at].append(gaps)
-        self._decodes[at].append(found)
+        self._decodes[at].append(decodes)
         self.pace.measured(self._steps(at))
         self._tell(f"{n} decodes after {length} tokens")
 
-    async def _decode_once(self, n: int, length: int, pace: _Pace) -> tuple[Decodes, Gaps]:
-        target, least = self._target, self._config.steps // 2
-        room = min(target.limits.longest, target.limits.room // n - target.limits.block) - length
+    async def _decode_once(self, n: int, length: int, pace: _Pace) -> tuple[Decodes, StreamGaps]:
+        target, min_steps = self._target, self._config.steps // 2
+        room = (
+            min(target.limits.max_request_tokens, target.limits.room // n - target.limits.block)
+            - length
+        )
         for _ in range(_TRIES):
             output = min(pace.steps + pace.lead, room)
             prompts = [target.prompt(length) for _ in range(n)]
             streams = [stream for _, stream in await target.ask_all(prompts, output)]
-            found = window(streams)
-            if found is not None and found.steps >= least:
-                seen = Decodes(n, n * length + found.generated, found.seconds)
+            steps_window = window(streams)
+            if steps_window is not None and steps_window.steps >= min_steps:
+                seen = Decodes(n, n * length + steps_window.generated, steps_window.seconds)
                 return seen, gaps_of(streams)
             if output == room:
                 break
             pace.lead = 2 * pace.lead + pace.steps
         raise EndpointError(
-            f"{n} streams of {output} tokens did not run together for {least} steps; "
+            f"{n} streams of {output} tokens did not run together for {min_steps} steps; "
             f"lower --max-seqs or --steps"
         )
 
@@ -187,7 +194,7 @@ class Measuring:
     async def _first(self, at: int) -> None:
         """Send a prompt to the worker that has rested, the first `kv` tokens of which it has."""
         tokens, kv = self._chunks[at]
-        output = min(_FOLLOWED, self._target.limits.longest - kv - tokens)
+        output = min(_FOLLOWED, self._target.limits.max_request_tokens - kv - tokens)
         prompt = await self._warm(tokens, kv)
         await asyncio.sleep(_REST)
         outcome, stream = await self._target.ask(prompt, output)
@@ -200,29 +207,29 @@ class Measuring:
             await self._target.ask(front, 1)
         return front + self._target.prompt(tokens)
 
-    async def _beside(self, often: int) -> None:
+    async def _mixed(self, often: int) -> None:
         """Send prompts while a stream runs, until each was measured so often.
 
         What the stream loses is what they take.
         """
         stale = 0
-        while any(len(each) < often for each in self._losses):
-            before = sum(map(len, self._losses))
-            await self._beside_once(often)
-            stale = stale + 1 if sum(map(len, self._losses)) == before else 0
+        while any(len(values) < often for values in self._added_s):
+            before = sum(map(len, self._added_s))
+            await self._mixed_once(often)
+            stale = stale + 1 if sum(map(len, self._added_s)) == before else 0
             if stale == _TRIES:
                 raise EndpointError(
                     "a stream of the longest length ends before a prompt beside it does; "
                     "raise the worker's max_model_len"
                 )
 
-    async def _beside_once(self, often: int) -> None:
+    async def _mixed_once(self, often: int) -> None:
         """Run one stream as long as may be, and send beside it what is still missing."""
-        target, losses = self._target, self._losses
-        wanted = [at for at, each in enumerate(losses) if len(each) < often]
-        wanted.sort(key=lambda at: len(losses[at]))
-        ready = [(at, await self._warm(*self._chunks[at])) for at in wanted[:_BESIDE]]
-        output = target.limits.longest - _SHORT
+        target, added_s = self._target, self._added_s
+        wanted = [at for at, values in enumerate(added_s) if len(values) < often]
+        wanted.sort(key=lambda at: len(added_s[at]))
+        ready = [(at, await self._warm(*self._chunks[at])) for at in wanted[:_MIXED_PROMPTS]]
+        output = target.limits.max_request_tokens - _SHORT
         base = asyncio.create_task(target.ask(target.prompt(_SHORT), output))
         try:
             pause = await self._pause(base)
@@ -239,7 +246,7 @@ class Measuring:
         for at, began, ended in sent:
             lost = excess(times, began, ended)
             if lost is not None:
-                losses[at].append(lost)
+                added_s[at].append(lost)
                 tokens, kv = self._chunks[at]
                 self._tell(f"{tokens} tokens after {kv}, beside a stream")
 
@@ -248,12 +255,12 @@ class Measuring:
         began = time.monotonic()
         probe = self._target.prompt(_SHORT)
         await self._target.ask(probe, _PAUSE)
-        pause = max(time.monotonic() - began, 1.5 * LEAST_SECONDS)
+        pause = max(time.monotonic() - began, 1.5 * MIN_SECONDS)
         if not base.done():
             await asyncio.sleep(pause)
         return pause
 
-    async def _alone(self) -> None:
+    async def _prefill_alone(self) -> None:
         """Send prompts of a whole step each, at once, and see how far apart they end."""
         limits = self._target.limits
         tokens = self._whole_tokens
@@ -261,15 +268,15 @@ class Measuring:
         count = max(3, min(count, limits.room // tokens))
         for _ in range(_OFTEN):
             prompts = [self._target.prompt(tokens) for _ in range(count)]
-            ends = sorted(stream.first for _, stream in await self._target.ask_all(prompts, 1))
+            ended_at = sorted(stream.first for _, stream in await self._target.ask_all(prompts, 1))
             # The first began before the others were there.
-            self._apart.append((ends[-1] - ends[1]) / (len(ends) - 2) / SECOND)
+            self._apart.append((ended_at[-1] - ended_at[1]) / (len(ended_at) - 2) / SECOND)
             self._tell(f"{count} prompts of {tokens} tokens")
 
     @property
     def _whole_tokens(self) -> int:
         limits = self._target.limits
-        return min(limits.tokens, limits.longest - 1)
+        return min(limits.tokens, limits.max_request_tokens - 1)
 
     def _whole(self) -> Prompts:
         tokens, step = self._whole_tokens, self._target.limits.tokens
@@ -292,14 +299,14 @@ _REST = 0.03
 #: Times as often as others are prompts beside a stream measured: it loses little, in much noise.
 _OFTEN = 3
 #: Tokens after which a stream is known to run, and of which pauses are long.
-_PAUSE = LEAST_GAPS + 8
+_PAUSE = MIN_GAPS + 8
 #: Prompts that are made ready for one running stream.
-_BESIDE = 12
+_MIXED_PROMPTS = 12
 
 
 def batches(limits: Limits, steps: int) -> Iterator[tuple[int, int]]:
     """Yield (sequences, tokens before) for decodes, as far as the cache has room."""
-    lengths = [_SHORT, limits.longest // 4, limits.longest * 5 // 8]
+    lengths = [_SHORT, limits.max_request_tokens // 4, limits.max_request_tokens * 5 // 8]
     n = 1
     while n <= limits.seqs:
         for length in lengths:
@@ -311,16 +318,16 @@ def batches(limits: Limits, steps: int) -> Iterator[tuple[int, int]]:
 
 def chunks(limits: Limits) -> Iterator[tuple[int, int]]:
     """Yield (tokens, tokens that are cached before them) for prompts of one step."""
-    most = min(limits.tokens - 1, limits.longest - 1)
+    max_tokens = min(limits.tokens - 1, limits.max_request_tokens - 1)
     tokens = 32
-    while tokens < most:
+    while tokens < max_tokens:
         yield tokens, 0
         tokens *= 2
-    yield most, 0
-    for kv in (limits.longest // 4, limits.longest * 5 // 8):
+    yield max_tokens, 0
+    for kv in (limits.max_request_tokens // 4, limits.max_request_tokens * 5 // 8):
         whole = kv // limits.block * limits.block
         for tokens in (64, 256):
-            if tokens <= most and whole + tokens < limits.longest:
+            if tokens <= max_tokens and whole + tokens < limits.max_request_tokens:
                 yield tokens, whole
 
 

@@ -10,17 +10,17 @@ import msgspec
 
 from pigou import __version__
 from pigou.sim.timing_measured import WorkerProfile
-from pigou.workload.client import open_session
 from pigou.workload.endpoint import EndpointError
-from pigou.workload.profiling.config import ProfileConfig
-from pigou.workload.profiling.fit import Error, errors, fit
+from pigou.workload.endpoint_client import open_session
+from pigou.workload.profiling.fit import FitError, errors, fit
 from pigou.workload.profiling.measure import Measuring, Watch
-from pigou.workload.profiling.seen import Seen
+from pigou.workload.profiling.measurements import Measurements
+from pigou.workload.profiling.profile_config import ProfileConfig
 from pigou.workload.profiling.target import find_target
 
 
 @dataclass(frozen=True)
-class Profile:
+class ProfileReport:
     """What was measured.
 
     Attributes:
@@ -33,14 +33,14 @@ class Profile:
 
     model: str
     measured: WorkerProfile
-    errors: list[Error]
-    seen: Seen
+    errors: list[FitError]
+    seen: Measurements
     notes: tuple[str, ...] = ()
 
 
 async def profile(
     config: ProfileConfig, watch: Watch | None = None, stop: asyncio.Event | None = None
-) -> Profile:
+) -> ProfileReport:
     """Measure a live worker.
 
     Args:
@@ -57,8 +57,8 @@ async def profile(
         target = await find_target(config, session)
         measuring = Measuring(target, config, watch or _nothing)
         seen = await _measured(measuring, stop)
-    found = fit(seen)
-    misses = errors(found, seen)
+    timing = fit(seen)
+    misses = errors(timing, seen)
     about: dict[str, Any] = {
         "pigou": __version__,
         "model": target.client.model,
@@ -70,11 +70,11 @@ async def profile(
     }
     limits = target.limits
     size = limits.block if limits.blocks else 0
-    found = msgspec.structs.replace(found, about=about, blocks=limits.blocks, block_size=size)
-    return Profile(target.client.model, found, misses, seen, tuple(measuring.notes))
+    timing = msgspec.structs.replace(timing, about=about, blocks=limits.blocks, block_size=size)
+    return ProfileReport(target.client.model, timing, misses, seen, tuple(measuring.notes))
 
 
-async def _measured(measuring: Measuring, stop: asyncio.Event | None) -> Seen:
+async def _measured(measuring: Measuring, stop: asyncio.Event | None) -> Measurements:
     """Run to the end, or until `stop` is set or a request fails after a whole round."""
     running = asyncio.create_task(measuring.run())
     stopping = asyncio.create_task((stop or asyncio.Event()).wait())

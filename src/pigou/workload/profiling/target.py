@@ -11,15 +11,14 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from pigou.workload.bounded import read_answer
-from pigou.workload.client import Client
-from pigou.workload.dialect import Dialect
-from pigou.workload.endpoint import EndpointError, find_dialect, find_model, tokenize
-from pigou.workload.outcome import Outcome, Stream
-from pigou.workload.profiling.config import ProfileConfig
-from pigou.workload.prompts import WORDS, Job
+from pigou.workload.api_flavour import ApiFlavour
+from pigou.workload.endpoint import EndpointError, find_flavour, find_model, tokenize
+from pigou.workload.endpoint_client import EndpointClient, read_answer
+from pigou.workload.profiling.profile_config import ProfileConfig
+from pigou.workload.prompts import WORDS, PromptJob
+from pigou.workload.request_outcome import RequestOutcome, Stream
 
-_TOKENS, _SEQS, _LONGEST = 2048, 64, 2048
+_TOKENS, _SEQS, _MAX_REQUEST_TOKENS = 2048, 64, 2048
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Limits:
     Attributes:
         tokens: that it computes in a step, at most.
         seqs: that it runs at once, at most.
-        longest: prompt and output of a request.
+        max_request_tokens: prompt and output of a request.
         room: tokens that its KV cache holds.
         block: tokens in a block of it.
         repeat: steps that it plans at once, as long as its sequences do not change.
@@ -38,7 +37,7 @@ class Limits:
 
     tokens: int
     seqs: int
-    longest: int
+    max_request_tokens: int
     room: int
     block: int
     repeat: int = 1
@@ -56,7 +55,7 @@ class Target:
         rng: of the prompts.
     """
 
-    client: Client
+    client: EndpointClient
     limits: Limits
     vocabulary: list[int]
     rng: np.random.Generator
@@ -66,13 +65,13 @@ class Target:
         drawn = self.rng.choice(self.vocabulary, size=tokens)
         return [int(token) for token in drawn]
 
-    async def ask(self, prompt: list[int], output: int) -> tuple[Outcome, Stream]:
+    async def ask(self, prompt: list[int], output: int) -> tuple[RequestOutcome, Stream]:
         """Send a request.
 
         Raises:
             EndpointError: it failed.
         """
-        outcome = await self.client.send(Job(prompt, output), 0)
+        outcome = await self.client.send(PromptJob(prompt, output), 0)
         if not isinstance(outcome.result, Stream):
             failure = outcome.result
             raise EndpointError(
@@ -81,7 +80,9 @@ class Target:
             )
         return outcome, outcome.result
 
-    async def ask_all(self, prompts: list[list[int]], output: int) -> list[tuple[Outcome, Stream]]:
+    async def ask_all(
+        self, prompts: list[list[int]], output: int
+    ) -> list[tuple[RequestOutcome, Stream]]:
         """Send requests at once."""
         return list(await asyncio.gather(*(self.ask(prompt, output) for prompt in prompts)))
 
@@ -93,13 +94,13 @@ async def find_target(config: ProfileConfig, session: aiohttp.ClientSession) -> 
         EndpointError: it is not there, is busy, or takes no token ids.
     """
     card = await find_model(session, config.base, config.model)
-    client = Client(session, config.base, card.id, Dialect(), timeout=config.timeout)
+    client = EndpointClient(session, config.base, card.id, ApiFlavour(), timeout=config.timeout)
     words = await tokenize(session, config.base, card.id, " " + " ".join(WORDS))
     if words is None:
         raise EndpointError(f"{config.base} has no /tokenize: prompts are sent as token ids")
-    probe = Job(words[:8], 1)
-    client = Client(
-        session, config.base, card.id, await find_dialect(client, probe, True),
+    probe = PromptJob(words[:8], 1)
+    client = EndpointClient(
+        session, config.base, card.id, await find_flavour(client, probe, True),
         timeout=config.timeout,
     )  # fmt: skip
     said = await _read(session, f"{config.base}/server_info")
@@ -125,16 +126,20 @@ def _count(value: object) -> int:
 
 
 def _limits(
-    config: ProfileConfig, about: dict[str, Any], page: dict[str, float], longest: int | None
+    config: ProfileConfig, about: dict[str, Any], page: dict[str, float], max_model_len: int | None
 ) -> Limits:
     block = _count(about.get("block_size")) or int(page.get("block_size") or 16)
     blocks = _count(about.get("blocks")) or int(page.get("num_gpu_blocks") or 0)
-    most = min(each for each in (config.longest, longest or _LONGEST) if each)
+    max_request_tokens = min(
+        limit
+        for limit in (config.max_request_tokens, max_model_len or _MAX_REQUEST_TOKENS)
+        if limit
+    )
     return Limits(
         tokens=config.max_batched_tokens or (_count(about.get("max_batched_tokens")) or _TOKENS),
         seqs=config.max_seqs or min(_SEQS, _count(about.get("max_seqs")) or _SEQS),
-        longest=most,
-        room=blocks * block or most,
+        max_request_tokens=max_request_tokens,
+        room=blocks * block or max_request_tokens,
         block=block,
         repeat=max(1, _count(about.get("repeat"))),
         blocks=blocks,
@@ -143,18 +148,18 @@ def _limits(
 
 def _metrics(page: str) -> dict[str, float]:
     """Return what a worker's metrics say of its load and its cache."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for line in page.splitlines():
         head, _, value = line.rpartition(" ")
         name, _, labels = head.partition("{")
         if name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
-            found[name.rpartition("_")[2]] = _float(value)
+            values[name.rpartition("_")[2]] = _float(value)
         elif name == "vllm:cache_config_info":
             for label in labels.rstrip("}").split(","):
                 key, _, said = label.partition("=")
                 if key in ("block_size", "num_gpu_blocks") and said.strip('"').isdigit():
-                    found[key] = float(said.strip('"'))
-    return found
+                    values[key] = float(said.strip('"'))
+    return values
 
 
 def _float(text: str) -> float:

@@ -11,15 +11,15 @@ import numpy as np
 from pigou.config import ConfigError
 from pigou.request import SECOND
 from pigou.sim.workload import renewal_times
-from pigou.workload.config import BenchConfig
-from pigou.workload.drive import Drive
-from pigou.workload.formats import read_trace
-from pigou.workload.prompts import Job
-from pigou.workload.trace import Session, Trace
+from pigou.workload.bench_config import BenchConfig
+from pigou.workload.load_generator import LoadGenerator
+from pigou.workload.prompts import PromptJob
+from pigou.workload.trace import Trace, TraceSession
+from pigou.workload.trace_formats import read_trace
 
 
 @dataclass(frozen=True)
-class Replay:
+class TraceReplay:
     """Sessions to send, and how.
 
     Attributes:
@@ -35,18 +35,18 @@ class Replay:
         """How many requests there are."""
         return sum(len(session.turns) for session in self.trace.sessions)
 
-    def jobs(self, vocabulary: Sequence[int]) -> Iterator[list[tuple[Job, float]]]:
+    def jobs(self, vocabulary: Sequence[int]) -> Iterator[list[tuple[PromptJob, float]]]:
         """Yield each session's jobs, with the seconds of thinking before each."""
         for session in self.trace.sessions:
             yield [(self._job(session, at, vocabulary), turn.think)
                    for at, turn in enumerate(session.turns)]  # fmt: skip
 
-    def _job(self, session: Session, at: int, vocabulary: Sequence[int]) -> Job:
+    def _job(self, session: TraceSession, at: int, vocabulary: Sequence[int]) -> PromptJob:
         turn = session.turns[at]
-        return Job(self.trace.prompt(session, turn, vocabulary), turn.output)
+        return PromptJob(self.trace.prompt(session, turn, vocabulary), turn.output)
 
 
-def plan(config: BenchConfig, max_model_len: int | None) -> Replay:
+def plan(config: BenchConfig, max_model_len: int | None) -> TraceReplay:
     """Read the configured trace, scale it, and leave out what does not fit the model.
 
     Raises:
@@ -55,7 +55,7 @@ def plan(config: BenchConfig, max_model_len: int | None) -> Replay:
     whole = read_trace(config.trace).scaled(config.trace_scale, config.trace_speed)
     if config.seed:
         order = np.random.default_rng(config.seed).permutation(len(whole.sessions))
-        if all(each.start == 0 for each in whole.sessions):
+        if all(session.start == 0 for session in whole.sessions):
             whole = replace(whole, sessions=tuple(whole.sessions[i] for i in order.tolist()))
     chosen = replace(whole, sessions=whole.sessions[: config.sessions])
     fitting = chosen if max_model_len is None else chosen.fitting(max_model_len)
@@ -63,13 +63,13 @@ def plan(config: BenchConfig, max_model_len: int | None) -> Replay:
         raise ConfigError(
             f"--trace: no request fits the model's {max_model_len} tokens; lower --trace-scale"
         )
-    before = sum(len(each.turns) for each in chosen.sessions)
-    found = Replay(fitting, 0)
-    return replace(found, dropped=before - found.turns)
+    before = sum(len(session.turns) for session in chosen.sessions)
+    replay = TraceReplay(fitting, 0)
+    return replace(replay, dropped=before - replay.turns)
 
 
 async def run(
-    config: BenchConfig, replay: Replay, vocabulary: Sequence[int], drive: Drive,
+    config: BenchConfig, replay: TraceReplay, vocabulary: Sequence[int], drive: LoadGenerator,
     rng: np.random.Generator,
 ) -> None:  # fmt: skip
     """Send the sessions: at their recorded starts, at a rate, or so many at once."""

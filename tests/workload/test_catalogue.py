@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from pigou.cli import main
-from pigou.workload.catalogue import Listed
-from pigou.workload.download import DownloadError, download
+from pigou.workload.catalogue import DownloadError, Listed, download
 
 DATA = bytes(range(256)) * 5000
 
@@ -38,7 +37,7 @@ class Site:
     cut: int = 0
     ranges: bool = True
     status: int = 0
-    asked: list[str | None] = field(default_factory=list)
+    asked_tokens: list[str | None] = field(default_factory=list)
     url: str = ""
 
 
@@ -50,7 +49,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             wanted = self.headers.get("range")
-            found.asked.append(wanted)
+            found.asked_tokens.append(wanted)
             start = int(re.findall(r"\d+", wanted)[0]) if wanted and found.ranges else 0
             if self.headers.get("if-range") not in (None, found.tag):
                 start = 0
@@ -101,7 +100,7 @@ def test_a_file_comes_whole_and_is_not_fetched_twice(site: Site, tmp_path: Path)
     assert path.read_bytes() == DATA
     assert told[-1] == (len(DATA), len(DATA))
     assert download(entry(site), tmp_path) == path
-    assert len(site.asked) == 1
+    assert len(site.asked_tokens) == 1
     assert left(tmp_path) == ["t.jsonl"]
 
 
@@ -117,9 +116,9 @@ def test_what_broke_off_is_gone_on_with(
     site.cut = 0
     assert download(entry(site, verified=verified), tmp_path).read_bytes() == DATA
     if tag or verified:
-        assert site.asked == [None, "bytes=400000-", "bytes=800000-"]
+        assert site.asked_tokens == [None, "bytes=400000-", "bytes=800000-"]
     else:  # nothing would tell whether it is still the same file
-        assert site.asked == [None, None, None]
+        assert site.asked_tokens == [None, None, None]
     assert left(tmp_path) == ["t.jsonl"]
 
 

@@ -1,4 +1,4 @@
-"""What came of one request."""
+"""The outcome of one request: its stream of tokens, or why it failed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """One request of a run. Times are nanoseconds of the client's monotonic clock.
 
     Attributes:
@@ -66,5 +66,5 @@ class Outcome:
 
     intended: int
     sent: int
-    asked: int
+    asked_tokens: int
     result: Stream | Failure

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pigou.workload.prompts import Job
+from pigou.workload.prompts import PromptJob
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ApiFlavour:
     """Fields that a body has beyond model, prompt and stream.
 
     Attributes:
@@ -26,7 +26,7 @@ class Dialect:
     usage: bool = True
     limit: str = "max_tokens"
 
-    def body(self, model: str, job: Job, *, chat: bool) -> dict[str, Any]:
+    def body(self, model: str, job: PromptJob, *, chat: bool) -> dict[str, Any]:
         """Return the body of a streamed request for the job."""
         body: dict[str, Any] = {"model": model, "stream": True, self.limit: job.output}
         if chat:
@@ -43,8 +43,8 @@ class Dialect:
                 body["stream_options"]["continuous_usage_stats"] = True
         return body
 
-    def simpler(self, refusal: str) -> Dialect | None:
-        """Return the dialect without the field that a refusal names.
+    def simpler(self, refusal: str) -> ApiFlavour | None:
+        """Return the flavour without the field that a refusal names.
 
         When it names none, the least common field goes; None when there is nothing left to drop.
         """

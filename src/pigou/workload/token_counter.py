@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pigou.wire.sse import DONE_PAYLOAD
-from pigou.workload.outcome import Counted, Failure, Stream
+from pigou.workload.request_outcome import Counted, Failure, Stream
 
 #: Ends of a stream that are no result (vLLM ends an aborted request so, with status 200).
 _ABORTED = frozenset({"abort", "error"})
@@ -60,7 +60,7 @@ class _Chunk(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Chunk, strict=False)  # counts may be floats
 
 
-class Broken(Exception):
+class BrokenStream(Exception):
     """The stream is not to be used; `failure` says why."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -68,7 +68,7 @@ class Broken(Exception):
         self.failure = Failure(reason, detail)
 
 
-class _Event(NamedTuple):
+class _StreamEvent(NamedTuple):
     """A chunk of the choice: when it came, its tokens by usage and by ids, whether it has text."""
 
     now: int
@@ -77,7 +77,7 @@ class _Event(NamedTuple):
     text: bool
 
 
-class Tally:
+class TokenCounter:
     """One choice's tokens: when they came, and how many at a time.
 
     A chunk's tokens are counted in the first of these ways that fits the whole stream: by the
@@ -91,7 +91,7 @@ class Tally:
     def __init__(self) -> None:
         self.done = False
         self.finished = False
-        self._events: list[_Event] = []
+        self._events: list[_StreamEvent] = []
         self._usage: _Usage | None = None
         self._final: int | None = None
 
@@ -109,18 +109,18 @@ class Tally:
         try:
             chunk = _DECODER.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise Broken("malformed chunk", f"{error}: {payload[:200]!r}") from error
+            raise BrokenStream("malformed chunk", f"{error}: {payload[:200]!r}") from error
         if chunk.error:
-            raise Broken("error event", _message(chunk.error))
+            raise BrokenStream("error event", _message(chunk.error))
         usage = chunk.usage.completion_tokens if chunk.usage is not None else None
         if chunk.choices:
             choice = chunk.choices[0]
             ids = None if choice.token_ids is None else len(choice.token_ids)
-            self._events.append(_Event(now, usage, ids, not choice.empty))
+            self._events.append(_StreamEvent(now, usage, ids, not choice.empty))
             if choice.finish_reason:
                 self.finished = True
                 if choice.finish_reason in _ABORTED:
-                    raise Broken("aborted", f"finish_reason is {choice.finish_reason!r}")
+                    raise BrokenStream("aborted", f"finish_reason is {choice.finish_reason!r}")
         elif usage is not None:
             self._final = usage
         if chunk.usage is not None:
@@ -134,12 +134,12 @@ class Tally:
         """
         if not (self.done or self.finished):
             seen = sum(event.text for event in self._events)
-            raise Broken("broken stream", f"it ended after {seen} chunks, without an end")
+            raise BrokenStream("broken stream", f"it ended after {seen} chunks, without an end")
         counted, counts = self._counts()
         times = [event.now for event, n in zip(self._events, counts, strict=True) if n > 0]
         counts = [n for n in counts if n > 0]
         if not times:
-            raise Broken("no tokens", "the stream ended without a token")
+            raise BrokenStream("no tokens", "the stream ended without a token")
         usage = self._usage
         details = usage.prompt_tokens_details if usage else None
         return Stream(
@@ -156,8 +156,8 @@ class Tally:
     def _counts(self) -> tuple[Counted, list[int]]:
         """Return the tokens of each chunk, and what told them."""
         events = self._events
-        told = [event.usage for event in events]
-        if any(value is not None for value in told):
+        usages = [event.usage for event in events]
+        if any(value is not None for value in usages):
             own = self._own_usage()
             if own is not None:
                 return "usage_per_chunk", own
@@ -184,17 +184,17 @@ class Tally:
 
     def _own_usage(self) -> list[int] | None:
         """Return each chunk's usage; None unless it tells that chunk's own tokens."""
-        told = [event.usage or 0 for event in self._events]
+        usages = [event.usage or 0 for event in self._events]
         texts = [event.usage for event in self._events if event.text]
         if len(texts) < 2 or not all(texts):
             return None
-        falls = any(b < a for a, b in itertools.pairwise(told) if b)
+        falls = any(b < a for a, b in itertools.pairwise(usages) if b)
         if self._final is not None:
-            same = sum(told) == self._final != max(told)
-            return told if same else None
+            same = sum(usages) == self._final != max(usages)
+            return usages if same else None
         level = len(set(texts)) == 1
         # Equal counts without a final one: each chunk's own, unless they are the whole's.
-        return told if falls or (level and texts[0] != len(texts)) else None
+        return usages if falls or (level and texts[0] != len(texts)) else None
 
     def _total(self, counted: Counted, counts: list[int]) -> int:
         """Return the tokens of the whole: as told at the end, where that can be believed."""

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pigou.request import SECOND
-from pigou.workload.outcome import Failure, Outcome, Stream
+from pigou.workload.request_outcome import Failure, RequestOutcome, Stream
 
 _MILLISECOND = 1e6
 
 
-class Spread(msgspec.Struct, frozen=True):
+class LatencyDistribution(msgspec.Struct, frozen=True):
     """A distribution, in milliseconds."""
 
     mean: float
@@ -29,7 +29,7 @@ class Spread(msgspec.Struct, frozen=True):
     p99: float
 
 
-class Reason(msgspec.Struct, frozen=True):
+class FailureCount(msgspec.Struct, frozen=True):
     """How many requests failed for one reason, and what the first of them saw."""
 
     reason: str
@@ -37,7 +37,7 @@ class Reason(msgspec.Struct, frozen=True):
     example: str
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class Summary(msgspec.Struct, frozen=True, kw_only=True, rename={"offered_requests": "offered"}):
     """What a run came to. Latencies are of completed requests only; None where there are none.
 
     Attributes:
@@ -65,11 +65,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     seconds: float
-    offered: int
+    offered_requests: int
     completed: int
     failed: int
     cancelled: int
-    failures: list[Reason]
+    failures: list[FailureCount]
     output_tokens_per_second: float
     requests_per_second: float
     output_tokens: int
@@ -78,25 +78,31 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None
     tokens_per_chunk: float | None
     counted_by: str | None
-    ttft: Spread | None
-    itl: Spread | None
-    tpot: Spread | None
-    e2e: Spread | None
-    queue_wait: Spread | None
-    server_ttft: Spread | None
-    server_e2e: Spread | None
+    ttft: LatencyDistribution | None
+    itl: LatencyDistribution | None
+    tpot: LatencyDistribution | None
+    e2e: LatencyDistribution | None
+    queue_wait: LatencyDistribution | None
+    server_ttft: LatencyDistribution | None
+    server_e2e: LatencyDistribution | None
 
 
-def spread(values: Sequence[float] | npt.NDArray[np.generic]) -> Spread | None:
+def latency_distribution(
+    values: Sequence[float] | npt.NDArray[np.generic],
+) -> LatencyDistribution | None:
     """Return the distribution of values in nanoseconds; None when there are none."""
     if not len(values):
         return None
     array = np.asarray(values, np.float64) / _MILLISECOND
-    return Spread(float(array.mean()), *np.percentile(array, (50, 90, 95, 99)).tolist())
+    return LatencyDistribution(
+        float(array.mean()), *np.percentile(array, (50, 90, 95, 99)).tolist()
+    )
 
 
-def summarize(outcomes: Sequence[Outcome], *, offered: int, nanoseconds: int) -> Summary:
-    """Return the summary of a run that took so long and was meant to send `offered` requests."""
+def summarize(
+    outcomes: Sequence[RequestOutcome], *, offered_requests: int, nanoseconds: int
+) -> Summary:
+    """Return the summary of a run that took so long and was meant to send `offered_requests`."""
     done = [(o, o.result) for o in outcomes if isinstance(o.result, Stream)]
     streams = [stream for _, stream in done]
     tokens = sum(s.tokens for s in streams)
@@ -104,34 +110,36 @@ def summarize(outcomes: Sequence[Outcome], *, offered: int, nanoseconds: int) ->
     seconds = nanoseconds / SECOND
     return Summary(
         seconds=seconds,
-        offered=offered,
+        offered_requests=offered_requests,
         completed=len(done),
         failed=len(outcomes) - len(done),
-        cancelled=offered - len(outcomes),
+        cancelled=offered_requests - len(outcomes),
         failures=_reasons(outcomes),
         output_tokens_per_second=tokens / seconds if seconds else 0.0,
         requests_per_second=len(done) / seconds if seconds else 0.0,
         output_tokens=tokens,
-        output_tokens_asked=sum(o.asked for o, _ in done),
+        output_tokens_asked=sum(o.asked_tokens for o, _ in done),
         prompt_tokens=_total(s.prompt_tokens for s in streams),
         cached_tokens=_total(s.cached_tokens for s in streams),
         tokens_per_chunk=tokens / chunks if chunks else None,
         counted_by=_counted(streams),
-        ttft=spread([s.first - o.intended for o, s in done]),
-        itl=spread(np.concatenate([s.gaps for s in streams]) if streams else []),
-        tpot=spread([(s.last - s.first) / (s.tokens - 1) for s in streams if s.tokens > 1]),
-        e2e=spread([s.last - o.intended for o, s in done]),
-        queue_wait=spread([o.sent - o.intended for o, _ in done]),
-        server_ttft=spread([s.first - o.sent for o, s in done]),
-        server_e2e=spread([s.last - o.sent for o, s in done]),
+        ttft=latency_distribution([s.first - o.intended for o, s in done]),
+        itl=latency_distribution(np.concatenate([s.gaps for s in streams]) if streams else []),
+        tpot=latency_distribution(
+            [(s.last - s.first) / (s.tokens - 1) for s in streams if s.tokens > 1]
+        ),
+        e2e=latency_distribution([s.last - o.intended for o, s in done]),
+        queue_wait=latency_distribution([o.sent - o.intended for o, _ in done]),
+        server_ttft=latency_distribution([s.first - o.sent for o, s in done]),
+        server_e2e=latency_distribution([s.last - o.sent for o, s in done]),
     )
 
 
-def _reasons(outcomes: Sequence[Outcome]) -> list[Reason]:
+def _reasons(outcomes: Sequence[RequestOutcome]) -> list[FailureCount]:
     failures = [o.result for o in outcomes if isinstance(o.result, Failure)]
     examples = {failure.reason: failure.detail for failure in reversed(failures)}
     counts = Counter(failure.reason for failure in failures)
-    return [Reason(reason, count, examples[reason]) for reason, count in counts.most_common()]
+    return [FailureCount(reason, count, examples[reason]) for reason, count in counts.most_common()]
 
 
 def _total(counts: Iterable[int | None]) -> int | None:

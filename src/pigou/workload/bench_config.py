@@ -21,14 +21,14 @@ _REQUESTS = 100
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthRange:
     """Numbers of tokens, drawn uniformly from `low` to `high`, both included."""
 
     low: int
     high: int
 
     @classmethod
-    def parse(cls, name: str, text: str) -> Lengths:
+    def parse(cls, name: str, text: str) -> LengthRange:
         """Read `N` or `MIN:MAX`; raises ConfigError, which names the option, for anything else."""
         match = _LENGTHS.fullmatch(text.strip())
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -123,9 +123,9 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Refuse what contradicts itself, and values out of range."""
         self._check_conflicts()
         for name in ("concurrency", "max_inflight", "requests", "sessions"):
-            _least(name, getattr(self, name), 1)
+            _check_minimum(name, getattr(self, name), 1)
         for name in ("warmup", "prefixes", "prefix_length", "seed"):
-            _least(name, getattr(self, name), 0)
+            _check_minimum(name, getattr(self, name), 0)
         for name in ("rate", "duration", "timeout", "trace_scale", "trace_speed"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
@@ -186,14 +186,14 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
     @property
-    def inputs(self) -> Lengths:
+    def inputs(self) -> LengthRange:
         """Tokens of a prompt, without a shared prefix."""
-        return Lengths.parse("--input", self.input)
+        return LengthRange.parse("--input", self.input)
 
     @property
-    def outputs(self) -> Lengths:
+    def outputs(self) -> LengthRange:
         """Tokens asked for."""
-        return Lengths.parse("--output", self.output)
+        return LengthRange.parse("--output", self.output)
 
     @property
     def count(self) -> int | None:
@@ -206,6 +206,6 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return self.concurrency or 1
 
 
-def _least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
+def _check_minimum(name: str, value: int | None, minimum: int) -> None:
+    if value is not None and value < minimum:
+        raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {minimum} or more")

@@ -1,26 +1,159 @@
-"""A subscriber to Dynamo's event plane over ZMQ."""
+"""Dynamo's event plane on the wire (ZMQ): envelopes, and what becomes of requests.
+
+A message has four frames: topic; publisher id and sequence number, 8 bytes each, big-endian; and a
+body of one version byte (1), the length of what follows (4 bytes, big-endian), and a MessagePack
+map with `publisher_id`, `sequence`, `published_at` (ms), `topic` and `payload`, bytes which are
+MessagePack again. Read off the wire of Dynamo 1.4.2 and 1.6.1.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from pigou.integrations.dynamo.events import SEQUENCES, Envelope, WireError, envelope
-
 _log = logging.getLogger("pigou.integrations.dynamo")
 _CHANNELS = Path("v1") / "event_channels"
 _LOOK_S = 0.2
 #: A publisher counts the subscription only some time after the handshake.
 _SETTLE_S = 0.1
+#: Topic of what becomes of requests.
+SEQUENCES = "active_sequences_events"
+_VERSION = 1
+_HEADER = 5
+
+
+class WireError(ValueError):
+    """A message is not what Dynamo sends."""
+
+
+class Life(StrEnum):
+    """What became of a request on a worker."""
+
+    ADDED = "AddRequest"
+    PREFILLED = "MarkPrefillCompleted"
+    FREED = "Free"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEvent:
+    """One fact about one request.
+
+    Attributes:
+        request: Dynamo's id of it.
+        worker: id of the worker that it is on.
+        rank: data-parallel rank there.
+        life: what happened.
+        teller: id of the router that says so; the worker's own id where the worker does.
+    """
+
+    request: str
+    worker: int
+    rank: int
+    life: Life
+    teller: int
+
+    @property
+    def own(self) -> bool:
+        """Whether the worker itself says it."""
+        return self.teller == self.worker
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """What surrounds a payload.
+
+    Attributes:
+        publisher_id: whose numbers `sequence` are.
+        sequence: rises by one with each message of the publisher.
+        published_at: milliseconds since 1970.
+        topic: of the payload.
+        payload: MessagePack.
+    """
+
+    publisher_id: int
+    sequence: int
+    published_at: int
+    topic: str
+    payload: bytes
+
+
+class _Worker(msgspec.Struct):
+    worker_id: int
+    dp_rank: int = 0
+
+
+class _SequenceRecord(msgspec.Struct):
+    request_id: str
+    worker: _Worker
+    data: str | dict[str, Any]
+    router_id: int = -1
+
+
+class _Batch(msgspec.Struct):
+    events: list[_SequenceRecord]
+
+
+_envelope = msgspec.msgpack.Decoder(Envelope)
+_batch = msgspec.msgpack.Decoder(_Batch)
+
+
+def envelope(frames: Sequence[bytes]) -> Envelope:
+    """Read a message of the event plane.
+
+    Raises:
+        WireError: it is none, or of another version.
+    """
+    if len(frames) != 4:
+        raise WireError(f"a message has {len(frames)} frames; Dynamo's have 4")
+    body = frames[3]
+    if len(body) < _HEADER or body[0] != _VERSION:
+        shown = body[0] if body else "nothing"
+        raise WireError(f"the body begins with {shown}; version {_VERSION} is understood")
+    length = int.from_bytes(body[1:_HEADER], "big")
+    if length != len(body) - _HEADER:
+        raise WireError(f"the body says {length} bytes and has {len(body) - _HEADER}")
+    try:
+        return _envelope.decode(body[_HEADER:])
+    except msgspec.MsgspecError as error:
+        raise WireError(f"the envelope: {error}") from error
+
+
+def sequence_events(payload: bytes) -> tuple[SequenceEvent, ...]:
+    """Read the payload of the topic `SEQUENCES`.
+
+    Raises:
+        WireError: it is none.
+    """
+    try:
+        batch = _batch.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"the events of requests: {error}") from error
+    return tuple(
+        SequenceEvent(
+            record.request_id, record.worker.worker_id, record.worker.dp_rank, _life(record.data),
+            record.router_id,
+        )
+        for record in batch.events
+    )  # fmt: skip
+
+
+def _life(data: str | dict[str, Any]) -> Life:
+    name = data if isinstance(data, str) else next(iter(data), "")
+    try:
+        return Life(name)
+    except ValueError:
+        return Life.OTHER
 
 
 class _Config(msgspec.Struct):
@@ -42,15 +175,15 @@ def channels(folder: Path, topic: str = SEQUENCES) -> frozenset[str]:
 
     Files that are being written, and publishers of other transports, are passed over.
     """
-    found = set()
+    endpoints = set()
     for path in (folder / _CHANNELS).glob("*"):
         try:
             channel = msgspec.json.decode(path.read_bytes(), type=_Channel)
         except (OSError, msgspec.MsgspecError):
             continue
         if channel.topic == topic and channel.transport.kind == "Zmq":
-            found.add(channel.transport.config.endpoint)
-    return frozenset(found)
+            endpoints.add(channel.transport.config.endpoint)
+    return frozenset(endpoints)
 
 
 class EventPlane:
@@ -103,7 +236,7 @@ class EventPlane:
     async def __aenter__(self) -> Self:
         self._look()
         self._tasks = [
-            asyncio.create_task(each) for each in (self._read(), self._follow(), self._watch())
+            asyncio.create_task(work) for work in (self._read(), self._follow(), self._watch())
         ]
         return self
 
@@ -124,26 +257,26 @@ class EventPlane:
         """Addresses that it is connected to, or connects to."""
         return frozenset(self._connected)
 
-    async def settled(self, least: int = 1, timeout_s: float = 10.0) -> int:
+    async def settled(self, min_publishers: int = 1, timeout_s: float = 10.0) -> int:
         """Wait until every known publisher, and at least so many, is connected; return how many.
 
         Raises:
             TimeoutError: they were not in time.
         """
         async with asyncio.timeout(timeout_s):
-            while len(self._connected) < least or not self._connected <= self._shaken:
+            while len(self._connected) < min_publishers or not self._connected <= self._shaken:
                 await asyncio.sleep(_LOOK_S / 4)
         await asyncio.sleep(_SETTLE_S)
         return len(self._connected)
 
     def _look(self) -> None:
-        found = self._named
+        endpoints = self._named
         if self._folder is not None:
-            found |= channels(self._folder, self._topic)
-        for endpoint in found - self._connected:
+            endpoints |= channels(self._folder, self._topic)
+        for endpoint in endpoints - self._connected:
             self._socket.connect(endpoint)
             self._connected.add(endpoint)
-        for endpoint in self._connected - found:
+        for endpoint in self._connected - endpoints:
             self._socket.disconnect(endpoint)
             self._connected.discard(endpoint)
             self._shaken.discard(endpoint)

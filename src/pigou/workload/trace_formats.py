@@ -18,8 +18,8 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.workload import journal_file
 from pigou.workload.packed import name_of, unpacked
-from pigou.workload.rows import BailianRow, MooncakeRow, Row, VllmRow, of_rows
-from pigou.workload.trace import Session, Trace, Turn, ordered, turn
+from pigou.workload.trace import Trace, TraceSession, Turn, ordered, turn
+from pigou.workload.trace_rows import BailianRow, MooncakeRow, TraceRow, VllmRow, of_rows
 
 T = TypeVar("T")
 
@@ -37,10 +37,11 @@ _BLOCK_IN_NAME = re.compile(r"blksz_(\d+)")
 def read_trace(path: str | Path) -> Trace:
     """Read a trace; which kind it is, its content tells.
 
-    JSON lines of Pigou (`pigou.workload.rows.Row`), Mooncake, Alibaba's Bailian or vLLM's bench;
-    a journal of Pigou's gateway; CSV of Azure or BurstGPT; agent sessions (JSON with `requests`,
-    alone, in a folder, or in a tar archive). Each may be packed (`.gz`, `.zst`). A folder with
-    `requests.jsonl`, or `vllm/requests.jsonl`, as vLLM logs are kept in, stands for that file.
+    JSON lines of Pigou (`pigou.workload.trace_rows.TraceRow`), Mooncake, Alibaba's Bailian or
+    vLLM's bench; a journal of Pigou's gateway; CSV of Azure or BurstGPT; agent sessions (JSON with
+    `requests`, alone, in a folder, or in a tar archive). Each may be packed (`.gz`, `.zst`). A
+    folder with `requests.jsonl`, or `vllm/requests.jsonl`, as vLLM logs are kept in, stands for
+    that file.
 
     Raises:
         ConfigError: the file cannot be read, or is none of these.
@@ -87,12 +88,12 @@ def _folder(path: Path) -> Trace:
             f"trace: {path} has no agent sessions (*.json) and no {_LOG} of a vLLM log; "
             "name the folder that has them"
         )
-    return _agents((each.read_text("utf-8-sig") for each in sessions), str(path))
+    return _agents((path_.read_text("utf-8-sig") for path_ in sessions), str(path))
 
 
 def _members(file: io.BytesIO) -> Iterator[str]:
     with tarfile.open(fileobj=file) as archive:
-        for member in sorted(archive.getmembers(), key=lambda each: each.name):
+        for member in sorted(archive.getmembers(), key=lambda member: member.name):
             opened = archive.extractfile(member) if member.name.endswith(".json") else None
             if opened is not None:
                 yield opened.read().decode("utf-8-sig")
@@ -106,13 +107,13 @@ def _lines(data: bytes, name: str, path: str) -> Trace:
     if "input_toks" in keys:
         return _vllm(_decoded(lines, VllmRow, path), numbers, path)
     if "chat_id" in keys:
-        found = _BLOCK_IN_NAME.search(name)
-        if found is None:
+        match = _BLOCK_IN_NAME.search(name)
+        if match is None:
             raise ConfigError(f"trace: the name of {path} lacks the block size, like blksz_16")
-        return _blocks(_decoded(lines, BailianRow, path), int(found[1]), 1.0, numbers, path)
+        return _blocks(_decoded(lines, BailianRow, path), int(match[1]), 1.0, numbers, path)
     if "timestamp" in keys:
         return _blocks(_decoded(lines, MooncakeRow, path), _MOONCAKE_BLOCK, 1e-3, numbers, path)
-    return of_rows(_decoded(lines, Row, path), numbers)
+    return of_rows(_decoded(lines, TraceRow, path), numbers)
 
 
 def _decoded(lines: Sequence[tuple[int, bytes]], kind: type[Any], path: str) -> list[Any]:
@@ -128,11 +129,11 @@ def _decoded(lines: Sequence[tuple[int, bytes]], kind: type[Any], path: str) -> 
 
 
 def _vllm(rows: Sequence[VllmRow], numbers: Sequence[int], path: str) -> Trace:
-    sessions: list[Session] = []
+    sessions: list[TraceSession] = []
     for number, row in zip(numbers, rows, strict=True):
         with _line(number, path):
             one = turn(row.input_toks, row.output_toks)
-        sessions.append(Session(row.seconds, str(len(sessions)), (one,)))
+        sessions.append(TraceSession(row.seconds, str(len(sessions)), (one,)))
     return ordered(1.0, sessions, numbers)
 
 
@@ -146,7 +147,7 @@ def _blocks(
         with _line(number, path):
             one = turn(row.input_length, row.output_length, row.hash_ids)
         name = str(row.chat_id) if isinstance(row, BailianRow) else ""
-        sessions.append(Session(row.timestamp * unit, "trace", (one,), name=name))
+        sessions.append(TraceSession(row.timestamp * unit, "trace", (one,), name=name))
     return ordered(block, sessions, numbers)
 
 
@@ -155,8 +156,8 @@ def _table(text: str, path: str) -> Trace:
     reader = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
     names: list[str] = []
     rows: list[tuple[int, dict[str, str]]] = []
-    for found in reader:
-        cells = [cell.strip() for cell in found]
+    for row in reader:
+        cells = [cell.strip() for cell in row]
         if not any(cells):
             continue
         if names:
@@ -215,7 +216,7 @@ def _rows(
     Those whose output is `failed` are left out.
     """
     time, input_, output = columns
-    sessions: list[Session] = []
+    sessions: list[TraceSession] = []
     numbers: list[int] = []
     for number, row in rows:
         with _line(number, path):
@@ -223,7 +224,7 @@ def _rows(
             if tokens == failed:
                 continue
             one = turn(_cell(row, input_, _whole), tokens)
-            sessions.append(Session(_cell(row, time, read), str(len(sessions)), (one,)))
+            sessions.append(TraceSession(_cell(row, time, read), str(len(sessions)), (one,)))
         numbers.append(number)
     return ordered(1.0, sessions, numbers)
 
@@ -271,7 +272,7 @@ def _agents(texts: Iterable[str], path: str) -> Trace:
         name = str(whole["id"])
         turns = tuple(_agent_turns(whole["requests"], f"{path}, session {name}"))
         if turns:
-            sessions.append(Session(0.0, name, turns, name=name))
+            sessions.append(TraceSession(0.0, name, turns, name=name))
     if not sessions:
         raise ConfigError(f"trace: {path} holds no session")
     if len(sizes) != 1:
@@ -279,10 +280,10 @@ def _agents(texts: Iterable[str], path: str) -> Trace:
     return ordered(sizes.pop(), sessions)
 
 
-def _size(found: Any, path: str) -> int:
-    if not isinstance(found, int) or found < 1:
-        raise ConfigError(f"trace: block_size of {path} is {found!r}; it must be tokens, from 1 on")
-    return found
+def _size(match: Any, path: str) -> int:
+    if not isinstance(match, int) or match < 1:
+        raise ConfigError(f"trace: block_size of {path} is {match!r}; it must be tokens, from 1 on")
+    return match
 
 
 def _agent_turns(rows: Sequence[dict[str, Any]], where: str) -> Iterator[Turn]:

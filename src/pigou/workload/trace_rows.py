@@ -9,13 +9,13 @@ from itertools import count
 import msgspec
 
 from pigou.config import ConfigError
-from pigou.workload.trace import Session, Trace, Turn, ordered, turn
+from pigou.workload.trace import Trace, TraceSession, Turn, ordered, turn
 
 #: Tokens in a block where rows have blocks and do not say.
 _BLOCK = 16.0
 
 
-class Row(
+class TraceRow(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True
 ):
     """A request of Pigou's own trace format, one a line.
@@ -89,13 +89,13 @@ class _Open:
     name: str
     turns: list[Turn] = field(default_factory=list)
 
-    def session(self) -> Session:
+    def session(self) -> TraceSession:
         """Return it; one without blocks shares nothing, not even with the like."""
-        scope = "trace" if any(each.blocks for each in self.turns) else f"row {self.row}"
-        return Session(self.start, scope, tuple(self.turns), self.tenant, self.name)
+        scope = "trace" if any(turn_.blocks for turn_ in self.turns) else f"row {self.row}"
+        return TraceSession(self.start, scope, tuple(self.turns), self.tenant, self.name)
 
 
-def of_rows(rows: Sequence[Row], numbers: Sequence[int] = ()) -> Trace:
+def of_rows(rows: Sequence[TraceRow], numbers: Sequence[int] = ()) -> Trace:
     """Return the trace of its rows; `numbers` are their lines in the file, by default from 1 on.
 
     A row with `arrival_s` begins a session; one with `think_s` goes on with that of its name.
@@ -127,22 +127,22 @@ def of_rows(rows: Sequence[Row], numbers: Sequence[int] = ()) -> Trace:
         elif not name or name not in last:
             raise ConfigError(f"trace: line {number} has think_s, and no session before it")
         last[name].turns.append(one)
-    places = [each.row for each in opened]
-    return ordered(block, [each.session() for each in opened], places)
+    places = [session.row for session in opened]
+    return ordered(block, [session.session() for session in opened], places)
 
 
-def _block(rows: Sequence[Row]) -> float:
+def _block(rows: Sequence[TraceRow]) -> float:
     """Return the tokens in a block: those of the rows that have blocks, or say."""
     sizes = {row.block or _BLOCK for row in rows if row.hash_ids or row.block is not None}
     if len(sizes) > 1:
         raise ConfigError(f"trace: rows have blocks of {sorted(sizes)} tokens; they must be equal")
-    found = sizes.pop() if sizes else _BLOCK
-    if not 0 < found < float("inf"):
-        raise ConfigError(f"trace: block is {found}; it must be above 0")
-    return found
+    size = sizes.pop() if sizes else _BLOCK
+    if not 0 < size < float("inf"):
+        raise ConfigError(f"trace: block is {size}; it must be above 0")
+    return size
 
 
-def to_rows(trace: Trace) -> Iterator[Row]:
+def to_rows(trace: Trace) -> Iterator[TraceRow]:
     """Yield a trace as rows, in the order of its sessions.
 
     Block ids are numbered by first use. Sessions of several turns are named where they are not:
@@ -153,14 +153,14 @@ def to_rows(trace: Trace) -> Iterator[Row]:
     names = (name for n in count() if (name := f"session-{n}") not in taken)
     for session in trace.sessions:
         name = session.name or (next(names) if len(session.turns) > 1 else "")
-        for place, each in enumerate(session.turns):
-            yield Row(
-                arrival_s=None if place else session.start,
-                think_s=each.think if place else None,
-                input=each.input,
-                output=each.output,
-                hash_ids=[ids.setdefault((session.scope, b), len(ids)) for b in each.blocks],
-                block=_short(trace.block) if each.blocks else None,
+        for index, turn_ in enumerate(session.turns):
+            yield TraceRow(
+                arrival_s=None if index else session.start,
+                think_s=turn_.think if index else None,
+                input=turn_.input,
+                output=turn_.output,
+                hash_ids=[ids.setdefault((session.scope, b), len(ids)) for b in turn_.blocks],
+                block=_short(trace.block) if turn_.blocks else None,
                 tenant=session.tenant,
                 session=name,
             )

@@ -1,4 +1,4 @@
-"""Sends jobs, in a closed or an open loop, and keeps what came of them."""
+"""The load generator: sends jobs in a closed or an open loop, and keeps their outcomes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from pigou.request import SECOND
-from pigou.workload.outcome import Failure, Outcome
-from pigou.workload.prompts import Job
+from pigou.workload.prompts import PromptJob
+from pigou.workload.request_outcome import Failure, RequestOutcome
 
-Send = Callable[[Job, int], Awaitable[Outcome]]
+Send = Callable[[PromptJob, int], Awaitable[RequestOutcome]]
 
 
-class Drive:
+class LoadGenerator:
     """One run of load.
 
     Attributes:
@@ -24,17 +24,19 @@ class Drive:
         began: nanoseconds of the monotonic clock.
     """
 
-    def __init__(self, send: Send, watch: Callable[[Drive], None] | None = None) -> None:
+    def __init__(self, send: Send, watch: Callable[[LoadGenerator], None] | None = None) -> None:
         """`watch` is called after each request that ended."""
         self._send = send
         self._watch = watch
-        self.offered = 0
+        self.offered_requests = 0
         self.inflight = 0
         self.failed = 0
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[RequestOutcome] = []
         self.began = time.monotonic_ns()
 
-    async def closed(self, jobs: Iterator[Job], slots: int, duration: float | None = None) -> None:
+    async def closed(
+        self, jobs: Iterator[PromptJob], slots: int, duration: float | None = None
+    ) -> None:
         """Keep `slots` requests in flight until the jobs, or the seconds to send in, run out.
 
         A request is meant to be sent when the one before it in its slot has ended.
@@ -47,7 +49,7 @@ class Drive:
                 intended = time.monotonic_ns()
                 if end is not None and intended >= end:
                     return
-                self.offered += 1
+                self.offered_requests += 1
                 await self._one(job, intended)
 
         async with asyncio.TaskGroup() as group:
@@ -55,7 +57,7 @@ class Drive:
                 group.create_task(slot())
 
     async def open(
-        self, jobs: Iterable[Job], times: Iterable[int], max_inflight: int | None = None
+        self, jobs: Iterable[PromptJob], times: Iterable[int], max_inflight: int | None = None
     ) -> None:
         """Send each job at its time, nanoseconds from the start, whatever became of the others.
 
@@ -64,7 +66,7 @@ class Drive:
         """
         slots = asyncio.Semaphore(max_inflight) if max_inflight else None
 
-        async def one(job: Job, intended: int) -> None:
+        async def one(job: PromptJob, intended: int) -> None:
             if slots is None:
                 await self._one(job, intended)
             else:
@@ -76,12 +78,12 @@ class Drive:
             for job, at in zip(jobs, times, strict=False):
                 intended = self.began + at
                 await _until(intended)
-                self.offered += 1
+                self.offered_requests += 1
                 group.create_task(one(job, intended))
 
     async def sessions(
         self,
-        sessions: Iterable[Sequence[tuple[Job, float]]],
+        sessions: Iterable[Sequence[tuple[PromptJob, float]]],
         starts: Iterable[float],
         slots: int | None = None,
     ) -> None:
@@ -98,13 +100,13 @@ class Drive:
         """
         free = asyncio.Semaphore(slots) if slots else None
 
-        async def one(jobs: Sequence[tuple[Job, float]], start: int) -> None:
+        async def one(jobs: Sequence[tuple[PromptJob, float]], start: int) -> None:
             intended = start
-            for place, (job, think) in enumerate(jobs):
-                if place:
+            for turn_index, (job, think) in enumerate(jobs):
+                if turn_index:
                     intended = time.monotonic_ns() + round(think * SECOND)
                 await _until(intended)
-                self.offered += 1
+                self.offered_requests += 1
                 await self._one(job, intended)
             if free is not None:
                 free.release()
@@ -119,7 +121,7 @@ class Drive:
                     intended = max(intended, time.monotonic_ns())
                 group.create_task(one(jobs, intended))
 
-    async def _one(self, job: Job, intended: int) -> None:
+    async def _one(self, job: PromptJob, intended: int) -> None:
         self.inflight += 1
         try:
             outcome = await self._send(job, intended)

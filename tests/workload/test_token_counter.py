@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.workload.tally import Broken, Tally
+from pigou.workload.token_counter import BrokenStream, TokenCounter
 
 
-def feed(tally: Tally, now: int = 0, **chunk: Any) -> None:
+def feed(tally: TokenCounter, now: int = 0, **chunk: Any) -> None:
     tally.feed(json.dumps(chunk).encode(), now)
 
 
@@ -31,7 +31,7 @@ def test_every_token_but_the_first_has_a_gap_and_the_gaps_add_up(
     steps: list[tuple[int, int]], way: str
 ) -> None:
     steps = [*steps, (5, 1)]
-    tally, now, seen, first = Tally(), 1000, 0, None
+    tally, now, seen, first = TokenCounter(), 1000, 0, None
     for wait, new in steps:
         now += wait
         seen += new
@@ -49,7 +49,7 @@ def test_every_token_but_the_first_has_a_gap_and_the_gaps_add_up(
 
 
 def test_tokens_that_come_together_have_no_gap_between_them() -> None:
-    tally = Tally()
+    tally = TokenCounter()
     for now, seen in [(10, 2), (40, 5), (45, 6)]:
         feed(tally, now, **text(), usage=usage(seen))
     tally.feed(b"[DONE]", 50)
@@ -57,7 +57,7 @@ def test_tokens_that_come_together_have_no_gap_between_them() -> None:
 
 
 def test_without_counts_a_chunk_with_text_is_one_and_the_last_usage_decides_the_tokens() -> None:
-    tally = Tally()
+    tally = TokenCounter()
     for now in (10, 20, 40):
         feed(tally, now, **text())
     feed(tally, 50, **text("", "stop"))
@@ -70,7 +70,7 @@ def test_without_counts_a_chunk_with_text_is_one_and_the_last_usage_decides_the_
 
 def test_a_chunk_that_only_opens_a_chat_is_no_token() -> None:
     for extra in ({}, {"usage": usage(0)}):
-        tally = Tally()
+        tally = TokenCounter()
         opening = {"index": 0, "delta": {"role": "assistant", "content": ""}}
         feed(tally, 1, choices=[opening], **extra)
         said = {"index": 0, "delta": {"content": "hi"}, "finish_reason": "stop"}
@@ -80,7 +80,7 @@ def test_a_chunk_that_only_opens_a_chat_is_no_token() -> None:
 
 
 def test_usage_that_only_the_last_chunk_has_does_not_move_tokens_to_it() -> None:
-    tally = Tally()
+    tally = TokenCounter()
     for now in (10, 20, 30):
         feed(tally, now, **text())
     feed(tally, 90, **text("", "stop"), usage=usage(3))
@@ -89,7 +89,7 @@ def test_usage_that_only_the_last_chunk_has_does_not_move_tokens_to_it() -> None
 
 @pytest.mark.parametrize("kind", ["reasoning_content", "reasoning", "tool_calls"])
 def test_thoughts_and_calls_are_tokens_too(kind: str) -> None:
-    tally = Tally()
+    tally = TokenCounter()
     value: Any = [{"index": 0}] if kind == "tool_calls" else "hm"
     feed(tally, 3, choices=[{"index": 0, "delta": {kind: value}, "finish_reason": "stop"}])
     assert tally.close().first == 3
@@ -107,29 +107,29 @@ def test_thoughts_and_calls_are_tokens_too(kind: str) -> None:
     ],
 )
 def test_what_is_no_result_is_a_failure_with_its_reason(payload: bytes, reason: str) -> None:
-    with pytest.raises(Broken) as broken:
-        Tally().feed(payload, 0)
+    with pytest.raises(BrokenStream) as broken:
+        TokenCounter().feed(payload, 0)
     assert broken.value.failure.reason == reason
 
 
 def test_a_stream_that_ends_before_its_end_is_broken() -> None:
-    tally = Tally()
+    tally = TokenCounter()
     feed(tally, 0, **text())
-    with pytest.raises(Broken, match="broken stream"):
+    with pytest.raises(BrokenStream, match="broken stream"):
         tally.close()
 
 
 def test_an_end_without_a_token_is_a_failure() -> None:
-    tally = Tally()
+    tally = TokenCounter()
     feed(tally, 0, **text("", "stop"))
     tally.feed(b"[DONE]", 0)
-    with pytest.raises(Broken, match="no tokens"):
+    with pytest.raises(BrokenStream, match="no tokens"):
         tally.close()
 
 
 def streamed(counts: list[int], told: Any, final: Any = None) -> Any:
     """A stream of chunks with so many tokens, 1 s apart; `told(seen, new, at)` is their usage."""
-    tally, seen = Tally(), 0
+    tally, seen = TokenCounter(), 0
     for at, new in enumerate(counts):
         seen += new
         value = told(seen, new, at)
@@ -173,7 +173,7 @@ def test_usage_that_tells_each_chunks_own_tokens_is_known_from_a_running_one() -
 
 
 def test_a_usage_that_tells_nothing_until_the_end_gives_way_to_token_ids() -> None:
-    tally = Tally()
+    tally = TokenCounter()
     for now in range(4):
         feed(tally, now, **text("ab", token_ids=[1, 2]), usage=usage(0))
     feed(tally, 9, choices=[], usage=usage(8))
@@ -184,7 +184,7 @@ def test_a_usage_that_tells_nothing_until_the_end_gives_way_to_token_ids() -> No
 
 
 def test_a_zero_total_on_the_last_chunk_is_not_believed() -> None:
-    tally = Tally()
+    tally = TokenCounter()
     for now in range(10):
         feed(tally, now, **text(finish="length" if now == 9 else None), usage=usage(0))
     tally.feed(b"[DONE]", 9)
@@ -196,7 +196,7 @@ def test_a_zero_total_on_the_last_chunk_is_not_believed() -> None:
                                      b'{"choices": [], "usage": {"completion_tokens": 2.0}}',
                                      b'{"choices": [], "error": null}'])  # fmt: skip
 def test_harmless_chunks_break_no_measurement(payload: bytes) -> None:
-    tally = Tally()
+    tally = TokenCounter()
     for now in range(2):
         tally.feed(payload, now)
         feed(tally, now, **text())

@@ -36,7 +36,9 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_seqs: Annotated[
         int, option("Most streams at once to measure; 0 asks it. (unknown: 64)")
     ] = 0
-    longest: Annotated[int, option("Most tokens of a request; 0 asks it. (unknown: 2048)")] = 0
+    max_request_tokens: Annotated[
+        int, option("Most tokens of a request; 0 asks it. (unknown: 2048)", name="longest")
+    ] = 0
     repeats: Annotated[int, option("Of each measurement; their median counts.")] = 5
     steps: Annotated[int, option("Of each measurement of decodes.")] = 32
     seed: Annotated[int | None, option("Of the prompts; by default they are others each time.")] = (
@@ -56,15 +58,16 @@ class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"URL is {self.url!r}; write for example http://127.0.0.1:8100")
-        for name, least in (
-            ("max_batched_tokens", 0), ("max_seqs", 0), ("longest", 0), ("repeats", 1),
+        for name, minimum in (
+            ("max_batched_tokens", 0), ("max_seqs", 0), ("max_request_tokens", 0), ("repeats", 1),
             ("steps", 4), ("seed", 0)
         ):  # fmt: skip
-            if (getattr(self, name) or 0) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.longest and self.longest < 128:
+            if (getattr(self, name) or 0) < minimum:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+        if self.max_request_tokens and self.max_request_tokens < 128:
             raise ConfigError(
-                f"longest is {self.longest}; give at least 128, or 0 to ask the worker"
+                f"max_request_tokens is {self.max_request_tokens}; give at least 128, or 0 "
+                "to ask the worker"
             )
         if not 0.0 <= self.budget < float("inf"):
             raise ConfigError(f"budget is {self.budget}; it must be at least 0 seconds")

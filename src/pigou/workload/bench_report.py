@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from pigou.workload.bench import Result
-from pigou.workload.config import BenchConfig
-from pigou.workload.summary import Spread, Summary
+from pigou.workload.bench import BenchResult
+from pigou.workload.bench_config import BenchConfig
+from pigou.workload.bench_summary import LatencyDistribution, Summary
 
 #: Changes when a key of the document changes its meaning or goes.
 VERSION = 1
@@ -24,7 +24,7 @@ _SPREADS = {
 }
 
 
-def document(config: BenchConfig, result: Result) -> dict[str, Any]:
+def document(config: BenchConfig, result: BenchResult) -> dict[str, Any]:
     """Return the JSON document: latencies in milliseconds under keys that end in `_ms`."""
     summary: dict[str, Any] = msgspec.to_builtins(result.summary)
     load = {key: value for key, value in msgspec.to_builtins(config).items() if key != "api_key"}
@@ -32,14 +32,14 @@ def document(config: BenchConfig, result: Result) -> dict[str, Any]:
         "version": VERSION,
         "load": load | {"model": result.model},
         "prompts": result.prompts,
-        "fields": msgspec.to_builtins(result.dialect),
+        "fields": msgspec.to_builtins(result.flavour),
         "interrupted": result.interrupted,
         "notes": result.notes,
         **{f"{key}_ms" if key in _SPREADS else key: value for key, value in summary.items()},
     }
 
 
-def tables(result: Result) -> list[Table]:
+def tables(result: BenchResult) -> list[Table]:
     """Return the table of counts and rates, and that of latencies."""
     return [_counts(result), _latencies(result.summary)]
 
@@ -70,13 +70,13 @@ def _replay(config: BenchConfig) -> str:
     return f"replay of {config.trace} ({changes}), {pace}"
 
 
-def _counts(result: Result) -> Table:
+def _counts(result: BenchResult) -> Table:
     summary = result.summary
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     rows = {
-        "Offered": summary.offered,
+        "Offered": summary.offered_requests,
         "Completed": summary.completed,
         "Failed": summary.failed,
         **({"Cut off": summary.cancelled} if summary.cancelled else {}),
@@ -97,7 +97,7 @@ def _latencies(summary: Summary) -> Table:
     for column in ("Milliseconds", "mean", "p50", "p90", "p95", "p99"):
         table.add_column(column, justify="left" if column == "Milliseconds" else "right")
     for key, name in _SPREADS.items():
-        spread: Spread | None = getattr(summary, key)
+        spread: LatencyDistribution | None = getattr(summary, key)
         values = (
             ["-"] * 5 if spread is None else [f"{v:.2f}" for v in msgspec.structs.astuple(spread)]
         )

@@ -1,4 +1,4 @@
-"""What `--workload` says: a trace, or requests out of thin air, and the client that sends them."""
+"""The workload that `--workload` describes: a trace or made-up requests, and their client."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pigou.sim.workload import (
     renewal,
     renewal_times,
 )
-from pigou.workload.formats import read_trace
 from pigou.workload.trace import Trace
+from pigou.workload.trace_formats import read_trace
 
 _CLIENT = ("pool", "take", "barging", "timeout", "retries", "backoff")
 _POOLED = ("take", "barging")
@@ -83,14 +83,14 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class WorkloadSpec:
     """A workload, and who sends it."""
 
     workload: OpenLoop | ClosedLoop
     client: ClientConfig
 
 
-def offered(text: str, seed: int = 0) -> Offered:
+def read_workload_spec(text: str, seed: int = 0) -> WorkloadSpec:
     """Read what `--workload` says.
 
     Args:
@@ -109,11 +109,13 @@ def offered(text: str, seed: int = 0) -> Offered:
         client = _client(values)
         lengths = _lengths(_take(values, _LENGTHS))
         if kind == "closed":
-            return Offered(_closed(values, lengths), client)
+            return WorkloadSpec(_closed(values, lengths), client)
         if kind == "poisson" and "cv" in values:
             raise ConfigError("workload: gaps of poisson have cv 1; write gamma: for others")
         shape = _convert(values, _Arrivals, (*_LENGTHS, *_CLIENT))
-        return Offered(renewal(lengths, shape.rate, shape.cv, shape.n, shape.hold, seed), client)
+        return WorkloadSpec(
+            renewal(lengths, shape.rate, shape.cv, shape.n, shape.hold, seed), client
+        )
     path, _, rest = (text, "", "") if Path(text).exists() else text.partition(",")
     values = _keys(rest)
     client = _client(values)
@@ -123,7 +125,7 @@ def offered(text: str, seed: int = 0) -> Offered:
             "or leave cv out"
         )
     options = _convert(values, _Trace, _CLIENT)
-    return Offered(_open(read_trace(path).scaled(options.scale, options.speed), options, seed),
+    return WorkloadSpec(_open(read_trace(path).scaled(options.scale, options.speed), options, seed),
                    client)  # fmt: skip
 
 
@@ -149,25 +151,25 @@ def from_trace(trace: Trace, concurrency: int = 0) -> OpenLoop:
 def _open(trace: Trace, options: _Trace, seed: int) -> OpenLoop:
     if options.sessions:
         trace = replace(trace, sessions=trace.sessions[: options.sessions])
-    found = from_trace(trace, options.C)
+    loop = from_trace(trace, options.C)
     if options.rate:
         times = renewal_times(options.rate, options.cv, np.random.default_rng(seed))
-        starts = islice(times, len(found.sessions))
+        starts = islice(times, len(loop.sessions))
         moved = [
-            replace(each, start_ns=at) for each, at in zip(found.sessions, starts, strict=True)
+            replace(session, start_ns=at) for session, at in zip(loop.sessions, starts, strict=True)
         ]
-        found = OpenLoop(tuple(moved))
-    return found
+        loop = OpenLoop(tuple(moved))
+    return loop
 
 
 def _closed(values: dict[str, str], lengths: RequestLengths) -> ClosedLoop:
     shape = _convert(values, _Shape, (*_LENGTHS, *_CLIENT))
-    hold = 0.0 if "x" in shape.C else _hold(shape)
+    hold_s = 0.0 if "x" in shape.C else _loop_seconds(shape)
     phases = []
     for part in shape.C.split("/"):
         users, times, seconds = part.partition("x")
         try:
-            phases.append((int(users), float(seconds) if times else hold))
+            phases.append((int(users), float(seconds) if times else hold_s))
         except ValueError:
             raise ConfigError(
                 f"C is {shape.C!r}; write USERS (with hold=SECONDS or n=COUNT), or "
@@ -181,7 +183,7 @@ def _closed(values: dict[str, str], lengths: RequestLengths) -> ClosedLoop:
     )  # fmt: skip
 
 
-def _hold(shape: _Shape) -> float:
+def _loop_seconds(shape: _Shape) -> float:
     """Return the seconds of a loop without phases; where only `n` is given, that ends it."""
     if shape.hold:
         return shape.hold
@@ -204,17 +206,17 @@ def _client(values: dict[str, str]) -> ClientConfig:
 
 
 def _lengths(values: Mapping[str, str]) -> RequestLengths:
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     for key, name in (("in", "input"), ("out", "output")):
         if key in values:
-            least, colon, most = values[key].partition(":")
+            low, colon, high = values[key].partition(":")
             try:
-                found[name] = (int(least), int(most if colon else least))
+                fields[name] = (int(low), int(high if colon else low))
             except ValueError:
                 raise ConfigError(f"{key} is {values[key]!r}; write N or MIN:MAX") from None
     if "templates" in values:
-        found["templates"] = values["templates"]
-    return _convert(found, RequestLengths)
+        fields["templates"] = values["templates"]
+    return _convert(fields, RequestLengths)
 
 
 def _scope(name: str) -> int:
