@@ -71,7 +71,7 @@ def test_a_timing_is_recovered_from_what_it_takes() -> None:
     for (n, value), (m, other) in zip(found.prompts, TRUE.prompts, strict=True):
         assert n == m
         assert value == pytest.approx(other, rel=1e-3, abs=1e-9)
-    assert max(each.most for each in errors(found, seen())) < 1e-3
+    assert max(each.largest for each in errors(found, seen())) < 1e-3
 
 
 def test_noise_is_reported_as_the_error_of_the_fit() -> None:
@@ -83,7 +83,7 @@ def test_noise_is_reported_as_the_error_of_the_fit() -> None:
     ]  # fmt: skip
     for each in told:
         assert 0.0 < each.median < 0.05
-        assert each.median <= each.most < 0.2
+        assert each.median <= each.largest < 0.2
 
 
 def test_a_curve_never_falls_whatever_was_seen() -> None:

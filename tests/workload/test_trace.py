@@ -182,7 +182,7 @@ async def test_turns_wait_for_the_one_before_and_its_think_time() -> None:
     drive = LoadGenerator(send)
     jobs = [(PromptJob([1], 1), 0.0), (PromptJob([1], 1), 0.05)]
     await drive.sessions([jobs, jobs], [0.0, 0.0], slots=1)
-    assert drive.offered == drive.failed == 4
+    assert drive.offered_requests == drive.failed == 4
     for before, after in pairwise(sent):
         assert after[0] >= before[1]
     assert sent[1][0] - sent[0][1] >= 0.05e9
