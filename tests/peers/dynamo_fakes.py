@@ -13,7 +13,7 @@ from aiohttp import web
 from pigou.control.regimes.parameters import E2ESample
 from pigou.control.regimes.routing_controllers import RegimeConfig, RegimeController, RegimeTable
 from pigou.control.saturation.regime import Regime, TTFTSample
-from pigou.integrations.dynamo.steering import RequestRun, Steering
+from pigou.integrations.dynamo.steering import SteeredRequest, Steering
 
 TEMPERATURE = "router_temperature"
 WEIGHT = "prefill_load_scale"
@@ -112,7 +112,7 @@ class ScriptedSteering(Steering):
     def to(self, regime: Regime) -> None:
         self.script.regime = regime
 
-    def arrive(self, now: int) -> RequestRun:
+    def arrive(self, now: int) -> SteeredRequest:
         self.heard.append("arrived")
         return super().arrive(now)
 

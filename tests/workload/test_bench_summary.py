@@ -6,16 +6,16 @@ import pytest
 
 from pigou.request import SECOND
 from pigou.workload.bench_summary import Summary, latency_distribution, summarize
-from pigou.workload.request_outcome import Failure, RequestOutcome, Stream
+from pigou.workload.request_outcome import Failure, SentRequest, Stream
 
 MS = 1_000_000
 
 
-def done(intended: int, sent: int, first: int, last: int, tokens: int) -> RequestOutcome:
+def done(intended: int, sent: int, first: int, last: int, tokens: int) -> SentRequest:
     gap = (last - first) // max(1, tokens - 1)
     gaps = np.full(tokens - 1, gap * MS, np.int64)
     stream = Stream(first * MS, last * MS, tokens, 10, None, tokens, "usage", gaps)
-    return RequestOutcome(intended * MS, sent * MS, tokens, stream)
+    return SentRequest(intended * MS, sent * MS, tokens, stream)
 
 
 def test_latency_counts_from_the_intended_time_and_the_servers_from_sending() -> None:
@@ -42,9 +42,7 @@ def test_percentiles_interpolate_between_order_statistics() -> None:
 
 def test_failures_are_counted_by_reason_and_never_as_latencies() -> None:
     good = done(0, 0, 10, 20, 3)
-    bad = [
-        RequestOutcome(0, 0, 3, Failure(reason, f"{reason} {i}")) for i, reason in enumerate("abb")
-    ]
+    bad = [SentRequest(0, 0, 3, Failure(reason, f"{reason} {i}")) for i, reason in enumerate("abb")]
     both = summarize([good, *bad], offered_requests=6, nanoseconds=2 * SECOND)
     assert both.ttft == summarize([good], offered_requests=1, nanoseconds=SECOND).ttft
     assert (both.completed, both.failed, both.cancelled) == (1, 3, 2)

@@ -10,7 +10,7 @@ import numpy as np
 from pigou.request import SECOND
 from pigou.workload.load_generator import LoadGenerator
 from pigou.workload.prompts import PromptJob
-from pigou.workload.request_outcome import Failure, RequestOutcome, Stream
+from pigou.workload.request_outcome import Failure, SentRequest, Stream
 
 MS = SECOND // 1000
 
@@ -19,12 +19,12 @@ def made(count: int) -> Iterator[PromptJob]:
     return iter([PromptJob([n], 1) for n in range(count)])
 
 
-async def answer(job: PromptJob, intended: int, seconds: float) -> RequestOutcome:
+async def answer(job: PromptJob, intended: int, seconds: float) -> SentRequest:
     sent = time.monotonic_ns()
     await asyncio.sleep(seconds)
     now = time.monotonic_ns()
     stream = Stream(now, now, 1, None, None, 1, "usage", np.zeros(0, np.int64))
-    return RequestOutcome(intended, sent, job.output, stream)
+    return SentRequest(intended, sent, job.output, stream)
 
 
 def test_an_open_loop_waits_for_nobody() -> None:
@@ -51,7 +51,7 @@ def test_a_client_that_is_late_does_not_move_the_intended_time() -> None:
 def test_a_bound_on_an_open_loop_makes_requests_wait_in_the_client() -> None:
     inflight, peak = 0, 0
 
-    async def send(job: PromptJob, at: int) -> RequestOutcome:
+    async def send(job: PromptJob, at: int) -> SentRequest:
         nonlocal inflight, peak
         inflight += 1
         peak = max(peak, inflight)
@@ -84,8 +84,8 @@ def test_a_closed_loop_sends_for_the_duration_and_waits_for_the_rest() -> None:
 
 
 def test_failures_are_counted_as_they_come() -> None:
-    async def fail(job: PromptJob, at: int) -> RequestOutcome:
-        return RequestOutcome(at, at, 1, Failure("timeout", ""))
+    async def fail(job: PromptJob, at: int) -> SentRequest:
+        return SentRequest(at, at, 1, Failure("timeout", ""))
 
     drive = LoadGenerator(fail)
     asyncio.run(drive.closed(made(5), 2))

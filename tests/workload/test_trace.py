@@ -19,7 +19,7 @@ from pigou.request import SECOND
 from pigou.workload.bench_config import BenchConfig
 from pigou.workload.load_generator import LoadGenerator
 from pigou.workload.prompts import PromptJob
-from pigou.workload.request_outcome import Failure, RequestOutcome
+from pigou.workload.request_outcome import Failure, SentRequest
 from pigou.workload.trace import Trace, TraceSession, Turn
 from pigou.workload.trace_formats import read_trace
 from pigou.workload.trace_replay import plan
@@ -173,11 +173,11 @@ def test_contradictions_are_refused(fields: dict[str, object]) -> None:
 async def test_turns_wait_for_the_one_before_and_its_think_time() -> None:
     sent: list[tuple[int, int]] = []
 
-    async def send(job: PromptJob, intended: int) -> RequestOutcome:
+    async def send(job: PromptJob, intended: int) -> SentRequest:
         began = time.monotonic_ns()
         await asyncio.sleep(0.02)
         sent.append((began, time.monotonic_ns()))
-        return RequestOutcome(job, intended, began, Failure("x", "y"))  # type: ignore[call-arg]
+        return SentRequest(job, intended, began, Failure("x", "y"))  # type: ignore[call-arg]
 
     drive = LoadGenerator(send)
     jobs = [(PromptJob([1], 1), 0.0), (PromptJob([1], 1), 0.05)]
@@ -194,9 +194,9 @@ async def test_nothing_is_sent_early_where_the_loop_wakes_early(
     early: list[int] = []
     sleep = asyncio.sleep
 
-    async def send(job: PromptJob, intended: int) -> RequestOutcome:
+    async def send(job: PromptJob, intended: int) -> SentRequest:
         early.append(intended - time.monotonic_ns())
-        return RequestOutcome(job, intended, intended, Failure("x", "y"))  # type: ignore[call-arg]
+        return SentRequest(job, intended, intended, Failure("x", "y"))  # type: ignore[call-arg]
 
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0.9 * seconds))
     await LoadGenerator(send).open([PromptJob([1], 1)] * 3, [0, SECOND // 50, SECOND // 25])

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pigou.request import SECOND
-from pigou.workload.request_outcome import Failure, RequestOutcome, Stream
+from pigou.workload.request_outcome import Failure, SentRequest, Stream
 
 _MILLISECOND = 1e6
 
@@ -100,7 +100,7 @@ def latency_distribution(
 
 
 def summarize(
-    outcomes: Sequence[RequestOutcome], *, offered_requests: int, nanoseconds: int
+    outcomes: Sequence[SentRequest], *, offered_requests: int, nanoseconds: int
 ) -> Summary:
     """Return the summary of a run that took so long and was meant to send `offered_requests`."""
     done = [(o, o.result) for o in outcomes if isinstance(o.result, Stream)]
@@ -135,7 +135,7 @@ def summarize(
     )
 
 
-def _reasons(outcomes: Sequence[RequestOutcome]) -> list[FailureCount]:
+def _reasons(outcomes: Sequence[SentRequest]) -> list[FailureCount]:
     failures = [o.result for o in outcomes if isinstance(o.result, Failure)]
     examples = {failure.reason: failure.detail for failure in reversed(failures)}
     counts = Counter(failure.reason for failure in failures)

@@ -12,7 +12,7 @@ import msgspec
 from pigou.wire.sse import EventTooLong, Reader
 from pigou.workload.api_flavour import ApiFlavour
 from pigou.workload.prompts import PromptJob
-from pigou.workload.request_outcome import Failure, RequestOutcome, Stream
+from pigou.workload.request_outcome import Failure, SentRequest, Stream
 from pigou.workload.token_counter import BrokenStream, TokenCounter
 
 # Servers close idle connections (uvicorn after 5 s); a request on one that is just being closed
@@ -52,7 +52,7 @@ class EndpointClient:
     chat: bool = False
     timeout: float = 600.0
 
-    async def send(self, job: PromptJob, intended: int) -> RequestOutcome:
+    async def send(self, job: PromptJob, intended: int) -> SentRequest:
         """Send one request now and follow its stream to the end; failures are returned.
 
         Args:
@@ -69,7 +69,7 @@ class EndpointClient:
             result = broken.failure
         except TimeoutError:
             result = Failure("timeout", f"no end within {self.timeout:g} s")
-        return RequestOutcome(intended, sent, job.output, result)
+        return SentRequest(intended, sent, job.output, result)
 
     async def _stream(self, body: bytes, bytes_left: int) -> Stream:
         """Send a body; return the stream that comes, of at most `bytes_left` bytes."""

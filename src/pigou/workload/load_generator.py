@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from pigou.request import SECOND
 from pigou.workload.prompts import PromptJob
-from pigou.workload.request_outcome import Failure, RequestOutcome
+from pigou.workload.request_outcome import Failure, SentRequest
 
-Send = Callable[[PromptJob, int], Awaitable[RequestOutcome]]
+Send = Callable[[PromptJob, int], Awaitable[SentRequest]]
 
 
 class LoadGenerator:
@@ -31,7 +31,7 @@ class LoadGenerator:
         self.offered_requests = 0
         self.inflight = 0
         self.failed = 0
-        self.outcomes: list[RequestOutcome] = []
+        self.outcomes: list[SentRequest] = []
         self.began = time.monotonic_ns()
 
     async def closed(

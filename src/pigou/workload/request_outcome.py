@@ -54,7 +54,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class RequestOutcome:
+class SentRequest:
     """One request of a run. Times are nanoseconds of the client's monotonic clock.
 
     Attributes:

@@ -16,7 +16,7 @@ from pigou.integrations.dynamo import binding
 from pigou.integrations.dynamo.binding import KvRouter, Placement
 from pigou.integrations.dynamo.meters import Meters
 from pigou.integrations.dynamo.probe import TEMPERATURE, WEIGHTS, Honoured, ProbeVerdict, probe
-from pigou.integrations.dynamo.steering import RequestRun, Steering, shown
+from pigou.integrations.dynamo.steering import SteeredRequest, Steering, shown
 
 _log = logging.getLogger("pigou.integrations.dynamo")
 _OVERRIDE = "router_config_override"
@@ -199,7 +199,9 @@ class AdaptiveRouter:
             override[self._weight] = force.overlap_weight
         return override | dict(given or {})
 
-    async def _observed(self, stream: AsyncIterator[Any], run: RequestRun) -> AsyncIterator[Any]:
+    async def _observed(
+        self, stream: AsyncIterator[Any], run: SteeredRequest
+    ) -> AsyncIterator[Any]:
         try:
             async for answer in stream:
                 if answer.get("token_ids"):

@@ -74,9 +74,9 @@ class Steering:
         self._detector.tick(now, self.waiting)
         return self._controller.parameters(now)
 
-    def arrive(self, now: int) -> RequestRun:
+    def arrive(self, now: int) -> SteeredRequest:
         """Count a request that came; the caller tells its run what becomes of it."""
-        run = RequestRun(self, self.parameters(now), now, self.waiting + 1)
+        run = SteeredRequest(self, self.parameters(now), now, self.waiting + 1)
         self.waiting += 1
         return run
 
@@ -95,7 +95,7 @@ class Steering:
             self._controller.observe(now, finish)
 
 
-class RequestRun:
+class SteeredRequest:
     """One request, from its arrival to its end; each is told once, whatever the caller repeats.
 
     Attributes:

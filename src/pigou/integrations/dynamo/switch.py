@@ -25,7 +25,7 @@ from aiohttp import web
 from pigou.config import ConfigError
 from pigou.control.regimes.parameters import Parameters, RoutingSetting
 from pigou.integrations.dynamo.meters import Meters
-from pigou.integrations.dynamo.steering import RequestRun, Steering, distance, shown
+from pigou.integrations.dynamo.steering import SteeredRequest, Steering, distance, shown
 from pigou.request import SECOND
 
 _log = logging.getLogger("pigou.integrations.dynamo")
@@ -214,7 +214,7 @@ class Switch:
         return _error(502, "Bad Gateway", f"No frontend answers; {last}")
 
     async def _ask(
-        self, frontend: Frontend, request: web.Request, body: bytes, run: RequestRun | None
+        self, frontend: Frontend, request: web.Request, body: bytes, run: SteeredRequest | None
     ) -> web.StreamResponse:
         """Send a request to one frontend and pass its answer on.
 

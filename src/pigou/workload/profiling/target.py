@@ -16,7 +16,7 @@ from pigou.workload.endpoint import EndpointError, find_flavour, find_model, tok
 from pigou.workload.endpoint_client import EndpointClient, read_answer
 from pigou.workload.profiling.profile_config import ProfileConfig
 from pigou.workload.prompts import WORDS, PromptJob
-from pigou.workload.request_outcome import RequestOutcome, Stream
+from pigou.workload.request_outcome import SentRequest, Stream
 
 _TOKENS, _SEQS, _MAX_REQUEST_TOKENS = 2048, 64, 2048
 
@@ -65,7 +65,7 @@ class Target:
         drawn = self.rng.choice(self.vocabulary, size=tokens)
         return [int(token) for token in drawn]
 
-    async def ask(self, prompt: list[int], output: int) -> tuple[RequestOutcome, Stream]:
+    async def ask(self, prompt: list[int], output: int) -> tuple[SentRequest, Stream]:
         """Send a request.
 
         Raises:
@@ -82,7 +82,7 @@ class Target:
 
     async def ask_all(
         self, prompts: list[list[int]], output: int
-    ) -> list[tuple[RequestOutcome, Stream]]:
+    ) -> list[tuple[SentRequest, Stream]]:
         """Send requests at once."""
         return list(await asyncio.gather(*(self.ask(prompt, output) for prompt in prompts)))
 
