@@ -203,8 +203,8 @@ def test_an_event_without_tokens_means_what_it_meant_with_them(told: list[Any]) 
         assert (plain.keys, plain.blocks) == (keyed.keys, keyed.blocks)
         for n in range(1, 7):
             for member in "ab":
-                one = plain._members.get(member)
-                two = keyed._members.get(member)
+                one = plain._caches.get(member)
+                two = keyed._caches.get(member)
                 assert (one and one.holdings.key(n)) == (two and two.holdings.key(n))
 
 

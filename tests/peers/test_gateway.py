@@ -86,7 +86,7 @@ def test_the_index_knows_every_block_that_two_servers_hold(
                     break
                 await asyncio.sleep(0.1)
             assert held == [len(IDS) // size] * 8
-            assert all(index.cache(name).losses == 0 for name in names)
+            assert all(index.cache(name).event_gaps == 0 for name in names)
 
     asyncio.run(main())
 

@@ -42,7 +42,7 @@ from pigou.control.messages import (
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
-from pigou.control.prefix_index.block_keys import KeyedEvent
+from pigou.control.prefix_index.keyed_events import KeyedEvent
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.request import NEVER, Request
 

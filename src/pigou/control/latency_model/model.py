@@ -271,12 +271,12 @@ class LatencyModel:
 
     def _learn_samples(self, samples: Sequence[ThroughputSample], now: int) -> None:
         """Learn the law of ITL, the factors of workers, and interference."""
-        interference, alone = self._interference, self._prefill_alone(now)
+        interference, prefill_alone = self._interference, self._prefill_alone(now)
         own = self._itl_factors.factors(now)[1]
         table = sample_table(samples)
         decode = np.empty((3, len(samples)))
-        taken = self._interference_law(alone, self._itl_law())
-        subtract_prompts(table, own, taken, interference.variance(*alone), decode)
+        taken = self._interference_law(prefill_alone, self._itl_law())
+        subtract_prompts(table, own, taken, interference.variance(*prefill_alone), decode)
         streams, context = table[STREAMS], table[CONTEXT]
         self._context.observe(streams, context)
         self._itl.observe_all(streams, decode[COMMON_ITL], decode[TRUST], context)
@@ -314,12 +314,14 @@ class LatencyModel:
         """Return the law of ITL common to the fleet, of streams that hold nothing."""
         return self._itl.law() if self._itl.weight > 0 else PRIOR_LAW
 
-    def _interference_law(self, alone: tuple[float, float], law: LatencyLaw) -> tuple[float, float]:
+    def _interference_law(
+        self, prefill_alone: tuple[float, float], law: LatencyLaw
+    ) -> tuple[float, float]:
         """Return base and token seconds that a prompt takes from streams."""
-        return self._interference.law(*alone, max(law.toll(1.0), MIN_SLOPE * law(1.0)))
+        return self._interference.law(*prefill_alone, max(law.toll(1.0), MIN_SLOPE * law(1.0)))
 
     def _solve(self, now: int) -> Estimates:
-        law, alone = self._itl_law(), self._prefill_alone(now)
+        law, prefill_alone = self._itl_law(), self._prefill_alone(now)
         column, min_slope = prior_column(law), MIN_SLOPE * law(1.0)
         if self._prefill.observed:
             column[PREFILL_BASE], column[PREFILL_TOKEN] = self._prefill.law
@@ -329,7 +331,9 @@ class LatencyModel:
         column[PREFILL_PAIR] = self._prefill.pair
         column[PREFILL_PER_TOKEN] = column[PREFILL_TOKEN]
         column[PREFILL_PER_TOKEN] += self._prefill.pair * self._prompts.pairs_per_token
-        column[INTERFERENCE_BASE], column[INTERFERENCE_TOKEN] = self._interference_law(alone, law)
+        column[INTERFERENCE_BASE], column[INTERFERENCE_TOKEN] = self._interference_law(
+            prefill_alone, law
+        )
         context_token, mean_context = self._itl.held_s, self._context.mean
         column[CONTEXT_TOKEN], column[MEAN_CONTEXT] = context_token, mean_context
         column[ITL_A] += context_token * mean_context

@@ -1,16 +1,16 @@
 """Keys of the prefix index: a 64-bit hash chain over the full blocks of a sequence.
 
 Engines hash blocks each in their own way; this chain over token ids is the same for all of them.
-A collision misroutes a request, and can do no other harm, so the mixing is made for speed and
-even spread, not against an attacker.
+A collision misroutes a request, and does no other harm. So the mixing is made for speed and even
+spread, not against an attacker.
 
     digest  w = seed; for each 4 tokens, as 64-bit words x, y (the last ones padded by zeros):
             w = fold((x ^ K1) * (y ^ w))           wyhash's step (Wang Yi 2019, final version 4)
     key     h_i = avalanche(h_{i-1} ^ digest_i)    SplitMix64's last step (Stafford 2011, mix 13)
 
 `fold` xors the halves of the 128-bit product. The seed depends on the block size. Digests do not
-wait for the block before, so that the processor works on several at once. For a given digest the
-step from h_{i-1} to h_i is a permutation: chains that differ stay apart while equal blocks follow.
+depend on the block before, so the processor works on several at once. For a given digest the step
+from h_{i-1} to h_i is a permutation: chains that differ stay apart while equal blocks follow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
-import msgspec
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
@@ -28,7 +27,6 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from pigou.compiled import kernel
-from pigou.control.prefix_index.slots import Words
 from pigou.request import BlockKeys
 
 #: Token ids: a NumPy array of integers is taken as it is, anything else is converted.
@@ -65,13 +63,13 @@ def chain(tokens: Tokens, block_size: int, salt: str = "", parent: int | None = 
         raise ValueError(f"block_size is {block_size}; it must be at least 1")
     keys = np.empty(len(tokens) // block_size, dtype=np.uint64)
     if len(keys):
-        start = beginning(salt) if parent is None else parent
+        start = salt_key(salt) if parent is None else parent
         _chain(token_array(tokens), block_size, np.uint64(start), keys)
     return keys
 
 
-def beginning(salt: str) -> int:
-    """Return what stands before the first block of a sequence: the hash of its salt (XXH3)."""
+def salt_key(salt: str) -> int:
+    """Return the key before the first block of a sequence: the hash of its salt (XXH3)."""
     return xxh3_64_intdigest(salt.encode()) if salt else 0
 
 
@@ -100,7 +98,7 @@ def _fold(context: Any, a: Any, b: Any) -> Any:  # noqa: ARG001
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         wide, narrow = ir.IntType(128), ir.IntType(64)
-        x, y = (builder.zext(each, wide) for each in arguments)
+        x, y = (builder.zext(argument, wide) for argument in arguments)
         product = builder.mul(x, y)
         high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), narrow)
         return builder.xor(builder.trunc(product, narrow), high)
@@ -152,33 +150,3 @@ def _chain(tokens: NDArray[np.uint32], size: int, parent: np.uint64, keys: Block
         h ^= h >> np.uint64(31)
         h = max(h, np.uint64(1))
         keys[i] = h
-
-
-class KeyedStored(msgspec.Struct, frozen=True, eq=False, tag_field="kind", tag="stored"):
-    """Blocks that can be hit from now on.
-
-    Attributes:
-        hashes: the engine's own, as 64-bit names, shape (blocks,).
-        keys: the router's, shape (blocks,); 0 where unknown.
-        parent: name of the block before them; None at the beginning of a sequence.
-        medium: tier, as the sender names it; None means the device.
-    """
-
-    hashes: Words
-    keys: Words
-    parent: int | None
-    medium: str | None = None
-
-
-class KeyedRemoved(msgspec.Struct, frozen=True, eq=False, tag_field="kind", tag="removed"):
-    """Blocks that can no longer be hit: names, shape (blocks,), and tier; None means the device."""
-
-    hashes: Words
-    medium: str | None = None
-
-
-class KeyedCleared(msgspec.Struct, frozen=True, tag_field="kind", tag="cleared"):
-    """The whole cache was emptied."""
-
-
-KeyedEvent: TypeAlias = KeyedStored | KeyedRemoved | KeyedCleared

@@ -1,64 +1,39 @@
-"""PrefixIndex: who holds which blocks, by the workers' KV events or by prediction."""
+"""PrefixIndex: which worker holds which blocks, by KV events or by prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.control.prefix_index.block_keys import (
+from pigou.control.prefix_index.block_keys import chain
+from pigou.control.prefix_index.ghosts import Ghosts
+from pigou.control.prefix_index.hash_slots import Words
+from pigou.control.prefix_index.holder_rows import DEVICE_BIT
+from pigou.control.prefix_index.holder_table import UNKNOWN_WORKER, HolderTable, Overlaps
+from pigou.control.prefix_index.holdings import Holdings
+from pigou.control.prefix_index.keyed_events import (
+    STORAGE_BIT,
+    TIER_BITS,
+    WORD,
     KeyedCleared,
     KeyedEvent,
     KeyedRemoved,
     KeyedStored,
-    chain,
+    column,
+    name_of,
+    names_of,
 )
-from pigou.control.prefix_index.entries import Change, Entries
-from pigou.control.prefix_index.ghosts import Ghosts
-from pigou.control.prefix_index.holdings import Holdings
 from pigou.control.prefix_index.predictions import Predictions
-from pigou.control.prefix_index.slots import Words
-from pigou.control.prefix_index.table import Overlaps, Table
-from pigou.control.prefix_index.table_kernels import DEVICE, NOBODY
-from pigou.control.prefix_index.wire import WORD, column, name_of, names_of, tier_of
+from pigou.control.prefix_index.worker_cache import WorkerCache, WorkerCacheStats
+from pigou.control.prefix_index.worker_entries import BlockChanges, WorkerEntries
 from pigou.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pigou.request import SECOND, BlockKeys
 from pigou.wire.kv_event_decoding import Cleared, Removed, Stored, WireEvent
 
-#: Orders of workers that are remembered; more are forgotten all at once.
-_ORDERS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerCacheStats:
-    """What is known of one worker's cache.
-
-    Attributes:
-        blocks: that it holds, as its events say.
-        held: those of them that can be matched; the tokens or the parent of others are unknown.
-        predicted: blocks that it is expected to hold.
-        events: that were taken in.
-        losses: times that everything was forgotten, because events were missed.
-        evicted: blocks that were forgotten to stay within limits.
-    """
-
-    blocks: int = 0
-    held: int = 0
-    predicted: int = 0
-    events: int = 0
-    losses: int = 0
-    evicted: int = 0
-
-
-@dataclass(slots=True)
-class _Member:
-    number: int
-    holdings: Holdings
-    predictions: Predictions
-    events: int = 0
-    losses: int = 0
+#: Most orders of workers that are cached; with one more, all are dropped.
+_MAX_ORDERS = 64
 
 
 class PrefixIndex:
@@ -67,6 +42,10 @@ class PrefixIndex:
     Events link blocks by the engine's own hashes, which only mean something among the events of
     one worker. A block whose tokens are hidden, or whose parent the worker does not hold, is
     counted and never matched.
+
+        index = PrefixIndex()
+        index.apply("w0", [Stored((7, 8), None, tuple(range(32)), 16)])
+        index.overlaps(("w0", "w1"), chain(range(32), 16)).run  # [2, 0]
     """
 
     def __init__(
@@ -75,8 +54,8 @@ class PrefixIndex:
         """Start empty.
 
         Args:
-            max_blocks: most blocks that are kept of one worker's events, and as many of what is
-                predicted of it; the leaf that was stored longest ago goes first.
+            max_blocks: most blocks of one worker by its events, and as many by prediction; the
+                leaf that was stored longest ago goes first.
             max_total: most blocks of all workers together; the worker with the most gives up.
             ttl: nanoseconds for which a prediction holds.
 
@@ -89,22 +68,22 @@ class PrefixIndex:
         self._limit = min(max_blocks, max_total)
         self._max_total = max_total
         self._ttl = ttl
-        self._table = Table()
+        self._table = HolderTable()
         self._ghosts = Ghosts()
-        self._members: dict[str, _Member] = {}
+        self._caches: dict[str, WorkerCache] = {}
         self._orders: dict[tuple[str, ...], NDArray[np.int64]] = {}
-        self._asked: tuple[str, ...] = ()
-        self._order: NDArray[np.int64] = self._arrange(())
+        self._last_ids: tuple[str, ...] = ()
+        self._last_order: NDArray[np.int64] = self._arrange(())
         self._blocks = 0
         self._evicted = 0
         self._removed = 0
-        self._foretold = False  # whether anything was predicted
-        self._spare: list[int] = []
-        self._next = 0
+        self._predicts = False  # whether anything was predicted
+        self._free_numbers: list[int] = []
+        self._next_number = 0
 
     @property
     def blocks(self) -> int:
-        """Blocks that are kept, of all workers, predictions counted."""
+        """Blocks of all workers, predictions counted."""
         return self._blocks
 
     @property
@@ -114,10 +93,8 @@ class PrefixIndex:
 
     @property
     def evicted(self) -> int:
-        """Blocks that were forgotten to stay within limits, since the start."""
-        return self._evicted + sum(
-            each.holdings.evicted + each.predictions.evicted for each in self._members.values()
-        )
+        """Blocks that were dropped to stay within limits, since the start."""
+        return self._evicted + sum(cache.evicted for cache in self._caches.values())
 
     @property
     def removed(self) -> int:
@@ -130,46 +107,46 @@ class PrefixIndex:
         return (
             self._ghosts.nbytes
             + self._table.nbytes
-            + sum(each.holdings.nbytes + each.predictions.nbytes for each in self._members.values())
+            + sum(cache.nbytes for cache in self._caches.values())
         )
 
     def apply(self, worker: str, events: Iterable[KVEvent | WireEvent | KeyedEvent]) -> None:
-        """Take in events of a worker, in order.
+        """Apply events of a worker, in order.
 
         Events of the wire are keyed by token ids and parent. Core events (a simulated worker's)
         carry hashes that every worker shares; the low half is the key.
         """
-        member = self._members.get(worker) or self._member(worker)
+        cache = self._caches.get(worker) or self._cache_of(worker)
         for event in events:
-            member.events += 1
+            cache.events += 1
             if isinstance(event, BlockStored):
-                both = np.ascontiguousarray(event.hashes, dtype=WORD)  # the names are the keys
+                keys = np.ascontiguousarray(event.hashes, dtype=WORD)  # the names are the keys
                 parent = event.parent.item(-1) if event.parent.size else None
-                self._store(member, both, both, parent, event.medium)
+                self._store(cache, keys, keys, parent, event.medium)
             elif isinstance(event, BlockRemoved):
-                gone = np.ascontiguousarray(event.hashes, dtype=WORD)
-                self._remove(member, gone, event.medium)
+                names = np.ascontiguousarray(event.hashes, dtype=WORD)
+                self._remove(cache, names, event.medium)
             elif isinstance(event, Stored):
-                self._stored(member, event)
+                self._store_wire(cache, event)
             elif isinstance(event, Removed | KeyedRemoved):
-                gone = column(names_of(event.hashes))
-                self._remove(member, gone, event.medium)
+                names = column(names_of(event.hashes))
+                self._remove(cache, names, event.medium)
             elif isinstance(event, Cleared | AllBlocksCleared | KeyedCleared):
-                self._clear(member, member.holdings)
+                self._clear(cache, cache.holdings)
             elif isinstance(event, KeyedStored):
                 names, keys = column(event.hashes), column(event.keys)
-                self._store(member, names, keys, event.parent, event.medium)
+                self._store(cache, names, keys, event.parent, event.medium)
 
     def keyed(self, worker: str, event: KVEvent | WireEvent | KeyedEvent) -> KeyedEvent:
         """Return a worker's next event without tokens; `apply` takes it for the same.
 
-        What it means depends on the events before it: those must have been applied.
+        Its meaning depends on the events before it: those must have been applied.
         """
         if isinstance(event, Stored):
-            member = self._members.get(worker)
+            cache = self._caches.get(worker)
             hashes = names_of(event.hashes)
             parent = None if event.parent is None else name_of(event.parent)
-            keys = _keys(None if member is None else member.holdings, event, parent, len(hashes))
+            keys = _keys(None if cache is None else cache.holdings, event, parent, len(hashes))
             return KeyedStored(hashes, keys, parent, event.medium)
         if isinstance(event, BlockStored):
             low, before = names_of(event.hashes[:, 1]), event.parent[:, 1]
@@ -182,7 +159,7 @@ class PrefixIndex:
 
     def expect(self, worker: str, blocks: int) -> None:
         """A worker has so many blocks; 0 when it did not say. Its arrays need not grow to that."""
-        self._member(worker).holdings.usual = blocks
+        self._cache_of(worker).holdings.expected = blocks
 
     def predict(self, worker: str, keys: BlockKeys, now: int) -> None:
         """Expect that a worker holds a chain soon, because a request was sent there.
@@ -190,54 +167,42 @@ class PrefixIndex:
         For workers that publish no events. It is expected for `ttl` from `now` on, in device
         memory. Calls come in the order of `now` (nanoseconds).
         """
-        self._foretold = True
-        member = self._member(worker)
+        self._predicts = True
+        cache = self._cache_of(worker)
         self._make_room(len(keys))
-        self._change(
-            member,
-            member.predictions,
-            member.predictions.predict(np.ascontiguousarray(keys, dtype=WORD), now + self._ttl),
-        )
+        words = np.ascontiguousarray(keys, dtype=WORD)
+        changes = cache.predictions.predict(words, now + self._ttl)
+        self._change(cache, cache.predictions, changes)
 
     def expire(self, now: int) -> None:
-        """Give up predictions whose time is over; call it several times a second."""
-        if not self._foretold:
+        """Drop predictions whose time is over; call it several times a second."""
+        if not self._predicts:
             return
-        for member in self._members.values():
-            if len(member.predictions):
-                self._change(member, member.predictions, member.predictions.expire(now))
+        for cache in self._caches.values():
+            if len(cache.predictions):
+                self._change(cache, cache.predictions, cache.predictions.expire(now))
 
     def lost(self, worker: str) -> None:
         """Forget a worker's blocks, because events were missed; they come back one by one."""
-        member = self._member(worker)
-        member.losses += 1
-        self._clear(member, member.holdings)
+        cache = self._cache_of(worker)
+        cache.event_gaps += 1
+        self._clear(cache, cache.holdings)
 
     def drop(self, worker: str) -> None:
         """Forget a worker."""
-        member = self._members.pop(worker, None)
-        if member is None:
+        cache = self._caches.pop(worker, None)
+        if cache is None:
             return
-        self._clear(member, member.holdings)
-        self._clear(member, member.predictions)
-        self._evicted += member.holdings.evicted + member.predictions.evicted
-        self._spare.append(member.number)
+        self._clear(cache, cache.holdings)
+        self._clear(cache, cache.predictions)
+        self._evicted += cache.evicted
+        self._free_numbers.append(cache.number)
         self._forget_orders()
 
     def cache(self, worker: str) -> WorkerCacheStats:
         """Return what is known of a worker's cache; zeros for one that never spoke."""
-        member = self._members.get(worker)
-        if member is None:
-            return WorkerCacheStats()
-        holdings, predictions = member.holdings, member.predictions
-        return WorkerCacheStats(
-            blocks=len(holdings),
-            held=holdings.known,
-            predicted=len(predictions),
-            events=member.events,
-            losses=member.losses,
-            evicted=holdings.evicted + predictions.evicted,
-        )
+        cache = self._caches.get(worker)
+        return WorkerCacheStats() if cache is None else cache.stats
 
     def overlap(self, worker: str, keys: BlockKeys) -> int:
         """Return how many leading blocks of this chain the worker holds, in any tier."""
@@ -247,106 +212,109 @@ class PrefixIndex:
         """Return how many leading blocks of a chain each worker holds, and in which tiers.
 
         Args:
-            workers: whom to ask about; nothing is held by a worker that never spoke.
-            keys: of the chain, shape (blocks,); a key of 0 is held by nobody.
+            workers: their ids; a worker that never spoke holds nothing.
+            keys: of the chain, shape (blocks,); no worker holds a key of 0.
 
         Returns:
             Arrays in the order of `workers`.
         """
-        if workers is self._asked:  # hashing many names takes longer than a short walk
-            order = self._order
+        if workers is self._last_ids:  # hashing many names takes longer than a short walk
+            order = self._last_order
         else:
             ids = tuple(workers)
-            found = self._orders.get(ids)
-            order = self._arrange(ids) if found is None else found
+            cached = self._orders.get(ids)
+            order = self._arrange(ids) if cached is None else cached
             if ids is workers:
-                self._asked, self._order = ids, order
+                self._last_ids, self._last_order = ids, order
         return self._table.overlaps(order, np.ascontiguousarray(keys, dtype=WORD))
 
     def recomputed_share(self, workers: Sequence[str]) -> NDArray[np.float64]:
-        """Return blocks that had to go and were computed again, for each stored, (workers,)."""
-        if workers is self._asked:
-            return self._ghosts.share(self._order)
+        """Return blocks that were evicted and computed again, for each stored, (workers,)."""
+        if workers is self._last_ids:
+            return self._ghosts.recomputed_share(self._last_order)
         ids = tuple(workers)
         order = self._orders.get(ids)
-        return self._ghosts.share(self._arrange(ids) if order is None else order)
+        return self._ghosts.recomputed_share(self._arrange(ids) if order is None else order)
 
     def _arrange(self, ids: tuple[str, ...]) -> NDArray[np.int64]:
-        """Return the numbers of workers, and remember them."""
-        if len(self._orders) >= _ORDERS:
+        """Return the numbers of workers, and cache them."""
+        if len(self._orders) >= _MAX_ORDERS:
             self._orders.clear()
-        known = (self._members.get(worker) for worker in ids)
-        numbers = [NOBODY if each is None else each.number for each in known]
+        caches = (self._caches.get(worker) for worker in ids)
+        numbers = [UNKNOWN_WORKER if cache is None else cache.number for cache in caches]
         order = self._orders[ids] = np.array(numbers, dtype=np.int64)
         return order
 
     def _forget_orders(self) -> None:
         self._orders.clear()
-        self._asked = ()
-        self._order = self._arrange(())
+        self._last_ids = ()
+        self._last_order = self._arrange(())
 
-    def _member(self, worker: str) -> _Member:
-        member = self._members.get(worker)
-        if member is None:
-            if self._spare:
-                number = self._spare.pop()
+    def _cache_of(self, worker: str) -> WorkerCache:
+        cache = self._caches.get(worker)
+        if cache is None:
+            if self._free_numbers:
+                number = self._free_numbers.pop()
             else:
-                number, self._next = self._next, self._next + 1
+                number, self._next_number = self._next_number, self._next_number + 1
             self._table.admit(number)
             self._ghosts.admit(number)
-            member = _Member(number, Holdings(self._limit), Predictions(self._limit))
-            self._members[worker] = member
+            cache = WorkerCache(number, self._limit)
+            self._caches[worker] = cache
             self._forget_orders()
-        return member
+        return cache
 
-    def _stored(self, member: _Member, event: Stored) -> None:
+    def _store_wire(self, cache: WorkerCache, event: Stored) -> None:
         hashes = names_of(event.hashes)
         parent = None if event.parent is None else name_of(event.parent)
-        keys = _keys(member.holdings, event, parent, len(hashes))
-        self._store(member, column(hashes), column(keys), parent, event.medium)
+        keys = _keys(cache.holdings, event, parent, len(hashes))
+        self._store(cache, column(hashes), column(keys), parent, event.medium)
 
     def _store(
-        self, member: _Member, hashes: Words, keys: Words, parent: int | None, medium: str | None
+        self,
+        cache: WorkerCache,
+        hashes: Words,
+        keys: Words,
+        parent: int | None,
+        medium: str | None,
     ) -> None:
         """Store blocks; hashes and keys are in the last columns."""
         if self._blocks + len(hashes) > self._max_total:
-            self._make_room(member.holdings.absent(hashes))
-        self._blocks += member.holdings.store(
-            self._table, self._ghosts, member.number, hashes, keys, parent, medium
-        )
+            self._make_room(cache.holdings.count_absent(hashes))
+        media = TIER_BITS.get(medium, STORAGE_BIT)
+        self._blocks += cache.store(self._table, self._ghosts, hashes, keys, parent, media)
         if self._blocks > self._max_total:  # what made room may have been among what was stored
             self._make_room(0)
 
-    def _remove(self, member: _Member, hashes: Words, medium: str | None) -> None:
+    def _remove(self, cache: WorkerCache, hashes: Words, medium: str | None) -> None:
         """Remove blocks from a tier; hashes are in the last column."""
-        if tier_of(medium) == DEVICE:
+        media = TIER_BITS.get(medium, STORAGE_BIT)
+        if media == DEVICE_BIT:
             self._removed += len(hashes)
         self._ghosts.reserve(self._blocks)
-        self._blocks += member.holdings.remove(
-            self._table, self._ghosts, member.number, hashes, medium
-        )
+        self._blocks += cache.remove(self._table, self._ghosts, hashes, media)
 
-    def _clear(self, member: _Member, entries: Entries) -> None:
-        self._change(member, entries, entries.clear())
+    def _clear(self, cache: WorkerCache, entries: WorkerEntries) -> None:
+        self._change(cache, entries, entries.clear())
 
-    def _change(self, member: _Member, entries: Entries, change: Change) -> None:
-        self._table.change(member.number, change.gained, change.lost)
-        self._blocks += entries.grown()
+    def _change(self, cache: WorkerCache, entries: WorkerEntries, changes: BlockChanges) -> None:
+        self._table.change(cache.number, changes)
+        self._blocks += entries.growth()
 
-    def _make_room(self, more: int) -> None:
-        while self._blocks and self._blocks + more > self._max_total:
-            member, entries = self._largest()
-            change = entries.evict(self._blocks + more - self._max_total)
-            self._change(member, entries, change)
+    def _make_room(self, new: int) -> None:
+        while self._blocks and self._blocks + new > self._max_total:
+            cache, entries = self._largest()
+            changes = entries.evict(self._blocks + new - self._max_total)
+            self._change(cache, entries, changes)
 
-    def _largest(self) -> tuple[_Member, Holdings | Predictions]:
+    def _largest(self) -> tuple[WorkerCache, Holdings | Predictions]:
         return max(
             (
-                (member, entries)
-                for member in self._members.values()
-                for entries in (member.holdings, member.predictions)
+                (cache, entries)
+                for cache in self._caches.values()
+                for entries in (cache.holdings, cache.predictions)
             ),
-            key=lambda each: len(each[1]),
+            key=lambda candidate: len(candidate[1]),
         )
 
 
@@ -359,5 +327,27 @@ def _keys(holdings: Holdings | None, event: Stored, parent: int | None, blocks: 
         try:
             return chain(event.token_ids, event.block_size, event.salt or "", before)
         except (OverflowError, TypeError):
-            pass  # ids that are no tokens: what they stand for is hidden from us
+            pass  # ids that are no tokens: their blocks cannot be keyed
     return np.zeros(blocks, dtype=np.uint64)
+
+
+def warm_up() -> None:
+    """Run every kernel of the index once, so that it is compiled or loaded.
+
+    Takes some seconds the first time on a machine, and a fraction of one after that.
+    """
+    index, tokens = PrefixIndex(max_blocks=4096, ttl=1), np.arange(512, dtype=np.uint32)
+    keys = chain(tokens, 1)
+    for size, worker in ((1, "a"), (2, "b")):
+        names = np.arange(1, 1 + len(tokens) // size, dtype=np.uint64)
+        index.apply(worker, [Stored(names, None, tokens, size), Removed(names[1:])])
+        index.predict(worker, keys, 0)
+    index.apply("a", [Stored((b"x",), 1, (2,), 1), Stored((7, 8), None, (0, 1), 1), Cleared()])
+    tokens = np.arange(4096, dtype=np.uint32)
+    for salt in ("s", "t"):
+        names = tokens.astype(np.uint64) + np.uint64(10_000 * len(salt))
+        index.apply("a", [Stored(names, None, tokens, 1, salt=salt)])
+    index.overlaps(("a", "b"), keys)
+    index.recomputed_share(("a", "b"))
+    index.expire(2)
+    index.drop("a")

@@ -88,7 +88,7 @@ def test_a_lost_cache_is_forgotten_and_rebuilt_from_live_events() -> None:
     index = PrefixIndex()
     index.apply("w", [stored(0, 2)])
     index.lost("w")
-    assert (overlap(index), index.cache("w").losses) == (0, 1)
+    assert (overlap(index), index.cache("w").event_gaps) == (0, 1)
     index.apply("w", [stored(0, 1), stored(1, 1)])
     assert overlap(index) == 2
     index.apply("w", [Cleared()])

@@ -1,0 +1,156 @@
+"""Hash slots: open addressing from a 64-bit name to a row; compiled, for the kernels of the index.
+
+slots: uint64, a power of two, several times as many as rows; linear probing. A slot has a tag (32
+    bits of the spread name, where probing begins) and a row; it is 0 where it is empty. More slots
+    end more searches where they begin, and cost more memory that must be fetched. Where there are
+    many rows, they cost more than they save.
+names: uint64, shape (rows + 1,), the name of each row, 0 of a free one. Row 0 stands for "none".
+    No row is named 0.
+
+Slots of freed rows are emptied at once, and the gap is closed. So no call has to fill all of them
+anew, which decisions would wait for.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.compiled import bare_kernel, inlined
+
+Words: TypeAlias = NDArray[np.uint64]
+Counts: TypeAlias = NDArray[np.int64]
+
+#: Rows and slots are unsigned in kernels: an index that may be negative takes longer to use.
+Row: TypeAlias = np.uint64
+
+NONE = np.uint64(0)
+ONE = np.uint64(1)
+#: 2^64 over the golden ratio: a name times this is spread (Knuth, 6.4); its upper half is the tag.
+SPREAD = np.uint64(0x9E3779B97F4A7C15)
+HALF = np.uint64(32)
+_LOW = np.uint64(2**32 - 1)
+#: Least slots of each row, while there are at most `_FEW` rows: of the holder table, and of a
+#: worker's entries (one set for each worker, all of them in memory).
+TABLE_SLOTS, ENTRY_SLOTS, _FEW = 8, 4, 2**18
+#: Least slots of each row, where there are more.
+_DENSE = 2
+
+
+def min_slots(rows: int, per_row: int) -> int:
+    """Return the least slots of so many rows; `per_row` of each while rows are few."""
+    return rows * (per_row if rows <= _FEW else _DENSE)
+
+
+_min_slots = inlined(min_slots)
+
+
+@inlined
+def crowded(slots: Words, rows: int, per_row: int) -> bool:
+    """Whether so many rows should have more slots."""
+    size: int = slots.shape[0]
+    return size < _min_slots(rows, per_row)
+
+
+def new_slots(rows: int, per_row: int) -> Words:
+    """Return empty slots for so many rows, at least 1."""
+    return np.zeros(1 << (min_slots(rows, per_row) - 1).bit_length(), dtype=np.uint64)
+
+
+def grow_slots(slots: Words, rows: int, per_row: int) -> Words:
+    """Return slots with room for so many rows: these themselves, or a larger copy."""
+    if min_slots(rows, per_row) <= len(slots):
+        return slots
+    more = new_slots(rows, per_row)
+    rehash(slots, more)
+    return more
+
+
+@inlined
+def tag_of(name: np.uint64) -> np.uint64:
+    """Return the tag of a name: its slot has it, and the masked tag is where its search begins."""
+    return (name * SPREAD) >> HALF
+
+
+@inlined
+def probe(names: Words, slots: Words, name: np.uint64) -> tuple[Row, Row]:
+    """Return the row of a name, or 0, and the slot where the search ended."""
+    mask = np.uint64(slots.shape[0] - 1)
+    tag = tag_of(name)
+    i = tag & mask
+    while slots[i] != 0:
+        if slots[i] >> HALF == tag:
+            row = slots[i] & _LOW
+            if names[row] == name:
+                return row, i
+        i = (i + ONE) & mask
+    return NONE, i
+
+
+@inlined
+def find(names: Words, slots: Words, name: np.uint64) -> Row:
+    """Return the row of a name, or 0."""
+    return probe(names, slots, name)[0]
+
+
+@inlined
+def put(slots: Words, slot: Row, name: np.uint64, row: Row) -> None:
+    """Enter a row under its name; the search for it ended at the empty slot `slot`."""
+    slots[slot] = (tag_of(name) << HALF) | row
+
+
+@inlined
+def insert(slots: Words, name: np.uint64, row: Row) -> None:
+    """Enter a row under its name, which must not be there yet."""
+    mask = np.uint64(slots.shape[0] - 1)
+    i = tag_of(name) & mask
+    while slots[i] != 0:
+        i = (i + ONE) & mask
+    put(slots, i, name, row)
+
+
+@inlined
+def erase(slots: Words, name: np.uint64, row: Row) -> None:
+    """Remove a row, and close the gap (Knuth, 6.4, algorithm R)."""
+    mask = np.uint64(slots.shape[0] - 1)
+    tag = tag_of(name)
+    slot = (tag << HALF) | row
+    gap = tag & mask
+    while slots[gap] != slot:
+        gap = (gap + ONE) & mask
+    i = gap
+    while True:
+        i = (i + ONE) & mask
+        if slots[i] == 0:
+            break
+        start = slots[i] >> HALF
+        if ((i - start) & mask) >= ((i - gap) & mask):
+            slots[gap] = slots[i]
+            gap = i
+    slots[gap] = 0
+
+
+@bare_kernel
+def rehash(old: Words, slots: Words) -> None:
+    """Copy all slots of `old` into new, empty ones."""
+    mask = np.uint64(slots.shape[0] - 1)
+    for slot in old:
+        if slot != 0:
+            i = (slot >> HALF) & mask
+            while slots[i] != 0:
+                i = (i + ONE) & mask
+            slots[i] = slot
+
+
+@inlined
+def prefetch(slots: Words, names: Words) -> np.uint64:
+    """Load the slots where searches for names (their last column) begin; return something of it.
+
+    These loads do not depend on one another. Those of searches do, since they branch on them.
+    """
+    mask, name_column, loaded = np.uint64(slots.shape[0] - 1), names.shape[1] - 1, NONE
+    for i in range(names.shape[0]):
+        loaded |= slots[tag_of(names[i, name_column]) & mask]
+    return loaded
