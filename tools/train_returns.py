@@ -10,6 +10,7 @@ where the policies look for them. The corpus is read from $PIGOU_SHARED/corpus (
 beside the checkout), if `--corpus` names no other folder.
 """
 
+# ruff: noqa: E402  (the environment is set before torch is imported)
 from __future__ import annotations
 
 import argparse
@@ -21,24 +22,29 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "src"), str(ROOT)]
 
-import torch  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
+import torch
+from tokenizers import Tokenizer
 
-from benchmarks.lib.shared_folder import shared_folder  # noqa: E402
-from pigou.models import bundled_path  # noqa: E402
-from pigou.runtime.eviction.generic import GENERIC  # noqa: E402
-from pigou.runtime.eviction.returns import PAPER, RETURNS, PaperModel, ReturnModel  # noqa: E402
-from returns.bench import Bench  # noqa: E402
-from returns.blend import Blend  # noqa: E402
-from returns.collect import Collected, collect  # noqa: E402
-from returns.coverage import coverage  # noqa: E402
-from returns.examples import EACH, Collector  # noqa: E402
-from returns.fit import Fit  # noqa: E402
-from returns.generic import fit_generic, random_models  # noqa: E402
-from returns.paper import fit_paper  # noqa: E402
-from returns.probe import open_model  # noqa: E402
-from returns.sequences import Sequences  # noqa: E402
-from tiny import corpus  # noqa: E402
+from benchmarks.lib.shared_folder import shared_folder
+from pigou.models import bundled_path
+from pigou.runtime.token_eviction.predictor import (
+    GENERIC,
+    PAPER,
+    RETURNS,
+    PaperModel,
+    ReturnModel,
+)
+from returns.bench import Bench
+from returns.blend import Blend
+from returns.collect import Collected, collect
+from returns.coverage import coverage
+from returns.examples import EACH, Collector
+from returns.fit import Fit
+from returns.generic import fit_generic, random_models
+from returns.paper import fit_paper
+from returns.probe import open_model
+from returns.sequences import Sequences
+from tiny import corpus
 
 HORIZON, CUT, STEPS = 256.0, 0.25, {"train": 8000, "generic": 2000}
 RECEIVED = 0.15  # weight of attention received

@@ -27,10 +27,10 @@ from rich.table import Table
 from benchmarks.lib.servers import machine
 from pigou.kv import checksum
 from pigou.kv.block import Bytes
-from pigou.runtime.stores.disk import DiskStore
-from pigou.runtime.stores.entries import Entries
-from pigou.runtime.stores.host import HostStore
-from pigou.runtime.stores.store import Store
+from pigou.runtime.kv_offload.disk_store import DiskStore
+from pigou.runtime.kv_offload.host_store import HostStore
+from pigou.runtime.kv_offload.records import BlockRecords
+from pigou.runtime.kv_offload.store import Store
 
 NAMESPACE = bytes(16)
 Times = dict[str, list[float]]
@@ -43,9 +43,9 @@ def timed(times: Times, what: str) -> Iterator[None]:
     times[what].append(time.perf_counter() - begin)
 
 
-def keys(first: int, count: int) -> Entries:
+def keys(first: int, count: int) -> BlockRecords:
     numbers = np.arange(first, first + count, dtype=np.uint64)
-    return Entries.chain(np.stack([numbers + 1, numbers], axis=1), bytes(32))
+    return BlockRecords.chain(np.stack([numbers + 1, numbers], axis=1), bytes(32))
 
 
 def cool(path: Path) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.ops import Ops
 from pigou.runtime.sampling import Sampler
-from pigou.runtime.sequence import Sequence as Row
-from pigou.runtime.step_output import TokenLogprobs
+from pigou.runtime.sequence import TokenSequence as Row
+from pigou.runtime.step_output import RankedLogprobs
 
 
 class Script:
@@ -93,7 +93,7 @@ class ForcedSampler(Sampler):
         super().__init__(sequences, ops, device)
         self._forcing, self._rows_ = forcing, sequences
 
-    def __call__(self, logits: Tensor) -> tuple[Tensor, dict[int, TokenLogprobs]]:
+    def __call__(self, logits: Tensor) -> tuple[Tensor, dict[int, RankedLogprobs]]:
         """Choose a token for each row; the arguments are those of `Sampler`."""
         tokens, reports = super().__call__(logits)
         self._forcing.choose(self._rows_, logits, tokens)

@@ -26,10 +26,10 @@ from pigou.kv.block_pool import BlockPool
 from pigou.request import Ints, no_hashes
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.decoder import Decoder
-from pigou.runtime.eviction.baselines import Oracle
-from pigou.runtime.eviction.policy import GROUP, Entries
-from pigou.runtime.eviction.returns import RETURNS
 from pigou.runtime.load import LoadedModel, load
+from pigou.runtime.token_eviction.policy import GROUP, CacheEntries
+from pigou.runtime.token_eviction.predictor import RETURNS
+from pigou.runtime.token_eviction.rivals.baselines import Oracle
 from pigou.sampling import SamplingParams
 
 #: Tokens after a cut that the oracle knows.
@@ -190,7 +190,7 @@ class Reading:
             return
         known: dict[int, NDArray[np.float32]] = {}
 
-        def score(entries: Entries) -> NDArray[np.float32]:
+        def score(entries: CacheEntries) -> NDArray[np.float32]:
             if self.cut not in known:
                 known.clear()
                 known[self.cut] = self.prepared.future(self.cut, horizon)[self.rows]

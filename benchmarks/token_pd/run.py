@@ -20,9 +20,9 @@ from benchmarks.token_pd.load import Arrival, Item
 from pigou.config import EngineConfig, EvictionConfig
 from pigou.engine.plan import Plan
 from pigou.request import SECOND
-from pigou.runtime.eviction.policy import Entries, Returns
 from pigou.runtime.load import LoadedModel
 from pigou.runtime.local_engine import LocalEngine, Output
+from pigou.runtime.token_eviction.policy import CacheEntries, Returns
 from pigou.sampling import SamplingParams
 
 #: Tokens of a block that budgets are told in.
@@ -37,7 +37,7 @@ Watch = Callable[[LocalEngine, Plan], None]
 
 
 @dataclass(frozen=True)
-class Setting:
+class EvictionContext:
     """What a run is made with.
 
     Attributes:
@@ -134,7 +134,9 @@ class Figures:
 class Run:
     """Drives an engine through arrivals."""
 
-    def __init__(self, model: LoadedModel, setting: Setting, watch: Watch | None = None) -> None:
+    def __init__(
+        self, model: LoadedModel, setting: EvictionContext, watch: Watch | None = None
+    ) -> None:
         self.setting = setting
         self.engine = LocalEngine(model, setting.engine())
         if CONSTANT in setting.params:
@@ -236,7 +238,7 @@ def block_bytes(engine: LocalEngine) -> int:
 
 def blocks_for(model: LoadedModel, policy: str, blocks: int) -> int:
     """Return the blocks that a policy has for the bytes of so many blocks of keys and values."""
-    engine = LocalEngine(model, Setting(policy, 1, 64).engine())
+    engine = LocalEngine(model, EvictionContext(policy, 1, 64).engine())
     return blocks * int(engine.cache.layout.block_bytes) // block_bytes(engine)
 
 
@@ -260,14 +262,17 @@ def exact(done: list[Served]) -> float:
 
 
 def serve(
-    model: LoadedModel, setting: Setting, arrivals: list[Arrival], watch: Watch | None = None
+    model: LoadedModel,
+    setting: EvictionContext,
+    arrivals: list[Arrival],
+    watch: Watch | None = None,
 ) -> Figures:
     """Run a setting and return its figures."""
     return Run(model, setting, watch)(arrivals)[0]
 
 
 def serve_in_turns(
-    model: LoadedModel, settings: Sequence[Setting], coming: list[Arrival]
+    model: LoadedModel, settings: Sequence[EvictionContext], coming: list[Arrival]
 ) -> list[Figures]:
     """Run settings side by side, each on its own clock: who is furthest behind does a step.
 
@@ -295,7 +300,7 @@ def _flatten(engine: LocalEngine, value: float) -> None:
     assert evictor is not None, "a predictor is replaced where there is a policy"
     kind = evictor.policy.scores
 
-    def scores(rows: Sequence[Entries]) -> list[Returns]:
+    def scores(rows: Sequence[CacheEntries]) -> list[Returns]:
         return [np.full_like(each, value) for each in kind(rows)]
 
     evictor.policy.scores = scores  # type: ignore[method-assign]

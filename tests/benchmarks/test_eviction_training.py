@@ -13,7 +13,7 @@ from benchmarks.token_eviction.table import TRAINED
 from benchmarks.token_eviction.task import Prepared, Task
 from benchmarks.token_eviction.training import Training
 from pigou.models import bundled_path
-from pigou.runtime.eviction.returns import PAPER, RETURNS
+from pigou.runtime.token_eviction.predictor import PAPER, RETURNS
 from tools.make_random_checkpoint import Shape, write_checkpoint
 
 SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=640)

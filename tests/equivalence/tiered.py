@@ -18,11 +18,11 @@ from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.lru import LruEviction
 from pigou.kv.tier_eviction.policy import TierSetting
 from pigou.kv.tiers import DEVICE, NOWHERE, Move, Tiers
+from pigou.runtime.kv_offload.disk_store import DiskStore
+from pigou.runtime.kv_offload.host_store import HostStore
+from pigou.runtime.kv_offload.records import BlockRecords, hashes_of
+from pigou.runtime.kv_offload.store import Store
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.stores.disk import DiskStore
-from pigou.runtime.stores.entries import Entries, hashes_of
-from pigou.runtime.stores.host import HostStore
-from pigou.runtime.stores.store import Store
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,9 @@ class TieredSide(Side):
         if fails:
             good[self._random.randrange(len(good)) :] = False
         at = np.flatnonzero(good)
-        good[at] = self.stores[move.target].put(Entries.of(move.blocks).take(at), data, rows[at])
+        good[at] = self.stores[move.target].put(
+            BlockRecords.of(move.blocks).take(at), data, rows[at]
+        )
         self.core.landed(move.number, good.tolist())
 
     def _read(self, load: Load, fails: bool) -> None:

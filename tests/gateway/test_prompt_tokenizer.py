@@ -12,7 +12,7 @@ from pigou.gateway.gateway_request import BodyFields
 from pigou.gateway.prompt_reader import PromptReader
 from pigou.gateway.prompt_tokenizer import NotTokenizable, PromptTokenizer
 from pigou.models import bundled_path
-from pigou.text.template import ChatTemplate
+from pigou.text.chat_template import ChatTemplate
 
 #: Shows tools, calls and their arguments, as templates of tool-calling models do.
 TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>

@@ -10,13 +10,13 @@ BAD_SEED = 666_666
 
 def inject() -> None:
     """Let each sequence with `BAD_SEED` raise from within the engine's step."""
-    from pigou.runtime.sequence import Sequence
+    from pigou.runtime.sequence import TokenSequence
 
-    append = Sequence.append
+    append = TokenSequence.append
 
-    def failing(self: Sequence, token: int) -> bool:
+    def failing(self: TokenSequence, token: int) -> bool:
         if self.params.seed == BAD_SEED and self.generated >= 2:
             raise IndexError("injected")
         return append(self, token)
 
-    Sequence.append = failing  # type: ignore[method-assign]
+    TokenSequence.append = failing  # type: ignore[method-assign]

@@ -24,12 +24,12 @@ from pigou.kv.prefix_cache import PrefixCache
 from pigou.kv.tenure import Tenure, Tenured
 from pigou.kv.tier import Tier
 from pigou.request import BlockHashes, Ints, Request
-from pigou.runtime.stores.bucket import BucketStore
-from pigou.runtime.stores.disk import DiskStore
-from pigou.runtime.stores.entries import Entries
-from pigou.runtime.stores.host import HostStore
-from pigou.runtime.stores.location import Location
-from pigou.runtime.stores.store import Store
+from pigou.runtime.kv_offload.bucket_location import BucketLocation
+from pigou.runtime.kv_offload.bucket_store import BucketStore
+from pigou.runtime.kv_offload.disk_store import DiskStore
+from pigou.runtime.kv_offload.host_store import HostStore
+from pigou.runtime.kv_offload.records import BlockRecords
+from pigou.runtime.kv_offload.store import Store
 
 slow = pytest.mark.slow
 TOKENS = list(range(100, 108))
@@ -153,7 +153,7 @@ class Stored:
 
     def store(self, tenure: Tenure, hashes: BlockHashes) -> None:
         self.clock[0] = -1
-        entries = Entries.chain(hashes, tenure.digest(), expiry=tenure.expiry)
+        entries = BlockRecords.chain(hashes, tenure.digest(), expiry=tenure.expiry)
         self.store_.put(entries, np.zeros((BLOCKS, BYTES), dtype=np.uint8), self.rows)
 
     def hits(self, tenure: Tenure, hashes: BlockHashes, now: int) -> int:
@@ -185,7 +185,7 @@ def caches(count: int, folder: Path) -> dict[str, Cache]:
         "disk": DiskStore(folder / "disk", bytes(16), BYTES, 2**30, clock=lambda: clock[0]),
     }
     if count < 1000:  # an object a block
-        place = Location((folder / "bucket").as_uri())
+        place = BucketLocation((folder / "bucket").as_uri())
         stores["bucket"] = BucketStore(place, bytes(16), BYTES, 2**30, clock=lambda: clock[0])
     return {
         "device": Device(count), "prefix": Prefix(count), "tier": Decided(count),

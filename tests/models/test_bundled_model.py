@@ -19,7 +19,7 @@ from pigou.models import bundled_path
 from pigou.runtime.load import load
 from pigou.runtime.local_engine import LocalEngine
 from pigou.sampling import SamplingParams
-from pigou.text.template import ChatTemplate
+from pigou.text.chat_template import ChatTemplate
 from pigou.workload.recall import KEYS, MARK, VALUES, RecallItem, is_held_out, recall_items
 
 FOLDER = bundled_path()

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from pigou.models import bundled_path
-from pigou.text.template import ChatTemplate
+from pigou.text.chat_template import ChatTemplate
 
 #: English that no bundled model was trained on.
 UNSEEN = Path(__file__).parents[2] / "LICENSE"

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.trainers import BpeTrainer
 
 from pigou.models import bundled_path
+from pigou.text.chat_template import ChatTemplate
 from pigou.text.control_tokens import ControlTokens
-from pigou.text.template import ChatTemplate
 from pigou.text.tokenizer import Tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<<s>"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pigou.text.call_reader import CallArguments, CallStart, JsonEnd
+from pigou.text.tool_call_reader import CallArguments, CallStart, JsonEnd
 from pigou.text.tool_calls import (
     PARSERS,
     NamedParser,

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from pigou.runtime.decoder import Decoder
-from pigou.runtime.eviction.returns import PAPER, RETURNS, PaperModel, ReturnModel
+from pigou.runtime.token_eviction.predictor import PAPER, RETURNS, PaperModel, ReturnModel
 from returns import judge
 from returns.judge import SHARES
 from returns.policies import Learned, Paper, Policy, baselines

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pigou.runtime.eviction.returns import PaperModel, ReturnModel
+from pigou.runtime.token_eviction.predictor import PaperModel, ReturnModel
 from returns.collect import Collected
 from returns.examples import Examples
 

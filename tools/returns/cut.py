@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pigou.runtime.eviction.returns import ReturnModel
+from pigou.runtime.token_eviction.predictor import ReturnModel
 from returns.change import ROOM
 
 SINKS, RECENT = 4, 32  # protected anyway

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pigou.runtime.eviction.returns import CONTENT, SCALES, ReturnModel, features
+from pigou.runtime.token_eviction.predictor import CONTENT, SCALES, ReturnModel, features
 from returns.examples import Examples
 
 BIRTH, VALUE = 32, 16  # hidden units

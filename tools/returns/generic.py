@@ -10,8 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from make_random_checkpoint import Shape, write_checkpoint
-from pigou.runtime.eviction.generic import GenericReturns, relative
-from pigou.runtime.eviction.returns import CONTENT, POWER, SCALES, features
+from pigou.runtime.token_eviction.predictor import (
+    CONTENT,
+    POWER,
+    SCALES,
+    GenericReturns,
+    features,
+    relative,
+)
 from returns.examples import Examples
 
 HIDDEN = 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pigou.runtime.eviction.returns import PaperModel
+from pigou.runtime.token_eviction.predictor import PaperModel
 from returns.probe import Probe
 
 HIDDEN = 256

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pigou.runtime.eviction.returns import PaperModel, ReturnModel
+from pigou.runtime.token_eviction.predictor import PaperModel, ReturnModel
 from returns.probe import Probe
 
 SINKS, RECENT = 4, 32

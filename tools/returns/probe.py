@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pigou.runtime.attention import HeadNorm, PagedAttention
 from pigou.runtime.decoder import Decoder
-from pigou.runtime.eviction.returns import SCALES
 from pigou.runtime.load import load
 from pigou.runtime.ops import TorchOps
 from pigou.runtime.rotary_embedding import rotary_table, rotate
+from pigou.runtime.token_eviction.predictor import SCALES
 
 WINDOW = 32  # queries whose attention SnapKV looks at
 

@@ -19,7 +19,7 @@ from pigou.gateway.gateway_request import Body, BodyFields, GatewayRequest
 from pigou.gateway.prompt_tokenizer import NotTokenizable, PromptTokenizer, first_prompt
 from pigou.gateway.upstream import Engine, Upstream
 from pigou.request import BlockKeys
-from pigou.text.folder import find_tokenizer
+from pigou.text.model_files import find_tokenizer
 from pigou.wire.request_body import FairThreadPool
 
 _log = logging.getLogger("pigou.gateway")

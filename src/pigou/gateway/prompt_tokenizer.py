@@ -11,8 +11,8 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.gateway.gateway_request import BodyFields
 from pigou.gateway.request_tenure import digest
-from pigou.text.folder import find_tokenizer
-from pigou.text.template import ChatError, ChatTemplate
+from pigou.text.chat_template import ChatError, ChatTemplate
+from pigou.text.model_files import find_tokenizer
 from pigou.text.tokenizer import Tokenizer, TokenizerError
 from pigou.wire.errors import APIError
 from pigou.wire.request_validation import check_messages

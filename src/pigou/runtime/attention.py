@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pigou.request import Ints
-from pigou.runtime.batch import Batch, Chunk
-from pigou.runtime.eviction.watch import Watch
+from pigou.runtime.batch import PromptChunk, StepBatch
 from pigou.runtime.kv_cache import KVCache
 from pigou.runtime.model_config import ModelConfig
 from pigou.runtime.rotary_embedding import rotary_table, rotate
 from pigou.runtime.tensor_io import upload
+from pigou.runtime.token_eviction.entry_stats import AttentionMassTracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PagedAttention:
         beat: called before each layer: a long step is no hung one.
     """
 
-    watch: Watch | None = None
+    watch: AttentionMassTracker | None = None
     beat: Callable[[], None] | None = None
 
     def __init__(self, config: ModelConfig, cache: KVCache, tables: Ints, context: int) -> None:
@@ -74,7 +74,7 @@ class PagedAttention:
         self.turns = rotary_table(config.rope, context, self.device)
         self._gathered = torch.empty(0, dtype=cache.data.dtype, device=self.device)
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: StepBatch) -> None:
         """Take up a step: what all its layers share is prepared here."""
         self.batch = batch
         self._place(batch)
@@ -108,7 +108,7 @@ class PagedAttention:
             self._chunk(layer, (query[here], key[here], value[here]), past, out[here])
         return out.view(batch.size, -1)
 
-    def _place(self, batch: Batch) -> None:
+    def _place(self, batch: StepBatch) -> None:
         places = np.stack(
             (
                 self.tables[batch.rows, batch.slots // self.block_size],
@@ -137,7 +137,7 @@ class PagedAttention:
         self.cache.values(layer)[self._blocks, :, self._offsets] = value
         return query, key, value
 
-    def _decode_past(self, batch: Batch) -> Past:
+    def _decode_past(self, batch: StepBatch) -> Past:
         rows, slots = batch.rows[: batch.singles], batch.slots[: batch.singles]
         width = int(slots.max()) // self.block_size + 1
         used = np.arange(width) <= (slots // self.block_size)[:, None]
@@ -145,7 +145,7 @@ class PagedAttention:
         seen = self._entries(width) <= self._index(slots)[:, None]
         return Past(self._index(blocks.reshape(-1)), len(rows), seen[:, None, None])
 
-    def _chunk_past(self, chunk: Chunk) -> Past | None:
+    def _chunk_past(self, chunk: PromptChunk) -> Past | None:
         """Return None where a chunk sees nothing but itself, and is not watched."""
         if chunk.past == 0 and self.watch is None:
             return None
@@ -196,7 +196,7 @@ class PagedAttention:
             result = F.scaled_dot_product_attention(queries, keys, values, attn_mask=past.mask)
         out.copy_(result.squeeze(0).transpose(0, 1))
 
-    def _watched_chunk(self, layer: int, query: Tensor, chunk: Chunk, out: Tensor) -> None:
+    def _watched_chunk(self, layer: int, query: Tensor, chunk: PromptChunk, out: Tensor) -> None:
         """Attend with the tokens of one chunk, as `_chunk` does, and tell the watch."""
         assert self.watch is not None
         assert self._cuts is not None

@@ -15,7 +15,7 @@ from pigou.runtime.tensor_io import upload
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PromptChunk:
     """Several tokens of one sequence in a step.
 
     Attributes:
@@ -34,7 +34,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Batch:
+class StepBatch:
     """The tokens of one step: first the entries of a single token, then the chunks.
 
     Attributes:
@@ -51,7 +51,7 @@ class Batch:
     tokens: Tensor
     places: Ints
     singles: int
-    chunks: list[Chunk]
+    chunks: list[PromptChunk]
     last: NDArray[np.int64]
     entries: NDArray[np.int64]
 
@@ -88,7 +88,7 @@ class Batch:
         self.places[:2] += 1
 
 
-def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> Batch:
+def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> StepBatch:
     """Lay out the first step of a plan.
 
     Args:
@@ -112,12 +112,12 @@ def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> Batch:
     last = np.empty(len(order), dtype=np.int64)
     last[order] = ends - 1
     ids = np.concatenate([tokens[entry] for entry in order])
-    return Batch(
+    return StepBatch(
         tokens=upload(ids, device),
         places=places,
         singles=singles,
         chunks=[
-            Chunk(
+            PromptChunk(
                 int(order[at]),
                 int(plan.rows[order[at]]),
                 int(firsts[at]),

@@ -11,7 +11,7 @@ from torch import Tensor
 from pigou.request import Ints
 from pigou.runtime import kernels
 from pigou.runtime.attention import HeadNorm, PagedAttention
-from pigou.runtime.batch import Batch, Chunk
+from pigou.runtime.batch import PromptChunk, StepBatch
 from pigou.runtime.kv_cache import KVCache
 from pigou.runtime.model_config import ModelConfig
 from pigou.runtime.simd import LANES
@@ -40,7 +40,7 @@ class CPUAttention(PagedAttention):
         self._norms: dict[int, kernels.Stored] = {}
         self._queries = _padded(config.group)
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: StepBatch) -> None:
         """Take up a step."""
         self.batch = batch
         numbers = self.config.heads * self.config.head_dim
@@ -90,7 +90,7 @@ class CPUAttention(PagedAttention):
             spread(kernels.prefill, work, tasks, qkv, tiles, tables, kv, size, out, sums)
             self.watch.absorb(layer, sums, tiles, self._folds[at : at + most], tables)
 
-    def _cut(self, batch: Batch) -> Ints:
+    def _cut(self, batch: StepBatch) -> Ints:
         """Cut the chunks into tiles; where they are watched, no fold falls within one."""
         if self.watch is None or not batch.chunks:
             return _tiles(batch.chunks)
@@ -110,7 +110,7 @@ def _padded(group: int) -> int:
     return next((rows for rows in (1, 2, 4) if group <= rows), -(-group // 8) * 8)
 
 
-def _tiles(chunks: list[Chunk], cuts: Ints | None = None) -> Ints:
+def _tiles(chunks: list[PromptChunk], cuts: Ints | None = None) -> Ints:
     """Cut chunks into the tiles of `kernels.prefill`, and before the tokens `cuts` of the step."""
     tiles = []
     for chunk in chunks:

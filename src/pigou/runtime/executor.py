@@ -14,17 +14,17 @@ from torch import Tensor
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.request import BlockHashes, FinishReason, Ints
 from pigou.runtime.attention import PagedAttention
-from pigou.runtime.batch import Batch, make_batch
+from pigou.runtime.batch import StepBatch, make_batch
 from pigou.runtime.decoder import Decoder
-from pigou.runtime.eviction.evictor import Evictor
-from pigou.runtime.eviction.revival import Revival
 from pigou.runtime.kv_cache import KVCache
 from pigou.runtime.ops import Ops
 from pigou.runtime.sampling import IsolatedSampler, Sampler, report
-from pigou.runtime.sequence import Sequence, make_sequence
-from pigou.runtime.step_output import StepOutput, TokenLogprobs, described, is_contained
+from pigou.runtime.sequence import TokenSequence, make_sequence
+from pigou.runtime.step_output import RankedLogprobs, StepOutput, described, is_contained
 from pigou.runtime.structured_output import Grammars, GrammarState
 from pigou.runtime.tensor_io import upload
+from pigou.runtime.token_eviction.evictor import Evictor
+from pigou.runtime.token_eviction.recomputation import TokenRecomputation
 from pigou.sampling import SamplingParams
 
 #: Tokens of a prompt whose logits, each as wide as the vocabulary, are held at once.
@@ -76,15 +76,15 @@ class TorchExecutor:
         self._ends = ends
         self._clock = clock
         self.evictor = evictor
-        self._revival: Revival | None = None
+        self._revival: TokenRecomputation | None = None
         if evictor is not None:
             attention.watch = evictor.watch if evictor.watches else None
             if evictor.policy.revives:
-                self._revival = Revival(model, cache, evictor, attention.turns)
+                self._revival = TokenRecomputation(model, cache, evictor, attention.turns)
         self._device = cache.data.device
-        self.sampler: Callable[[list[Sequence], Ops, torch.device], Sampler] = Sampler
-        self._sequences: dict[str, Sequence] = {}
-        self._rows: dict[int, Sequence] = {}
+        self.sampler: Callable[[list[TokenSequence], Ops, torch.device], Sampler] = Sampler
+        self._sequences: dict[str, TokenSequence] = {}
+        self._rows: dict[int, TokenSequence] = {}
 
     def set_beat(self, beat: Callable[[], None]) -> None:
         """Call `beat` before each layer of a step."""
@@ -218,7 +218,7 @@ class TorchExecutor:
         return result
 
     def _steps(
-        self, plan: Plan, sequences: list[Sequence], on_step: OnStep | None
+        self, plan: Plan, sequences: list[TokenSequence], on_step: OnStep | None
     ) -> tuple[int, dict[int, FinishReason], list[int]]:
         """Do the plan's steps; return how many, who ended in the last one, and durations."""
         batch = self._lay_out(plan, sequences)
@@ -264,7 +264,7 @@ class TorchExecutor:
                 return len(durations), ended, durations
             batch.advance(chosen.to(batch.tokens.dtype))
 
-    def _speak(self, batch: Batch, hidden: Tensor) -> None:
+    def _speak(self, batch: StepBatch, hidden: Tensor) -> None:
         """Let the policy of eviction hear all tokens' logits, some at a time to spare memory."""
         assert self.evictor is not None
         for at in range(0, batch.size, _AT_ONCE):
@@ -272,12 +272,12 @@ class TorchExecutor:
             places = np.ascontiguousarray(batch.places[:, at : at + _AT_ONCE])
             self.evictor.end_step(places, logits)
 
-    def _lay_out(self, plan: Plan, sequences: list[Sequence]) -> Batch:
+    def _lay_out(self, plan: Plan, sequences: list[TokenSequence]) -> StepBatch:
         spans = zip(sequences, plan.starts.tolist(), plan.counts.tolist(), strict=True)
         return make_batch(plan, [s.buffer[at : at + n] for s, at, n in spans], self._device)
 
     def _note(
-        self, batch: Batch, sampling: list[Sequence], chosen: Tensor, output: StepOutput
+        self, batch: StepBatch, sampling: list[TokenSequence], chosen: Tensor, output: StepOutput
     ) -> None:
         """Append the tokens to their sequences, and tell the output."""
         tokens = chosen.tolist()
@@ -302,8 +302,8 @@ class TorchExecutor:
     def _report_prompts(
         self,
         plan: Plan,
-        sequences: list[Sequence],
-        batch: Batch,
+        sequences: list[TokenSequence],
+        batch: StepBatch,
         hidden: Tensor,
         output: StepOutput,
     ) -> None:
@@ -332,7 +332,7 @@ class TorchExecutor:
 
     def _report_prompt(
         self, states: Tensor, tokens: Ints, params: SamplingParams
-    ) -> list[TokenLogprobs]:
+    ) -> list[RankedLogprobs]:
         """Report tokens given the hidden states before them, some at a time to spare memory."""
         ids = upload(tokens.astype(np.int64), self._device)
         reports = []
@@ -343,7 +343,9 @@ class TorchExecutor:
             reports += report(self.model.logits(some), part, tops)
         return reports
 
-    def _seal(self, plan: Plan, sequences: list[Sequence], steps: int) -> dict[int, BlockHashes]:
+    def _seal(
+        self, plan: Plan, sequences: list[TokenSequence], steps: int
+    ) -> dict[int, BlockHashes]:
         """Hash the blocks that became full, except where entries are missing from the cache."""
         ends = plan.kv_lens + plan.counts + (steps - 1)
         whole = plan.kv_lens == plan.starts

@@ -17,9 +17,6 @@ from pigou.request import Ints
 from pigou.runtime.attention import PagedAttention
 from pigou.runtime.cpu_attention import CPUAttention
 from pigou.runtime.decoder import Decoder, load_decoder
-from pigou.runtime.eviction.evictor import Evictor
-from pigou.runtime.eviction.policy import Setting
-from pigou.runtime.eviction.policy import load as load_policy
 from pigou.runtime.executor import TorchExecutor
 from pigou.runtime.kv_cache import DTYPES, KVCache, make_layout
 from pigou.runtime.model_config import ModelConfig, read_config
@@ -27,6 +24,9 @@ from pigou.runtime.ops import KernelOps, TorchOps
 from pigou.runtime.resources import keep_memory
 from pigou.runtime.spread import always_spread
 from pigou.runtime.structured_output import read_grammars
+from pigou.runtime.token_eviction.evictor import Evictor
+from pigou.runtime.token_eviction.policy import EvictionContext
+from pigou.runtime.token_eviction.policy import load as load_policy
 from pigou.runtime.weights import Weights, digest_model, find_model
 from pigou.sampling import SamplingParams
 
@@ -101,7 +101,7 @@ class LoadedModel:
         attention = kind(self.config, cache, tables, max_model_len)
         evictor = None
         if eviction is not None:
-            setting = Setting(eviction, self.config, self.folder, attention.turns)
+            setting = EvictionContext(eviction, self.config, self.folder, attention.turns)
             policy = load_policy(eviction.policy, setting)
             evictor = Evictor(policy, eviction, cache, tables, self.config.group)
         executor = TorchExecutor(

@@ -15,7 +15,7 @@ from pigou.engine.plan import Plan, Result
 from pigou.kv.hashing import chain
 from pigou.request import NEVER, FinishReason, Request
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.step_output import StepOutput, TokenLogprobs
+from pigou.runtime.step_output import RankedLogprobs, StepOutput
 from pigou.sampling import SamplingParams
 
 Prompt = Sequence[int] | NDArray[np.integer]
@@ -41,8 +41,8 @@ class Output:
     request: str
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    logprobs: list[RankedLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
     cached: int = 0
     preemptions: int = 0
 

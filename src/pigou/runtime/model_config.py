@@ -11,7 +11,7 @@ from typing import Any
 from pigou.models import ModelError
 from pigou.models.rope_parameters import scaled_context
 from pigou.runtime.rotary_embedding import Rope, read_rope
-from pigou.text.ends import read_end_tokens
+from pigou.text.end_tokens import read_end_tokens
 
 #: Architectures that can be run -> name of the family.
 FAMILIES = {

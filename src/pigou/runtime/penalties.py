@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pigou.runtime.sequence import Sequence
+from pigou.runtime.sequence import TokenSequence
 from pigou.runtime.tensor_io import upload
 from pigou.sampling import SamplingParams
 
@@ -26,7 +26,7 @@ def adjusts(params: SamplingParams) -> bool:
     )
 
 
-def adjust(logits: Tensor, sequence: Sequence) -> None:
+def adjust(logits: Tensor, sequence: TokenSequence) -> None:
     """Apply a sequence's parameters to its logits, shape (vocab,), in place.
 
     In order: repetition penalty, frequency and presence penalty, bias, the ban on end tokens
@@ -48,7 +48,7 @@ def adjust(logits: Tensor, sequence: Sequence) -> None:
     _forbid(logits, sequence)
 
 
-def _penalize_repetition(logits: Tensor, sequence: Sequence) -> None:
+def _penalize_repetition(logits: Tensor, sequence: TokenSequence) -> None:
     """Divide positive and multiply negative logits of tokens seen (arXiv 1909.05858, eq. 2)."""
     penalty = sequence.params.repetition_penalty
     seen = _on(logits, sequence.all_counts.ids)
@@ -56,7 +56,7 @@ def _penalize_repetition(logits: Tensor, sequence: Sequence) -> None:
     logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
 
-def _forbid(logits: Tensor, sequence: Sequence) -> None:
+def _forbid(logits: Tensor, sequence: TokenSequence) -> None:
     banned = sequence.banned
     if sequence.grammar is None:
         if len(banned):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pigou.runtime.ops import Ops
 from pigou.runtime.penalties import adjust, adjusts
-from pigou.runtime.sequence import Sequence
-from pigou.runtime.step_output import GrammarError, TokenLogprobs, described, is_contained
+from pigou.runtime.sequence import TokenSequence
+from pigou.runtime.step_output import GrammarError, RankedLogprobs, described, is_contained
 from pigou.runtime.tensor_io import upload
 from pigou.sampling import SamplingParams
 
@@ -26,7 +26,7 @@ class Sampler:
     A row's token depends on its own logits, parameters, tokens and position, and on no other row.
     """
 
-    def __init__(self, sequences: list[Sequence], ops: Ops, device: torch.device) -> None:
+    def __init__(self, sequences: list[TokenSequence], ops: Ops, device: torch.device) -> None:
         """Prepare for these sequences, in the order of the logits' rows."""
         self._sequences = sequences
         self._ops = ops
@@ -38,7 +38,7 @@ class Sampler:
         if self._random:
             self._prepare([params[i] for i in self._random])
 
-    def __call__(self, logits: Tensor) -> tuple[Tensor, dict[int, TokenLogprobs]]:
+    def __call__(self, logits: Tensor) -> tuple[Tensor, dict[int, RankedLogprobs]]:
         """Choose a token for each row.
 
         Args:
@@ -100,7 +100,7 @@ class Sampler:
     def _index(self, rows: list[int]) -> Tensor:
         return upload(np.array(rows, dtype=np.int64), self._device)
 
-    def _report(self, raw: Tensor, tokens: Tensor) -> dict[int, TokenLogprobs]:
+    def _report(self, raw: Tensor, tokens: Tensor) -> dict[int, RankedLogprobs]:
         tops = [self._sequences[i].params.logprobs or 0 for i in self._reported]
         reports = report(raw, tokens[self._index(self._reported)], tops)
         return dict(zip(self._reported, reports, strict=True))
@@ -197,7 +197,7 @@ def cut_top_p(logits: Tensor, top_p: Tensor) -> None:
     logits.masked_fill_(logits < least, _OUT)
 
 
-def report(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[TokenLogprobs]:
+def report(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[RankedLogprobs]:
     """Report tokens and the most probable ones beside them.
 
     Args:
@@ -222,7 +222,7 @@ def report(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[TokenLogprob
         strict=True,
     )
     return [
-        TokenLogprobs(token, logprob, rank, top[:k].copy(), top_logprobs[:k].copy())
+        RankedLogprobs(token, logprob, rank, top[:k].copy(), top_logprobs[:k].copy())
         for token, logprob, rank, top, top_logprobs, k in columns
     ]
 
@@ -232,14 +232,14 @@ def as_tokens(tokens: list[int], device: torch.device) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64, device=device)
 
 
-MakeSampler = Callable[[list[Sequence], Ops, torch.device], Sampler]
+MakeSampler = Callable[[list[TokenSequence], Ops, torch.device], Sampler]
 
 
 class IsolatedSampler:
     """Chooses tokens as `Sampler` does; what fails in one row fails that row alone."""
 
     def __init__(
-        self, make: MakeSampler, sequences: list[Sequence], ops: Ops, device: torch.device
+        self, make: MakeSampler, sequences: list[TokenSequence], ops: Ops, device: torch.device
     ) -> None:
         """Prepare for these sequences, in the order of the logits' rows."""
         self._make, self._ops, self._device = make, ops, device
@@ -253,7 +253,7 @@ class IsolatedSampler:
 
     def __call__(
         self, logits: Callable[[Tensor], Tensor], hidden: Tensor
-    ) -> tuple[Tensor, dict[int, TokenLogprobs], dict[int, str]]:
+    ) -> tuple[Tensor, dict[int, RankedLogprobs], dict[int, str]]:
         """Choose a token for each row.
 
         Args:
@@ -274,9 +274,9 @@ class IsolatedSampler:
 
     def _one_by_one(
         self, logits: Tensor
-    ) -> tuple[Tensor, dict[int, TokenLogprobs], dict[int, str]]:
+    ) -> tuple[Tensor, dict[int, RankedLogprobs], dict[int, str]]:
         tokens = torch.zeros(len(self._sequences), dtype=torch.int64, device=self._device)
-        reports: dict[int, TokenLogprobs] = {}
+        reports: dict[int, RankedLogprobs] = {}
         failed: dict[int, str] = {}
         for row, sequence in enumerate(self._sequences):
             try:

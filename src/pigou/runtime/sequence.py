@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pigou.kv.hashing import chain
 from pigou.request import BlockHashes, Ints, no_hashes
-from pigou.runtime.step_output import GrammarError, TokenLogprobs
+from pigou.runtime.step_output import GrammarError, RankedLogprobs
 from pigou.runtime.structured_output import GrammarState
 from pigou.sampling import SamplingParams
 
@@ -19,7 +19,7 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
-class Sequence:
+class TokenSequence:
     """Token ids of a request, prompt and output, and the state of its sampling.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sequence:
     sealed: int
     last: BlockHashes | None = None
     grammar: GrammarState | None = None
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[RankedLogprobs | None] = field(default_factory=list)
     failure: str | None = None
     _output_counts: TokenCounts | None = None
     _all_counts: TokenCounts | None = None
@@ -159,7 +159,7 @@ def make_sequence(
     ends: frozenset[int],
     block_size: int,
     hashes: BlockHashes | None = None,
-) -> Sequence:
+) -> TokenSequence:
     """Take up a request.
 
     Args:
@@ -181,7 +181,7 @@ def make_sequence(
     buffer = np.empty(given + params.max_tokens, dtype=np.int32)
     buffer[:given] = tokens
     stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | ends
-    return Sequence(
+    return TokenSequence(
         request=request,
         params=params,
         buffer=buffer,

@@ -11,7 +11,7 @@ from pigou.request import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class RankedLogprobs:
     """How probable a token was: log-softmax of the raw logits, before temperature and penalties.
 
     Attributes:
@@ -48,8 +48,8 @@ class StepOutput:
     tokens: Ints
     finished: NDArray[np.bool_]
     failed: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
+    logprobs: dict[int, RankedLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[RankedLogprobs | None]] = field(default_factory=dict)
     broken: dict[int, str] = field(default_factory=dict)
 
 

@@ -142,8 +142,6 @@ def _nothing(folder: Path, strays: list[str]) -> str:
     return text
 
 
-log = logging.getLogger(__name__)
-
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 #: Files of a hub's repository that are not needed: see `weight_files.STRAYS`.
 _OTHERS = ["*/*.json", "*/*.safetensors", "*/*.txt", *STRAYS]

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from pigou.text.template import ChatError
+from pigou.text.chat_template import ChatError
 
 #: Times that a text is looked through again for tokens that only normalization shows.
 _ROUNDS = 8

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from pigou.text.control_tokens import ControlTokens
 from pigou.text.detokenizer import Detokenizer
-from pigou.text.ends import end_tokens
+from pigou.text.end_tokens import end_tokens
 from pigou.text.model_files import read_object, read_templates
 from pigou.text.vocabulary import Vocabulary, vocabulary
 

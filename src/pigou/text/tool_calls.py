@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
-from pigou.text.call_reader import CallArguments, CallReader, CallStart, Event, JsonEnd
+from pigou.text.tool_call_reader import CallArguments, CallReader, CallStart, Event, JsonEnd
 
 ParserName = Literal["hermes", "llama3_json", "mistral"]
 PARSERS: tuple[ParserName, ...] = ("hermes", "llama3_json", "mistral")

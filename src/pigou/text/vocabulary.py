@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
-
-from pigou.text.decoders import read_chain
+from typing import Any, TypeAlias
 
 
 class VocabularyError(ValueError):
@@ -90,3 +89,188 @@ def _text(token: bytes | None) -> str | None:
         return (token or b"").decode()
     except UnicodeDecodeError:
         return None
+
+
+#: A token's text, or bytes that need not be whole characters.
+Piece: TypeAlias = str | bytes
+#: From a token's piece, and whether it is the first of the text, to its next piece.
+Step: TypeAlias = Callable[[Piece, bool], Piece]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+#: English contractions and marks that WordPiece's cleanup joins to the word before.
+_CLEANUP = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
+    (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
+
+
+class _NotByTokenError(Exception):
+    """A decoder whose result for a token depends on tokens after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Decoders that can be applied to one token after the other.
+
+    Attributes:
+        steps: in order.
+        strip: what the beginning of the whole text loses (see `Vocabulary.strip`).
+    """
+
+    steps: tuple[Step, ...]
+    strip: bytes = b""
+
+    def decode(self, name: str, first: bool) -> bytes:
+        """Return a token's bytes, at the beginning of a text or later."""
+        piece: Piece = name
+        for step in self.steps:
+            piece = step(piece, first)
+        return piece.encode() if isinstance(piece, str) else piece
+
+
+def read_chain(decoder: Any) -> Chain | None:
+    """Read the `decoder` part; None where it does not work token by token, or is unknown."""
+    if decoder is None:
+        return Chain((lambda piece, first: piece if first else _add(" ", piece),))
+    builder = _Builder()
+    try:
+        builder.read(decoder)
+    except (_NotByTokenError, KeyError, TypeError, re.error):
+        return None
+    return Chain(tuple(builder.steps), builder.strip)
+
+
+class _Builder:
+    """Collects the steps of nested sequences.
+
+    Attributes:
+        steps: so far.
+        strip: of the whole text.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.strip = b""
+        self._fused = False
+        self._has_bytes = False
+
+    def read(self, spec: Any) -> None:
+        """Add a decoder."""
+        kind = spec["type"]
+        if kind == "Sequence":
+            for part in spec["decoders"]:
+                self.read(part)
+        elif kind == "Fuse":
+            self._fused = True
+        elif kind == "Strip":
+            self._add_strip(spec["content"], int(spec["start"]), int(spec["stop"]))
+        elif self.strip or kind not in _STEPS:
+            raise _NotByTokenError
+        else:
+            self._require(not self._has_bytes)
+            if self._fused:
+                self._require(kind == "Replace" and len(spec["pattern"].get("String", "")) == 1)
+            self.steps.append(_STEPS[kind](spec))
+            self._has_bytes = kind in ("ByteLevel", "ByteFallback")
+            self._fused = self._fused or kind == "ByteLevel"
+
+    def _add_strip(self, content: str, start: int, stop: int) -> None:
+        if not self._fused:
+            self._require(not self._has_bytes)
+            self.steps.append(lambda piece, _: _strip(str(piece), content, start, stop))
+            return
+        self._require(stop == 0 and not self.strip)
+        self.strip = content.encode() * start
+        self._require(start == 0 or len(content.encode()) == 1)
+
+    @staticmethod
+    def _require(possible: bool) -> None:
+        if not possible:
+            raise _NotByTokenError
+
+
+def _add(before: str, piece: Piece) -> Piece:
+    return before + piece if isinstance(piece, str) else before.encode() + piece
+
+
+def _strip(text: str, content: str, start: int, stop: int) -> str:
+    for _ in range(start):
+        text = text.removeprefix(content)
+    for _ in range(stop):
+        text = text.removesuffix(content)
+    return text
+
+
+def _byte_level(_: Any) -> Step:
+    def step(piece: Piece, _first: bool) -> Piece:
+        try:
+            return bytes(_CHARS[char] for char in str(piece))
+        except KeyError:
+            return piece  # an added token, written as it is
+
+    return step
+
+
+def _byte_fallback(_: Any) -> Step:
+    def step(piece: Piece, _first: bool) -> Piece:
+        match = _BYTE_TOKEN.fullmatch(str(piece))
+        return bytes([int(match[1], 16)]) if match else piece
+
+    return step
+
+
+def _metaspace(spec: Any) -> Step:
+    replacement = spec.get("replacement", "\u2581")
+    scheme = spec.get("prepend_scheme")
+    if scheme is None:
+        scheme = "always" if spec.get("add_prefix_space", True) else "never"
+
+    def step(piece: Piece, first: bool) -> Piece:
+        drops = first and scheme != "never"
+        return str(piece).replace(replacement, "" if drops else " ")
+
+    return step
+
+
+def _replace(spec: Any) -> Step:
+    pattern, content = spec["pattern"], spec["content"]
+    if "String" in pattern:
+        return lambda piece, _: str(piece).replace(pattern["String"], content)
+    expression = re.compile(pattern["Regex"])
+    return lambda piece, _: expression.sub(lambda _match: content, str(piece))
+
+
+def _word_piece(spec: Any) -> Step:
+    prefix, cleans = spec.get("prefix", "##"), spec.get("cleanup", True)
+
+    def step(piece: Piece, first: bool) -> Piece:
+        text = str(piece)
+        if not first:
+            text = text.removeprefix(prefix) if text.startswith(prefix) else " " + text
+        for dirty, clean in _CLEANUP if cleans else ():
+            text = text.replace(dirty, clean)
+        return text
+
+    return step
+
+
+_STEPS: dict[str, Callable[[Any], Step]] = {
+    "ByteLevel": _byte_level,
+    "ByteFallback": _byte_fallback,
+    "Metaspace": _metaspace,
+    "Replace": _replace,
+    "WordPiece": _word_piece,
+}
+
+
+def _byte_chars() -> dict[str, int]:
+    """Return GPT-2's map between bytes and printable characters: 33-126, 161-172 and 174-255
+    stand for themselves, the others for U+0100 and on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    chars = {chr(byte): byte for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    return chars | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+
+
+_CHARS = _byte_chars()

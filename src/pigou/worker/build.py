@@ -19,9 +19,9 @@ from pigou.engine.core import EngineCore
 from pigou.engine.preemption import RateMeter
 from pigou.kv.block import KVLayout
 from pigou.request import SECOND, Ints, Rehearsed
-from pigou.runtime.stores.device import Blocks
-from pigou.runtime.stores.mover import Mover
-from pigou.text.ends import within
+from pigou.runtime.kv_offload.offloader import KVOffloader
+from pigou.runtime.kv_offload.transfer_jobs import DeviceBlocks
+from pigou.text.end_tokens import within
 from pigou.text.tokenizer import Tokenizer
 from pigou.wire.sampling_params import ModelLimits
 from pigou.worker.backend import Backend
@@ -81,7 +81,7 @@ class WorkerParts:
     grammars: GrammarSource
     rest: Callable[[], None] | None = None
     link: SimulatedLink | None = None
-    tiers: tuple[list[str], Mover] | None = None
+    tiers: tuple[list[str], KVOffloader] | None = None
     rehearsed: tuple[Rehearsed, ...] = ()
 
 
@@ -288,7 +288,7 @@ def _core(config: WorkerConfig, blocks: int, longest: int, tiers: TierParts | No
     return EngineCore(limits, _epoch(), tiers.tiers if tiers is not None else None)
 
 
-def _open(tiers: TierParts | None, device: Blocks) -> tuple[list[str], Mover] | None:
+def _open(tiers: TierParts | None, device: DeviceBlocks) -> tuple[list[str], KVOffloader] | None:
     """Start what moves the blocks of this device."""
     return None if tiers is None else (tiers.names, tiers.mover(device))
 

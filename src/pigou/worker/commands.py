@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pigou.engine.plan import Finished
 from pigou.kv.block import Block
 from pigou.request import Request
-from pigou.runtime.step_output import TokenLogprobs
+from pigou.runtime.step_output import RankedLogprobs
 from pigou.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -228,8 +228,8 @@ class Report:
 
     now: int = 0
     begun: list[Begun] = field(default_factory=list)
-    tokens: list[tuple[str, int, TokenLogprobs | None]] = field(default_factory=list)
-    prompts: list[tuple[str, list[TokenLogprobs | None]]] = field(default_factory=list)
+    tokens: list[tuple[str, int, RankedLogprobs | None]] = field(default_factory=list)
+    prompts: list[tuple[str, list[RankedLogprobs | None]]] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     tickets: dict[str, dict[str, Any]] = field(default_factory=dict)
     leases: dict[str, dict[str, Any] | None] = field(default_factory=dict)

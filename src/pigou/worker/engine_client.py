@@ -10,7 +10,7 @@ from typing import Any, TypeVarTuple
 
 from pigou.engine.plan import Finished
 from pigou.request import FinishReason, Request
-from pigou.runtime.step_output import TokenLogprobs as Report
+from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.wire.errors import REQUEST_FAILED, APIError
 from pigou.worker.commands import (
     Abort,

@@ -21,15 +21,14 @@ from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.kv.tiers import Tiers
 from pigou.request import Ints
-from pigou.runtime.stores.device import Blocks, make_arena
-from pigou.runtime.stores.disk import DiskStore
-from pigou.runtime.stores.entries import Entries
-from pigou.runtime.stores.host import HostStore
-from pigou.runtime.stores.link import Moved
-from pigou.runtime.stores.mover import DEVICE as DEVICE_NAME
-from pigou.runtime.stores.mover import HOST, Mover
-from pigou.runtime.stores.status import StoreStatus
-from pigou.runtime.stores.store import Store, StoreError
+from pigou.runtime.kv_offload.disk_store import DiskStore
+from pigou.runtime.kv_offload.host_store import HostStore
+from pigou.runtime.kv_offload.offloader import DEVICE as DEVICE_NAME
+from pigou.runtime.kv_offload.offloader import HOST, KVOffloader, StoreStatus
+from pigou.runtime.kv_offload.records import BlockRecords
+from pigou.runtime.kv_offload.store import Store, StoreError
+from pigou.runtime.kv_offload.transfer_jobs import DeviceBlocks, make_arena
+from pigou.runtime.kv_offload.transfer_queue import OffloadResult
 from pigou.worker.commands import Command, Landed, Recovered, Restored
 from pigou.worker.config import WorkerConfig
 
@@ -43,7 +42,7 @@ class OffloadConnector:
     """Makes the moves of one core; called from the engine thread, but for what says otherwise."""
 
     def __init__(
-        self, tiers: Tiers, names: Sequence[str], mover: Mover, put: Callable[[Command], None]
+        self, tiers: Tiers, names: Sequence[str], mover: KVOffloader, put: Callable[[Command], None]
     ) -> None:
         """Work for a core.
 
@@ -64,7 +63,7 @@ class OffloadConnector:
         """Ask every store what it still has."""
         for tier, name in enumerate(self.names):
 
-            def on_survey(entries: Entries | None, tier: int = tier) -> None:
+            def on_survey(entries: BlockRecords | None, tier: int = tier) -> None:
                 if entries is not None and len(entries):
                     self._put(Recovered(tier, entries.blocks(self._bytes)))
 
@@ -100,7 +99,7 @@ class OffloadConnector:
             if move.target == NOWHERE:
                 self._mover.delete(self.names[move.source], hashes_of(move.keys))
                 continue
-            entries, target = Entries.of(move.blocks), self.names[move.target]
+            entries, target = BlockRecords.of(move.blocks), self.names[move.target]
             if move.source == DEVICE:
                 taken = self._mover.demote(move.device, entries, target, self._answer(move))
             else:
@@ -109,8 +108,8 @@ class OffloadConnector:
             if not taken:
                 self._put(Landed(move.number, [False] * len(move.keys)))
 
-    def _answer(self, move: Move) -> Callable[[Moved], None]:
-        def moved(result: Moved) -> None:
+    def _answer(self, move: Move) -> Callable[[OffloadResult], None]:
+        def moved(result: OffloadResult) -> None:
             self._put(Landed(move.number, result.good.tolist()))
 
         return moved
@@ -126,7 +125,7 @@ class OffloadConnector:
             name, keys = self.names[tier], load.hashes[index]
             done = restore.part(index)
             if not self._mover.restore(keys, name, load.blocks[index], done):
-                done(Moved(np.zeros(len(index), dtype=np.bool_), "refused", 0))
+                done(OffloadResult(np.zeros(len(index), dtype=np.bool_), "refused", 0))
 
     # --- figures --------------------------------------------------------------------------------
 
@@ -150,10 +149,10 @@ class _Restore:
         self._left = parts
         self._lock = threading.Lock()
 
-    def part(self, index: Ints) -> Callable[[Moved], None]:
+    def part(self, index: Ints) -> Callable[[OffloadResult], None]:
         """Return what takes the answer for the blocks at `index`, on whatever thread."""
 
-        def done(moved: Moved) -> None:
+        def done(moved: OffloadResult) -> None:
             with self._lock:
                 self._good[index] = moved.good
                 self._failed[index] = bool(moved.reason)
@@ -197,7 +196,7 @@ class TierParts:
 
     tiers: Tiers
     names: list[str]
-    mover: Callable[[Blocks], Mover]
+    mover: Callable[[DeviceBlocks], KVOffloader]
 
 
 def plan_host(config: WorkerConfig, layout: KVLayout, blocks: int) -> HostMemoryPlan:
@@ -262,10 +261,10 @@ def _stores(config: WorkerConfig, layout: KVLayout) -> dict[str, Store]:
 
 
 def _bucket(config: WorkerConfig, layout: KVLayout, space: bytes) -> Store:
-    from pigou.runtime.stores.bucket import BucketStore  # its client is not small
-    from pigou.runtime.stores.location import Location
+    from pigou.runtime.kv_offload.bucket_location import BucketLocation
+    from pigou.runtime.kv_offload.bucket_store import BucketStore  # its client is not small
 
-    location = Location(config.bucket_url, config.bucket_endpoint, config.bucket_region)
+    location = BucketLocation(config.bucket_url, config.bucket_endpoint, config.bucket_region)
     return BucketStore(location, space, layout.block_bytes, config.bucket_cache)
 
 
@@ -280,5 +279,5 @@ def _tier(config: WorkerConfig, layout: KVLayout, name: str, room: int) -> Tier:
     return Tier(cap, load(config.tier_policy, TierSetting(cap, worth), config.tier_params))
 
 
-def _mover(device: Blocks, plan: HostMemoryPlan, stores: dict[str, Store]) -> Mover:
-    return Mover(device, HostStore(make_arena(device, plan.rows), plan.host), stores)
+def _mover(device: DeviceBlocks, plan: HostMemoryPlan, stores: dict[str, Store]) -> KVOffloader:
+    return KVOffloader(device, HostStore(make_arena(device, plan.rows), plan.host), stores)

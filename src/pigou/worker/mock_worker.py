@@ -18,7 +18,7 @@ from pigou.config import ConfigError
 from pigou.engine.plan import Finish, Plan, Result
 from pigou.kv.hashing import chain
 from pigou.request import SECOND, BlockHashes, FinishReason, Nanos, no_hashes
-from pigou.runtime.step_output import StepOutput, TokenLogprobs
+from pigou.runtime.step_output import RankedLogprobs, StepOutput
 from pigou.sampling import Grammar, SamplingParams
 from pigou.sim.network import LinkConfig
 from pigou.sim.timing import StepBatch, StepKeys, Timing, varies
@@ -203,11 +203,11 @@ class MockBackend:
         at = (seq.tokens[-1] * 31 + len(seq.tokens) * 17 + 7) % len(self._choices)
         return self._choices[at]
 
-    def _explain(self, token: int, count: int) -> TokenLogprobs:
+    def _explain(self, token: int, count: int) -> RankedLogprobs:
         others = [other for other in self._choices[: count + 1] if other != token]
         top = np.array([token, *others][:count], dtype=np.int64)
         logprobs = np.array([-0.5, *(-2.0 - at for at in range(len(others)))], dtype=np.float32)
-        return TokenLogprobs(token, -0.5, 1, top, logprobs[:count])
+        return RankedLogprobs(token, -0.5, 1, top, logprobs[:count])
 
     def _seal(self, plan: Plan, steps: int) -> dict[int, BlockHashes]:
         """Return hashes of the blocks that became full, beyond those of the prompt."""

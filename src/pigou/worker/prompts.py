@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pigou.kv.hashing import chain
 from pigou.kv.tenure import salt_expiry
 from pigou.request import BlockHashes, no_hashes
-from pigou.text.template import ChatError
+from pigou.text.chat_template import ChatError
 from pigou.wire import request_validation
 from pigou.wire.errors import bad_request
 from pigou.wire.openai_requests import ChatRequest, CompletionRequest, GenerationRequest

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from pigou.runtime.step_output import TokenLogprobs as Report
+from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.wire import openai_replies
 from pigou.wire.errors import APIError
 from pigou.wire.openai_replies import Json, ReplyChunk, StreamEncoder, TokenLogprobs, UsageInfo

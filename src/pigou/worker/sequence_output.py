@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from pigou.runtime.step_output import TokenLogprobs as Report
+from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.sampling import SamplingParams
-from pigou.text.call_reader import CallArguments, CallStart, Event
 from pigou.text.detokenizer import Detokenizer
-from pigou.text.stops import Match, Stops
+from pigou.text.stop_strings import StopMatch, Stops
 from pigou.text.tokenizer import Tokenizer
+from pigou.text.tool_call_reader import CallArguments, CallStart, Event
 from pigou.text.tool_calls import (
     MARKUP,
     PARSERS,
@@ -116,7 +116,7 @@ class SequenceOutput:
         text = self._detokenizer.next(token)
         if self._stops is not None:
             fed = self._stops.feed(text)
-            if isinstance(fed, Match):
+            if isinstance(fed, StopMatch):
                 self.finish, self.stop = "stop", fed.stop
                 return fed.text
             text = fed

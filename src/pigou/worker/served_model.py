@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from pigou.kv.tenure import Tenure, salt_expiry
-from pigou.text.template import ChatTemplate
+from pigou.text.chat_template import ChatTemplate
 from pigou.text.tokenizer import Tokenizer
 from pigou.text.tool_calls import ParserName, detect_parser
 from pigou.wire.sampling_params import Defaults, ModelLimits

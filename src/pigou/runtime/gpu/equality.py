@@ -13,7 +13,7 @@ from pigou.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DeviceComparison:
     """How greedy outputs of two devices compare, up to the first token that differs.
 
     Attributes:
@@ -33,7 +33,7 @@ class Comparison:
 
 def compare(
     first: LoadedModel, second: LoadedModel, *, gap: float, prompts: int = 8, output: int = 32
-) -> Comparison:
+) -> DeviceComparison:
     """Decode the same prompts greedily with both.
 
     Args:
@@ -55,7 +55,7 @@ def compare(
             tokens += 1
             differences.append(abs(left.logprob - right.logprob))
     array = np.array(differences or [float("inf")])
-    return Comparison(
+    return DeviceComparison(
         tokens, divergences, ties, float(np.sqrt((array**2).mean())), float(array.max())
     )
 

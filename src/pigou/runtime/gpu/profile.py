@@ -19,7 +19,7 @@ from pigou.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class KernelProfile:
     """What a plan ran.
 
     Attributes:
@@ -36,7 +36,7 @@ class Profile:
         return sum(count for _, count in self.kernels.values()) / max(self.steps, 1)
 
 
-def profile_plans(model: LoadedModel, streams: int) -> tuple[Profile, Profile]:
+def profile_plans(model: LoadedModel, streams: int) -> tuple[KernelProfile, KernelProfile]:
     """Profile a plan of prompts, and one of decoding, with so many streams."""
     engine = filled_engine(model, streams)
     prompts = _profile(model.device, engine.step)
@@ -77,7 +77,7 @@ def advance_to_decoding(engine: LocalEngine) -> None:
         engine.step()
 
 
-def _profile(device: torch.device, call: Callable[[], Result]) -> Profile:
+def _profile(device: torch.device, call: Callable[[], Result]) -> KernelProfile:
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
     with profile(activities=activities) as prof:
@@ -92,4 +92,4 @@ def _profile(device: torch.device, call: Callable[[], Result]) -> Profile:
             times[event.name] += event.time_range.elapsed_us()
             counts[event.name] += 1
     order = sorted(times, key=lambda name: -times[name])
-    return Profile(result.steps, {name: (times[name], counts[name]) for name in order})
+    return KernelProfile(result.steps, {name: (times[name], counts[name]) for name in order})

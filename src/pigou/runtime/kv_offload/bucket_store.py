@@ -1,0 +1,356 @@
+"""BucketStore: blocks as objects of an S3-compatible storage, or whatever else `obstore` speaks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import obstore
+from obstore.exceptions import BaseError
+
+from pigou.kv import checksum
+from pigou.kv.block import Bytes, keys_of
+from pigou.kv.checksum import Checksums, checksums_of
+from pigou.request import BlockHashes, Ints
+from pigou.runtime.kv_offload.bucket_location import BucketLocation, first_line
+from pigou.runtime.kv_offload.records import (
+    HEADER_BYTES,
+    BlockRecords,
+    Bools,
+    decode,
+    encode,
+    no_records,
+)
+from pigou.runtime.kv_offload.store import StoreCounts, StoreError
+
+log = logging.getLogger(__name__)
+
+#: Directory of this format's objects.
+_FORMAT = "pigou-kv-1"
+#: Headers that are read in one go.
+_SLICE = 256
+#: Objects that are deleted by one request.
+_DELETES = 1000
+#: Times the timeout that a listing, of many pages, may take, and until deleting is tried again.
+_PATIENCE = 12
+_ZERO = np.zeros(1, dtype=np.int32)
+Request: TypeAlias = Callable[[], Awaitable[None]]
+
+
+class BucketStore:
+    """One object a block: its record's header, then its bytes.
+
+    Objects are named `pigou-kv-1/LAYOUT/XX/KEY` below the url, in hexadecimal. Several workers may
+    share a bucket: equal keys are equal blocks. What this store counts, and keeps under its cap, is
+    what it has put or found itself; what others put there is served when it is asked for.
+
+    A request that fails on its way is tried again a few times; a batch that takes longer than the
+    timeout fails as a whole.
+    """
+
+    def __init__(
+        self,
+        location: BucketLocation,
+        namespace: bytes,
+        block_bytes: int,
+        cap_bytes: int,
+        *,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """Make a client; nothing is sent yet, so the store begins with no known blocks.
+
+        Args:
+            location: of the storage.
+            namespace: the layout's fingerprint, 16 bytes.
+            block_bytes: bytes of a block.
+            cap_bytes: of the objects that this store has put or found.
+            clock: nanoseconds since 1970.
+
+        Raises:
+            StoreError: the location is of no use.
+        """
+        self.counts = StoreCounts()
+        self.location = location
+        self._namespace = namespace
+        self._block_bytes = block_bytes
+        self._cap = cap_bytes
+        self._clock = clock
+        self._client = location.open()
+        self._folder = f"{_FORMAT}/{namespace.hex()}"
+        self._lock = threading.Lock()
+        self._known: set[bytes] = set()
+        self._coming = 0
+        self._doomed: set[bytes] = set()
+        self._patience = 0.0
+        self._closed = False
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self._block_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of an object."""
+        return HEADER_BYTES + self._block_bytes
+
+    @property
+    def cap_bytes(self) -> int:
+        """What the objects of this store together never exceed."""
+        return self._cap
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that the cap has room for."""
+        return self._cap // self.record_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the objects that this store has put or found, until they are really gone."""
+        return self._objects * self.record_bytes
+
+    @property
+    def _objects(self) -> int:
+        return len(self._known) + self._coming + len(self._doomed - self._known)
+
+    def put(
+        self, entries: BlockRecords, data: Bytes, rows: Ints, sums: Checksums | None = None
+    ) -> Bools:
+        """Upload blocks (see `Store.put`)."""
+        names = keys_of(entries.keys)
+        new = self._reserve(names, entries.alive(self._clock()))
+        payloads = checksums_of(data, rows[new]) if sums is None else sums[new]
+        headers = encode(self._namespace, entries.take(new), payloads, self._block_bytes)
+
+        async def upload(i: int) -> None:
+            body = np.concatenate([headers[i], data[rows[new[i]]]])
+            await obstore.put_async(
+                self._client, self._path(names[new[i]]), body, use_multipart=False
+            )
+            with self._lock:
+                self._known.add(names[new[i]])
+                self.counts.written += 1
+
+        try:
+            self._run("written", [partial(upload, i) for i in range(len(new))])
+        finally:
+            with self._lock:
+                self._coming -= len(new)
+        return self.has(entries.keys)
+
+    def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
+        """Download blocks and verify them (see `Store.get`)."""
+        good: Bools = np.zeros(len(keys), dtype=np.bool_)
+        bad: list[str] = []
+        names = keys_of(keys)
+
+        async def download(i: int) -> None:
+            path = self._path(names[i])
+            try:
+                answer = await obstore.get_async(self._client, path)
+                size = answer.meta["size"]
+                raw = await answer.bytes_async() if size == self.record_bytes else b""
+            except FileNotFoundError:
+                self._forget([names[i]])
+                return
+            fault = self._unpack(_array(raw), keys[i], out, rows[i : i + 1])
+            good[i] = not fault
+            if fault:
+                bad.append(f"{path} {fault}")
+                self._forget([names[i]])
+                await self._remove([path])
+
+        try:
+            self._run("read", [partial(download, i) for i in range(len(keys))])
+        finally:
+            with self._lock:
+                self.counts.hits += int(np.count_nonzero(good))
+                self.counts.misses += int(np.count_nonzero(~good))
+        if bad:
+            log.warning("%s: %d objects are misses, as %s", self.location.url, len(bad), bad[0])
+        return good
+
+    def has(self, keys: BlockHashes) -> Bools:
+        """Which blocks this store has put or found, shape (n,)."""
+        with self._lock:
+            return np.array([key in self._known for key in keys_of(keys)], dtype=np.bool_)
+
+    def delete(self, keys: BlockHashes) -> int:
+        """Forget blocks, and delete their objects, now or when the storage answers again."""
+        names = keys_of(keys)
+        count = self._forget(names)
+        with self._lock:
+            self.counts.deleted += count
+            self._doomed.update(names)
+        if time.monotonic() >= self._patience:
+            self._bury()
+        return count
+
+    def _bury(self) -> None:
+        """Delete objects that are to go; if that fails, try again later."""
+        with self._lock:
+            self._doomed -= self._known  # put again meanwhile
+            gone = list(self._doomed)
+        try:
+            for i in range(0, len(gone), _DELETES):
+                paths = [self._path(name) for name in gone[i : i + _DELETES]]
+                self._run("deleted from", [partial(self._remove, paths)])
+                with self._lock:
+                    self._doomed.difference_update(gone[i : i + _DELETES])
+        except StoreError as error:
+            self._patience = time.monotonic() + _PATIENCE * self.location.timeout
+            log.warning("%d objects are left to be deleted: %s", len(self._doomed), error)
+
+    def entries(self) -> BlockRecords:
+        """Look up what is in the storage, the newest first, as far as cap and `look_up` go.
+
+        Needs a request for each block, besides the listing.
+        """
+        listed = self._list()
+        found = [no_records()]
+
+        async def look(path: str) -> None:
+            try:
+                raw = await obstore.get_range_async(
+                    self._client, path, start=0, length=HEADER_BYTES
+                )
+            except FileNotFoundError:
+                return
+            header = _array(raw).reshape(1, -1)
+            if header.shape[1] != HEADER_BYTES:
+                return
+            good, entry, _ = decode(header, self._namespace, self._block_bytes)
+            if good[0] and self._path(keys_of(entry.keys)[0]) == path:
+                found.append(entry.take(entry.alive(self._clock())))
+
+        for i in range(0, len(listed), _SLICE):
+            self._run("looked through", [partial(look, path) for path in listed[i : i + _SLICE]])
+        held = BlockRecords.join(found)
+        with self._lock:
+            self._known.update(keys_of(held.keys))
+        return held
+
+    def probe(self) -> None:
+        """Ask for an object that is not there (see `Store.probe`)."""
+
+        async def ask() -> None:
+            with suppress(FileNotFoundError):
+                await obstore.head_async(self._client, f"{self._folder}/probe")
+
+        self._run("reached", [ask])
+
+    def close(self) -> None:
+        """Take no more calls; those under way end by their timeouts."""
+        self._closed = True
+
+    def _path(self, name: bytes) -> str:
+        text = name.hex()
+        return f"{self._folder}/{text[:2]}/{text}"
+
+    def _reserve(self, names: list[bytes], alive: Bools) -> Ints:
+        """Which blocks to upload: not known, not void, each once, as many as there is room for."""
+        new: dict[bytes, int] = {}
+        with self._lock:
+            for i, name in enumerate(names):
+                if alive[i] and name not in self._known:
+                    new.setdefault(name, i)
+            room = max(0, self.capacity - self._objects)
+            self.counts.refused += max(0, len(new) - room)
+            chosen = list(new.values())[:room]
+            self._coming += len(chosen)
+        return np.array(chosen, dtype=np.int32)
+
+    def _unpack(self, raw: Bytes, key: BlockHashes, out: Bytes, row: Ints) -> str:
+        """Put an object's block in its row; returns what is wrong with it, or nothing."""
+        if len(raw) != self.record_bytes:
+            return self._corrupt("is of another size")
+        header, body = raw[:HEADER_BYTES].reshape(1, -1), raw[HEADER_BYTES:].reshape(1, -1)
+        good, entry, sums = decode(header, self._namespace, self._block_bytes)
+        if not good[0] or (entry.keys[0] != key).any():
+            return self._corrupt("is altered, or foreign")
+        if not entry.alive(self._clock())[0]:
+            with self._lock:
+                self.counts.expired += 1
+            return "is void"
+        if checksum.copy(body, _ZERO, out, row)[0] != sums[0]:
+            return self._corrupt("is altered")
+        return ""
+
+    def _corrupt(self, fault: str) -> str:
+        with self._lock:
+            self.counts.corrupt += 1
+        return fault
+
+    def _forget(self, names: Sequence[bytes]) -> int:
+        with self._lock:
+            there = self._known.intersection(names)
+            self._known -= there
+        return len(there)
+
+    async def _remove(self, paths: list[str]) -> None:
+        """Delete objects, there or not: together, or where that is refused one by one."""
+        try:
+            await obstore.delete_async(self._client, paths)
+        except FileNotFoundError:
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    await obstore.delete_async(self._client, path)
+
+    def _list(self) -> list[str]:
+        """Paths of objects of the right size, the newest first, as many as are of use."""
+        listed: list[Any] = []
+
+        async def fetch() -> None:
+            async for chunk in obstore.list(self._client, self._folder, chunk_size=1000):
+                listed.extend(chunk)
+
+        self._run("listed", [fetch], patience=_PATIENCE)
+        right = [meta for meta in listed if meta["size"] == self.record_bytes]
+        if len(right) < len(listed):
+            n = len(listed) - len(right)
+            log.warning("%s: %d objects of another size are no blocks", self.location.url, n)
+        right.sort(key=lambda meta: meta["last_modified"], reverse=True)
+        return [meta["path"] for meta in right[: min(self.capacity, self.location.look_up)]]
+
+    def _run(self, what: str, work: Iterable[Request], patience: int = 1) -> None:
+        """Send requests, some at a time, for `patience` times the timeout at most.
+
+        Raises:
+            StoreError: one of them failed, or all together took too long; what had been answered
+                by then counts.
+        """
+        if self._closed:
+            raise StoreError(f"{self.location.url} was closed")
+        if error := asyncio.run(self._gather(work, patience * self.location.timeout)):
+            raise StoreError(f"{self.location.url} cannot be {what}: {error}")
+
+    async def _gather(self, work: Iterable[Request], seconds: float) -> str:
+        """Wait for requests; returns why one failed, or nothing."""
+        gate = asyncio.Semaphore(self.location.requests)
+
+        async def send(request: Request) -> None:
+            async with gate:
+                await request()
+
+        try:
+            async with asyncio.timeout(seconds):
+                sent = asyncio.gather(*map(send, work), return_exceptions=True)
+                errors = [error for error in await sent if error is not None]
+        except TimeoutError:
+            return f"no answer within {seconds:g} s"
+        for error in errors:
+            if not isinstance(error, (BaseError, OSError)):
+                raise error
+        return first_line(errors[0]) if errors else ""
+
+
+def _array(raw: Any) -> Bytes:
+    """See the client's bytes without a copy."""
+    return np.frombuffer(raw, dtype=np.uint8)

@@ -1,0 +1,244 @@
+"""HostStore: blocks in one array of host memory, and room to stage blocks on their way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from pigou.kv import checksum
+from pigou.kv.block import Bytes, keys_of
+from pigou.kv.checksum import Checksums
+from pigou.request import BlockHashes, Ints
+from pigou.runtime.kv_offload.records import BlockRecords, Bools, no_records
+from pigou.runtime.kv_offload.slot_map import SlotMap
+from pigou.runtime.kv_offload.store import StoreCounts, StoreError
+
+log = logging.getLogger(__name__)
+
+
+class HostStore:
+    """Up to `capacity` blocks in the rows of an arena that is allocated once.
+
+    What the arena has beyond the capacity is for staging: rows that hold a copy of a block which
+    is not (yet) in the store. Such a row is either published under a key, without a copy, or
+    dropped. Bytes are digested in the pass that copies them, free of the GIL, and verified on the
+    way out: a bug or bad memory is a miss too.
+    """
+
+    def __init__(
+        self, arena: Bytes, capacity: int, *, clock: Callable[[], int] = time.time_ns
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            arena: C-contiguous, shape (rows, block_bytes); pinned where the device is CUDA (see
+                `pigou.runtime.kv_offload.transfer_jobs.make_arena`).
+            capacity: blocks of the store, at most the arena's rows; may be 0, for staging only.
+                Those that are kept until they have been moved further down count.
+            clock: nanoseconds since 1970.
+
+        Raises:
+            ValueError: the arena is not contiguous or too small.
+        """
+        if arena.ndim != 2 or not arena.flags.c_contiguous or not 0 <= capacity <= len(arena):
+            raise ValueError(
+                f"an arena of shape {arena.shape} for {capacity} blocks; give a contiguous one "
+                "of at least as many rows"
+            )
+        self.counts = StoreCounts()
+        self.arena = arena
+        self._capacity = capacity
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._shelf = SlotMap()
+        self._free = list(range(len(arena) - 1, -1, -1))
+        self._sums: Checksums = np.zeros(len(arena), dtype=np.uint64)
+        self._held = no_records(len(arena))
+        self._closed = False
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return int(self.arena.shape[1])
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the cap that a block takes."""
+        return self.block_bytes
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of the store, without those that are staged."""
+        return self._capacity
+
+    @property
+    def cap_bytes(self) -> int:
+        """Bytes of `capacity` blocks."""
+        return self._capacity * self.block_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks in the store."""
+        return len(self._shelf) * self.block_bytes
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that hold neither a block of the store nor a staged one."""
+        return len(self._free)
+
+    def stage(self, count: int) -> Ints | None:
+        """Take `count` rows to stage blocks in; None when there are not as many."""
+        with self._lock:
+            if self._closed or count > len(self._free):
+                return None
+            rows = [self._free.pop() for _ in range(count)]
+        return np.array(rows, dtype=np.int32)
+
+    def drop(self, rows: Ints) -> None:
+        """Give staged rows back."""
+        with self._lock:
+            self._free.extend(rows.tolist())
+
+    def publish(self, entries: BlockRecords, rows: Ints, sums: Checksums) -> Bools:
+        """Make staged rows blocks of the store; what is refused is dropped.
+
+        Args:
+            entries: of the blocks.
+            rows: staged rows that hold them, shape (n,); they are no longer the caller's.
+            sums: checksums of the rows, shape (n,).
+
+        Returns:
+            Which are in the store now, shape (n,); False: no room, or void.
+        """
+        alive = entries.alive(self._clock())
+        stored: Bools = np.zeros(len(entries), dtype=np.bool_)
+        with self._lock:
+            self._held.write(rows, entries)
+            self._sums[rows] = sums
+            for i, (key, row) in enumerate(zip(keys_of(entries.keys), rows.tolist(), strict=True)):
+                there = key in self._shelf
+                room = alive[i] and not self._closed and len(self._shelf) < self._capacity
+                stored[i] = there or room
+                if there or not room:
+                    self._free.append(row)
+                else:
+                    self._shelf.put(key, row)
+                    self.counts.written += 1
+            self.counts.refused += int(np.count_nonzero(alive & ~stored))
+        return stored
+
+    def pin(self, keys: BlockHashes) -> Ints:
+        """Keep blocks in place while they are read; returns their rows, -1 for what is missing."""
+        with self._lock:
+            return np.array(self._shelf.pin(keys_of(keys)), dtype=np.int32).reshape(len(keys))
+
+    def unpin(self, rows: Ints) -> None:
+        """End what `pin` began, with the rows that it returned."""
+        with self._lock:
+            self._vacate(self._shelf.unpin(rows.tolist()))
+
+    def sums(self, rows: Ints) -> Checksums:
+        """Checksums of pinned rows, shape (n,)."""
+        found: Checksums = self._sums[rows]
+        return found
+
+    def put(
+        self, entries: BlockRecords, data: Bytes, rows: Ints, sums: Checksums | None = None
+    ) -> Bools:
+        """Copy blocks into the store (see `Store.put`); `sums` are computed while copying."""
+        self._check_open()
+        names = keys_of(entries.keys)
+        with self._lock:
+            stored: Bools = np.array([key in self._shelf for key in names], dtype=np.bool_)
+            new = np.flatnonzero(~stored & entries.alive(self._clock()))
+            room = min(len(self._free), self._capacity - len(self._shelf))
+            self.counts.refused += max(0, len(new) - room)
+            new = new[:room]
+            places = np.array([self._free.pop() for _ in new], dtype=np.int32)
+        copied = checksum.copy(data, rows[new], self.arena, places)
+        if sums is not None:  # whatever happened to the bytes since then shows when they are read
+            copied = sums[new]
+        stored[new] = self.publish(entries.take(new), places, copied)
+        return stored
+
+    def has(self, keys: BlockHashes) -> Bools:
+        """Which blocks are there, shape (n,)."""
+        with self._lock:
+            return np.array([key in self._shelf for key in keys_of(keys)], dtype=np.bool_)
+
+    def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
+        """Copy blocks out (see `Store.get`)."""
+        self._check_open()
+        good: Bools = np.zeros(len(keys), dtype=np.bool_)
+        places = self.pin(keys)
+        try:
+            found = np.flatnonzero(places >= 0)
+            copied = checksum.copy(self.arena, places[found], out, rows[found])
+            good[found] = self.verify(places[found], copied)
+        finally:
+            self.unpin(places)
+        self.missed(len(keys) - len(found))
+        return good
+
+    def verify(self, rows: Ints, copied: Checksums) -> Bools:
+        """Which blocks are good, by checksums of what was copied out of their pinned rows.
+
+        Those that are void, or were altered, are forgotten.
+        """
+        held = self._held.take(rows)
+        alive = held.alive(self._clock())
+        good: Bools = alive & (copied == self._sums[rows])
+        altered = int(np.count_nonzero(alive & ~good))
+        with self._lock:
+            self.counts.hits += int(np.count_nonzero(good))
+            self.counts.misses += int(np.count_nonzero(~good))
+            self.counts.corrupt += altered
+            self.counts.expired += int(np.count_nonzero(~alive))
+            self._forget(held.keys[~good])
+        if altered:
+            log.error("host memory altered %d blocks; they are misses", altered)
+        return good
+
+    def missed(self, count: int) -> None:
+        """Count blocks that were asked for and are not there."""
+        with self._lock:
+            self.counts.misses += count
+
+    def delete(self, keys: BlockHashes) -> int:
+        """Forget blocks; returns how many there were."""
+        with self._lock:
+            count = self._forget(keys)
+            self.counts.deleted += count
+        return count
+
+    def _forget(self, keys: BlockHashes) -> int:
+        count, empty = self._shelf.remove(keys_of(keys))
+        self._vacate(empty)
+        return count
+
+    def _vacate(self, rows: list[int]) -> None:
+        self._free.extend(rows)
+
+    def entries(self) -> BlockRecords:
+        """All blocks in the store that are not void."""
+        with self._lock:
+            held = self._held.take(np.array(self._shelf.places(), dtype=np.int32))
+        return held.take(held.alive(self._clock()))
+
+    def probe(self) -> None:
+        """Memory is always there."""
+
+    def close(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._closed = True
+            _, empty = self._shelf.remove(self._shelf.keys())
+            self._vacate(empty)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("the host store was closed")

@@ -1,1 +1,0 @@
-"""The models: one decoder, with the families' switches in its configuration."""

@@ -1,0 +1,396 @@
+"""Keeps side data of rows, appraises their entries, and closes up what they give up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pigou.config import EvictionConfig
+from pigou.engine.plan import Compaction, Load, Plan, Started
+from pigou.request import Ints
+from pigou.runtime.batch import StepBatch
+from pigou.runtime.kv_cache import KVCache
+from pigou.runtime.simd import LANES
+from pigou.runtime.tensor_io import stored
+from pigou.runtime.token_eviction import entry_stats_kernels
+from pigou.runtime.token_eviction.entry_stats import AttentionMassTracker, CPUEntryStats, EntryStats
+from pigou.runtime.token_eviction.policy import (
+    CacheEntries,
+    Floats,
+    Judged,
+    RowEntries,
+    TokenPolicy,
+)
+from pigou.runtime.token_eviction.ranking import Ranking, rank
+from pigou.runtime.token_eviction.recomputation import Dropped
+
+_NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
+T = TypeVar("T")
+#: Most entries that are judged at once.
+AT_ONCE = 8192
+
+
+class RankRequest(NamedTuple):
+    """A row to be ranked: entries from slot `first` on, at most `most` of them."""
+
+    row: int
+    table: Ints
+    first: int
+    most: int
+
+
+class Owner(Protocol):
+    """A request that has a row."""
+
+    request: str
+    prompt: int
+
+
+class Evictor:
+    """Carries out what plans ask of cache entries.
+
+    Attributes:
+        policy: that tells what entries return.
+        stats: side data.
+        watch: of attention, and of rows.
+        entries: cache entries of each row after the last plan, shape (max_seqs,).
+        next: position of each row's next token, shape (max_seqs,).
+        moved: entries that were moved into holes so far, over all layers and heads.
+    """
+
+    def __init__(
+        self,
+        policy: TokenPolicy,
+        config: EvictionConfig,
+        cache: KVCache,
+        tables: Ints,
+        group: int,
+    ) -> None:
+        """Bind a cache; nothing is in it.
+
+        Args:
+            policy: that tells what entries return.
+            config: of eviction.
+            cache: whose entries they are.
+            tables: block ids by row of the batch; read at each step.
+            group: query heads of a KV head.
+        """
+        self.policy = policy
+        self.config = config
+        self.cache = cache
+        self.tables = tables
+        self.size = cache.layout.block_size
+        device = cache.data.device
+        kind = CPUEntryStats if device.type == "cpu" else EntryStats
+        many = (cache.blocks, device, len(cache.host))
+        self.stats = kind(cache.layout, len(policy.fields), *many)
+        self.watch = AttentionMassTracker(self.stats, policy.folding, len(tables), group)
+        self.entries: Ints = np.zeros(len(tables), dtype=np.int32)
+        self.next: Ints = np.zeros(len(tables), dtype=np.int32)
+        self.moved = 0
+        self._rankings: dict[int, Ranking] = {}
+        self._owners: dict[int, str] = {}
+        self._loading: dict[str, int] = {}
+        self._dropped: dict[str, Dropped] = {}
+        unknown = {*policy.born, *policy.spoken}
+        self._blank = np.array([np.nan if f in unknown else 0.0 for f in policy.fields], np.float32)
+        self._stamped = [policy.fields.index(name) for name in policy.stamped]
+        self._dead = np.zeros(tables.shape[1] * self.size, dtype=np.uint8)
+
+    @property
+    def watches(self) -> bool:
+        """Whether attention is to be watched."""
+        return "mass" in self.policy.fields
+
+    # --- a plan -----------------------------------------------------------------------------
+
+    def begin_plan(self, plan: Plan, owners: Mapping[int, Owner]) -> None:
+        """Take up a plan's rows, and do its compactions; `owners` has the rows that start."""
+        for started in plan.started:
+            self._start(started, owners[started.row], plan)
+        for load in plan.loads:
+            self._load(load)
+        self._bear_before([task for task in plan.compactions if not len(task.copies)])
+        for compaction in plan.compactions:
+            self._compact(compaction)
+        self.stats.move(plan.swap_out, plan.copies, plan.swap_in)
+
+    def begin_step(self, batch: StepBatch) -> None:
+        """Prepare the entries of a step's tokens, before attention begins with them."""
+        self.watch.begin(batch, self.tables)
+        self._blank[self._stamped] = self.watch.clock
+        self.stats.enter(batch.places, self.tables, self._blank)
+
+    def end_step(self, places: Ints, logits: Tensor) -> None:
+        """Keep what logits say of some of a step's tokens; `places` as in `Batch`."""
+        line = 1 + self.policy.fields.index(self.policy.spoken[0])
+        self.stats.put(places, self.tables, line, self.policy.speak(logits))
+
+    def end_plan(
+        self, plan: Plan, steps: int
+    ) -> tuple[dict[int, NDArray[np.float64]], dict[int, NDArray[np.float64]]]:
+        """Count entries after a plan's steps, and appraise; returns losses and gains by row."""
+        done = plan.counts + (steps - 1)
+        self.entries[plan.rows] = plan.kv_lens + done
+        self.next[plan.rows] = plan.starts + done
+        losses, gains = {}, {}
+        asked = [
+            RankRequest(row, self.tables[row], first, most * self.size)
+            for row, first, most in plan.appraised.tolist()
+        ]
+        for (row, *_), ranking in zip(asked, self._rank(asked), strict=True):
+            self._rankings[row] = ranking
+            losses[row] = ranking.losses
+            dropped = self._dropped.get(self._owners[row])
+            if dropped is not None and len(dropped.positions) >= self.size:
+                gains[row] = dropped.gains(self.size, self.policy.penalty)
+        return losses, gains
+
+    def forget(self, request: str) -> None:
+        """Forget a request that has left."""
+        self._loading.pop(request, None)
+        self._dropped.pop(request, None)
+
+    def truncate(self, row: int, tokens: int) -> None:
+        """Take back a row's last tokens, whose entries are its last.
+
+        Raises:
+            ValueError: they were moved by a compaction since.
+        """
+        left = int(self.entries[row]) - tokens
+        tail = self.stats.collect(self.tables[row], left + tokens)[..., 0, left:].view(np.int32)
+        expected = np.arange(self.next[row] - tokens, self.next[row], dtype=np.int32)
+        if (tail != expected).any():
+            raise ValueError(f"row {row}: its last {tokens} tokens are not its last entries")
+        self.entries[row] = left
+        self.next[row] -= tokens
+        self._rankings.pop(row, None)
+        dropped = self._dropped.get(self._owners[row])
+        if dropped is not None:
+            dropped.cut(int(self.next[row]))
+
+    def revive(self, row: int, entries: int, count: int, table: Ints) -> Ints:
+        """Make entries for tokens that come back, behind those of a row; returns their positions.
+
+        Raises:
+            ValueError: fewer were given up.
+        """
+        positions, data = self._dropped_of(row).take(count)
+        slots = np.arange(entries, entries + count, dtype=np.int32)
+        places = np.stack((positions, slots, np.zeros_like(slots)))
+        self.stats.enter(places, table[None], self._blank)
+        if self.policy.spoken:
+            line = 1 + self.policy.fields.index(self.policy.spoken[0])
+            values = data[line : line + len(self.policy.spoken)].T
+            spoken = torch.from_numpy(np.ascontiguousarray(values)).to(self.stats.numbers.device)
+            self.stats.put(places, table[None], line, spoken)
+        self.entries[row] = entries + count
+        self._rankings.pop(row, None)
+        return positions
+
+    def positions(self, table: Ints, entries: int) -> Ints:
+        """Return the original positions of a row's entries, shape (layers, kv_heads, entries)."""
+        return self.stats.collect(table, entries)[:, :, 0].view(np.int32)
+
+    # --- rows -------------------------------------------------------------------------------
+
+    def _start(self, started: Started, owner: Owner, plan: Plan) -> None:
+        """Take up a row; its own entries begin where blocks stop that others may have."""
+        row, swapped = started.row, plan.swap_in[:, 1]
+        own = self._loading.pop(started.request, started.computed)
+        back = np.isin(self.tables[row, : -(-started.computed // self.size)], swapped)
+        if back.any():
+            own = min(own, int(np.argmax(back)) * self.size)
+        else:
+            self._dropped.pop(started.request, None)
+        self.watch.owns[row] = own
+        self.watch.prompts[row] = owner.prompt
+        self._owners[row] = started.request
+        self._rankings.pop(row, None)
+
+    def _load(self, load: Load) -> None:
+        """Give entries that come from outside their positions."""
+        if load.row >= 0:
+            self._loading[load.request] = load.first * self.size
+        count = len(load.blocks) * self.size
+        slots = np.arange(count, dtype=np.int32)
+        places = np.stack((slots + load.first * self.size, slots, np.zeros_like(slots)))
+        self._blank[self._stamped] = self.watch.clock
+        self.stats.enter(places, load.blocks[None], self._blank)
+
+    # --- appraisal and compaction -----------------------------------------------------------
+
+    def _rank(self, asked: Sequence[RankRequest]) -> Iterator[Ranking]:
+        """Rank the entries of rows."""
+        for each, judged in zip(asked, self._judge(asked), strict=True):
+            following = int(self.next[each.row])
+            yield rank(self.config, judged, following, each.first, each.most, self.size)
+
+    def _judge(self, asked: Sequence[RankRequest]) -> Iterator[Judged]:
+        """Judge the entries of rows where they lie, or so many together as make sense."""
+        if self._in_place:
+            yield from (self.policy.judge(self._row(each.row, each.table)) for each in asked)
+            return
+        for some in _batches(asked, [int(self.entries[each.row]) for each in asked]):
+            seen = self._seen(some)
+            for entries, scores in zip(seen, self.policy.scores(seen), strict=True):
+                yield Judged(scores, entries.positions)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether there are kernels that judge entries where they lie."""
+        return (
+            self.policy.compiled
+            and isinstance(self.stats, CPUEntryStats)
+            and self.size % LANES == 0
+        )
+
+    def _row(self, row: int, table: Ints) -> RowEntries:
+        assert isinstance(self.stats, CPUEntryStats)
+        following = int(self.next[row])
+        return RowEntries(
+            kv=stored(self.cache.data),
+            numbers=self.stats.array,
+            table=table,
+            entries=int(self.entries[row]),
+            following=following,
+            since=self.watch.since(row, following),
+            stop=following - self.config.recent,
+        )
+
+    def _seen(self, asked: Sequence[RankRequest]) -> list[CacheEntries]:
+        """Return the entries of rows as the policy sees them."""
+        found = [self.stats.collect(each.table, int(self.entries[each.row])) for each in asked]
+        if self.policy.born:
+            self._bear([(each.table, data) for each, data in zip(asked, found, strict=True)])
+        return [
+            CacheEntries(
+                data=data,
+                names=self.policy.fields,
+                next=int(self.next[each.row]),
+                since=self.watch.since(each.row, int(self.next[each.row])),
+                clock=self.watch.clock,
+                request=self._owners[each.row],
+            )
+            for each, data in zip(asked, found, strict=True)
+        ]
+
+    def _bear_before(self, tasks: Sequence[Compaction]) -> None:
+        """Compute what was not done yet while new entries still lie side by side."""
+        if self._in_place:
+            for task in tasks:
+                row = self._row(task.row, task.blocks)
+                self.policy.bear(row._replace(stop=row.following))
+        elif self.policy.born:
+            self._bear([(task.blocks, self._collect(task)) for task in tasks])
+
+    def _bear(self, rows: Sequence[tuple[Ints, Floats]]) -> None:
+        """Compute what is kept of rows' keys and values where that was not done yet.
+
+        Args:
+            rows: table and side data of each; what is found is put into both.
+        """
+        line = 1 + self.policy.fields.index(self.policy.born[0])
+        new = [np.flatnonzero(np.isnan(data[0, 0, line])).astype(np.int32) for _, data in rows]
+        found = [(*row, slots) for row, slots in zip(rows, new, strict=True) if len(slots)]
+        for some in _batches(found, [len(slots) for *_, slots in found]):
+            self._bear_some(line, some)
+
+    def _bear_some(self, line: int, rows: Sequence[tuple[Ints, Floats, Ints]]) -> None:
+        """Compute what is kept of slots of rows, each of a table, its side data and its slots."""
+        table = np.concatenate([table[slots // self.size] for table, _, slots in rows])
+        slots = np.concatenate([slots for *_, slots in rows])
+        positions = np.concatenate([data[0, 0, 0].view(np.int32)[s] for _, data, s in rows])
+        device = self.cache.data.device
+        blocks = torch.from_numpy(table.astype(np.int64)).to(device)
+        offsets = torch.from_numpy((slots % self.size).astype(np.int64)).to(device)
+        kv = self.cache.data
+        shape = (len(kv), *self.stats.numbers.shape[1:3])
+        keys = kv[:, :, 0].view(*shape, -1, self.size)[blocks, :, :, :, offsets]
+        values = kv[:, :, 1].view(*shape, self.size, -1)[blocks, :, :, offsets]
+        keys, values = (part.permute(1, 2, 0, 3).float() for part in (keys, values))
+        found = self.policy.birth(keys, values, positions)
+        lines = slice(line, line + len(self.policy.born))
+        parts = torch.split(found, [len(slots) for *_, slots in rows], dim=2)
+        for (table, data, slots), part in zip(rows, parts, strict=True):
+            self.stats.put_heads(table, slots, line, part)
+            data[:, :, lines, slots] = part.cpu().numpy().swapaxes(2, 3)
+
+    def _collect(self, task: Compaction) -> Floats:
+        return self.stats.collect(task.blocks, task.entries)
+
+    def _compact(self, task: Compaction) -> None:
+        """Close up what a row gives up.
+
+        Raises:
+            ValueError: the row has another number of entries, or too few that may go.
+        """
+        row, table = task.row, task.blocks
+        if task.entries != self.entries[row]:
+            raise ValueError(
+                f"row {row} is said to have {task.entries} entries; it has {self.entries[row]}"
+            )
+        self.cache.move(_NO_PAIRS, task.copies, _NO_PAIRS)
+        self.stats.move(_NO_PAIRS, task.copies, _NO_PAIRS)
+        ranking = self._rankings.pop(row, None)
+        if len(task.copies):
+            self._bear_before([task])
+        victims = None if ranking is None else _allowed(ranking, task.first, task.drop)
+        if ranking is None or victims is None:
+            (ranking,) = self._rank([RankRequest(row, table, task.first, task.drop)])
+            victims = ranking.slots
+        if victims.shape[1] < task.drop:
+            raise ValueError(
+                f"row {row} is to give up {task.drop} entries; only {victims.shape[1]} may go"
+            )
+        self._remember(row, table, ranking, victims)
+        heads = self.stats.numbers.shape[1] * self.stats.numbers.shape[2]
+        spread = np.broadcast_to(victims, (heads, task.drop))
+        moves = np.empty((heads, task.drop, 2), dtype=np.int32)
+        counts = np.empty(heads, dtype=np.int32)
+        entry_stats_kernels.pair(
+            np.ascontiguousarray(spread), task.entries, moves, counts, self._dead
+        )
+        self.stats.fill(self.cache.data, table, moves, counts)
+        self.moved += int(counts.sum())
+        self.entries[row] -= task.drop
+        self.watch.owns[row] = min(self.watch.owns[row], task.first)
+
+    def _remember(self, row: int, table: Ints, ranking: Ranking, victims: Ints) -> None:
+        """Remember whole tokens that go, where they may come back."""
+        if not self.policy.revives:
+            return
+        assert ranking.returns is not None, "only whole tokens can be computed again"
+        slots = victims[0]
+        data = self.stats.collect(table, int(self.entries[row]))[0, 0][:, slots]
+        dropped = self._dropped_of(row)
+        dropped.add(data[0].view(np.int32), ranking.returns[slots], data)
+
+    def _dropped_of(self, row: int) -> Dropped:
+        return self._dropped.setdefault(self._owners[row], Dropped())
+
+
+def _batches(rows: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]:
+    """Yield successive rows whose sizes add up to at most `AT_ONCE`, or one that is larger."""
+    first = total = 0
+    for end, size in enumerate(sizes):
+        if total + size > AT_ONCE and end > first:
+            yield rows[first:end]
+            first, total = end, 0
+        total += size
+    if first < len(rows):
+        yield rows[first:]
+
+
+def _allowed(ranking: Ranking, first: int, drop: int) -> Ints | None:
+    """Return each head's first `drop` victims from slot `first` on; None if they are too few."""
+    if first <= ranking.first:
+        slots = ranking.slots
+        return np.ascontiguousarray(slots[:, :drop]) if slots.shape[1] >= drop else None
+    heads = [head[head >= first][:drop] for head in ranking.slots]
+    return np.stack(heads) if all(len(head) == drop for head in heads) else None

@@ -1,0 +1,267 @@
+"""Policies that go by a trained predictor: `pigou`, `paper` and `paper-lossy`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import cast
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from pigou.config import ConfigError
+from pigou.request import Ints
+from pigou.runtime.token_eviction import predictor_kernels as kernels
+from pigou.runtime.token_eviction.policy import (
+    CacheEntries,
+    EvictionContext,
+    Floats,
+    Folding,
+    Judged,
+    Returns,
+    RowEntries,
+    TokenPolicy,
+)
+from pigou.runtime.token_eviction.predictor import (
+    FOLD,
+    PAPER,
+    RETURNS,
+    SCALES,
+    GenericReturns,
+    PaperModel,
+    ReturnModel,
+    unrotate,
+)
+
+#: With it, the largest sigma (`SPREAD`) makes a factor of exp(61), which a float still holds.
+MOST_ORDER = 6.0
+
+
+class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `pigou`.
+
+    Attributes:
+        order: of the power mean that an entry is worth, (E R^order)^(1/order): 0 is the median of
+            its return, 1 the expectation, 2 the root mean square. The higher, the more doubt
+            speaks for keeping an entry, which can be given up later but never had back; below 0
+            it speaks against. None: 2 in the first half of the layers, whose errors all others
+            take in, and 3 in the rest; where the predictor is the generic one, whose doubt says
+            less, 0.75 in all. From -6 to 6.
+    """
+
+    order: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an order whose power means no float holds."""
+        if self.order is not None and not abs(self.order) <= MOST_ORDER:
+            raise ValueError(
+                f"order is {self.order}; it must be from -{MOST_ORDER:g} to {MOST_ORDER:g}"
+            )
+
+
+class Pigou(TokenPolicy):
+    """Keeps what would change the attention's output most, were it dropped.
+
+    Inputs: an entry's own key and value, summed up in two numbers once; attention that it
+    received, at three time scales; its age. Of the discounted change of the output to come the
+    predictor says the mean and sigma of the logarithm (`ReturnModel`). Return: its power mean,
+    exp(mean + order sigma^2 / 2), the same unit for all layers, heads and requests. On the
+    logarithm that is Token-PD's Eq. 4, whose lambda is -order / 2. Where nobody trained a
+    predictor for the model, a generic one is taken.
+    """
+
+    Params = PigouParams
+    fields = ("mass", "mass_all", "mass_slow", "mass_fast", "content_0", "content_1")
+    folding = Folding(FOLD, tuple(math.exp(-FOLD / scale) for scale in SCALES))
+    born = ("content_0", "content_1")
+
+    def __init__(self, setting: EvictionContext, params: msgspec.Struct) -> None:
+        super().__init__(setting, params)
+        path = setting.folder / RETURNS
+        self.model = ReturnModel.load(path) if path.exists() else GenericReturns.load()
+        self.scales = torch.tensor(SCALES)
+        self.compiled = isinstance(self.model, ReturnModel)
+        self.order = self._orders(cast(PigouParams, params).order)
+
+    def _orders(self, given: float | None) -> Floats:
+        """Return the order of the power mean, shape (layers, kv_heads)."""
+        layers, heads = self.setting.model.layers, self.setting.model.kv_heads
+        orders: Floats = np.full((layers, heads), 0.75 if given is None else given, np.float32)
+        if given is None and self.compiled:
+            orders[: layers // 2], orders[layers // 2 :] = 2.0, 3.0
+        return orders
+
+    def judge(self, row: RowEntries) -> Judged:
+        """Return the same as `score` to within rounding; where somebody trained a predictor."""
+        self.bear(row)
+        return self._kernels.judge(row, self.order)
+
+    def bear(self, row: RowEntries) -> None:
+        """Sum up a row's new entries."""
+        self._kernels.bear(row, 1 + self.fields.index("content_0"))
+
+    @cached_property
+    def _kernels(self) -> CompiledReturns:
+        assert isinstance(self.model, ReturnModel), "there are kernels for no other"
+        return CompiledReturns(self.model, self.setting.turns)
+
+    def birth(self, keys: Tensor, values: Tensor, positions: Ints) -> Tensor:
+        """Sum up entries by their own key and value."""
+        turns = self.setting.turns[torch.from_numpy(positions.astype(np.int64))]
+        return self.model.birth(unrotate(keys, turns), values)
+
+    def score(self, entries: CacheEntries) -> Returns:
+        """Return the discounted change of the output to come, at its power mean."""
+        return self._returns(*self._judged(entries))
+
+    def scores(self, rows: Sequence[CacheEntries]) -> list[Returns]:
+        """Return the scores of several rows, judged at once where each entry is judged alone."""
+        if not isinstance(self.model, ReturnModel) or not rows:
+            return super().scores(rows)
+        parts = [self._judged(entries) for entries in rows]
+        content, masses, age = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+        ends = np.cumsum([entries.data.shape[3] for entries in rows])
+        return np.split(self._returns(content, masses, age), ends[:-1], axis=2)
+
+    def _judged(self, entries: CacheEntries) -> tuple[Tensor, Tensor, Tensor]:
+        """Return content, attention received by now, and age, as `ReturnModel.value` takes them."""
+        data = torch.from_numpy(entries.data)
+        first = 1 + entries.names.index("mass")
+        mass, older = data[:, :, first], data[:, :, first + 1 : first + 4].movedim(2, -1)
+        masses = older * torch.exp(-entries.since / self.scales) + mass.unsqueeze(-1)
+        place = 1 + entries.names.index("content_0")
+        content = data[:, :, place : place + 2].movedim(2, -1).nan_to_num()
+        return content, masses, torch.from_numpy(entries.age.astype(np.float32))
+
+    def _returns(self, content: Tensor, masses: Tensor, age: Tensor) -> Returns:
+        mean, sigma = self.model.value(content, masses, age)
+        half = torch.from_numpy(self.order / 2).unsqueeze(-1)
+        return cast(Returns, torch.exp(mean + half * sigma.square()).numpy())
+
+
+class LossyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `paper-lossy`.
+
+    Attributes:
+        risk: `lambda`, of Token-PD's Eq. 4, which the variance of the return is weighted with.
+    """
+
+    risk: float = msgspec.field(default=0.1, name="lambda")
+
+
+class PaperParams(LossyParams, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `paper`.
+
+    Attributes:
+        delta: of Token-PD's Eq. 2, return that it costs to compute a token again, 0 or above.
+    """
+
+    delta: float = 0.001
+
+    def __post_init__(self) -> None:
+        """Refuse a reward for computing again."""
+        if self.delta < 0:
+            raise ValueError(f"delta is {self.delta}; it must be 0 or above")
+
+
+class PaperLossy(TokenPolicy):
+    """Token-PD's predictor, whole tokens; what is given up is never computed again.
+
+    Inputs: the next-token logits of the step that stores a token. Return: R - lambda sigma^2
+    (seed token-pd, Eq. 4) of the attention to come.
+    """
+
+    Params = LossyParams
+    fields = ("return", "variance")
+    spoken = ("return", "variance")
+
+    def __init__(self, setting: EvictionContext, params: msgspec.Struct) -> None:
+        super().__init__(setting, params)
+        self.risk = cast(LossyParams, params).risk
+        path = setting.folder / PAPER
+        if not path.exists():
+            raise ConfigError(
+                f"token eviction paper: {path} is missing; "
+                f"python tools/train_returns.py train --model {setting.folder} writes it"
+            )
+        self.model = PaperModel.load(path)
+        if self.model.into.shape[0] != setting.model.vocab:
+            raise ConfigError(
+                f"token eviction paper: {path} is for {self.model.into.shape[0]} tokens, "
+                f"but the model has {setting.model.vocab}; train it again"
+            )
+
+    def speak(self, logits: Tensor) -> Tensor:
+        """Predict R and sigma^2 of tokens."""
+        return torch.stack(self.model.birth(logits), dim=-1)
+
+    def score(self, entries: CacheEntries) -> Returns:
+        """Return R - lambda sigma^2."""
+        excess = entries.field("return") - self.risk * entries.field("variance")
+        return cast(Returns, excess[0, 0])
+
+
+class Paper(PaperLossy):
+    """Token-PD's predictor; a token whose excess return is positive again is computed again."""
+
+    Params = PaperParams
+    revives = True
+
+    def __init__(self, setting: EvictionContext, params: msgspec.Struct) -> None:
+        super().__init__(setting, params)
+        self.penalty = cast(PaperParams, params).delta
+
+
+class CompiledReturns:
+    """Sums up and judges entries on the CPU, where they lie in the cache.
+
+    To within rounding it is `ReturnModel` behind `unrotate`. Side data must be laid out as
+    `Pigou.fields` has it.
+    """
+
+    def __init__(self, model: ReturnModel, turns: Tensor) -> None:
+        """Lay out weights along the entries.
+
+        Args:
+            model: whose weights they are.
+            turns: rotary table by position, of any amplitude.
+        """
+        amplitude = turns[0].square().sum() / (turns.shape[1] // 2)
+        self._turns: Floats = turns.numpy()
+        self._scale = float(amplitude.rsqrt())
+        birth = (model.birth_in, model.birth_bias, model.birth_out)
+        value = (model.value_in, model.value_bias, model.value_out)
+        self._birth, self._value = _turned(*birth), _turned(*value)
+        self._last: Floats = model.value_last[:, 0].contiguous().numpy()
+
+    def bear(self, row: RowEntries, line: int) -> None:
+        """Sum up a row's new entries; results go to its side data, from `line` on."""
+        where = (row.kv, row.numbers, row.numbers.view(np.int32), row.table, row.entries)
+        kernels.bear(*where, row.stop, line, self._turns, self._scale, *self._birth)
+
+    def judge(self, row: RowEntries, order: Floats) -> Judged:
+        """Judge a row's entries, at a power mean.
+
+        Args:
+            row: whose entries they are.
+            order: of the power mean, shape (layers, kv_heads).
+        """
+        numbers = row.numbers
+        scores: Floats = np.empty((numbers.shape[1] * numbers.shape[2], row.entries), np.float32)
+        positions: Ints = np.empty(scores.shape, np.int32)
+        fades = np.array([math.exp(-row.since / scale) for scale in SCALES], np.float32)
+        where = (numbers, numbers.view(np.int32), row.table, row.entries, row.following)
+        kernels.judge(*where, fades, *self._value, self._last, order.ravel(), scores, positions)
+        return Judged(scores, positions)
+
+
+def _turned(into: Tensor, bias: Tensor, out: Tensor) -> tuple[Floats, Floats, Floats]:
+    """Turn a network's weights, whose hidden units become a multiple of what kernels take."""
+    more = -into.shape[2] % kernels.UNITS
+    wide = [np.pad(part.numpy(), ((0, 0), (0, 0), (0, more))) for part in (into, bias)]
+    tall = np.pad(out.numpy(), ((0, 0), (0, more), (0, 0)))
+    first, last = (np.ascontiguousarray(part.swapaxes(1, 2)) for part in (wide[0], tall))
+    return first, np.ascontiguousarray(wide[1][:, 0]), last

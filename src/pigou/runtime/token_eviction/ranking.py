@@ -1,0 +1,173 @@
+"""Which entries go first, and what is lost with each block of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.compiled import kernel
+from pigou.config import EvictionConfig
+from pigou.request import Ints
+from pigou.runtime.token_eviction.policy import Judged, Returns
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The entries of a row that would go first.
+
+    Attributes:
+        first: slot from which on they were sought.
+        slots: of each head, those of the least return first, shape (layers * kv_heads, depth); or
+            (1, depth) for whole tokens.
+        losses: return lost with each further block of them, shape (depth // block size,).
+        returns: of whole tokens, by slot, shape (n,); None where heads choose for themselves.
+    """
+
+    first: int
+    slots: Ints
+    losses: NDArray[np.float64]
+    returns: Returns | None
+
+
+def rank(
+    config: EvictionConfig, judged: Judged, following: int, first: int, max_entries: int, size: int
+) -> Ranking:
+    """Rank a row's entries.
+
+    Sinks and recent tokens are none of them, nor what comes before `first`.
+
+    Args:
+        config: of eviction.
+        judged: its entries' scores, by the policy, and positions.
+        following: position of the row's next token.
+        first: slot from which on entries may go.
+        max_entries: entries that may go.
+        size: tokens in a block.
+
+    Raises:
+        ValueError: a return is not finite.
+    """
+    scores, positions = judged
+    if not np.isfinite(scores).all():
+        raise ValueError("the policy yields returns that are not finite")
+    whole = scores.ndim == 1
+    flat = np.ascontiguousarray(scores.reshape(1 if whole else -1, scores.shape[-1]))
+    bits = flat.view(f"u{flat.itemsize}")
+    places = positions.reshape(-1, positions.shape[-1])
+    victims = np.empty((len(flat), max_entries), dtype=np.int32)
+    losses = np.zeros(max_entries // size)
+    stop = following - config.recent
+    some = (first, config.sinks, stop, victims, losses, size)
+    depth = select_victims(flat, bits, places, *some)
+    return Ranking(first, victims[:, :depth], losses[: depth // size], scores if whole else None)
+
+
+Keys = NDArray[np.uint64]
+Slots = NDArray[np.int64]
+
+#: That keys are dealt into before they are sorted.
+BUCKETS = 512
+#: Keys of a bucket that are sorted by insertion.
+FEW = 32
+
+
+@kernel
+def deal(keys: Keys, slots: Ints, out: Keys, order: Ints, ends: Slots) -> None:
+    """Deal keys, and their slots, into buckets of equal width; those of a bucket keep their order.
+
+    Args:
+        keys: shape (n,), at least one.
+        slots: shape (n,).
+        out: takes the keys, bucket by bucket, shape (n,).
+        order: takes their slots, shape (n,).
+        ends: takes the end of each bucket in `out`, shape (`BUCKETS` + 1,); the last is no bucket.
+    """
+    low = high = keys[0]
+    for key in keys:
+        low, high = min(low, key), max(high, key)
+    shift = np.uint64(0)
+    while (high - low) >> shift >= np.uint64(BUCKETS):
+        shift += np.uint64(1)
+    ends[:] = 0
+    for key in keys:
+        ends[((key - low) >> shift) + np.uint64(1)] += 1
+    for bucket in range(1, BUCKETS):
+        ends[bucket] += ends[bucket - 1]
+    for i in range(len(keys)):
+        bucket = (keys[i] - low) >> shift
+        out[ends[bucket]], order[ends[bucket]] = keys[i], slots[i]
+        ends[bucket] += 1
+
+
+@kernel
+def arrange(keys: Keys, slots: Ints) -> None:
+    """Sort keys, and their slots with them; equal ones keep their order."""
+    if len(keys) > FEW:
+        order = np.argsort(keys, kind="mergesort")
+        slots[:] = slots[order]
+        return
+    for i in range(1, len(keys)):
+        key, slot, j = keys[i], slots[i], i
+        while j > 0 and keys[j - 1] > key:
+            keys[j], slots[j] = keys[j - 1], slots[j - 1]
+            j -= 1
+        keys[j], slots[j] = key, slot
+
+
+@kernel
+def select_victims(
+    scores: NDArray[np.floating], bits: NDArray[np.unsignedinteger], positions: Ints, first: int,
+    sinks: int, stop: int, victims: Ints, losses: NDArray[np.float64], size: int,
+) -> int:  # fmt: skip
+    """Find each head's entries of least score, in ascending order, and what blocks of them cost.
+
+    Equal scores are in the order of slots.
+
+    Args:
+        scores: shape (heads, n).
+        bits: the same memory as unsigned integers.
+        positions: of the entries, shape (heads, n).
+        first: slot from which on entries may go.
+        sinks: position from which on they may.
+        stop: position before which they may.
+        victims: slots, written to, shape (heads, most).
+        losses: sums of scores over all heads by `size` victims each, added to, shape
+            (most // size,).
+        size: tokens in a block.
+
+    Returns:
+        How many were found in each head, at most `most`.
+    """
+    heads, count = scores.shape
+    keys, slots = np.empty(count, np.uint64), np.empty(count, np.int32)
+    dealt, order = np.empty(count, np.uint64), np.empty(count, np.int32)
+    ends = np.empty(BUCKETS + 1, np.int64)
+    sign = np.uint64(1) << np.uint64(8 * bits.itemsize - 1)
+    depth = victims.shape[1]
+    for head in range(heads):
+        eligible = 0
+        for slot in range(first, count):
+            # As integers, numbers are in their order once those below 0 are turned around.
+            key = np.uint64(bits[head, slot])
+            if key > sign:
+                key = (sign << np.uint64(1)) - np.uint64(1) - key
+            elif key < sign:
+                key |= sign
+            keys[eligible], slots[eligible] = key, slot
+            eligible += sinks <= positions[head, slot] < stop
+        depth = min(depth, eligible)
+        if depth == 0:
+            return 0
+        deal(keys[:eligible], slots[:eligible], dealt, order, ends)
+        start = bucket = 0
+        while start < depth:
+            arrange(dealt[start : ends[bucket]], order[start : ends[bucket]])
+            start = ends[bucket]
+            bucket += 1
+        victims[head, :depth] = order[:depth]
+    for head in range(heads):
+        for i in range(depth // size * size):
+            losses[i // size] += scores[head, victims[head, i]]
+    return int(depth)

@@ -1,0 +1,194 @@
+"""Policies of the literature, and the two ends of the scale: chance, and knowledge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.runtime.token_eviction import entry_stats_kernels
+from pigou.runtime.token_eviction.policy import (
+    CacheEntries,
+    EvictionContext,
+    Folding,
+    Returns,
+    TokenPolicy,
+)
+
+#: Orders tokens of one step behind the step itself; contexts are shorter.
+_WITHIN = 2.0**20
+
+
+class Fifo(TokenPolicy):
+    """What was stored first goes first, whoever's it is: the step of an entry, then its position.
+
+    Whole tokens go. This is the paper's FIFO, beside sinks and recent tokens.
+    """
+
+    fields = ("entered",)
+    stamped = ("entered",)
+
+    def score(self, entries: CacheEntries) -> Returns:
+        """Return the step in which a token was stored, and within it the position."""
+        entered = entries.field("entered")[0, 0].astype(np.float64)
+        scores: Returns = entered * _WITHIN + entries.positions[0, 0]
+        return scores
+
+
+class Streaming(TokenPolicy):
+    """Every request keeps its first tokens and a window of the last (StreamingLLM, 2309.17453).
+
+    1 / age: whole tokens go, the oldest within their own request first, so that the windows of all
+    requests become equally long.
+    """
+
+    def score(self, entries: CacheEntries) -> Returns:
+        """Return 1 / age."""
+        scores: Returns = 1.0 / entries.age[0, 0]
+        return scores
+
+
+class LruParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `Lru`.
+
+    Attributes:
+        notable: attention, as a multiple of an even share over all entries, that counts as use.
+        interval: queries over which it is taken.
+    """
+
+    notable: float = 1.0
+    interval: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuse values under which nothing would ever be used."""
+        _above("notable", self.notable)
+        _above("interval", self.interval)
+
+
+class Lru(TokenPolicy):
+    """What was not attended to for longest goes first, in each layer and head for itself.
+
+    An entry is used when it is stored, and whenever the queries of an interval gave it at least
+    `notable` times what they would have, had they divided themselves evenly.
+    """
+
+    Params = LruParams
+    fields = ("mass", "used")
+    stamped = ("used",)
+
+    def __init__(self, setting: EvictionContext, params: LruParams) -> None:
+        super().__init__(setting, params)
+        self.folding = Folding(params.interval, notable=params.notable)
+
+    def score(self, entries: CacheEntries) -> Returns:
+        """Return the step of the last use, and within it the position."""
+        used = entries.field("used").astype(np.float64)
+        scores: Returns = used * _WITHIN + entries.positions
+        return scores
+
+
+class H2O(TokenPolicy):
+    """Keeps the heavy hitters (H2O, 2306.14048): attention added up over all queries so far.
+
+    In each layer and KV head for itself, over the queries of all its query heads.
+    """
+
+    fields = ("mass",)
+
+    def score(self, entries: CacheEntries) -> Returns:
+        """Return the accumulated attention."""
+        return entries.field("mass")
+
+
+class SnapKVParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `SnapKV`.
+
+    Attributes:
+        window: last queries whose attention counts.
+        pool: width of the average over neighbouring positions, odd.
+    """
+
+    window: int = 32
+    pool: int = 5
+
+    def __post_init__(self) -> None:
+        """Refuse a window without queries, and an average around nothing."""
+        _above("window", self.window)
+        if self.pool < 1 or self.pool % 2 == 0:
+            raise ValueError(f"pool is {self.pool}; it must be odd, at least 1")
+
+
+class SnapKV(TokenPolicy):
+    """Keeps what the last queries attended to, and its neighbours (SnapKV, 2404.14469).
+
+    At a prompt's end these are exactly its last `window` queries, as in the paper. Afterwards
+    attention is gathered by windows of as many, and the last whole one counts for the queries that
+    the one under way still lacks. Averaged over `pool` neighbouring entries of the same layer and
+    head, by position.
+    """
+
+    Params = SnapKVParams
+    fields = ("mass", "before")
+
+    def __init__(self, setting: EvictionContext, params: SnapKVParams) -> None:
+        super().__init__(setting, params)
+        self.window, self.pool = params.window, params.pool
+        self.folding = Folding(params.window, decays=(0.0,))
+
+    def score(self, entries: CacheEntries) -> Returns:
+        """Return the attention of the last `window` queries, averaged over neighbours."""
+        rest = np.float32(1.0 - min(entries.since, self.window) / self.window)
+        mass = entries.field("mass") + rest * entries.field("before")
+        scores = np.empty_like(mass)
+        entry_stats_kernels.pool(mass, entries.positions, entries.next, self.pool, scores)
+        return scores
+
+
+class RandomParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of `Random`.
+
+    Attributes:
+        seed: of the draws.
+    """
+
+    seed: int = 0
+
+
+class Random(TokenPolicy):
+    """Chance: in each layer and head another number, drawn anew at each appraisal."""
+
+    Params = RandomParams
+
+    def __init__(self, setting: EvictionContext, params: RandomParams) -> None:
+        super().__init__(setting, params)
+        self._seed = params.seed
+
+    def score(self, entries: CacheEntries) -> Returns:
+        """Return numbers from 0 to 1, the same for the same seed, request and length."""
+        seed = (self._seed, crc32(entries.request.encode()), entries.next)
+        return np.random.default_rng(seed).random(entries.positions.shape)
+
+
+class Oracle(TokenPolicy):
+    """Returns that somebody knows: `scorer`, which a benchmark sets before the first appraisal."""
+
+    #: From entries to returns, as `TokenPolicy.score`.
+    scorer: Callable[[CacheEntries], Returns] | None = None
+
+    def score(self, entries: CacheEntries) -> Returns:
+        """Return what `scorer` says.
+
+        Raises:
+            ConfigError: nobody set it.
+        """
+        if self.scorer is None:
+            raise ConfigError("eviction.policy is 'oracle', which knows nothing until it is told")
+        return self.scorer(entries)
+
+
+def _above(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} is {value}; it must be above 0")

@@ -1,0 +1,392 @@
+"""Chat templates: from messages to the text of a prompt, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+
+class ChatError(ValueError):
+    """Messages that the template refuses; the text is meant for the client."""
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    """Return an environment with the settings that published templates are written for."""
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _Generation],
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise
+    env.globals["strftime_now"] = _now
+    env.globals["namespace"] = _Namespace
+    return env
+
+
+class _Generation(Extension):
+    """Reads `{% generation %}...{% endgeneration %}`, a mark for training, as its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 (the type of the base class)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return the nodes between the marks, with a scope of their own as in transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_show"), [], [], body).set_lineno(line)
+
+    def _show(self, caller: Any) -> Any:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """A `namespace()` without attributes that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args
+        for name in dict(*given, **kwargs):
+            _check_name(name)
+        Namespace.__init__(self, *given, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no attribute {name!r}: it begins with an underscore")
+
+
+def _raise(message: str) -> NoReturn:
+    raise ChatError(f"the chat template refuses these messages: {message}")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON; unlike Jinja's own filter it escapes nothing for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+__all__ = ["ChatError", "ChatTemplate"]
+
+#: Marks the end of a final message that is to be continued. Its own trailing space shows whether
+#: the template trims messages.
+_END = "CONTINUE_FINAL_MESSAGE_TAG "
+#: What OpenAI's newer clients call the role `system`.
+_DEVELOPER = "developer"
+#: Names under which a message's reasoning may come; templates read the first, gpt-oss's the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+
+
+class ChatTemplate:
+    """A compiled chat template, as Hugging Face tokenizers publish them.
+
+    Attributes:
+        source: Jinja2 text.
+        needs: what it expects of messages.
+    """
+
+    def __init__(
+        self, source: str, names: Mapping[str, str], tool_use: ChatTemplate | None = None
+    ) -> None:
+        """Compile a template.
+
+        Args:
+            source: Jinja2 text.
+            names: special tokens (`bos_token`, ...), which templates use.
+            tool_use: the template that is used instead where there are tools.
+
+        Raises:
+            ValueError: it is not valid Jinja2.
+        """
+        env = make_environment()
+        try:
+            tree = env.parse(source)
+            self._template = env.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is not valid Jinja2: {error}") from None
+        self.source = source
+        self.needs = read_needs(tree)
+        self._names = names
+        self._tool_use = tool_use
+        self._knows_developer = _DEVELOPER in source
+
+    @classmethod
+    def choose(cls, templates: Mapping[str, str], names: Mapping[str, str]) -> ChatTemplate | None:
+        """Compile a tokenizer's templates: `default`, and `tool_use` for chats with tools.
+
+        Args:
+            templates: Jinja2 texts by name.
+            names: special tokens.
+
+        Returns:
+            None where there is no `default`.
+
+        Raises:
+            ValueError: one of them is not valid Jinja2.
+        """
+        if _DEFAULT not in templates:
+            return None
+        tool_use = templates.get(_TOOL_USE)
+        return cls(templates[_DEFAULT], names, cls(tool_use, names) if tool_use else None)
+
+    @property
+    def identity(self) -> str:
+        """The text that tells this template, with its companion, from others."""
+        return self.source + (f"\0{self._tool_use.source}" if self._tool_use else "")
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt.
+
+        Args:
+            messages: checked by `pigou.wire.request_validation.check_messages`. The template gets
+                their
+                content as it reads it: parts where it loops over them, else one string, the
+                parts joined with line breaks. Fields that are None are left out. The role
+                `developer` is `system` for a template that does not name it.
+            add_generation_prompt: open the assistant's turn at the end.
+            continue_final_message: end within the final message, for the model to go on; its
+                trailing space stays if the template keeps it.
+            variables: further variables of the template; `tools` and `documents` are None where
+                they are not given.
+
+        Raises:
+            ChatError: the template refuses the messages, or fails on them.
+        """
+        given: dict[str, Any] = {"tools": None, "documents": None, **(variables or {})}
+        if given["tools"] is not None and self._tool_use is not None:
+            return self._tool_use.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+        shown = [self._prepare(message) for message in messages]
+        final = _mark_end(shown) if continue_final_message else ""
+        try:
+            text: str = self._template.render(
+                **{
+                    **self._names,
+                    **given,
+                    "messages": shown,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except ChatError:
+            raise
+        except _FAILURES as error:
+            raise ChatError(f"the chat template failed on these messages: {error}") from None
+        return _within(text, final) if continue_final_message else text
+
+    def _prepare(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message as the template reads it."""
+        result = {key: value for key, value in message.items() if value is not None}
+        if result.get("role") == _DEVELOPER and not self._knows_developer:
+            result["role"] = "system"
+        if "content" in result:
+            result["content"] = self._content(result["content"])
+        if isinstance(result.get("tool_calls"), list) and not self.needs.text_arguments:
+            result["tool_calls"] = [_parsed_call(call) for call in result["tool_calls"]]
+        reasoning = next((result[key] for key in _REASONING if key in result), None)
+        if reasoning is not None:
+            result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
+        return result
+
+    def _content(self, content: Any) -> Any:
+        if isinstance(content, str):
+            return content if self.needs.strings else [{"type": "text", "text": content}]
+        texts = [part if isinstance(part, str) else _text(part) for part in content]
+        if self.needs.parts:
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
+
+
+_FAILURES = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+    RecursionError,
+)  # fmt: skip
+
+
+def _text(part: dict[str, Any]) -> str:
+    text: str = part["refusal"] if part["type"] == "refusal" else part["text"]
+    return text
+
+
+def _parsed_call(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, where they are JSON of one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments or "{}")
+    except ValueError:
+        return call
+    if not isinstance(parsed, dict):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _mark_end(messages: list[dict[str, Any]]) -> str:
+    """Mark the end of the final message, in place; return its text.
+
+    Raises:
+        ChatError: it has no text.
+    """
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _END
+        return content
+    if content:
+        text: str = content[-1]["text"]
+        content[-1]["text"] = text + _END
+        return text
+    raise ChatError("continue_final_message: the final message has no content to continue")
+
+
+def _within(text: str, final: str) -> str:
+    """Cut what the template puts after the final message, as transformers does."""
+    at = text.rfind(_END.strip())
+    if at < 0 or final.strip() not in text:
+        raise ChatError("continue_final_message: the template does not show the final message")
+    return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
+
+
+#: Tests by which a template tells a string from a list.
+_KIND_TESTS = {"string", "iterable", "sequence", "mapping"}
+#: Filters that keep a list a list; `content | trim` is text.
+_KEEP = {"list", "reverse", "default", "d"}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateNeeds:
+    """How a template reads messages.
+
+    Attributes:
+        parts: it loops over the parts of a content.
+        strings: it reads a content that is a string.
+        text_arguments: it reads a tool call's arguments as a string of JSON, not as an object.
+    """
+
+    parts: bool
+    strings: bool
+    text_arguments: bool
+
+
+def read_needs(tree: nodes.Template) -> TemplateNeeds:
+    """Read the needs of a parsed template."""
+    content = _aliases(tree, "content")
+    parts = any(_is(loop.iter, "content", content) for loop in tree.find_all(nodes.For))
+    tested = any(
+        test.name in _KIND_TESTS and _is(test.node, "content", content)
+        for test in tree.find_all(nodes.Test)
+    )
+    return TemplateNeeds(parts, tested or not parts, _prints_arguments(tree))
+
+
+def _prints_arguments(tree: nodes.Template) -> bool:
+    """Whether arguments are printed or joined as they are, or told apart by their kind."""
+    names = _aliases(tree, "arguments")
+    printed: list[nodes.Node] = []
+    for output in tree.find_all(nodes.Output):
+        printed += output.nodes
+    for add in tree.find_all(nodes.Add):
+        printed += (add.left, add.right)
+    for concat in tree.find_all(nodes.Concat):
+        printed += concat.nodes
+    printed += (test.node for test in tree.find_all(nodes.Test) if test.name in _KIND_TESTS)
+    return any(_is(node, "arguments", names) for node in printed)
+
+
+def _aliases(tree: nodes.Template, key: str) -> set[str]:
+    """Return variables and parameters of macros that a message's `key` is given to."""
+    names: set[str] = set()
+    while True:
+        more = {name for name, value in _bindings(tree) if _is(value, key, names)}
+        if more <= names:
+            return names
+        names |= more
+
+
+def _bindings(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
+    """Yield names with the expressions that they stand for."""
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name):
+            yield from ((assign.target.name, value) for value in _values(assign.node))
+        elif isinstance(assign.target, nodes.NSRef):
+            yield from ((assign.target.attr, value) for value in _values(assign.node))
+    macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name in macros:
+            parameters = [parameter.name for parameter in macros[call.node.name].args]
+            yield from zip(parameters, call.args, strict=False)
+            yield from ((keyword.key, keyword.value) for keyword in call.kwargs)
+
+
+def _values(node: nodes.Node) -> Iterator[nodes.Node]:
+    """Yield an expression, or both branches of a conditional one."""
+    if isinstance(node, nodes.CondExpr):
+        yield from _values(node.expr1)
+        if node.expr2 is not None:
+            yield from _values(node.expr2)
+    else:
+        yield node
+
+
+def _is(node: nodes.Node | None, key: str, names: set[str]) -> bool:
+    """Whether an expression is something's `key`, or a variable that stands for one."""
+    if isinstance(node, nodes.Or):
+        return _is(node.left, key, names) or _is(node.right, key, names)
+    while (isinstance(node, nodes.Filter) and node.name in _KEEP) or _is_slice(node):
+        assert isinstance(node, (nodes.Filter, nodes.Getitem))
+        node = node.node
+    match node:
+        case nodes.Name(name=name):
+            own = name in names
+        case nodes.Getattr(attr=attr):
+            own = attr == key or attr in names
+        case nodes.Getitem(arg=nodes.Const(value=value)):
+            own = value == key
+        case nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value=value), *_]):
+            own = value == key
+        case _:
+            own = False
+    return own
+
+
+def _is_slice(node: nodes.Node | None) -> bool:
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)

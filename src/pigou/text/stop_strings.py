@@ -1,0 +1,92 @@
+"""Stop strings: where text ends, and what must be held back until that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string was completed.
+
+    Attributes:
+        text: what may still be shown: up to the stop string, or with it where it is included.
+        stop: the stop string.
+    """
+
+    text: str
+    stop: str
+
+
+class Stops:
+    """Watches a growing text for stop strings.
+
+    What has been shown after any number of tokens is a function of those tokens alone: all of
+    the text, but the longest end of it that begins a stop string. So a stream that continues
+    elsewhere replays its tokens, drops what that shows, and goes on.
+    """
+
+    __slots__ = ("_held", "_include", "_longest", "_min_tokens", "_stops", "_tokens")
+
+    def __init__(self, stops: Sequence[str], include: bool = False, min_tokens: int = 0) -> None:
+        """Watch for these strings.
+
+        Args:
+            stops: none of them empty.
+            include: the stop string itself is shown.
+            min_tokens: a string completed by one of the first `min_tokens` tokens does not count.
+        """
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._include = include
+        self._min_tokens = min_tokens
+        self._tokens = 0
+        self._held = ""
+
+    def feed(self, text: str) -> str | StopMatch:
+        """Take the text that one token completed; return what may be shown, or the match.
+
+        Call it for every token, also when its text is "". After a match, call it no more.
+        """
+        self._tokens += 1
+        if not text:
+            return ""
+        old = len(self._held)
+        seen = self._held + text
+        if self._tokens > self._min_tokens and (found := self._find(seen, old)):
+            return found
+        keep = self._begun(seen)
+        if self._include:
+            # Shown at once; kept only to recognize a string that spans tokens.
+            self._held = seen[len(seen) - keep :] if keep else ""
+            return text
+        self._held = seen[len(seen) - keep :] if keep else ""
+        return seen[: len(seen) - keep]
+
+    def flush(self) -> str:
+        """End the text without a match: return what was held back."""
+        held, self._held = self._held, ""
+        return "" if self._include else held
+
+    def _find(self, seen: str, old: int) -> StopMatch | None:
+        """Return the match that begins first among those that end beyond the first `old`."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            at = seen.find(stop, max(0, old - len(stop) + 1))
+            if at >= 0 and (best is None or (at, len(stop)) < best[:2]):
+                best = (at, len(stop), stop)
+        if best is None:
+            return None
+        at, length, stop = best
+        if self._include:
+            return StopMatch(seen[old : at + length], stop)
+        return StopMatch(seen[:at], stop)
+
+    def _begun(self, seen: str) -> int:
+        """Return the length of the longest end of `seen` that begins a stop string."""
+        for length in range(min(len(seen), self._longest - 1), 0, -1):
+            end = seen[len(seen) - length :]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
