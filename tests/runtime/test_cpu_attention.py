@@ -20,8 +20,7 @@ from pigou.runtime.linear import Linear
 from pigou.runtime.model_config import ModelConfig, parse_config
 from pigou.runtime.ops import KernelOps, TorchOps
 from pigou.runtime.simd import exponential
-from pigou.runtime.spread import always_spread
-from pigou.runtime.thread_pool import team_start
+from pigou.runtime.thread_pool import always_parallel, openmp_entry
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -99,11 +98,11 @@ def test_attention_on_two_threads_is_that_of_torch(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    with always_spread():
+    with always_parallel():
         compare(build(14, 2, 64), dtype, 16)
 
 
-@pytest.mark.skipif(not team_start(), reason="torch has no OpenMP threads that can be found")
+@pytest.mark.skipif(not openmp_entry(), reason="torch has no OpenMP threads that can be found")
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("rows", [2, 5, 64])
 def test_threads_compute_every_row_as_one_does(
@@ -112,7 +111,7 @@ def test_threads_compute_every_row_as_one_does(
     x = noise(rows, 96)
     alone = KernelOps().gate(x), KernelOps().argmax(x)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    with always_spread():
+    with always_parallel():
         together = KernelOps().gate(x), KernelOps().argmax(x)
     assert torch.equal(alone[0], together[0])
     assert torch.equal(alone[1], together[1])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, VOCAB, make_config, make_tensors, write_checkpoint
 from safetensors.torch import save_file
-from test_runtime_loading import PARAMS, tokens_of
+from test_load import PARAMS, tokens_of
 
 from pigou.config import EngineConfig
 from pigou.models import ModelError

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiered_worker import PROMPTS, TieredWorker, caches, until
 
-SERVER = Path(__file__).parents[1] / "runtime" / "stores" / "s3_server.py"
+SERVER = Path(__file__).parents[1] / "runtime" / "kv_offload" / "s3_server.py"
 
 
 def test_a_full_disk_takes_no_more_and_recovers(

@@ -77,7 +77,7 @@ class PagedAttention:
     def begin(self, batch: StepBatch) -> None:
         """Take up a step: what all its layers share is prepared here."""
         self.batch = batch
-        self._place(batch)
+        self._locate(batch)
         first = batch.singles
         self._decodes = self._decode_past(batch) if first else None
         self._pasts = [self._chunk_past(chunk) for chunk in batch.chunks]
@@ -101,22 +101,22 @@ class PagedAttention:
         if self._decodes is not None:
             self._decode(layer, query[: batch.singles], out[: batch.singles])
         for chunk, past in zip(batch.chunks, self._pasts, strict=True):
-            here = slice(chunk.first, chunk.first + chunk.count)
+            tokens = slice(chunk.first, chunk.first + chunk.count)
             if self.watch is not None:
-                self._watched_chunk(layer, query[here], chunk, out[here])
+                self._watched_chunk(layer, query[tokens], chunk, out[tokens])
                 continue
-            self._chunk(layer, (query[here], key[here], value[here]), past, out[here])
+            self._chunk(layer, (query[tokens], key[tokens], value[tokens]), past, out[tokens])
         return out.view(batch.size, -1)
 
-    def _place(self, batch: StepBatch) -> None:
-        places = np.stack(
+    def _locate(self, batch: StepBatch) -> None:
+        locations = np.stack(
             (
                 self.tables[batch.rows, batch.slots // self.block_size],
                 batch.slots % self.block_size,
                 batch.positions,
             )
         )
-        self._blocks, self._offsets, positions = self._index(places).unbind()
+        self._blocks, self._offsets, positions = self._index(locations).unbind()
         turns = self.turns[positions]
         self._turns = turns.to(self.cache.data.dtype).unsqueeze(1)
 

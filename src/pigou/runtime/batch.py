@@ -13,6 +13,9 @@ from pigou.engine.plan import Plan
 from pigou.request import Ints
 from pigou.runtime.tensor_io import upload
 
+#: Rows of `StepBatch.locations`.
+POSITION, SLOT, ROW = 0, 1, 2
+
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
@@ -39,7 +42,7 @@ class StepBatch:
 
     Attributes:
         tokens: ids, shape (tokens,), int32, on the device.
-        places: three rows, shape (3, tokens): rotary positions; slots, the index of each token's
+        locations: three rows, shape (3, tokens): rotary positions; slots, the index of each token's
             cache entry within its sequence, up to and with which it attends; and rows of the
             batch.
         singles: entries of a single token; theirs are the first tokens.
@@ -49,7 +52,7 @@ class StepBatch:
     """
 
     tokens: Tensor
-    places: Ints
+    locations: Ints
     singles: int
     chunks: list[PromptChunk]
     last: NDArray[np.int64]
@@ -63,19 +66,19 @@ class StepBatch:
     @property
     def positions(self) -> Ints:
         """Rotary position of each token, shape (tokens,)."""
-        row: Ints = self.places[0]
+        row: Ints = self.locations[POSITION]
         return row
 
     @property
     def slots(self) -> Ints:
         """Index of each token's cache entry within its sequence, shape (tokens,)."""
-        row: Ints = self.places[1]
+        row: Ints = self.locations[SLOT]
         return row
 
     @property
     def rows(self) -> Ints:
         """Row of the batch of each token, shape (tokens,)."""
-        row: Ints = self.places[2]
+        row: Ints = self.locations[ROW]
         return row
 
     def advance(self, tokens: Tensor) -> None:
@@ -85,7 +88,7 @@ class StepBatch:
             tokens: sampled, shape (entries,), in the plan's order.
         """
         self.tokens = tokens
-        self.places[:2] += 1
+        self.locations[:ROW] += 1
 
 
 def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> StepBatch:
@@ -102,19 +105,19 @@ def make_batch(plan: Plan, tokens: list[Ints], device: torch.device) -> StepBatc
     counts = plan.counts
     order = np.argsort(counts > 1, kind="stable")
     sizes = counts[order]
-    ends = np.cumsum(sizes, dtype=np.int32)
-    firsts = ends - sizes
+    stops = np.cumsum(sizes, dtype=np.int32)
+    firsts = stops - sizes
     singles = int((counts == 1).sum())
-    within = np.arange(int(ends[-1]), dtype=np.int32) - np.repeat(firsts, sizes)
-    places = np.stack((plan.starts[order], plan.kv_lens[order], plan.rows[order]))
-    places = np.repeat(places, sizes, axis=1)
-    places[:2] += within
+    within = np.arange(int(stops[-1]), dtype=np.int32) - np.repeat(firsts, sizes)
+    locations = np.stack((plan.starts[order], plan.kv_lens[order], plan.rows[order]))
+    locations = np.repeat(locations, sizes, axis=1)
+    locations[:ROW] += within
     last = np.empty(len(order), dtype=np.int64)
-    last[order] = ends - 1
+    last[order] = stops - 1
     ids = np.concatenate([tokens[entry] for entry in order])
     return StepBatch(
         tokens=upload(ids, device),
-        places=places,
+        locations=locations,
         singles=singles,
         chunks=[
             PromptChunk(

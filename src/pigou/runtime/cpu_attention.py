@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 
 from pigou.request import Ints
-from pigou.runtime import kernels
+from pigou.runtime import attention_kernels as kernels
 from pigou.runtime.attention import HeadNorm, PagedAttention
 from pigou.runtime.batch import PromptChunk, StepBatch
 from pigou.runtime.kv_cache import KVCache
 from pigou.runtime.model_config import ModelConfig
 from pigou.runtime.simd import LANES
-from pigou.runtime.spread import spread
 from pigou.runtime.tensor_io import stored
 
 #: Sums of probabilities, by tile, head and entry, that are held at once.
-_SUMS = 2**20
+_MAX_SUMS = 2**20
+#: Columns of the tiles of `kernels.prefill`.
+_TILE_FIRST, _TILE_COUNT, _TILE_SLOT, _TILE_ROW = range(4)
+#: Nanoseconds of one thread for each head's dimension and entry.
+_DECODE_NS, _PREFILL_NS = 0.08, 0.04
 
 
 class CPUAttention(PagedAttention):
@@ -44,10 +47,11 @@ class CPUAttention(PagedAttention):
         """Take up a step."""
         self.batch = batch
         numbers = self.config.heads * self.config.head_dim
-        self._decoding = 0.08 * numbers * (int(batch.slots[: batch.singles].sum()) + batch.singles)
+        entries = int(batch.slots[: batch.singles].sum()) + batch.singles
+        self._decode_ns = _DECODE_NS * numbers * entries
         self._tiles = self._cut(batch)
         seen = sum(chunk.count * (2 * chunk.past + chunk.count) // 2 for chunk in batch.chunks)
-        self._prefilling = 0.04 * numbers * seen
+        self._prefill_ns = _PREFILL_NS * numbers * seen
 
     def __call__(self, layer: int, qkv: Tensor, norm: HeadNorm | None) -> Tensor:
         """Attend in one layer, as `PagedAttention` does."""
@@ -58,45 +62,47 @@ class CPUAttention(PagedAttention):
         norms, eps = self._no_norm, 0.0
         if norm is not None:
             norms, eps = self._norm(layer, norm), norm.eps
-        where = (norms, eps, self._table, batch.places, self.tables, kv, size)
+        rotation = kernels.HeadRotation(norms, eps, self._table)
+        cached = kernels.PagedLayer(batch.locations, self.tables, kv, size)
         if batch.singles:
             tasks = (0, batch.singles * config.kv_heads)
-            watch = None if self.watch is None else (*self.watch.target(layer), self.watch.owns)
-            arguments = (array, *where, self._queries, result, watch)
-            spread(kernels.decode, self._decoding, tasks, *arguments)
+            mass = None
+            if self.watch is not None:
+                mass = kernels.MassTarget(*self.watch.target(layer), self.watch.owns)
+            arguments = (array, rotation, cached, self._queries, result, mass)
+            kernels.DECODE(self._decode_ns, tasks, *arguments)
         if batch.chunks:
             tokens = (batch.singles, batch.size)
-            spread(kernels.place, 1.0 * heads.numel(), tokens, array, *where)
-            self._prefill(layer, array, kv, result)
+            kernels.ROTATE_AND_STORE(1.0 * heads.numel(), tokens, array, rotation, cached)
+            self._prefill(layer, array, cached, result)
         return out.view(batch.size, -1)
 
     def _prefill(
-        self, layer: int, qkv: kernels.Stored, kv: kernels.Stored, out: kernels.Stored
+        self, layer: int, qkv: kernels.Stored, cached: kernels.PagedLayer, out: kernels.Stored
     ) -> None:
-        """Attend with the chunks, whose queries, keys and values are placed."""
-        heads, size, tables = self.config.heads, self.block_size, self.tables
+        """Attend with the chunks, whose queries, keys and values are rotated and stored."""
+        heads, size = self.config.heads, self.block_size
         if self.watch is None:
             tasks = (0, len(self._tiles) * heads)
-            arguments = (qkv, self._tiles, tables, kv, size, out, None)
-            spread(kernels.prefill, self._prefilling, tasks, *arguments)
+            kernels.PREFILL(self._prefill_ns, tasks, qkv, self._tiles, cached, out, None)
             return
-        width = -(-int((self._tiles[:, 1] + self._tiles[:, 2]).max()) // size) * size
-        most = max(1, _SUMS // (heads * width))
-        for at in range(0, len(self._tiles), most):
-            tiles = self._tiles[at : at + most]
+        entries = self._tiles[:, _TILE_COUNT] + self._tiles[:, _TILE_SLOT]
+        width = -(-int(entries.max()) // size) * size
+        step = max(1, _MAX_SUMS // (heads * width))
+        for at in range(0, len(self._tiles), step):
+            tiles = self._tiles[at : at + step]
             sums = np.empty((len(tiles), heads, width), dtype=np.float32)
-            work = self._prefilling * len(tiles) / len(self._tiles)
-            tasks = (0, len(tiles) * heads)
-            spread(kernels.prefill, work, tasks, qkv, tiles, tables, kv, size, out, sums)
-            self.watch.absorb(layer, sums, tiles, self._folds[at : at + most], tables)
+            work_ns = self._prefill_ns * len(tiles) / len(self._tiles)
+            kernels.PREFILL(work_ns, (0, len(tiles) * heads), qkv, tiles, cached, out, sums)
+            self.watch.absorb(layer, sums, tiles, self._folds[at : at + step], self.tables)
 
     def _cut(self, batch: StepBatch) -> Ints:
         """Cut the chunks into tiles; where they are watched, no fold falls within one."""
         if self.watch is None or not batch.chunks:
             return _tiles(batch.chunks)
-        ends = self.watch.cuts(batch)
-        tiles = _tiles(batch.chunks, ends)
-        self._folds = np.isin(tiles[:, 0], ends)
+        cuts = self.watch.cuts(batch)
+        tiles = _tiles(batch.chunks, cuts)
+        self._folds = np.isin(tiles[:, _TILE_FIRST], cuts)
         return tiles
 
     def _norm(self, layer: int, norm: HeadNorm) -> kernels.Stored:

@@ -76,11 +76,11 @@ class TorchExecutor:
         self._ends = ends
         self._clock = clock
         self.evictor = evictor
-        self._revival: TokenRecomputation | None = None
+        self._recomputation: TokenRecomputation | None = None
         if evictor is not None:
             attention.watch = evictor.watch if evictor.watches else None
-            if evictor.policy.revives:
-                self._revival = TokenRecomputation(model, cache, evictor, attention.turns)
+            if evictor.policy.recomputes:
+                self._recomputation = TokenRecomputation(model, cache, evictor, attention.turns)
         self._device = cache.data.device
         self.sampler: Callable[[list[TokenSequence], Ops, torch.device], Sampler] = Sampler
         self._sequences: dict[str, TokenSequence] = {}
@@ -199,8 +199,10 @@ class TorchExecutor:
             with torch.inference_mode():
                 self.evictor.begin_plan(plan, self._rows)
         self.cache.move(plan.swap_out, plan.copies, plan.swap_in)
-        if self._revival is not None and plan.revivals:
-            self._revival(plan.revivals, {r.row: self._rows[r.row].buffer for r in plan.revivals})
+        if self._recomputation is not None and plan.revivals:
+            self._recomputation(
+                plan.revivals, {r.row: self._rows[r.row].buffer for r in plan.revivals}
+            )
         if not plan:
             return Result()
         sequences = [self._rows[row] for row in plan.rows.tolist()]
@@ -269,8 +271,8 @@ class TorchExecutor:
         assert self.evictor is not None
         for at in range(0, batch.size, _AT_ONCE):
             logits = self.model.logits(hidden[at : at + _AT_ONCE])
-            places = np.ascontiguousarray(batch.places[:, at : at + _AT_ONCE])
-            self.evictor.end_step(places, logits)
+            locations = np.ascontiguousarray(batch.locations[:, at : at + _AT_ONCE])
+            self.evictor.end_step(locations, logits)
 
     def _lay_out(self, plan: Plan, sequences: list[TokenSequence]) -> StepBatch:
         spans = zip(sequences, plan.starts.tolist(), plan.counts.tolist(), strict=True)

@@ -17,6 +17,9 @@ from pigou.runtime.tensor_io import DeviceCopies, upload
 #: Blocks as bytes, shape (blocks, block_bytes).
 Bytes: TypeAlias = NDArray[np.uint8]
 
+#: Halves of a layer's block: the third axis of `KVCache.data`.
+KEYS, VALUES = 0, 1
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -90,12 +93,12 @@ class KVCache:
     def keys(self, layer: int) -> Tensor:
         """Return the keys of a layer, a view, shape (blocks, kv_heads, head_dim, block_size)."""
         layout = self._layout
-        return self._split(self.data[:, layer, 0], layout.head_dim, layout.block_size)
+        return self._split(self.data[:, layer, KEYS], layout.head_dim, layout.block_size)
 
     def values(self, layer: int) -> Tensor:
         """Return the values of a layer, a view, shape (blocks, kv_heads, block_size, head_dim)."""
         layout = self._layout
-        return self._split(self.data[:, layer, 1], layout.block_size, layout.head_dim)
+        return self._split(self.data[:, layer, VALUES], layout.block_size, layout.head_dim)
 
     @staticmethod
     def _split(part: Tensor, rows: int, columns: int) -> Tensor:

@@ -22,8 +22,8 @@ from pigou.runtime.kv_cache import DTYPES, KVCache, make_layout
 from pigou.runtime.model_config import ModelConfig, read_config
 from pigou.runtime.ops import KernelOps, TorchOps
 from pigou.runtime.resources import keep_memory
-from pigou.runtime.spread import always_spread
 from pigou.runtime.structured_output import read_grammars
+from pigou.runtime.thread_pool import always_parallel
 from pigou.runtime.token_eviction.evictor import Evictor
 from pigou.runtime.token_eviction.policy import EvictionContext
 from pigou.runtime.token_eviction.policy import load as load_policy
@@ -176,7 +176,7 @@ _REQUEST = "warm-up"
 def warm_up(executor: TorchExecutor) -> None:
     """Compute a few tokens of nothing in block 0, before the core's first plan."""
     _run(executor)
-    with always_spread():
+    with always_parallel():
         _run(executor)
 
 

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pigou.runtime import kernels
-from pigou.runtime.spread import spread
+from pigou.runtime import elementwise_kernels as kernels
 from pigou.runtime.tensor_io import stored
 
 
@@ -55,19 +54,19 @@ class KernelOps:
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add x to the residual, in place, and return the RMS norm of the sum times `weight`."""
         out = torch.empty_like(x)
-        rows, work = (0, len(x)), 0.5 * x.numel()
+        rows, work_ns = (0, len(x)), 0.5 * x.numel()
         arrays = (stored(x), stored(residual), stored(weight), eps, stored(out))
-        spread(kernels.add_norm, work, rows, *arrays)
+        kernels.ADD_NORM(work_ns, rows, *arrays)
         return out
 
     def gate(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up."""
         out = x.new_empty((x.shape[0], x.shape[1] // 2))
-        spread(kernels.gate, 0.5 * out.numel(), (0, len(x)), stored(x), stored(out))
+        kernels.GATE(0.5 * out.numel(), (0, len(x)), stored(x), stored(out))
         return out
 
     def argmax(self, x: Tensor) -> Tensor:
         """Return the index of the first largest number of each row."""
         out = torch.empty(x.shape[0], dtype=torch.int64)
-        spread(kernels.argmax, 0.1 * x.numel(), (0, len(x)), stored(x), out.numpy())
+        kernels.ARGMAX(0.1 * x.numel(), (0, len(x)), stored(x), out.numpy())
         return out

@@ -10,6 +10,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 import pigou.compiled  # noqa: F401  (chooses where numba keeps what it compiled)
 from pigou.kernel_cache import share
@@ -289,3 +290,23 @@ def logarithm(x: Any) -> Any:
     square, whole = rest * rest, np.float32(power)
     y = y * rest * square - whole * np.float32(2.12194440e-4) - square * np.float32(0.5)
     return rest + y + whole * np.float32(0.693359375)
+
+
+@fast
+def row_max(row: Any, count: int, lanes: NDArray[np.float32]) -> Any:
+    """Return the largest of the first numbers of a row, as float32.
+
+    It is sought in 16 `lanes` (scratch, shape (16,)), or numba would go number by number.
+    """
+    bulk = count - count % LANES
+    lanes[:] = np.float32(-np.inf)
+    for start in range(0, bulk, LANES):
+        for lane in range(LANES):
+            number = widen(row[start + lane])
+            lanes[lane] = number if number > lanes[lane] else lanes[lane]
+    largest = np.float32(-np.inf)
+    for lane in range(LANES):
+        largest = max(largest, lanes[lane])
+    for d in range(bulk, count):
+        largest = max(largest, widen(row[d]))
+    return largest

@@ -9,15 +9,27 @@ from __future__ import annotations
 
 # ruff: noqa: ARG001  (numba finds an instruction's arguments by position)
 import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch  # noqa: F401  (loads the OpenMP library that is looked for)
+import torch  # (also loads the OpenMP library that is looked for)
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from pigou.runtime.simd import instruction
+
+#: First and last row, the last not included, that a kernel's call works on.
+RowRange: TypeAlias = tuple[int, int]
+
+#: Work, in about nanoseconds of one thread, below which handing a part to another does not pay.
+MIN_PARALLEL_NS = 20_000.0
+#: Parts for each thread: one that comes late then leaves more of them to the others.
+_PARTS_PER_THREAD = 4
+_min_parallel_ns = MIN_PARALLEL_NS
 
 _WORD = ir.IntType(32)
 _INDEX = ir.IntType(64)
@@ -28,7 +40,7 @@ _START = ir.FunctionType(ir.VoidType(), [_MEMBER.as_pointer(), _POINTER, _WORD, 
 
 
 @cache
-def team_start() -> int:
+def openmp_entry() -> int:
     """Return the address of the entry into torch's OpenMP threads; 0 where it has none."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -40,12 +52,56 @@ def team_start() -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class ParallelKernel:
+    """A kernel that runs in the calling thread, or on several threads where that pays.
+
+    Attributes:
+        kernel: its first argument is the range of rows that a call works on.
+        parallel: the same on several threads: `run_parallel`'s first three arguments, then the
+            kernel's.
+    """
+
+    kernel: Callable[..., None]
+    parallel: Callable[..., None]
+
+    def __call__(self, work_ns: float, rows: RowRange, *arguments: object) -> None:
+        """Call the kernel for some rows.
+
+        Args:
+            work_ns: about how long it takes one thread.
+            rows: its first argument.
+            arguments: the others.
+        """
+        threads = torch.get_num_threads() if work_ns >= _min_parallel_ns else 1
+        count = rows[1] - rows[0]
+        start = openmp_entry() if threads > 1 and count > 1 else 0
+        if not start:
+            self.kernel(rows, *arguments)
+            return
+        parts = min(threads * _PARTS_PER_THREAD, count)
+        self.parallel(start, threads, parts, rows, *arguments)
+
+
+@contextmanager
+def always_parallel() -> Iterator[None]:
+    """Use all threads for the smallest work, to compile what does so, or to test it."""
+    global _min_parallel_ns  # noqa: PLW0603
+    _min_parallel_ns = 0.0
+    try:
+        yield
+    finally:
+        _min_parallel_ns = MIN_PARALLEL_NS
+
+
 @instruction
-def team(_context: Any, start: Any, threads: Any, parts: Any, kernel: Any, arguments: Any) -> Any:
+def run_parallel(
+    _context: Any, start: Any, threads: Any, parts: Any, kernel: Any, arguments: Any
+) -> Any:
     """Call a kernel for all parts of its rows, each on whichever thread is free.
 
     Args (of the instruction; this function says how it is compiled):
-        start: `team_start`, not 0.
+        start: `openmp_entry`, not 0.
         threads: how many may work.
         parts: how many pieces the rows are cut into.
         kernel: a compiled function of a range of rows, and more.
@@ -63,17 +119,17 @@ def team(_context: Any, start: Any, threads: Any, parts: Any, kernel: Any, argum
         signature = types.void(types.intp, types.intp, arguments)
         compiled = context.compile_subroutine(builder, work, signature)
         shared = ir.LiteralStructType([_INDEX, _INDEX, packed.type])
-        place = builder.alloca(shared)
+        address = builder.alloca(shared)
         filled = ir.Constant(shared, ir.Undefined)
         for index, value in enumerate((ir.Constant(_INDEX, 0), parts, packed)):
             filled = builder.insert_value(filled, value, index)
-        builder.store(filled, place)
+        builder.store(filled, address)
         name = f"{builder.function.name}.member"
         member = ir.Function(builder.module, _MEMBER, builder.module.get_unique_name(name))
         member.linkage = "internal"
         _write_member(context, member, shared, compiled.fndesc, signature)
         entry = builder.inttoptr(start, _START.as_pointer())
-        data = builder.bitcast(place, _POINTER)
+        data = builder.bitcast(address, _POINTER)
         builder.call(entry, [member, data, builder.trunc(threads, _WORD), ir.Constant(_WORD, 0)])
         return context.get_dummy_value()
 
@@ -85,10 +141,10 @@ def _write_member(context: Any, member: Any, shared: Any, work: Any, signature: 
     """Write what each thread does: take the next part, until none is left."""
     builder = ir.IRBuilder(member.append_basic_block("entry"))
     loop, body, leave = (member.append_basic_block(name) for name in ("loop", "body", "leave"))
-    place = builder.bitcast(member.args[0], shared.as_pointer())
+    address = builder.bitcast(member.args[0], shared.as_pointer())
 
     def field(index: int) -> Any:
-        return builder.gep(place, [ir.Constant(_WORD, 0), ir.Constant(_WORD, index)])
+        return builder.gep(address, [ir.Constant(_WORD, 0), ir.Constant(_WORD, index)])
 
     following, parts = field(0), builder.load(field(1))
     arguments = builder.load(field(2))

@@ -12,7 +12,7 @@ from masked import Bench, attend_in_full, bench, random_tokens
 from torch import Tensor
 
 from pigou.runtime.load import LoadedModel
-from pigou.runtime.spread import always_spread
+from pigou.runtime.thread_pool import always_parallel
 
 Find = Callable[[str], LoadedModel]
 PATHS = pytest.mark.parametrize("plain", [False, True], ids=["kernels", "torch"])
@@ -125,7 +125,7 @@ def test_mass_is_the_same_on_several_threads(loaded: Find, monkeypatch: pytest.M
     found = []
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
-        with always_spread():
+        with always_parallel():
             b = bench(model, "snapkv")
             for row in range(3):
                 b.start(row, random_tokens(90, seed=row))

@@ -165,8 +165,8 @@ def test_computing_again_costs_the_papers_delta(papers: Path) -> None:
 
 
 def test_only_the_lossy_paper_never_revives() -> None:
-    assert Paper.revives
-    assert not PaperLossy.revives
+    assert Paper.recomputes
+    assert not PaperLossy.recomputes
 
 
 def test_the_paper_refuses_a_model_that_nobody_trained_for(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from pigou.runtime.token_eviction.predictor import (
     unrotate,
 )
 
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
+sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
 from returns.change import discounted, drop_changes, output_grams
 from returns.cut import gains

@@ -23,7 +23,7 @@ class Spoken(TokenPolicy):
 
     fields = ("said",)
     spoken = ("said",)
-    revives = True
+    recomputes = True
 
     def score(self, entries: CacheEntries) -> Returns:
         return entries.field("said")[0, 0]

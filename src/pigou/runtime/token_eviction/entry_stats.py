@@ -8,9 +8,16 @@ from torch import Tensor
 
 from pigou.kv.block import KVLayout
 from pigou.request import Ints
-from pigou.runtime.batch import StepBatch
-from pigou.runtime.kv_cache import move_blocks
+from pigou.runtime.batch import POSITION, ROW, SLOT, StepBatch
+from pigou.runtime.kv_cache import KEYS, VALUES, move_blocks
+from pigou.runtime.tensor_io import stored
 from pigou.runtime.token_eviction import entry_stats_kernels
+from pigou.runtime.token_eviction.entry_stats_kernels import (
+    AFTER_MASS_LINE,
+    FIRST_FIELD_LINE,
+    MASS_LINE,
+    POSITION_LINE,
+)
 from pigou.runtime.token_eviction.policy import Floats, Folding
 
 
@@ -60,29 +67,35 @@ class EntryStats:
         """Move as `KVCache.move` does."""
         move_blocks(self.numbers, self.host, swap_out, copies, swap_in)
 
-    def enter(self, places: Ints, tables: Ints, blank: Floats) -> None:
-        """Give the entries of a step's tokens positions and blank fields
-        (`entry_stats_kernels.enter`)."""
-        blocks, offsets = self._find(places[1], tables[places[2], places[1] // self.size])
-        self.numbers[blocks, :, :, 1:, offsets] = self._here(blank)
-        self.ids[blocks, :, :, 0, offsets] = self._here(places[0].copy())[:, None, None]
+    def enter(self, locations: Ints, tables: Ints, blank: Floats) -> None:
+        """Give the entries of a step's tokens positions and blank fields.
 
-    def put(self, places: Ints, tables: Ints, line: int, values: Tensor) -> None:
+        Args:
+            locations: of the tokens, as in `StepBatch`, shape (3, tokens).
+            tables: block ids by row of the batch.
+            blank: first value of each field, shape (fields,).
+        """
+        blocks, offsets = self._addresses(locations, tables)
+        self.numbers[blocks, :, :, FIRST_FIELD_LINE:, offsets] = self._upload(blank)
+        positions = self._upload(locations[POSITION].copy())
+        self.ids[blocks, :, :, POSITION_LINE, offsets] = positions[:, None, None]
+
+    def put(self, locations: Ints, tables: Ints, line: int, values: Tensor) -> None:
         """Put values, shape (tokens, n), in lines from `line` on, of all heads alike."""
-        blocks, offsets = self._find(places[1], tables[places[2], places[1] // self.size])
+        blocks, offsets = self._addresses(locations, tables)
         lines = slice(line, line + values.shape[1])
         self.numbers[blocks, :, :, lines, offsets] = values[:, None, None].float()
 
     def put_heads(self, table: Ints, slots: Ints, line: int, values: Tensor) -> None:
         """Put values, shape (layers, kv_heads, n, k), in lines from `line` on of slots (n,)."""
-        blocks, offsets = self._find(slots, table[slots // self.size])
+        blocks, offsets = self._block_offsets(slots, table[slots // self.size])
         lines = slice(line, line + values.shape[3])
         device = self.numbers.device
         self.numbers[blocks, :, :, lines, offsets] = values.permute(2, 0, 1, 3).float().to(device)
 
     def collect(self, table: Ints, entries: int) -> Floats:
         """Copy a sequence's side data, shape (layers, kv_heads, 1 + fields, entries)."""
-        blocks = self._here(table[: -(-entries // self.size)].astype(np.int64))
+        blocks = self._upload(table[: -(-entries // self.size)].astype(np.int64))
         data = self.numbers[blocks].permute(1, 2, 3, 0, 4).flatten(3)[..., :entries]
         return np.ascontiguousarray(data.cpu().numpy())
 
@@ -91,10 +104,10 @@ class EntryStats:
         notable: Floats, clock: int,
     ) -> None:  # fmt: skip
         """Fold all heads of some rows of the batch (`entry_stats_kernels.fold`)."""
-        for row, count, least in zip(rows, entries.tolist(), notable.tolist(), strict=True):
+        for row, count, mass in zip(rows, entries.tolist(), notable.tolist(), strict=True):
             for layer in range(self.numbers.shape[1]):
                 where = (layer, tables[row], int(owns[row]), count)
-                self.fold_layer(*where, folding, least, clock)
+                self.fold_layer(*where, folding, mass, clock)
 
     def fold_layer(
         self, layer: int, table: Ints, own: int, entries: int, folding: Folding,
@@ -103,14 +116,14 @@ class EntryStats:
         """Fold one layer's heads of a row (`entry_stats_kernels.fold_lines`)."""
         blocks, seen = self._span(table, own, entries)
         lines = self.numbers[blocks, layer]
-        mass = lines[:, :, 1].clone()
+        mass = lines[:, :, MASS_LINE].clone()
         for k, decay in enumerate(folding.decays):
-            field = lines[:, :, 2 + k]
+            field = lines[:, :, AFTER_MASS_LINE + k]
             field.copy_(torch.where(seen, field * decay + mass, field))
         if folding.notable > 0:
-            field = lines[:, :, 2]
+            field = lines[:, :, AFTER_MASS_LINE]
             field.masked_fill_(seen & (mass >= notable), float(clock))
-        lines[:, :, 1].masked_fill_(seen, 0.0)
+        lines[:, :, MASS_LINE].masked_fill_(seen, 0.0)
         self.numbers[blocks, layer] = lines
 
     def add(self, layer: int, table: Ints, own: int, entries: int, sums: Tensor) -> None:
@@ -120,7 +133,7 @@ class EntryStats:
         sums = sums[:, :span].float()
         sums = torch.nn.functional.pad(sums, (0, span - sums.shape[1]))
         added = sums.view(len(sums), len(blocks), self.size).transpose(0, 1)
-        self.numbers[blocks, layer, :, 1] += torch.where(seen, added, 0.0)
+        self.numbers[blocks, layer, :, MASS_LINE] += torch.where(seen, added, 0.0)
 
     def add_all(self, layer: int, blocks: Tensor, sums: Tensor) -> None:
         """Add to the mass of several rows' entries.
@@ -132,35 +145,41 @@ class EntryStats:
         """
         rows, heads, _ = sums.shape
         parts = sums.view(rows, heads, -1, self.size).transpose(1, 2).flatten(0, 1)
-        self.numbers[:, layer, :, 1].index_add_(0, blocks, parts)
+        self.numbers[:, layer, :, MASS_LINE].index_add_(0, blocks, parts)
 
     def fill(self, data: Tensor, table: Ints, moves: Ints, counts: Ints) -> None:
-        """Move entries of a row into holes (`entry_stats_kernels.fill`); `data` is that of the
-        cache."""
+        """Move entries of a row into holes (`entry_stats_kernels.fill`); `data` is the cache's."""
         _, layers, heads, _, size = self.numbers.shape
         some = np.arange(moves.shape[1]) < counts[:, None]
         task = np.nonzero(some)[0]
-        source, target = moves[some].T
-        layer, head = self._here(task // heads), self._here(task % heads)
-        old, new = (self._find(slots, table[slots // size]) for slots in (source, target))
-        keys = data[:, :, 0].view(len(data), layers, heads, -1, size)
-        values = data[:, :, 1].view(len(data), layers, heads, size, -1)
-        keys[new[0], layer, head, :, new[1]] = keys[old[0], layer, head, :, old[1]]
-        values[new[0], layer, head, new[1]] = values[old[0], layer, head, old[1]]
-        numbers = self.numbers
-        numbers[new[0], layer, head, :, new[1]] = numbers[old[0], layer, head, :, old[1]]
+        sources, targets = moves[some].T
+        layer, head = self._upload(task // heads), self._upload(task % heads)
+        source = self._block_offsets(sources, table[sources // size])
+        target = self._block_offsets(targets, table[targets // size])
+        keys = data[:, :, KEYS].view(len(data), layers, heads, -1, size)
+        values = data[:, :, VALUES].view(len(data), layers, heads, size, -1)
+        keys[target[0], layer, head, :, target[1]] = keys[source[0], layer, head, :, source[1]]
+        values[target[0], layer, head, target[1]] = values[source[0], layer, head, source[1]]
+        lines = self.numbers
+        lines[target[0], layer, head, :, target[1]] = lines[source[0], layer, head, :, source[1]]
 
     def _span(self, table: Ints, own: int, entries: int) -> tuple[Tensor, Tensor]:
         """Return a row's blocks, and which slots are its own, shape (blocks, 1, size)."""
         blocks = -(-entries // self.size)
         slots = np.arange(blocks * self.size).reshape(blocks, 1, self.size)
         seen = (slots >= own) & (slots < entries)
-        return self._here(table[:blocks].astype(np.int64)), self._here(seen)
+        return self._upload(table[:blocks].astype(np.int64)), self._upload(seen)
 
-    def _find(self, slots: Ints, blocks: Ints) -> tuple[Tensor, Tensor]:
-        return self._here(blocks.astype(np.int64)), self._here((slots % self.size).astype(np.int64))
+    def _addresses(self, locations: Ints, tables: Ints) -> tuple[Tensor, Tensor]:
+        """Return blocks and offsets of a step's tokens, each of shape (tokens,)."""
+        slots = locations[SLOT]
+        return self._block_offsets(slots, tables[locations[ROW], slots // self.size])
 
-    def _here(self, array: np.ndarray) -> Tensor:
+    def _block_offsets(self, slots: Ints, blocks: Ints) -> tuple[Tensor, Tensor]:
+        offsets = (slots % self.size).astype(np.int64)
+        return self._upload(blocks.astype(np.int64)), self._upload(offsets)
+
+    def _upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.numbers.device)
 
 
@@ -170,19 +189,19 @@ class CPUEntryStats(EntryStats):
     def __init__(
         self, layout: KVLayout, fields: int, blocks: int, device: torch.device, host_blocks: int = 0
     ) -> None:
-        """Make side data of nothing; the arguments are those of `Stats`."""
+        """Make side data of nothing; the arguments are those of `EntryStats`."""
         super().__init__(layout, fields, blocks, device, host_blocks)
         self.array: Floats = self.numbers.numpy()
         self._ids: Ints = self.array.view(np.int32)
 
-    def enter(self, places: Ints, tables: Ints, blank: Floats) -> None:
+    def enter(self, locations: Ints, tables: Ints, blank: Floats) -> None:
         """Give the entries of a step's tokens positions and blank fields."""
-        entry_stats_kernels.enter(places, tables, self._ids, self.array, blank)
+        entry_stats_kernels.enter(locations, tables, self._ids, self.array, blank)
 
-    def put(self, places: Ints, tables: Ints, line: int, values: Tensor) -> None:
+    def put(self, locations: Ints, tables: Ints, line: int, values: Tensor) -> None:
         """Put values in lines from `line` on, of all heads alike."""
         entry_stats_kernels.put(
-            places, tables, self.array, line, values.float().contiguous().numpy()
+            locations, tables, self.array, line, values.float().contiguous().numpy()
         )
 
     def collect(self, table: Ints, entries: int) -> Floats:
@@ -203,8 +222,6 @@ class CPUEntryStats(EntryStats):
 
     def fill(self, data: Tensor, table: Ints, moves: Ints, counts: Ints) -> None:
         """Move entries of a row into holes."""
-        from pigou.runtime.tensor_io import stored
-
         entry_stats_kernels.fill(stored(data), self.array, table, moves, counts)
 
 
@@ -255,7 +272,7 @@ class AttentionMassTracker:
         self.clock += 1
         if self.folding is None or not batch.singles:
             return
-        positions, slots, rows = batch.places[:, : batch.singles]
+        positions, slots, rows = batch.locations[:, : batch.singles]
         due = (positions - self.prompts[rows]) % self.folding.interval == 0
         due &= slots > 0
         if due.any():
@@ -268,7 +285,7 @@ class AttentionMassTracker:
         """Return the tokens of the step's chunks before which their row is folded, ascending."""
         if self.folding is None:
             return np.empty(0, dtype=np.int32)
-        positions, _, rows = batch.places[:, batch.singles :]
+        positions, _, rows = batch.locations[:, batch.singles :]
         due = (positions - self.prompts[rows]) % self.folding.interval == 0
         cuts: Ints = np.flatnonzero(due).astype(np.int32) + np.int32(batch.singles)
         return cuts
@@ -276,14 +293,14 @@ class AttentionMassTracker:
     # --- compiled kernels -------------------------------------------------------------------
 
     def target(self, layer: int) -> tuple[Floats, int]:
-        """Return where `entry_stats_kernels.decode` adds to."""
+        """Return where `attention_kernels.decode` adds to: side data and layer."""
         assert isinstance(self.stats, CPUEntryStats)
         return self.stats.array, layer
 
     def absorb(
         self, layer: int, sums: Floats, tiles: Ints, folds: np.ndarray, tables: Ints
     ) -> None:
-        """Take in what `entry_stats_kernels.prefill` found."""
+        """Take in the probabilities that `attention_kernels.prefill` summed up."""
         assert isinstance(self.stats, CPUEntryStats)
         where = (layer, self.stats.array, tables, self.owns)
         how = (self._decays, self._notable, float(self.clock))

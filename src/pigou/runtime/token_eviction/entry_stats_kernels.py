@@ -1,7 +1,7 @@
 """Compiled kernels on the side data of cache entries, for the CPU.
 
-`numbers` is `Stats.numbers`, shape (blocks, layers, kv_heads, 1 + fields, size); `ids` is the same
-memory as int32, whose first line of a head holds positions.
+`numbers` is `EntryStats.numbers`, shape (blocks, layers, kv_heads, 1 + fields, block_size). `ids`
+is the same memory as int32, whose first line of a head holds positions.
 """
 
 from __future__ import annotations
@@ -11,44 +11,54 @@ from numpy.typing import NDArray
 
 from pigou.compiled import kernel
 from pigou.request import Ints
+from pigou.runtime.batch import POSITION, ROW, SLOT
 from pigou.runtime.simd import LANES, accumulate
 
 Floats = NDArray[np.float32]
-Slots = NDArray[np.int64]
+
+#: Lines of a head's side data: positions (as int32 bits), the policy's fields from the first on,
+#: which is the mass where attention is watched, and the field behind it.
+POSITION_LINE = 0
+FIRST_FIELD_LINE = MASS_LINE = 1
+AFTER_MASS_LINE = 2
+#: Columns of a move of `pair_holes`.
+SOURCE, TARGET = 0, 1
+#: Bytes of a float32.
+_FLOAT_BYTES = 4
 
 
 @kernel
-def enter(places: Ints, tables: Ints, ids: Ints, numbers: Floats, blank: Floats) -> None:
+def enter(locations: Ints, tables: Ints, ids: Ints, numbers: Floats, blank: Floats) -> None:
     """Give the entries of a step's tokens their positions, and blank fields.
 
     Args:
-        places: position, slot and row of the batch of each token, shape (3, tokens).
+        locations: position, slot and row of the batch of each token, shape (3, tokens).
         tables: block ids by row of the batch.
         ids: see above.
         numbers: see above.
         blank: what a field is at first, shape (fields,).
     """
     _, layers, heads, lines, size = numbers.shape
-    for token in range(places.shape[1]):
-        slot = places[1, token]
-        block, offset = tables[places[2, token], slot // size], slot % size
+    for token in range(locations.shape[1]):
+        slot = locations[SLOT, token]
+        block, offset = tables[locations[ROW, token], slot // size], slot % size
         for layer in range(layers):
             for head in range(heads):
-                ids[block, layer, head, 0, offset] = places[0, token]
-                for line in range(1, lines):
-                    numbers[block, layer, head, line, offset] = blank[line - 1]
+                ids[block, layer, head, POSITION_LINE, offset] = locations[POSITION, token]
+                for line in range(FIRST_FIELD_LINE, lines):
+                    numbers[block, layer, head, line, offset] = blank[line - FIRST_FIELD_LINE]
 
 
 @kernel
-def put(places: Ints, tables: Ints, numbers: Floats, line: int, values: Floats) -> None:
+def put(locations: Ints, tables: Ints, numbers: Floats, line: int, values: Floats) -> None:
     """Put the same values, shape (tokens, n), in lines `line` on of all heads of tokens' entries.
 
     The other arguments are those of `enter`.
     """
     _, layers, heads, _, size = numbers.shape
-    for token in range(places.shape[1]):
-        slot = places[1, token]
-        block, offset = tables[places[2, token], slot // size], slot % size
+    for token in range(locations.shape[1]):
+        slot = locations[SLOT, token]
+        block, offset = tables[locations[ROW, token], slot // size], slot % size
         for layer in range(layers):
             for head in range(heads):
                 for n in range(values.shape[1]):
@@ -69,13 +79,13 @@ def fold_lines(
         notable: where above 0, the first field becomes `clock` if the mass is at least this.
         clock: see `notable`.
     """
-    mass = lines[1]
+    mass = lines[MASS_LINE]
     for k in range(len(decays)):
-        field, decay = lines[2 + k], decays[k]
+        field, decay = lines[AFTER_MASS_LINE + k], decays[k]
         for t in range(start, stop):
             field[t] = field[t] * decay + mass[t]
     if notable > 0:
-        field = lines[2]
+        field = lines[AFTER_MASS_LINE]
         for t in range(start, stop):
             if mass[t] >= notable:
                 field[t] = clock
@@ -119,7 +129,7 @@ def absorb(
     """Add what tiles' queries gave to entries to their mass, tile after tile.
 
     Args:
-        sums: as `prefill` set them, shape (tiles, heads, slots).
+        sums: as `attention_kernels.prefill` set them, shape (tiles, heads, slots).
         tiles: of `prefill`, shape (tiles, 4).
         folds: whether a tile's row is folded before it, shape (tiles,).
         layer: of the model.
@@ -127,7 +137,7 @@ def absorb(
         tables: block ids by row of the batch.
         owns: by row of the batch, see `fold`.
         decays: see `fold_lines`.
-        notable: share of the even share of an entry (see `Folding`).
+        notable: mass of an interval, times the entries, that counts as use (see `Folding`).
         clock: see `fold_lines`.
     """
     heads, size = numbers.shape[2], numbers.shape[4]
@@ -143,16 +153,17 @@ def absorb(
                     fold_lines(lines, first, stop, decays, notable / slot, clock)
             start = (own + size - 1) // size
             for own_slot in range(own, min(start * size, entries)):
-                target = numbers[table[own_slot // size], layer, head, 1]
+                target = numbers[table[own_slot // size], layer, head, MASS_LINE]
                 for j in range(head * group, (head + 1) * group):
                     target[own_slot % size] += sums[tile, j, own_slot]
             source = sums.ctypes.data + tile * sums.strides[0] + head * group * sums.strides[1]
-            place = numbers.ctypes.data + layer * numbers.strides[1] + head * numbers.strides[2]
-            place += numbers.strides[3]
+            target_lines = numbers.ctypes.data + layer * numbers.strides[1]
+            target_lines += head * numbers.strides[2] + MASS_LINE * numbers.strides[3]
             for block in range(start, (entries + size - 1) // size):
-                mass = place + table[block] * numbers.strides[0]
+                mass = target_lines + table[block] * numbers.strides[0]
                 for t in range(0, size, LANES):
-                    accumulate(mass + t * 4, source + (block * size + t) * 4, width, group)
+                    tile_sums = source + (block * size + t) * _FLOAT_BYTES
+                    accumulate(mass + t * _FLOAT_BYTES, tile_sums, width, group)
 
 
 @kernel
@@ -172,7 +183,9 @@ def collect(table: Ints, entries: int, numbers: Floats, out: Floats) -> None:
 
 
 @kernel
-def pair(victims: Ints, entries: int, moves: Ints, counts: Ints, dead: NDArray[np.uint8]) -> None:
+def pair_holes(
+    victims: Ints, entries: int, moves: Ints, counts: Ints, dead: NDArray[np.uint8]
+) -> None:
     """Find, for each head, which live entries of the tail move into which holes.
 
     Args:
@@ -193,8 +206,8 @@ def pair(victims: Ints, entries: int, moves: Ints, counts: Ints, dead: NDArray[n
             if hole < tail:
                 while dead[source]:
                     source += 1
-                moves[head, count, 0] = source
-                moves[head, count, 1] = hole
+                moves[head, count, SOURCE] = source
+                moves[head, count, TARGET] = hole
                 source += 1
                 count += 1
         counts[head] = count
@@ -204,7 +217,7 @@ def pair(victims: Ints, entries: int, moves: Ints, counts: Ints, dead: NDArray[n
 
 @kernel
 def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, counts: Ints) -> None:
-    """Do the moves of `pair` on keys, values and side data.
+    """Do the moves of `pair_holes` on keys, values and side data.
 
     Args:
         kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), contiguous.
@@ -217,28 +230,33 @@ def fill(kv: NDArray[np.generic], numbers: Floats, table: Ints, moves: Ints, cou
     part = kv.shape[4]
     width = part // size
     flat, sides = kv.reshape(-1), numbers.reshape(-1)
-    #: Of keys, values and side data, from and to.
-    places = np.empty((moves.shape[1], 6), np.uint64)
+    #: Flat index of each move's keys, values and side data; `SOURCE` and `TARGET` of each.
+    shape = (moves.shape[1], 2)
+    keys, values, stats = (
+        np.empty(shape, np.uint64),
+        np.empty(shape, np.uint64),
+        np.empty(shape, np.uint64),
+    )
     for task in range(layers * heads):
         layer, head = task // heads, task % heads
         for i in range(counts[task]):
-            for j in range(2):
-                block, offset = table[moves[task, i, j] // size], moves[task, i, j] % size
-                keys = ((np.int64(block) * layers + layer) * 2 * heads + head) * part
-                places[i, j] = keys + offset
-                places[i, 2 + j] = keys + heads * part + offset * width
-                places[i, 4 + j] = (np.int64(block) * layers * heads + task) * lines * size + offset
+            for end in (SOURCE, TARGET):
+                block, offset = table[moves[task, i, end] // size], moves[task, i, end] % size
+                first = ((np.int64(block) * layers + layer) * 2 * heads + head) * part
+                keys[i, end] = first + offset
+                values[i, end] = first + heads * part + offset * width
+                stats[i, end] = (np.int64(block) * layers * heads + task) * lines * size + offset
         for d in range(width):  # a dimension of keys is side by side for a block's entries
             step = np.uint64(d * size)
             for i in range(counts[task]):
-                flat[places[i, 1] + step] = flat[places[i, 0] + step]
+                flat[keys[i, TARGET] + step] = flat[keys[i, SOURCE] + step]
         for i in range(counts[task]):
             for d in range(width):
                 step = np.uint64(d)
-                flat[places[i, 3] + step] = flat[places[i, 2] + step]
+                flat[values[i, TARGET] + step] = flat[values[i, SOURCE] + step]
             for line in range(lines):
                 step = np.uint64(line * size)
-                sides[places[i, 5] + step] = sides[places[i, 4] + step]
+                sides[stats[i, TARGET] + step] = sides[stats[i, SOURCE] + step]
 
 
 @kernel
@@ -253,18 +271,18 @@ def pool(mass: Floats, positions: Ints, length: int, width: int, out: Floats) ->
         out: shape of `mass`.
     """
     layers, heads, count = mass.shape
-    places = np.empty(length, np.int32)
+    slots = np.empty(length, np.int32)
     order = np.empty(count, np.int32)
     for layer in range(layers):
         for head in range(heads):
-            places[:] = -1
+            slots[:] = -1
             for slot in range(count):
-                places[positions[layer, head, slot]] = slot
-            found = 0
+                slots[positions[layer, head, slot]] = slot
+            filled = 0
             for position in range(length):
-                if places[position] >= 0:
-                    order[found] = places[position]
-                    found += 1
+                if slots[position] >= 0:
+                    order[filled] = slots[position]
+                    filled += 1
             for i in range(count):
                 total = np.float32(0.0)
                 for j in range(max(i - width // 2, 0), min(i + width // 2 + 1, count)):

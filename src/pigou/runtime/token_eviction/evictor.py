@@ -1,4 +1,4 @@
-"""Keeps side data of rows, appraises their entries, and closes up what they give up."""
+"""Keeps side data of rows, scores their entries, and closes up what they give up."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pigou.config import EvictionConfig
 from pigou.engine.plan import Compaction, Load, Plan, Started
 from pigou.request import Ints
 from pigou.runtime.batch import StepBatch
-from pigou.runtime.kv_cache import KVCache
+from pigou.runtime.kv_cache import KEYS, VALUES, KVCache
 from pigou.runtime.simd import LANES
 from pigou.runtime.tensor_io import stored
 from pigou.runtime.token_eviction import entry_stats_kernels
 from pigou.runtime.token_eviction.entry_stats import AttentionMassTracker, CPUEntryStats, EntryStats
+from pigou.runtime.token_eviction.entry_stats_kernels import POSITION_LINE
 from pigou.runtime.token_eviction.policy import (
     CacheEntries,
     Floats,
@@ -31,17 +32,17 @@ from pigou.runtime.token_eviction.recomputation import Dropped
 
 _NO_PAIRS: Ints = np.empty((0, 2), dtype=np.int32)
 T = TypeVar("T")
-#: Most entries that are judged at once.
+#: Entries that are scored at once, at most.
 AT_ONCE = 8192
 
 
 class RankRequest(NamedTuple):
-    """A row to be ranked: entries from slot `first` on, at most `most` of them."""
+    """A row to be ranked: entries from slot `first` on, at most `max_entries` of them."""
 
     row: int
     table: Ints
     first: int
-    most: int
+    max_entries: int
 
 
 class Owner(Protocol):
@@ -124,32 +125,36 @@ class Evictor:
         """Prepare the entries of a step's tokens, before attention begins with them."""
         self.watch.begin(batch, self.tables)
         self._blank[self._stamped] = self.watch.clock
-        self.stats.enter(batch.places, self.tables, self._blank)
+        self.stats.enter(batch.locations, self.tables, self._blank)
 
-    def end_step(self, places: Ints, logits: Tensor) -> None:
-        """Keep what logits say of some of a step's tokens; `places` as in `Batch`."""
+    def end_step(self, locations: Ints, logits: Tensor) -> None:
+        """Keep what logits say of some of a step's tokens; `locations` as in `StepBatch`."""
         line = 1 + self.policy.fields.index(self.policy.spoken[0])
-        self.stats.put(places, self.tables, line, self.policy.speak(logits))
+        self.stats.put(locations, self.tables, line, self.policy.speak(logits))
 
     def end_plan(
         self, plan: Plan, steps: int
     ) -> tuple[dict[int, NDArray[np.float64]], dict[int, NDArray[np.float64]]]:
-        """Count entries after a plan's steps, and appraise; returns losses and gains by row."""
+        """Count entries after a plan's steps, and score them.
+
+        Returns:
+            Lost and regained returns by row (`Result.losses`, `Result.gains`).
+        """
         done = plan.counts + (steps - 1)
         self.entries[plan.rows] = plan.kv_lens + done
         self.next[plan.rows] = plan.starts + done
-        losses, gains = {}, {}
-        asked = [
-            RankRequest(row, self.tables[row], first, most * self.size)
-            for row, first, most in plan.appraised.tolist()
+        lost_returns, regained_returns = {}, {}
+        requests = [
+            RankRequest(row, self.tables[row], first, max_blocks * self.size)
+            for row, first, max_blocks in plan.appraised.tolist()
         ]
-        for (row, *_), ranking in zip(asked, self._rank(asked), strict=True):
+        for (row, *_), ranking in zip(requests, self._rank(requests), strict=True):
             self._rankings[row] = ranking
-            losses[row] = ranking.losses
+            lost_returns[row] = ranking.lost_returns
             dropped = self._dropped.get(self._owners[row])
             if dropped is not None and len(dropped.positions) >= self.size:
-                gains[row] = dropped.gains(self.size, self.policy.penalty)
-        return losses, gains
+                regained_returns[row] = dropped.regained_returns(self.size, self.policy.penalty)
+        return lost_returns, regained_returns
 
     def forget(self, request: str) -> None:
         """Forget a request that has left."""
@@ -163,7 +168,9 @@ class Evictor:
             ValueError: they were moved by a compaction since.
         """
         left = int(self.entries[row]) - tokens
-        tail = self.stats.collect(self.tables[row], left + tokens)[..., 0, left:].view(np.int32)
+        tail = self.stats.collect(self.tables[row], left + tokens)[..., POSITION_LINE, left:].view(
+            np.int32
+        )
         expected = np.arange(self.next[row] - tokens, self.next[row], dtype=np.int32)
         if (tail != expected).any():
             raise ValueError(f"row {row}: its last {tokens} tokens are not its last entries")
@@ -174,7 +181,7 @@ class Evictor:
         if dropped is not None:
             dropped.cut(int(self.next[row]))
 
-    def revive(self, row: int, entries: int, count: int, table: Ints) -> Ints:
+    def add_recomputed(self, row: int, entries: int, count: int, table: Ints) -> Ints:
         """Make entries for tokens that come back, behind those of a row; returns their positions.
 
         Raises:
@@ -182,20 +189,20 @@ class Evictor:
         """
         positions, data = self._dropped_of(row).take(count)
         slots = np.arange(entries, entries + count, dtype=np.int32)
-        places = np.stack((positions, slots, np.zeros_like(slots)))
-        self.stats.enter(places, table[None], self._blank)
+        locations = np.stack((positions, slots, np.zeros_like(slots)))
+        self.stats.enter(locations, table[None], self._blank)
         if self.policy.spoken:
             line = 1 + self.policy.fields.index(self.policy.spoken[0])
             values = data[line : line + len(self.policy.spoken)].T
             spoken = torch.from_numpy(np.ascontiguousarray(values)).to(self.stats.numbers.device)
-            self.stats.put(places, table[None], line, spoken)
+            self.stats.put(locations, table[None], line, spoken)
         self.entries[row] = entries + count
         self._rankings.pop(row, None)
         return positions
 
     def positions(self, table: Ints, entries: int) -> Ints:
         """Return the original positions of a row's entries, shape (layers, kv_heads, entries)."""
-        return self.stats.collect(table, entries)[:, :, 0].view(np.int32)
+        return self.stats.collect(table, entries)[:, :, POSITION_LINE].view(np.int32)
 
     # --- rows -------------------------------------------------------------------------------
 
@@ -219,26 +226,27 @@ class Evictor:
             self._loading[load.request] = load.first * self.size
         count = len(load.blocks) * self.size
         slots = np.arange(count, dtype=np.int32)
-        places = np.stack((slots + load.first * self.size, slots, np.zeros_like(slots)))
+        locations = np.stack((slots + load.first * self.size, slots, np.zeros_like(slots)))
         self._blank[self._stamped] = self.watch.clock
-        self.stats.enter(places, load.blocks[None], self._blank)
+        self.stats.enter(locations, load.blocks[None], self._blank)
 
-    # --- appraisal and compaction -----------------------------------------------------------
+    # --- scores and compaction --------------------------------------------------------------
 
-    def _rank(self, asked: Sequence[RankRequest]) -> Iterator[Ranking]:
+    def _rank(self, requests: Sequence[RankRequest]) -> Iterator[Ranking]:
         """Rank the entries of rows."""
-        for each, judged in zip(asked, self._judge(asked), strict=True):
-            following = int(self.next[each.row])
-            yield rank(self.config, judged, following, each.first, each.most, self.size)
+        for request, judged in zip(requests, self._judge(requests), strict=True):
+            following = int(self.next[request.row])
+            _, _, first, max_entries = request
+            yield rank(self.config, judged, following, first, max_entries, self.size)
 
-    def _judge(self, asked: Sequence[RankRequest]) -> Iterator[Judged]:
+    def _judge(self, requests: Sequence[RankRequest]) -> Iterator[Judged]:
         """Judge the entries of rows where they lie, or so many together as make sense."""
         if self._in_place:
-            yield from (self.policy.judge(self._row(each.row, each.table)) for each in asked)
+            yield from (self.policy.judge(self._row(r.row, r.table)) for r in requests)
             return
-        for some in _batches(asked, [int(self.entries[each.row]) for each in asked]):
-            seen = self._seen(some)
-            for entries, scores in zip(seen, self.policy.scores(seen), strict=True):
+        for some in _batches(requests, [int(self.entries[r.row]) for r in requests]):
+            rows = self._cache_entries(some)
+            for entries, scores in zip(rows, self.policy.scores(rows), strict=True):
                 yield Judged(scores, entries.positions)
 
     @property
@@ -263,21 +271,21 @@ class Evictor:
             stop=following - self.config.recent,
         )
 
-    def _seen(self, asked: Sequence[RankRequest]) -> list[CacheEntries]:
+    def _cache_entries(self, requests: Sequence[RankRequest]) -> list[CacheEntries]:
         """Return the entries of rows as the policy sees them."""
-        found = [self.stats.collect(each.table, int(self.entries[each.row])) for each in asked]
+        collected = [self.stats.collect(r.table, int(self.entries[r.row])) for r in requests]
         if self.policy.born:
-            self._bear([(each.table, data) for each, data in zip(asked, found, strict=True)])
+            self._bear([(r.table, data) for r, data in zip(requests, collected, strict=True)])
         return [
             CacheEntries(
                 data=data,
                 names=self.policy.fields,
-                next=int(self.next[each.row]),
-                since=self.watch.since(each.row, int(self.next[each.row])),
+                next=int(self.next[request.row]),
+                since=self.watch.since(request.row, int(self.next[request.row])),
                 clock=self.watch.clock,
-                request=self._owners[each.row],
+                request=self._owners[request.row],
             )
-            for each, data in zip(asked, found, strict=True)
+            for request, data in zip(requests, collected, strict=True)
         ]
 
     def _bear_before(self, tasks: Sequence[Compaction]) -> None:
@@ -297,26 +305,28 @@ class Evictor:
         """
         line = 1 + self.policy.fields.index(self.policy.born[0])
         new = [np.flatnonzero(np.isnan(data[0, 0, line])).astype(np.int32) for _, data in rows]
-        found = [(*row, slots) for row, slots in zip(rows, new, strict=True) if len(slots)]
-        for some in _batches(found, [len(slots) for *_, slots in found]):
+        pending = [(*row, slots) for row, slots in zip(rows, new, strict=True) if len(slots)]
+        for some in _batches(pending, [len(slots) for *_, slots in pending]):
             self._bear_some(line, some)
 
     def _bear_some(self, line: int, rows: Sequence[tuple[Ints, Floats, Ints]]) -> None:
         """Compute what is kept of slots of rows, each of a table, its side data and its slots."""
         table = np.concatenate([table[slots // self.size] for table, _, slots in rows])
         slots = np.concatenate([slots for *_, slots in rows])
-        positions = np.concatenate([data[0, 0, 0].view(np.int32)[s] for _, data, s in rows])
+        positions = np.concatenate(
+            [data[0, 0, POSITION_LINE].view(np.int32)[s] for _, data, s in rows]
+        )
         device = self.cache.data.device
         blocks = torch.from_numpy(table.astype(np.int64)).to(device)
         offsets = torch.from_numpy((slots % self.size).astype(np.int64)).to(device)
         kv = self.cache.data
         shape = (len(kv), *self.stats.numbers.shape[1:3])
-        keys = kv[:, :, 0].view(*shape, -1, self.size)[blocks, :, :, :, offsets]
-        values = kv[:, :, 1].view(*shape, self.size, -1)[blocks, :, :, offsets]
+        keys = kv[:, :, KEYS].view(*shape, -1, self.size)[blocks, :, :, :, offsets]
+        values = kv[:, :, VALUES].view(*shape, self.size, -1)[blocks, :, :, offsets]
         keys, values = (part.permute(1, 2, 0, 3).float() for part in (keys, values))
-        found = self.policy.birth(keys, values, positions)
+        content = self.policy.birth(keys, values, positions)
         lines = slice(line, line + len(self.policy.born))
-        parts = torch.split(found, [len(slots) for *_, slots in rows], dim=2)
+        parts = torch.split(content, [len(slots) for *_, slots in rows], dim=2)
         for (table, data, slots), part in zip(rows, parts, strict=True):
             self.stats.put_heads(table, slots, line, part)
             data[:, :, lines, slots] = part.cpu().numpy().swapaxes(2, 3)
@@ -350,11 +360,11 @@ class Evictor:
             )
         self._remember(row, table, ranking, victims)
         heads = self.stats.numbers.shape[1] * self.stats.numbers.shape[2]
-        spread = np.broadcast_to(victims, (heads, task.drop))
+        by_head = np.broadcast_to(victims, (heads, task.drop))
         moves = np.empty((heads, task.drop, 2), dtype=np.int32)
         counts = np.empty(heads, dtype=np.int32)
-        entry_stats_kernels.pair(
-            np.ascontiguousarray(spread), task.entries, moves, counts, self._dead
+        entry_stats_kernels.pair_holes(
+            np.ascontiguousarray(by_head), task.entries, moves, counts, self._dead
         )
         self.stats.fill(self.cache.data, table, moves, counts)
         self.moved += int(counts.sum())
@@ -363,13 +373,13 @@ class Evictor:
 
     def _remember(self, row: int, table: Ints, ranking: Ranking, victims: Ints) -> None:
         """Remember whole tokens that go, where they may come back."""
-        if not self.policy.revives:
+        if not self.policy.recomputes:
             return
         assert ranking.returns is not None, "only whole tokens can be computed again"
         slots = victims[0]
         data = self.stats.collect(table, int(self.entries[row]))[0, 0][:, slots]
         dropped = self._dropped_of(row)
-        dropped.add(data[0].view(np.int32), ranking.returns[slots], data)
+        dropped.add(data[POSITION_LINE].view(np.int32), ranking.returns[slots], data)
 
     def _dropped_of(self, row: int) -> Dropped:
         return self._dropped.setdefault(self._owners[row], Dropped())

@@ -26,6 +26,7 @@ from pigou.runtime.token_eviction.policy import (
     TokenPolicy,
 )
 from pigou.runtime.token_eviction.predictor import (
+    CONTENT,
     FOLD,
     PAPER,
     RETURNS,
@@ -36,8 +37,8 @@ from pigou.runtime.token_eviction.predictor import (
     unrotate,
 )
 
-#: With it, the largest sigma (`SPREAD`) makes a factor of exp(61), which a float still holds.
-MOST_ORDER = 6.0
+#: With it, the largest sigma (`LOG_SIGMA_BOUNDS`) makes a factor of exp(61), which a float holds.
+MAX_ORDER = 6.0
 
 
 class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,9 +57,9 @@ class PigouParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Refuse an order whose power means no float holds."""
-        if self.order is not None and not abs(self.order) <= MOST_ORDER:
+        if self.order is not None and not abs(self.order) <= MAX_ORDER:
             raise ValueError(
-                f"order is {self.order}; it must be from -{MOST_ORDER:g} to {MOST_ORDER:g}"
+                f"order is {self.order}; it must be from -{MAX_ORDER:g} to {MAX_ORDER:g}"
             )
 
 
@@ -123,8 +124,8 @@ class Pigou(TokenPolicy):
             return super().scores(rows)
         parts = [self._judged(entries) for entries in rows]
         content, masses, age = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
-        ends = np.cumsum([entries.data.shape[3] for entries in rows])
-        return np.split(self._returns(content, masses, age), ends[:-1], axis=2)
+        stops = np.cumsum([entries.data.shape[3] for entries in rows])
+        return np.split(self._returns(content, masses, age), stops[:-1], axis=2)
 
     def _judged(self, entries: CacheEntries) -> tuple[Tensor, Tensor, Tensor]:
         """Return content, attention received by now, and age, as `ReturnModel.value` takes them."""
@@ -132,8 +133,8 @@ class Pigou(TokenPolicy):
         first = 1 + entries.names.index("mass")
         mass, older = data[:, :, first], data[:, :, first + 1 : first + 4].movedim(2, -1)
         masses = older * torch.exp(-entries.since / self.scales) + mass.unsqueeze(-1)
-        place = 1 + entries.names.index("content_0")
-        content = data[:, :, place : place + 2].movedim(2, -1).nan_to_num()
+        line = 1 + entries.names.index("content_0")
+        content = data[:, :, line : line + CONTENT].movedim(2, -1).nan_to_num()
         return content, masses, torch.from_numpy(entries.age.astype(np.float32))
 
     def _returns(self, content: Tensor, masses: Tensor, age: Tensor) -> Returns:
@@ -208,7 +209,7 @@ class Paper(PaperLossy):
     """Token-PD's predictor; a token whose excess return is positive again is computed again."""
 
     Params = PaperParams
-    revives = True
+    recomputes = True
 
     def __init__(self, setting: EvictionContext, params: msgspec.Struct) -> None:
         super().__init__(setting, params)
@@ -232,15 +233,14 @@ class CompiledReturns:
         amplitude = turns[0].square().sum() / (turns.shape[1] // 2)
         self._turns: Floats = turns.numpy()
         self._scale = float(amplitude.rsqrt())
-        birth = (model.birth_in, model.birth_bias, model.birth_out)
-        value = (model.value_in, model.value_bias, model.value_out)
-        self._birth, self._value = _turned(*birth), _turned(*value)
+        self._birth = _weights(model.birth_in, model.birth_bias, model.birth_out)
+        self._value = _weights(model.value_in, model.value_bias, model.value_out)
         self._last: Floats = model.value_last[:, 0].contiguous().numpy()
 
     def bear(self, row: RowEntries, line: int) -> None:
         """Sum up a row's new entries; results go to its side data, from `line` on."""
-        where = (row.kv, row.numbers, row.numbers.view(np.int32), row.table, row.entries)
-        kernels.bear(*where, row.stop, line, self._turns, self._scale, *self._birth)
+        stats = _stats(row)
+        kernels.bear(row.kv, stats, row.stop, line, self._turns, self._scale, self._birth)
 
     def judge(self, row: RowEntries, order: Floats) -> Judged:
         """Judge a row's entries, at a power mean.
@@ -253,15 +253,20 @@ class CompiledReturns:
         scores: Floats = np.empty((numbers.shape[1] * numbers.shape[2], row.entries), np.float32)
         positions: Ints = np.empty(scores.shape, np.int32)
         fades = np.array([math.exp(-row.since / scale) for scale in SCALES], np.float32)
-        where = (numbers, numbers.view(np.int32), row.table, row.entries, row.following)
-        kernels.judge(*where, fades, *self._value, self._last, order.ravel(), scores, positions)
+        stats, orders = _stats(row), order.ravel()
+        kernels.judge(stats, fades, self._value, self._last, orders, scores, positions)
         return Judged(scores, positions)
 
 
-def _turned(into: Tensor, bias: Tensor, out: Tensor) -> tuple[Floats, Floats, Floats]:
-    """Turn a network's weights, whose hidden units become a multiple of what kernels take."""
+def _stats(row: RowEntries) -> kernels.RowStats:
+    ids = row.numbers.view(np.int32)
+    return kernels.RowStats(row.numbers, ids, row.table, row.entries, row.following)
+
+
+def _weights(into: Tensor, bias: Tensor, out: Tensor) -> kernels.NetworkWeights:
+    """Transpose a network's weights; its hidden units become a multiple of `kernels.UNITS`."""
     more = -into.shape[2] % kernels.UNITS
     wide = [np.pad(part.numpy(), ((0, 0), (0, 0), (0, more))) for part in (into, bias)]
     tall = np.pad(out.numpy(), ((0, 0), (0, more), (0, 0)))
     first, last = (np.ascontiguousarray(part.swapaxes(1, 2)) for part in (wide[0], tall))
-    return first, np.ascontiguousarray(wide[1][:, 0]), last
+    return kernels.NetworkWeights(first, np.ascontiguousarray(wide[1][:, 0]), last)

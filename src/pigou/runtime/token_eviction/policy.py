@@ -15,6 +15,7 @@ from torch import Tensor
 from pigou.config import ConfigError, EvictionConfig, named, wrong
 from pigou.request import Ints
 from pigou.runtime.model_config import ModelConfig
+from pigou.runtime.token_eviction.entry_stats_kernels import FIRST_FIELD_LINE, POSITION_LINE
 
 GROUP = "pigou.token_eviction"
 
@@ -86,7 +87,7 @@ class CacheEntries:
     @property
     def positions(self) -> Ints:
         """Original position of each entry, shape (layers, kv_heads, n)."""
-        return self.data.view(np.int32)[:, :, 0]
+        return self.data.view(np.int32)[:, :, POSITION_LINE]
 
     @property
     def age(self) -> Ints:
@@ -96,7 +97,7 @@ class CacheEntries:
 
     def field(self, name: str) -> Floats:
         """Return a field, a view, shape (layers, kv_heads, n)."""
-        return self.data[:, :, 1 + self.names.index(name)]
+        return self.data[:, :, FIRST_FIELD_LINE + self.names.index(name)]
 
 
 class RowEntries(NamedTuple):
@@ -104,7 +105,7 @@ class RowEntries(NamedTuple):
 
     Attributes:
         kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * size), bfloat16 as uint16.
-        numbers: side data (`Stats.numbers`).
+        numbers: side data (`EntryStats.numbers`).
         table: block ids of the row.
         entries: that it has.
         following: position of its next token.
@@ -156,7 +157,7 @@ class TokenPolicy:
     #: Successive fields that `speak` yields; NaN where a token was not computed here.
     spoken: tuple[str, ...] = ()
     #: Whether tokens that are worth their price again are computed again; whole tokens only.
-    revives: bool = False
+    recomputes: bool = False
     #: What computing a token again costs, in the unit of returns (delta of Token-PD, Eq. 2).
     penalty: float = 0.0
 
@@ -242,6 +243,6 @@ def make(kind: Any, setting: EvictionContext, name: str = "") -> TokenPolicy:
         params = msgspec.convert(values, kind.Params, strict=False)
         policy: TokenPolicy = kind(setting, params)
     except (msgspec.ValidationError, ValueError) as error:
-        told = wrong(error, kind.Params, values)
-        raise ConfigError(f"token eviction {name or kind.__name__}: {told}") from None
+        reason = wrong(error, kind.Params, values)
+        raise ConfigError(f"token eviction {name or kind.__name__}: {reason}") from None
     return policy

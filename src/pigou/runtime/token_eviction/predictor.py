@@ -20,8 +20,8 @@ FOLD = 32  # queries after which these sums fade, together
 POWER = 1.5
 CONTENT = 2  # numbers an entry's own key and value are summed up in
 FLOOR = 1e-4  # of a sum, so that its logarithm exists
-#: Least and most of sigma's own logarithm; up to 4.5 sigmas a power mean is finite.
-SPREAD = (-4.0, math.log(4.5))
+#: Bounds of sigma's own logarithm; up to 4.5 sigmas a power mean is finite.
+LOG_SIGMA_BOUNDS = (-4.0, math.log(4.5))
 #: Files beside a model's own; no safetensors, which would be taken for a part of the model.
 RETURNS, PAPER = "returns.npz", "returns-paper.npz"
 
@@ -119,7 +119,7 @@ class ReturnModel:
         hidden = F.silu(torch.baddbmm(self.value_bias.mT, self.value_in.mT, x), inplace=True)
         out = torch.baddbmm(self.value_last.mT, self.value_out.mT, hidden)
         mean, log = out.view(*age.shape[:-1], 2, -1).unbind(-2)
-        return mean, log.clamp(*SPREAD).exp()
+        return mean, log.clamp(*LOG_SIGMA_BOUNDS).exp()
 
     def save(self, path: Path) -> None:
         """Write the weights as an npz archive."""
@@ -235,7 +235,7 @@ class GenericReturns:
         hidden = F.silu(relative(now) @ self.value_in + self.value_bias)
         out = hidden @ self.value_out + self.value_last
         size = content[..., 1].mean(-1, keepdim=True)
-        return out[..., 0] + POWER * size, out[..., 1].clamp(*SPREAD).exp()
+        return out[..., 0] + POWER * size, out[..., 1].clamp(*LOG_SIGMA_BOUNDS).exp()
 
     def save(self, path: Path) -> None:
         """Write the weights as an npz archive."""

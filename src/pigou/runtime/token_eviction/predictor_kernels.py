@@ -2,27 +2,69 @@
 
 A block's entries lie side by side and go through the networks so, a head at a time: nothing is
 gathered. `numbers` and `ids` are as in `pigou.runtime.token_eviction.entry_stats_kernels`. After a
-change in simd.py or elementary.py what numba cached must be removed.
+change in simd.py what numba cached must be removed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pigou.request import Ints
+from pigou.runtime.kv_cache import KEYS, VALUES
 from pigou.runtime.simd import LANES, exponential, fast, logarithm, product, widen
-from pigou.runtime.token_eviction.predictor import CONTENT, FLOOR, SPREAD
+from pigou.runtime.token_eviction.entry_stats_kernels import (
+    AFTER_MASS_LINE,
+    MASS_LINE,
+    POSITION_LINE,
+)
+from pigou.runtime.token_eviction.predictor import CONTENT, FLOOR, LOG_SIGMA_BOUNDS
 
 Floats = NDArray[np.float32]
 Stored = NDArray[Any]
 
+#: Bytes of a float32.
+_FLOAT_BYTES = 4
 #: Hidden units that are computed at once, of which there are a multiple.
 UNITS = 4
 #: Entries that are judged at once: few enough that their hidden units stay near.
 WIDE = 4 * LANES
+#: Rows of what the second network yields.
+_MEAN, _LOG_SIGMA = 0, 1
+
+
+class RowStats(NamedTuple):
+    """Side data of one row's entries, where it lies.
+
+    Attributes:
+        numbers: `EntryStats.numbers`.
+        ids: the same memory as int32.
+        table: block ids of the row.
+        entries: that it has.
+        following: position of its next token.
+    """
+
+    numbers: Floats
+    ids: Ints
+    table: Ints
+    entries: int
+    following: int
+
+
+class NetworkWeights(NamedTuple):
+    """Weights of a network with one hidden layer, by layer * kv_heads + KV head.
+
+    Attributes:
+        into: shape (layers * kv_heads, units, inputs).
+        bias: shape (layers * kv_heads, units).
+        out: shape (layers * kv_heads, outputs, units).
+    """
+
+    into: Floats
+    bias: Floats
+    out: Floats
 
 
 @fast
@@ -35,8 +77,9 @@ def hide(weights: Floats, bias: Floats, x: Floats, hidden: Floats) -> None:
     for unit in range(0, units, UNITS):
         for at in range(0, columns, LANES):
             product(
-                weights.ctypes.data + unit * depth * 4, depth, x.ctypes.data + at * 4, columns,
-                hidden.ctypes.data + (unit * columns + at) * 4, columns, depth, x, UNITS,
+                weights.ctypes.data + unit * depth * _FLOAT_BYTES, depth,
+                x.ctypes.data + at * _FLOAT_BYTES, columns,
+                hidden.ctypes.data + (unit * columns + at) * _FLOAT_BYTES, columns, depth, x, UNITS,
             )  # fmt: skip
     flat = hidden.reshape(-1)
     for i in range(len(flat)):
@@ -49,8 +92,8 @@ def show(weights: Floats, hidden: Floats, out: Floats) -> None:
     units, columns = hidden.shape
     for at in range(0, columns, LANES):
         product(
-            weights.ctypes.data, units, hidden.ctypes.data + at * 4, columns,
-            out.ctypes.data + at * 4, columns, units, hidden, 2,
+            weights.ctypes.data, units, hidden.ctypes.data + at * _FLOAT_BYTES, columns,
+            out.ctypes.data + at * _FLOAT_BYTES, columns, units, hidden, 2,
         )  # fmt: skip
 
 
@@ -90,65 +133,62 @@ def load(keys: Stored, values: Stored, start: int, size: int, x: Floats) -> None
 
 @fast
 def bear(
-    kv: Stored, numbers: Floats, ids: Ints, table: Ints, entries: int, stop: int, line: int,
-    turns: Floats, scale: float, into: Floats, bias: Floats, out: Floats,
+    kv: Stored, row: RowStats, stop: int, line: int, turns: Floats, scale: float,
+    weights: NetworkWeights,
 ) -> None:  # fmt: skip
     """Sum up those entries of a sequence for which it was not done yet (`ReturnModel.birth`).
 
-    Until then none of them has moved, so that a slot is new in all layers and heads or in none,
-    and holds the same token.
+    Until then none of them has moved. So a slot is new in all layers and heads or in none, and
+    holds the same token.
 
     Args:
-        kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * size).
-        numbers: where it is put; NaN where it was not done.
-        ids: see `numbers`.
-        table: block ids of the sequence.
-        entries: that it has.
+        kv: the cache, shape (blocks, layers, 2, kv_heads, head_dim * block_size).
+        row: where results are put; NaN where it was not done.
         stop: position before which they must be; others go with them, or once they are LANES.
-        line: of `numbers`, the first that takes results.
+        line: of `row.numbers`, the first that takes results.
         turns: cosines and sines by position, shape (positions, head_dim).
         scale: that gives them length 1.
-        into: weights, shape (layers * kv_heads, units, 2 * head_dim).
-        bias: shape (layers * kv_heads, units).
-        out: shape (layers * kv_heads, CONTENT, units).
+        weights: from keys and values to `CONTENT` numbers.
     """
+    numbers, ids, table, entries, _ = row
+    into, bias, out = weights
     _, layers, heads, _, size = numbers.shape
     width = turns.shape[1]
     half, unit = width // 2, np.float32(scale)
     x = np.empty((2 * width, LANES), np.float32)
     cos, sin = np.empty((half, LANES), np.float32), np.empty((half, LANES), np.float32)
     hidden = np.empty((into.shape[1], LANES), np.float32)
-    found = np.empty((CONTENT, LANES), np.float32)
+    content = np.empty((CONTENT, LANES), np.float32)
     new = np.empty(LANES, np.bool_)
     for first in range(0, entries, LANES):
         block, start, count = table[first // size], first % size, min(LANES, entries - first)
         some = False
         for lane in range(count):
             new[lane] = np.isnan(numbers[block, 0, 0, line, start + lane])
-            soon = count == LANES or ids[block, 0, 0, 0, start + lane] < stop
+            soon = count == LANES or ids[block, 0, 0, POSITION_LINE, start + lane] < stop
             some = some or (new[lane] and soon)
         if not some:
             continue
         for lane in range(count):
-            turn = turns[ids[block, 0, 0, 0, start + lane]]
+            turn = turns[ids[block, 0, 0, POSITION_LINE, start + lane]]
             for d in range(half):
                 cos[d, lane], sin[d, lane] = turn[d] * unit, turn[half + d] * unit
         for task in range(layers * heads):
             at, head = task // heads, task % heads
-            load(kv[block, at, 0, head], kv[block, at, 1, head], start, size, x)
+            load(kv[block, at, KEYS, head], kv[block, at, VALUES, head], start, size, x)
             turn_back(x[:width], cos, sin)
             hide(into[task], bias[task], x, hidden)
-            found[:] = np.float32(0.0)
-            show(out[task], hidden, found)
+            content[:] = np.float32(0.0)
+            show(out[task], hidden, content)
             lines = numbers[block, at, head]
             for lane in range(count):
                 if new[lane]:
                     for k in range(CONTENT):
-                        lines[line + k, start + lane] = found[k, lane]
+                        lines[line + k, start + lane] = content[k, lane]
 
 
 @fast
-def sight(
+def load_features(
     lines: Floats, positions: Ints, start: int, following: int, fades: Floats, x: Floats, at: int
 ) -> None:
     """Put LANES entries of a head's block in x's columns from `at` on, before logarithms.
@@ -163,13 +203,15 @@ def sight(
         at: first column.
     """
     scales = len(fades)
-    mass = lines[1, start : start + LANES]
+    content_line = AFTER_MASS_LINE + scales
+    mass = lines[MASS_LINE, start : start + LANES]
     for k in range(CONTENT):
-        content, row = lines[2 + scales + k, start : start + LANES], x[k, at : at + LANES]
+        content, row = lines[content_line + k, start : start + LANES], x[k, at : at + LANES]
         for lane in range(LANES):
             row[lane] = np.float32(0.0) if np.isnan(content[lane]) else content[lane]
     for k in range(scales):
-        older, row = lines[2 + k, start : start + LANES], x[CONTENT + k, at : at + LANES]
+        older = lines[AFTER_MASS_LINE + k, start : start + LANES]
+        row = x[CONTENT + k, at : at + LANES]
         for lane in range(LANES):
             row[lane] = older[lane] * fades[k] + mass[lane] + np.float32(FLOOR)
     row = x[CONTENT + scales, at : at + LANES]
@@ -179,9 +221,8 @@ def sight(
 
 @fast
 def judge(
-    numbers: Floats, ids: Ints, table: Ints, entries: int, following: int, fades: Floats,
-    into: Floats, bias: Floats, out: Floats, last: Floats, order: Floats, scores: Floats,
-    positions: Ints,
+    row: RowStats, fades: Floats, weights: NetworkWeights, last: Floats, order: Floats,
+    scores: Floats, positions: Ints,
 ) -> None:  # fmt: skip
     """Judge all entries of a sequence (`ReturnModel.value`): exp(mean + order sigma^2 / 2).
 
@@ -189,24 +230,21 @@ def judge(
     its content.
 
     Args:
-        numbers: see above.
-        ids: see above.
-        table: block ids of the sequence.
-        entries: that it has.
-        following: position of its next token.
+        row: whose entries they are.
         fades: what is left of each sum by now, shape (scales,).
-        into: weights, shape (layers * kv_heads, units, CONTENT + scales + 1).
-        bias: shape (layers * kv_heads, units).
-        out: to mean and log sigma, shape (layers * kv_heads, 2, units).
-        last: shape (layers * kv_heads, 2).
+        weights: from CONTENT + scales + 1 features to mean and log sigma.
+        last: bias of these two, shape (layers * kv_heads, 2).
         order: see above, shape (layers * kv_heads,).
         scores: written to, shape (layers * kv_heads, at least entries).
         positions: of entries, written to, the same shape.
     """
+    numbers, ids, table, entries, following = row
+    into, bias, out = weights
     _, layers, heads, _, size = numbers.shape
     x = np.ones((into.shape[2], WIDE), np.float32)
-    hidden, found = np.empty((into.shape[1], WIDE), np.float32), np.empty((2, WIDE), np.float32)
-    least, most = np.float32(SPREAD[0]), np.float32(SPREAD[1])
+    hidden = np.empty((into.shape[1], WIDE), np.float32)
+    outputs = np.empty((2, WIDE), np.float32)
+    low, high = np.float32(LOG_SIGMA_BOUNDS[0]), np.float32(LOG_SIGMA_BOUNDS[1])
     for task in range(layers * heads):
         layer, head = task // heads, task % heads
         half = np.float32(0.5) * order[task]
@@ -214,20 +252,20 @@ def judge(
             count = min(WIDE, entries - first)
             for at in range(0, count, LANES):
                 block, start = table[(first + at) // size], (first + at) % size
-                places = ids[block, layer, head, 0]
-                sight(numbers[block, layer, head], places, start, following, fades, x, at)
+                line = ids[block, layer, head, POSITION_LINE]
+                load_features(numbers[block, layer, head], line, start, following, fades, x, at)
                 for lane in range(min(LANES, count - at)):
-                    positions[task, first + at + lane] = places[start + lane]
+                    positions[task, first + at + lane] = line[start + lane]
             logs = x[CONTENT:].reshape(-1)
             for i in range(len(logs)):
                 logs[i] = logarithm(logs[i])
             hide(into[task], bias[task], x, hidden)
             for k in range(2):
-                found[k] = last[task, k]
-            show(out[task], hidden, found)
-            mean, log = found[0], found[1]
+                outputs[k] = last[task, k]
+            show(out[task], hidden, outputs)
+            mean, log_sigma = outputs[_MEAN], outputs[_LOG_SIGMA]
             for i in range(WIDE):
-                sigma = exponential(min(max(log[i], least), most))
+                sigma = exponential(min(max(log_sigma[i], low), high))
                 value = mean[i] + half * sigma * sigma
                 endless = value + np.float32(np.inf)  # or NaN: neither is hidden
                 mean[i] = exponential(value) if value < np.float32(87.0) else endless

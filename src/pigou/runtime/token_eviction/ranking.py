@@ -21,13 +21,13 @@ class Ranking:
         first: slot from which on they were sought.
         slots: of each head, those of the least return first, shape (layers * kv_heads, depth); or
             (1, depth) for whole tokens.
-        losses: return lost with each further block of them, shape (depth // block size,).
+        lost_returns: lost with each further block of them, shape (depth // block size,).
         returns: of whole tokens, by slot, shape (n,); None where heads choose for themselves.
     """
 
     first: int
     slots: Ints
-    losses: NDArray[np.float64]
+    lost_returns: NDArray[np.float64]
     returns: Returns | None
 
 
@@ -55,13 +55,14 @@ def rank(
     whole = scores.ndim == 1
     flat = np.ascontiguousarray(scores.reshape(1 if whole else -1, scores.shape[-1]))
     bits = flat.view(f"u{flat.itemsize}")
-    places = positions.reshape(-1, positions.shape[-1])
+    rows = positions.reshape(-1, positions.shape[-1])
     victims = np.empty((len(flat), max_entries), dtype=np.int32)
-    losses = np.zeros(max_entries // size)
+    lost_returns = np.zeros(max_entries // size)
     stop = following - config.recent
-    some = (first, config.sinks, stop, victims, losses, size)
-    depth = select_victims(flat, bits, places, *some)
-    return Ranking(first, victims[:, :depth], losses[: depth // size], scores if whole else None)
+    some = (first, config.sinks, stop, victims, lost_returns, size)
+    depth = select_victims(flat, bits, rows, *some)
+    lost_returns = lost_returns[: depth // size]
+    return Ranking(first, victims[:, :depth], lost_returns, scores if whole else None)
 
 
 Keys = NDArray[np.uint64]
@@ -74,7 +75,7 @@ FEW = 32
 
 
 @kernel
-def deal(keys: Keys, slots: Ints, out: Keys, order: Ints, ends: Slots) -> None:
+def bucket_keys(keys: Keys, slots: Ints, out: Keys, order: Ints, stops: Slots) -> None:
     """Deal keys, and their slots, into buckets of equal width; those of a bucket keep their order.
 
     Args:
@@ -82,7 +83,7 @@ def deal(keys: Keys, slots: Ints, out: Keys, order: Ints, ends: Slots) -> None:
         slots: shape (n,).
         out: takes the keys, bucket by bucket, shape (n,).
         order: takes their slots, shape (n,).
-        ends: takes the end of each bucket in `out`, shape (`BUCKETS` + 1,); the last is no bucket.
+        stops: takes the end of each bucket in `out`, shape (`BUCKETS` + 1,); the last is no bucket.
     """
     low = high = keys[0]
     for key in keys:
@@ -90,19 +91,19 @@ def deal(keys: Keys, slots: Ints, out: Keys, order: Ints, ends: Slots) -> None:
     shift = np.uint64(0)
     while (high - low) >> shift >= np.uint64(BUCKETS):
         shift += np.uint64(1)
-    ends[:] = 0
+    stops[:] = 0
     for key in keys:
-        ends[((key - low) >> shift) + np.uint64(1)] += 1
+        stops[((key - low) >> shift) + np.uint64(1)] += 1
     for bucket in range(1, BUCKETS):
-        ends[bucket] += ends[bucket - 1]
+        stops[bucket] += stops[bucket - 1]
     for i in range(len(keys)):
         bucket = (keys[i] - low) >> shift
-        out[ends[bucket]], order[ends[bucket]] = keys[i], slots[i]
-        ends[bucket] += 1
+        out[stops[bucket]], order[stops[bucket]] = keys[i], slots[i]
+        stops[bucket] += 1
 
 
 @kernel
-def arrange(keys: Keys, slots: Ints) -> None:
+def sort_bucket(keys: Keys, slots: Ints) -> None:
     """Sort keys, and their slots with them; equal ones keep their order."""
     if len(keys) > FEW:
         order = np.argsort(keys, kind="mergesort")
@@ -119,7 +120,8 @@ def arrange(keys: Keys, slots: Ints) -> None:
 @kernel
 def select_victims(
     scores: NDArray[np.floating], bits: NDArray[np.unsignedinteger], positions: Ints, first: int,
-    sinks: int, stop: int, victims: Ints, losses: NDArray[np.float64], size: int,
+    sinks: int, stop: int, victims: Ints, lost_returns: NDArray[np.float64],
+    size: int,
 ) -> int:  # fmt: skip
     """Find each head's entries of least score, in ascending order, and what blocks of them cost.
 
@@ -132,18 +134,18 @@ def select_victims(
         first: slot from which on entries may go.
         sinks: position from which on they may.
         stop: position before which they may.
-        victims: slots, written to, shape (heads, most).
-        losses: sums of scores over all heads by `size` victims each, added to, shape
-            (most // size,).
+        victims: slots, written to, shape (heads, max_entries).
+        lost_returns: sums of scores over all heads by `size` victims each, added to, shape
+            (max_entries // size,).
         size: tokens in a block.
 
     Returns:
-        How many were found in each head, at most `most`.
+        How many there are in each head, at most `max_entries`.
     """
     heads, count = scores.shape
     keys, slots = np.empty(count, np.uint64), np.empty(count, np.int32)
     dealt, order = np.empty(count, np.uint64), np.empty(count, np.int32)
-    ends = np.empty(BUCKETS + 1, np.int64)
+    stops = np.empty(BUCKETS + 1, np.int64)
     sign = np.uint64(1) << np.uint64(8 * bits.itemsize - 1)
     depth = victims.shape[1]
     for head in range(heads):
@@ -160,14 +162,14 @@ def select_victims(
         depth = min(depth, eligible)
         if depth == 0:
             return 0
-        deal(keys[:eligible], slots[:eligible], dealt, order, ends)
+        bucket_keys(keys[:eligible], slots[:eligible], dealt, order, stops)
         start = bucket = 0
         while start < depth:
-            arrange(dealt[start : ends[bucket]], order[start : ends[bucket]])
-            start = ends[bucket]
+            sort_bucket(dealt[start : stops[bucket]], order[start : stops[bucket]])
+            start = stops[bucket]
             bucket += 1
         victims[head, :depth] = order[:depth]
     for head in range(heads):
         for i in range(depth // size * size):
-            losses[i // size] += scores[head, victims[head, i]]
+            lost_returns[i // size] += scores[head, victims[head, i]]
     return int(depth)

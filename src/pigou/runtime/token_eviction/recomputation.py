@@ -1,4 +1,4 @@
-"""Tokens that were given up are computed again (Token-PD, Eq. 2 and section 5)."""
+"""Recomputation of evicted tokens (Token-PD, Eq. 2 and section 5)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 class _EarlierOnly(PagedAttention):
     """Attends by position instead of by slot: to entries of earlier tokens, and oneself."""
 
-    def take(self, batch: StepBatch, tables: Ints, kept: list[Ints]) -> None:
-        """Take up tokens that come back; `kept` has the positions of all entries, by chunk."""
+    def take(self, batch: StepBatch, tables: Ints, positions: list[Ints]) -> None:
+        """Take up tokens that come back; `positions` are those of all entries, by chunk."""
         self.tables = tables
-        self._kept = iter(kept)
+        self._entry_positions = iter(positions)
         self.begin(batch)
 
     def _chunk_past(self, chunk: PromptChunk) -> Past:
-        kept = next(self._kept)
+        positions = next(self._entry_positions)
         stop = chunk.first + chunk.count
         queries = self.batch.positions[chunk.first : stop, None]
-        width = -(-len(kept) // self.block_size)
+        width = -(-len(positions) // self.block_size)
         mask = np.zeros((chunk.count, width * self.block_size), dtype=np.bool_)
-        mask[:, : len(kept)] = kept <= queries
+        mask[:, : len(positions)] = positions <= queries
         seen = torch.from_numpy(mask).to(self.device)[None, None]
         return Past(self._index(self.tables[chunk.row, :width]), 1, seen)
 
@@ -60,7 +60,7 @@ class TokenRecomputation:
         self._attention.turns = turns
 
     def __call__(self, revivals: Items[plans.Revival], tokens: Mapping[int, Ints]) -> None:
-        """Revive tokens of some rows at once.
+        """Compute tokens of some rows again, at once.
 
         Args:
             revivals: of a plan.
@@ -70,27 +70,27 @@ class TokenRecomputation:
             ValueError: more are to come back than were given up.
         """
         evictor = self._evictor
-        longest = max(len(revival.blocks) for revival in revivals)
-        tables = np.zeros((len(revivals), longest), dtype=np.int32)
+        max_blocks = max(len(revival.blocks) for revival in revivals)
+        tables = np.zeros((len(revivals), max_blocks), dtype=np.int32)
         chunks: list[PromptChunk] = []
-        places: list[Ints] = []
-        kept: list[Ints] = []
+        locations: list[Ints] = []
+        entry_positions: list[Ints] = []
         ids: list[Ints] = []
         first = 0
         for row, task in enumerate(revivals):
             tables[row, : len(task.blocks)] = task.blocks
-            positions = evictor.revive(task.row, task.entries, task.count, task.blocks)
+            positions = evictor.add_recomputed(task.row, task.entries, task.count, task.blocks)
             entries = task.entries + task.count
             slots = np.arange(task.entries, entries, dtype=np.int32)
-            places.append(np.stack((positions, slots, np.full_like(slots, row))))
-            kept.append(evictor.positions(task.blocks, entries)[0, 0])
+            locations.append(np.stack((positions, slots, np.full_like(slots, row))))
+            entry_positions.append(evictor.positions(task.blocks, entries)[0, 0])
             ids.append(tokens[task.row][positions])
             chunks.append(PromptChunk(row, row, first, task.count, task.entries))
             first += task.count
         device = evictor.cache.data.device
         batch = StepBatch(
             tokens=torch.from_numpy(np.concatenate(ids)).to(device),
-            places=np.concatenate(places, axis=1),
+            locations=np.concatenate(locations, axis=1),
             singles=0,
             chunks=chunks,
             last=np.empty(0, dtype=np.int64),
@@ -98,7 +98,7 @@ class TokenRecomputation:
         )
         nobody = torch.empty(0, dtype=torch.int64, device=device)
         with torch.inference_mode():
-            self._attention.take(batch, tables, kept)
+            self._attention.take(batch, tables, entry_positions)
             self._model.hidden(batch.tokens, self._attention, nobody)
 
 
@@ -146,17 +146,17 @@ class Dropped:
         self.data = self.data[:, count:]
         return taken
 
-    def gains(self, size: int, penalty: float) -> NDArray[np.float64]:
+    def regained_returns(self, size: int, penalty: float) -> NDArray[np.float64]:
         """Return what comes back with each further whole block of tokens, shape (blocks,).
 
         Each token's penalty is taken off.
         """
         blocks = len(self.returns) // size
-        gains: NDArray[np.float64] = self.returns[: blocks * size].reshape(blocks, size).sum(1)
-        return gains - penalty * size
+        sums: NDArray[np.float64] = self.returns[: blocks * size].reshape(blocks, size).sum(1)
+        return sums - penalty * size
 
     def cut(self, length: int) -> None:
         """Forget tokens from position `length` on."""
-        kept = self.positions < length
-        self.positions, self.returns = self.positions[kept], self.returns[kept]
-        self.data = self.data[:, kept]
+        retained = self.positions < length
+        self.positions, self.returns = self.positions[retained], self.returns[retained]
+        self.data = self.data[:, retained]

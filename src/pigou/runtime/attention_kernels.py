@@ -1,0 +1,409 @@
+"""Compiled kernels of paged attention for the CPU: rotate, store and attend.
+
+Arrays hold float32, or bfloat16 as uint16; sums are in float32. `kv` is one layer of the cache,
+shape (blocks, 2, kv_heads, head_dim * block_size). A head's keys lie dimension by dimension, so
+that the scores of a block come out side by side; its values lie token by token.
+
+Kernels that call one another live in this file, since numba's cache watches no other. After a
+change in simd.py the cached kernels must be removed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pigou.request import Ints
+from pigou.runtime.batch import POSITION, ROW, SLOT
+from pigou.runtime.kv_cache import KEYS, VALUES
+from pigou.runtime.simd import (
+    LANES,
+    accumulate,
+    exponential,
+    fast,
+    narrow,
+    product,
+    row_max,
+    widen,
+)
+from pigou.runtime.thread_pool import ParallelKernel, RowRange, run_parallel
+from pigou.runtime.token_eviction.entry_stats_kernels import MASS_LINE
+
+Stored = NDArray[Any]
+Floats = NDArray[np.float32]
+
+#: Tokens that `prefill` attends with at once.
+TILE = 8
+#: Rows of `HeadRotation.norms`.
+QUERY_NORM, KEY_NORM = 0, 1
+#: Bytes of a float32.
+_FLOAT_BYTES = 4
+
+
+class HeadRotation(NamedTuple):
+    """What query and key heads go through before attention: a norm and a rotation.
+
+    Attributes:
+        norms: weights of the query heads' norm and of the key heads', shape (2, head_dim), or
+            (2, 0) for none.
+        eps: of these norms.
+        turns: cosines and sines by position, shape (positions, head_dim).
+    """
+
+    norms: Stored
+    eps: float
+    turns: Floats
+
+
+class PagedLayer(NamedTuple):
+    """One layer of the cache, and where a step's tokens are in it.
+
+    Attributes:
+        locations: position, slot and row of the batch of each token, shape (3, at least tokens).
+        tables: block ids by row of the batch, shape (rows, blocks).
+        kv: the layer, shape (blocks, 2, kv_heads, head_dim * block_size).
+        block_size: tokens in a block.
+    """
+
+    locations: Ints
+    tables: Ints
+    kv: Stored
+    block_size: int
+
+
+class MassTarget(NamedTuple):
+    """Where the probabilities that entries receive are added up.
+
+    Attributes:
+        numbers: side data of the entries (`EntryStats.numbers`).
+        layer: of the model.
+        owns: first entry that is not shared, by row of the batch, shape (rows,).
+    """
+
+    numbers: Floats
+    layer: int
+    owns: Ints
+
+
+@fast
+def rotate(head: Stored, norm: Stored, eps: float, turn: Floats, scale: float, out: Floats) -> None:
+    """Norm a head, when `norm` is not empty, rotate it, and put it times `scale` in out.
+
+    `turn` has the cosines, then the sines, of its position.
+    """
+    width = len(out)
+    half = width // 2
+    factor = np.float32(1.0)
+    if len(norm):
+        square = np.float32(0.0)
+        for d in range(width):
+            square += widen(head[d]) * widen(head[d])
+        factor = np.float32(1.0) / np.sqrt(square / np.float32(width) + np.float32(eps))
+    factor = factor * np.float32(scale)
+    for d in range(half):
+        first, second = widen(head[d]) * factor, widen(head[half + d]) * factor
+        if len(norm):
+            first, second = first * widen(norm[d]), second * widen(norm[half + d])
+        out[d] = first * turn[d] - second * turn[half + d]
+        out[half + d] = second * turn[d] + first * turn[half + d]
+
+
+@fast
+def softmax(scores: Floats, entries: int, lanes: Floats) -> None:
+    """Make the first `entries` of a row of scores into probabilities; `lanes` as in `row_max`."""
+    largest = row_max(scores, entries, lanes)
+    total = np.float32(0.0)
+    for t in range(entries):
+        weight = exponential(scores[t] - largest)
+        scores[t] = weight
+        total += weight
+    scale = np.float32(1.0) / total
+    for t in range(entries):
+        scores[t] *= scale
+
+
+@fast
+def multiply(
+    a: int, a_stride: int, b: int, b_stride: int, c: int, c_stride: int, depth: int, kv: Stored,
+    rows: int,
+) -> None:  # fmt: skip
+    """Call `product` with the number of rows as a literal."""
+    if rows == 1:
+        product(a, a_stride, b, b_stride, c, c_stride, depth, kv, 1)
+    elif rows == 2:
+        product(a, a_stride, b, b_stride, c, c_stride, depth, kv, 2)
+    elif rows == 4:
+        product(a, a_stride, b, b_stride, c, c_stride, depth, kv, 4)
+    else:
+        product(a, a_stride, b, b_stride, c, c_stride, depth, kv, 8)
+
+
+@fast
+def attention_probabilities(
+    query: Floats, kv: Stored, table: Ints, head: int, entries: int, max_entries: int,
+    block_size: int, scores: Floats,
+) -> None:  # fmt: skip
+    """Compute the probabilities that queries of one KV head give to a sequence's entries.
+
+    Args:
+        query: already scaled, shape (rows, head_dim); rows is 1, 2, 4, or a multiple of 8.
+        kv: a layer of the cache.
+        table: block ids of the sequence.
+        head: the KV head.
+        entries: that the first query sees, at least 1.
+        max_entries: upper bound of what a query sees; each sees one more than the one before.
+        block_size: tokens in a block.
+        scores: is set to them, 0 where there are none, shape (rows, slots of the blocks).
+    """
+    rows, width = query.shape
+    stride = scores.shape[1]
+    item = kv.itemsize
+    base = kv.ctypes.data + head * kv.strides[2]
+    step = min(rows, 8)
+    scores[:] = np.float32(0.0)
+    for block in range(stride // block_size):
+        keys = base + table[block] * kv.strides[0]
+        for first in range(0, rows, step):
+            for t in range(0, block_size, LANES):
+                multiply(
+                    query.ctypes.data + first * width * _FLOAT_BYTES, width,
+                    keys + t * item, block_size,
+                    scores.ctypes.data + (first * stride + block * block_size + t) * _FLOAT_BYTES,
+                    stride, width, kv, step,
+                )  # fmt: skip
+    lanes = np.empty(LANES, np.float32)
+    for row in range(rows):
+        seen = min(entries + row, max_entries)
+        softmax(scores[row], seen, lanes)
+        scores[row, seen:] = np.float32(0.0)
+
+
+@fast
+def weighted_values(
+    scores: Floats, kv: Stored, table: Ints, head: int, entries: int, block_size: int, out: Floats
+) -> None:
+    """Sum up the values of a sequence's first `entries` entries, weighted by `scores`."""
+    rows, width = out.shape
+    stride = scores.shape[1]
+    base = kv.ctypes.data + head * kv.strides[2] + kv.strides[1]
+    step = min(rows, 8)
+    out[:] = np.float32(0.0)
+    for block in range(stride // block_size):
+        values = base + table[block] * kv.strides[0]
+        depth = min(block_size, entries - block * block_size)
+        for first in range(0, rows, step):
+            for d in range(0, width, LANES):
+                multiply(
+                    scores.ctypes.data + (first * stride + block * block_size) * _FLOAT_BYTES,
+                    stride, values + d * kv.itemsize, width,
+                    out.ctypes.data + (first * width + d) * _FLOAT_BYTES, width, depth, kv, step,
+                )  # fmt: skip
+
+
+@fast
+def store(
+    key: Floats, value: Stored, kv: Stored, table: Ints, head: int, slot: int, block_size: int
+) -> None:
+    """Store a rotated key and a value in the sequence's entry `slot`."""
+    block, offset = table[slot // block_size], slot % block_size
+    keys, values = kv[block, KEYS, head], kv[block, VALUES, head]
+    for d in range(len(key)):
+        keys[d * block_size + offset] = narrow(key[d], kv)
+        values[offset * len(key) + d] = value[d]
+
+
+@fast
+def add_mass(
+    scores: Floats, counted: int, target: MassTarget, head: int, table: Ints, own: int,
+    entries: int, block_size: int,
+) -> None:  # fmt: skip
+    """Add the probabilities of one head's queries to the mass of a sequence's own entries.
+
+    Args:
+        scores: of `attention_probabilities`.
+        counted: queries, the first ones, that count.
+        target: where the mass is.
+        head: the KV head.
+        table: block ids of the sequence.
+        own: its first entry that it need not share.
+        entries: that it has.
+        block_size: tokens in a block.
+    """
+    numbers, layer = target.numbers, target.layer
+    start, stride = (own + block_size - 1) // block_size, scores.shape[1]
+    for slot in range(own, min(start * block_size, entries)):
+        block, offset = table[slot // block_size], slot % block_size
+        for row in range(counted):
+            numbers[block, layer, head, MASS_LINE, offset] += scores[row, slot]
+    lines = numbers.ctypes.data + layer * numbers.strides[1] + head * numbers.strides[2]
+    lines += MASS_LINE * numbers.strides[3]
+    for block in range(start, (entries + block_size - 1) // block_size):
+        mass = lines + table[block] * numbers.strides[0]
+        for t in range(0, block_size, LANES):
+            source = scores.ctypes.data + (block * block_size + t) * _FLOAT_BYTES
+            accumulate(mass + t * _FLOAT_BYTES, source, stride, counted)
+
+
+@fast
+def decode(
+    tasks: RowRange, qkv: Stored, rotation: HeadRotation, layer: PagedLayer, queries: int,
+    out: Stored, mass: Any,
+) -> None:  # fmt: skip
+    """Norm, rotate, store and attend for tokens of which each has a sequence of its own.
+
+    Args:
+        tasks: range of token * kv_heads + KV head.
+        qkv: queries, keys and values, shape (at least tokens, heads + 2 kv_heads, head_dim).
+        rotation: of the heads.
+        layer: of the cache.
+        queries: of a KV head, rounded up to 1, 2, 4 or a multiple of 8.
+        out: shape (at least tokens, heads, head_dim).
+        mass: a `MassTarget`, or None (another specialisation) where nobody asks.
+    """
+    norms, eps, turns = rotation
+    locations, tables, kv, block_size = layer
+    _, heads, width = out.shape
+    kv_heads = kv.shape[2]
+    group = heads // kv_heads
+    scale = 1.0 / np.sqrt(width)
+    query = np.zeros((queries, width), np.float32)
+    result = np.empty((queries, width), np.float32)
+    key = np.empty(width, np.float32)
+    scratch = np.empty(queries * tables.shape[1] * block_size, np.float32)
+    for task in range(tasks[0], tasks[1]):
+        token, head = task // kv_heads, task % kv_heads
+        turn, slot = turns[locations[POSITION, token]], locations[SLOT, token]
+        table = tables[locations[ROW, token]]
+        rotate(qkv[token, heads + head], norms[KEY_NORM], eps, turn, 1.0, key)
+        store(key, qkv[token, heads + kv_heads + head], kv, table, head, slot, block_size)
+        for j in range(group):
+            rotate(qkv[token, head * group + j], norms[QUERY_NORM], eps, turn, scale, query[j])
+        stride = (slot + block_size) // block_size * block_size
+        scores = scratch[: queries * stride].reshape(queries, stride)
+        attention_probabilities(query, kv, table, head, slot + 1, slot + 1, block_size, scores)
+        if mass is not None:
+            own = mass.owns[locations[ROW, token]]
+            add_mass(scores, group, mass, head, table, own, slot + 1, block_size)
+        weighted_values(scores, kv, table, head, slot + 1, block_size, result)
+        for j in range(group):
+            for d in range(width):
+                out[token, head * group + j, d] = narrow(result[j, d], out)
+
+
+@fast
+def rotate_and_store(
+    tokens: RowRange, qkv: Stored, rotation: HeadRotation, layer: PagedLayer
+) -> None:
+    """Norm and rotate queries and keys in place, and store keys and values, of some tokens.
+
+    Args:
+        tokens: range of the step's tokens.
+        qkv: as for `decode`.
+        rotation: of the heads.
+        layer: of the cache.
+    """
+    norms, eps, turns = rotation
+    locations, tables, kv, block_size = layer
+    width = qkv.shape[2]
+    kv_heads = kv.shape[2]
+    heads = qkv.shape[1] - 2 * kv_heads
+    turned = np.empty(width, np.float32)
+    for token in range(tokens[0], tokens[1]):
+        turn, slot = turns[locations[POSITION, token]], locations[SLOT, token]
+        table = tables[locations[ROW, token]]
+        for head in range(heads + kv_heads):
+            norm = norms[KEY_NORM if head >= heads else QUERY_NORM]
+            rotate(qkv[token, head], norm, eps, turn, 1.0, turned)
+            for d in range(width):
+                qkv[token, head, d] = narrow(turned[d], qkv)
+            if head >= heads:
+                value = qkv[token, head + kv_heads]
+                store(turned, value, kv, table, head - heads, slot, block_size)
+
+
+@fast
+def prefill(
+    tasks: RowRange, qkv: Stored, tiles: Ints, layer: PagedLayer, out: Stored, sums: Any
+) -> None:
+    """Attend for successive tokens of chunks, after `rotate_and_store`.
+
+    Args:
+        tasks: range of tile * heads + query head.
+        qkv: rotated queries, shape (at least tokens, heads + 2 kv_heads, head_dim).
+        tiles: of up to `TILE` successive tokens: first token, how many, slot of the first, and row
+            of the batch, shape (tiles, 4).
+        layer: of the cache.
+        out: shape (at least tokens, heads, head_dim).
+        sums: is set to each entry's probabilities, summed over the tile's queries, shape
+            (tiles, heads, at least the slots of its blocks); None (another specialisation) where
+            nobody asks.
+    """
+    _, tables, kv, block_size = layer
+    _, heads, width = out.shape
+    group = heads // kv.shape[2]
+    scale = np.float32(1.0 / np.sqrt(width))
+    query = np.zeros((TILE, width), np.float32)
+    result = np.empty((TILE, width), np.float32)
+    for task in range(tasks[0], tasks[1]):
+        tile, head = task // heads, task % heads
+        first, count, slot, row = tiles[tile]
+        for j in range(count):
+            for d in range(width):
+                query[j, d] = widen(qkv[first + j, head, d]) * scale
+        rows = 1
+        while rows < count:
+            rows *= 2
+        entries, table = slot + count, tables[row]
+        stride, kv_head = (entries + block_size - 1) // block_size * block_size, head // group
+        scores = np.empty((rows, stride), np.float32)
+        attention_probabilities(
+            query[:rows], kv, table, kv_head, slot + 1, entries, block_size, scores
+        )
+        if sums is not None:
+            sums[tile, head, :stride] = np.float32(0.0)
+            for t in range(0, stride, LANES):
+                target = sums[tile, head].ctypes.data + t * _FLOAT_BYTES
+                accumulate(target, scores.ctypes.data + t * _FLOAT_BYTES, stride, count)
+        weighted_values(scores, kv, table, kv_head, entries, block_size, result[:rows])
+        for j in range(count):
+            for d in range(width):
+                out[first + j, head, d] = narrow(result[j, d], out)
+
+
+# Each of these calls the kernel of its name on the threads of `start` (see `run_parallel`). The
+# first three arguments are those of `run_parallel`, the others the kernel's.
+
+
+@fast
+def parallel_decode(
+    start: int, threads: int, parts: int, tasks: RowRange, qkv: Stored, rotation: HeadRotation,
+    layer: PagedLayer, queries: int, out: Stored, mass: Any,
+) -> None:  # fmt: skip
+    """Call `decode` on several threads."""
+    arguments = (tasks, qkv, rotation, layer, queries, out, mass)
+    run_parallel(start, threads, parts, decode, arguments)
+
+
+@fast
+def parallel_rotate_and_store(
+    start: int, threads: int, parts: int, tokens: RowRange, qkv: Stored, rotation: HeadRotation,
+    layer: PagedLayer,
+) -> None:  # fmt: skip
+    """Call `rotate_and_store` on several threads."""
+    run_parallel(start, threads, parts, rotate_and_store, (tokens, qkv, rotation, layer))
+
+
+@fast
+def parallel_prefill(
+    start: int, threads: int, parts: int, tasks: RowRange, qkv: Stored, tiles: Ints,
+    layer: PagedLayer, out: Stored, sums: Any,
+) -> None:  # fmt: skip
+    """Call `prefill` on several threads."""
+    run_parallel(start, threads, parts, prefill, (tasks, qkv, tiles, layer, out, sums))
+
+
+DECODE = ParallelKernel(decode, parallel_decode)
+ROTATE_AND_STORE = ParallelKernel(rotate_and_store, parallel_rotate_and_store)
+PREFILL = ParallelKernel(prefill, parallel_prefill)
