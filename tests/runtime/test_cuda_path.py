@@ -102,7 +102,9 @@ def step(family: str, params: list[SamplingParams]) -> None:
     assert logits.device == DEVICE
     assert logits.shape == (4, config.vocab)
     sequences = [
-        make_sequence(str(i), [3] * 40, p, seed=b"", resume=2, ends=frozenset({2}), block_size=16)
+        make_sequence(
+            str(i), [3] * 40, p, seed=b"", resume=2, end_tokens=frozenset({2}), block_size=16
+        )
         for i, p in enumerate(params)
     ]
     tokens, _ = Sampler(sequences, TorchOps(), DEVICE)(logits)

@@ -32,7 +32,7 @@ def make(params: SamplingParams, tokens: list[int], resume: int = 0) -> TokenSeq
         params,
         seed=b"",
         resume=resume,
-        ends=frozenset({2}),
+        end_tokens=frozenset({2}),
         block_size=16,
     )
 
@@ -189,12 +189,12 @@ def test_penalties_and_bias_follow_their_formulas(data: st.DataObject) -> None:
 
 def test_no_end_token_comes_before_min_tokens(loaded: Find) -> None:
     engine = LocalEngine(loaded("llama"), EngineConfig(blocks=100, max_model_len=128))
-    ends = frozenset(range(0, VOCAB, 3))
-    params = SamplingParams(max_tokens=30, min_tokens=12, seed=3, stop_token_ids=ends)
+    end_tokens = frozenset(range(0, VOCAB, 3))
+    params = SamplingParams(max_tokens=30, min_tokens=12, seed=3, stop_token_ids=end_tokens)
     for output in engine.generate(make_prompts(6, VOCAB, 20), params):
-        assert not ends & set(output.tokens[:12])
+        assert not end_tokens & set(output.tokens[:12])
         assert 13 <= len(output.tokens) < 30
-        assert output.tokens[-1] in ends | {2}
+        assert output.tokens[-1] in end_tokens | {2}
         assert output.reason == "stop"
 
 

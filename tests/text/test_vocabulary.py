@@ -190,5 +190,5 @@ def test_every_token_has_a_name_and_the_longest_is_known(
     loaded: dict[str, Tokenizer], name: str
 ) -> None:
     tokenizer = loaded[name]
-    assert tokenizer.vocabulary.longest >= len("▁Hello") - 2
+    assert tokenizer.vocabulary.max_token_bytes >= len("▁Hello") - 2
     assert all(isinstance(tokenizer.name(i), str) for i in range(len(TOKENS) + 2))

@@ -75,7 +75,7 @@ class PromptTokenizer:
     @property
     def max_token_bytes(self) -> int:
         """Most bytes of any token."""
-        return self.tokenizer.vocabulary.longest
+        return self.tokenizer.vocabulary.max_token_bytes
 
     def encode(self, text: str | list[int], fields: BodyFields, *, chat: bool) -> list[int]:
         """Return the token ids of what `prompt_of` returned, all of them.

@@ -28,22 +28,26 @@ class Side:
         tokens: generated.
     """
 
-    def __init__(self, model: LoadedModel, longest: int) -> None:
+    def __init__(self, model: LoadedModel, max_tokens: int) -> None:
         """Make an engine for one sequence of so many tokens."""
-        blocks = -(-longest // _BLOCK) + 2
-        config = EngineConfig(blocks=blocks, block_size=_BLOCK, max_model_len=longest)
+        blocks = -(-max_tokens // _BLOCK) + 2
+        config = EngineConfig(blocks=blocks, block_size=_BLOCK, max_model_len=max_tokens)
         self.core = EngineCore(config)
         self.cache = model.cache(blocks, _BLOCK)
         self.tokens: list[int] = []
-        self._executor = model.executor(self.cache, self.core.tables, longest)
+        self._executor = model.executor(self.cache, self.core.tables, max_tokens)
         self._now = 0
 
-    def add(self, prompt: list[int], output: int, *, remote: int = 0, hold: bool = False) -> None:
+    def add(
+        self, prompt: list[int], output: int, *, remote: int = 0, keep_blocks: bool = False
+    ) -> None:
         """Add the request; `remote` tokens of its cache come from elsewhere."""
         params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         hashes = chain(prompt, _BLOCK, _SEED)
         self._executor.add(_REQUEST, prompt, params, _SEED, hashes=hashes)
-        self.core.add(Request(_REQUEST, len(prompt), output, hashes, remote=remote, hold=hold))
+        self.core.add(
+            Request(_REQUEST, len(prompt), output, hashes, remote=remote, hold=keep_blocks)
+        )
 
     def step(self) -> tuple[list[Finished], list[Load]]:
         """Do a plan; return who finished, and what is to be loaded."""
@@ -73,9 +77,9 @@ def decode_elsewhere(model: LoadedModel, prompt: list[int], output: int) -> tupl
     Returns:
         The tokens, and how many blocks went from the prefill engine to it.
     """
-    longest = len(prompt) + output
-    prefill, decode = Side(model, longest), Side(model, longest)
-    prefill.add(prompt, 1, hold=True)
+    max_tokens = len(prompt) + output
+    prefill, decode = Side(model, max_tokens), Side(model, max_tokens)
+    prefill.add(prompt, 1, keep_blocks=True)
     while not (finished := prefill.step()[0]):
         pass
     decode.add(prompt, output, remote=len(prompt))

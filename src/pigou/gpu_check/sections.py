@@ -57,7 +57,7 @@ class Check:
             ("peaks", self._peaks),
             ("speed", self._speed),
             ("kernels", self._kernels),
-            ("waits", self._waits),
+            ("waits", self._host_waits),
         ]
         if tests:
             sections.append(("tests", self._tests))
@@ -96,8 +96,8 @@ class Check:
         shape = self._shape | {"num_hidden_layers": min(4, self._shape["num_hidden_layers"])}
         failures = []
         for name, dtype in DTYPES.items():
-            here, there = (random_model(shape, place, dtype) for place in ("cpu", self._device))
-            result = compare(here, there, gap=_GAPS[name], prompts=4, output=16)
+            on_cpu, on_device = (random_model(shape, name, dtype) for name in ("cpu", self._device))
+            result = compare(on_cpu, on_device, gap=_GAPS[name], prompts=4, output=16)
             _say(
                 "equality",
                 f"{name}: {result.tokens} greedy tokens alike, {result.ties} near ties, "
@@ -111,15 +111,16 @@ class Check:
     def _disaggregation(self) -> None:
         model = self._model()
         prompt = [3 + 7 * i % 300 for i in range(200)]
-        alone = decode_alone(model, prompt, 32)
-        elsewhere, blocks = decode_elsewhere(model, prompt, 32)
+        tokens = decode_alone(model, prompt, 32)
+        disaggregated, blocks = decode_elsewhere(model, prompt, 32)
         assert blocks > 0, "no block went from prefill to decode"
-        agree = next(
-            (i for i, pair in enumerate(zip(alone, elsewhere, strict=True)) if pair[0] != pair[1]),
-            len(alone),
+        alike = [mine == theirs for mine, theirs in zip(tokens, disaggregated, strict=True)]
+        agree = (*alike, False).index(False)
+        _say(
+            "P/D",
+            f"{blocks} blocks through shared memory; {agree} of {len(tokens)} tokens alike",
         )
-        _say("P/D", f"{blocks} blocks through shared memory; {agree} of {len(alone)} tokens alike")
-        assert agree == len(alone), "decoding after a transfer gives other tokens"
+        assert agree == len(tokens), "decoding after a transfer gives other tokens"
 
     def _peaks(self) -> None:
         sizes = (2**24, 256) if self._small else (2**30, 8192)
@@ -148,12 +149,12 @@ class Check:
             for name, (us, count) in list(profile.kernels.items())[:_KERNELS]:
                 print(f"           {us:10,.0f} us {count:6} x  {name[:90]}")
 
-    def _waits(self) -> None:
+    def _host_waits(self) -> None:
         if not self._device.startswith("cuda"):
             raise SkippedError("only CUDA counts them")
-        waits = waits_per_step(self._model(), 4 if self._small else 32)
-        _say("waits", f"the host waits {waits:.1f} times in a greedy decode step")
-        assert waits <= 2, "the token is to be waited for, and nothing else"
+        waits_per_plan_step = waits_per_step(self._model(), 4 if self._small else 32)
+        _say("waits", f"the host waits {waits_per_plan_step:.1f} times in a greedy decode step")
+        assert waits_per_plan_step <= 2, "the token is to be waited for, and nothing else"
 
     def _tests(self) -> None:
         if not _TESTS.is_dir():

@@ -88,9 +88,9 @@ def stated_positions(source: Mapping[str, Any]) -> int:
 
 def trained_positions(source: Mapping[str, Any], given: Mapping[str, Any]) -> float:
     """Return the positions that the model was trained for before it was scaled."""
-    for place in (source, given):
-        if place.get(_ORIGINAL) is not None:
-            return parameter(place, _ORIGINAL)
+    for parameters in (source, given):
+        if parameters.get(_ORIGINAL) is not None:
+            return parameter(parameters, _ORIGINAL)
     return float(stated_positions(source))
 
 

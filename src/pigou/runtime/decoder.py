@@ -60,7 +60,7 @@ class Decoder:
             x = layer(x, residual, attention, self.ops)
             if beat is not None:
                 beat()
-        attended = self.layers[-1].attend(x, residual, attention, self.ops)
+        attended = self.layers[-1].attention_output(x, residual, attention, self.ops)
         if wanted is not None:
             attended, residual = attended[wanted], residual[wanted]
         if not len(attended):
@@ -79,7 +79,7 @@ def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
     Raises:
         ModelError: one is missing or has another shape.
     """
-    embedding, head = _ends(config, weights)
+    embedding, head = _embedding_and_head(config, weights)
     return Decoder(
         config=config,
         embedding=embedding,
@@ -90,7 +90,7 @@ def load_decoder(config: ModelConfig, weights: Weights, ops: Ops) -> Decoder:
     )
 
 
-def _ends(config: ModelConfig, weights: Weights) -> tuple[Tensor, Tensor]:
+def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[Tensor, Tensor]:
     """Take the embedding and the output layer; where both are there, both count.
 
     A checkpoint whose two tensors differ has two, whatever `tie_word_embeddings` says, and where
@@ -160,9 +160,11 @@ class Layer:
         Returns:
             What is to be added to the residual stream, shape (tokens, hidden).
         """
-        return self.feed(self.attend(x, residual, attention, ops), residual, ops)
+        return self.feed(self.attention_output(x, residual, attention, ops), residual, ops)
 
-    def attend(self, x: Tensor, residual: Tensor, attention: PagedAttention, ops: Ops) -> Tensor:
+    def attention_output(
+        self, x: Tensor, residual: Tensor, attention: PagedAttention, ops: Ops
+    ) -> Tensor:
         """Apply the layer up to its attention; the arguments are those of the whole layer.
 
         Returns:

@@ -51,7 +51,7 @@ class TorchExecutor:
         tables: Ints,
         attention: PagedAttention,
         grammars: Callable[[], Grammars],
-        ends: frozenset[int],
+        end_tokens: frozenset[int],
         evictor: Evictor | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -63,7 +63,7 @@ class TorchExecutor:
             tables: `EngineCore.tables`.
             attention: over this cache and these tables.
             grammars: makes the grammars of the model's tokenizer; called at the first need.
-            ends: the model's end tokens.
+            end_tokens: of the model.
             evictor: of cache entries, over this cache and these tables; None where none go.
             clock: of the plans' horizons, and of the durations, in nanoseconds.
         """
@@ -73,7 +73,7 @@ class TorchExecutor:
         self._attention = attention
         self._make_grammars = grammars
         self._grammars: Grammars | None = None
-        self._ends = ends
+        self._end_tokens = end_tokens
         self._clock = clock
         self.evictor = evictor
         self._recomputation: TokenRecomputation | None = None
@@ -127,7 +127,7 @@ class TorchExecutor:
             params,
             seed=seed,
             resume=resume,
-            ends=self._ends,
+            end_tokens=self._end_tokens,
             block_size=size,
             hashes=hashes,
         )
@@ -211,7 +211,7 @@ class TorchExecutor:
         result = Result(
             steps=steps,
             finished=[Finish(entry, reason, steps) for entry, reason in ended.items()],
-            sealed=self._seal(plan, sequences, steps),
+            sealed=self._cache_full_blocks(plan, sequences, steps),
             durations=np.array(durations, dtype=np.int64),
         )
         if self.evictor is not None:
@@ -226,7 +226,7 @@ class TorchExecutor:
         batch = self._lay_out(plan, sequences)
         sampling = [sequences[entry] for entry in batch.entries.tolist()]
         sampler = IsolatedSampler(self.sampler, sampling, self.model.ops, self._device)
-        asked = [s for s in sequences if s.prompt_logprobs]
+        reporting = [s for s in sequences if s.prompt_logprobs]
         wanted = upload(batch.last[batch.entries], self._device)
         speaks = self.evictor is not None and bool(self.evictor.policy.spoken)
         durations: list[int] = []
@@ -240,11 +240,11 @@ class TorchExecutor:
                 finished=np.zeros(len(plan.rows), dtype=np.bool_),
             )
             # Where every token samples, they are the plan's single tokens, in its order.
-            some = None if asked or speaks or len(wanted) == batch.size else wanted
+            some = None if reporting or speaks or len(wanted) == batch.size else wanted
             hidden = self.model.hidden(batch.tokens, self._attention, some)
-            if asked:
+            if reporting:
                 self._report_prompts(plan, sequences, batch, hidden, output)
-                asked = []
+                reporting = []
             if speaks:
                 self._speak(batch, hidden)
             if len(hidden) != len(wanted):
@@ -345,17 +345,20 @@ class TorchExecutor:
             reports += report(self.model.logits(some), part, tops)
         return reports
 
-    def _seal(
+    def _cache_full_blocks(
         self, plan: Plan, sequences: list[TokenSequence], steps: int
     ) -> dict[int, BlockHashes]:
         """Hash the blocks that became full, except where entries are missing from the cache."""
-        ends = plan.kv_lens + plan.counts + (steps - 1)
+        computed = plan.kv_lens + plan.counts + (steps - 1)
         whole = plan.kv_lens == plan.starts
-        full = ends // self.cache.layout.block_size
+        size = self.cache.layout.block_size
+        full = computed // size
         sealed = {}
         for entry, sequence in enumerate(sequences):
             if whole[entry] and full[entry] > sequence.sealed:
-                hashes = sequence.seal(int(ends[entry]), self.cache.layout.block_size)
+                hashes = sequence.hash_full_blocks(
+                    int(computed[entry]), self.cache.layout.block_size
+                )
                 if len(hashes):
                     sealed[int(plan.rows[entry])] = hashes
         return sealed

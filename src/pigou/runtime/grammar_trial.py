@@ -48,7 +48,9 @@ def try_grammar(grammars: Grammars, grammar: Grammar) -> None:
         choices = random.Random(number)
         state = GrammarState(matcher.deep_copy(), grammars.vocab, WorkBudget())
         for _ in range(_TOKENS):
-            allowed = [int(i) for i in np.flatnonzero(state.allowed()) if i not in grammars.ends]
+            allowed = [
+                int(i) for i in np.flatnonzero(state.allowed()) if i not in grammars.end_tokens
+            ]
             if not allowed or state.advance(choices.choice(allowed)):
                 break
 

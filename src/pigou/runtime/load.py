@@ -110,7 +110,7 @@ class LoadedModel:
             tables=tables,
             attention=attention,
             grammars=partial(read_grammars, self.folder, self.config.vocab, self.config.eos),
-            ends=self.config.eos,
+            end_tokens=self.config.eos,
             evictor=evictor,
         )
         if max_model_len >= WARM_UP_TOKENS:
@@ -132,10 +132,12 @@ def load(model: str | Path, dtype: str = "auto", device: str = "cpu") -> LoadedM
     folder = find_model(model)
     config = read_config(folder)
     chosen = _dtype(dtype, config)
-    place = _device(device)
-    with torch.inference_mode(), Weights(folder, chosen, place) as weights:
-        decoder = load_decoder(config, weights, KernelOps() if place.type == "cpu" else TorchOps())
-    if place.type == "cpu":
+    torch_device = _device(device)
+    with torch.inference_mode(), Weights(folder, chosen, torch_device) as weights:
+        decoder = load_decoder(
+            config, weights, KernelOps() if torch_device.type == "cpu" else TorchOps()
+        )
+    if torch_device.type == "cpu":
         keep_memory()
     return LoadedModel(
         name=str(model),
@@ -144,7 +146,7 @@ def load(model: str | Path, dtype: str = "auto", device: str = "cpu") -> LoadedM
         config=config,
         decoder=decoder,
         dtype=chosen,
-        device=place,
+        device=torch_device,
     )
 
 

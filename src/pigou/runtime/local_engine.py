@@ -87,8 +87,8 @@ class LocalEngine:
         Returns:
             What came of each, in the prompts' order.
         """
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        outputs = [self.add(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        params_of = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        outputs = [self.add(prompt, p) for prompt, p in zip(prompts, params_of, strict=True)]
         while any(output.reason is None for output in outputs):
             self.step()
         return outputs

@@ -64,9 +64,9 @@ def _forbid(logits: Tensor, sequence: TokenSequence) -> None:
         return
     allowed = sequence.grammar.allowed()
     if len(banned):
-        later = allowed.copy()
-        later[banned] = False
-        allowed = later if later.any() else allowed
+        unbanned = allowed.copy()
+        unbanned[banned] = False
+        allowed = unbanned if unbanned.any() else allowed
     logits.masked_fill_(~upload(allowed, logits.device), _OUT)
 
 

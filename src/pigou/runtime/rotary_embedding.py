@@ -110,8 +110,8 @@ def _llama3(frequencies: Frequencies, given: Mapping[str, Any], trained: float) 
     factor = parameter(given, "factor")
     low, high = parameter(given, "low_freq_factor"), parameter(given, "high_freq_factor")
     turns = trained * frequencies / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    blended: Frequencies = (1 - kept) * frequencies / factor + kept * frequencies
+    unscaled = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    blended: Frequencies = (1 - unscaled) * frequencies / factor + unscaled * frequencies
     return blended.astype(np.float32)
 
 

@@ -16,7 +16,7 @@ from pigou.runtime.tensor_io import upload
 from pigou.sampling import SamplingParams
 
 #: Logits beyond this are as good as certain.
-_MOST = 1e30
+_MAX_LOGIT = 1e30
 
 
 class Sampler:
@@ -83,7 +83,7 @@ class Sampler:
     def _draw(self, logits: Tensor) -> Tensor:
         """Draw from the rows that are not greedy; `logits` has these rows alone."""
         # Extreme penalties overflow; two infinities would make the softmax NaN.
-        logits = (logits.float() * self._scale).clamp_(max=_MOST)
+        logits = (logits.float() * self._scale).clamp_(max=_MAX_LOGIT)
         min_p, top_k, top_p = self._cuts
         if min_p:
             cut_min_p(logits, self._min_p)
@@ -154,8 +154,8 @@ def cut_min_p(logits: Tensor, min_p: Tensor) -> None:
         logits: shape (n, vocab), after temperature.
         min_p: shape (n,), in [0, 1]; 0 drops nothing (arXiv 2407.01082).
     """
-    least = logits.amax(-1) + min_p.log()
-    logits.masked_fill_(logits < least.unsqueeze(-1), _OUT)
+    threshold = logits.amax(-1) + min_p.log()
+    logits.masked_fill_(logits < threshold.unsqueeze(-1), _OUT)
 
 
 def cut_top_k(logits: Tensor, top_k: Tensor, largest: int) -> None:
@@ -170,9 +170,9 @@ def cut_top_k(logits: Tensor, top_k: Tensor, largest: int) -> None:
     ks = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab))
     largest = min(largest, vocab)
     values = logits.topk(largest, dim=-1).values
-    least = values.gather(-1, (ks.clamp(max=largest) - 1).unsqueeze(-1))
-    least.masked_fill_((top_k == 0).unsqueeze(-1), _OUT)
-    logits.masked_fill_(logits < least, _OUT)
+    threshold = values.gather(-1, (ks.clamp(max=largest) - 1).unsqueeze(-1))
+    threshold.masked_fill_((top_k == 0).unsqueeze(-1), _OUT)
+    logits.masked_fill_(logits < threshold, _OUT)
 
 
 def cut_top_p(logits: Tensor, top_p: Tensor) -> None:
@@ -192,9 +192,9 @@ def cut_top_p(logits: Tensor, top_p: Tensor) -> None:
         values = logits.sort(-1, descending=True).values
         sums = (values - total).exp().cumsum(-1, dtype=torch.float64)
     count = (sums < top_p.unsqueeze(-1)).sum(-1, keepdim=True)
-    least = values.gather(-1, count.clamp(max=values.shape[-1] - 1))
-    least.masked_fill_((top_p >= 1.0).unsqueeze(-1), _OUT)
-    logits.masked_fill_(logits < least, _OUT)
+    threshold = values.gather(-1, count.clamp(max=values.shape[-1] - 1))
+    threshold.masked_fill_((top_p >= 1.0).unsqueeze(-1), _OUT)
+    logits.masked_fill_(logits < threshold, _OUT)
 
 
 def report(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[RankedLogprobs]:

@@ -28,7 +28,7 @@ class TokenSequence:
         buffer: token ids; only the first `length` are known.
         length: tokens known.
         prompt: of those, tokens of the prompt; what follows was generated, here or elsewhere.
-        ends: tokens that end the sequence.
+        end_tokens: tokens that end the sequence.
         seed: key of the block hashes; empty to seal nothing.
         sealed: full blocks whose hashes the core knows.
         last: hash of the last sealed block, shape (1, 2), or (0, 2); None: not computed yet.
@@ -43,7 +43,7 @@ class TokenSequence:
     buffer: Ints
     length: int
     prompt: int
-    ends: frozenset[int]
+    end_tokens: frozenset[int]
     seed: bytes
     sealed: int
     last: BlockHashes | None = None
@@ -53,7 +53,7 @@ class TokenSequence:
     _output_counts: TokenCounts | None = None
     _all_counts: TokenCounts | None = None
     _bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
-    _ends: NDArray[np.int64] | None = None
+    _end_token_ids: NDArray[np.int64] | None = None
 
     @property
     def output(self) -> Ints:
@@ -95,9 +95,9 @@ class TokenSequence:
         """End tokens that may not come yet, for `min_tokens`; empty when they may."""
         if self.generated >= self.params.min_tokens:
             return _NO_TOKENS
-        if self._ends is None:
-            self._ends = np.array(sorted(self.ends), dtype=np.int64)
-        return self._ends
+        if self._end_token_ids is None:
+            self._end_token_ids = np.array(sorted(self.end_tokens), dtype=np.int64)
+        return self._end_token_ids
 
     def append(self, token: int) -> bool:
         """Note a sampled token; return whether it ends the sequence.
@@ -111,7 +111,7 @@ class TokenSequence:
         for counts in (self._output_counts, self._all_counts):
             if counts is not None:
                 counts.add(token)
-        done = token in self.ends
+        done = token in self.end_tokens
         if self.grammar is not None and not done:
             try:
                 done = self.grammar.advance(token)
@@ -127,7 +127,7 @@ class TokenSequence:
         if full < self.sealed:
             self.sealed, self.last = full, None
 
-    def seal(self, computed: int, block_size: int) -> BlockHashes:
+    def hash_full_blocks(self, computed: int, block_size: int) -> BlockHashes:
         """Hash the blocks that became full; returned once.
 
         Args:
@@ -156,7 +156,7 @@ def make_sequence(
     *,
     seed: bytes,
     resume: int,
-    ends: frozenset[int],
+    end_tokens: frozenset[int],
     block_size: int,
     hashes: BlockHashes | None = None,
 ) -> TokenSequence:
@@ -168,7 +168,7 @@ def make_sequence(
         params: how its tokens are chosen.
         seed: key of the block hashes; empty to seal nothing.
         resume: how many of the last tokens were generated before.
-        ends: the model's end tokens.
+        end_tokens: the model's end tokens.
         block_size: tokens in a block.
         hashes: that the core was told; None stands for those of all full blocks.
 
@@ -180,14 +180,14 @@ def make_sequence(
         raise ValueError(f"request {request!r}: {resume} of {given} tokens cannot be resumed")
     buffer = np.empty(given + params.max_tokens, dtype=np.int32)
     buffer[:given] = tokens
-    stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | ends
+    stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | end_tokens
     return TokenSequence(
         request=request,
         params=params,
         buffer=buffer,
         length=given,
         prompt=given - resume,
-        ends=stops,
+        end_tokens=stops,
         seed=seed,
         sealed=given // block_size if hashes is None else len(hashes),
         last=None if hashes is None else hashes[-1:],
@@ -205,11 +205,11 @@ class TokenCounts:
     however long the list is.
     """
 
-    __slots__ = ("_counts", "_ids", "_places")
+    __slots__ = ("_counts", "_ids", "_indices")
 
     def __init__(self, tokens: Iterable[int]) -> None:
         """Count these tokens."""
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self._ids = np.empty(_FIRST, dtype=np.int64)
         self._counts = np.zeros(_FIRST, dtype=np.int64)
         for token in tokens:
@@ -217,19 +217,19 @@ class TokenCounts:
 
     def add(self, token: int) -> None:
         """Count one further token."""
-        place = self._places.setdefault(token, len(self._places))
-        if place == len(self._ids):
+        index = self._indices.setdefault(token, len(self._indices))
+        if index == len(self._ids):
             self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-        self._ids[place] = token
-        self._counts[place] += 1
+        self._ids[index] = token
+        self._counts[index] += 1
 
     @property
     def ids(self) -> NDArray[np.int64]:
         """Distinct tokens, in order of their first occurrence; a view."""
-        return self._ids[: len(self._places)]
+        return self._ids[: len(self._indices)]
 
     @property
     def counts(self) -> NDArray[np.int64]:
         """How often each of `ids` occurred; a view."""
-        return self._counts[: len(self._places)]
+        return self._counts[: len(self._indices)]

@@ -126,8 +126,8 @@ def accumulate(_context: Any, target: Any, source: Any, stride: Any, rows: Any) 
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         target, source, stride, rows = arguments
-        place = builder.inttoptr(target, _VECTOR.as_pointer())
-        first, before = builder.load(place, align=4), builder.block
+        pointer = builder.inttoptr(target, _VECTOR.as_pointer())
+        first, before = builder.load(pointer, align=4), builder.block
         loop = builder.append_basic_block("accumulate.loop")
         after = builder.append_basic_block("accumulate.after")
         builder.cbranch(builder.icmp_signed("<", _index(0), rows), loop, after)
@@ -145,7 +145,7 @@ def accumulate(_context: Any, target: Any, source: Any, stride: Any, rows: Any) 
         result = builder.phi(_VECTOR)
         result.add_incoming(first, before)
         result.add_incoming(total, loop)
-        builder.store(result, place, align=4)
+        builder.store(result, pointer, align=4)
         return context.get_dummy_value()
 
     return types.void(whole, whole, whole, whole), generate
@@ -234,8 +234,8 @@ class _Product:
 
     def _pointer(self, address: Any, offset: Any, size: int, kind: Any) -> Any:
         builder = self.builder
-        place = builder.add(address, builder.mul(offset, _index(size)))
-        return builder.inttoptr(place, kind.as_pointer())
+        pointer = builder.add(address, builder.mul(offset, _index(size)))
+        return builder.inttoptr(pointer, kind.as_pointer())
 
 
 def _index(value: int) -> Any:

@@ -100,7 +100,7 @@ class Grammars:
     Attributes:
         tokenizer: the library's.
         vocab: logits of the model.
-        ends: the model's end tokens.
+        end_tokens: the model's end tokens.
         budget: of the CPU time that grammars take of the engine's steps; None for no bound.
     """
 
@@ -108,7 +108,7 @@ class Grammars:
         self,
         tokenizer: str,
         vocab: int,
-        ends: frozenset[int],
+        end_tokens: frozenset[int],
         *,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
@@ -117,22 +117,22 @@ class Grammars:
         Args:
             tokenizer: text of a Hugging Face tokenizer.json.
             vocab: logits of the model.
-            ends: the model's end tokens; one at least is needed to end an output.
+            end_tokens: the model's end tokens; one at least is needed to end an output.
             cache_bytes: of compiled grammars that are kept, estimated.
 
         Raises:
             GrammarError: there is no end token, or the tokenizer cannot be used.
         """
-        if not ends:
+        if not end_tokens:
             raise GrammarError("structured output needs an end token; the model names none")
         try:
             # Ids beyond the logits are cut from the masks: no logit says how likely they are.
-            self.tokenizer = _read_tokenizer(tokenizer, vocab, sorted(ends))
+            self.tokenizer = _read_tokenizer(tokenizer, vocab, sorted(end_tokens))
         except ValueError as error:
             raise GrammarError(f"the tokenizer cannot be used for grammars: {error}") from None
         self.budget: WorkBudget | None = None
         self.vocab = vocab
-        self.ends = ends
+        self.end_tokens = end_tokens
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
@@ -191,16 +191,16 @@ class Grammars:
         return matcher
 
 
-def _read_tokenizer(text: str, vocab: int, ends: list[int]) -> LLTokenizer:
+def _read_tokenizer(text: str, vocab: int, end_tokens: list[int]) -> LLTokenizer:
     """Read a tokenizer once; twice where it has more ids than the model has logits."""
     try:
-        return LLTokenizer(text, n_vocab=vocab, eos_token=ends)
+        return LLTokenizer(text, n_vocab=vocab, eos_token=end_tokens)
     except ValueError:
         known = LLTokenizer(text).vocab_size
-        return LLTokenizer(text, n_vocab=max(vocab, known), eos_token=ends)
+        return LLTokenizer(text, n_vocab=max(vocab, known), eos_token=end_tokens)
 
 
-def read_grammars(folder: Path, vocab: int, ends: frozenset[int]) -> Grammars:
+def read_grammars(folder: Path, vocab: int, end_tokens: frozenset[int]) -> Grammars:
     """Make grammars for the tokenizer.json of a model's folder.
 
     Raises:
@@ -209,7 +209,7 @@ def read_grammars(folder: Path, vocab: int, ends: frozenset[int]) -> Grammars:
     path = folder / "tokenizer.json"
     if not path.exists():
         raise GrammarError(f"structured output needs {path}, which is missing")
-    return Grammars(path.read_text(encoding="utf-8"), vocab, ends)
+    return Grammars(path.read_text(encoding="utf-8"), vocab, end_tokens)
 
 
 def _weight(grammar: Grammar) -> int:

@@ -63,15 +63,15 @@ def find_weight_files(folder: Path) -> WeightFiles:
     Raises:
         ModelError: there are none that can be read; says what is there instead.
     """
-    found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-    usable = [path for path in found if not _is_stray(path.name)]
-    _mention_strays(folder, found, usable)
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    usable = [path for path in files if not _is_stray(path.name)]
+    _mention_strays(folder, files, usable)
     if (folder / WHOLE).is_file():
         return WeightFiles([folder / WHOLE])
     if (folder / INDEX).is_file():
         return _indexed(folder, usable)
     if not usable:
-        raise ModelError(_nothing(folder, [path.name for path in found]))
+        raise ModelError(_nothing(folder, [path.name for path in files]))
     return WeightFiles(_complete_set(usable) or usable)
 
 
@@ -79,8 +79,8 @@ def _is_stray(name: str) -> bool:
     return any(fnmatch.fnmatch(name.lower(), pattern) for pattern in STRAYS)
 
 
-def _mention_strays(folder: Path, found: list[Path], usable: list[Path]) -> None:
-    strays = [path.name for path in found if path not in usable]
+def _mention_strays(folder: Path, files: list[Path], usable: list[Path]) -> None:
+    strays = [path.name for path in files if path not in usable]
     if strays:
         log.info("%s: %s are not read: no part of the model's weights", folder, ", ".join(strays))
     if (folder / "adapter_config.json").is_file() and usable:

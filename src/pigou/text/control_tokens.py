@@ -25,15 +25,15 @@ _ROUNDS = 8
 class ControlTokens:
     """The special tokens of a tokenizer, and how client's text is kept from becoming them."""
 
-    def __init__(self, backend: Backend, ends: Collection[int] = ()) -> None:
+    def __init__(self, backend: Backend, end_tokens: Collection[int] = ()) -> None:
         """Take the special tokens of a tokenizer, and those that end a sequence.
 
         Args:
             backend: may be used from several threads.
-            ends: ids of the tokens that end a sequence, special or not.
+            end_tokens: ids of the tokens that end a sequence, special or not.
         """
         added = backend.get_added_tokens_decoder()
-        own = {i: token for i, token in added.items() if token.special or i in ends}
+        own = {i: token for i, token in added.items() if token.special or i in end_tokens}
         texts = sorted({t.content for t in own.values() if len(t.content) > 1}, key=len)
         self.mark = f"MARK{secrets.token_hex(12)}MARK"  # which survives JSON, and nobody guesses
         self._backend = backend
@@ -77,8 +77,8 @@ class ControlTokens:
     def encode(self, text: str, special: bool) -> list[int]:
         """Return the ids of a text with marks, without those of the marks."""
         copy, mark = self._marked()
-        [found] = copy.encode_batch_fast([text], add_special_tokens=special)
-        return [i for i in found.ids if i != mark]
+        [encoding] = copy.encode_batch_fast([text], add_special_tokens=special)
+        return [i for i in encoding.ids if i != mark]
 
     def _guarded(self, text: str) -> str:
         if self._pattern is None:
@@ -91,10 +91,10 @@ class ControlTokens:
         """Mark what becomes a special token by normalization (case, width of characters)."""
         for _ in range(_ROUNDS):
             copy, mark = self._marked()
-            found = copy.encode(text, add_special_tokens=False)
+            encoding = copy.encode(text, add_special_tokens=False)
             starts = [
                 start
-                for i, (start, end) in zip(found.ids, found.offsets, strict=True)
+                for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
                 if i in self._ids and i != mark and end - start > 1
             ]
             if not starts:
@@ -108,8 +108,8 @@ class ControlTokens:
         texts = [_text(item) for item in items]
         if self._pattern is None or len(items) < 2 or None in texts:
             return items
-        for joined in ("".join(t or "" for t in texts), "".join((t or "").strip() for t in texts)):
-            if self._pattern.search(joined):
+        for text in ("".join(t or "" for t in texts), "".join((t or "").strip() for t in texts)):
+            if self._pattern.search(text):
                 return [_with_text(item, (_text(item) or "") + self.mark) for item in items]
         return items
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pigou.text.vocabulary import Vocabulary
 
 #: Tokens at most that may belong to one incomplete character.
-_MOST_HELD = 16
+_MAX_PENDING_TOKENS = 16
 
 
 class Detokenizer:
@@ -97,31 +97,31 @@ class _Window:
     across tokens, gives other text streamed than whole.
     """
 
-    __slots__ = ("_decode", "_kept", "_shown", "_tokens")
+    __slots__ = ("_context", "_decode", "_shown", "_tokens")
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         """Begin at no text."""
         self._decode = decode
         self._tokens: list[int] = []
-        self._kept = 0
+        self._context = 0
         self._shown = 0
 
     def next(self, token: int) -> str:
         """Take one further token; return the text that it completes."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
-        if text.endswith("\ufffd") and len(self._tokens) < _MOST_HELD:
+        if text.endswith("\ufffd") and len(self._tokens) < _MAX_PENDING_TOKENS:
             return ""
         new = text[self._shown :]
         if new:
             # These tokens stay, for what the decoder puts between them and the next one.
-            self._tokens = self._tokens[self._kept :]
-            self._kept = len(self._tokens)
+            self._tokens = self._tokens[self._context :]
+            self._context = len(self._tokens)
             self._shown = len(self._decode(self._tokens))
         return new
 
     def flush(self) -> str:
         """Return the text of the tokens that were held."""
         text = self._decode(self._tokens)[self._shown :]
-        self._tokens, self._kept, self._shown = [], 0, 0
+        self._tokens, self._context, self._shown = [], 0, 0
         return text

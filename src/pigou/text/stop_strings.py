@@ -27,7 +27,7 @@ class Stops:
     elsewhere replays its tokens, drops what that shows, and goes on.
     """
 
-    __slots__ = ("_held", "_include", "_longest", "_min_tokens", "_stops", "_tokens")
+    __slots__ = ("_held", "_include", "_max_length", "_min_tokens", "_stops", "_tokens")
 
     def __init__(self, stops: Sequence[str], include: bool = False, min_tokens: int = 0) -> None:
         """Watch for these strings.
@@ -38,7 +38,7 @@ class Stops:
             min_tokens: a string completed by one of the first `min_tokens` tokens does not count.
         """
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
+        self._max_length = max(map(len, stops), default=0)
         self._include = include
         self._min_tokens = min_tokens
         self._tokens = 0
@@ -54,8 +54,8 @@ class Stops:
             return ""
         old = len(self._held)
         seen = self._held + text
-        if self._tokens > self._min_tokens and (found := self._find(seen, old)):
-            return found
+        if self._tokens > self._min_tokens and (match := self._find(seen, old)):
+            return match
         keep = self._begun(seen)
         if self._include:
             # Shown at once; kept only to recognize a string that spans tokens.
@@ -85,7 +85,7 @@ class Stops:
 
     def _begun(self, seen: str) -> int:
         """Return the length of the longest end of `seen` that begins a stop string."""
-        for length in range(min(len(seen), self._longest - 1), 0, -1):
+        for length in range(min(len(seen), self._max_length - 1), 0, -1):
             end = seen[len(seen) - length :]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
                 return length

@@ -114,8 +114,8 @@ class Tokenizer:
             return self.control.encode(text, special)
         # A batch, because `encode` holds the interpreter's lock; the fast one keeps no offsets,
         # and takes a third of the time on long texts.
-        [found] = self.backend.encode_batch_fast([text], add_special_tokens=special)
-        ids: list[int] = found.ids
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:

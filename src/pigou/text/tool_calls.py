@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pigou.text.tool_call_reader import CallArguments, CallReader, CallStart, Event, JsonEnd
 
@@ -18,6 +18,8 @@ MARKUP: Mapping[str, tuple[str, ...]] = {
 }
 #: Characters of Mistral's second form before its arguments, at most.
 _LONGEST_HEAD = 256
+#: What a parser does with the text at hand; it returns what that means.
+State: TypeAlias = Callable[[], list[Event]]
 _MISTRAL_HEAD = re.compile(r"\s*([\w.-]+?)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 
 
@@ -37,7 +39,8 @@ class ToolParser:
         self.calls = 0
         self._rest = ""
         self._space = ""
-        self._state: Callable[[], list[Event]] = self._content
+        self._reader = CallReader(0)
+        self._state: State = self._content
 
     def feed(self, text: str) -> list[Event]:
         """Take a piece of text; return what it means."""
@@ -68,25 +71,33 @@ class ToolParser:
         self._space = text[len(shown) :]
         return [shown] if shown else []
 
-    def _until(self, marker: str, then: Callable[[], list[Event]]) -> list[Event]:
+    def _until(self, marker: str, then: State) -> list[Event]:
         """Pass content on up to a marker; hold back what may begin one."""
-        before, found, after = self._rest.partition(marker)
-        if found:
+        before, mark, after = self._rest.partition(marker)
+        if mark:
             events = self._say(before)
             self._rest, self._space, self._state = after, "", then
             return events
-        keep = _begun(self._rest, marker)
-        shown, self._rest = (
-            self._rest[: len(self._rest) - keep],
-            self._rest[len(self._rest) - keep :],
-        )
+        stop = len(self._rest) - _begun(self._rest, marker)
+        shown, self._rest = self._rest[:stop], self._rest[stop:]
         return self._say(shown)
 
-    def _read(self, reader: CallReader) -> list[Event]:
-        """Let a reader take all that there is."""
+    def _read_call(self, following: State, fallback: State) -> list[Event]:
+        """Let the reader take all that there is.
+
+        Args:
+            following: state behind the call.
+            fallback: state before the text of what is no call.
+        """
+        reader = self._reader
         begun = reader.begun
         events, self._rest = reader.feed(self._rest)
         self.calls += reader.begun and not begun
+        if reader.failed:
+            self._rest = reader.text + self._rest
+            self._state = fallback
+        elif reader.done:
+            self._state = following
         return events
 
 
@@ -94,11 +105,6 @@ class HermesParser(ToolParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-
-    def __init__(self) -> None:
-        """Begin before the text."""
-        super().__init__()
-        self._reader = CallReader(0)
 
     def finish(self) -> list[Event]:
         """End the text; a call that was cut off before its name is dropped."""
@@ -115,13 +121,7 @@ class HermesParser(ToolParser):
         return []
 
     def _call(self) -> list[Event]:
-        events = self._read(self._reader)
-        if self._reader.failed:
-            self._rest = self._reader.text + self._rest
-            self._state = self._faulty
-        elif self._reader.done:
-            self._state = self._after
-        return events
+        return self._read_call(self._after, self._faulty)
 
     def _after(self) -> list[Event]:
         """Skip what closes a call."""
@@ -181,13 +181,7 @@ class LlamaParser(ToolParser):
         self._state = self._call
 
     def _call(self) -> list[Event]:
-        events = self._read(self._reader)
-        if self._reader.failed:
-            self._rest = self._reader.text + self._rest
-            self._state = self._content
-        elif self._reader.done:
-            self._state = self._after
-        return events
+        return self._read_call(self._after, self._content)
 
     def _after(self) -> list[Event]:
         self._rest = self._rest.lstrip(" \t\r\n;")
@@ -204,7 +198,6 @@ class MistralParser(ToolParser):
     def __init__(self) -> None:
         """Begin before the text."""
         super().__init__()
-        self._reader = CallReader(0)
         self._arguments = JsonEnd()
 
     def finish(self) -> list[Event]:
@@ -244,13 +237,7 @@ class MistralParser(ToolParser):
         return []
 
     def _call(self) -> list[Event]:
-        events = self._read(self._reader)
-        if self._reader.failed:
-            self._rest = self._reader.text + self._rest
-            self._state = self._content
-        elif self._reader.done:
-            self._state = self._between
-        return events
+        return self._read_call(self._between, self._content)
 
     def _named(self) -> list[Event]:
         used = self._arguments.feed(self._rest)

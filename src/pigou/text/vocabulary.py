@@ -37,7 +37,7 @@ class Vocabulary:
         return [_text(token) for token in self.tokens]
 
     @cached_property
-    def longest(self) -> int:
+    def max_token_bytes(self) -> int:
         """Most bytes that one token stands for."""
         return max((len(token) for token in self.tokens if token), default=1)
 

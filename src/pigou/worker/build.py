@@ -136,7 +136,7 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
     source = bundled() if config.model == "bundled" else config.model
     loaded = load(source, config.dtype, config.device)
     layout = loaded.layout(config.block_size)
-    longest = config.max_model_len or loaded.config.context
+    max_tokens = config.max_model_len or loaded.config.context
     on_cpu = loaded.device.type == "cpu"
     free = free_memory(loaded.device)
     room = min(CPU_MEMORY, free // 4)
@@ -148,9 +148,9 @@ def _build_torch(config: WorkerConfig) -> WorkerParts:
             config.max_seqs,
             config.max_batched_tokens,
         )
-    blocks = _blocks(config, layout, longest, room)
+    blocks = _blocks(config, layout, max_tokens, room)
     tiers = build_tiers(config, layout, blocks)
-    core = _core(config, blocks, longest, tiers)
+    core = _core(config, blocks, max_tokens, tiers)
     memory = _shared_memory(config, blocks * layout.block_bytes) if on_cpu else None
     cache = loaded.cache(
         blocks,
@@ -204,7 +204,7 @@ def _build_sleeping(config: WorkerConfig) -> WorkerParts:
     folder = bundled() if config.model == "bundled" else Path(config.model)
     spec = _read_spec(folder)
     vocab = int(spec.get("vocab_size", 0))
-    longest = config.max_model_len or _context(spec)
+    max_tokens = config.max_model_len or _context(spec)
     layout = KVLayout(
         model=config.model,
         digest="sleep",
@@ -215,9 +215,9 @@ def _build_sleeping(config: WorkerConfig) -> WorkerParts:
         head_dim=1,
         block_bytes=_SLEEP_BYTES,
     )
-    blocks = _blocks(config, layout, longest, CPU_MEMORY)
+    blocks = _blocks(config, layout, max_tokens, CPU_MEMORY)
     tiers = build_tiers(config, layout, blocks)
-    core = _core(config, blocks, longest, tiers)
+    core = _core(config, blocks, max_tokens, tiers)
     memory = _shared_memory(config, blocks * layout.block_bytes)
     data = memory.buffer if memory is not None else np.zeros(blocks * _SLEEP_BYTES, dtype=np.uint8)
     tokenizer = Tokenizer.load(folder)
@@ -267,7 +267,7 @@ def _read_spec(folder: Path) -> dict[str, Any]:
 # --- both -------------------------------------------------------------------------------------
 
 
-def _blocks(config: WorkerConfig, layout: KVLayout, longest: int, room: int) -> int:
+def _blocks(config: WorkerConfig, layout: KVLayout, max_tokens: int, room: int) -> int:
     """Return how many KV blocks to have; `room` is for when nobody says, in bytes."""
     if config.blocks:
         return config.blocks
@@ -279,18 +279,20 @@ def _blocks(config: WorkerConfig, layout: KVLayout, longest: int, room: int) -> 
                 f"{layout.block_bytes} bytes"
             )
         return fit
-    wanted = SEQUENCES * -(-longest // config.block_size)
+    wanted = SEQUENCES * -(-max_tokens // config.block_size)
     return max(1, min(wanted, room // layout.block_bytes))
 
 
-def _core(config: WorkerConfig, blocks: int, longest: int, tiers: TierParts | None) -> EngineCore:
-    limits = _engine_config(config, blocks, longest)
+def _core(
+    config: WorkerConfig, blocks: int, max_tokens: int, tiers: TierParts | None
+) -> EngineCore:
+    limits = _engine_config(config, blocks, max_tokens)
     return EngineCore(limits, _epoch(), tiers.tiers if tiers is not None else None)
 
 
 def _open(tiers: TierParts | None, device: DeviceBlocks) -> tuple[list[str], KVOffloader] | None:
     """Start what moves the blocks of this device."""
-    return None if tiers is None else (tiers.names, tiers.mover(device))
+    return None if tiers is None else (tiers.names, tiers.offloader(device))
 
 
 def _epoch() -> int:
@@ -298,7 +300,7 @@ def _epoch() -> int:
     return time.time_ns() - time.monotonic_ns()
 
 
-def _engine_config(config: WorkerConfig, blocks: int, longest: int) -> EngineConfig:
+def _engine_config(config: WorkerConfig, blocks: int, max_tokens: int) -> EngineConfig:
     """Return the core's limits; no sequence is longer than all blocks together."""
     cache_tokens = blocks * config.block_size
     if config.max_model_len > cache_tokens:
@@ -313,7 +315,7 @@ def _engine_config(config: WorkerConfig, blocks: int, longest: int) -> EngineCon
         max_seqs=config.max_seqs,
         max_batched_tokens=config.max_batched_tokens,
         max_background_tokens=config.max_background_tokens,
-        max_model_len=min(longest, cache_tokens),
+        max_model_len=min(max_tokens, cache_tokens),
         order=config.order,
         prefix_caching=config.prefix_caching,
         max_repeat=config.repeat,

@@ -94,7 +94,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class OffloadDone:
     """A move has ended; `good` says which of its blocks arrived."""
 
     move: int
@@ -127,7 +127,7 @@ Command: TypeAlias = (
     | EndLease
     | Loaded
     | Restored
-    | Landed
+    | OffloadDone
     | Recovered
     | ClearCache
     | Stop

@@ -307,10 +307,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return bool(self.host_cache or self.disk_cache or self.bucket_cache)
 
     def _check_tiers(self) -> None:
-        for size, place in (("disk_cache", "disk_path"), ("bucket_cache", "bucket_url")):
-            if bool(getattr(self, size)) != bool(getattr(self, place)):
+        for size, location in (("disk_cache", "disk_path"), ("bucket_cache", "bucket_url")):
+            if bool(getattr(self, size)) != bool(getattr(self, location)):
                 raise ConfigError(
-                    f"{size} is {getattr(self, size)} and {place} {getattr(self, place)!r}; "
+                    f"{size} is {getattr(self, size)} and {location} {getattr(self, location)!r}; "
                     "give both or neither"
                 )
         for name in ("bucket_endpoint", "bucket_region"):

@@ -137,18 +137,18 @@ class EngineClient:
         Raises:
             APIError: 500, the engine died meanwhile.
         """
-        asked: asyncio.Future[dict[str, Any] | None]
-        asked = self._lease_futures[request.id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[dict[str, Any] | None]
+        future = self._lease_futures[request.id] = asyncio.get_running_loop().create_future()
         self._put(LeaseCached(request))
         try:
-            return await asked
+            return await future
         finally:
             self._lease_futures.pop(request.id, None)
 
     def _on_lease(self, request: str, ticket: dict[str, Any] | None) -> None:
-        asked = self._lease_futures.pop(request, None)
-        if asked is not None and not asked.done():
-            asked.set_result(ticket)
+        future = self._lease_futures.pop(request, None)
+        if future is not None and not future.done():
+            future.set_result(ticket)
         elif ticket is not None:
             self._put(EndLease(request))
 
@@ -182,9 +182,9 @@ class EngineClient:
         replies = {id(reply): reply for _, reply, _ in self._flights.values() if not reply.done}
         for reply in replies.values():
             reply.fail(error)
-        for asked in self._lease_futures.values():
-            if not asked.done():
-                asked.set_exception(error)
+        for future in self._lease_futures.values():
+            if not future.done():
+                future.set_exception(error)
         return len(replies)
 
     # --- reports ----------------------------------------------------------------------------

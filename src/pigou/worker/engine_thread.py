@@ -32,9 +32,9 @@ from pigou.worker.commands import (
     EndLease,
     Failed,
     Gauges,
-    Landed,
     LeaseCached,
     Loaded,
+    OffloadDone,
     Recovered,
     Release,
     Report,
@@ -154,13 +154,13 @@ class EngineThread:
             case LeaseCached(request=core_request):
                 self._lease_cached(core_request)
             case EndLease(request):
-                self.transfers.withdraw(request)
+                self.transfers.end_offer(request)
             case Loaded():
                 self._load_ended(command)
             case Restored(request, blocks, failed):
                 tokens = blocks * self._core.config.block_size
                 self._take(self._core.loaded(request, tokens, failed))
-            case Landed(move, good):
+            case OffloadDone(move, good):
                 self._take(self._core.landed(move, good))
             case Recovered(tier, blocks):
                 assert self.tiers is not None

@@ -15,7 +15,7 @@ import msgspec
 from pigou.request import SECOND
 
 #: Environment variable by which a fleet asks for heartbeats on the standard output.
-ASKED = "PIGOU_HEARTBEAT"
+ENABLED_VARIABLE = "PIGOU_HEARTBEAT"
 #: Seconds between two of them.
 INTERVAL_S = 1.0
 
@@ -72,7 +72,7 @@ def publish(heartbeat: Heartbeat) -> None:
 
     It reaches the parent also while the event loop is too slow to answer `/health`.
     """
-    if os.environ.get(ASKED):
+    if os.environ.get(ENABLED_VARIABLE):
         threading.Thread(target=_print, args=(heartbeat,), name="heartbeat", daemon=True).start()
 
 

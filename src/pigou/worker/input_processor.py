@@ -313,7 +313,7 @@ def _options(request: GenerationRequest, echo: list[str] | None) -> ReplyOptions
         logprobs=wants_logprobs(request),
         echo=echo,
         resumed=request.resume_tokens or 0,
-        hold=asks_to_hold(request.kv_transfer_params),
+        keep_blocks=asks_to_hold(request.kv_transfer_params),
         per_prompt=request.n or 1,
         scores_only=request_validation.scores_only(request),
     )

@@ -29,7 +29,7 @@ from pigou.runtime.kv_offload.records import BlockRecords
 from pigou.runtime.kv_offload.store import Store, StoreError
 from pigou.runtime.kv_offload.transfer_jobs import DeviceBlocks, make_arena
 from pigou.runtime.kv_offload.transfer_queue import OffloadResult
-from pigou.worker.commands import Command, Landed, Recovered, Restored
+from pigou.worker.commands import Command, OffloadDone, Recovered, Restored
 from pigou.worker.config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -42,22 +42,26 @@ class OffloadConnector:
     """Makes the moves of one core; called from the engine thread, but for what says otherwise."""
 
     def __init__(
-        self, tiers: Tiers, names: Sequence[str], mover: KVOffloader, put: Callable[[Command], None]
+        self,
+        tiers: Tiers,
+        names: Sequence[str],
+        offloader: KVOffloader,
+        put: Callable[[Command], None],
     ) -> None:
         """Work for a core.
 
         Args:
             tiers: of the core.
             names: of their stores, in the same order.
-            mover: that has the stores.
+            offloader: that has the stores.
             put: sends a command to the engine thread; called from any thread.
         """
         self.tiers = tiers
         self.names = list(names)
-        self._mover = mover
+        self._offloader = offloader
         self._put = put
         self._measured = -_FRESH
-        self._bytes = mover.stores[HOST].block_bytes
+        self._bytes = offloader.stores[HOST].block_bytes
 
     def recover(self) -> None:
         """Ask every store what it still has."""
@@ -67,7 +71,7 @@ class OffloadConnector:
                 if entries is not None and len(entries):
                     self._put(Recovered(tier, entries.blocks(self._bytes)))
 
-            self._mover.survey(name, on_survey)
+            self._offloader.survey(name, on_survey)
 
     def recovered(self, tier: int, blocks: list[Block]) -> None:
         """Take note of blocks that a store has from before the start."""
@@ -88,29 +92,29 @@ class OffloadConnector:
             if not status.reads.up:
                 self.tiers.speeds[tier] = TierSpeed(math.inf, math.inf)
                 continue
-            latency = self._mover.seconds(name, DEVICE_NAME, 0)  # with what is queued
-            self.tiers.speeds[tier] = TierSpeed(latency + wait, self._mover.law(name)[1])
+            latency = self._offloader.seconds(name, DEVICE_NAME, 0)  # with what is queued
+            self.tiers.speeds[tier] = TierSpeed(latency + wait, self._offloader.law(name)[1])
 
     # --- moves ----------------------------------------------------------------------------------
 
     def make(self, moves: Sequence[Move]) -> None:
-        """Begin moves; a `Landed` command answers each that has a number."""
+        """Begin moves; an `OffloadDone` command answers each that has a number."""
         for move in moves:
             if move.target == NOWHERE:
-                self._mover.delete(self.names[move.source], hashes_of(move.keys))
+                self._offloader.delete(self.names[move.source], hashes_of(move.keys))
                 continue
             entries, target = BlockRecords.of(move.blocks), self.names[move.target]
             if move.source == DEVICE:
-                taken = self._mover.demote(move.device, entries, target, self._answer(move))
+                taken = self._offloader.demote(move.device, entries, target, self._answer(move))
             else:
                 source = self.names[move.source]
-                taken = self._mover.move(entries, source, target, self._answer(move))
+                taken = self._offloader.move(entries, source, target, self._answer(move))
             if not taken:
-                self._put(Landed(move.number, [False] * len(move.keys)))
+                self._put(OffloadDone(move.number, [False] * len(move.keys)))
 
     def _answer(self, move: Move) -> Callable[[OffloadResult], None]:
         def moved(result: OffloadResult) -> None:
-            self._put(Landed(move.number, result.good.tolist()))
+            self._put(OffloadDone(move.number, result.good.tolist()))
 
         return moved
 
@@ -124,19 +128,19 @@ class OffloadConnector:
             index = np.flatnonzero(load.tiers == tier).astype(np.int32)
             name, keys = self.names[tier], load.hashes[index]
             done = restore.part(index)
-            if not self._mover.restore(keys, name, load.blocks[index], done):
+            if not self._offloader.restore(keys, name, load.blocks[index], done):
                 done(OffloadResult(np.zeros(len(index), dtype=np.bool_), "refused", 0))
 
     # --- figures --------------------------------------------------------------------------------
 
     def status(self) -> dict[str, StoreStatus]:
         """Describe each tier's store, by name; from any thread."""
-        statuses = self._mover.status()
+        statuses = self._offloader.status()
         return {name: statuses[name] for name in self.names}
 
     def close(self) -> None:
         """Finish what is queued, within limits; close the stores."""
-        self._mover.close()
+        self._offloader.close()
 
 
 class _Restore:
@@ -196,7 +200,7 @@ class TierParts:
 
     tiers: Tiers
     names: list[str]
-    mover: Callable[[DeviceBlocks], KVOffloader]
+    offloader: Callable[[DeviceBlocks], KVOffloader]
 
 
 def plan_host(config: WorkerConfig, layout: KVLayout, blocks: int) -> HostMemoryPlan:
@@ -242,7 +246,7 @@ def build_tiers(config: WorkerConfig, layout: KVLayout, blocks: int) -> TierPart
     media = [Medium.HOST if name == HOST else Medium.STORAGE for name in names]
     made = Tiers(tiers, layout.block_bytes, staging, copies=plan.copies, media=media)
     made.recall = config.tier_recall
-    return TierParts(made, names, lambda device: _mover(device, plan, stores))
+    return TierParts(made, names, lambda device: _offloader(device, plan, stores))
 
 
 def _stores(config: WorkerConfig, layout: KVLayout) -> dict[str, Store]:
@@ -275,9 +279,9 @@ def _tier(config: WorkerConfig, layout: KVLayout, name: str, room: int) -> Tier:
             f"{layout.block_bytes} bytes need at least {2 * layout.block_bytes + 512}"
         )
     cap = room * layout.block_bytes
-    worth = RecomputeCost(base=layout.block_size * _TOKEN, restore=1 / _BACK)
-    return Tier(cap, load(config.tier_policy, TierSetting(cap, worth), config.tier_params))
+    recompute_cost = RecomputeCost(base=layout.block_size * _TOKEN, restore=1 / _BACK)
+    return Tier(cap, load(config.tier_policy, TierSetting(cap, recompute_cost), config.tier_params))
 
 
-def _mover(device: DeviceBlocks, plan: HostMemoryPlan, stores: dict[str, Store]) -> KVOffloader:
+def _offloader(device: DeviceBlocks, plan: HostMemoryPlan, stores: dict[str, Store]) -> KVOffloader:
     return KVOffloader(device, HostStore(make_arena(device, plan.rows), plan.host), stores)

@@ -43,7 +43,7 @@ class Transfers(Protocol):
         """
         ...
 
-    def withdraw(self, request: str) -> None:
+    def end_offer(self, request: str) -> None:
         """End an offer; a `Release` command follows if it still stood."""
         ...
 
@@ -71,7 +71,7 @@ class NoTransfers:
     def offer(self, *_: object) -> None:
         """Offer nothing."""
 
-    def withdraw(self, request: str) -> None:
+    def end_offer(self, request: str) -> None:
         """Do nothing: nothing is offered."""
 
 
@@ -101,14 +101,14 @@ class KVTransfers:
             self._receiver.decline(ticket)
             return
         request, link = load.request, self._link
-        there = 0 if link is None else link.send(len(load.blocks), time.monotonic_ns())
+        arrival_ns = 0 if link is None else link.send(len(load.blocks), time.monotonic_ns())
 
         def done(outcome: TransferResult) -> None:
             loaded = Loaded(request, outcome.tokens, outcome.blocks, outcome.bytes)
             if link is None or not outcome.tokens:
                 self._put(loaded)
             else:
-                link.at(there, lambda: self._put(loaded))
+                link.at(arrival_ns, lambda: self._put(loaded))
 
         self._pulls[request] = self._receiver.pull(ticket, load.first, load.blocks, done)
 
@@ -137,7 +137,7 @@ class KVTransfers:
         except TransferError:
             return None  # the sender is closing: the caller frees the blocks
 
-    def withdraw(self, request: str) -> None:
+    def end_offer(self, request: str) -> None:
         """End an offer."""
         self._sender.release(request)
 

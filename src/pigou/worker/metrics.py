@@ -159,13 +159,13 @@ class WorkerMetrics:
         """Count a step of so many tokens."""
         self._histogram["iteration_tokens_total"].observe(tokens)
 
-    def begun(self, sequence: ReplySequence, offered: int) -> None:
-        """Count a prompt that took a row for the first time; `offered` tokens by other workers."""
+    def begun(self, sequence: ReplySequence, remote_tokens: int) -> None:
+        """Count a prompt that took a row first; `remote_tokens` were offered by other workers."""
         prompt = len(sequence.prompt)
         local = sequence.cached - sequence.loaded
         self._counter["prompt_tokens"].inc(prompt)
         self._counter["prompt_tokens_cached"].inc(sequence.cached)
-        self._counter["external_prefix_cache_queries"].inc(offered)
+        self._counter["external_prefix_cache_queries"].inc(remote_tokens)
         self._counter["external_prefix_cache_hits"].inc(sequence.loaded)
         counts = (max(prompt - sequence.cached, 0), local, sequence.loaded)
         for source, count in zip(SOURCES, counts, strict=True):

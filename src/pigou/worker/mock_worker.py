@@ -155,19 +155,19 @@ class MockBackend:
         moment = self._moments.of(plan, self._steps) if varies(self._timing) else None
         batch = StepBatch(plan.counts, plan.kv_lens, plan.samples, moment)
         durations = self._timing.durations(batch, plan.repeat)
-        ends = (begin + np.cumsum(durations)).tolist()
+        step_ends_ns = (begin + np.cumsum(durations)).tolist()
         steps = 0
         while True:
             steps += 1
-            _sleep_until(ends[steps - 1], self._beat)
+            _sleep_until(step_ends_ns[steps - 1], self._beat)
             out = self._sample(plan, steps, finished)
             going = on_step is None or on_step(out)
             late = time.monotonic_ns() >= plan.horizon
             if not going or late or finished or steps == plan.repeat:
                 break
-        self._ended = ends[steps - 1]
+        self._ended = step_ends_ns[steps - 1]
         self._steps += steps
-        sealed = self._seal(plan, steps)
+        sealed = self._cache_full_blocks(plan, steps)
         return Result(steps=steps, finished=finished, sealed=sealed, durations=durations[:steps])
 
     def _begin(self) -> int:
@@ -209,7 +209,7 @@ class MockBackend:
         logprobs = np.array([-0.5, *(-2.0 - at for at in range(len(others)))], dtype=np.float32)
         return RankedLogprobs(token, -0.5, 1, top, logprobs[:count])
 
-    def _seal(self, plan: Plan, steps: int) -> dict[int, BlockHashes]:
+    def _cache_full_blocks(self, plan: Plan, steps: int) -> dict[int, BlockHashes]:
         """Return hashes of the blocks that became full, beyond those of the prompt."""
         size = self._block_size
         sealed: dict[int, BlockHashes] = {}

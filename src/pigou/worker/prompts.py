@@ -113,7 +113,7 @@ class PromptProcessor:
             APIError: 400, the text is longer than the context could hold.
         """
         context = self._model.limits.max_model_len
-        max_characters = context * self._model.tokenizer.vocabulary.longest
+        max_characters = context * self._model.tokenizer.vocabulary.max_token_bytes
         if len(text) > max_characters:
             raise bad_request(
                 f"The prompt has {len(text)} characters, more than {max_characters}, which is "

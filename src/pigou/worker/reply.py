@@ -81,7 +81,7 @@ class ReplyOptions:
         logprobs: it has log-probabilities.
         echo: text of each prompt, shown before the output; None for no echo.
         resumed: tokens that were generated and sent elsewhere.
-        hold: blocks are kept for another worker, and the reply carries their ticket.
+        keep_blocks: blocks are kept for another worker, and the reply carries their ticket.
         per_prompt: choices of one prompt.
         scores_only: the prompt is scored, and nothing is generated.
     """
@@ -94,7 +94,7 @@ class ReplyOptions:
     logprobs: bool = False
     echo: list[str] | None = None
     resumed: int = 0
-    hold: bool = False
+    keep_blocks: bool = False
     per_prompt: int = 1
     scores_only: bool = False
 
@@ -120,8 +120,8 @@ class Reply:
         self._stream = StreamEncoder(id, created, model, chat=options.chat)
         self._frames: list[bytes] = []
         self._wake = asyncio.Event()
-        self._holding = options.hold
-        self._plain = options.stream and options.bare
+        self._keep_blocks = options.keep_blocks
+        self._text_only = options.stream and options.bare
 
     # --- what comes in ----------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Reply:
         ended = choice.finish is not None
         if sequence.tools is not None:
             return self._take_with_tools(sequence, token, text, report)
-        if self._plain and not ended and sequence.opened:
+        if self._text_only and not ended and sequence.opened:
             self._frames.append(self._stream.text(sequence.index, text))
             self._wake.set()
             return False
@@ -188,7 +188,7 @@ class Reply:
     def hand_over(self, ticket: Json | None) -> None:
         """Note that the engine is done with the request; `ticket` for the blocks it holds."""
         self.ticket = ticket or self.ticket
-        self._holding = False
+        self._keep_blocks = False
         if self.done:
             self._wake.set()
 
@@ -202,7 +202,7 @@ class Reply:
     @property
     def done(self) -> bool:
         """Whether nothing more will come."""
-        return self.error is not None or (self.open == 0 and not self._holding)
+        return self.error is not None or (self.open == 0 and not self._keep_blocks)
 
     def failure(self) -> APIError | None:
         """Return what went wrong, if anything did."""

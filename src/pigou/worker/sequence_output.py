@@ -56,7 +56,7 @@ class SequenceOutput:
 
     __slots__ = (
         "_detokenizer",
-        "_ends",
+        "_end_tokens",
         "_eos",
         "_max_tokens",
         "_min_tokens",
@@ -89,7 +89,7 @@ class SequenceOutput:
         """
         self._tokenizer = tokenizer
         self._eos = frozenset[int]() if params.ignore_eos else eos
-        self._ends = self._eos | params.stop_token_ids
+        self._end_tokens = self._eos | params.stop_token_ids
         self._min_tokens, self._max_tokens = params.min_tokens, params.max_tokens
         self._options = options
         self._detokenizer = Detokenizer(
@@ -109,7 +109,7 @@ class SequenceOutput:
         """Take the next token; return the text to show, and note the end if it is one."""
         self.tokens.append(token)
         self.count += 1
-        if token in self._ends and self.count > self._min_tokens:
+        if token in self._end_tokens and self.count > self._min_tokens:
             self.stop = None if token in self._eos else token
             text = self._detokenizer.next(token) if self._options.include_stop else ""
             return text + self.end("stop")

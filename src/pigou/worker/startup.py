@@ -44,9 +44,9 @@ def profile_at_startup(
     budget_s: float,
     rest: Callable[[], None] | None = None,
 ) -> tuple[Rehearsed, ...]:
-    """Measure scenes on the real core, which leave nothing behind; the smallest first.
+    """Measure loads on the real core, which leave nothing behind; the smallest first.
 
-    A scene is not begun where it would take longer than is left at the pace of the one before,
+    A load is not begun where it would take longer than is left at the pace of the one before,
     and broken off after a step where it does.
 
     Args:
@@ -62,40 +62,40 @@ def profile_at_startup(
     began = time.monotonic_ns()
     deadline, pace = began + budget_s * SECOND, 0.0
     profiles: list[Rehearsed] = []
-    for scene in profiled_loads(core.config):
-        if began + pace * scene.size >= deadline:
+    for load in profiled_loads(core.config):
+        if began + pace * load.size >= deadline:
             break
-        stage = _Stage(core, backend, scene, deadline, rest)
+        stage = _Stage(core, backend, load, deadline, rest)
         measured = stage.measure()
         stage.clear()
         if measured is None:
             break
         profiles.append(measured)
         now = time.monotonic_ns()
-        pace, began = (now - began) / scene.size, now
+        pace, began = (now - began) / load.size, now
     return tuple(profiles)
 
 
 class _Stage:
-    """One scene on a core."""
+    """One load on a core."""
 
     def __init__(
         self,
         core: EngineCore,
         backend: Backend,
-        scene: ProfiledLoad,
+        load: ProfiledLoad,
         deadline: float,
         rest: Callable[[], None] | None,
     ) -> None:
         self._core = core
         self._backend = backend
-        self._scene = scene
+        self._load = load
         self._deadline = deadline
         self._rest = rest
         self._ids: list[str] = []
 
     def measure(self) -> Rehearsed | None:
-        """Return what the scene takes at its quickest; None where it was broken off."""
+        """Return the load's quickest time; None where it was broken off."""
         if not self._gather():
             return None
         takes: list[Rehearsed] = []
@@ -105,7 +105,7 @@ class _Stage:
             if not steps:
                 break
             ended = time.monotonic_ns()
-            takes.append(Rehearsed(*self._scene, steps, (ended - began) / SECOND))
+            takes.append(Rehearsed(*self._load, steps, (ended - began) / SECOND))
             began = ended
         return min(takes, key=lambda take: take.seconds / take.steps, default=None)
 
@@ -117,7 +117,7 @@ class _Stage:
 
     def _take(self) -> int:
         """Do what is to be measured; return its steps, 0 where a prompt was broken off."""
-        tokens, steps = self._scene.tokens, 0
+        tokens, steps = self._load.tokens, 0
         if self._rest is not None:
             self._rest()
         if tokens:
@@ -131,8 +131,8 @@ class _Stage:
 
     def _gather(self) -> bool:
         """Let all streams decode; whether they do in time."""
-        streams = self._scene.streams
-        max_tokens = max_stream_tokens(self._scene, self._core.config) - CONTEXT_TOKENS
+        streams = self._load.streams
+        max_tokens = max_stream_tokens(self._load, self._core.config) - CONTEXT_TOKENS
         for number in range(streams):
             self._add(f"{_STREAM}-{number}", CONTEXT_TOKENS, max_tokens)
         decoding = 0

@@ -360,8 +360,8 @@ class OutputConstraints:
         if wanted is None:
             return OutputConstraint(None, [None] * count, tools)
         try:
-            whose = tenant or request.cache_salt or ""
-            states = await self._source.prepare(wanted, whose, count, output)
+            tenant_key = tenant or request.cache_salt or ""
+            states = await self._source.prepare(wanted, tenant_key, count, output)
         except CompileQueueFull as error:
             raise APIError(
                 503, f"{name} cannot be compiled now: {error}.", name, retry_after=1

@@ -22,15 +22,15 @@ class GrammarSandbox:
     Not for several threads, but for `kill`.
     """
 
-    def __init__(self, tokenizer: Path, vocab: int, ends: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Path, vocab: int, end_tokens: frozenset[int]) -> None:
         """Prepare; the process starts at the first trial.
 
         Args:
             tokenizer: path of a tokenizer.json.
             vocab: logits of the model.
-            ends: the model's end tokens.
+            end_tokens: the model's end tokens.
         """
-        self._first = {"tokenizer": str(tokenizer), "vocab": vocab, "ends": sorted(ends)}
+        self._first = {"tokenizer": str(tokenizer), "vocab": vocab, "ends": sorted(end_tokens)}
         self._process: subprocess.Popen[str] | None = None
         self._killed: subprocess.Popen[str] | None = None
         self._closed = False

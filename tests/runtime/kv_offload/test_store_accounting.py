@@ -21,7 +21,7 @@ from pigou.request import NEVER, Ints
 from pigou.runtime.kv_offload.disk_store import DiskStore
 from pigou.runtime.kv_offload.host_store import HostStore
 from pigou.runtime.kv_offload.offloader import KVOffloader
-from pigou.worker.commands import Command, Landed, Recovered, Restored
+from pigou.worker.commands import Command, OffloadDone, Recovered, Restored
 from pigou.worker.kv_offload import OffloadConnector
 
 BLOCKS = 24
@@ -62,7 +62,7 @@ class Stand:
             self.worker.make(moves)
             for _ in range(sum(move.number >= 0 for move in moves)):
                 answer = self.answers.get(timeout=60)
-                assert isinstance(answer, Landed)
+                assert isinstance(answer, OffloadDone)
                 self.tiers.on_transfer_done(answer.move, answer.good, 0)
 
     def load(self, numbers: list[int], tiers: Ints, blocks: Ints) -> int:
@@ -122,7 +122,7 @@ def test_what_is_refused_is_answered_at_once(stand: Stand) -> None:
     stand.tiers.offer(keys_of([1]), rows_of(1), NEVER, 0, 100)
     (move,) = stand.tiers.drain()
     stand.worker.make([move])
-    assert stand.answers.get_nowait() == Landed(move.number, [False])
+    assert stand.answers.get_nowait() == OffloadDone(move.number, [False])
     assert stand.load([1], np.zeros(1, dtype=np.int32), rows_of(1)) == 0
 
 

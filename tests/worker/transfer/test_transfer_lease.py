@@ -32,10 +32,10 @@ def test_a_lease_ends_exactly_once_and_is_never_revived(steps: list[tuple[str, i
         now += pause
         if step == "grant" and key not in granted:
             granted[key] = now
-            expiry[key] = table.grant(key, now)
+            expiry[key] = table.begin(key, now)
         elif step == "grant":
             with pytest.raises(ValueError, match="held already"):
-                table.grant(key, now)
+                table.begin(key, now)
         elif step == "renew":
             alive = key in granted and now < expiry[key]
             assert table.renew(key, now) is alive

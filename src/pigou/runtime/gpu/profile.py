@@ -55,8 +55,8 @@ def waits_per_step(model: LoadedModel, streams: int) -> float:
             result = engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = sum("synchroniz" in str(each.message) for each in caught)
-    return waits / max(result.steps, 1)
+    wait_count = sum("synchroniz" in str(warning.message) for warning in caught)
+    return wait_count / max(result.steps, 1)
 
 
 def filled_engine(model: LoadedModel, streams: int) -> LocalEngine:

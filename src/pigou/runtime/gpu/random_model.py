@@ -75,9 +75,9 @@ def random_model(
         dtype: of weights and cache.
         source: where the random numbers are drawn; models with an equal one are equal.
     """
-    config, place = parse_config(shape), torch.device(device)
-    weights: Any = RandomWeights(dtype, place, torch.device(source))
+    config, torch_device = parse_config(shape), torch.device(device)
+    weights: Any = RandomWeights(dtype, torch_device, torch.device(source))
     with torch.inference_mode():
-        ops = KernelOps() if place.type == "cpu" else TorchOps()
+        ops = KernelOps() if torch_device.type == "cpu" else TorchOps()
         decoder = load_decoder(config, weights, ops)
-    return LoadedModel("random", Path(), "random", config, decoder, dtype, place)
+    return LoadedModel("random", Path(), "random", config, decoder, dtype, torch_device)

@@ -47,14 +47,14 @@ def parameters(config: ModelConfig) -> int:
     )
 
 
-def make_engine(model: LoadedModel, streams: int, longest: int) -> LocalEngine:
+def make_engine(model: LoadedModel, streams: int, max_tokens: int) -> LocalEngine:
     """Make an engine with room for so many streams of so many tokens."""
-    blocks = streams * (-(-longest // BLOCK) + 1)
+    blocks = streams * (-(-max_tokens // BLOCK) + 1)
     config = EngineConfig(
         blocks=blocks,
         block_size=BLOCK,
         max_seqs=streams,
-        max_model_len=longest,
+        max_model_len=max_tokens,
         max_batched_tokens=2048,
         prefix_caching=False,
     )
@@ -82,7 +82,7 @@ def measure_speed(
         engine.add(rng.integers(3, model.config.vocab, size=prompt), params) for _ in range(streams)
     ]
     steps, seconds = 0, 0.0
-    while any(each.reason is None for each in outputs):
+    while any(output.reason is None for output in outputs):
         began = time.perf_counter()
         result = engine.step()
         plan = plans.pop()

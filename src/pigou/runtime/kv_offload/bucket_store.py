@@ -86,7 +86,7 @@ class BucketStore:
         self._folder = f"{_FORMAT}/{namespace.hex()}"
         self._lock = threading.Lock()
         self._known: set[bytes] = set()
-        self._coming = 0
+        self._uploading = 0
         self._doomed: set[bytes] = set()
         self._patience = 0.0
         self._closed = False
@@ -118,7 +118,7 @@ class BucketStore:
 
     @property
     def _objects(self) -> int:
-        return len(self._known) + self._coming + len(self._doomed - self._known)
+        return len(self._known) + self._uploading + len(self._doomed - self._known)
 
     def put(
         self, entries: BlockRecords, data: Bytes, rows: Ints, sums: Checksums | None = None
@@ -142,7 +142,7 @@ class BucketStore:
             self._run("written", [partial(upload, i) for i in range(len(new))])
         finally:
             with self._lock:
-                self._coming -= len(new)
+                self._uploading -= len(new)
         return self.has(entries.keys)
 
     def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
@@ -214,7 +214,7 @@ class BucketStore:
         Needs a request for each block, besides the listing.
         """
         listed = self._list()
-        found = [no_records()]
+        records = [no_records()]
 
         async def look(path: str) -> None:
             try:
@@ -228,11 +228,11 @@ class BucketStore:
                 return
             good, entry, _ = decode(header, self._namespace, self._block_bytes)
             if good[0] and self._path(keys_of(entry.keys)[0]) == path:
-                found.append(entry.take(entry.alive(self._clock())))
+                records.append(entry.take(entry.alive(self._clock())))
 
         for i in range(0, len(listed), _SLICE):
             self._run("looked through", [partial(look, path) for path in listed[i : i + _SLICE]])
-        held = BlockRecords.join(found)
+        held = BlockRecords.join(records)
         with self._lock:
             self._known.update(keys_of(held.keys))
         return held
@@ -264,7 +264,7 @@ class BucketStore:
             room = max(0, self.capacity - self._objects)
             self.counts.refused += max(0, len(new) - room)
             chosen = list(new.values())[:room]
-            self._coming += len(chosen)
+            self._uploading += len(chosen)
         return np.array(chosen, dtype=np.int32)
 
     def _unpack(self, raw: Bytes, key: BlockHashes, out: Bytes, row: Ints) -> str:
@@ -290,9 +290,9 @@ class BucketStore:
 
     def _forget(self, names: Sequence[bytes]) -> int:
         with self._lock:
-            there = self._known.intersection(names)
-            self._known -= there
-        return len(there)
+            stored = self._known.intersection(names)
+            self._known -= stored
+        return len(stored)
 
     async def _remove(self, paths: list[str]) -> None:
         """Delete objects, there or not: together, or where that is refused one by one."""

@@ -19,13 +19,13 @@ class CircuitBreaker:
     Times are nanoseconds of one clock, and arguments.
     """
 
-    def __init__(self, failures: int, pause: int, longest: int) -> None:
+    def __init__(self, failures: int, pause: int, max_pause: int) -> None:
         """Begin closed.
 
         Args:
             failures: in a row, that open it; at least 1.
             pause: before the first trial.
-            longest: pause.
+            max_pause: pause.
         """
         self.state = BreakerState.CLOSED
         self.reason = ""
@@ -33,7 +33,7 @@ class CircuitBreaker:
         self._failures = 0
         self._first = pause
         self._pause = pause
-        self._longest = longest
+        self._max_pause = max_pause
         self._until = 0
 
     @property
@@ -55,7 +55,7 @@ class CircuitBreaker:
             return False
         self.state = BreakerState.OPEN
         self._until = now + self._pause
-        self._pause = min(2 * self._pause, self._longest)
+        self._pause = min(2 * self._pause, self._max_pause)
         return True
 
     def probed(self, now: int, alive: bool) -> None:
@@ -64,7 +64,7 @@ class CircuitBreaker:
             self.state = BreakerState.TRIAL
         else:
             self._until = now + self._pause
-            self._pause = min(2 * self._pause, self._longest)
+            self._pause = min(2 * self._pause, self._max_pause)
 
     def succeeded(self) -> bool:
         """Note a success; returns whether it closed just now."""

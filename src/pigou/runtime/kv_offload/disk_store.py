@@ -26,8 +26,8 @@ from pigou.runtime.kv_offload.store import StoreCounts, StoreError
 log = logging.getLogger(__name__)
 
 #: Where blocks lie, shape (n,).
-Places: TypeAlias = NDArray[np.int64]
-#: A place is a segment's number and a slot in it, in one integer.
+Addresses: TypeAlias = NDArray[np.int64]
+#: An address is a segment's number and a slot in it, in one integer.
 _SHIFT = 32
 _MASK = (1 << _SHIFT) - 1
 
@@ -69,7 +69,7 @@ class DiskStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._shelf = SlotMap()
+        self._slot_map = SlotMap()
         self._holes: list[int] = []
         self._reading = 0
         self._idle = threading.Condition(self._lock)
@@ -121,14 +121,14 @@ class DiskStore:
             payloads = checksums_of(data, rows[new]) if sums is None else sums[new]
             headers = encode(self._folder.namespace, entries.take(new), payloads, self.block_bytes)
             done = 0
-            while done < len(new) and len(places := self._take(len(new) - done)):
-                part = slice(done, done + len(places))
-                self._write(places, data, rows[new[part]], headers[part])
+            while done < len(new) and len(addresses := self._take(len(new) - done)):
+                part = slice(done, done + len(addresses))
+                self._write(addresses, data, rows[new[part]], headers[part])
                 with self._lock:
-                    for i, place in zip(new[part].tolist(), places.tolist(), strict=True):
-                        self._shelf.put(names[i], place)
-                    self.counts.written += len(places)
-                done += len(places)
+                    for i, address in zip(new[part].tolist(), addresses.tolist(), strict=True):
+                        self._slot_map.put(names[i], address)
+                    self.counts.written += len(addresses)
+                done += len(addresses)
         with self._lock:
             self.counts.refused += len(new) - done
         return self.has(entries.keys)
@@ -136,15 +136,15 @@ class DiskStore:
     def has(self, keys: BlockHashes) -> Bools:
         """Which blocks are there, as far as known without reading them, shape (n,)."""
         with self._lock:
-            return np.array([key in self._shelf for key in keys_of(keys)], dtype=np.bool_)
+            return np.array([key in self._slot_map for key in keys_of(keys)], dtype=np.bool_)
 
     def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
         """Read blocks and verify them (see `Store.get`)."""
         good: Bools = np.zeros(len(keys), dtype=np.bool_)
         void: Bools = np.zeros(len(keys), dtype=np.bool_)
-        with self._pinned(keys) as places, self._trouble("read"):
+        with self._pinned(keys) as addresses, self._trouble("read"):
             now = self._clock()
-            for number, index, slots in _by_segment(places):
+            for number, index, slots in _by_segment(addresses):
                 segment = self._folder.segments[number]
                 _, held, sums = decode(
                     segment.headers(slots), self._folder.namespace, self.block_bytes
@@ -154,7 +154,7 @@ class DiskStore:
                 segment.read(slots[alive], out, rows[index[alive]])
                 right = checksums_of(out, rows[index[alive]]) == sums[alive]
                 good[index[alive]] = right & (held.keys == keys[index]).all(axis=1)[alive]
-            bad = np.flatnonzero((places >= 0) & ~good & ~void)
+            bad = np.flatnonzero((addresses >= 0) & ~good & ~void)
         with self._lock:
             self.counts.hits += int(np.count_nonzero(good))
             self.counts.misses += int(np.count_nonzero(~good))
@@ -177,14 +177,14 @@ class DiskStore:
         """All blocks in the store that are not void; after opening, what survived."""
         with self._writing, self._trouble("read"):
             with self._lock:
-                places = np.array(self._shelf.places(), dtype=np.int64)
+                addresses = np.array(self._slot_map.slots(), dtype=np.int64)
             parts = [
                 decode(
                     self._folder.segments[number].headers(slots),
                     self._folder.namespace,
                     self.block_bytes,
                 )[1]
-                for number, _, slots in _by_segment(places)
+                for number, _, slots in _by_segment(addresses)
             ]
         held = BlockRecords.join(parts)
         return held.take(held.alive(self._clock()))
@@ -207,9 +207,9 @@ class DiskStore:
             if self._reading:
                 raise StoreError(f"{self.path}: files were removed that are still read")
             self._folder.lock_again()
-            names = self._shelf.keys()
-            keys = [name for name in names if (self._shelf.find(name) or 0) >> _SHIFT in gone]
-            self._shelf.remove(keys)
+            names = self._slot_map.keys()
+            keys = [name for name in names if (self._slot_map.find(name) or 0) >> _SHIFT in gone]
+            self._slot_map.remove(keys)
             self._holes = [hole for hole in self._holes if hole >> _SHIFT not in gone]
             heapq.heapify(self._holes)
             for number in gone:
@@ -233,55 +233,57 @@ class DiskStore:
         new = []
         with self._lock:
             for i, key in enumerate(names):
-                if alive[i] and key not in self._shelf and key not in seen:
+                if alive[i] and key not in self._slot_map and key not in seen:
                     seen.add(key)
                     new.append(i)
         return np.array(new, dtype=np.int64)
 
-    def _take(self, count: int) -> Places:
-        """Places for up to `count` blocks, in one segment, ascending; none without room."""
+    def _take(self, count: int) -> Addresses:
+        """Addresses for up to `count` blocks, in one segment, ascending; none without room."""
         if not self._holes:
             fresh = self._folder.fresh(count)
             if fresh is None:
                 return np.empty(0, dtype=np.int64)
             number, first, count = fresh
             return (number << _SHIFT) + np.arange(first, first + count, dtype=np.int64)
-        places = [heapq.heappop(self._holes)]
+        addresses = [heapq.heappop(self._holes)]
         while (
-            len(places) < count and self._holes and self._holes[0] >> _SHIFT == places[0] >> _SHIFT
+            len(addresses) < count
+            and self._holes
+            and self._holes[0] >> _SHIFT == addresses[0] >> _SHIFT
         ):
-            places.append(heapq.heappop(self._holes))
-        return np.array(places, dtype=np.int64)
+            addresses.append(heapq.heappop(self._holes))
+        return np.array(addresses, dtype=np.int64)
 
-    def _write(self, places: Places, data: Bytes, rows: Ints, headers: Bytes) -> None:
-        segment = self._folder.segments[int(places[0]) >> _SHIFT]
-        slots = _slots(places)
+    def _write(self, addresses: Addresses, data: Bytes, rows: Ints, headers: Bytes) -> None:
+        segment = self._folder.segments[int(addresses[0]) >> _SHIFT]
+        slots = _slots(addresses)
         holes = slots < segment.used
         try:
             if segment.removed:
                 raise FileNotFoundError(f"{segment.path.name} was removed")
             segment.write(slots, data, rows, headers)
         except OSError:
-            for place in places[holes].tolist():
-                heapq.heappush(self._holes, place)
+            for address in addresses[holes].tolist():
+                heapq.heappush(self._holes, address)
             raise
 
     @contextmanager
-    def _pinned(self, keys: BlockHashes) -> Iterator[Places]:
-        """Places of keys, -1 for none, that stay as they are for so long."""
+    def _pinned(self, keys: BlockHashes) -> Iterator[Addresses]:
+        """Addresses of keys, -1 for none, that stay as they are for so long."""
         with self._lock:
             self._check_open()
             self._reading += 1
-            places = self._shelf.pin(keys_of(keys))
+            addresses = self._slot_map.pin(keys_of(keys))
         try:
-            yield np.array(places, dtype=np.int64).reshape(len(keys))
+            yield np.array(addresses, dtype=np.int64).reshape(len(keys))
         finally:
             with self._lock:
-                empty = self._shelf.unpin(places)
+                empty = self._slot_map.unpin(addresses)
             try:
                 if empty:
                     with self._writing, self._trouble("deleted from", closing=True):
-                        self._vacate(empty)
+                        self._free_slots(empty)
             finally:
                 with self._lock:
                     self._reading -= 1
@@ -291,13 +293,13 @@ class DiskStore:
         with self._writing, self._trouble("deleted from"):
             with self._lock:
                 self._check_open()
-                count, empty = self._shelf.remove(keys_of(keys))
-            self._vacate(empty)
+                count, empty = self._slot_map.remove(keys_of(keys))
+            self._free_slots(empty)
         return count
 
-    def _vacate(self, places: list[int]) -> None:
-        """Make holes of places that nobody needs; raises OSError."""
-        for number, _, slots in _by_segment(np.array(places, dtype=np.int64)):
+    def _free_slots(self, addresses: list[int]) -> None:
+        """Make holes of addresses that nobody needs; raises OSError."""
+        for number, _, slots in _by_segment(np.array(addresses, dtype=np.int64)):
             segment = self._folder.segments[number]
             for slot in slots.tolist():
                 heapq.heappush(self._holes, (number << _SHIFT) + slot)
@@ -321,8 +323,8 @@ class DiskStore:
         names = keys_of(held.keys)
         keep = []
         for slot in np.flatnonzero(whole & ~void).tolist():
-            if names[slot] not in self._shelf:
-                self._shelf.put(names[slot], (number << _SHIFT) + slot)
+            if names[slot] not in self._slot_map:
+                self._slot_map.put(names[slot], (number << _SHIFT) + slot)
                 keep.append(slot)
         gone = taken & ~_mask(np.array(keep, dtype=np.int64), segment.slots)
         if torn.any():
@@ -348,8 +350,8 @@ class DiskStore:
             raise StoreError(f"{self.path} was closed")
 
 
-def _slots(places: Places) -> Ints:
-    return (places & _MASK).astype(np.int32)
+def _slots(addresses: Addresses) -> Ints:
+    return (addresses & _MASK).astype(np.int32)
 
 
 def _mask(index: NDArray[np.int64], size: int) -> Bools:
@@ -358,11 +360,11 @@ def _mask(index: NDArray[np.int64], size: int) -> Bools:
     return mask
 
 
-def _by_segment(places: Places) -> Iterator[tuple[int, NDArray[np.int64], Ints]]:
-    """Places by segment, -1 left out: its number, which of `places`, and their slots, ascending."""
-    order = np.argsort(places, kind="stable")
-    order = order[places[order] >= 0]
-    numbers = places[order] >> _SHIFT
+def _by_segment(addresses: Addresses) -> Iterator[tuple[int, NDArray[np.int64], Ints]]:
+    """Addresses by segment, -1 left out: number, which of `addresses`, and slots, ascending."""
+    order = np.argsort(addresses, kind="stable")
+    order = order[addresses[order] >= 0]
+    numbers = addresses[order] >> _SHIFT
     for number in np.unique(numbers).tolist():
         index = order[numbers == number]
-        yield number, index, _slots(places[index])
+        yield number, index, _slots(addresses[index])

@@ -54,7 +54,7 @@ class HostStore:
         self._capacity = capacity
         self._clock = clock
         self._lock = threading.Lock()
-        self._shelf = SlotMap()
+        self._slot_map = SlotMap()
         self._free = list(range(len(arena) - 1, -1, -1))
         self._sums: Checksums = np.zeros(len(arena), dtype=np.uint64)
         self._held = no_records(len(arena))
@@ -83,7 +83,7 @@ class HostStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks in the store."""
-        return len(self._shelf) * self.block_bytes
+        return len(self._slot_map) * self.block_bytes
 
     @property
     def free_rows(self) -> int:
@@ -120,13 +120,13 @@ class HostStore:
             self._held.write(rows, entries)
             self._sums[rows] = sums
             for i, (key, row) in enumerate(zip(keys_of(entries.keys), rows.tolist(), strict=True)):
-                there = key in self._shelf
-                room = alive[i] and not self._closed and len(self._shelf) < self._capacity
-                stored[i] = there or room
-                if there or not room:
+                stored_already = key in self._slot_map
+                room = alive[i] and not self._closed and len(self._slot_map) < self._capacity
+                stored[i] = stored_already or room
+                if stored_already or not room:
                     self._free.append(row)
                 else:
-                    self._shelf.put(key, row)
+                    self._slot_map.put(key, row)
                     self.counts.written += 1
             self.counts.refused += int(np.count_nonzero(alive & ~stored))
         return stored
@@ -134,17 +134,17 @@ class HostStore:
     def pin(self, keys: BlockHashes) -> Ints:
         """Keep blocks in place while they are read; returns their rows, -1 for what is missing."""
         with self._lock:
-            return np.array(self._shelf.pin(keys_of(keys)), dtype=np.int32).reshape(len(keys))
+            return np.array(self._slot_map.pin(keys_of(keys)), dtype=np.int32).reshape(len(keys))
 
     def unpin(self, rows: Ints) -> None:
         """End what `pin` began, with the rows that it returned."""
         with self._lock:
-            self._vacate(self._shelf.unpin(rows.tolist()))
+            self._free_rows(self._slot_map.unpin(rows.tolist()))
 
     def sums(self, rows: Ints) -> Checksums:
         """Checksums of pinned rows, shape (n,)."""
-        found: Checksums = self._sums[rows]
-        return found
+        sums: Checksums = self._sums[rows]
+        return sums
 
     def put(
         self, entries: BlockRecords, data: Bytes, rows: Ints, sums: Checksums | None = None
@@ -153,35 +153,35 @@ class HostStore:
         self._check_open()
         names = keys_of(entries.keys)
         with self._lock:
-            stored: Bools = np.array([key in self._shelf for key in names], dtype=np.bool_)
+            stored: Bools = np.array([key in self._slot_map for key in names], dtype=np.bool_)
             new = np.flatnonzero(~stored & entries.alive(self._clock()))
-            room = min(len(self._free), self._capacity - len(self._shelf))
+            room = min(len(self._free), self._capacity - len(self._slot_map))
             self.counts.refused += max(0, len(new) - room)
             new = new[:room]
-            places = np.array([self._free.pop() for _ in new], dtype=np.int32)
-        copied = checksum.copy(data, rows[new], self.arena, places)
+            slots = np.array([self._free.pop() for _ in new], dtype=np.int32)
+        copied = checksum.copy(data, rows[new], self.arena, slots)
         if sums is not None:  # whatever happened to the bytes since then shows when they are read
             copied = sums[new]
-        stored[new] = self.publish(entries.take(new), places, copied)
+        stored[new] = self.publish(entries.take(new), slots, copied)
         return stored
 
     def has(self, keys: BlockHashes) -> Bools:
         """Which blocks are there, shape (n,)."""
         with self._lock:
-            return np.array([key in self._shelf for key in keys_of(keys)], dtype=np.bool_)
+            return np.array([key in self._slot_map for key in keys_of(keys)], dtype=np.bool_)
 
     def get(self, keys: BlockHashes, out: Bytes, rows: Ints) -> Bools:
         """Copy blocks out (see `Store.get`)."""
         self._check_open()
         good: Bools = np.zeros(len(keys), dtype=np.bool_)
-        places = self.pin(keys)
+        slots = self.pin(keys)
         try:
-            found = np.flatnonzero(places >= 0)
-            copied = checksum.copy(self.arena, places[found], out, rows[found])
-            good[found] = self.verify(places[found], copied)
+            hits = np.flatnonzero(slots >= 0)
+            copied = checksum.copy(self.arena, slots[hits], out, rows[hits])
+            good[hits] = self.verify(slots[hits], copied)
         finally:
-            self.unpin(places)
-        self.missed(len(keys) - len(found))
+            self.unpin(slots)
+        self.missed(len(keys) - len(hits))
         return good
 
     def verify(self, rows: Ints, copied: Checksums) -> Bools:
@@ -216,17 +216,17 @@ class HostStore:
         return count
 
     def _forget(self, keys: BlockHashes) -> int:
-        count, empty = self._shelf.remove(keys_of(keys))
-        self._vacate(empty)
+        count, empty = self._slot_map.remove(keys_of(keys))
+        self._free_rows(empty)
         return count
 
-    def _vacate(self, rows: list[int]) -> None:
+    def _free_rows(self, rows: list[int]) -> None:
         self._free.extend(rows)
 
     def entries(self) -> BlockRecords:
         """All blocks in the store that are not void."""
         with self._lock:
-            held = self._held.take(np.array(self._shelf.places(), dtype=np.int32))
+            held = self._held.take(np.array(self._slot_map.slots(), dtype=np.int32))
         return held.take(held.alive(self._clock()))
 
     def probe(self) -> None:
@@ -236,8 +236,8 @@ class HostStore:
         """Forget everything."""
         with self._lock:
             self._closed = True
-            _, empty = self._shelf.remove(self._shelf.keys())
-            self._vacate(empty)
+            _, empty = self._slot_map.remove(self._slot_map.keys())
+            self._free_rows(empty)
 
     def _check_open(self) -> None:
         if self._closed:

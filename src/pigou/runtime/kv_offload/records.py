@@ -94,13 +94,13 @@ class BlockRecords:
     @staticmethod
     def of(blocks: Sequence[Block], tenure: bytes = bytes(TENURE_BYTES)) -> BlockRecords:
         """Describe what the decider calls blocks, all of one tenure."""
-        found = no_records(len(blocks))
-        found.keys[:] = hashes_of([block.key for block in blocks])
-        found.parents[:] = hashes_of([block.parent or bytes(16) for block in blocks])
-        found.depths[:] = [block.depth for block in blocks]
-        found.expiries[:] = [block.expiry for block in blocks]
-        found.tenures[:] = np.frombuffer(tenure, dtype=np.uint8)
-        return found
+        records = no_records(len(blocks))
+        records.keys[:] = hashes_of([block.key for block in blocks])
+        records.parents[:] = hashes_of([block.parent or bytes(16) for block in blocks])
+        records.depths[:] = [block.depth for block in blocks]
+        records.expiries[:] = [block.expiry for block in blocks]
+        records.tenures[:] = np.frombuffer(tenure, dtype=np.uint8)
+        return records
 
     @staticmethod
     def chain(

@@ -63,8 +63,8 @@ class TransferJobs:
 
         def run() -> None:
             for part in self._parts(len(entries)):
-                there = np.flatnonzero(rows[part] >= 0) + part.start
-                self._put(job, there, entries.take(there), target, rows[there], sums[there])
+                present = np.flatnonzero(rows[part] >= 0) + part.start
+                self._put(job, present, entries.take(present), target, rows[present], sums[present])
 
         job = TransferJob(nobody(len(entries)), run, release, done or _ignore)
         return job
@@ -119,9 +119,9 @@ class TransferJobs:
 
         def run() -> None:
             for part in self._parts(len(rows)):
-                there = np.flatnonzero(rows[part] >= 0) + part.start
-                sums = copy_in(self._device, blocks[there], host.arena, rows[there])
-                job.good[there] = host.verify(rows[there], sums)
+                present = np.flatnonzero(rows[part] >= 0) + part.start
+                sums = copy_in(self._device, blocks[present], host.arena, rows[present])
+                job.good[present] = host.verify(rows[present], sums)
             host.missed(int(np.count_nonzero(rows < 0)))
 
         def release() -> None:
@@ -160,13 +160,13 @@ def delete(store: Store, keys: BlockHashes) -> TransferJob:
 
 def survey(store: Store, done: Callable[[BlockRecords | None], None]) -> TransferJob:
     """Ask a store for its entries."""
-    found: list[BlockRecords] = []
+    records: list[BlockRecords] = []
 
     def run() -> None:
-        found.append(store.entries())
+        records.append(store.entries())
 
     def end(_moved: OffloadResult) -> None:
-        done(found[0] if found else None)
+        done(records[0] if records else None)
 
     return TransferJob(nobody(0), run, _nothing, end)
 

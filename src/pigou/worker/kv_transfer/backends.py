@@ -88,7 +88,7 @@ class ReceiveBackend(Protocol):
     def fetch(
         self,
         link: SideChannelLink,
-        grant: GrantFrame,
+        granted: GrantFrame,
         landing: ReceiveBuffer,
         renew: Callable[[], None],
     ) -> None:
@@ -96,7 +96,7 @@ class ReceiveBackend(Protocol):
 
         Args:
             link: connection to the sender, after the Grant.
-            grant: what the sender said.
+            granted: what the sender said.
             landing: where the blocks go.
             renew: to be called at least once a chunk where the sender's end does not push.
 
@@ -174,12 +174,12 @@ class ShmImport:
     def fetch(
         self,
         link: SideChannelLink,
-        grant: GrantFrame,
+        granted: GrantFrame,
         landing: ReceiveBuffer,
         renew: Callable[[], None],
     ) -> None:
         """Copy chunk by chunk; the sender may compute its checksums at the same time."""
-        rows, ids = self._source(grant, landing)
+        rows, ids = self._source(granted, landing)
         lanes = self._helpers if len(landing) * landing.block_bytes >= PARALLEL_BYTES else 0
         chunks = deque(landing.copies())  # its methods are atomic: the lanes share it
         helpers = [self._pool.submit(_lane, rows, ids, landing, chunks) for _ in range(lanes)]
@@ -205,9 +205,9 @@ class ShmImport:
         with self._lock:
             self._mapped.clear()
 
-    def _source(self, grant: GrantFrame, landing: ReceiveBuffer) -> tuple[Bytes, Ints]:
-        name, key = grant.details.get("name"), grant.details.get("key")
-        offset, raw = grant.details.get("offset"), grant.details.get("blocks")
+    def _source(self, granted: GrantFrame, landing: ReceiveBuffer) -> tuple[Bytes, Ints]:
+        name, key = granted.details.get("name"), granted.details.get("key")
+        offset, raw = granted.details.get("offset"), granted.details.get("blocks")
         if not (isinstance(name, bytes) and isinstance(key, bytes) and isinstance(offset, int)):
             raise TransferError(TransferReason.PROTOCOL, "the grant names no shared memory")
         if not isinstance(raw, bytes) or len(raw) != 4 * len(landing):
@@ -354,7 +354,7 @@ class TcpImport:
     def fetch(
         self,
         link: SideChannelLink,
-        grant: GrantFrame,  # noqa: ARG002
+        granted: GrantFrame,  # noqa: ARG002
         landing: ReceiveBuffer,
         renew: Callable[[], None],  # noqa: ARG002
     ) -> None:

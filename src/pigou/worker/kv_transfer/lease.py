@@ -36,7 +36,7 @@ class LeaseClock:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, key: int, now: int) -> int:
+    def begin(self, key: int, now: int) -> int:
         """Begin a lease and return when it expires.
 
         Raises:
@@ -140,7 +140,7 @@ class LeaseTable:
                 raise ValueError(f"request {request!r} is offered already")
             offer = LeasedBlocks(self._next, request, blocks, tokens, last_hash)
             self._next += 1
-            expiry = self._leases.grant(offer.number, time.monotonic_ns())
+            expiry = self._leases.begin(offer.number, time.monotonic_ns())
             self._offers[request] = self._numbers[offer.number] = offer
             if expiry < self._sleeps_until:
                 self._change.notify()

@@ -155,10 +155,10 @@ class Puller:
                 self._over(link, backend, run)
 
     def _over(self, link: SideChannelLink, backend: ReceiveBackend, run: _Run) -> None:
-        grant = self._open(link, backend.name, run)
+        granted = self._open(link, backend.name, run)
         run.backend, run.needs_confirmation = backend.name, backend.needs_confirmation
         run.landing = ReceiveBuffer(self._store, run.dest, run.cancelled)
-        backend.fetch(link, grant, run.landing, _Renewal(link, grant.patience))
+        backend.fetch(link, granted, run.landing, _Renewal(link, granted.patience))
         link.send(Done(run.landing.good))
         run.confirmed = expect(link, Confirm).held
         if not run.confirmed:
@@ -278,12 +278,12 @@ class ConnectionPool:
         """Close the connections that were idle for long."""
         past = time.monotonic_ns() - self._timeout // 2
         with self._lock:
-            old = [link for kept in self._idle.values() for since, link in kept if since < past]
+            old = [link for idle in self._idle.values() for since, link in idle if since < past]
             young = {
-                address: [(since, link) for since, link in kept if since >= past]
-                for address, kept in self._idle.items()
+                address: [(since, link) for since, link in idle if since >= past]
+                for address, idle in self._idle.items()
             }
-            self._idle = {address: kept for address, kept in young.items() if kept}
+            self._idle = {address: idle for address, idle in young.items() if idle}
         for link in old:
             link.close()
 
@@ -291,7 +291,7 @@ class ConnectionPool:
         """Cut every connection, and open no more."""
         with self._lock:
             self.closed = True
-            links = [*self._in_use, *(link for kept in self._idle.values() for _, link in kept)]
+            links = [*self._in_use, *(link for idle in self._idle.values() for _, link in idle)]
             self._idle.clear()
         for link in links:
             link.close()
@@ -299,10 +299,10 @@ class ConnectionPool:
     def _take(self, address: Address) -> SideChannelLink | None:
         self.sweep()
         with self._lock:
-            kept = self._idle.get(address)
-            if not kept:
+            idle = self._idle.get(address)
+            if not idle:
                 return None
-            _, link = kept.pop()
+            _, link = idle.pop()
             self._in_use.add(link)
             return link
 

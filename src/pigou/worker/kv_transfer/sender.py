@@ -66,7 +66,7 @@ class Sender:
         self.engine_id = str(uuid.uuid4())
         self._exports = self._export(memory)
         self._book = LeaseTable(self._config.lease, self._config.max_hold, on_release)
-        self._offered: queue.SimpleQueue[LeasedBlocks | None] = queue.SimpleQueue()
+        self._offers: queue.SimpleQueue[LeasedBlocks | None] = queue.SimpleQueue()
         self._channel = SideChannel(
             self._config,
             engine=self.engine_id,
@@ -108,7 +108,7 @@ class Sender:
                 f"{-(-tokens // size)}"
             )
         offer = self._book.add(request, blocks.copy(), tokens, last_hash)
-        self._offered.put(offer)
+        self._offers.put(offer)
         return signed(self._ticket(offer), self._key).to_params()
 
     def release(self, request: str) -> bool:
@@ -128,7 +128,7 @@ class Sender:
         """Release every offer, and end every connection and thread. The store may go then."""
         self._book.close()
         self._channel.close()
-        self._offered.put(None)
+        self._offers.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -162,7 +162,7 @@ class Sender:
         )
 
     def _hash(self) -> None:
-        while (offer := self._offered.get()) is not None:
+        while (offer := self._offers.get()) is not None:
             try:
                 offer.checksums = checksums_in(self._store, offer.blocks)
             except Exception as error:
