@@ -5,20 +5,24 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from pigou.gpu_check.disaggregation import decode_alone, decode_elsewhere
+from pigou.gpu_check.serving import measure_serving
 from pigou.runtime.gpu.equality import compare
 from pigou.runtime.gpu.profile import profile_plans, waits_per_step
-from pigou.runtime.gpu.random_model import QWEN3_600M, TINY, random_model
+from pigou.runtime.gpu.random_model import QWEN3_600M, TINY, random_model, write_checkpoint
 from pigou.runtime.gpu.speed import Peaks, measure_peaks, measure_speed
 from pigou.runtime.kv_cache import DTYPES
 from pigou.runtime.load import LoadedModel
 
 STREAMS = (1, 32, 256)
+#: Streams over HTTP.
+HTTP_STREAMS = (1, 32)
 #: Kernels that are printed of each profile.
 _KERNELS = 12
 _TESTS = Path(__file__).parents[3] / "tests" / "runtime"
@@ -58,6 +62,7 @@ class Check:
             ("speed", self._speed),
             ("kernels", self._kernels),
             ("waits", self._host_waits),
+            ("serving", self._serving),
         ]
         if tests:
             sections.append(("tests", self._tests))
@@ -155,6 +160,20 @@ class Check:
         waits_per_plan_step = waits_per_step(self._model(), 4 if self._small else 32)
         _say("waits", f"the host waits {waits_per_plan_step:.1f} times in a greedy decode step")
         assert waits_per_plan_step <= 2, "the token is to be waited for, and nothing else"
+
+    def _serving(self) -> None:
+        streams = (1, 4) if self._small else HTTP_STREAMS
+        with tempfile.TemporaryDirectory(prefix="pigou-gpu-check-") as name:
+            folder = Path(name)
+            write_checkpoint(folder, self._shape, DTYPES["bf16"], source=self._device)
+            left_s = max(1.0, self._deadline - time.monotonic())
+            speeds = measure_serving(folder, self._device, streams, timeout_s=left_s)
+        for speed in speeds:
+            _say(
+                "serving",
+                f"{speed.streams:3} streams over HTTP: TTFT {1e3 * speed.ttft_s:.1f} ms, "
+                f"ITL {1e3 * speed.itl_s:.2f} ms, {speed.tokens_per_s:,.0f} tokens/s",
+            )
 
     def _tests(self) -> None:
         if not _TESTS.is_dir():

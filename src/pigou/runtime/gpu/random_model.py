@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from pigou.runtime.decoder import load_decoder
@@ -40,6 +43,8 @@ TINY = QWEN3_600M | {
     "vocab_size": 320,
     "max_position_embeddings": 2048,
 }
+#: Id of the checkpoint's end token, behind those of the 256 bytes.
+_END_TOKEN = 256
 #: How far the logits spread; else all tokens were about as probable.
 _SPREAD = 4.0
 
@@ -81,3 +86,53 @@ def random_model(
         ops = KernelOps() if torch_device.type == "cpu" else TorchOps()
         decoder = load_decoder(config, weights, ops)
     return LoadedModel("random", Path(), "random", config, decoder, dtype, torch_device)
+
+
+class _RecordedWeights(RandomWeights):
+    """Random weights that are retained by name.
+
+    Attributes:
+        tensors: all that were taken.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, source: torch.device) -> None:
+        super().__init__(dtype, device, source)
+        self.tensors: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return a weight, and retain a copy."""
+        weight = super().take(name, *shape)
+        self.tensors[name] = weight.clone()
+        return weight
+
+
+def write_checkpoint(
+    folder: Path, shape: dict[str, Any], dtype: torch.dtype, *, source: str = "cpu"
+) -> None:
+    """Write a model of random weights as a checkpoint that a worker can serve.
+
+    Its tokenizer has a token for each byte and an end token.
+
+    Args:
+        folder: that takes the files.
+        shape: its config.json.
+        dtype: of the weights.
+        source: where the random numbers are drawn.
+    """
+    cpu = torch.device("cpu")
+    weights: Any = _RecordedWeights(dtype, cpu, torch.device(source))
+    with torch.inference_mode():
+        load_decoder(parse_config(shape), weights, TorchOps())
+        save_file(weights.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = shape | {
+        "model_type": "qwen3",
+        "eos_token_id": _END_TOKEN,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
