@@ -19,7 +19,7 @@ from pigou.worker.commands import Abort, Add, ClearCache, Report, Stop
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread import EngineThread
 from pigou.worker.kv_offload import OffloadConnector
-from pigou.worker.kv_transfers import NoTransfers
+from pigou.worker.kv_transfer.connector import NoTransfers
 
 SEED = b"burst"
 #: Bytes of a block of the executor that sleeps.

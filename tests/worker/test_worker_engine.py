@@ -23,7 +23,7 @@ from pigou.worker.build import build
 from pigou.worker.commands import Abort, Add, Report, Stop
 from pigou.worker.config import WorkerConfig
 from pigou.worker.engine_thread import EngineThread
-from pigou.worker.kv_transfers import NoTransfers
+from pigou.worker.kv_transfer.connector import NoTransfers
 from pigou.worker.mock_worker import MockBackend, TimingLaw
 from pigou.worker.process import WorkerServer
 

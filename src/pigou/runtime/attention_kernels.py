@@ -29,7 +29,7 @@ from pigou.runtime.simd import (
     widen,
 )
 from pigou.runtime.thread_pool import ParallelKernel, RowRange, run_parallel
-from pigou.runtime.token_eviction.entry_stats_kernels import MASS_LINE
+from pigou.runtime.token_eviction.entry_stats_kernels import MASS_LINE, MassTarget
 
 Stored = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -71,20 +71,6 @@ class PagedLayer(NamedTuple):
     tables: Ints
     kv: Stored
     block_size: int
-
-
-class MassTarget(NamedTuple):
-    """Where the probabilities that entries receive are added up.
-
-    Attributes:
-        numbers: side data of the entries (`EntryStats.numbers`).
-        layer: of the model.
-        owns: first entry that is not shared, by row of the batch, shape (rows,).
-    """
-
-    numbers: Floats
-    layer: int
-    owns: Ints
 
 
 @fast
@@ -370,10 +356,6 @@ def prefill(
         for j in range(count):
             for d in range(width):
                 out[first + j, head, d] = narrow(result[j, d], out)
-
-
-# Each of these calls the kernel of its name on the threads of `start` (see `run_parallel`). The
-# first three arguments are those of `run_parallel`, the others the kernel's.
 
 
 @fast

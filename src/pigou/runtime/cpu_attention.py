@@ -66,9 +66,7 @@ class CPUAttention(PagedAttention):
         cached = kernels.PagedLayer(batch.locations, self.tables, kv, size)
         if batch.singles:
             tasks = (0, batch.singles * config.kv_heads)
-            mass = None
-            if self.watch is not None:
-                mass = kernels.MassTarget(*self.watch.target(layer), self.watch.owns)
+            mass = None if self.watch is None else self.watch.target(layer)
             arguments = (array, rotation, cached, self._queries, result, mass)
             kernels.DECODE(self._decode_ns, tasks, *arguments)
         if batch.chunks:

@@ -44,8 +44,8 @@ from pigou.worker.commands import (
 from pigou.worker.heartbeat import Heartbeat
 from pigou.worker.kv_event_publisher import event_map
 from pigou.worker.kv_offload import OffloadConnector
+from pigou.worker.kv_transfer.connector import Transfers
 from pigou.worker.kv_transfer.transfer_params import hash_text
-from pigou.worker.kv_transfers import Transfers
 
 log = logging.getLogger(__name__)
 

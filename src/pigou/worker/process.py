@@ -31,7 +31,7 @@ from pigou.worker.input_processor import InputProcessor
 from pigou.worker.kv_event_publisher import EventPublisher
 from pigou.worker.kv_offload import OffloadConnector
 from pigou.worker.kv_transfer import Receiver, Sender, transfer_key
-from pigou.worker.kv_transfers import KVTransfers, NoTransfers
+from pigou.worker.kv_transfer.connector import KVTransfers, NoTransfers
 from pigou.worker.metrics import TierMetrics, WorkerMetrics
 from pigou.worker.routes import Routes
 from pigou.worker.startup import prepare

@@ -17,6 +17,7 @@ from pigou.runtime.token_eviction.entry_stats_kernels import (
     FIRST_FIELD_LINE,
     MASS_LINE,
     POSITION_LINE,
+    MassTarget,
 )
 from pigou.runtime.token_eviction.policy import Floats, Folding
 
@@ -292,10 +293,10 @@ class AttentionMassTracker:
 
     # --- compiled kernels -------------------------------------------------------------------
 
-    def target(self, layer: int) -> tuple[Floats, int]:
-        """Return where `attention_kernels.decode` adds to: side data and layer."""
+    def target(self, layer: int) -> MassTarget:
+        """Return where `attention_kernels.decode` adds to."""
         assert isinstance(self.stats, CPUEntryStats)
-        return self.stats.array, layer
+        return MassTarget(self.stats.array, layer, self.owns)
 
     def absorb(
         self, layer: int, sums: Floats, tiles: Ints, folds: np.ndarray, tables: Ints

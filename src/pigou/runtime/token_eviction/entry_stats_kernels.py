@@ -6,6 +6,8 @@ is the same memory as int32, whose first line of a head holds positions.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +27,20 @@ AFTER_MASS_LINE = 2
 SOURCE, TARGET = 0, 1
 #: Bytes of a float32.
 _FLOAT_BYTES = 4
+
+
+class MassTarget(NamedTuple):
+    """Where the probabilities that entries receive are added up.
+
+    Attributes:
+        numbers: side data of the entries (`EntryStats.numbers`).
+        layer: of the model.
+        owns: first entry that is not shared, by row of the batch, shape (rows,).
+    """
+
+    numbers: Floats
+    layer: int
+    owns: Ints
 
 
 @kernel

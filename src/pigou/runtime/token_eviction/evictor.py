@@ -350,7 +350,7 @@ class Evictor:
         ranking = self._rankings.pop(row, None)
         if len(task.copies):
             self._bear_before([task])
-        victims = None if ranking is None else _allowed(ranking, task.first, task.drop)
+        victims = None if ranking is None else ranking.victims(task.first, task.drop)
         if ranking is None or victims is None:
             (ranking,) = self._rank([RankRequest(row, table, task.first, task.drop)])
             victims = ranking.slots
@@ -395,12 +395,3 @@ def _batches(rows: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]:
         total += size
     if first < len(rows):
         yield rows[first:]
-
-
-def _allowed(ranking: Ranking, first: int, drop: int) -> Ints | None:
-    """Return each head's first `drop` victims from slot `first` on; None if they are too few."""
-    if first <= ranking.first:
-        slots = ranking.slots
-        return np.ascontiguousarray(slots[:, :drop]) if slots.shape[1] >= drop else None
-    heads = [head[head >= first][:drop] for head in ranking.slots]
-    return np.stack(heads) if all(len(head) == drop for head in heads) else None

@@ -30,6 +30,18 @@ class Ranking:
     lost_returns: NDArray[np.float64]
     returns: Returns | None
 
+    def victims(self, first: int, drop: int) -> Ints | None:
+        """Return each head's first `drop` victims from slot `first` on; None if they are too few.
+
+        Shape as `slots`, with `drop` columns.
+        """
+        if first <= self.first:
+            return (
+                np.ascontiguousarray(self.slots[:, :drop]) if self.slots.shape[1] >= drop else None
+            )
+        heads = [head[head >= first][:drop] for head in self.slots]
+        return np.stack(heads) if all(len(head) == drop for head in heads) else None
+
 
 def rank(
     config: EvictionConfig, judged: Judged, following: int, first: int, max_entries: int, size: int
