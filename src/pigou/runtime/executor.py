@@ -228,7 +228,7 @@ class TorchExecutor:
         sampler = IsolatedSampler(self.sampler, sampling, self.model.ops, self._device)
         reporting = [s for s in sequences if s.prompt_logprobs]
         wanted = upload(batch.last[batch.entries], self._device)
-        speaks = self.evictor is not None and bool(self.evictor.policy.spoken)
+        needs_logits = self.evictor is not None and bool(self.evictor.policy.logit_fields)
         durations: list[int] = []
         began = self._clock()
         while True:
@@ -240,13 +240,13 @@ class TorchExecutor:
                 finished=np.zeros(len(plan.rows), dtype=np.bool_),
             )
             # Where every token samples, they are the plan's single tokens, in its order.
-            some = None if reporting or speaks or len(wanted) == batch.size else wanted
+            some = None if reporting or needs_logits or len(wanted) == batch.size else wanted
             hidden = self.model.hidden(batch.tokens, self._attention, some)
             if reporting:
                 self._report_prompts(plan, sequences, batch, hidden, output)
                 reporting = []
-            if speaks:
-                self._speak(batch, hidden)
+            if needs_logits:
+                self._pass_logits(batch, hidden)
             if len(hidden) != len(wanted):
                 hidden = hidden[wanted]
             if sampling:
@@ -266,7 +266,7 @@ class TorchExecutor:
                 return len(durations), ended, durations
             batch.advance(chosen.to(batch.tokens.dtype))
 
-    def _speak(self, batch: StepBatch, hidden: Tensor) -> None:
+    def _pass_logits(self, batch: StepBatch, hidden: Tensor) -> None:
         """Let the policy of eviction hear all tokens' logits, some at a time to spare memory."""
         assert self.evictor is not None
         for at in range(0, batch.size, _AT_ONCE):

@@ -153,7 +153,7 @@ def test_the_papers_policy_subtracts_lambda_times_the_variance_of_whole_tokens(
     logits = normal(COUNT, CONFIG.vocab)
     mean, variance = PaperModel.load(papers / PAPER).birth(logits)
     seen = entries(policy)
-    seen.data[:, :, 1:] = policy.speak(logits).T.numpy()
+    seen.data[:, :, 1:] = policy.from_logits(logits).T.numpy()
     np.testing.assert_allclose(policy.score(seen), mean - 0.3 * variance, rtol=1e-4, atol=1e-6)
     assert policy.score(seen).shape == (COUNT,)
 

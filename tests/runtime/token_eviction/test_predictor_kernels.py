@@ -26,7 +26,7 @@ def test_logarithm_is_exact_to_a_few_units_in_the_last_place() -> None:
     assert exponential(logarithm(np.float32(7.0))) == pytest.approx(7.0, rel=1e-6)
 
 
-def judged(b: Bench, drops: list[int]) -> list[np.ndarray]:
+def predicted(b: Bench, drops: list[int]) -> list[np.ndarray]:
     """Appraise a row before each of these compactions; return its losses."""
     b.start(0, random_tokens(190), prompt=70)
     b.run([(0, 103)])
@@ -41,7 +41,7 @@ def judged(b: Bench, drops: list[int]) -> list[np.ndarray]:
 
 def test_kernels_and_networks_lose_the_same_and_keep_the_same(loaded: Find) -> None:
     both = [bench(loaded(BUNDLED), "pigou", plain=plain) for plain in (False, True)]
-    ours, theirs = (judged(b, [32, 16, 32]) for b in both)
+    ours, theirs = (predicted(b, [32, 16, 32]) for b in both)
     for mine, other in zip(ours, theirs, strict=True):
         assert len(mine) > 2
         np.testing.assert_allclose(mine, other, rtol=1e-3)
@@ -54,7 +54,7 @@ def test_kernels_and_networks_lose_the_same_and_keep_the_same(loaded: Find) -> N
 def test_what_may_go_is_summed_up_and_of_the_recent_whole_blocks_alone(dtype: str) -> None:
     b = bench(load(bundled_path(), dtype), "pigou")
     policy, cache = b.evictor.policy, b.executor.cache
-    judged(b, [32, 32])  # in each head, other entries lie in a slot now
+    predicted(b, [32, 32])  # in each head, other entries lie in a slot now
     b.run([(0, 1)], appraised=np.array([[0, 0, 2]], dtype=np.int32))
     end = b.computed[0]
     data = b.evictor.stats.collect(b.tables[0], b.entries[0])
@@ -79,7 +79,7 @@ def test_what_may_go_is_summed_up_and_of_the_recent_whole_blocks_alone(dtype: st
 def test_returns_are_finite_however_large_the_doubt(loaded: Find) -> None:
     b = bench(loaded(BUNDLED), "pigou")
     b.evictor.policy.model.value_last[:, 0, 1] = 40.0  # type: ignore[attr-defined]
-    assert all(np.isfinite(losses).all() for losses in judged(b, [16]))
+    assert all(np.isfinite(losses).all() for losses in predicted(b, [16]))
 
 
 def test_weights_without_meaning_are_told(loaded: Find) -> None:
@@ -87,4 +87,4 @@ def test_weights_without_meaning_are_told(loaded: Find) -> None:
     model = b.evictor.policy.model  # type: ignore[attr-defined]
     torch.nn.init.constant_(model.value_last, torch.nan)
     with pytest.raises(ValueError, match="not finite"):
-        judged(b, [16])
+        predicted(b, [16])

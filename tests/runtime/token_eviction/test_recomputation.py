@@ -22,13 +22,13 @@ class Spoken(TokenPolicy):
     """Whole tokens, by a number that their logits yield."""
 
     fields = ("said",)
-    spoken = ("said",)
+    logit_fields = ("said",)
     recomputes = True
 
     def score(self, entries: CacheEntries) -> Returns:
         return entries.field("said")[0, 0]
 
-    def speak(self, logits: Tensor) -> Tensor:
+    def from_logits(self, logits: Tensor) -> Tensor:
         return logits[:, :1].sin()
 
 

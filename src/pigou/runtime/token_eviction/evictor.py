@@ -23,7 +23,7 @@ from pigou.runtime.token_eviction.entry_stats_kernels import POSITION_LINE
 from pigou.runtime.token_eviction.policy import (
     CacheEntries,
     Floats,
-    Judged,
+    PredictedReturns,
     RowEntries,
     TokenPolicy,
 )
@@ -98,7 +98,7 @@ class Evictor:
         self._owners: dict[int, str] = {}
         self._loading: dict[str, int] = {}
         self._dropped: dict[str, Dropped] = {}
-        unknown = {*policy.born, *policy.spoken}
+        unknown = {*policy.summary_fields, *policy.logit_fields}
         self._blank = np.array([np.nan if f in unknown else 0.0 for f in policy.fields], np.float32)
         self._stamped = [policy.fields.index(name) for name in policy.stamped]
         self._dead = np.zeros(tables.shape[1] * self.size, dtype=np.uint8)
@@ -116,7 +116,7 @@ class Evictor:
             self._start(started, owners[started.row], plan)
         for load in plan.loads:
             self._load(load)
-        self._bear_before([task for task in plan.compactions if not len(task.copies)])
+        self._summarize_before([task for task in plan.compactions if not len(task.copies)])
         for compaction in plan.compactions:
             self._compact(compaction)
         self.stats.move(plan.swap_out, plan.copies, plan.swap_in)
@@ -129,8 +129,8 @@ class Evictor:
 
     def end_step(self, locations: Ints, logits: Tensor) -> None:
         """Keep what logits say of some of a step's tokens; `locations` as in `StepBatch`."""
-        line = 1 + self.policy.fields.index(self.policy.spoken[0])
-        self.stats.put(locations, self.tables, line, self.policy.speak(logits))
+        line = 1 + self.policy.fields.index(self.policy.logit_fields[0])
+        self.stats.put(locations, self.tables, line, self.policy.from_logits(logits))
 
     def end_plan(
         self, plan: Plan, steps: int
@@ -191,11 +191,12 @@ class Evictor:
         slots = np.arange(entries, entries + count, dtype=np.int32)
         locations = np.stack((positions, slots, np.zeros_like(slots)))
         self.stats.enter(locations, table[None], self._blank)
-        if self.policy.spoken:
-            line = 1 + self.policy.fields.index(self.policy.spoken[0])
-            values = data[line : line + len(self.policy.spoken)].T
-            spoken = torch.from_numpy(np.ascontiguousarray(values)).to(self.stats.numbers.device)
-            self.stats.put(locations, table[None], line, spoken)
+        if self.policy.logit_fields:
+            line = 1 + self.policy.fields.index(self.policy.logit_fields[0])
+            values = data[line : line + len(self.policy.logit_fields)].T
+            numbers = torch.from_numpy(np.ascontiguousarray(values))
+            device = self.stats.numbers.device
+            self.stats.put(locations, table[None], line, numbers.to(device))
         self.entries[row] = entries + count
         self._rankings.pop(row, None)
         return positions
@@ -234,24 +235,24 @@ class Evictor:
 
     def _rank(self, requests: Sequence[RankRequest]) -> Iterator[Ranking]:
         """Rank the entries of rows."""
-        for request, judged in zip(requests, self._judge(requests), strict=True):
+        for request, predicted in zip(requests, self._predict(requests), strict=True):
             following = int(self.next[request.row])
             _, _, first, max_entries = request
-            yield rank(self.config, judged, following, first, max_entries, self.size)
+            yield rank(self.config, predicted, following, first, max_entries, self.size)
 
-    def _judge(self, requests: Sequence[RankRequest]) -> Iterator[Judged]:
-        """Judge the entries of rows where they lie, or so many together as make sense."""
+    def _predict(self, requests: Sequence[RankRequest]) -> Iterator[PredictedReturns]:
+        """Score the entries of rows where they lie, or so many together as make sense."""
         if self._in_place:
-            yield from (self.policy.judge(self._row(r.row, r.table)) for r in requests)
+            yield from (self.policy.predict(self._row(r.row, r.table)) for r in requests)
             return
         for some in _batches(requests, [int(self.entries[r.row]) for r in requests]):
             rows = self._cache_entries(some)
             for entries, scores in zip(rows, self.policy.scores(rows), strict=True):
-                yield Judged(scores, entries.positions)
+                yield PredictedReturns(scores, entries.positions)
 
     @property
     def _in_place(self) -> bool:
-        """Whether there are kernels that judge entries where they lie."""
+        """Whether there are kernels that score entries where they lie."""
         return (
             self.policy.compiled
             and isinstance(self.stats, CPUEntryStats)
@@ -274,8 +275,8 @@ class Evictor:
     def _cache_entries(self, requests: Sequence[RankRequest]) -> list[CacheEntries]:
         """Return the entries of rows as the policy sees them."""
         collected = [self.stats.collect(r.table, int(self.entries[r.row])) for r in requests]
-        if self.policy.born:
-            self._bear([(r.table, data) for r, data in zip(requests, collected, strict=True)])
+        if self.policy.summary_fields:
+            self._summarize([(r.table, data) for r, data in zip(requests, collected, strict=True)])
         return [
             CacheEntries(
                 data=data,
@@ -288,28 +289,28 @@ class Evictor:
             for request, data in zip(requests, collected, strict=True)
         ]
 
-    def _bear_before(self, tasks: Sequence[Compaction]) -> None:
+    def _summarize_before(self, tasks: Sequence[Compaction]) -> None:
         """Compute what was not done yet while new entries still lie side by side."""
         if self._in_place:
             for task in tasks:
                 row = self._row(task.row, task.blocks)
-                self.policy.bear(row._replace(stop=row.following))
-        elif self.policy.born:
-            self._bear([(task.blocks, self._collect(task)) for task in tasks])
+                self.policy.summarize(row._replace(stop=row.following))
+        elif self.policy.summary_fields:
+            self._summarize([(task.blocks, self._collect(task)) for task in tasks])
 
-    def _bear(self, rows: Sequence[tuple[Ints, Floats]]) -> None:
+    def _summarize(self, rows: Sequence[tuple[Ints, Floats]]) -> None:
         """Compute what is kept of rows' keys and values where that was not done yet.
 
         Args:
             rows: table and side data of each; what is found is put into both.
         """
-        line = 1 + self.policy.fields.index(self.policy.born[0])
+        line = 1 + self.policy.fields.index(self.policy.summary_fields[0])
         new = [np.flatnonzero(np.isnan(data[0, 0, line])).astype(np.int32) for _, data in rows]
         pending = [(*row, slots) for row, slots in zip(rows, new, strict=True) if len(slots)]
         for some in _batches(pending, [len(slots) for *_, slots in pending]):
-            self._bear_some(line, some)
+            self._summarize_some(line, some)
 
-    def _bear_some(self, line: int, rows: Sequence[tuple[Ints, Floats, Ints]]) -> None:
+    def _summarize_some(self, line: int, rows: Sequence[tuple[Ints, Floats, Ints]]) -> None:
         """Compute what is kept of slots of rows, each of a table, its side data and its slots."""
         table = np.concatenate([table[slots // self.size] for table, _, slots in rows])
         slots = np.concatenate([slots for *_, slots in rows])
@@ -325,7 +326,7 @@ class Evictor:
         values = kv[:, :, VALUES].view(*shape, self.size, -1)[blocks, :, :, offsets]
         keys, values = (part.permute(1, 2, 0, 3).float() for part in (keys, values))
         content = self.policy.birth(keys, values, positions)
-        lines = slice(line, line + len(self.policy.born))
+        lines = slice(line, line + len(self.policy.summary_fields))
         parts = torch.split(content, [len(slots) for *_, slots in rows], dim=2)
         for (table, data, slots), part in zip(rows, parts, strict=True):
             self.stats.put_heads(table, slots, line, part)
@@ -349,7 +350,7 @@ class Evictor:
         self.stats.move(_NO_PAIRS, task.copies, _NO_PAIRS)
         ranking = self._rankings.pop(row, None)
         if len(task.copies):
-            self._bear_before([task])
+            self._summarize_before([task])
         victims = None if ranking is None else ranking.victims(task.first, task.drop)
         if ranking is None or victims is None:
             (ranking,) = self._rank([RankRequest(row, table, task.first, task.drop)])

@@ -20,7 +20,7 @@ from pigou.runtime.token_eviction.policy import (
     EvictionContext,
     Floats,
     Folding,
-    Judged,
+    PredictedReturns,
     Returns,
     RowEntries,
     TokenPolicy,
@@ -77,7 +77,7 @@ class Pigou(TokenPolicy):
     Params = PigouParams
     fields = ("mass", "mass_all", "mass_slow", "mass_fast", "content_0", "content_1")
     folding = Folding(FOLD, tuple(math.exp(-FOLD / scale) for scale in SCALES))
-    born = ("content_0", "content_1")
+    summary_fields = ("content_0", "content_1")
 
     def __init__(self, setting: EvictionContext, params: msgspec.Struct) -> None:
         super().__init__(setting, params)
@@ -95,14 +95,14 @@ class Pigou(TokenPolicy):
             orders[: layers // 2], orders[layers // 2 :] = 2.0, 3.0
         return orders
 
-    def judge(self, row: RowEntries) -> Judged:
+    def predict(self, row: RowEntries) -> PredictedReturns:
         """Return the same as `score` to within rounding; where somebody trained a predictor."""
-        self.bear(row)
-        return self._kernels.judge(row, self.order)
+        self.summarize(row)
+        return self._kernels.predict(row, self.order)
 
-    def bear(self, row: RowEntries) -> None:
+    def summarize(self, row: RowEntries) -> None:
         """Sum up a row's new entries."""
-        self._kernels.bear(row, 1 + self.fields.index("content_0"))
+        self._kernels.summarize(row, 1 + self.fields.index("content_0"))
 
     @cached_property
     def _kernels(self) -> CompiledReturns:
@@ -116,18 +116,18 @@ class Pigou(TokenPolicy):
 
     def score(self, entries: CacheEntries) -> Returns:
         """Return the discounted change of the output to come, at its power mean."""
-        return self._returns(*self._judged(entries))
+        return self._returns(*self._features(entries))
 
     def scores(self, rows: Sequence[CacheEntries]) -> list[Returns]:
-        """Return the scores of several rows, judged at once where each entry is judged alone."""
+        """Return the scores of several rows, scored at once where each entry is scored alone."""
         if not isinstance(self.model, ReturnModel) or not rows:
             return super().scores(rows)
-        parts = [self._judged(entries) for entries in rows]
+        parts = [self._features(entries) for entries in rows]
         content, masses, age = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         stops = np.cumsum([entries.data.shape[3] for entries in rows])
         return np.split(self._returns(content, masses, age), stops[:-1], axis=2)
 
-    def _judged(self, entries: CacheEntries) -> tuple[Tensor, Tensor, Tensor]:
+    def _features(self, entries: CacheEntries) -> tuple[Tensor, Tensor, Tensor]:
         """Return content, attention received by now, and age, as `ReturnModel.value` takes them."""
         data = torch.from_numpy(entries.data)
         first = 1 + entries.names.index("mass")
@@ -177,7 +177,7 @@ class PaperLossy(TokenPolicy):
 
     Params = LossyParams
     fields = ("return", "variance")
-    spoken = ("return", "variance")
+    logit_fields = ("return", "variance")
 
     def __init__(self, setting: EvictionContext, params: msgspec.Struct) -> None:
         super().__init__(setting, params)
@@ -195,7 +195,7 @@ class PaperLossy(TokenPolicy):
                 f"but the model has {setting.model.vocab}; train it again"
             )
 
-    def speak(self, logits: Tensor) -> Tensor:
+    def from_logits(self, logits: Tensor) -> Tensor:
         """Predict R and sigma^2 of tokens."""
         return torch.stack(self.model.birth(logits), dim=-1)
 
@@ -217,7 +217,7 @@ class Paper(PaperLossy):
 
 
 class CompiledReturns:
-    """Sums up and judges entries on the CPU, where they lie in the cache.
+    """Sums up and scores entries on the CPU, where they lie in the cache.
 
     To within rounding it is `ReturnModel` behind `unrotate`. Side data must be laid out as
     `Pigou.fields` has it.
@@ -237,13 +237,13 @@ class CompiledReturns:
         self._value = _weights(model.value_in, model.value_bias, model.value_out)
         self._last: Floats = model.value_last[:, 0].contiguous().numpy()
 
-    def bear(self, row: RowEntries, line: int) -> None:
+    def summarize(self, row: RowEntries, line: int) -> None:
         """Sum up a row's new entries; results go to its side data, from `line` on."""
         stats = _stats(row)
-        kernels.bear(row.kv, stats, row.stop, line, self._turns, self._scale, self._birth)
+        kernels.summarize(row.kv, stats, row.stop, line, self._turns, self._scale, self._birth)
 
-    def judge(self, row: RowEntries, order: Floats) -> Judged:
-        """Judge a row's entries, at a power mean.
+    def predict(self, row: RowEntries, order: Floats) -> PredictedReturns:
+        """Score a row's entries, at a power mean.
 
         Args:
             row: whose entries they are.
@@ -254,8 +254,8 @@ class CompiledReturns:
         positions: Ints = np.empty(scores.shape, np.int32)
         fades = np.array([math.exp(-row.since / scale) for scale in SCALES], np.float32)
         stats, orders = _stats(row), order.ravel()
-        kernels.judge(stats, fades, self._value, self._last, orders, scores, positions)
-        return Judged(scores, positions)
+        kernels.predict(stats, fades, self._value, self._last, orders, scores, positions)
+        return PredictedReturns(scores, positions)
 
 
 def _stats(row: RowEntries) -> kernels.RowStats:

@@ -122,7 +122,7 @@ class RowEntries(NamedTuple):
     stop: int
 
 
-class Judged(NamedTuple):
+class PredictedReturns(NamedTuple):
     """What a row's entries will return.
 
     Attributes:
@@ -150,12 +150,12 @@ class TokenPolicy:
     folding: Folding | None = None
     #: Fields that are set to the clock when an entry is made.
     stamped: tuple[str, ...] = ()
-    #: Whether entries can be judged by `judge`, and summed up by `bear`.
+    #: Whether entries can be scored by `predict`, and summed up by `summarize`.
     compiled: bool = False
     #: Successive fields that `birth` yields; NaN before.
-    born: tuple[str, ...] = ()
-    #: Successive fields that `speak` yields; NaN where a token was not computed here.
-    spoken: tuple[str, ...] = ()
+    summary_fields: tuple[str, ...] = ()
+    #: Successive fields that `from_logits` yields; NaN where a token was not computed here.
+    logit_fields: tuple[str, ...] = ()
     #: Whether tokens that are worth their price again are computed again; whole tokens only.
     recomputes: bool = False
     #: What computing a token again costs, in the unit of returns (delta of Token-PD, Eq. 2).
@@ -180,7 +180,7 @@ class TokenPolicy:
         """Return the `score` of each of several rows; a policy may compute them together."""
         return [self.score(entries) for entries in rows]
 
-    def judge(self, row: RowEntries) -> Judged:
+    def predict(self, row: RowEntries) -> PredictedReturns:
         """Return the `score` of a row's entries by compiled kernels, which read them in place.
 
         Where `compiled`, in place of `birth` and `score`. Scores of entries that may not go yet
@@ -191,8 +191,8 @@ class TokenPolicy:
         """
         raise NotImplementedError
 
-    def bear(self, row: RowEntries) -> None:
-        """Put what `birth` yields into the side data of a row, as `judge` does.
+    def summarize(self, row: RowEntries) -> None:
+        """Put what `birth` yields into the side data of a row, as `predict` does.
 
         Before entries move: new ones lie side by side as long as they have not.
         """
@@ -206,18 +206,18 @@ class TokenPolicy:
             positions: shape (n,).
 
         Returns:
-            The fields `born`, shape (layers, kv_heads, n, fields).
+            The fields `summary_fields`, shape (layers, kv_heads, n, fields).
         """
         raise NotImplementedError
 
-    def speak(self, logits: Tensor) -> Tensor:
+    def from_logits(self, logits: Tensor) -> Tensor:
         """Return what is kept of tokens, in the step that stores their entries.
 
         Args:
             logits: of the tokens after them, shape (n, vocab).
 
         Returns:
-            The fields `spoken`, shape (n, fields).
+            The fields `logit_fields`, shape (n, fields).
         """
         raise NotImplementedError
 

@@ -27,7 +27,7 @@ RETURNS, PAPER = "returns.npz", "returns-paper.npz"
 
 
 def features(content: Tensor, masses: Tensor, age: Tensor) -> Tensor:
-    """Put together what entries are judged by at one time.
+    """Put together what entries are scored by at one time.
 
     Args:
         content: shape (..., n, CONTENT).
@@ -63,7 +63,7 @@ def unrotate(keys: Tensor, turns: Tensor) -> Tensor:
 class ReturnModel:
     """Two small networks for each layer and KV head, over Z = layers * kv_heads.
 
-    The first sums up an entry's key and value, once; the second judges it, whenever asked, by
+    The first sums up an entry's key and value, once; the second scores it, whenever asked, by
     that and by the attention that it received. An entry's return is a mean of two: the change of
     the attention's output, behind the output product, were it dropped alone, to the power of
     `POWER`; and the squared error that it spares where others are dropped. Both are summed over
@@ -103,7 +103,7 @@ class ReturnModel:
         return torch.bmm(hidden, self.birth_out).view(*keys.shape[:3], CONTENT)
 
     def value(self, content: Tensor, masses: Tensor, age: Tensor) -> tuple[Tensor, Tensor]:
-        """Judge entries now.
+        """Score entries now.
 
         Args:
             content: from `birth`, shape (layers, kv_heads, n, CONTENT).
@@ -190,7 +190,7 @@ GENERIC = Path(__file__).with_name("generic.npz")
 
 
 def relative(now: Tensor) -> Tensor:
-    """What entries are judged by, compared with those beside them; age stays as it is.
+    """What entries are scored by, compared with those beside them; age stays as it is.
 
     Args:
         now: from `features`, turned, shape (..., entries, inputs).
@@ -230,7 +230,7 @@ class GenericReturns:
         return norms.clamp_min(1e-6).log()
 
     def value(self, content: Tensor, masses: Tensor, age: Tensor) -> tuple[Tensor, Tensor]:
-        """Judge entries, of which those of one layer and head are compared with each other."""
+        """Score entries, of which those of one layer and head are compared with each other."""
         now = features(content, masses, age).mT
         hidden = F.silu(relative(now) @ self.value_in + self.value_bias)
         out = hidden @ self.value_out + self.value_last

@@ -1,4 +1,4 @@
-"""Compiled `ReturnModel` for the CPU: entries are summed up and judged where they lie.
+"""Compiled `ReturnModel` for the CPU: entries are summed up and scored where they lie.
 
 A block's entries lie side by side and go through the networks so, a head at a time: nothing is
 gathered. `numbers` and `ids` are as in `pigou.runtime.token_eviction.entry_stats_kernels`. After a
@@ -29,7 +29,7 @@ Stored = NDArray[Any]
 _FLOAT_BYTES = 4
 #: Hidden units that are computed at once, of which there are a multiple.
 UNITS = 4
-#: Entries that are judged at once: few enough that their hidden units stay near.
+#: Entries that are scored at once: few enough that their hidden units stay near.
 WIDE = 4 * LANES
 #: Rows of what the second network yields.
 _MEAN, _LOG_SIGMA = 0, 1
@@ -132,7 +132,7 @@ def load(keys: Stored, values: Stored, start: int, size: int, x: Floats) -> None
 
 
 @fast
-def bear(
+def summarize(
     kv: Stored, row: RowStats, stop: int, line: int, turns: Floats, scale: float,
     weights: NetworkWeights,
 ) -> None:  # fmt: skip
@@ -198,7 +198,7 @@ def load_features(
         positions: of its entries, shape (size,).
         start: offset of the first entry.
         following: position of the sequence's next token.
-        fades: see `judge`.
+        fades: see `predict`.
         x: shape (CONTENT + scales + 1, columns).
         at: first column.
     """
@@ -220,11 +220,11 @@ def load_features(
 
 
 @fast
-def judge(
+def predict(
     row: RowStats, fades: Floats, weights: NetworkWeights, last: Floats, order: Floats,
     scores: Floats, positions: Ints,
 ) -> None:  # fmt: skip
-    """Judge all entries of a sequence (`ReturnModel.value`): exp(mean + order sigma^2 / 2).
+    """Score all entries of a sequence (`ReturnModel.value`): exp(mean + order sigma^2 / 2).
 
     Behind its position an entry has the mass since the last fold, a sum for each of `fades`, and
     its content.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pigou.compiled import kernel
 from pigou.config import EvictionConfig
 from pigou.request import Ints
-from pigou.runtime.token_eviction.policy import Judged, Returns
+from pigou.runtime.token_eviction.policy import PredictedReturns, Returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,12 @@ class Ranking:
 
 
 def rank(
-    config: EvictionConfig, judged: Judged, following: int, first: int, max_entries: int, size: int
+    config: EvictionConfig,
+    predicted: PredictedReturns,
+    following: int,
+    first: int,
+    max_entries: int,
+    size: int,
 ) -> Ranking:
     """Rank a row's entries.
 
@@ -52,7 +57,7 @@ def rank(
 
     Args:
         config: of eviction.
-        judged: its entries' scores, by the policy, and positions.
+        predicted: its entries' scores, by the policy, and positions.
         following: position of the row's next token.
         first: slot from which on entries may go.
         max_entries: entries that may go.
@@ -61,7 +66,7 @@ def rank(
     Raises:
         ValueError: a return is not finite.
     """
-    scores, positions = judged
+    scores, positions = predicted
     if not np.isfinite(scores).all():
         raise ValueError("the policy yields returns that are not finite")
     whole = scores.ndim == 1

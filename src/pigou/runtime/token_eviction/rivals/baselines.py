@@ -158,7 +158,7 @@ class RandomParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Random(TokenPolicy):
-    """Chance: in each layer and head another number, drawn anew at each appraisal."""
+    """Chance: in each layer and head another number, drawn anew at each scoring."""
 
     Params = RandomParams
 
@@ -173,7 +173,7 @@ class Random(TokenPolicy):
 
 
 class Oracle(TokenPolicy):
-    """Returns that somebody knows: `scorer`, which a benchmark sets before the first appraisal."""
+    """Returns that somebody knows: `scorer`, which a benchmark sets before the first scoring."""
 
     #: From entries to returns, as `TokenPolicy.score`.
     scorer: Callable[[CacheEntries], Returns] | None = None
