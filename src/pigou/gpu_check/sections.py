@@ -119,8 +119,8 @@ class Check:
         tokens = decode_alone(model, prompt, 32)
         disaggregated, blocks = decode_elsewhere(model, prompt, 32)
         assert blocks > 0, "no block went from prefill to decode"
-        alike = [mine == theirs for mine, theirs in zip(tokens, disaggregated, strict=True)]
-        agree = (*alike, False).index(False)
+        equal = [mine == theirs for mine, theirs in zip(tokens, disaggregated, strict=True)]
+        agree = (*equal, False).index(False)
         _say(
             "P/D",
             f"{blocks} blocks through shared memory; {agree} of {len(tokens)} tokens alike",
