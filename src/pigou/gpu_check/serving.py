@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from pigou.fleet.worker_process import WorkerProcess
-from pigou.workload.client import Client, open_session
-from pigou.workload.dialect import Dialect
-from pigou.workload.outcome import Failure, Stream
-from pigou.workload.prompts import Job
+from pigou.workload.api_flavour import ApiFlavour
+from pigou.workload.endpoint_client import EndpointClient, open_session
+from pigou.workload.prompts import PromptJob
+from pigou.workload.request_outcome import Failure, Stream
 
 _BLOCK = 16
 _DRAIN_S = 10.0
@@ -80,7 +80,7 @@ async def _measure(
     try:
         async with asyncio.timeout(timeout_s), open_session() as session:
             ready = await worker.ready(timeout_s)
-            client = Client(session, ready["url"], _MODEL, Dialect(), timeout=timeout_s)
+            client = EndpointClient(session, ready["url"], _MODEL, ApiFlavour(), timeout=timeout_s)
             await _stream(client, max(streams), prompt, 2)  # the first steps are slower
             return [await _stream(client, count, prompt, output) for count in streams]
     except TimeoutError:
@@ -89,10 +89,10 @@ async def _measure(
         await worker.stop(_DRAIN_S)
 
 
-async def _stream(client: Client, streams: int, prompt: int, output: int) -> ServingSpeed:
+async def _stream(client: EndpointClient, streams: int, prompt: int, output: int) -> ServingSpeed:
     """Send requests together, and follow their streams to the end."""
     rng = np.random.default_rng(streams)
-    jobs = [Job(rng.integers(3, 256, size=prompt).tolist(), output) for _ in range(streams)]
+    jobs = [PromptJob(rng.integers(3, 256, size=prompt).tolist(), output) for _ in range(streams)]
     began_ns = time.monotonic_ns()
     outcomes = await asyncio.gather(*(client.send(job, began_ns) for job in jobs))
     ttft_s, results = [], []
