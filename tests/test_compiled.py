@@ -61,7 +61,7 @@ def outer(x):
     return inner(x) * 2
 
 begun = []
-with kernel_cache.told_of_compiling(begun.append):
+with kernel_cache.on_compiling(begun.append):
     assert outer(20) == 42
 print(len(compiled), len(begun))
 """

@@ -13,9 +13,9 @@ from typing import Any
 _log = logging.getLogger("pigou.background")
 
 #: Seconds before the first restart; doubled by each further one, up to the latter.
-LEAST_BACKOFF_S, MOST_BACKOFF_S = 0.1, 30.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 30.0
 #: Characters of an error that are kept for `/workers`.
-_MOST_TEXT = 200
+_MAX_TEXT = 200
 
 
 @dataclass(slots=True)
@@ -39,10 +39,10 @@ class Background:
     """Runs tasks and threads that must not end; each failure is logged with its traceback."""
 
     def __init__(
-        self, least_backoff_s: float = LEAST_BACKOFF_S, most_backoff_s: float = MOST_BACKOFF_S
+        self, min_backoff_s: float = MIN_BACKOFF_S, max_backoff_s: float = MAX_BACKOFF_S
     ) -> None:
-        self._least_s = least_backoff_s
-        self._most_s = most_backoff_s
+        self._min_s = min_backoff_s
+        self._max_s = max_backoff_s
         self._states: dict[str, TaskState] = {}
         self._lock = threading.Lock()
 
@@ -101,7 +101,7 @@ class Background:
 
     async def _run(self, state: TaskState, work: Callable[[], Awaitable[None]]) -> None:
         task = asyncio.current_task()
-        wait_s = self._least_s
+        wait_s = self._min_s
         try:
             while True:
                 began = time.monotonic()
@@ -117,12 +117,12 @@ class Background:
                 wait_s = self._backoff(began, wait_s)
                 self._note(state, failure, wait_s)
                 await asyncio.sleep(wait_s)
-                state.state, wait_s = "running", min(2 * wait_s, self._most_s)
+                state.state, wait_s = "running", min(2 * wait_s, self._max_s)
         finally:
             self._drop(state)
 
     def _run_thread(self, name: str, work: Callable[[], None]) -> None:
-        state, wait_s = self._add(name), self._least_s
+        state, wait_s = self._add(name), self._min_s
         try:
             while True:
                 began = time.monotonic()
@@ -133,18 +133,18 @@ class Background:
                     wait_s = self._backoff(began, wait_s)
                     self._note(state, error, wait_s)
                 time.sleep(wait_s)
-                state.state, wait_s = "running", min(2 * wait_s, self._most_s)
+                state.state, wait_s = "running", min(2 * wait_s, self._max_s)
         finally:
             self._drop(state)
 
     def _backoff(self, began: float, wait_s: float) -> float:
         """Return the seconds before the next start; few again after a long run."""
         lived_s = time.monotonic() - began
-        return self._least_s if lived_s > 2 * self._most_s else wait_s
+        return self._min_s if lived_s > 2 * self._max_s else wait_s
 
     def _note(self, state: TaskState, error: BaseException, wait_s: float | None) -> None:
         state.restarts += 1
-        state.error = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+        state.error = f"{type(error).__name__}: {error}"[:_MAX_TEXT]
         then = "" if wait_s is None else f"; it starts again in {wait_s:g} s"
         if wait_s is not None:
             state.state = "backoff"

@@ -78,15 +78,15 @@ def bare_kernel_over(*packages: str) -> Callable[[Function], Function]:
 
 def _bare(function: Function, *folders: Path) -> Function:
     # As of the folders, where numba has only the kernel's own file.
-    stamp = tuple(each for folder in folders for each in _stamp(folder))
+    stamp = tuple(entry for folder in folders for entry in _stamp(folder))
     return cast(Function, share(njit(cache=True, **_BARE)(function), stamp))
 
 
 @lru_cache
 def _stamp(folder: Path) -> tuple[tuple[str, float, int], ...]:
     """Return what changes when a module of a folder does."""
-    found = ((each.name, each.stat()) for each in sorted(folder.glob("*.py")))
-    return tuple((name, stat.st_mtime, stat.st_size) for name, stat in found)
+    files = ((file.name, file.stat()) for file in sorted(folder.glob("*.py")))
+    return tuple((name, stat.st_mtime, stat.st_size) for name, stat in files)
 
 
 def inlined(function: Function) -> Function:

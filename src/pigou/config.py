@@ -33,14 +33,14 @@ def named(group: str, name: Any, what: str) -> Any:
         ConfigError: there is none of that name (the message lists those that there are), or it
             cannot be loaded.
     """
-    found = entry_points(group=group)
-    for entry in found:
+    entries = entry_points(group=group)
+    for entry in entries:
         if entry.name == name:
             try:
                 return entry.load()
             except (ImportError, AttributeError) as error:
                 raise ConfigError(f"{what} {name!r} cannot be loaded: {error}") from error
-    names = ", ".join(sorted(found.names))
+    names = ", ".join(sorted(entries.names))
     raise ConfigError(f"{what} is {name!r}; it must be one of: {names}")
 
 
@@ -55,24 +55,24 @@ def wrong(error: Exception, kind: type[msgspec.Struct], values: Any) -> str:
     if not isinstance(error, msgspec.ValidationError):
         return str(error)
     text, _, path = str(error).partition(" - at `$")
-    place = path.rstrip("`").removeprefix(".").partition("[...]")[0]
-    hint, value = _at(place, kind, values)
+    field = path.rstrip("`").removeprefix(".").partition("[...]")[0]
+    hint, value = _at(field, kind, values)
     if text.startswith("Object "):
         keyed = isinstance(hint, type) and issubclass(hint, msgspec.Struct)
         text += f"; its keys are: {', '.join(hint.__struct_fields__)}" if keyed else ""
     elif text.startswith("Invalid enum value"):
-        choices = get_args(hint) or [each.value for each in hint]
-        return f"{place} is {value!r}; give one of: {', '.join(map(str, choices))}"
-    elif text.startswith("Expected ") and place:
-        return f"{place} is {reprlib.repr(value)}: {text[:1].lower()}{text[1:]}"
-    elif "." not in place and "[" not in place:
+        choices = get_args(hint) or [member.value for member in hint]
+        return f"{field} is {value!r}; give one of: {', '.join(map(str, choices))}"
+    elif text.startswith("Expected ") and field:
+        return f"{field} is {reprlib.repr(value)}: {text[:1].lower()}{text[1:]}"
+    elif "." not in field and "[" not in field:
         return text  # of a struct's own check, which names the field
-    return f"{place}: {text}" if place else text
+    return f"{field}: {text}" if field else text
 
 
-def _at(place: str, kind: Any, values: Any) -> tuple[Any, Any]:
+def _at(path: str, kind: Any, values: Any) -> tuple[Any, Any]:
     """Return the type, and the value, of the field at a path like `workers[0].role`."""
-    for name, number in re.findall(r"(\w+)|\[(\d+)\]", place.replace("[", ".[")):
+    for name, number in re.findall(r"(\w+)|\[(\d+)\]", path.replace("[", ".[")):
         if name:
             kind, values = get_type_hints(kind)[name], values[name]
         else:
@@ -112,17 +112,17 @@ class EvictionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def __post_init__(self) -> None:
         """Refuse values under which nothing could be given up, or too much."""
-        _at_least("eviction.sinks", self.sinks, 0)
-        _at_least("eviction.recent", self.recent, 1)
-        _at_least("eviction.least", self.least, self.sinks + self.recent)
-        _at_least("eviction.interval", self.interval, 1)
+        _check_minimum("eviction.sinks", self.sinks, 0)
+        _check_minimum("eviction.recent", self.recent, 1)
+        _check_minimum("eviction.least", self.least, self.sinks + self.recent)
+        _check_minimum("eviction.interval", self.interval, 1)
         for name in ("ceiling", "rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"eviction.{name} is {getattr(self, name)}; it must be above 0")
         if not 0 <= self.slack < float("inf"):
             raise ConfigError(f"eviction.slack is {self.slack}; it must be finite, at least 0")
         for tenant, blocks in self.floors.items():
-            _at_least(f"eviction.floors of {tenant!r}", blocks, 0)
+            _check_minimum(f"eviction.floors of {tenant!r}", blocks, 0)
 
     @property
     def by_price(self) -> bool:
@@ -173,12 +173,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         """Refuse values that no engine could work with."""
         for name in ("blocks", "block_size", "max_seqs", "max_batched_tokens", "max_model_len"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("max_repeat", self.max_repeat, 1)
-        _at_least("host_blocks", self.host_blocks, 0)
-        _at_least("max_waiting", self.max_waiting, 0)
-        _at_least("headroom", self.headroom, 0)
-        _at_least("max_background_tokens", self.max_background_tokens, 0)
+            _check_minimum(name, getattr(self, name), 1)
+        _check_minimum("max_repeat", self.max_repeat, 1)
+        _check_minimum("host_blocks", self.host_blocks, 0)
+        _check_minimum("max_waiting", self.max_waiting, 0)
+        _check_minimum("headroom", self.headroom, 0)
+        _check_minimum("max_background_tokens", self.max_background_tokens, 0)
         if self.eviction is not None and self.eviction.interval < self.block_size:
             raise ConfigError(
                 f"eviction.interval is {self.eviction.interval}; it must be at least the block "
@@ -218,7 +218,7 @@ class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         """Refuse an index that could hold nothing."""
         for name in ("max_blocks", "max_total", "ttl"):
-            _at_least(f"index.{name}", getattr(self, name), 1)
+            _check_minimum(f"index.{name}", getattr(self, name), 1)
 
 
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -361,7 +361,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "max_queued", "max_queued_tokens", "max_inflight", "max_inflight_tokens",
             "max_request_inflight", "prefill_ahead_ms", "queue_timeout", "seed", "max_decisions"
         ):  # fmt: skip
-            _at_least(name, getattr(self, name), 0)
+            _check_minimum(name, getattr(self, name), 0)
         for tenant, weight in self.tenant_weights.items():
             if not 0.0 < weight < float("inf"):
                 raise ConfigError(
@@ -371,9 +371,9 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(f"temperature is {self.temperature}; it must be finite, at least 0")
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name} is {value}; it must be at least {least}")
+def _check_minimum(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
 
 
 def tagged(field: str, name: str, values: Mapping[str, Any], kinds: Any) -> Any:

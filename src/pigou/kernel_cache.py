@@ -29,7 +29,7 @@ _listeners: list[Listener] = []
 
 
 @contextmanager
-def told_of_compiling(listener: Listener) -> Iterator[None]:
+def on_compiling(listener: Listener) -> Iterator[None]:
     """Within it, `listener` gets the name of each kernel that this process begins to compile."""
     _listeners.append(listener)
     try:

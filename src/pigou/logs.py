@@ -121,9 +121,9 @@ def relay(logger: logging.Logger, worker: str, line: str) -> None:
         return
     fields.pop("time", None)
     source = fields.pop("logger", "")
-    told = {"worker": worker, "source": source, **fields}
+    record_fields = {"worker": worker, "source": source, **fields}
     (_access if source == _access.name else logger).log(
-        level, "%s", message, extra={"fields": told}
+        level, "%s", message, extra={"fields": record_fields}
     )
 
 
@@ -153,8 +153,8 @@ def describe_access(**fields: Any) -> None:
 def _shown(value: Any) -> str:
     """Return a value that cannot break its line, nor be taken for several."""
     text = str(value)
-    plain = text.isprintable() and text and not set(text) & set(' "=')
-    return text if plain else msgspec.json.encode(text).decode()
+    is_plain = text.isprintable() and text and not set(text) & set(' "=')
+    return text if is_plain else msgspec.json.encode(text).decode()
 
 
 def _time(seconds: float) -> str:

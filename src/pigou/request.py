@@ -121,9 +121,9 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
 
     def keys_of(self, block_size: int) -> BlockKeys:
         """Return the router's keys of the prompt's full blocks of this size, shape (blocks,)."""
-        found = self.keys.get(block_size)
-        if found is not None:
-            return found
+        keys = self.keys.get(block_size)
+        if keys is not None:
+            return keys
         return self.hashes[:, 1] if len(self.hashes) else _NO_KEYS
 
 

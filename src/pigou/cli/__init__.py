@@ -49,8 +49,8 @@ SUMMARIES = {
 }
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"pigou {__version__}")
         raise typer.Exit
 
@@ -90,11 +90,11 @@ def build(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     for name in names:
         command = _load(COMMANDS[name])
         if isinstance(command, typer.Typer):
-            for each in command.registered_commands:
-                assert each.callback is not None
-                inner = each.name or each.callback.__name__.replace("_", "-")
-                each.callback = configured(each.callback, f"{name} {inner}")
-                each.cls = GroupedCommand
+            for subcommand in command.registered_commands:
+                assert subcommand.callback is not None
+                inner = subcommand.name or subcommand.callback.__name__.replace("_", "-")
+                subcommand.callback = configured(subcommand.callback, f"{name} {inner}")
+                subcommand.cls = GroupedCommand
             app.add_typer(command, name=name)
         else:
             function = configured(command, name)

@@ -42,8 +42,8 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     prefix = f"PIGOU_{name}_".upper().replace(" ", "_").replace("-", "_")
     signature = inspect.signature(function, eval_str=True)
     variables = {f"{prefix}CONFIG"}
-    for each in signature.parameters.values():
-        variables |= _give_variable(each, prefix)
+    for parameter in signature.parameters.values():
+        variables |= _give_variable(parameter, prefix)
 
     def read(context: typer.Context, file: str) -> str:
         _warn_of_unknown(name, prefix, variables)
@@ -61,7 +61,7 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     )  # fmt: skip
     parameters = [*signature.parameters.values(), file]
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     setattr(command, _MARK, True)
     return command
 
@@ -69,14 +69,14 @@ def configured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _give_variable(parameter: inspect.Parameter, prefix: str) -> set[str]:
     """Let an option be set by the environment; return the variable's name, none for an argument."""
     _, *infos = get_args(parameter.annotation) or (None,)
-    info = next((each for each in infos if isinstance(each, OptionInfo)), None)
+    info = next((name for name in infos if isinstance(name, OptionInfo)), None)
     if info is None:
         return set()
-    typed = [each[2:] for each in info.param_decls or () if each.startswith("--")]
+    typed = [name[2:] for name in info.param_decls or () if name.startswith("--")]
     option = typed[0].split("/")[0] if typed else parameter.name
     variable = prefix + option.upper().replace("-", "_")
     own = [info.envvar] if isinstance(info.envvar, str) else list(info.envvar or ())
-    info.envvar = [variable, *(each for each in own if each != variable)]
+    info.envvar = [variable, *(name for name in own if name != variable)]
     info.show_envvar = bool(own)
     return {variable}
 
@@ -117,13 +117,13 @@ def _load(file: str) -> Mapping[Any, Any]:
 def _key(context: typer.Context, key: Any, file: str) -> str:
     """Return the parameter that a key of the file names."""
     known = {}
-    for each in context.command.params:
-        if each.name in (None, _OPTION, "help"):
+    for parameter in context.command.params:
+        if parameter.name in (None, _OPTION, "help"):
             continue
-        known[each.name] = each.name
-        for option in (*each.opts, *each.secondary_opts):
+        known[parameter.name] = parameter.name
+        for option in (*parameter.opts, *parameter.secondary_opts):
             if option.startswith("--") and not option.startswith("--no-"):
-                known[option[2:].replace("-", "_")] = each.name
+                known[option[2:].replace("-", "_")] = parameter.name
     name = known.get(str(key).replace("-", "_"))
     if name is None:
         near = difflib.get_close_matches(str(key).replace("-", "_"), known, 1)
@@ -138,8 +138,8 @@ def _value(key: Any, value: Any, file: str) -> Any:
         return value
     if isinstance(value, (str, int, float)):
         return str(value)
-    if isinstance(value, list) and all(isinstance(each, (str, int, float)) for each in value):
-        return [str(each) for each in value]
+    if isinstance(value, list) and all(isinstance(item, (str, int, float)) for item in value):
+        return [str(item) for item in value]
     raise typer.BadParameter(
         f"{file!r} has {key}: {value!r}; give a text, a number, true, false, or a list of texts"
     )

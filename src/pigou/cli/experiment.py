@@ -65,27 +65,27 @@ def experiment(
     try:
         if runs < 0 or seed < 0:
             raise ConfigError(f"--runs is {runs} and --seed {seed}; both must be at least 0")
-        which, how = fleet(fleet_name), _reading(reading)
+        paper_fleet, how = fleet(fleet_name), _reading(reading)
         names = list(EXPERIMENTS) if name == _ALL else [name]
-        plan = [(each, _levels(each, levels, name)) for each in names]
+        plan = [(chosen, _levels(chosen, levels, name)) for chosen in names]
         if reading and name != _ALL and not EXPERIMENTS[name].reads:
             raise ConfigError(f"--reading is {reading!r}; {name} tries all of them: leave it out")
         folder = prepared(Path(out))
         warm_up()
-        found = []
-        for each, users in plan:
-            one = EXPERIMENTS[each]
+        documents = []
+        for chosen, users in plan:
+            one = EXPERIMENTS[chosen]
             seeds = range(seed, seed + (runs or one.runs))
-            found.append(_run(each, one, which, how, seeds, users))
-            write(folder / each if name == _ALL else folder, found[-1])
-            _show(one, found[-1])
+            documents.append(_run(chosen, one, paper_fleet, how, seeds, users))
+            write(folder / chosen if name == _ALL else folder, documents[-1])
+            _show(one, documents[-1])
         if name == _ALL:
-            write(folder, _together(found))
+            write(folder, _together(documents))
         if report:
-            _draw(folder, _together(found) if name == _ALL else found[0])
+            _draw(folder, _together(documents) if name == _ALL else documents[0])
     except (ConfigError, ValueError) as error:
-        told = in_flags(str(error), {"fleet": "--fleet"})
-        typer.echo(f"pigou experiment: {told}", err=True)
+        message = in_flags(str(error), {"fleet": "--fleet"})
+        typer.echo(f"pigou experiment: {message}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -94,13 +94,13 @@ def _reading(text: str) -> Reading:
 
     if not text:
         return "client-pool"
-    for each in READINGS:
-        if text == each:
-            return each
+    for known in READINGS:
+        if text == known:
+            return known
     raise ConfigError(f"--reading is {text!r}; it must be one of: {', '.join(READINGS)}")
 
 
-def _levels(name: str, text: str, asked: str) -> Sequence[int]:
+def _levels(name: str, text: str, experiment_name: str) -> Sequence[int]:
     from pigou.experiments.registry import EXPERIMENTS
 
     one = EXPERIMENTS.get(name)
@@ -109,19 +109,19 @@ def _levels(name: str, text: str, asked: str) -> Sequence[int]:
         raise ConfigError(f"there is no experiment {name!r}; it must be one of: {known}")
     if not text:
         return one.levels
-    if one.fixed or asked == _ALL:
-        raise ConfigError(f"--levels is {text!r}; {asked} has its own: leave it out")
+    if one.fixed or experiment_name == _ALL:
+        raise ConfigError(f"--levels is {text!r}; {experiment_name} has its own: leave it out")
     try:
-        found = [int(each) for each in text.split(",")]
+        users = [int(level) for level in text.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 1:
+        users = []
+    if not users or min(users) < 1:
         raise ConfigError(f"--levels is {text!r}; write numbers from 1, as in 96,128")
-    return found
+    return users
 
 
 def _run(
-    name: str, one: Experiment, which: PaperFleet, reading: Reading, seeds: Sequence[int],
+    name: str, one: Experiment, paper_fleet: PaperFleet, reading: Reading, seeds: Sequence[int],
     users: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip
     """Run an experiment, and show how far it is."""
@@ -135,65 +135,67 @@ def _run(
         refresh_per_second=2,
     ) as progress:  # fmt: skip
         task = progress.add_task(name, total=None)
-        for row in one.rows(which, reading, seeds, users):
+        for row in one.rows(paper_fleet, reading, seeds, users):
             rows.append(row)
             progress.update(task, description=f"{name}: {len(rows)} rows")
             gc.collect()  # a run's calls and fleet refer to one another
-    return document(name, which, reading, seeds, rows, one.summary(rows, which, reading))
+    return document(
+        name, paper_fleet, reading, seeds, rows, one.summary(rows, paper_fleet, reading)
+    )
 
 
-def _together(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _together(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one document of all: rows say which experiment they are of."""
-    first = {key: found[0][key] for key in ("fleet", "reading", "constants")}
+    first = {key: documents[0][key] for key in ("fleet", "reading", "constants")}
     return {
         "experiment": _ALL,
         **first,
-        "seeds": {each["experiment"]: each["seeds"] for each in found},
-        "summary": {each["experiment"]: each["summary"] for each in found},
-        "rows": [row for each in found for row in each["rows"]],
+        "seeds": {document["experiment"]: document["seeds"] for document in documents},
+        "summary": {document["experiment"]: document["summary"] for document in documents},
+        "rows": [row for document in documents for row in document["rows"]],
     }
 
 
-def _show(one: Experiment, found: Mapping[str, Any]) -> None:
+def _show(one: Experiment, document: Mapping[str, Any]) -> None:
     from pigou.experiments.results import COMPARED
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
-    reads = found["reading"] if one.reads else "each its own"
-    console.print(f"{one.about}: fleet {found['fleet']}, reading {reads}, "
-                  f"{len(found['seeds'])} runs a row")  # fmt: skip
+    reads = document["reading"] if one.reads else "each its own"
+    console.print(f"{one.about}: fleet {document['fleet']}, reading {reads}, "
+                  f"{len(document['seeds'])} runs a row")  # fmt: skip
     headings = ["C", *one.columns]
     for key in COMPARED:
         headings += [_UNITS[key], "paper", "error"]
     rows = []
-    for row in found["rows"]:
-        cells = [str(row["concurrency"]), *(_text(row.get(each)) for each in one.columns)]
+    for row in document["rows"]:
+        cells = [str(row["concurrency"]), *(_text(row.get(column)) for column in one.columns)]
         for key in COMPARED:
             paper = row.get("paper", {}).get(key)
             error = row.get("relative_error", {}).get(key)
             cells += [_text(row[key]), _text(paper), "-" if error is None else f"{error:+.1%}"]
         rows.append(cells)
-    filled = [place for place in range(len(headings)) if any(row[place] != "-" for row in rows)]
+    filled = [index for index in range(len(headings)) if any(row[index] != "-" for row in rows)]
     table = Table()
-    for place in filled:
-        left = place <= len(one.columns)
-        table.add_column(headings[place], justify="left" if left else "right")
+    for index in filled:
+        left = index <= len(one.columns)
+        table.add_column(headings[index], justify="left" if left else "right")
     for cells in rows:
-        table.add_row(*(cells[place] for place in filled))
+        table.add_row(*(cells[index] for index in filled))
     console.print(table)
-    for key, value in found["summary"].items():
+    for key, value in document["summary"].items():
         console.print(f"{key}: {_text(value)}")
     console.print()
 
 
-def _draw(folder: Path, found: Mapping[str, Any]) -> None:
+def _draw(folder: Path, document: Mapping[str, Any]) -> None:
     """Write the page of results beside them; what cannot be drawn is said, and no error."""
     from pigou.cli.report import experiment_page, publish
     from pigou.report.page import ReportError
 
     try:
-        publish(experiment_page(folder.name, found), folder)
+        publish(experiment_page(folder.name, document), folder)
     except (ReportError, ValueError) as error:
         typer.echo(f"pigou experiment: no page was drawn: {error}", err=True)
 
@@ -204,7 +206,7 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if math.isfinite(value) else "-"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_text(each)}" for key, each in value.items())
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return "; ".join(_text(each) for each in value)
+        return "; ".join(_text(item) for item in value)
     return str(value)

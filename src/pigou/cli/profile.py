@@ -45,13 +45,13 @@ def profile(
             raise ConfigError(f"--out is {str(file)!r}; name a .json file in a folder that exists")
         if token := fleet_token(config.base):
             config = msgspec.structs.replace(config, api_key=token)
-        found = _run(config)
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(found.measured)) + b"\n")
+        report = _run(config)
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(report.measured)) + b"\n")
     except (EndpointError, OSError) as error:
         typer.echo(f"pigou profile: {error}", err=True)
         raise typer.Exit(1) from None
-    _show(found)
-    for note in found.notes:
+    _show(report)
+    for note in report.notes:
         typer.echo(f"Note: {note}.")
     typer.echo(f"Written to {file}: pigou simulate --timing {file} ...")
 
@@ -69,14 +69,14 @@ def _run(config: ProfileConfig) -> ProfileReport:
     ) as progress:  # fmt: skip
         task = progress.add_task("getting ready", total=None)
 
-        told = 0.0
+        shown_at = 0.0
 
         def watch(done: int, total: int, what: str, left_s: float | None) -> None:
-            nonlocal told
+            nonlocal shown_at
             left = "" if left_s is None else f", about {_time(left_s)} left"
             progress.update(task, completed=done, total=total, description=what + left)
-            if progress.disable and time.monotonic() - told >= _TELL_S:
-                told = time.monotonic()
+            if progress.disable and time.monotonic() - shown_at >= _TELL_S:
+                shown_at = time.monotonic()
                 typer.echo(f"{done} of {total}: {what}{left}", err=True)
 
         async def main() -> ProfileReport:
@@ -95,18 +95,18 @@ def _time(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _show(found: ProfileReport) -> None:
+def _show(report: ProfileReport) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=100)
-    console.print(f"{found.model}: what a step takes, in milliseconds", markup=False)
-    console.print(_costs(found.measured))
+    console.print(f"{report.model}: what a step takes, in milliseconds", markup=False)
+    console.print(_costs(report.measured))
     table = Table("How well it fits", "measured", "median error", "largest")
-    for each in found.errors:
-        table.add_row(each.what, str(each.count), f"{each.median:.1%}", f"{each.largest:.1%}")
+    for error in report.errors:
+        table.add_row(error.what, str(error.count), f"{error.median:.1%}", f"{error.largest:.1%}")
     console.print(table)
-    if found.measured.scatter:
-        console.print(_scatter(found.measured))
+    if report.measured.scatter:
+        console.print(_scatter(report.measured))
 
 
 def _costs(measured: WorkerProfile) -> Table:

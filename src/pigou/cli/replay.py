@@ -45,15 +45,15 @@ def replay(
     try:
         check_json(json)
         other = _rival(policy, temperature, softmax, seed)
-        found = _run(journal, other)
+        result = _run(journal, other)
         if json:
-            text = msgspec.json.format(msgspec.json.encode(_document(found)))
+            text = msgspec.json.format(msgspec.json.encode(_document(result)))
             Path(json).write_bytes(text + b"\n")
     except (ConfigError, OSError) as error:
         typer.echo(f"pigou replay: {error}", err=True)
         raise typer.Exit(2) from None
-    _tell(journal, found, policy)
-    raise typer.Exit(1 if found.difference else 0)
+    _tell(journal, result, policy)
+    raise typer.Exit(1 if result.difference else 0)
 
 
 def _rival(policy: str, temperature: float | None, softmax: str, seed: int | None) -> Rival | None:
@@ -89,24 +89,24 @@ def _run(journal: str, other: Rival | None) -> JournalReplay:
         )
 
 
-def _tell(journal: str, found: JournalReplay, policy: str) -> None:
-    for number in found.cut:
+def _tell(journal: str, result: JournalReplay, policy: str) -> None:
+    for number in result.cut:
         typer.echo(f"Line {number} was cut off, its gateway was killed; it is left out.")
-    if found.versions - {__version__}:
-        written = ", ".join(sorted(found.versions))
+    if result.versions - {__version__}:
+        written = ", ".join(sorted(result.versions))
         typer.echo(f"Written by version {written}, read by {__version__}.")
-    if found.difference is not None:
-        typer.echo(_difference(journal, found.difference))
+    if result.difference is not None:
+        typer.echo(_difference(journal, result.difference))
         return
-    speed = found.seconds / found.took if found.took else 0.0
-    runs = f" in {found.runs} runs" if found.runs > 1 else ""
+    speed = result.seconds / result.took if result.took else 0.0
+    runs = f" in {result.runs} runs" if result.runs > 1 else ""
     typer.echo(
-        f"The same decisions: {found.decisions} of {found.decisions}, for {found.requests} "
-        f"requests and {found.entries} entries{runs}.\n"
-        f"{found.seconds:.1f} s of journal in {found.took:.2f} s: {speed:.0f} times as fast, "
-        f"{found.entries / max(found.took, 1e-9):.0f} entries/s."
+        f"The same decisions: {result.decisions} of {result.decisions}, for {result.requests} "
+        f"requests and {result.entries} entries{runs}.\n"
+        f"{result.seconds:.1f} s of journal in {result.took:.2f} s: {speed:.0f} times as fast, "
+        f"{result.entries / max(result.took, 1e-9):.0f} entries/s."
     )
-    compared = found.comparison
+    compared = result.comparison
     if compared is not None and compared.choices:
         share = compared.other / compared.choices
         mean = compared.seconds / compared.choices
@@ -121,33 +121,37 @@ def _tell(journal: str, found: JournalReplay, policy: str) -> None:
         typer.echo("There is no choice to compare.")
 
 
-def _difference(journal: str, found: Difference) -> str:
+def _difference(journal: str, difference: Difference) -> str:
     from pigou.control.journal import encode
 
     def show(value: Any) -> str:
         return msgspec.json.encode(value).decode()
 
-    call = msgspec.structs.replace(found.entry, out=[], error="")
+    call = msgspec.structs.replace(difference.entry, out=[], error="")
     return (
-        f"Another decision at line {found.line} of {journal}:\n"
+        f"Another decision at line {difference.line} of {journal}:\n"
         f"  told:     {encode(call).decode().rstrip()}\n"
-        f"  recorded: {show(found.recorded)}\n"
-        f"  now:      {show(found.now)}"
+        f"  recorded: {show(difference.recorded)}\n"
+        f"  now:      {show(difference.now)}"
     )
 
 
-def _document(found: JournalReplay) -> dict[str, Any]:
-    same = found.difference is None
+def _document(result: JournalReplay) -> dict[str, Any]:
+    same = result.difference is None
     document: dict[str, Any] = {
-        "same": same, "runs": found.runs, "versions": sorted(found.versions),
-        "entries": found.entries, "requests": found.requests, "decisions": found.decisions,
-        "seconds": found.seconds, "took_s": found.took, "cut_lines": found.cut,
+        "same": same, "runs": result.runs, "versions": sorted(result.versions),
+        "entries": result.entries, "requests": result.requests, "decisions": result.decisions,
+        "seconds": result.seconds, "took_s": result.took, "cut_lines": result.cut,
     }  # fmt: skip
-    if found.difference is not None:
-        each = found.difference
-        document["difference"] = {"line": each.line, "recorded": each.recorded, "now": each.now}
-    if found.comparison is not None:
-        compared = found.comparison
+    if result.difference is not None:
+        difference = result.difference
+        document["difference"] = {
+            "line": difference.line,
+            "recorded": difference.recorded,
+            "now": difference.now,
+        }
+    if result.comparison is not None:
+        compared = result.comparison
         document["comparison"] = {
             "choices": compared.choices, "other": compared.other,
             "moved": compared.moved, "seconds": compared.seconds,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -16,6 +17,8 @@ from pigou.extras import require
 if TYPE_CHECKING:
     from pigou.report.page import Page
     from pigou.report.run_record import RunRecord
+    from pigou.sim.result import SimulationResult
+    from pigou.sim.simulation import Simulation
 
 
 def report(
@@ -60,7 +63,7 @@ def publish(page: Page, folder: Path, data: Any = None) -> None:
     with Progress(
         *columns, console=console, disable=not console.is_terminal, transient=True
     ) as progress:
-        task = progress.add_task("", total=1 + sum(not each.empty for each in page.figures))
+        task = progress.add_task("", total=1 + sum(not figure.empty for figure in page.figures))
         written = write(
             page, folder, data, lambda name: progress.update(task, description=name, advance=1)
         )
@@ -71,22 +74,22 @@ def _page(paths: Sequence[str]) -> Page:
     from pigou.report import comparison_page
     from pigou.report.page import ReportError, as_record, load
 
-    labels, names = zip(*(_labelled(each) for each in paths), strict=True)
-    found = [load(name) for name in names]
-    rows = [isinstance(each, dict) and isinstance(each.get("rows"), list) for each in found]
+    labels, names = zip(*(_labelled(entry) for entry in paths), strict=True)
+    documents = [load(name) for name in names]
+    rows = [isinstance(entry, dict) and isinstance(entry.get("rows"), list) for entry in documents]
     if any(rows):
-        if len(found) > 1:
+        if len(documents) > 1:
             raise ReportError(
                 f"{names[rows.index(True)]} is an experiment; give it alone, or give runs only"
             )
-        return experiment_page(names[0], found[0])
-    runs = [as_record(name, each) for name, each in zip(names, found, strict=True)]
+        return experiment_page(names[0], documents[0])
+    runs = [as_record(name, entry) for name, entry in zip(names, documents, strict=True)]
     if len(runs) == 1:
-        return _alone(names[0], runs[0])
+        return _single_run_page(names[0], runs[0])
     return comparison_page.page(runs, _different(labels, names))
 
 
-def experiment_page(name: str, found: Mapping[str, Any]) -> Page:
+def experiment_page(name: str, document: Mapping[str, Any]) -> Page:
     """Return the page of the document of an experiment; `name` where it does not tell its own.
 
     Raises:
@@ -94,21 +97,21 @@ def experiment_page(name: str, found: Mapping[str, Any]) -> Page:
     """
     from pigou.report import experiment_page
 
-    title = str(found.get("experiment") or Path(name).stem)
-    about = [f"{key} {found[key]}" for key in ("fleet", "reading") if found.get(key)]
-    return experiment_page.page(found["rows"], title=title, subtitle=", ".join(about))
+    title = str(document.get("experiment") or Path(name).stem)
+    about = [f"{key} {document[key]}" for key in ("fleet", "reading") if document.get(key)]
+    return experiment_page.page(document["rows"], title=title, subtitle=", ".join(about))
 
 
-def _alone(name: str, found: RunRecord) -> Page:
+def _single_run_page(name: str, run: RunRecord) -> Page:
     from pigou.report import run_page
     from pigou.report.page import ReportError
 
-    if not found.curves:
+    if not run.curves:
         raise ReportError(
             f"{name} has figures only; give the folder of `pigou simulate --report`, or two runs "
             "or more"
         )
-    return run_page.page(found)
+    return run_page.page(run)
 
 
 def _labelled(text: str) -> tuple[str, str]:
@@ -116,17 +119,79 @@ def _labelled(text: str) -> tuple[str, str]:
     label, equals, path = text.partition("=")
     if equals and label and path and not Path(text).exists():
         return label, path
-    found = Path(text)
-    return (found.stem if found.suffix == ".json" else found.resolve().name), text
+    file = Path(text)
+    return (file.stem if file.suffix == ".json" else file.resolve().name), text
 
 
 def _different(labels: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return labels; those that are the same become paths, numbered where these are the same."""
-    found = [
+    keys = [
         name if labels.count(label) > 1 else label
         for label, name in zip(labels, names, strict=True)
     ]
     return [
-        f"{each} ({found[:place].count(each) + 1})" if found.count(each) > 1 else each
-        for place, each in enumerate(found)
+        f"{entry} ({keys[:index].count(entry) + 1})" if keys.count(entry) > 1 else entry
+        for index, entry in enumerate(keys)
     ]
+
+
+class Reporter:
+    """Watches a simulation that has not run yet, and reports on it when it has."""
+
+    def __init__(self, folder: str, simulation: Simulation) -> None:
+        """Make the folder, and follow the simulation.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
+        from pigou.report.page import ReportError, prepare
+        from pigou.sim.timeline import Timeline
+
+        try:
+            self._folder: Path = prepare(folder)
+        except ReportError as error:
+            raise ConfigError(str(error)) from None
+        self._timeline = Timeline(simulation)
+
+    def write(
+        self,
+        result: SimulationResult,
+        document: Mapping[str, Any],
+        title: str,
+        groups: Mapping[str, Any],
+    ) -> None:
+        """Write the page, its pictures and its data.
+
+        Args:
+            result: of the run.
+            document: its figures.
+            title: of the page.
+            groups: everything that was asked for, by group.
+
+        Raises:
+            Exit: a file cannot be written; the message was shown.
+        """
+        from pigou.report.page import ReportError
+        from pigou.report.record_run import record
+        from pigou.report.run_page import page
+
+        config = {name: _readable(msgspec.to_builtins(group)) for name, group in groups.items()}
+        run = record(result, self._timeline, document, title, config)
+        try:
+            publish(page(run), self._folder, run)
+        except ReportError as error:
+            typer.echo(f"pigou simulate: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+def _readable(value: Any) -> Any:
+    """Return settings as they are read: what has no limit, or no end, says so."""
+    from pigou.sim.simulation import UNLIMITED
+
+    if isinstance(value, dict):
+        return {key: _readable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_readable(item) for item in value]
+    if value == UNLIMITED:
+        return "no limit"
+    return "never" if value == float("inf") else value

@@ -103,7 +103,7 @@ def simulate(
     check_json(json)
     if report:
         require("report", "--report")
-    from pigou.cli.reporter import Reporter
+    from pigou.cli.report import Reporter
 
     seed = control.seed
     control = _without_limits(control)
@@ -199,8 +199,8 @@ def _show(document: dict[str, Any]) -> None:
     )
     table = Table("seconds", *_FIGURES)
     for name in _LATENCIES:
-        found = document[name]
-        table.add_row(name.removesuffix("_s"), *(_figure(found[each]) for each in _FIGURES))
+        figures = document[name]
+        table.add_row(name.removesuffix("_s"), *(_figure(figures[figure]) for figure in _FIGURES))
     console.print(table)
     parts = {name: _figure(value) for name, value in document["poa"].items()}
     console.print("price of anarchy: " + ", ".join(f"{k} {v}" for k, v in parts.items()))

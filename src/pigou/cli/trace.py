@@ -40,11 +40,13 @@ def list_() -> None:
     from pigou.workload.catalogue import TRACES
 
     table = Table("name", "MB", "format", "licence", "what", "owner")
-    for each in TRACES:
-        size = f"{each.size / 1e6:.1f}" if each.size else ""
-        name = each.name if each.verified or not each.address else f"{each.name} *"
-        kind = each.kind or "not read"
-        table.add_row(name, size, kind, each.licence, each.what, each.page.split("github.com/")[1])
+    for entry in TRACES:
+        size = f"{entry.size / 1e6:.1f}" if entry.size else ""
+        name = entry.name if entry.verified or not entry.address else f"{entry.name} *"
+        kind = entry.kind or "not read"
+        table.add_row(
+            name, size, kind, entry.licence, entry.what, entry.page.split("github.com/")[1]
+        )
     _console().print(table)
     typer.echo("* unverified: its checksum is not known here.")
 
@@ -86,12 +88,12 @@ def info(
     from pigou.workload.trace_formats import read_trace
 
     with _failing("info"):
-        found = _describe(read_trace(file), [_tokens(each) for each in cache or []])
+        description = _describe(read_trace(file), [_tokens(size) for size in cache or []])
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        typer.echo(msgspec.json.format(msgspec.json.encode(description)).decode())
         return
     table = Table(show_header=False)
-    for key, value in found.items():
+    for key, value in description.items():
         table.add_row(key.replace("_", " "), _shown(value))
     _console().print(table)
 
@@ -141,10 +143,10 @@ def sample(
                 raise ConfigError(f"{name} is {value}; it must be finite and above 0")
         if seed < 0:
             raise ConfigError(f"--seed is {seed}; it must be at least 0")
-        found = window(read_trace(file), begin, end)
+        recorded = window(read_trace(file), begin, end)
         if sessions is not None:
-            found = some(found, sessions, np.random.default_rng(seed))
-        count = _write(Path(out), to_rows(found.scaled(scale, speed)))
+            recorded = some(recorded, sessions, np.random.default_rng(seed))
+        count = _write(Path(out), to_rows(recorded.scaled(scale, speed)))
         typer.echo(f"{count} requests in {out}")
 
 
@@ -156,8 +158,8 @@ def _failing(command: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, OSError) as error:
-        told = in_flags(str(error), _OPTIONS)
-        typer.echo(f"pigou trace {command}: {told}", err=True)
+        message = in_flags(str(error), _OPTIONS)
+        typer.echo(f"pigou trace {command}: {message}", err=True)
         raise typer.Exit(2) from None
     except DownloadError as error:
         typer.echo(f"pigou trace {command}: {error}", err=True)
@@ -189,62 +191,64 @@ def _write(path: Path, rows: Iterable[TraceRow]) -> int:
     return count
 
 
-def _describe(found: Trace, caches: list[float]) -> dict[str, Any]:
+def _describe(recorded: Trace, caches: list[float]) -> dict[str, Any]:
     import numpy as np
 
     from pigou.workload.trace import hit_ratio, sharing
 
-    turns = [turn for session in found.sessions for turn in session.turns]
-    span = found.sessions[-1].start
-    gaps = np.diff([session.start for session in found.sessions])
-    shared = sharing(found)
-    told: dict[str, Any] = {
+    turns = [turn for session in recorded.sessions for turn in session.turns]
+    span = recorded.sessions[-1].start
+    gaps = np.diff([session.start for session in recorded.sessions])
+    shared = sharing(recorded)
+    description: dict[str, Any] = {
         "requests": len(turns),
-        "sessions": len(found.sessions),
-        "tenants": len({each.tenant for each in found.sessions}),
+        "sessions": len(recorded.sessions),
+        "tenants": len({session.tenant for session in recorded.sessions}),
         "last_start_s": span,
-        "sessions_per_s": (len(found.sessions) - 1) / span if span > 0 else None,
+        "sessions_per_s": (len(recorded.sessions) - 1) / span if span > 0 else None,
         "gap_cv": float(gaps.std() / gaps.mean()) if len(gaps) and gaps.mean() > 0 else None,
         "input": _lengths([turn.input for turn in turns]),
         "output": _lengths([turn.output for turn in turns]),
     }
     if shared.references:
-        told |= {
-            "block": found.block,
+        description |= {
+            "block": recorded.block,
             "blocks": shared.references,
             "different_blocks": shared.distinct,
             "blocks_seen_before": shared.reuse,
-            "hit_ratio_at_best": hit_ratio(found, math.inf),
+            "hit_ratio_at_best": hit_ratio(recorded, math.inf),
         }
-        told |= {f"hit_ratio_{tokens:.0f}_tokens": hit_ratio(found, tokens) for tokens in caches}
+        description |= {
+            f"hit_ratio_{tokens:.0f}_tokens": hit_ratio(recorded, tokens) for tokens in caches
+        }
     elif caches:
         raise ConfigError("--cache is given, and the trace does not tell of blocks")
-    return told
+    return description
 
 
 def _lengths(values: list[int]) -> dict[str, float]:
     import numpy as np
 
-    found = {"mean": float(np.mean(values))}
-    found |= {f"p{q}": float(np.percentile(values, q)) for q in _PERCENTILES}
-    return found | {"max": float(max(values))}
+    lengths = {"mean": float(np.mean(values))}
+    lengths |= {f"p{q}": float(np.percentile(values, q)) for q in _PERCENTILES}
+    return lengths | {"max": float(max(values))}
 
 
 def _tokens(text: str) -> float:
     units = {"k": 1e3, "M": 1e6, "G": 1e9}
     number, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1.0)
     try:
-        found = float(number) * unit
+        tokens = float(number) * unit
     except ValueError:
-        found = math.nan
-    if not 0.0 < found < math.inf:
+        tokens = math.nan
+    if not 0.0 < tokens < math.inf:
         raise ConfigError(f"--cache is {text!r}; write tokens, like 2000000, 500k or 2M")
-    return found
+    return tokens
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_shown(each)}" for key, each in value.items())
+        return ", ".join(f"{key} {_shown(item)}" for key, item in value.items())
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
     return "-" if value is None else str(value)

@@ -22,7 +22,7 @@ def warm(
     """
     from pigou.config import ConfigError
     from pigou.extras import require
-    from pigou.kernel_cache import told_of_compiling
+    from pigou.kernel_cache import on_compiling
 
     try:
         if what != "gateway":
@@ -38,7 +38,7 @@ def warm(
         compiled += 1
         progress.report(what, f"compiling kernel {compiled}")
 
-    with progress, told_of_compiling(listener):
+    with progress, on_compiling(listener):
         if what != "worker":
             from pigou.control.warm_up import warm_up as warm_control
             from pigou.wire import json_limits

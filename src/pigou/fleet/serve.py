@@ -29,7 +29,7 @@ from pigou.gateway.prompt_tokenizer import PromptTokenizer
 from pigou.gateway.server import GatewayServer
 from pigou.gateway.startup_shutdown import StageListener, Startup
 from pigou.gateway.status_api import FleetStatus
-from pigou.kernel_cache import told_of_compiling
+from pigou.kernel_cache import on_compiling
 from pigou.request import Role
 from pigou.wire import json_limits, msgpack_walk
 from pigou.wire.fleet_secret import FleetSecret
@@ -139,7 +139,7 @@ class Serving:
         def work() -> None:
             error: BaseException | None = None
             try:
-                with told_of_compiling(begun):
+                with on_compiling(begun):
                     warm_up(config)
                     json_limits.warm_up()
                     msgpack_walk.warm_up()

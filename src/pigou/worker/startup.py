@@ -24,7 +24,7 @@ from pigou.engine.startup_profiling import (
     profiled_loads,
     warm_up,
 )
-from pigou.kernel_cache import told_of_compiling
+from pigou.kernel_cache import on_compiling
 from pigou.kv import checksum
 from pigou.request import SECOND, Rehearsed, Request, no_hashes
 from pigou.runtime.step_output import StepOutput
@@ -218,7 +218,7 @@ def compiling_reported(what: str) -> Iterator[None]:
         compiled += 1
         report_stage(f"{what}, compiling kernel {compiled} (first start only)")
 
-    with told_of_compiling(listener):
+    with on_compiling(listener):
         yield
 
 
