@@ -140,7 +140,7 @@ class ReturningWorkers:
     def shares(
         self, max_streams: NDArray[np.int64], requests: int, since: int, now: int
     ) -> NDArray[np.int64] | None:
-        """Return the most requests that each worker is given, (workers,); None for no bound.
+        """Return how many requests each worker may have, (workers,); None for no limit.
 
         Args:
             max_streams: that each runs at once, (workers,).

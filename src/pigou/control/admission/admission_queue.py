@@ -102,7 +102,7 @@ class AdmissionQueue:
         None is taken out where that is not enough, or where more than `_MAX_SHED` had to go.
         """
         own = (refusal := self.refusal(waiting)) is not None and refusal.tenant
-        last = getattr(self.order, "last", None)  # orders of before have none
+        last = getattr(self.order, "last", None)  # a plugin may have none
         candidates = [] if last is None else last(waiting, _MAX_SHED, own)
         for count in range(1, len(candidates) + 1):
             gone = candidates[:count]

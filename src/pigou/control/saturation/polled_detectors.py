@@ -1,4 +1,4 @@
-"""What detectors with polls and two thresholds share: parameters, and how they go."""
+"""Polled detectors: a signal at each poll, two thresholds with hysteresis; two of their kind."""
 
 from __future__ import annotations
 
