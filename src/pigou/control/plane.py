@@ -12,7 +12,7 @@ from pigou.control.admission.admission_controller import AdmissionController
 from pigou.control.admission.admission_queue import AdmissionQueue
 from pigou.control.admission.parallel_sequences import UNLIMITED
 from pigou.control.admission.queue_order import QueuedRequest
-from pigou.control.admission.worker_capacity import min_ttft_s
+from pigou.control.admission.worker_capacity import fastest_ttft_s
 from pigou.control.cache_monitor import CacheMonitor
 from pigou.control.decisions import Explanation
 from pigou.control.messages import (
@@ -123,11 +123,11 @@ class ControlPlane:
         waiting = QueuedRequest(
             request, now, uncached, int(fleet.output), exclude=exclude, returned=returned
         )
-        min_ttft = min_ttft_s(request, fleet) if request.deadline < NEVER else 0.0
-        return self._admit(waiting, now, fleet, min_ttft)
+        min_ttft_s = fastest_ttft_s(request, fleet) if request.deadline < NEVER else 0.0
+        return self._admit(waiting, now, fleet, min_ttft_s)
 
     def _admit(
-        self, waiting: QueuedRequest, now: int, fleet: FleetView, min_ttft: float
+        self, waiting: QueuedRequest, now: int, fleet: FleetView, min_ttft_s: float
     ) -> Decision:
         """Route a request at once, queue it, or shed it.
 
@@ -144,7 +144,7 @@ class ControlPlane:
             if assignment is not None:
                 admission.queue.passed(waiting, assignment.uncached)
                 return assignment.route
-        entry = admission.enqueue(waiting, now, min_ttft)
+        entry = admission.enqueue(waiting, now, min_ttft_s)
         if not skips_queue and admission.is_next(waiting, now, self.state.row):
             assignment = self._assigner.assign(waiting, self.router, now, fleet)
             if assignment is not None:

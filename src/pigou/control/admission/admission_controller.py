@@ -89,15 +89,15 @@ class AdmissionController:
         """Whether no request waits before this one, which is not in the queue."""
         return not self.queue and not waiting.returned
 
-    def enqueue(self, waiting: QueuedRequest, now: int, min_ttft: float) -> QueueEntry:
+    def enqueue(self, waiting: QueuedRequest, now: int, min_ttft_s: float) -> QueueEntry:
         """Add a request to the queue, where it may be next; `conclude` says whether it stays.
 
         Args:
             waiting: the request, which `arrive` took in.
             now: nanoseconds.
-            min_ttft: least seconds to its first token, as far as that is known.
+            min_ttft_s: least seconds to its first token, as far as that is known.
         """
-        late = self._late(waiting, now, min_ttft)
+        late = self._late(waiting, now, min_ttft_s)
         # As it were before this one; a group was asked for as a whole.
         refusal = None if waiting.request.held else self.queue.refusal(waiting)
         if refusal is not None and late is None and self._displace(waiting, refusal, now):
@@ -228,15 +228,15 @@ class AdmissionController:
             assert routed is not None, "tokens of a slot that no request has"
             served(routed.request, count)
 
-    def _late(self, waiting: QueuedRequest, now: int, min_ttft: float) -> str | None:
+    def _late(self, waiting: QueuedRequest, now: int, min_ttft_s: float) -> str | None:
         """Return why a newcomer's deadline cannot be met, where the order refuses such."""
         deadline = waiting.request.deadline
         accepted = waiting.returned or waiting.accepted
         if not self.queue.order.refuses_late or accepted or deadline == NEVER:
             return None
-        if now + min_ttft * SECOND <= deadline:
+        if now + min_ttft_s * SECOND <= deadline:
             return None
-        late = (now - deadline) / SECOND + min_ttft
+        late = (now - deadline) / SECOND + min_ttft_s
         return f"its first token would come at least {late:.3f} s after its deadline"
 
     def _retry(self, waiting: QueuedRequest, tenant: bool, now: int) -> int:

@@ -215,7 +215,7 @@ class WorkerCapacity:
 _PRIOR = Estimates.prior(1)
 
 
-def min_ttft_s(request: Request, fleet: FleetView) -> float:
+def fastest_ttft_s(request: Request, fleet: FleetView) -> float:
     """Return the least seconds to the first token over the workers; 0 while unknown."""
     known, prior = fleet.estimates, _PRIOR
     learned = known.prefill_token != prior.prefill_token
