@@ -1,4 +1,4 @@
-"""Fleets that the tests of this folder share: started once a session, ended with it."""
+"""Fleets that the tests of this folder share, and that end with the last of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REAL = ("--dtype", "fp32", "--blocks", "1536", "--kv-lease", "3", "--threads", "
 SLEEP = ("--executor", "sleep", "--blocks", "1024", "--kv-lease", "3", "--repeat", "1")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A seeded random Llama of two layers with a byte-level tokenizer, in fp32."""
     folder = tmp_path_factory.mktemp("e2e") / "tiny"
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def real(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One prefill worker; one decode worker that pulls by shared memory, plans 8 steps at once;
     one that pulls over TCP, and plans one by one.
@@ -43,7 +43,7 @@ def real(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     fleet.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sleeping(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One prefill and two decode workers without a model; 20 ms a step."""
     slow = (*SLEEP, "--sleep-base", "20000000")
