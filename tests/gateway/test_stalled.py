@@ -11,7 +11,7 @@ import pytest
 from tests.gateway.stub import Fleet, Script, Stub, serving
 
 #: Text of one chunk is larger than what kernels buffer of a connection, in a few chunks.
-WIDE = Script(per_chunk=50_000)
+WIDE = Script(per_chunk=2_000)
 
 
 async def paused(fleet: Fleet, tokens: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import msgspec
 from aiohttp import web
@@ -65,11 +66,10 @@ class SSEWriter:
             response = self._response = web.StreamResponse(headers={**_HEADERS, **self._headers()})
             mark_event_stream(self._request)
             await response.prepare(self._request)
-        try:
+        with suppress(TimeoutError):  # the transport has the data, and goes on
             async with asyncio.timeout(self._client_timeout_s or None):
                 await response.write(data)
-        except TimeoutError:  # the transport has the data, and goes on
-            await self.drain()
+        await self.drain()  # `response` counts what it wrote, and not what `push` did
 
     @property
     def fast(self) -> bool:
@@ -86,7 +86,7 @@ class SSEWriter:
         return bool(transport.get_write_buffer_size() < _HIGH_WATER)
 
     async def drain(self, max_waiting_bytes: int = _HIGH_WATER) -> None:
-        """Wait until fewer than `most` bytes wait for the client.
+        """Wait until fewer than `max_waiting_bytes` wait for the client.
 
         Raises:
             ConnectionResetError: the client left. ClientStalled: it takes nothing.
