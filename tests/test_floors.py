@@ -13,7 +13,7 @@ SRC = Path(__file__).parents[1] / "src" / "pigou"
 #: First part of the module's name within pigou -> floor.
 FLOORS = {
     "request": 1, "events": 1, "config": 1, "sampling": 1, "games": 1, "models": 1, "compiled": 1,
-    "background": 1, "kernel_cache": 1, "logs": 1, "extras": 1, "imports": 1, "config_option": 1,
+    "background": 1, "kernel_cache": 1, "logs": 1, "imports": 1, "config_option": 1,
     "yaml_file": 1,
     "kv": 2, "wire": 2, "text": 2,
     "engine": 3, "control": 3, "lifecycle": 3,

@@ -1,10 +1,13 @@
-"""Imports without garbage collection: what is imported stays, and looking through it takes time."""
+"""Imports: what an installation may lack and how it is had, and imports without collection."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+
+from pigou.config import ConfigError
 
 
 @contextmanager
@@ -21,3 +24,40 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+#: Extra of the package -> modules that it brings.
+EXTRAS = {
+    "worker": ("torch", "safetensors", "llguidance", "obstore"),
+    "report": ("matplotlib", "plotly"),
+    "traces": ("zstandard",),
+}
+
+
+def require(extra: str, what: str) -> None:
+    """Refuse what needs an extra that is not installed; `what` says who needs it.
+
+    Raises:
+        ConfigError: names the modules that are missing, and the remedy.
+    """
+    missing = [module for module in EXTRAS[extra] if not _is_there(module)]
+    if missing:
+        raise ConfigError(f"{what} needs {', '.join(missing)}; {remedy(extra)}")
+
+
+def extra_of(module: str) -> str | None:
+    """Return the extra that brings a module; None where none does."""
+    top = module.partition(".")[0]
+    return next((extra for extra, modules in EXTRAS.items() if top in modules), None)
+
+
+def remedy(extra: str) -> str:
+    """Return what is to be done to have an extra."""
+    return f"pip install 'pigou[{extra}]'"
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

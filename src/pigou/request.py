@@ -115,7 +115,7 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):  # mad
     held_tokens: int = 0
 
     @property
-    def later(self) -> bool:
+    def is_follower(self) -> bool:
         """Whether it is a further sequence of a group, the first of which was accepted."""
         return self.group not in ("", self.id)
 

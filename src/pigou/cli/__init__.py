@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from pigou import __version__
-from pigou.extras import extra_of, remedy
+from pigou.imports import extra_of, remedy
 
 #: Command -> `module:function`, in the order of the help; an application where it has commands.
 COMMANDS = {

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from pigou.config import ConfigError
-from pigou.extras import require
+from pigou.imports import require
 
 if TYPE_CHECKING:
     from pigou.report.page import Page

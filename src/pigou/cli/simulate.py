@@ -17,7 +17,7 @@ from pigou.cli.config_options import Override, config_command
 from pigou.cli.option_values import check_json
 from pigou.config import ConfigError, ControlConfig
 from pigou.config_option import Option
-from pigou.extras import require
+from pigou.imports import require
 from pigou.request import SECOND, Role
 from pigou.sim.setup import Setup
 

@@ -9,7 +9,7 @@ from importlib.metadata import version as version_of
 import typer
 
 from pigou import __version__
-from pigou.extras import remedy
+from pigou.imports import remedy
 
 
 def version() -> None:

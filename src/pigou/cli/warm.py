@@ -21,7 +21,7 @@ def warm(
     `pigou[worker]`.
     """
     from pigou.config import ConfigError
-    from pigou.extras import require
+    from pigou.imports import require
     from pigou.kernel_cache import on_compiling
 
     try:

@@ -7,8 +7,7 @@ import typer
 from pigou.cli.config_options import config_command
 from pigou.cli.option_values import check_port
 from pigou.config import ConfigError, EvictionConfig
-from pigou.extras import require
-from pigou.imports import uncollected
+from pigou.imports import require, uncollected
 from pigou.worker.config import WorkerConfig
 
 _EVICTION_FLAGS = {

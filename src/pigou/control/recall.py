@@ -60,7 +60,7 @@ def overdue(state: FleetState, before: int) -> Iterator[tuple[RoutedRequest, str
     for row in np.flatnonzero(state.columns.waiting > 0).tolist():
         worker = state.ids[row]
         for routed in waiting_inside(state, worker):
-            if routed.arrived_at <= before and not routed.request.later:
+            if routed.arrived_at <= before and not routed.request.is_follower:
                 yield routed, worker
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from pigou.config import ConfigError, ControlConfig
 from pigou.control.plane import ControlPlane
 from pigou.control.warm_up import warm_up
-from pigou.extras import require
 from pigou.fleet.config import AttachedWorker, LocalWorker, WatchConfig, WorkersConfig
 from pigou.fleet.supervisor import Supervisor
 from pigou.gateway.api_keys import Keys
@@ -29,6 +28,7 @@ from pigou.gateway.prompt_tokenizer import PromptTokenizer
 from pigou.gateway.server import GatewayServer
 from pigou.gateway.startup_shutdown import StageListener, Startup
 from pigou.gateway.status_api import FleetStatus
+from pigou.imports import require
 from pigou.kernel_cache import on_compiling
 from pigou.request import Role
 from pigou.wire import json_limits, msgpack_walk

@@ -76,7 +76,7 @@ class AdmissionController:
         """
         request = waiting.request
         waiting.weight = self._weights.get(request.tenant, 1.0)
-        waiting.accepted = request.later
+        waiting.accepted = request.is_follower
         self.activity.seen(request.tenant, waiting.weight, now)
         if request.group and not waiting.returned:
             refusal = self.queue.refusal(waiting) if request.held else None
@@ -195,7 +195,7 @@ class AdmissionController:
         if not above and self.queue.quota.queued(tenant)[0] > 1:
             above = not order.underserved(waiting) and self.activity.part(tenant, weight) < 1.0
         priority = order.priority(waiting, above)
-        background = waiting.request.later and not waiting.request.priority
+        background = waiting.request.is_follower and not waiting.request.priority
         return int(background) if priority is None and background else priority
 
     def began(self, request: Request, choice: Choice, row: int, fleet: FleetView, now: int) -> None:

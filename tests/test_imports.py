@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pigou.extras import EXTRAS
+from pigou.imports import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 #: Runs a command where the modules of some extras cannot be imported.
