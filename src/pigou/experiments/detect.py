@@ -10,7 +10,7 @@ from typing import Any
 from pigou.control.saturation.paper_detector import PaperConfig, PaperDetector
 from pigou.control.saturation.regime import LEVELS, Regime, TTFTSample
 from pigou.experiments.paper import Thresholds
-from pigou.experiments.window import at
+from pigou.experiments.window import clock_ns
 from pigou.request import SECOND
 from pigou.sim.request_run import RequestRun
 from pigou.sim.result import SimulationResult
@@ -38,7 +38,7 @@ def regime_of(
     for run in sorted(
         (run for run in runs if run.first_token_ns), key=lambda run: run.first_token_ns
     ):
-        if run.first_token_ns > at(end):
+        if run.first_token_ns > clock_ns(end):
             break
         begun = run.sent_ns if server else run.intended_ns
         regime = detector.update(

@@ -58,9 +58,9 @@ class PaperFleet:
         tp: GPUs of a worker.
         decoders: decode workers, beside one for prefill.
         parameters: of the model.
-        base: seconds to the first token when nobody else is there.
+        base: seconds to the first token of a request alone.
         ceiling: requests a second that the paper saw at most.
-        line: (ITL of nobody else, more for each stream) in seconds.
+        line: ITL in seconds: (constant, more for each stream).
         flat: ITL in seconds that the throughput column has, from 3 streams on; None takes `line`.
         few: ITL in seconds of 1 or 2 streams, where `flat` is given.
     """

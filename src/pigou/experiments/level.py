@@ -34,7 +34,7 @@ class Level:
         setting: of the router.
         client: in place of the reading's.
         law: in place of the reading's.
-        templates: different prompts that there are.
+        templates: number of different prompts.
         settle: seconds after the ramp that do not count, where the ramp does not.
     """
 
@@ -72,7 +72,7 @@ def run(
     Args:
         level: what.
         seed: of everything that is drawn.
-        follow: told of the simulation before it runs.
+        follow: called with the simulation before it runs.
         saturation: detector of the control plane.
 
     Raises:

@@ -18,7 +18,7 @@ from pigou.experiments.results import Row, make_row
 HOLD_S = 180.0
 #: Beyond the paper's sweep, which ended at 1.
 LARGE_WEIGHTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
-#: Prompts that there are: the paper's five, and so many that no worker holds them all at first.
+#: Numbers of different prompts: the paper's five, and more than any worker holds at first.
 TEMPLATES = (5, 500)
 
 
@@ -67,10 +67,11 @@ def cells(rows: Sequence[Row], fleet: PaperFleet) -> Mapping[str, Any]:
 def variance(rows: Sequence[Row], name: str) -> dict[str, float | None] | None:
     """Return whether rows that ran with the same seeds differ, from their runs.
 
-    Seeds decide who starves, in all rows alike, so they are blocks: two-way analysis of variance
-    without replication. `between` is the standard deviation of the rows' means, `seeds` that of
-    runs of one row with different seeds, `f` and `p` are of "all rows have one mean"; `f` is None
-    where seeds make the same difference in all rows, to the last digit. None where each ran once.
+    Seeds decide which requests starve, in all rows alike. So they are the blocks of a two-way
+    analysis of variance without replication. `between` is the standard deviation of the rows'
+    means, `seeds` that of runs of one row with different seeds. `f` and `p` are of "all rows have
+    one mean"; `f` is None where seeds make the same difference in all rows, to the last digit.
+    None where each ran once.
     """
     values = np.array([[seed_run[name] for seed_run in row["runs"]] for row in rows])
     count, seeds = values.shape

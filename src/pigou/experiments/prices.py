@@ -1,10 +1,9 @@
 """Prices against thresholds, where prefill is the real bottleneck.
 
 The threshold is conditional disaggregation by the prefill queue: the decode worker computes a
-prompt itself where so many prompts are before it. Prompts are all different, so that nobody's
-cache computes them, and a prompt mixed into a step of streams makes it longer by what the
-anchor of this experiment says: it is not the whole time of the serial prefill worker, which a
-GPU is mostly idle in, but at most another pass over the weights.
+prompt itself where so many prompts are before it. Prompts are all different, so that no cache has
+them. A prompt mixed into a step of streams makes it longer by at most another pass over the
+weights (`MIXED`), not by the whole time of the serial prefill worker.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pigou.experiments.fleets import PaperFleet, PolicySetting, Reading
 from pigou.experiments.level import Level, LevelRun, run
 from pigou.experiments.paper import RAMP_S
 from pigou.experiments.results import Row, make_row
-from pigou.experiments.window import at
+from pigou.experiments.window import clock_ns
 
 TOLL_NAME = "toll"
 LEVELS = (128, 256)
@@ -131,7 +130,7 @@ def _of_runs(row: Row, name: str) -> list[float]:
 
 def _tpot(level_run: LevelRun, level: Level) -> float:
     """Return P99, over requests of the window, of the mean time between their tokens."""
-    low, high = at(RAMP_S + level.settle), at(level.end)
+    low, high = clock_ns(RAMP_S + level.settle), clock_ns(level.end)
     means = sorted(
         (done.last_token_ns - done.first_token_ns) / (done.output_tokens - 1) / 1e9
         for done in level_run.result.done

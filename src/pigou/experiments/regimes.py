@@ -29,7 +29,7 @@ def regimes(
     The paper printed no rates of this experiment, only slopes (`slopes`) and regimes.
 
     `regime_client` is the detector on the client's TTFT, `regime_server` on TTFT from sending,
-    `regime_plane` what the control plane's own detector told while it ran.
+    `regime_plane` is the highest regime of the control plane's own detector.
     """
     thresholds = THRESHOLDS[fleet.name]
     saturation: dict[str, object] = dict(msgspec.to_builtins(config(thresholds)))
@@ -75,7 +75,7 @@ def saturated(
 ) -> Iterator[Row]:
     """Yield rows of static routing and of Table 2's controller, held for long past the knee.
 
-    The controller is the paper's: beside the fleet, told of the client's TTFT.
+    The controller is the paper's: outside of the fleet, with the client's TTFT as its samples.
     """
     for users in levels:
         level = Level(fleet, reading, users, hold_s=LONG_S, ramped=False)

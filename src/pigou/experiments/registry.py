@@ -33,8 +33,8 @@ class Experiment:
         about: what it is, in a line.
         rows: makes its rows.
         summary: of the rows.
-        runs: seeds that it takes unless told.
-        levels: of concurrency, unless told.
+        runs: default number of seeds.
+        levels: default levels of concurrency.
         columns: of the rows, that are shown besides the compared ones.
         fixed: whether its levels cannot be chosen, only given in that number.
         reads: whether the reading matters to it.

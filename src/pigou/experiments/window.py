@@ -36,7 +36,7 @@ class Marks:
         """Take a snapshot at each time; call it before the run."""
         for seconds in self.at:
             simulation.clock.at(
-                at(seconds), Phase.TICK, _MARK, lambda _: self._take(simulation.fleet.itl)
+                clock_ns(seconds), Phase.TICK, _MARK, lambda _: self._take(simulation.fleet.itl)
             )
 
     def between(self, first: int, second: int) -> ITLHistogram:
@@ -85,7 +85,7 @@ class WindowFigures:
     unsent: int
 
 
-def at(seconds: float) -> int:
+def clock_ns(seconds: float) -> int:
     """Return the time of the virtual clock so many seconds from the beginning."""
     return EPOCH + round(seconds * SECOND)
 
@@ -111,7 +111,7 @@ def measure(
     Returns:
         None where there is none.
     """
-    low, high = at(begin), at(end)
+    low, high = clock_ns(begin), clock_ns(end)
     done = sorted(
         (run for run in runs if run.outcome is RunOutcome.DONE and run.last_token_ns > low),
         key=lambda run: run.last_token_ns,

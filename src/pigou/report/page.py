@@ -168,7 +168,7 @@ def write(
         page: to write.
         folder: that exists.
         data: what the page shows; None writes none.
-        on_file: told the name of a file before it is made.
+        on_file: called with the name of a file before it is made.
 
     Raises:
         ReportError: a file cannot be written.

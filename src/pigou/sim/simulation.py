@@ -40,6 +40,12 @@ UNLIMITED = 2**60
 class Simulation:
     """A client, and the fleet that serves it.
 
+    Example:
+        load = renewal(RequestLengths(), rate=5.0, cv=1.0, count=100, seconds=0.0, seed=0)
+        setup = Setup(model="llama-3.1-8b", gpu="H100")
+        simulation = Simulation(load, read_fleet("4xboth"), setup, ControlConfig(), ClientConfig())
+        print(simulation.run().document()["ttft_s"])
+
     Attributes:
         fleet: that serves.
         client: that sends.
@@ -55,7 +61,7 @@ class Simulation:
 
         Args:
             workload: what is asked for.
-            fleet: who serves.
+            fleet: its workers.
             setup: what the workers run on.
             control: of the control plane; its seed counts, not `seed`.
             client: how the workload is sent.

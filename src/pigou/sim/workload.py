@@ -119,7 +119,7 @@ class RequestLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Attributes:
         input: tokens of a prompt, drawn evenly from (minimum, maximum).
         output: tokens of an answer, likewise.
-        templates: different prompts that there are; 0 makes each one like no other.
+        templates: number of different prompts; 0 makes all prompts different.
     """
 
     input: tuple[int, int] = (512, 512)
