@@ -20,7 +20,7 @@ from pigou.kv.tier_eviction.policy import EvictionPolicy, TierSetting, load, mak
 from pigou.request import NEVER
 from pigou.sim.gpus import GPUS
 from pigou.sim.model_config import architecture
-from pigou.sim.timing import StepBatch
+from pigou.sim.timing import StepShape
 from pigou.sim.timing_roofline import roofline
 
 MODEL, GPU = "llama-3.1-8b", "h200"
@@ -43,7 +43,7 @@ def worth(tokens: int, link: float = HOST_LINK) -> RecomputeCost:
     depths = np.arange(0, 128, 16)
     took = [
         timing.durations(
-            StepBatch(np.array([CHUNK], np.int32), np.array([d * CHUNK], np.int32), np.array([0])),
+            StepShape(np.array([CHUNK], np.int32), np.array([d * CHUNK], np.int32), np.array([0])),
             1,
         )[0]
         for d in depths

@@ -28,7 +28,7 @@ from pigou.request import NEVER, SECOND, Request
 from pigou.sim.architecture import kv_blocks
 from pigou.sim.gpus import gpu
 from pigou.sim.model_config import architecture
-from pigou.sim.timing import StepBatch, Timing
+from pigou.sim.timing import StepShape, Timing
 from pigou.sim.timing_profile import profile
 from pigou.sim.timing_roofline import roofline
 
@@ -137,7 +137,7 @@ class Replay:
             if not plan:
                 now = seen = max(now, horizon)
                 continue
-            batch = StepBatch(plan.counts, plan.kv_lens, plan.samples)
+            batch = StepShape(plan.counts, plan.kv_lens, plan.samples)
             times = self.timing.durations(batch, plan.repeat)
             ends = now + np.cumsum(times)
             steps = self._steps(ends, times, horizon)

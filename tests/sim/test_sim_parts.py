@@ -13,7 +13,7 @@ from pigou.request import SECOND, Role
 from pigou.sim.fleet_config import read_fleet
 from pigou.sim.network import LinkConfig, Network
 from pigou.sim.streams import ITLHistogram
-from pigou.sim.timing import StepBatch
+from pigou.sim.timing import StepShape
 from pigou.sim.timing_law import PRESETS, Law, LawTiming
 from pigou.sim.timing_models import build_timing, capacity
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
@@ -106,7 +106,7 @@ def test_a_law_adds_decodes_and_prompts() -> None:
     timing = LawTiming(Law(itl_a=0.01, itl_b=0.001, prefill=0.05, prefill_token=0.0001, mixed=0.02))
 
     def steps(counts: list[int], kv: list[int], repeat: int) -> list[int]:
-        batch = StepBatch(
+        batch = StepShape(
             np.array(counts, np.int32), np.array(kv, np.int32), np.ones(len(counts), np.bool_)
         )
         return timing.durations(batch, repeat).tolist()

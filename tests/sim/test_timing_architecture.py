@@ -13,7 +13,7 @@ from pigou.config import ConfigError
 from pigou.sim.architecture import PRESETS, Architecture, kv_blocks
 from pigou.sim.gpus import GPUS, gpu
 from pigou.sim.model_config import architecture, read_architecture
-from pigou.sim.timing import StepBatch
+from pigou.sim.timing import StepShape
 from pigou.sim.timing_roofline import roofline
 
 QWEN = {
@@ -263,7 +263,7 @@ def test_nvlink_ends_at_the_node_unless_the_gpu_is_of_a_rack() -> None:
 
 
 def step_seconds(model: Architecture, device: str, tokens: int) -> float:
-    batch = StepBatch(np.array([tokens]), np.array([0]), np.array([True]))
+    batch = StepShape(np.array([tokens]), np.array([0]), np.array([True]))
     return float(roofline(model, GPUS[device]).durations(batch, 1)[0]) / 1e9
 
 

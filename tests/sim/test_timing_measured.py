@@ -11,7 +11,7 @@ import pytest
 
 from pigou.config import ConfigError
 from pigou.engine.plan import Plan
-from pigou.sim.timing import StepBatch, StepKey, StepKeys
+from pigou.sim.timing import StepKey, StepKeys, StepShape
 from pigou.sim.timing_measured import MeasuredTiming, WorkerProfile, seconds_at
 from pigou.sim.timing_models import build_timing, capacity
 
@@ -27,12 +27,12 @@ def timing(**changes: Any) -> MeasuredTiming:
     return MeasuredTiming(msgspec.convert(GIVEN | changes, WorkerProfile))
 
 
-def batch(*entries: tuple[int, int, bool]) -> StepBatch:
+def batch(*entries: tuple[int, int, bool]) -> StepShape:
     counts, kv, samples = zip(*entries, strict=True)
-    return StepBatch(np.array(counts, np.int32), np.array(kv, np.int32), np.array(samples))
+    return StepShape(np.array(counts, np.int32), np.array(kv, np.int32), np.array(samples))
 
 
-def seconds(of: StepBatch) -> float:
+def seconds(of: StepShape) -> float:
     return float(timing().durations(of, 1)[0]) / 1e9
 
 
@@ -65,14 +65,14 @@ def test_many_steps_take_what_single_ones_take() -> None:
         n = int(rng.integers(1, 12))
         kv = rng.integers(1, 9000, n).astype(np.int32)
         ones, yes = np.ones(n, np.int32), np.ones(n, bool)
-        together = model.durations(StepBatch(ones, kv, yes), 40)
-        each = [int(model.durations(StepBatch(ones, kv + i, yes), 1)[0]) for i in range(40)]
+        together = model.durations(StepShape(ones, kv, yes), 40)
+        each = [int(model.durations(StepShape(ones, kv + i, yes), 1)[0]) for i in range(40)]
         assert together.tolist() == each
         counts, no = ones.copy(), np.zeros(n, bool)
         counts[-1] = int(rng.integers(2, 600))
-        together = model.durations(StepBatch(counts, kv, no), 9)
+        together = model.durations(StepShape(counts, kv, no), 9)
         each = [
-            int(model.durations(StepBatch(counts, kv + i * counts, no), 1)[0]) for i in range(9)
+            int(model.durations(StepShape(counts, kv + i * counts, no), 1)[0]) for i in range(9)
         ]
         assert together.tolist() == each
 
@@ -83,9 +83,9 @@ SPREADS: dict[str, Any] = {
 }
 
 
-def decoding(n: int, moment: StepKey | None, kv: int = 20) -> StepBatch:
+def decoding(n: int, moment: StepKey | None, kv: int = 20) -> StepShape:
     ones = np.ones(n, np.int32)
-    return StepBatch(ones, kv * ones, ones.astype(bool), moment)
+    return StepShape(ones, kv * ones, ones.astype(bool), moment)
 
 
 def test_many_steps_of_a_worker_take_what_its_single_ones_take() -> None:

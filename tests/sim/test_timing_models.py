@@ -10,7 +10,7 @@ from timing_tables import write_tables
 
 from pigou.sim.architecture import PRESETS
 from pigou.sim.gpus import GPUS
-from pigou.sim.timing import StepBatch, Timing
+from pigou.sim.timing import StepShape, Timing
 from pigou.sim.timing_profile import profile
 from pigou.sim.timing_roofline import roofline
 
@@ -32,10 +32,10 @@ def make(name: str, tmp_path_factory: pytest.TempPathFactory) -> Timing:
     return profile(folder, PRESETS["llama-3.1-8b"], GPUS["rtx4090"], 1)
 
 
-def batch(entries: list[tuple[int, int]]) -> StepBatch:
+def batch(entries: list[tuple[int, int]]) -> StepShape:
     """Entries of (tokens to compute, cached tokens); all sample."""
     counts, kv_lens = (np.array(column, dtype=np.int32) for column in zip(*entries, strict=True))
-    return StepBatch(counts, kv_lens, np.ones(len(entries), dtype=bool))
+    return StepShape(counts, kv_lens, np.ones(len(entries), dtype=bool))
 
 
 ENTRY = st.tuples(st.sampled_from([1, 1, 1, 2, 7, 16, 100, 513, 3000]), st.integers(0, 20_000))

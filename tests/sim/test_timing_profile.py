@@ -13,7 +13,7 @@ from benchmarks.lib.shared_folder import shared_folder
 from pigou.config import ConfigError
 from pigou.sim.architecture import PRESETS, Architecture
 from pigou.sim.gpus import GPUS
-from pigou.sim.timing import StepBatch
+from pigou.sim.timing import StepShape
 from pigou.sim.timing_profile import CAPTURED, ProfileTiming, profile
 from pigou.sim.timing_profile_tables import find_tables, read_tables
 from pigou.sim.timing_roofline import roofline
@@ -23,8 +23,8 @@ SHARED = shared_folder()
 TABLES = SHARED / "profiles" / "vllm-0.19"
 
 
-def batch(counts: list[int], kv_lens: list[int]) -> StepBatch:
-    return StepBatch(
+def batch(counts: list[int], kv_lens: list[int]) -> StepShape:
+    return StepShape(
         np.array(counts, dtype=np.int32),
         np.array(kv_lens, dtype=np.int32),
         np.ones(len(counts), dtype=bool),

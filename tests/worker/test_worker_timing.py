@@ -20,7 +20,7 @@ from pigou.sim.fleet_config import read_fleet
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import Simulation
-from pigou.sim.timing import StepBatch
+from pigou.sim.timing import StepShape
 from pigou.sim.timing_models import build_timing
 from pigou.sim.workload import OpenLoop, RequestSession, RequestSpec
 from pigou.worker.mock_worker import CATCH_UP, MockBackend, SimulatedLink
@@ -101,7 +101,7 @@ def test_every_step_takes_what_the_timing_model_says(clock: Clock) -> None:
     plan = core.schedule(clock.now)
     result = backend.execute(plan)
     assert result.steps == plan.repeat == 8
-    batch = StepBatch(plan.counts, plan.kv_lens, plan.samples)
+    batch = StepShape(plan.counts, plan.kv_lens, plan.samples)
     assert np.array_equal(result.durations, timing.durations(batch, 8))
 
 

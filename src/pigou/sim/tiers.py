@@ -18,7 +18,7 @@ from pigou.kv.tier_eviction.policy import TierSetting, load
 from pigou.kv.tiers import Tiers
 from pigou.request import SECOND
 from pigou.sim.setup import TierConfig
-from pigou.sim.timing import StepBatch, Timing
+from pigou.sim.timing import StepShape, Timing
 from pigou.sim.virtual_clock import Clock, Event, Phase
 
 #: Of the device's blocks, the share that may be under copy at once.
@@ -70,7 +70,7 @@ def recompute_cost_of(timing: Timing, block_size: int, tokens: int) -> Recompute
 
     def seconds(before: int) -> float:
         counts, kv = np.array([tokens], dtype=np.int32), np.array([before], dtype=np.int32)
-        batch = StepBatch(counts, kv, np.array([True]))
+        batch = StepShape(counts, kv, np.array([True]))
         return int(timing.durations(batch, 1)[0]) / SECOND
 
     near, far = seconds(0), seconds(_DEEPER * tokens)

@@ -14,7 +14,7 @@ from pigou.engine.plan import Plan
 from pigou.request import Ints, Nanos
 
 
-class StepBatch(msgspec.Struct):
+class StepShape(msgspec.Struct):
     """What one step computes; entry i is one sequence.
 
     Attributes:
@@ -38,7 +38,7 @@ class StepBatch(msgspec.Struct):
 class Timing(Protocol):
     """Seconds of computation, as integer nanoseconds."""
 
-    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
+    def durations(self, batch: StepShape, repeat: int) -> Nanos:
         """Return the time of each of `repeat` steps, shape (repeat,), at least 1 ns each.
 
         The array is new, and the caller's to write to.
@@ -140,7 +140,7 @@ class Slowed:
         """Whether it has random variation."""
         return varies(self.timing)
 
-    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
+    def durations(self, batch: StepShape, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
         nanos = self.timing.durations(batch, repeat) * self.factor
         slowed: Nanos = np.maximum(1, np.rint(nanos)).astype(np.int64)
@@ -160,7 +160,7 @@ def step_end_times(
         step_key: of the first step.
     """
     end_times = timing.durations(
-        StepBatch(plan.counts, plan.kv_lens, plan.samples, step_key), repeat
+        StepShape(plan.counts, plan.kv_lens, plan.samples, step_key), repeat
     )
     accumulate(end_times, now)
     return end_times

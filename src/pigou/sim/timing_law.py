@@ -9,7 +9,7 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.request import SECOND, Nanos
-from pigou.sim.timing import StepBatch
+from pigou.sim.timing import StepShape
 
 #: Seconds of each part of a step.
 _HOUR_S = 3600
@@ -80,7 +80,7 @@ class LawTiming:
 
     law: Law
 
-    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
+    def durations(self, batch: StepShape, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
         law = self.law
         prompts = batch.counts > 1

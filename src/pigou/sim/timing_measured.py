@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pigou.config import ConfigError
 from pigou.request import SECOND, Nanos
-from pigou.sim.timing import StepBatch, StepKey
+from pigou.sim.timing import StepKey, StepShape
 
 #: Of the file; changes when a key changes its meaning.
 FORMAT = 2
@@ -141,7 +141,7 @@ class MeasuredTiming:
 
     measured: WorkerProfile
 
-    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
+    def durations(self, batch: StepShape, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
         profile = self.measured
         prompts = batch.counts > 1

@@ -26,7 +26,7 @@ from pigou.config import ConfigError
 from pigou.request import Ints, Nanos
 from pigou.sim.architecture import Architecture
 from pigou.sim.gpus import Gpu
-from pigou.sim.timing import StepBatch, Timing
+from pigou.sim.timing import StepShape, Timing
 from pigou.sim.timing_profile_tables import Floats, LayerCurve, Tables, find_tables, read_tables
 
 #: Batch sizes that vLLM captures as CUDA graphs by default (`cudagraph_capture_sizes`, up to 512).
@@ -68,7 +68,7 @@ class ProfileTiming:
         self._dense = _dense(tables, architecture, gpu, tp, graphs)
         self._heads = _heads(tables.sequences, architecture, gpu, tp)
 
-    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
+    def durations(self, batch: StepShape, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
         grid = self._tables.attention
         return profile_durations(

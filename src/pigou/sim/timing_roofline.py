@@ -21,7 +21,7 @@ from pigou.config import ConfigError
 from pigou.request import Ints, Nanos
 from pigou.sim.architecture import DTYPE_BYTES, Architecture
 from pigou.sim.gpus import Gpu
-from pigou.sim.timing import StepBatch, Timing
+from pigou.sim.timing import StepShape, Timing
 
 #: Kernels of a decoder layer: two norms, four products, rotation with the cache's write,
 #: attention with its reduction, activation; vLLM's layer tables list the same.
@@ -61,7 +61,7 @@ class RooflineTiming:
         self._rates = _rates(model, device, tp)
         self._experts, self._active = float(model.experts), float(model.active)
 
-    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
+    def durations(self, batch: StepShape, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
         durations = np.empty(repeat, dtype=np.int64)
         roofline_durations(

@@ -20,7 +20,7 @@ from pigou.request import SECOND, Rehearsed, Worker
 from pigou.sim.fleet_config import WorkerGroup
 from pigou.sim.setup import TierConfig
 from pigou.sim.tiers import build_tiers
-from pigou.sim.timing import StepBatch, Timing
+from pigou.sim.timing import StepShape, Timing
 from pigou.sim.worker import SimWorker
 
 
@@ -128,4 +128,4 @@ def _step(timing: Timing, chunk: int, done: int, last: bool, streams: int, age: 
     samples = np.ones(streams + prompt, np.bool_)
     if prompt:
         counts[-1], kv_lens[-1], samples[-1] = chunk, done, last
-    return int(timing.durations(StepBatch(counts, kv_lens, samples), 1)[0])
+    return int(timing.durations(StepShape(counts, kv_lens, samples), 1)[0])

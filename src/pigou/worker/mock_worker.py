@@ -21,7 +21,7 @@ from pigou.request import SECOND, BlockHashes, FinishReason, Nanos, no_hashes
 from pigou.runtime.step_output import RankedLogprobs, StepOutput
 from pigou.sampling import Grammar, SamplingParams
 from pigou.sim.network import LinkConfig
-from pigou.sim.timing import StepBatch, StepKeys, Timing, varies
+from pigou.sim.timing import StepKeys, StepShape, Timing, varies
 from pigou.sim.timing_models import build_timing, is_measured, kv_bytes
 from pigou.worker.backend import OnStep
 
@@ -57,7 +57,7 @@ class TimingLaw:
                 f"timing law is {self}; base and per_sequence must be at least 0, the rate above 0"
             )
 
-    def durations(self, batch: StepBatch, repeat: int) -> Nanos:
+    def durations(self, batch: StepShape, repeat: int) -> Nanos:
         """Return the nanoseconds of each of `repeat` steps, shape (repeat,)."""
         prompts = batch.counts > 1
         decodes = len(prompts) - int(np.count_nonzero(prompts))
@@ -153,7 +153,7 @@ class MockBackend:
         begin = self._begin()
         finished: list[Finish] = []
         moment = self._moments.of(plan, self._steps) if varies(self._timing) else None
-        batch = StepBatch(plan.counts, plan.kv_lens, plan.samples, moment)
+        batch = StepShape(plan.counts, plan.kv_lens, plan.samples, moment)
         durations = self._timing.durations(batch, plan.repeat)
         step_ends_ns = (begin + np.cumsum(durations)).tolist()
         steps = 0
