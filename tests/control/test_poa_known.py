@@ -86,7 +86,7 @@ def window(data: Any, count: int) -> RequestWindow:
     return RequestWindow.from_times(
         arrived=started - waited,
         started=started,
-        handed=started,
+        prefill_done=started,
         ended=started + ran,
         prefill=np.full(count, -1),
         decode=np.array(data.draw(worker)),
@@ -112,7 +112,7 @@ def test_no_part_of_it_and_no_end_of_its_interval_is_below_one(
 def test_the_interval_is_the_same_each_time() -> None:
     at = np.arange(40.0)
     same = RequestWindow.from_times(
-        arrived=at, started=at, handed=at, ended=at + 2.0 + at % 3, prefill=np.full(40, -1),
+        arrived=at, started=at, prefill_done=at, ended=at + 2.0 + at % 3, prefill=np.full(40, -1),
         decode=np.arange(40) % 2,
     )  # fmt: skip
     assert calibrated(same, [LAW, LAW]) == calibrated(same, [LAW, LAW])

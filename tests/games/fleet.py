@@ -120,7 +120,7 @@ def simulate(
     return RequestWindow.from_times(
         arrived=times[0],
         started=times[1],
-        handed=times[2],
+        prefill_done=times[2],
         ended=times[3],
         prefill=where[0],
         decode=decoders,

@@ -167,7 +167,7 @@ def test_loads_are_means_over_each_requests_own_stage() -> None:
     window = RequestWindow.from_times(
         arrived=[0, 0, 0],
         started=[0, 1, 2],
-        handed=[0, 2, 2],
+        prefill_done=[0, 2, 2],
         ended=[4, 4, 3],
         prefill=[-1, 2, -1],
         decode=[0, 0, 1],
@@ -193,7 +193,7 @@ def test_a_window_says_what_is_wrong_with_it() -> None:
             RequestWindow(**{**fields, name: value})
     with pytest.raises(ValueError, match="in this order"):
         RequestWindow.from_times(
-            arrived=[1], started=[0], handed=[0], ended=[2], prefill=[-1], decode=[0]
+            arrived=[1], started=[0], prefill_done=[0], ended=[2], prefill=[-1], decode=[0]
         )
 
 

@@ -119,7 +119,7 @@ class ControlPlane:
         returned = routed is not None or bool(exclude)
         self.admission.queue.remove(request.id)
         fleet = self.view(request, now)
-        uncached = request.prompt - fleet.longest(request.prompt)
+        uncached = request.prompt - fleet.max_cached(request.prompt)
         waiting = QueuedRequest(
             request, now, uncached, int(fleet.output), exclude=exclude, returned=returned
         )

@@ -223,7 +223,7 @@ def _window(
     return RequestWindow.from_times(
         arrived=seconds("arrived_at"),
         started=started,
-        handed=prefill_done,
+        prefill_done=prefill_done,
         ended=np.maximum(seconds("ended_at"), entered + 1e-9),
         prefill=prefill,
         decode=np.array([row[times.decode] for times in records]),

@@ -97,7 +97,7 @@ class WorkerAssigner:
             return None
         self._admission.began(request, choice, state.row[choice.decode], fleet, now)
         self._tracker.routed(request, choice, now, priority, int(fleet.output))
-        computes, known = choice.prefill or choice.decode, fleet.longest(request.prompt)
+        computes, known = choice.prefill or choice.decode, fleet.max_cached(request.prompt)
         self._cache_monitor.routed(computes, request, choice.cached, known, now)
         self._predict(request, choice, now)
         return Assignment(request.id, choice, state.requests[request.id].uncached, sent_priority)

@@ -75,10 +75,10 @@ class AllocationGame:
 
         Above 0, the larger gain draws GPUs to prefill; 0 at an interior equilibrium (Eq. 5).
         """
-        of_prefill, of_decode = self._gains(prefill)
+        of_prefill, of_decode = self._gains_by_pool(prefill)
         return of_prefill - of_decode
 
-    def _gains(self, prefill: float) -> tuple[float, float]:
+    def _gains_by_pool(self, prefill: float) -> tuple[float, float]:
         of_prefill = -self._slope(self.v_ttft, prefill)
         of_decode = -self._slope(lambda g: self.v_itl(g, prefill), self.gpus - prefill)
         return of_prefill, of_decode
@@ -91,11 +91,11 @@ class AllocationGame:
         all allocations that use every GPU, these are the ones with a common price.
         """
         grid = np.linspace(0.0, self.gpus, POINTS)
-        gains = np.array([self._gains(float(g)) for g in grid])
-        of_prefill, of_decode = gains.T
+        pool_gains = np.array([self._gains_by_pool(float(g)) for g in grid])
+        of_prefill, of_decode = pool_gains.T
         pulls = of_prefill - of_decode
         rounding = ROUNDING * max(abs(self.violations(g)) for g in (0.0, self.gpus)) / self._step
-        pulls[np.abs(pulls) <= LEVEL * np.abs(gains).sum(axis=1) + rounding] = 0.0
+        pulls[np.abs(pulls) <= LEVEL * np.abs(pool_gains).sum(axis=1) + rounding] = 0.0
         equilibria = []
         if pulls[0] < 0:
             equilibria.append(self._equilibrium(0.0, "no prefill", stable=True))
@@ -131,19 +131,21 @@ class AllocationGame:
             )
         path = [start]
         while True:
-            here = path[-1]
-            moves = [g for g in (here + step, here - step) if 0 <= g <= total]
-            gain, best = max(((self._net_gain(here, g), g) for g in moves), default=(0.0, here))
+            prefill = path[-1]
+            moves = [g for g in (prefill + step, prefill - step) if 0 <= g <= total]
+            gain, best = max(
+                ((self._net_gain(prefill, g), g) for g in moves), default=(0.0, prefill)
+            )
             if not improves(-gain, 0.0):
                 return path
             path.append(best)
             if best in path[:-1]:
                 return path
 
-    def _net_gain(self, here: int, there: int) -> float:
+    def _net_gain(self, prefill: int, moved: int) -> float:
         """What the growing pool gains less what the other loses, prefill's size in v_itl kept."""
-        ttft = self.v_ttft(here) - self.v_ttft(there)
-        itl = self.v_itl(self.gpus - here, here) - self.v_itl(self.gpus - there, here)
+        ttft = self.v_ttft(prefill) - self.v_ttft(moved)
+        itl = self.v_itl(self.gpus - prefill, prefill) - self.v_itl(self.gpus - moved, prefill)
         return float(ttft + itl)
 
     def _between(self, grid: Floats, pulls: Floats) -> list[Equilibrium]:

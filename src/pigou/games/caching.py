@@ -67,7 +67,7 @@ class CachingGame:
         self.restarts, self.seed = restarts, seed
         self._check()
         self._choices = self._enumerate_choices()
-        self._found: list[Indices] | None = None
+        self._equilibria: list[Indices] | None = None
 
     @property
     def exact(self) -> bool:
@@ -93,16 +93,16 @@ class CachingGame:
     def is_equilibrium(self, placement: ArrayLike) -> bool:
         """Return whether no node gains by changing what it holds."""
         held = np.asarray(placement, dtype=np.intp)
-        return all(not self._gains(i, held) for i in self._all)
+        return all(not self._can_improve(i, held) for i in self._all)
 
     def equilibria(self) -> list[Indices]:
         """Return the pure equilibria: all of them if ``exact``, else those that were reached."""
-        if self._found is None:
+        if self._equilibria is None:
             if self._choices is not None:
-                self._found = [p for p in self._profiles() if self.is_equilibrium(p)]
+                self._equilibria = [p for p in self._profiles() if self.is_equilibrium(p)]
             else:
-                self._found = self._reached()
-        return self._found
+                self._equilibria = self._reached()
+        return self._equilibria
 
     def optimum(self) -> Indices:
         """Return a placement of least social cost, or the best found where not ``exact``."""
@@ -129,10 +129,10 @@ class CachingGame:
         raise ValueError(f"the optimum costs {best}: a ratio needs a cost above 0")
 
     def _some_equilibria(self) -> list[Indices]:
-        found = self.equilibria()
-        if not found:
+        equilibria = self.equilibria()
+        if not equilibria:
             raise ValueError("no pure equilibrium was found: the price is not defined")
-        return found
+        return equilibria
 
     @property
     def _all(self) -> range:
@@ -172,7 +172,7 @@ class CachingGame:
         accesses = float(self.demand[node][wanted] @ access[wanted])
         return accesses + float(self.placement_cost[node]) * int(np.count_nonzero(row != ABSENT))
 
-    def _gains(self, node: int, held: Indices) -> bool:
+    def _can_improve(self, node: int, held: Indices) -> bool:
         remote = self._remote(node, held)
         best = self._own_cost(node, self._best_row(node, remote), remote)
         return improves(best, self._own_cost(node, held[node], remote))
@@ -186,15 +186,15 @@ class CachingGame:
         dear += float(self.distance.max(initial=0) * self.demand.sum()) + self.placement_cost[node]
         absent = np.where(np.isinf(remote), dear * (self.objects + 1), remote)
         access = np.minimum(absent[:, None], self.tiers[tier_of_slot][None, :])
-        hold = demand * access + self.placement_cost[node]
-        leave = np.full((self.objects, self.objects), np.inf)
-        np.fill_diagonal(leave, self.demand[node] * absent)
+        hold_cost = demand * access + self.placement_cost[node]
+        absent_cost = np.full((self.objects, self.objects), np.inf)
+        np.fill_diagonal(absent_cost, self.demand[node] * absent)
         from scipy.optimize import linear_sum_assignment  # half of a gateway's import time
 
-        rows, columns = linear_sum_assignment(np.hstack([leave, hold]))
+        rows, columns = linear_sum_assignment(np.hstack([absent_cost, hold_cost]))
         row: Indices = np.full(self.objects, ABSENT, dtype=np.intp)
-        kept = columns >= self.objects
-        row[rows[kept]] = tier_of_slot[columns[kept] - self.objects]
+        cached = columns >= self.objects
+        row[rows[cached]] = tier_of_slot[columns[cached] - self.objects]
         return row
 
     def _enumerate_choices(self) -> list[list[Indices]] | None:
@@ -229,21 +229,21 @@ class CachingGame:
         return placement
 
     def _reached(self) -> list[Indices]:
-        found: dict[bytes, Indices] = {}
+        equilibria: dict[bytes, Indices] = {}
         for run in range(self.restarts):
             placement = self._random(run)
             rng = np.random.default_rng((self.seed, run, 1))
             for _ in range(MAX_ROUNDS):
                 if not self._one_round(placement, rng):
-                    found[placement.tobytes()] = placement
+                    equilibria[placement.tobytes()] = placement
                     break
-        return list(found.values())
+        return list(equilibria.values())
 
     def _one_round(self, placement: Indices, rng: np.random.Generator) -> bool:
         """Let every node answer once, in random order; returns whether any did better."""
         moved = False
         for node in rng.permutation(self.nodes).tolist():
-            if self._gains(node, placement):
+            if self._can_improve(node, placement):
                 placement[node] = self.best_response(node, placement)
                 moved = True
         return moved

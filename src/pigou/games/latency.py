@@ -16,9 +16,9 @@ from numpy.typing import ArrayLike
 from pigou.games import Floats
 from pigou.games.regression import (
     HELD_S,
-    LEAST_ROWS,
     SEEN,
     SMALLEST_SCALE,
+    SOLVER_ROWS,
     SPREAD,
     SUMS,
     TUKEY,
@@ -28,8 +28,8 @@ from pigou.games.regression import (
     bank_around,
     bank_over,
     follow_all,
+    is_pole_better,
     pick,
-    worth,
 )
 
 ABSOLUTE_ROUNDS = 6
@@ -89,7 +89,7 @@ class LatencyLaw:
             gaps = self.n_sat - n
             nears = np.maximum(gaps, self.floor)
             values = values + self.d * nears**-self.beta + (nears - gaps) * self._pole_slope(nears)
-        return _plain(values)
+        return _float_or_array(values)
 
     @overload
     def slope(self, n: float) -> float: ...
@@ -99,7 +99,7 @@ class LatencyLaw:
         """Return the derivative f'(n), in seconds a request."""
         n = np.asarray(n, dtype=np.float64)
         near = np.maximum(self.n_sat - n, self.floor)
-        return _plain(self.a + self._pole_slope(near))
+        return _float_or_array(self.a + self._pole_slope(near))
 
     @overload
     def marginal(self, n: float) -> float: ...
@@ -110,7 +110,7 @@ class LatencyLaw:
 
         (n+1) f(n+1) - n f(n): the newcomer's own f(n+1), and the `toll`.
         """
-        return _plain(np.asarray(self(n + 1.0)) + self.toll(n))
+        return _float_or_array(np.asarray(self(n + 1.0)) + self.toll(n))
 
     @overload
     def toll(self, n: float) -> float: ...
@@ -120,7 +120,7 @@ class LatencyLaw:
         """Return n (f(n+1) - f(n)): the seconds that one more request costs the ``n`` there."""
         if isinstance(n, float):
             return n * (self(n + 1.0) - self(n))
-        return _plain(n * (np.asarray(self(n + 1.0)) - self(n)))
+        return _float_or_array(n * (np.asarray(self(n + 1.0)) - self(n)))
 
     def _pole_slope(self, gap: Floats) -> Floats:
         slope: Floats = self.beta * self.d * gap ** (-self.beta - 1.0)
@@ -181,7 +181,7 @@ class OnlineFit:
         self._prior = _NOISE * doubling
         self._sums = np.zeros(SUMS)
         self._sums[SPREAD] = 1.0
-        self._scratch = np.empty((LEAST_ROWS + 6 * size, 3))
+        self._scratch = np.empty((SOLVER_ROWS + 6 * size, 3))
         self._holds = doubling > 0
         self._poles = self._bank.arrays
         gram, moment = np.zeros((size, 3, 3)), np.zeros((size, 3))
@@ -228,7 +228,7 @@ class OnlineFit:
             raise ValueError("no observations: call observe() first, or start from a fitted law")
         if self._law is None:
             best = pick(self._prior, self._fit)
-            self._law = _law(self._bank, best, self._scratch[LEAST_ROWS + best])
+            self._law = _law(self._bank, best, self._scratch[SOLVER_ROWS + best])
         return self._law
 
     @property
@@ -248,7 +248,7 @@ def _complaint(n: float, seconds: float, weight: float, held: float) -> str:
     return f"weight={weight}: give a number above 0, and at most 1"
 
 
-def _plain(value: Floats | np.float64) -> float | Floats:
+def _float_or_array(value: Floats | np.float64) -> float | Floats:
     return float(value) if np.ndim(value) == 0 else np.asarray(value)
 
 
@@ -318,4 +318,4 @@ def _median(values: Floats, weight: Floats) -> float:
 def _chosen(errors: Floats, count: int) -> int:
     """The best pole, or the straight line (entry 0) where the pole gains too little."""
     best = int(np.argmin(errors))
-    return best if worth(float(errors[0]), float(errors[best]), count) else 0
+    return best if is_pole_better(float(errors[0]), float(errors[best]), count) else 0

@@ -60,11 +60,11 @@ class LegacyEstimator:
         k = np.arange(1, copies + 1, dtype=np.float64)
         gap = np.maximum(self.capacity - k, self.eps)
         costs = self.a * k + self.b + self.d / gap**self.beta
-        if all(each is None for each in self._overlaps):
+        if all(row is None for row in self._overlaps):
             ordered = np.sort(costs).tolist()  # all columns have these: the cheapest are taken
-            return math.fsum(ordered[place // self.workers] for place in range(count))
+            return math.fsum(ordered[rank // self.workers] for rank in range(count))
         none = np.zeros(self.workers)
-        rows = [none if each is None else each for each in self._overlaps]
+        rows = [none if row is None else row for row in self._overlaps]
         saved = self.cache_weight * np.stack(rows)
         matrix = (costs[None, None, :] - saved[:, :, None]).reshape(count, -1)
         from scipy.optimize import linear_sum_assignment  # half of a gateway's import time

@@ -77,7 +77,7 @@ def calibrated(
     as many others in all, over its stage, as it did, and they are spread over the pool at least
     cost (`Levelling`). Savings are counted by the `RoutingGame` of the window. Intervals are of
     ``draws`` seeded draws of a circular block bootstrap at ``level``, and hold the laws fixed.
-    A draw in which an optimum comes out above what was observed counts as 1 (`_least`).
+    A draw in which an optimum comes out above what was observed counts as 1 (`_clip_optima`).
     Raises ValueError for missing laws, pools that leave a stage without workers, or an optimum
     that is not above 0.
     """
@@ -85,18 +85,18 @@ def calibrated(
     saved, saved_more = _savings(window, pools, savings)
     expected = _expected(window, pools) - saved
     spread = _Spread(window, pools)
-    here = spread.cost(pools.prefill) - saved_more
+    routed = spread.cost(pools.prefill) - saved_more
     split = _best_split(spread, pools)
     best = spread.cost(split) - saved_more
-    if not (expected.sum() > 0 and here.sum() > 0 and best.sum() > 0):
+    if not (expected.sum() > 0 and routed.sum() > 0 and best.sum() > 0):
         raise ValueError("savings exceed what the laws say: a ratio needs costs above 0")
     draw = _bootstrap(len(best), draws, seed)
-    chain = np.stack([window.observed, expected, here, best], axis=1)
-    totals, drawn = _least(chain.sum(axis=0)[None])[0], _least(draw @ chain)
+    chain = np.stack([window.observed, expected, routed, best], axis=1)
+    totals, drawn = _clip_optima(chain.sum(axis=0)[None])[0], _clip_optima(draw @ chain)
 
     def ratio(above: int, below: int) -> Estimate:
-        ends = [(1 - level) / 2, (1 + level) / 2]
-        low, high = np.quantile(drawn[:, above] / drawn[:, below], ends)
+        quantiles = [(1 - level) / 2, (1 + level) / 2]
+        low, high = np.quantile(drawn[:, above] / drawn[:, below], quantiles)
         return Estimate(float(totals[above] / totals[below]), float(low), float(high))
 
     queueing, routing, prefill_decode = (ratio(i, i + 1) for i in range(3))
@@ -106,27 +106,27 @@ def calibrated(
     return PriceOfAnarchy(ratio(0, 3), routing, prefill_decode, queueing, pool, shares, saves)
 
 
-def _least(chain: Floats) -> Floats:
+def _clip_optima(chain: Floats) -> Floats:
     """Return the least of each total and those before it, (rows, 4).
 
     What was observed, or is expected of the loads that were met, could be had: so no optimum is
     above it. Where noise of the laws puts it above, the fleet did as well as is known to be
     possible, and the ratio is 1.
     """
-    least: Floats = np.minimum.accumulate(chain, axis=1)
-    return least
+    lowest: Floats = np.minimum.accumulate(chain, axis=1)
+    return lowest
 
 
 def _by_worker(window: RequestWindow, best: Floats, workers: int) -> tuple[float | None, ...]:
     """Observed over best seconds of the requests that each worker computed a stage of."""
     observed = window.observed
-    found: list[float | None] = []
+    ratios: list[float | None] = []
     for worker in range(workers):
         own = (window.decode == worker) | (window.prefill == worker)
-        least = float(best[own].sum())
+        lowest = float(best[own].sum())
         taken = float(observed[own].sum())
-        found.append(max(1.0, taken / least) if least > 0.0 else None)
-    return tuple(found)
+        ratios.append(max(1.0, taken / lowest) if lowest > 0.0 else None)
+    return tuple(ratios)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +148,9 @@ class _Pools:
     ) -> _Pools:
         seen = frozenset(np.unique(window.prefill[window.prefill != LOCAL]).tolist())
         prefill = seen if prefill_workers is None else frozenset(prefill_workers) | seen
-        most = max(int(window.decode.max()), max(prefill, default=0))
-        if most >= len(laws) or min(prefill, default=0) < 0:
-            raise ValueError(f"worker {most} has no law among {len(laws)}: give one a worker")
+        max_worker = max(int(window.decode.max()), max(prefill, default=0))
+        if max_worker >= len(laws) or min(prefill, default=0) < 0:
+            raise ValueError(f"worker {max_worker} has no law among {len(laws)}: give one a worker")
         if prefill and (prefill_laws is None or len(prefill_laws) != len(laws)):
             raise ValueError("a fleet with prefill workers needs prefill_laws, one a worker")
         decode = frozenset(np.unique(window.decode).tolist())
@@ -171,9 +171,9 @@ def _expected(window: RequestWindow, pools: _Pools) -> Floats:
 
 def _of_own(worker: Indices, load: Floats, laws: Sequence[LatencyLaw]) -> Floats:
     seconds = np.zeros(len(worker))
-    for each in np.unique(worker).tolist():
-        here = worker == each
-        seconds[here] = laws[each](load[here])
+    for w in np.unique(worker).tolist():
+        mask = worker == w
+        seconds[mask] = laws[w](load[mask])
     return seconds
 
 
@@ -207,14 +207,14 @@ def _best_split(spread: _Spread, pools: _Pools) -> frozenset[int]:
     def cost(prefill: frozenset[int]) -> float:
         return float(spread.cost(prefill).sum())
 
-    best, least = pools.prefill, cost(pools.prefill)
+    best, lowest = pools.prefill, cost(pools.prefill)
     while True:
         everything = 2 ** len(movable) <= MAX_SPLITS
         offers = _splits(movable, pools) if everything else _nearby(best, movable, pools)
         costs = [(cost(offer), offer) for offer in offers]
-        lower, offer = min(costs, key=lambda pair: pair[0], default=(least, best))
-        if lower < least * (1.0 - 1e-9):
-            best, least = offer, lower
+        lower, offer = min(costs, key=lambda pair: pair[0], default=(lowest, best))
+        if lower < lowest * (1.0 - 1e-9):
+            best, lowest = offer, lower
             if not everything:
                 continue
         return best
@@ -278,8 +278,8 @@ def _net_savings(laws: Sequence[LatencyLaw], savings: Floats, present: float) ->
 
     with_caches = RoutingGame([scaled(law) for law in laws], savings, 1.0)
     without = RoutingGame(with_caches.laws, np.zeros_like(savings), 1.0)
-    plain = without.social_cost(without.optimum())
-    return (plain - with_caches.social_cost(with_caches.optimum())) / count
+    without_cost = without.social_cost(without.optimum())
+    return (without_cost - with_caches.social_cost(with_caches.optimum())) / count
 
 
 def _bootstrap(count: int, draws: int, seed: int) -> Floats:
@@ -311,10 +311,10 @@ class Levelling:
 
     def __init__(self, totals: Floats) -> None:
         self._totals = totals
-        self._most = max(1, math.ceil(float(totals.max(initial=1.0))))
-        steps = max(1, min(STEPS, POINTS // self._most))
-        self._fine = np.arange(self._most * steps + 1) / steps
-        self._whole = np.arange(self._most + 1, dtype=np.float64)
+        self._max_load = max(1, math.ceil(float(totals.max(initial=1.0))))
+        steps = max(1, min(STEPS, POINTS // self._max_load))
+        self._fine = np.arange(self._max_load * steps + 1) / steps
+        self._whole = np.arange(self._max_load + 1, dtype=np.float64)
         self._tables: dict[LatencyLaw, tuple[Floats, Floats]] = {}
 
     def cost(self, laws: Sequence[LatencyLaw]) -> Floats:
@@ -325,8 +325,8 @@ class Levelling:
         gap = np.ones_like(whole)
         gap[1:] = whole[1:] / np.interp(self._whole[1:], self._fine, fine)
         spread = np.interp(self._totals, self._fine, fine) / self._totals
-        least: Floats = spread * np.interp(self._totals, self._whole, gap)
-        return least
+        lowest: Floats = spread * np.interp(self._totals, self._whole, gap)
+        return lowest
 
     def _table(self, law: LatencyLaw) -> tuple[Floats, Floats]:
         """What each further step of load adds, on the fine grid and by whole requests."""

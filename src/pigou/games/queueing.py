@@ -11,13 +11,13 @@ import math
 from scipy.optimize import brentq
 
 
-def erlang_b(servers: int, offered: float) -> float:
-    """Return the share of arrivals that a loss system with ``offered`` erlangs turns away."""
-    if servers < 0 or not offered >= 0:
-        raise ValueError(f"servers={servers}, offered={offered}: give numbers of 0 or more")
+def erlang_b(servers: int, erlangs: float) -> float:
+    """Return the share of arrivals that a loss system with a load of ``erlangs`` turns away."""
+    if servers < 0 or not erlangs >= 0:
+        raise ValueError(f"servers={servers}, offered={erlangs}: give numbers of 0 or more")
     blocked = 1.0
     for count in range(1, servers + 1):
-        blocked = offered * blocked / (count + offered * blocked)
+        blocked = erlangs * blocked / (count + erlangs * blocked)
     return blocked
 
 
@@ -45,10 +45,10 @@ def mmc_wait_quantile(
     """
     if not 0 <= quantile < 1:
         raise ValueError(f"quantile is {quantile}: give a number from 0 up to, not at, 1")
-    waits = erlang_c(servers, utilisation)
-    if 1.0 - quantile >= waits:
+    wait_probability = erlang_c(servers, utilisation)
+    if 1.0 - quantile >= wait_probability:
         return 0.0
-    return service * math.log(waits / (1.0 - quantile)) / (servers * (1.0 - utilisation))
+    return service * math.log(wait_probability / (1.0 - quantile)) / (servers * (1.0 - utilisation))
 
 
 def mgc_wait(servers: int, utilisation: float, scv: float, service: float = 1.0) -> float:

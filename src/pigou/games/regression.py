@@ -77,7 +77,7 @@ def solve(gram: Floats, moment: Floats, energy: Floats | float) -> tuple[Floats,
     non-zero ones is both exact and fast.
     """
     best, errors = np.empty((len(moment), 3)), np.empty(len(moment))
-    least(np.ascontiguousarray(gram), moment, np.empty((LEAST_ROWS, 3)), best, errors)
+    minimise_all(np.ascontiguousarray(gram), moment, np.empty((SOLVER_ROWS, 3)), best, errors)
     return best, np.maximum(energy + errors, 0.0)
 
 
@@ -101,10 +101,10 @@ LOAD, ONE, POLE = range(3)
 #: seconds of each that is held.
 ENERGY, SPREAD, WEIGHT, SEEN, FOLLOWS, A, B, D, N_SAT, BETA, PRODUCT, SQUARE, HELD_S = range(13)
 SUMS = 13
-#: Rows of scratch that `least` uses; an online fit's parameters of each pole come after them.
-LEAST_ROWS = 5
+#: Rows of scratch that `minimise_all` uses; an online fit has each pole's parameters after them.
+SOLVER_ROWS = 5
 #: A law: a, b, d, n_sat and beta.
-Curve: TypeAlias = tuple[float, float, float, float, float]
+LawParameters: TypeAlias = tuple[float, float, float, float, float]
 #: Poles: n_sat and beta, (poles,) each, the first of a straight line; and the floor of a `Bank`.
 PoleArrays: TypeAlias = tuple[Floats, Floats, float]
 #: An online fit: gram (poles, 3, 3), moment (poles, 3), cross (poles, 3), which is the moment of
@@ -211,7 +211,9 @@ def _solved(g: Floats, r: Floats, subset: int) -> tuple[float, float, float]:
 
 
 @bare_kernel
-def least(gram: Floats, moment: Floats, scratch: Floats, best: Floats, errors: Floats) -> None:
+def minimise_all(
+    gram: Floats, moment: Floats, scratch: Floats, best: Floats, errors: Floats
+) -> None:
     """Minimise x'Gx - 2 x'm over x >= 0 for each pole, by trying each set of non-zero ones.
 
     Args:
@@ -246,7 +248,7 @@ def least(gram: Floats, moment: Floats, scratch: Floats, best: Floats, errors: F
 
 
 @bare_kernel
-def worth(line: float, best: float, count: int) -> bool:
+def is_pole_better(line: float, best: float, count: int) -> bool:
     """Whether a pole's three parameters gain as much as Schwarz's criterion asks of them.
 
     Args:
@@ -262,15 +264,15 @@ def worth(line: float, best: float, count: int) -> bool:
 def _best(gram: Floats, moment: Floats, energy: float, count: int, scratch: Floats) -> int:
     """Return the best pole; arguments as of `pick`, and the weighted square of all."""
     poles = gram.shape[0]
-    first, last = LEAST_ROWS, LEAST_ROWS + poles
+    first, last = SOLVER_ROWS, SOLVER_ROWS + poles
     theta, errors = scratch[first:last], scratch[last:].reshape(-1)[:poles]
-    least(gram, moment, scratch[:first], theta, errors)
+    minimise_all(gram, moment, scratch[:first], theta, errors)
     best, lowest = 0, 0.0
     for k in range(poles):
         error = max(energy + errors[k], 0.0)
         if k == 0 or error < lowest:
             best, lowest = k, error
-    return best if worth(max(energy + errors[0], 0.0), lowest, count) else 0
+    return best if is_pole_better(max(energy + errors[0], 0.0), lowest, count) else 0
 
 
 @bare_kernel
@@ -291,7 +293,7 @@ def pick(prior: float, fit: FitArrays) -> int:
     sums[HELD_S] = 0.0
     if sums[SQUARE] > 0.0:
         square = sums[SQUARE] + prior * prior * gram[LINE, ONE, ONE] / sums[WEIGHT]
-        first, last = LEAST_ROWS + 2 * poles, LEAST_ROWS + 5 * poles
+        first, last = SOLVER_ROWS + 2 * poles, SOLVER_ROWS + 5 * poles
         rest, target = scratch[first:last].reshape((poles, 3, 3)), scratch[last : last + poles]
         for k in range(poles):
             for i in range(3):
@@ -303,7 +305,7 @@ def pick(prior: float, fit: FitArrays) -> int:
         best = _best(rest, target, energy, count, scratch)
         left = sums[PRODUCT]
         for i in range(3):
-            left -= cross[best, i] * scratch[LEAST_ROWS + best, i]
+            left -= cross[best, i] * scratch[SOLVER_ROWS + best, i]
         if left > 0.0:
             sums[HELD_S] = left / square
             return best
@@ -311,7 +313,7 @@ def pick(prior: float, fit: FitArrays) -> int:
 
 
 @inlined
-def curve(law: Curve, n: float, floor: float) -> float:
+def curve(law: LawParameters, n: float, floor: float) -> float:
     """Return the seconds of a law (`LatencyLaw`) at a load of `n`."""
     a, b, d, n_sat, beta = law
     value = a * n + b
@@ -346,7 +348,7 @@ def follow(
             best = pick(prior, fit)
             sums[FOLLOWS] = 1.0
             for i in range(3):
-                sums[A + i] = scratch[LEAST_ROWS + best, i]
+                sums[A + i] = scratch[SOLVER_ROWS + best, i]
             sums[N_SAT], sums[BETA] = n_sat[best], beta[best]
         expected = curve((sums[A], sums[B], sums[D], sums[N_SAT], sums[BETA]), n, floor)
         expected += sums[HELD_S] * held
@@ -355,15 +357,15 @@ def follow(
     share = residual / (TUKEY * max(1.4826 * sums[SPREAD], SMALLEST_SCALE))
     near = max(0.0, 1.0 - share * share)
     trust = sure * near * near
-    kept = keep**sure
+    forget = keep**sure
     step = MEDIAN_STEP if abs(residual) > sums[SPREAD] else -MEDIAN_STEP
     sums[SPREAD] = min(max(sums[SPREAD] * math.exp(sure * step), SMALLEST_SCALE), 1e6)
     weight = trust / (expected * expected)
-    add(poles, n, held, seconds, weight, kept, fit)
-    sums[ENERGY] = kept * sums[ENERGY] + weight * (seconds * seconds)
-    sums[PRODUCT] = kept * sums[PRODUCT] + weight * (held * seconds)
-    sums[SQUARE] = kept * sums[SQUARE] + weight * (held * held)
-    sums[WEIGHT] = kept * sums[WEIGHT] + trust
+    add(poles, n, held, seconds, weight, forget, fit)
+    sums[ENERGY] = forget * sums[ENERGY] + weight * (seconds * seconds)
+    sums[PRODUCT] = forget * sums[PRODUCT] + weight * (held * seconds)
+    sums[SQUARE] = forget * sums[SQUARE] + weight * (held * held)
+    sums[WEIGHT] = forget * sums[WEIGHT] + trust
     sums[SEEN] = seen + 1
 
 

@@ -63,9 +63,9 @@ class ReplicationGame:
                 leading parts (as of prefixes), and the longest one counts.
         """
         shares = np.asarray(held, dtype=np.float64)
-        found = shares.max(axis=0, initial=0.0) if somewhere is None else np.asarray(somewhere)
+        anywhere = shares.max(axis=0, initial=0.0) if somewhere is None else np.asarray(somewhere)
         none = float((self.demand * self.miss).sum())
-        return none - float((self.own * shares).sum()) - float(self.shared @ found)
+        return none - float((self.own * shares).sum()) - float(self.shared @ anywhere)
 
     def optimum(self) -> tuple[Floats, float]:
         """Return a placement of least social cost, and that cost.
@@ -76,7 +76,7 @@ class ReplicationGame:
         """
         wanted = self.own > 0.0
         if not self.shared.any():
-            held = self._alone()
+            held = self._greedy()
         elif ((self.size * wanted).sum(axis=1) <= self.capacity).all() and wanted.any(axis=0).all():
             held = wanted.astype(np.float64)
         else:
@@ -84,16 +84,16 @@ class ReplicationGame:
         together = np.minimum(held.sum(axis=0), 1.0)
         return held, self.social_cost(held, together)
 
-    def _alone(self) -> Floats:
+    def _greedy(self) -> Floats:
         """Fill each node with what saves it most a block."""
-        worth = self.own / self.size
-        order = np.argsort(-worth, axis=1, kind="stable")
+        saved_per_block = self.own / self.size
+        order = np.argsort(-saved_per_block, axis=1, kind="stable")
         sizes = self.size[order]
         before = np.cumsum(sizes, axis=1) - sizes
         share = np.clip((self.capacity[:, None] - before) / sizes, 0.0, 1.0)
         held = np.zeros_like(share)
         np.put_along_axis(held, order, share, axis=1)
-        held[worth <= 0.0] = 0.0
+        held[saved_per_block <= 0.0] = 0.0
         return held
 
     def _flow(self) -> Floats:
@@ -102,25 +102,25 @@ class ReplicationGame:
         room = kron(eye_array(nodes), self.size[None, :], format="csr")
         copies = kron(np.ones((1, nodes)), -eye_array(objects), format="csr")
         matrix = block_array([[room, None], [copies, eye_array(objects)]], format="csr")
-        gains = np.concatenate([self.own.ravel(), self.shared])
-        scale = float(gains.max(initial=0.0)) or 1.0
-        found: Any = linprog(
-            -gains / scale,
+        savings = np.concatenate([self.own.ravel(), self.shared])
+        scale = float(savings.max(initial=0.0)) or 1.0
+        solution: Any = linprog(
+            -savings / scale,
             A_ub=csr_array(matrix),
             b_ub=np.concatenate([self.capacity, np.zeros(objects)]),
             bounds=(0.0, 1.0),
             method="highs",
         )
-        if found.x is None:
-            raise ValueError(f"no optimum was found: {found.message}")
-        held: Floats = np.clip(found.x[: nodes * objects].reshape(nodes, objects), 0.0, 1.0)
+        if solution.x is None:
+            raise ValueError(f"no optimum was found: {solution.message}")
+        held: Floats = np.clip(solution.x[: nodes * objects].reshape(nodes, objects), 0.0, 1.0)
         return held
 
 
 def _shaped(name: str, values: ArrayLike, shape: tuple[int, ...]) -> Floats:
-    found: Floats = np.asarray(values, dtype=np.float64)
-    if found.shape != shape:
-        raise ValueError(f"{name} has shape {found.shape}: give {shape}")
-    if not (np.isfinite(found).all() and (found >= 0).all()):
+    array: Floats = np.asarray(values, dtype=np.float64)
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}: give {shape}")
+    if not (np.isfinite(array).all() and (array >= 0).all()):
         raise ValueError(f"{name} must be finite and at least 0")
-    return found
+    return array

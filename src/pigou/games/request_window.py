@@ -61,7 +61,7 @@ class RequestWindow:
         *,
         arrived: ArrayLike,
         started: ArrayLike,
-        handed: ArrayLike,
+        prefill_done: ArrayLike,
         ended: ArrayLike,
         prefill: ArrayLike,
         decode: ArrayLike,
@@ -69,21 +69,21 @@ class RequestWindow:
         prefill_work: ArrayLike = 1.0,
         decode_work: ArrayLike = 1.0,
     ) -> RequestWindow:
-        """Build a window from when requests arrived, started, were handed over, and ended.
+        """Build a window from the times of requests.
 
-        All are (requests,), times in seconds. Prefill worker -1 means none: that request's decode
-        stage begins at ``started``, and ``handed`` is not looked at. ``scored`` (bool) picks the
-        requests that count; the others (still running, or completed before the window) only load
-        the workers: leave them out, and the loads at the window's edges come out too low. Raises
-        ValueError when a request ends a stage before it begins it.
+        All are (requests,), times in seconds. A prefill worker of -1 means none: the decode stage
+        of that request begins at ``started``, and ``prefill_done`` is not looked at. ``scored``
+        (bool) picks the requests that count; the others (still running, or completed before the
+        window) only load the workers. Without them, the loads at the window's edges are too low.
+        Raises ValueError when a request ends a stage before it begins it.
         """
-        came, begun, given, done = (
-            np.asarray(t, dtype=np.float64) for t in (arrived, started, handed, ended)
+        arrivals, begun, given, done = (
+            np.asarray(t, dtype=np.float64) for t in (arrived, started, prefill_done, ended)
         )
         prefills, decodes = (np.asarray(w, dtype=np.intp) for w in (prefill, decode))
         remote = prefills != LOCAL
         entered = np.where(remote, given, begun)
-        if (begun < came).any() or (done <= entered).any() or (given <= begun)[remote].any():
+        if (begun < arrivals).any() or (done <= entered).any() or (given <= begun)[remote].any():
             raise ValueError(
                 "each request must arrive, start, be handed over and end in this order"
             )
@@ -94,7 +94,7 @@ class RequestWindow:
         prefill_load[remote], prefill_total[remote] = first
         decode_load, decode_total = _loads(entered, done, decodes)
         return cls(
-            waiting=(begun - came)[picked],
+            waiting=(begun - arrivals)[picked],
             prefill=prefills[picked],
             prefill_seconds=np.where(remote, given - begun, 0.0)[picked],
             prefill_load=prefill_load[picked],
@@ -107,9 +107,11 @@ class RequestWindow:
             decode_work=works[1][picked],
         )
 
-    def _check_stage(self, stage: str, ran: np.ndarray, least: int) -> None:
-        if (getattr(self, stage) < least).any():
-            raise ValueError(f"{stage} names a worker below {least}: use indices into the laws")
+    def _check_stage(self, stage: str, ran: np.ndarray, min_worker: int) -> None:
+        if (getattr(self, stage) < min_worker).any():
+            raise ValueError(
+                f"{stage} names a worker below {min_worker}: use indices into the laws"
+            )
         seconds = getattr(self, f"{stage}_seconds")[ran]
         load, total = (getattr(self, f"{stage}_{name}")[ran] for name in ("load", "total"))
         if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
@@ -129,9 +131,9 @@ def _loads(begin: Floats, end: Floats, worker: Indices) -> tuple[Floats, Floats]
     """Mean requests on the same worker, and on all, over each request's own stage."""
     total = _mean_present(begin, end)
     load = np.empty_like(total)
-    for each in np.unique(worker):
-        here = worker == each
-        load[here] = _mean_present(begin[here], end[here])
+    for w in np.unique(worker):
+        mask = worker == w
+        load[mask] = _mean_present(begin[mask], end[mask])
     return load, np.maximum(load, total)
 
 

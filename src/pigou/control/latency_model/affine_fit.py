@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.compiled import bare_kernel
-from pigou.games.regression import least
+from pigou.games.regression import minimise_all
 
 Numbers: TypeAlias = NDArray[np.float64]
 
@@ -125,7 +125,7 @@ def _solve(gram: Numbers, moment: Numbers, sums: Numbers, scratch: Numbers) -> N
             for j in range(last + 1):
                 grams[last, i, j] = gram[i, j]
             moments[last, i] = moment[i]
-    least(grams, moments, rest, best, errors)
+    minimise_all(grams, moments, rest, best, errors)
     count, taken, lowest = max(sums[TRUST], 2.0), 0, math.inf
     for last in range(3):
         error = max(sums[ENERGY] + errors[last], _GOOD * sums[ENERGY], 1e-300)

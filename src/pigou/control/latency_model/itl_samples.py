@@ -18,7 +18,7 @@ from pigou.control.latency_model.prefill_interference import (
 )
 from pigou.control.latency_model.throughput_sampler import ThroughputSample
 from pigou.control.latency_model.worker_factors import EvidenceArrays, observe
-from pigou.games.regression import Curve, curve
+from pigou.games.regression import LawParameters, curve
 
 Numbers: TypeAlias = NDArray[np.float64]
 
@@ -77,8 +77,8 @@ def subtract_prompts(
 
 @bare_kernel_over("control/latency_model", "games")
 def learn_from_samples(
-    samples: Numbers, decode: Numbers, own: Numbers, law: Curve, floor: float, context_token: float,
-    now: int, evidence: EvidenceArrays, sums: SumArrays, keep: float,
+    samples: Numbers, decode: Numbers, own: Numbers, law: LawParameters, floor: float,
+    context_token: float, now: int, evidence: EvidenceArrays, sums: SumArrays, keep: float,
 ) -> None:  # fmt: skip
     """Learn each worker's factor and the prefill interference from samples.
 

@@ -67,8 +67,8 @@ class ConditionalDisaggregation:
         self, request: RequestView, fleet: FleetView, candidates: Candidates
     ) -> dict[str, Costs]:
         """Return the parts of the policy inside, and `threshold`, which forbids."""
-        kept = self._kept(request, fleet, candidates)
-        left = Candidates(candidates.prefill[kept], candidates.decode[kept])
+        allowed = self._allowed(request, fleet, candidates)
+        left = Candidates(candidates.prefill[allowed], candidates.decode[allowed])
         split: Parts | None = getattr(self.inner, "parts", None)
         if split is not None:
             parts = split(request, fleet, left)
@@ -77,20 +77,20 @@ class ConditionalDisaggregation:
         whole: dict[str, Costs] = {}
         for name, part in parts.items():
             whole[name] = np.zeros(len(candidates))
-            whole[name][kept] = part
-        whole["threshold"] = np.where(kept, 0.0, np.inf)
+            whole[name][allowed] = part
+        whole["threshold"] = np.where(allowed, 0.0, np.inf)
         return whole
 
-    def _kept(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Flags:
+    def _allowed(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> Flags:
         remote, decode = candidates.prefill >= 0, candidates.decode
         if not remote.any():
             return ~remote
-        here, there = np.zeros((2, len(fleet.ids)), dtype=np.bool_)
-        here[decode[~remote]] = True
-        there[decode[remote]] = True
-        both = here & there
+        is_local, is_remote = np.zeros((2, len(fleet.ids)), dtype=np.bool_)
+        is_local[decode[~remote]] = True
+        is_remote[decode[remote]] = True
+        both = is_local & is_remote
         if not both.any():
             return np.ones(len(candidates), dtype=np.bool_)
         local = self.local(request, fleet, candidates)[decode]
-        kept: Flags = ~both[decode] | (local != remote)
-        return kept
+        allowed: Flags = ~both[decode] | (local != remote)
+        return allowed

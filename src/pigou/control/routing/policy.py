@@ -137,7 +137,7 @@ def load(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
     return override(policy, params or {})
 
 
-def check_at_least(params: msgspec.Struct, minimum: float, *names: str) -> None:
+def check_minimum(params: msgspec.Struct, minimum: float, *names: str) -> None:
     """Check that fields are numbers from `minimum` up; infinity is one.
 
     Raises:

@@ -69,9 +69,9 @@ class PoolPolicy:
             parts[f"prefill_{name}"] = _spread(part, computes, candidates.prefill, workers)
         best = total(prefill, len(computes)).min()
         parts["prefill_best"] = remote * (-best if best < np.inf else 0.0)
-        offered = np.zeros(workers)
-        offered[candidates.decode[remote]] = np.inf
-        parts["local_too"] = offered[candidates.decode]
+        local_cost = np.zeros(workers)
+        local_cost[candidates.decode[remote]] = np.inf
+        parts["local_too"] = local_cost[candidates.decode]
         parts["local_too"][remote] = 0.0
         return parts
 

@@ -20,8 +20,8 @@ Shares = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 _NOTHING: Counts = np.zeros(0, dtype=np.int64)
-#: Fields that are no columns.
-_PLAIN = ("fetches", "backlog", "now")
+#: Fields that are no arrays of workers.
+_SCALARS = ("fetches", "backlog", "now")
 
 
 class FleetView(msgspec.Struct, eq=False):
@@ -85,7 +85,7 @@ class FleetView(msgspec.Struct, eq=False):
     _counted: Counts | None = None
     _prompt: int = 0
     _cached: Counts = _NOTHING
-    _longest: int = 0
+    _max_cached: int = 0
 
     def cached(self, prompt: int) -> Counts:
         """Return the tokens of a prompt that each worker holds: at least one is left to compute."""
@@ -102,17 +102,17 @@ class FleetView(msgspec.Struct, eq=False):
         """Return the tokens of a prompt that worker `row` has on its device."""
         return min(self.device.item(row) * self.block_size.item(row), max(0, prompt - 1))
 
-    def longest(self, prompt: int) -> int:
+    def max_cached(self, prompt: int) -> int:
         """Return the most tokens of a prompt that one worker holds."""
         if self._counted is not self.overlap or prompt != self._prompt:
             self._count(prompt)
-        return self._longest
+        return self._max_cached
 
     def _count(self, prompt: int) -> None:
         """Count the tokens that are held, once for all who ask."""
         self._counted, self._prompt = self.overlap, prompt
         self._cached = np.empty(len(self.overlap), dtype=np.int64)
-        self._longest = cached_tokens(self.overlap, self.block_size, prompt, self._cached)
+        self._max_cached = cached_tokens(self.overlap, self.block_size, prompt, self._cached)
 
     @classmethod
     def of(cls, workers: int, **columns: Any) -> Self:
@@ -134,7 +134,7 @@ class FleetView(msgspec.Struct, eq=False):
             if name in columns:
                 value = columns.pop(name)
                 values[name] = np.asarray(value, dtype=kind) if isinstance(value, list) else value
-            elif name not in values and not name.startswith("_") and name not in _PLAIN:
+            elif name not in values and not name.startswith("_") and name not in _SCALARS:
                 values[name] = np.zeros(workers, dtype=kind)
         if columns:
             raise TypeError(f"FleetView has no column {', '.join(sorted(columns))}")
@@ -158,11 +158,11 @@ def cached_tokens(
     At least one token is left to compute.
     """
     limit = max(0, prompt - 1)
-    longest = 0
+    max_tokens = 0
     for i in range(overlap.shape[0]):
         out[i] = min(overlap[i] * block_size[i], limit)
-        longest = max(longest, out[i])
-    return longest
+        max_tokens = max(max_tokens, out[i])
+    return max_tokens
 
 
 @dataclass(frozen=True, slots=True)

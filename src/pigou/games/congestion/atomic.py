@@ -145,12 +145,12 @@ class AtomicGame:
     def _better(self, profile: Profile, loads: Mapping[Hashable, float], player: int) -> int | None:
         """The player's best strategy, or None where it has none better than its present one."""
         mine = self.strategies[player]
-        here = set(mine[profile[player]])
+        present = set(mine[profile[player]])
         weight = self.weights[player]
 
         def cost(strategy: Collection[Hashable]) -> float:
             return sum(
-                self._cost(r, loads[r] if r in here else loads.get(r, 0.0) + weight)
+                self._cost(r, loads[r] if r in present else loads.get(r, 0.0) + weight)
                 for r in strategy
             )
 

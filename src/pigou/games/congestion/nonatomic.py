@@ -20,10 +20,10 @@ def marginal(cost: Cost, flow: float) -> float:
     step = 1e-5 * max(flow, 1e-3)
     low = max(flow - step, 0.0)
     high = flow + step
-    here, there = low * cost(low), high * cost(high)
-    if not math.isfinite(there):
+    cost_low, cost_high = low * cost(low), high * cost(high)
+    if not math.isfinite(cost_high):
         return math.inf
-    return (there - here) / (high - low)
+    return (cost_high - cost_low) / (high - low)
 
 
 def check_cost(name: str, cost: Cost, demand: float) -> None:
@@ -117,10 +117,10 @@ class ParallelLinks:
                 high = middle
             else:
                 low = middle
-        least, most = self._taken(prices, low), self._taken(prices, high)
-        jump = most.sum() - least.sum()
-        share = (self.demand - least.sum()) / jump if jump > 0 else 0.0
-        flows: Floats = least + min(max(share, 0.0), 1.0) * (most - least)
+        min_flows, max_flows = self._taken(prices, low), self._taken(prices, high)
+        jump = max_flows.sum() - min_flows.sum()
+        share = (self.demand - min_flows.sum()) / jump if jump > 0 else 0.0
+        flows: Floats = min_flows + min(max(share, 0.0), 1.0) * (max_flows - min_flows)
         return flows * float(self.demand / flows.sum())
 
     def _enough(self, prices: Sequence[Cost]) -> float:
@@ -222,8 +222,8 @@ class FlowNetwork:
             return
         for index, (tail, head, _) in enumerate(self.edges):
             if tail == node and head not in seen:
-                for found, rest in enumerate(self._simple_paths(head, sink, seen | {head})):
-                    if found >= MAX_PATHS:
+                for paths_before, rest in enumerate(self._simple_paths(head, sink, seen | {head})):
+                    if paths_before >= MAX_PATHS:
                         raise ValueError(f"more than {MAX_PATHS} paths: use a smaller graph")
                     yield [index, *rest]
 

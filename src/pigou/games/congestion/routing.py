@@ -146,8 +146,8 @@ class RoutingGame:
         sizes = np.bincount(kind.ravel(), minlength=len(types)).tolist()
         ways = math.prod(math.comb(size + self.workers - 1, size) for size in sizes)
         if ways > MAX_PROFILES:
-            found = (self.equilibrium(seed + i) for i in range(restarts))
-            return max(self.social_cost(a) for a in found) / best
+            equilibria = (self.equilibrium(seed + i) for i in range(restarts))
+            return max(self.social_cost(a) for a in equilibria) / best
         return max(self._equilibrium_costs(types, sizes)) / best
 
     @property
@@ -166,12 +166,12 @@ class RoutingGame:
         return float(table[used, loads[used] - 1].sum())
 
     def _better(self, request: int, assignment: Indices, loads: Indices) -> int | None:
-        here = int(assignment[request])
+        present = int(assignment[request])
         after = loads.copy()
-        after[here] -= 1
+        after[present] -= 1
         offers = self.latency[np.arange(self.workers), after] - self.savings[request]
         best = int(np.argmin(offers))
-        return best if improves(float(offers[best]), float(offers[here])) else None
+        return best if improves(float(offers[best]), float(offers[present])) else None
 
     def _equilibrium_costs(self, types: Floats, sizes: list[int]) -> Iterator[float]:
         """Social cost of each pure equilibrium, up to exchange of identical requests."""

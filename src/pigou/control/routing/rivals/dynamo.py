@@ -19,8 +19,8 @@ from pigou.control.routing.policy import (
     CostTable,
     RequestView,
     RoutingPolicy,
-    check_at_least,
     check_finite,
+    check_minimum,
     check_share,
     override,
 )
@@ -235,8 +235,8 @@ class DynamoConditionalParams(
     def __post_init__(self) -> None:
         check_finite(self, "eff_isl_threshold")
         check_share(self, "eff_isl_ratio_threshold")
-        check_at_least(self, 0, "prefill_busy_threshold", "decode_busy_threshold")
-        check_at_least(self, 1, "max_num_batched_tokens")
+        check_minimum(self, 0, "prefill_busy_threshold", "decode_busy_threshold")
+        check_minimum(self, 1, "max_num_batched_tokens")
 
 
 class DynamoConditional(ConditionalDisaggregation):
@@ -292,10 +292,10 @@ class DynamoConditional(ConditionalDisaggregation):
     def _prefill_busy(self, request: RequestView, fleet: FleetView, candidates: Candidates) -> bool:
         limit = self.params.prefill_busy_threshold * self.params.max_num_batched_tokens
         remote = candidates.prefill >= 0
-        offered = Candidates(candidates.prefill[remote], candidates.decode[remote])
+        remote_candidates = Candidates(candidates.prefill[remote], candidates.decode[remote])
         # A look ahead must not use up the turns or draws of the choice itself.
-        costs = copy.deepcopy(self.inner).costs(request, fleet, offered)
-        return bool(fleet.prefill_tokens[offered.prefill[costs.argmin()]] > limit)
+        costs = copy.deepcopy(self.inner).costs(request, fleet, remote_candidates)
+        return bool(fleet.prefill_tokens[remote_candidates.prefill[costs.argmin()]] > limit)
 
 
 class DynamoPaperParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

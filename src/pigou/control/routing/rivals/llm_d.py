@@ -14,8 +14,8 @@ from pigou.control.routing.conditional_disaggregation import (
 from pigou.control.routing.policy import (
     Costs,
     RequestView,
-    check_at_least,
     check_finite,
+    check_minimum,
     check_share,
     total,
 )
@@ -95,20 +95,20 @@ class LlmD(PoolPolicy):
                 "queued": fleet.prefill_tokens[rows].astype(np.float64),
                 "uncached": uncached(request, fleet, rows),
             }
-        kept = self._kept(request, fleet, rows)
-        if kept is not None:
-            parts["not_sticky"] = np.where(kept, 0.0, np.inf)
+        sticky = self._sticky_rows(request, fleet, rows)
+        if sticky is not None:
+            parts["not_sticky"] = np.where(sticky, 0.0, np.inf)
         return parts
 
-    def _kept(self, request: RequestView, fleet: FleetView, rows: Rows) -> Flags | None:
+    def _sticky_rows(self, request: RequestView, fleet: FleetView, rows: Rows) -> Flags | None:
         own = self.params
         sticky: Flags = share_held(request, fleet, rows) >= own.affinity_threshold
         held = np.count_nonzero(sticky)
         if held in (0, len(rows)) or self._explores():
             return None
         tokens = fleet.prefill_tokens[rows]
-        behind = float(tokens[sticky].min() - tokens[~sticky].min())
-        seconds = behind / own.peak_prefill_throughput
+        excess_tokens = float(tokens[sticky].min() - tokens[~sticky].min())
+        seconds = excess_tokens / own.peak_prefill_throughput
         return None if 0.0 < own.max_ttft_penalty < seconds else sticky
 
     def _explores(self) -> bool:
@@ -138,7 +138,7 @@ class LlmDBlendParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def __post_init__(self) -> None:
         check_finite(self, "prefix", "queue", "kv", "no_hit_lru")
         check_share(self, "prefix_length_weight")
-        check_at_least(self, 1, "max_model_len")
+        check_minimum(self, 1, "max_model_len")
 
 
 class LlmDBlend(PoolPolicy):
@@ -168,8 +168,8 @@ class LlmDBlend(PoolPolicy):
         """Return minus each weighted score, (rows,)."""
         own = self.params
         waiting = fleet.waiting[rows]
-        longest, spread = waiting.max(), waiting.max() - waiting.min()
-        queue = (longest - waiting) / spread if spread > 0 else np.ones(len(rows))
+        max_waiting, spread = waiting.max(), waiting.max() - waiting.min()
+        queue = (max_waiting - waiting) / spread if spread > 0 else np.ones(len(rows))
         parts = {
             "prefix": -own.prefix * self._prefix(request, fleet, rows),
             "queue": -own.queue * queue,
@@ -179,7 +179,7 @@ class LlmDBlend(PoolPolicy):
             parts["no_hit_lru"] = np.full(len(rows), -0.5 * own.no_hit_lru)
             return parts
         names = [(pool, fleet.ids[row]) for row in rows.tolist()]
-        parts["no_hit_lru"] = -own.no_hit_lru * self._rested(names)
+        parts["no_hit_lru"] = -own.no_hit_lru * self._idle_scores(names)
         taken = int(total(parts, len(rows)).argmin())
         self._note(names[taken], len(fleet.ids))
         return parts
@@ -194,7 +194,7 @@ class LlmDBlend(PoolPolicy):
         score: Costs = weight * length + (1.0 - weight) * matched
         return score
 
-    def _rested(self, names: list[tuple[Pool, str]]) -> Costs:
+    def _idle_scores(self, names: list[tuple[Pool, str]]) -> Costs:
         if len(names) == 1:
             return np.ones(1)
         last = np.array([self._cold.get(name, 0) for name in names])

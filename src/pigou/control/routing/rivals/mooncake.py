@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from pigou.control.routing.policy import Costs, RequestView, check_at_least
+from pigou.control.routing.policy import Costs, RequestView, check_minimum
 from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows
 from pigou.control.routing.view import FleetView
 
@@ -27,8 +27,8 @@ class MooncakeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     tbt_slo: float = float("inf")
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "balancing_threshold")
-        check_at_least(self, 0, "ttft_slo", "tbt_slo")
+        check_minimum(self, 1, "balancing_threshold")
+        check_minimum(self, 0, "ttft_slo", "tbt_slo")
 
 
 class Mooncake(PoolPolicy):

@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from pigou.control.routing.policy import Costs, RequestView, check_at_least, check_share
+from pigou.control.routing.policy import Costs, RequestView, check_minimum, check_share
 from pigou.control.routing.pool_policy import Pool, PoolPolicy, Rows, pending
 from pigou.control.routing.simple_policies import two_choices
 from pigou.control.routing.view import FleetView
@@ -25,7 +25,7 @@ class RayPrefixParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     match_rate_threshold: float = 0.1
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "imbalanced_threshold")
+        check_minimum(self, 0, "imbalanced_threshold")
         check_share(self, "match_rate_threshold")
 
 

@@ -22,7 +22,8 @@ PARTS = (
     "toll_memory", "toll_place", "tail",
 )  # fmt: skip
 #: The rows of those parts that other kernels read, and of their sum.
-WAIT, TOLL_QUEUE, TAIL, TOTAL = 0, 5, 9, 10
+WAIT, TOLL_QUEUE, TAIL = PARTS.index("wait"), PARTS.index("toll_queue"), PARTS.index("tail")
+TOTAL = len(PARTS)
 
 #: Rows of `queues`, (5, workers): seconds of prompts that wait, prompts that one more delays, the
 #: most seconds that this may cost, what the wait adds to the tail, and seconds of a mean request.

@@ -222,8 +222,8 @@ def stream_tolls(known: Estimates, streams: Counts, output: float) -> Costs:
         streams: on each worker, (workers,).
         output: tokens that a stream is expected to have (N).
     """
-    rows, here = np.arange(len(streams)), streams.astype(np.float64)
-    tolls: Costs = output * here * (known.itl(rows, here + 1.0) - known.itl(rows, here))
+    rows, n = np.arange(len(streams)), streams.astype(np.float64)
+    tolls: Costs = output * n * (known.itl(rows, n + 1.0) - known.itl(rows, n))
     return tolls
 
 

@@ -62,7 +62,7 @@ def mean_prompt(table: Numbers, w: int) -> tuple[float, float]:
 
 @bare_kernel_over("control/routing/toll", "control/latency_model")
 def slot_rent(
-    table: Numbers, prefills: Flags, decodes: Flags, waits: Numbers, streams: Counts
+    table: Numbers, prefills: Flags, decodes: Flags, wait_s: Numbers, streams: Counts
 ) -> tuple[int, float, float]:
     """Return the decode worker with the least stall, and what the next prompt loses with it.
 
@@ -73,22 +73,22 @@ def slot_rent(
     Args:
         table: `Estimates.table`.
         prefills, decodes: roles of the workers, (workers,).
-        waits: seconds of the prompts that each has to compute, (workers,).
+        wait_s: seconds of the prompts that each has to compute, (workers,).
         streams: of the workers, (workers,).
     """
     remote_s = math.inf
     for w in range(prefills.shape[0]):
         if prefills[w] and not decodes[w]:
-            remote_s = min(remote_s, waits[w] + table[MEAN_PREFILL, w])
+            remote_s = min(remote_s, wait_s[w] + table[MEAN_PREFILL, w])
     best, first, second, after, local_s = -1, math.inf, math.inf, math.inf, math.inf
     for w in range(decodes.shape[0]):
         if not decodes[w]:
             continue
-        prefilled_s = waits[w] + table[MEAN_PREFILL, w]
+        prefilled_s = wait_s[w] + table[MEAN_PREFILL, w]
         limit = max(0.0, remote_s - prefilled_s)
         tokens, stall = mean_prompt(table, w)
-        transfer_s = table[TRANSFER_BASE, w], table[TRANSFER_TOKEN, w] * tokens
-        local_s = min(local_s, prefilled_s + stall * streams[w] - transfer_s[0] - transfer_s[1])
+        base_s, tokens_s = table[TRANSFER_BASE, w], table[TRANSFER_TOKEN, w] * tokens
+        local_s = min(local_s, prefilled_s + stall * streams[w] - base_s - tokens_s)
         loss = min(limit, stall * streams[w])
         if loss < first:
             best, second, first, after = w, first, loss, min(limit, stall * (streams[w] + 1))

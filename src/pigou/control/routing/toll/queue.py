@@ -75,12 +75,12 @@ def delayed_prompts(ahead: float, rho: float, cv2: float) -> float:
         cv2: squared coefficients of variation, of gaps and of services, added up.
     """
     v = 0.5 * max(cv2, _MIN_CV2)
-    place = 1.0 + ahead / v
+    position = 1.0 + ahead / v
     if rho > 0.999 and rho < 1.001:
-        return v * 0.5 * place * (place - 1.0)
+        return v * 0.5 * position * (position - 1.0)
     rest = 1.0 - rho
-    power = math.exp(min(place * math.log(rho), _MAX_POWER)) if rho > 0.0 else 0.0
-    return v * max(0.0, rho * (place * rest - 1.0 + power) / (rest * rest))
+    power = math.exp(min(position * math.log(rho), _MAX_POWER)) if rho > 0.0 else 0.0
+    return v * max(0.0, rho * (position * rest - 1.0 + power) / (rest * rest))
 
 
 @bare_kernel_over("control/routing/toll", "control/latency_model")
