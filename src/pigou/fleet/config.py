@@ -137,11 +137,11 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     @property
     def counts(self) -> tuple[int, int, int]:
         """Local workers to start for prefill, for decode, and for both."""
-        prefill, decode, alone = self.prefill, self.decode, not self.attach
+        prefill, decode, all_local = self.prefill, self.decode, not self.attach
         if prefill is None:
-            prefill = _LOCAL[0] * (alone and not self.both)
+            prefill = _LOCAL[0] * (all_local and not self.both)
         if decode is None:
-            decode = _LOCAL[1] * (alone and not self.both)
+            decode = _LOCAL[1] * (all_local and not self.both)
         return prefill, decode, self.both
 
     def arguments(self, threads: int) -> list[str]:

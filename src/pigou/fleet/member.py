@@ -142,7 +142,7 @@ class FleetMember(ABC):
         return WorkerEnd.KILLED if -process.code in _OUTSIDE else WorkerEnd.CRASHED
 
     def _report(self, stage: str) -> None:
-        """Tell the stage of a start."""
+        """Report the stage of a start."""
         if self._row.state == "starting":
             self._row.note = stage
         if self.on_stage is not None:

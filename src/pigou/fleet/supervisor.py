@@ -45,7 +45,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
 
     def report_stages(self, listener: Callable[[str, str], None]) -> None:
-        """Tell `listener` the id of a worker and the stage of its start, at each change."""
+        """Call `listener` with a worker's id and the stage of its start, at each change."""
         for member in self._members:
             member.on_stage = listener
 

@@ -38,8 +38,8 @@ from pigou.wire.json_limits import SMALL, read_fields
 from pigou.wire.openai_replies import model_card
 from pigou.wire.openai_requests import without_bom
 from pigou.wire.request_body import FairThreadPool, no_interim_answer, read_json
-from pigou.wire.request_id import HEADER as REQUEST_ID
-from pigou.wire.request_id import echo
+from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
+from pigou.wire.request_validation import echo_request_id
 from pigou.wire.unknown_fields import HEADER as UNKNOWN
 from pigou.wire.unknown_fields import UnknownFields, header_value
 
@@ -172,7 +172,7 @@ class _Routes:
             self._describe_access(call)
 
     def _describe_access(self, call: GatewayRequest) -> None:
-        """Tell the access log what came of a call."""
+        """Log a request's tokens, times and worker in the access log."""
         stats, first = call.stats, call.stats.first_token
         describe_access(
             request_id=call.wire_id,
@@ -190,7 +190,7 @@ class _Routes:
         if not call.stream:
             reply = await self._generator.whole(call)
             return web.Response(body=reply, content_type=JSON, headers=_decided(call))
-        echoed = echo(request.headers.get(REQUEST_ID))
+        echoed = echo_request_id(request.headers.get(REQUEST_ID))
         limit_s = self._gateway.config.client_timeout
         writer = SSEWriter(request, lambda: {**echoed, **_decided(call)}, limit_s)
         try:

@@ -80,7 +80,7 @@ class HTTPConnectionPool:
             connection.abort()
 
     def close(self) -> None:
-        """Cut all connections: whoever reads one gets an error."""
+        """Cut all connections: their readers get an error."""
         self._closed = True
         for connection in [*self._idle, *self._used]:
             connection.abort()

@@ -88,7 +88,7 @@ _MILLISECOND = 1_000_000
 
 @dataclass(slots=True)
 class RequestStats:
-    """What came of a request so far, all its sequences together.
+    """Tokens, times and worker of a request so far, all its sequences together.
 
     Attributes:
         first_token: when the first token was passed on, in nanoseconds of the gateway's clock;
@@ -139,7 +139,7 @@ class GatewayRequest:
         unknown: names of fields that no worker knows, left out of the body.
         cached: tokens of the prompt that the worker of leg 1 had cached; None without one.
         choice: the workers that it was sent to last; None before.
-        stats: what came of it, shared by its sequences.
+        stats: tokens and times so far, shared by its sequences.
         choices: sequences for each prompt (`n`).
         prompts: as the client sent them; None for the one of a chat.
         group: id of the request that it is one sequence of; empty for one that is alone.
@@ -202,7 +202,7 @@ class GatewayRequest:
         return max(0, wanted - (now - self.arrival) // _MILLISECOND)
 
     def request(self, generated: int = 0) -> Request:
-        """Return what ControlPlane is told; `generated` tokens have joined the prompt."""
+        """Return the request for ControlPlane; `generated` tokens have joined the prompt."""
         wanted = self.deadline_ms
         return Request(
             id=self.id,

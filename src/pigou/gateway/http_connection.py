@@ -159,7 +159,7 @@ class HTTPConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell whoever waits."""
+        """Wake the reader with the loss."""
         self.closed = self._gone = True
         if self._backlog:
             self._loss = (error,)  # told after what came before it

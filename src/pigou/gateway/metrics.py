@@ -140,7 +140,7 @@ class Metrics:
         )
 
     def decided(self, why: Explanation, block_size: int) -> None:
-        """Count a decision; `block_size` is that of whoever computes the prompt."""
+        """Count a decision; `block_size` is that of the worker that computes the prompt."""
         cached = int(why.cached[why.chosen])
         self.cost.observe(float(why.costs[why.chosen]))
         self.regret.observe(why.regret)
@@ -164,7 +164,7 @@ class Metrics:
         }
 
     def read(self, outcome: str, read: RemoteKVFetch) -> None:
-        """Count what came of asking for what another worker has cached (`upstream.fetch_kv`)."""
+        """Count the outcome of a remote KV fetch (`upstream.fetch_kv`)."""
         self.reads.labels(outcome).inc()
         if outcome == "offered":
             self.read_tokens.inc(read.tokens)

@@ -21,7 +21,7 @@ from pigou.gateway.startup_shutdown import Shutdown
 from pigou.logs import accessed
 from pigou.wire.connections import is_reserved, too_many_connections
 from pigou.wire.errors import SUSPECT, APIError, bad_request, http_error, too_large
-from pigou.wire.request_id import HEADER, echo
+from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id
 
 _log = logging.getLogger("pigou.gateway")
 
@@ -74,7 +74,7 @@ def guard(keys: Keys | None, metrics: Metrics, shutdown: Shutdown) -> Middleware
             if status == "499" and works:
                 metrics.cancelled.inc()
         if not response.prepared:
-            response.headers.update(echo(request.headers.get(HEADER)))
+            response.headers.update(echo_request_id(request.headers.get(REQUEST_ID_HEADER)))
         return response
 
     return middleware

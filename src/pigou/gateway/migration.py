@@ -46,7 +46,7 @@ def attempt_body(
 
     Args:
         call: the client's request.
-        state: what the client was told; `can_migrate` holds. For a stock worker, it has no tokens
+        state: the stream so far; `can_migrate` holds. For a stock worker, it has no tokens
             that were not shown entirely.
         stock: the worker knows nothing of `resume_tokens`.
         seed: used on Pigou's workers where the client gave none, so that a sampled stream goes

@@ -37,8 +37,8 @@ from pigou.kv.tenure import Tenure
 from pigou.request import FinishReason
 from pigou.wire.errors import APIError, bad_request, error_body, too_large
 from pigou.wire.openai_requests import without_bom
-from pigou.wire.request_id import HEADER as REQUEST_ID
-from pigou.wire.request_id import request_id
+from pigou.wire.request_validation import REQUEST_ID_HEADER as REQUEST_ID
+from pigou.wire.request_validation import request_id
 
 _REQUEST_HEADERS = ("accept", "content-type", "anthropic-version", "anthropic-beta", "openai-beta")
 _REPLY_HEADERS = ("content-type", "cache-control", "content-disposition", "retry-after",

@@ -37,7 +37,7 @@ _TICK_S = 0.1
 
 
 class Interruptible(Protocol):
-    """Who drives a request."""
+    """The driver of a request."""
 
     def interrupt(self, decision: Recall | Shed) -> bool:
         """Take in a decision about a routed request; return whether it changes anything."""
@@ -212,7 +212,7 @@ class PlaneDriver:
 
     @contextmanager
     def driving(self, request: str, driver: Interruptible) -> Iterator[None]:
-        """Within it, a driver is told when a routed request is recalled or shed."""
+        """Within it, a driver gets recalls and sheds of its routed request."""
         self._drivers[request] = driver
         try:
             yield

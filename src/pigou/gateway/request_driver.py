@@ -57,7 +57,7 @@ class RequestDriver(ABC):
 
     Attributes:
         call: the request.
-        relay: what its client was told.
+        relay: the stream to its client.
         life: what comes next for it.
     """
 
@@ -169,7 +169,7 @@ class RequestDriver(ABC):
         return LegFailed(step.leg, failure.workers, failure.reason, end, complete)
 
     def _note_tokens(self) -> None:
-        """Let the life know of what came meanwhile."""
+        """Report new tokens to the lifecycle."""
         life, relay = self.life, self.relay
         event: LifecycleEvent | None = None
         if relay.counted > life.generated:
@@ -198,7 +198,7 @@ class RequestDriver(ABC):
             call.quota.ended(call.id)
 
     def _result(self) -> bytes:
-        """Return the reply; raise what the client is told instead of one."""
+        """Return the reply, or raise the error in its place."""
         end = self._end
         assert end is not None
         if end.outcome is RequestOutcome.DONE:

@@ -24,8 +24,8 @@ from pigou.wire.openai_requests import (
     known_completion,
     without_bom,
 )
-from pigou.wire.request_id import request_id as wire_id
 from pigou.wire.request_validation import check
+from pigou.wire.request_validation import request_id as wire_id
 
 #: Bytes of text that make a token, as a guess.
 _BYTES_PER_TOKEN = 4

@@ -26,14 +26,14 @@ MAX_IDLE_EVENTS = 4096
 
 
 class Relay:
-    """Passes a stream on, chunk by chunk, and keeps what the client was told.
+    """Passes a stream on, chunk by chunk, and keeps its state.
 
     `begin` starts each attempt; `feed` takes what its worker sends. Within the first attempt a
     chunk's bytes pass as they are, without the token ids that only the gateway asked for. In
     later attempts chunks are decoded and made to fit what the client saw before.
 
     Attributes:
-        state: what the client was told.
+        state: of the stream: tokens, text shown, end.
         counted: tokens of all choices so far.
         muted: what comes is dropped, until the next attempt.
         failed: why the attempt cannot go on, set by `feed`; None while it can.

@@ -24,7 +24,7 @@ from pigou.wire.errors import APIError, bad_request
 
 
 class WorkerRow(msgspec.Struct, kw_only=True):
-    """What whoever runs the fleet says of a worker.
+    """A worker's row, as the supervisor of the fleet knows it.
 
     Attributes:
         id: name in the fleet.

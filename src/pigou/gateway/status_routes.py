@@ -131,7 +131,7 @@ class StatusRoutes:
         return json_response(self._gateway.fleet_status.view())
 
     async def history(self, request: web.Request) -> web.Response:
-        """Tell samples and events after `since`, Unix time in seconds."""
+        """Show samples and events after `since`, Unix time in seconds."""
         _check_admin()
         text = request.query.get("since", "0")
         try:
@@ -141,7 +141,7 @@ class StatusRoutes:
         return json_response(self._history.view(since))
 
     async def usage(self, _: web.Request) -> web.Response:
-        """Tell a key whose it is, and how many tokens that tenant used so far."""
+        """Show a key's tenant, and how many tokens that used so far."""
         key = current_key()
         used = self._gateway.metrics.usage(key.tenant)
         return json_response({"tenant": key.tenant, "admin": key.admin, **used})

@@ -299,12 +299,12 @@ class Upstream:
             return WorkerEnd.LOST
 
     def _known(self, otherwise: WorkerEnd) -> WorkerEnd:
-        """Return how it ended if that was told meanwhile."""
+        """Return how the worker ended if that is known by now."""
         known = self._end is not None and self._end.done() and not self._end.cancelled()
         return self._end.result() if known and self._end is not None else otherwise
 
     async def close(self, end: WorkerEnd = WorkerEnd.LOST) -> None:
-        """Cut all connections: whoever waits for this worker learns that it failed."""
+        """Cut all connections: requests at this worker fail with `WorkerFailed`."""
         self._closed = True
         if self._end is None:
             self._end = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What passes between a request's lifecycle and its driver: events in, effects out.
+"""Messages between a request's lifecycle and its driver: events in, effects out.
 
 Decisions of the control plane (`Route`, `Queue`, `Shed`, `Recall`) are events as they are, and
 what it is to be told (`PrefillDone`, `ReadFailed`, `FirstToken`) are effects as they are.
@@ -32,7 +32,7 @@ MIN_FETCH_WAIT_NS = SECOND // 20
 
 
 class KVFetched(msgspec.Struct, frozen=True):
-    """Another worker holds the beginning of the prompt for whoever computes the rest."""
+    """Another worker holds the beginning of the prompt for the worker that computes the rest."""
 
     leg: int
 
@@ -50,7 +50,7 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class StreamBegan(msgspec.Struct, frozen=True):
-    """The client was told something by this leg; `token`: the first token is part of it."""
+    """This leg began the client's stream; `token`: with the first token."""
 
     leg: int
     token: bool = True
@@ -185,7 +185,7 @@ class CompleteStream(msgspec.Struct, frozen=True):
 
 
 class ReportDeaths(msgspec.Struct, frozen=True):
-    """Tell whoever runs the fleet that workers died with this request under way."""
+    """Report to the fleet's operator that workers died with this request under way."""
 
     deaths: tuple[str, ...]
     suspect: bool
@@ -221,7 +221,7 @@ class EndRequest(msgspec.Struct, frozen=True):
 
     @property
     def finish(self) -> FinishReason:
-        """What the control plane is told."""
+        """Return the finish reason for the control plane."""
         if self.outcome is _DONE:
             return FinishReason.STOP
         left = self.outcome in (RequestOutcome.CLIENT_LEFT, RequestOutcome.CLIENT_TIMED_OUT)

@@ -28,7 +28,7 @@ class StreamState:
         tokens: generated token ids, as many as workers have reported.
         shown: tokens whose text was shown entirely; later ones may be half a character.
         finish: why the sequence ended; None while it runs.
-        usage: whether the final usage was told.
+        usage: whether the final usage was sent.
         done: whether the stream is complete.
     """
 
@@ -73,7 +73,7 @@ def can_migrate(state: StreamState, *, single: bool, portable: bool, stock: bool
     strings, penalties, a grammar, a seed's generator), nor may the client count on exact ids.
 
     Args:
-        state: what the client was told.
+        state: of the client's stream.
         single: it is one sequence.
         portable: the rest of the reply depends on nothing but the tokens so far.
         stock: the next worker knows nothing of `resume_tokens`.

@@ -97,7 +97,7 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         tokens: output tokens that count: they join the prompt of the next attempt.
         generated: output tokens that came in all, dropped ones included.
         received: output tokens of the present attempt.
-        begun: whether the client was told anything.
+        begun: whether the client's stream has begun.
         first_token_reported: whether the control plane knows of the first token.
         excluded: ids of the workers that failed it since its last token, or that it was taken from.
         failures: in a row, without a token between them.
@@ -257,7 +257,7 @@ class RequestLifecycle(msgspec.Struct, eq=False):
         return self._end(RequestOutcome.CLIENT_TIMED_OUT)
 
     def _leave(self) -> Effects:
-        """Take it from its workers; the control plane is told of a prompt that nobody computed."""
+        """Take it from its workers; report a prompt that was not computed to the control plane."""
         if self.state is _PREFILL:
             return (PrefillDone(self.id, False), StopLeg(self.leg))
         return (StopLeg(self.leg),) if self.state in _LEGS else ()

@@ -125,7 +125,7 @@ class Connections:
                 del self._peers[connection.peer]
 
     def _evict(self) -> bool:
-        waiting = [connection for connection in self._open if connection.waits]
+        waiting = [connection for connection in self._open if connection.is_idle]
         if not waiting:
             return False
         strangers = [connection for connection in waiting if not connection.served]
@@ -177,7 +177,7 @@ class LimitedHandler(RequestHandler):
         self.streams_events = False
 
     @property
-    def waits(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no request is under way: its head has not come, or the last was answered."""
         if self._messages:
             return False
@@ -207,17 +207,17 @@ class LimitedHandler(RequestHandler):
         """Take bytes; a head must end in time."""
         if self._manager is None:
             return
-        if self._head_timer is None and self.waits and data:
+        if self._head_timer is None and self.is_idle and data:
             self._await_head()
         super().data_received(data)
         if self._messages:
             self._content = self._messages[-1][1]
-        if not self.waits:
+        if not self.is_idle:
             self._end_head()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Let a client that only closed its sending side have its answer."""
-        if self.waits or self._content is None or not self._content.is_eof():
+        if self.is_idle or self._content is None or not self._content.is_eof():
             return False
         self._half_open = True
         self._look_after(0, 0.0)
@@ -246,7 +246,7 @@ class LimitedHandler(RequestHandler):
 
     def _head_late(self) -> None:
         self._head_timer = None
-        if self.waits and self.transport is not None:
+        if self.is_idle and self.transport is not None:
             self.transport.write(_raw(APIError(408, "The request's head did not end in time.")))
             self.force_close()
 
@@ -259,7 +259,7 @@ class LimitedHandler(RequestHandler):
         transport = self.transport
         if transport is None or transport.is_closing():
             return
-        if self.waits:  # the client left while the end of its answer was on its way
+        if self.is_idle:  # the client left while the end of its answer was on its way
             self.force_close()
             return
         if _was_reset(transport):
@@ -297,7 +297,7 @@ class LimitedHandler(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Tell of an unreadable request in the shape that all errors have."""
+        """Answer an unreadable request with an error of the usual shape."""
         if request.writer.output_size > 0:
             raise ConnectionError("part of a response was already sent")
         if isinstance(exc, LineTooLong) or (message or "").startswith("Too many headers"):

@@ -77,7 +77,7 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 
 
 class APIError(Exception):
-    """A refusal or failure that a client is told about.
+    """A refusal or failure, as the client gets it.
 
     Attributes:
         status: HTTP status.

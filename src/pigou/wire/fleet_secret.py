@@ -114,7 +114,7 @@ class FleetSecret:
         return good and scheme.lower() == "bearer"
 
     def proof(self, nonce: str) -> str:
-        """Return what proves to whoever chose `nonce` that the secret is known here."""
+        """Return the proof, for the peer that chose `nonce`, that the secret is known here."""
         data = nonce.encode("utf-8", "surrogateescape")
         return hmac.new(self.key("http-proof"), data, sha256).hexdigest()
 

@@ -99,9 +99,13 @@ STORED_FIELDS = (
 REMOVED_FIELDS = ("block_hashes", "medium")
 
 
+#: Column of a hash with its low 64 bits.
+_LOW = 1
+
+
 def wire_hashes(hashes: BlockHashes) -> list[int]:
     """Return the low 64 bits of each 128-bit hash, unsigned; `hashes` has shape (n, 2)."""
-    low: list[int] = hashes[:, 1].tolist()
+    low: list[int] = hashes[:, _LOW].tolist()
     return low
 
 

@@ -53,7 +53,7 @@ _Parts: TypeAlias = Generator[WireEvent | None, None, None]
 
 
 def event_slices(payload: bytes) -> Iterator[tuple[WireEvent, ...]]:
-    """Decode a payload bit by bit, so that whoever applies it can let others run in between.
+    """Decode a payload in slices, so that other tasks can run in between.
 
     Yields:
         Events in order, `SLICE` blocks of them at a time, about; none where others should run
@@ -178,15 +178,15 @@ def _spans(walk: Walk, at: int) -> Generator[None, None, dict[str, _Span]]:
     if count > _MAX_FIELDS:
         raise EventError(f"an event has {count} fields; it may have {_MAX_FIELDS}")
     names: tuple[str, ...] = ("type", *STORED_FIELDS)
-    for place in range(count):
-        name: Any = names[place] if place < len(names) else None
+    for index in range(count):
+        name: Any = names[index] if index < len(names) else None
         if pairs:
             end = yield from walk.skip(at, 1)
             name, at = _decode(walk, (at, end), "the name of a field"), end
         end = yield from walk.skip(at, 1)
         if isinstance(name, str):
             spans[name] = at, end
-        if not (pairs or place) and _decode(walk, (at, end), "type") == "BlockRemoved":
+        if not (pairs or index) and _decode(walk, (at, end), "type") == "BlockRemoved":
             names = ("type", *REMOVED_FIELDS)
         at = end
     return spans

@@ -23,25 +23,29 @@ class MessagePackError(ValueError):
     """What is no MessagePack, or no array where there must be one."""
 
 
-def _table() -> NDArray[np.int64]:
-    """Return what each first byte of a value says, from the specification of MessagePack.
+#: Columns of the table of first bytes: bytes of the length that follows, -1 where the byte means
+#: nothing; bytes of the value besides; values inside; values inside for each of the length, 0 where
+#: the length counts bytes.
+_LENGTH_BYTES, _VALUE_BYTES, _VALUES, _PER_LENGTH = range(4)
+#: The kernel's state: position, and values left.
+_AT, _LEFT = range(2)
 
-    Columns: bytes of the length that follows, -1 where the byte means nothing; bytes of the value
-    besides; values inside; values inside for each of the length, 0 where it counts bytes.
-    """
+
+def _table() -> NDArray[np.int64]:
+    """Return the layout of a value by its first byte, from the specification of MessagePack."""
     table = np.zeros((256, 4), dtype=np.int64)
     for low in range(16):
-        table[0x80 + low, 2], table[0x90 + low, 2] = 2 * low, low
-    table[0xA0:0xC0, 1] = np.arange(32)
-    table[0xC1, 0] = -1
-    table[0xC4:0xC7, 0] = 1, 2, 4  # bin
-    table[0xC7:0xCA, 0], table[0xC7:0xCA, 1] = (1, 2, 4), 1  # ext
-    table[0xCA:0xCC, 1] = 4, 8  # float
-    table[0xCC:0xD0, 1] = table[0xD0:0xD4, 1] = 1, 2, 4, 8  # uint, int
-    table[0xD4:0xD9, 1] = 2, 3, 5, 9, 17  # fixext
-    table[0xD9:0xDC, 0] = 1, 2, 4  # str
-    table[0xDC:0xDE, 0], table[0xDC:0xDE, 3] = (2, 4), 1  # array
-    table[0xDE:0xE0, 0], table[0xDE:0xE0, 3] = (2, 4), 2  # map
+        table[0x80 + low, _VALUES], table[0x90 + low, _VALUES] = 2 * low, low
+    table[0xA0:0xC0, _VALUE_BYTES] = np.arange(32)
+    table[0xC1, _LENGTH_BYTES] = -1
+    table[0xC4:0xC7, _LENGTH_BYTES] = 1, 2, 4  # bin
+    table[0xC7:0xCA, _LENGTH_BYTES], table[0xC7:0xCA, _VALUE_BYTES] = (1, 2, 4), 1  # ext
+    table[0xCA:0xCC, _VALUE_BYTES] = 4, 8  # float
+    table[0xCC:0xD0, _VALUE_BYTES] = table[0xD0:0xD4, _VALUE_BYTES] = 1, 2, 4, 8  # uint, int
+    table[0xD4:0xD9, _VALUE_BYTES] = 2, 3, 5, 9, 17  # fixext
+    table[0xD9:0xDC, _LENGTH_BYTES] = 1, 2, 4  # str
+    table[0xDC:0xDE, _LENGTH_BYTES], table[0xDC:0xDE, _PER_LENGTH] = (2, 4), 1  # array
+    table[0xDE:0xE0, _LENGTH_BYTES], table[0xDE:0xE0, _PER_LENGTH] = (2, 4), 2  # map
     return table
 
 
@@ -56,7 +60,7 @@ def _skip(
 
     `state` has the position and how many values are left; what they contain counts too.
     """
-    at, left, size = state[0], state[1], data.shape[0]
+    at, left, size = state[_AT], state[_LEFT], data.shape[0]
     while left > 0 and max_values > 0:
         if left > size - at:  # each value has a byte at least
             return 1
@@ -66,8 +70,8 @@ def _skip(
         max_values -= 1
         if byte < 0x80 or byte >= 0xE0:  # a small integer, as most are
             continue
-        width, body = table[byte, 0], table[byte, 1]
-        left += table[byte, 2]
+        width, body = table[byte, _LENGTH_BYTES], table[byte, _VALUE_BYTES]
+        left += table[byte, _VALUES]
         if width:
             if width < 0:
                 return 2
@@ -77,13 +81,13 @@ def _skip(
             for _ in range(width):
                 length = length * 256 + int(data[at])
                 at += 1
-            left += table[byte, 3] * length
-            if table[byte, 3] == 0:
+            left += table[byte, _PER_LENGTH] * length
+            if table[byte, _PER_LENGTH] == 0:
                 body += length
         if body > size - at:
             return 1
         at += body
-    state[0], state[1] = at, left
+    state[_AT], state[_LEFT] = at, left
     return 0
 
 
@@ -110,15 +114,15 @@ class Walk:
             MessagePackError: the payload ends before, or is no MessagePack.
         """
         state = self._state
-        state[0], state[1] = at, count
+        state[_AT], state[_LEFT] = at, count
         while True:
             if fault := _skip(self._data, _TABLE, state, STEP):
                 raise MessagePackError(f"not MessagePack: {_FAULTS[fault]}")
-            at, left = int(state[0]), int(state[1])
+            at, left = int(state[_AT]), int(state[_LEFT])
             if not left:
                 return at
             yield None
-            state[0], state[1] = at, left  # another walk may have run in between
+            state[_AT], state[_LEFT] = at, left  # another walk may have run in between
 
     def array_head(self, at: int) -> tuple[int, int] | None:
         """Return how many items an array has and where they begin; None for another value."""

@@ -57,7 +57,7 @@ class Logprob(msgspec.Struct, frozen=True):
     bytes: list[int] = msgspec.field(default_factory=list)
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class LogprobsEntry(msgspec.Struct, frozen=True):
     """A token that was sampled (or is in the prompt), and the most probable ones in its place.
 
     Attributes:
@@ -71,7 +71,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     text: str
 
 
-def completion_logprobs(tokens: list[TokenLogprobs], offset: int) -> Json:
+def completion_logprobs(tokens: list[LogprobsEntry], offset: int) -> Json:
     """Return `logprobs` of a completion's choice; `offset` is where the first token's text is."""
     offsets, position = [], offset
     for token in tokens:
@@ -85,7 +85,7 @@ def completion_logprobs(tokens: list[TokenLogprobs], offset: int) -> Json:
     }
 
 
-def _top(token: TokenLogprobs) -> dict[str, float] | None:
+def _top(token: LogprobsEntry) -> dict[str, float] | None:
     if token.chosen is None:
         return None
     top = {token.text: token.chosen.logprob}
@@ -94,12 +94,12 @@ def _top(token: TokenLogprobs) -> dict[str, float] | None:
     return top
 
 
-def chat_logprobs(tokens: list[TokenLogprobs]) -> Json:
+def chat_logprobs(tokens: list[LogprobsEntry]) -> Json:
     """Return `logprobs` of a chat choice."""
     return {"content": [_chat_token(token) for token in tokens if token.chosen is not None]}
 
 
-def _chat_token(token: TokenLogprobs) -> Json:
+def _chat_token(token: LogprobsEntry) -> Json:
     chosen = token.chosen
     assert chosen is not None
     return {
@@ -113,7 +113,7 @@ def _chat_token(token: TokenLogprobs) -> Json:
     }
 
 
-def prompt_logprobs(tokens: list[TokenLogprobs]) -> list[Json | None]:
+def prompt_logprobs(tokens: list[LogprobsEntry]) -> list[Json | None]:
     """Return `prompt_logprobs`: per token of the prompt, a map from token id."""
     by_token: list[Json | None] = []
     for token in tokens:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import secrets
 from collections.abc import Mapping, Sized
 from typing import Any
 
@@ -99,8 +101,8 @@ def _check_numbers(request: GenerationRequest) -> None:
     _within(request, "truncate_prompt_tokens", 1, 2**31 - 1)
     _above_zero(request, "top_p", 1.0)
     _above_zero(request, "repetition_penalty", 1e6)
-    _at_most(request.stop_token_ids, MAX_STOP_TOKENS, "stop_token_ids")
-    _at_most(request.logit_bias, MAX_BIASED, "logit_bias")
+    _check_length(request.stop_token_ids, MAX_STOP_TOKENS, "stop_token_ids")
+    _check_length(request.logit_bias, MAX_BIASED, "logit_bias")
     for token in request.stop_token_ids or ():
         if not 0 <= token < 2**31:
             raise bad_request(f"stop_token_ids has {token}, which is no token id.",
@@ -142,9 +144,9 @@ def _check_stops(request: GenerationRequest) -> None:
         raise bad_request("stop holds an empty string: remove it.", "stop")
     if len(strings) > MAX_STOPS:
         raise bad_request(f"stop has {len(strings)} strings; at most {MAX_STOPS} work.", "stop")
-    if (longest := max(map(len, strings), default=0)) > MAX_STOP_LENGTH:
+    if (max_length := max(map(len, strings), default=0)) > MAX_STOP_LENGTH:
         raise bad_request(
-            f"stop has a string of {longest} characters; at most {MAX_STOP_LENGTH} work.", "stop"
+            f"stop has a string of {max_length} characters; at most {MAX_STOP_LENGTH} work.", "stop"
         )
 
 
@@ -242,7 +244,7 @@ def _within(request: msgspec.Struct, name: str, minimum: float, maximum: float) 
         raise bad_request(f"{name} is {value}; it must be in [{minimum}, {maximum}].", name)
 
 
-def _at_most(items: Sized | None, maximum: int, name: str) -> None:
+def _check_length(items: Sized | None, maximum: int, name: str) -> None:
     if items is not None and len(items) > maximum:
         raise bad_request(f"{name} has {len(items)} entries; at most {maximum} work.", name)
 
@@ -269,4 +271,38 @@ def _mixed() -> Exception:
     return bad_request(
         "prompt mixes kinds: it must be text, a list of texts, token ids, or a list of those.",
         "prompt",
+    )
+
+
+#: Header of a request that carries its id, and of the reply that tells it again.
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+def request_id(header: str | None, field: str | None) -> str:
+    """Return a request's id, a new one where the client gave none.
+
+    Args:
+        header: the client's `X-Request-Id`, which goes first.
+        field: `request_id` of its body.
+
+    Raises:
+        APIError: 400, it is empty, too long, or has other characters than printable ASCII.
+    """
+    given = header or field
+    if given is None:
+        return secrets.token_hex(8)
+    if not _REQUEST_ID.fullmatch(given):
+        raise bad_request(
+            f"The request id {given[:60]!r} must have 1 to 256 printable ASCII characters, and no "
+            "spaces.",
+            "request_id",
+        )
+    return given
+
+
+def echo_request_id(header: str | None) -> dict[str, str]:
+    """Return the headers of a reply that tell the client's id again; none for what is no id."""
+    return (
+        {REQUEST_ID_HEADER: header} if header is not None and _REQUEST_ID.fullmatch(header) else {}
     )

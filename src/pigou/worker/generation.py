@@ -16,7 +16,7 @@ from pigou.wire.errors import APIError, http_error, too_large
 from pigou.wire.json_limits import SMALL, read_fields
 from pigou.wire.openai_requests import known_chat, known_completion, without_bom
 from pigou.wire.request_body import FairThreadPool, read_json
-from pigou.wire.request_id import HEADER, echo, request_id
+from pigou.wire.request_validation import REQUEST_ID_HEADER, echo_request_id, request_id
 from pigou.wire.sse import DONE, frame
 from pigou.wire.unknown_fields import UnknownFields
 from pigou.worker.engine_client import EngineClient
@@ -167,11 +167,11 @@ def _error(error: APIError) -> web.Response:
 
 
 def _echo(request: web.Request) -> dict[str, str]:
-    return echo(request.headers.get(HEADER))
+    return echo_request_id(request.headers.get(REQUEST_ID_HEADER))
 
 
 def _id(request: web.Request, body: str | None) -> str:
-    return request_id(request.headers.get(HEADER), body)
+    return request_id(request.headers.get(REQUEST_ID_HEADER), body)
 
 
 _B = TypeVar("_B")

@@ -9,7 +9,7 @@ from typing import Any
 from pigou.runtime.step_output import RankedLogprobs as Report
 from pigou.wire import openai_replies
 from pigou.wire.errors import APIError
-from pigou.wire.openai_replies import Json, ReplyChunk, StreamEncoder, TokenLogprobs, UsageInfo
+from pigou.wire.openai_replies import Json, LogprobsEntry, ReplyChunk, StreamEncoder, UsageInfo
 from pigou.wire.sse import DONE
 from pigou.worker.sequence_output import Explainer, SequenceOutput, ToolStream
 
@@ -51,8 +51,8 @@ class ReplySequence:
     loaded: int = 0
     preemptions: int = 0
     explainer: Explainer | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[LogprobsEntry] = field(default_factory=list)
+    prompt_logprobs: list[LogprobsEntry] | None = None
     text: list[str] = field(default_factory=list)
     offset: int = 0
     opened: bool = False
@@ -298,7 +298,7 @@ class Reply:
         self._frames.append(self._stream.chunk(sequence.index, chunk))
         self._wake.set()
 
-    def _logprobs(self, sequence: ReplySequence, taken: list[TokenLogprobs]) -> Json:
+    def _logprobs(self, sequence: ReplySequence, taken: list[LogprobsEntry]) -> Json:
         if self.options.chat:
             return openai_replies.chat_logprobs(taken)
         shaped = openai_replies.completion_logprobs(taken, sequence.offset)

@@ -21,9 +21,9 @@ from pigou.text.tool_calls import (
     make_parser,
 )
 from pigou.wire.errors import bad_request
-from pigou.wire.openai_replies import Json, Logprob, TokenLogprobs
+from pigou.wire.openai_replies import Json, Logprob, LogprobsEntry
 from pigou.wire.openai_requests import ChatRequest
-from pigou.wire.tool_choice import ToolUse, tool_use
+from pigou.wire.structured_output import ToolUse, tool_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Explainer:
         """Return one that begins at no text."""
         return Explainer(self._tokenizer, [], begins=True)
 
-    def explain(self, report: Report) -> TokenLogprobs:
+    def explain(self, report: Report) -> LogprobsEntry:
         """Explain the next token."""
         text = self._detokenizer.next(report.token)
         chosen = Logprob(report.token, text, report.logprob, report.rank, list(text.encode()))
@@ -164,11 +164,11 @@ class Explainer:
             chosen if token == report.token else self._other(token, logprob, rank)
             for rank, (token, logprob) in enumerate(pairs, 1)
         ]
-        return TokenLogprobs(chosen, top, text)
+        return LogprobsEntry(chosen, top, text)
 
-    def bare(self, token: int) -> TokenLogprobs:
+    def bare(self, token: int) -> LogprobsEntry:
         """Take the next token, of which nothing is known."""
-        return TokenLogprobs(None, [], self._detokenizer.next(token))
+        return LogprobsEntry(None, [], self._detokenizer.next(token))
 
     def _other(self, token: int, logprob: float, rank: int) -> Logprob:
         data = self._tokenizer.vocabulary.bytes_of(token)
