@@ -237,7 +237,7 @@ class LastCall:
             below = lower.use(event.blocks, event.at)
         else:  # of an answer, the prompt was used when it came
             below = lower.find(event.keys, event.at)
-            lower.policy.asked(event.blocks[below:], event.at)
+            lower.policy.on_miss(event.blocks[below:], event.at)
         room = lower.cap_bytes - lower.used_bytes
         written = 0
         if room and below < len(event.keys):

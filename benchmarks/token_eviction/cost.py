@@ -159,8 +159,8 @@ def step(streams: Streams, options: argparse.Namespace) -> float:
     streams.entries[full] -= drop
     soon = np.flatnonzero(streams.entries == options.entries + options.interval - 1)
     asked = [[row, 0, 2 * drop // SIZE] for row in soon.tolist()]
-    appraised = np.array(asked, dtype=np.int32).reshape(-1, 3)
-    task = plan(streams, options.streams, compactions=tasks, appraised=appraised)
+    to_score = np.array(asked, dtype=np.int32).reshape(-1, 3)
+    task = plan(streams, options.streams, compactions=tasks, to_score=to_score)
     began = CLOCK()
     streams.executor.execute(task)
     took = CLOCK() - began

@@ -186,7 +186,7 @@ class Oracle:
             full = (int(plan.starts[entry]) + int(plan.counts[entry]) * result.steps) // size
             if full > stream.known and stream.known >= stream.request.prompt // size:
                 hashes = self.hashes(stream.tokens, stream.request.expiry)[stream.known : full]
-                result.sealed[row] = hashes
+                result.full_block_hashes[row] = hashes
                 stream.known = full
 
     # --- what the engine said ---------------------------------------------------------------

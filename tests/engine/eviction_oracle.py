@@ -14,7 +14,7 @@ import numpy as np
 from core_oracle import POISON, Oracle, Slot, Stream
 from tier_oracle import TierOracle
 
-from pigou.engine.plan import Compaction, Plan, Result, Revival
+from pigou.engine.plan import Compaction, Plan, Recomputation, Result
 
 HEADS = 2
 
@@ -88,11 +88,11 @@ class EvictionOracle(Oracle):
 
     def _move(self, plan: Plan) -> None:
         assert len({each.row for each in plan.compactions}) == len(plan.compactions)
-        assert not {each.row for each in plan.compactions} & {r.row for r in plan.revivals}
+        assert not {each.row for each in plan.compactions} & {r.row for r in plan.recomputations}
         for compaction in plan.compactions:
             self._compact(compaction)
         super()._move(plan)
-        for revival in plan.revivals:
+        for revival in plan.recomputations:
             self._revive(revival)
 
     def _compact(self, plan: Compaction) -> None:
@@ -129,7 +129,7 @@ class EvictionOracle(Oracle):
             self.device[block] = [POISON] * size
         self.given += plan.drop
 
-    def _revive(self, plan: Revival) -> None:
+    def _revive(self, plan: Recomputation) -> None:
         size = self.core.config.block_size
         stream = self.streams[self.rows[plan.row]]
         kept = self.kept[stream.request.id]
@@ -151,16 +151,16 @@ class EvictionOracle(Oracle):
 
     def execute(self, plan: Plan, most: int = 1_000_000) -> Result:
         result = super().execute(plan, most)
-        for row, first, blocks in plan.appraised.tolist():
+        for row, first, blocks in plan.to_score.tolist():
             assert first % self.core.config.block_size == 0
             assert blocks > 0
             if self.rng.random() < self.mute:
                 continue
             short = self.rng.choice([0, 0, 0, 1])
-            result.losses[row] = self._curve(max(blocks - short, 0))
+            result.lost_returns[row] = self._curve(max(blocks - short, 0))
             gone = int(self.core._state.rows.dropped[row]) // self.core.config.block_size
             if gone:
-                result.gains[row] = self._curve(gone)[::-1].copy()
+                result.regained_returns[row] = self._curve(gone)[::-1].copy()
         return result
 
     def _curve(self, count: int) -> np.ndarray:

@@ -47,7 +47,7 @@ def test_without_need_plans_are_those_without_eviction() -> None:
                 [each.tolist() for each in (plan.rows, plan.starts, plan.counts, plan.kv_lens)]
             )
             assert not plan.compactions
-            assert not len(plan.appraised)
+            assert not len(plan.to_score)
             oracle.observe(oracle.core.apply(plan, oracle.execute(plan)))
         plans.append(found)
     assert plans[0] == plans[1]
@@ -61,7 +61,7 @@ def test_who_grows_beyond_what_there_is_gives_up_entries_in_place_of_its_row() -
         pass
     assert oracle.core.preemptions == 0
     assert oracle.given > 0
-    assert oracle.core.entries_given == oracle.given
+    assert oracle.core.entries_evicted == oracle.given
 
 
 def test_a_newcomer_is_let_in_at_the_expense_of_who_runs() -> None:
@@ -96,4 +96,4 @@ def test_by_price_entries_come_back_when_there_is_room_again() -> None:
     while step(oracle):
         pass
     assert oracle.given >= oracle.revived > 0
-    assert oracle.revived == oracle.core.entries_revived
+    assert oracle.revived == oracle.core.entries_recomputed

@@ -108,7 +108,7 @@ class EvictionSeam(Seam):
         if not hasattr(self, "oracle"):
             return
         core = self.core
-        assert 0 <= core.missing_entries <= core.entries_given - core.entries_revived
+        assert 0 <= core.missing_entries <= core.entries_evicted - core.entries_recomputed
         assert core.price > 0
 
 

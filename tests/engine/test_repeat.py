@@ -267,7 +267,9 @@ def test_what_overshot_is_truncated_and_its_blocks_freed() -> None:
     plan = core.schedule(0)
     assert plan.repeat == 9
     hashes = np.arange(2, 22, dtype=np.uint64).reshape(10, 2)
-    result = Result(steps=6, finished=[Finish(0, FinishReason.STOP, 2)], sealed={0: hashes})
+    result = Result(
+        steps=6, finished=[Finish(0, FinishReason.STOP, 2)], full_block_hashes={0: hashes}
+    )
     effects = core.apply(plan, result)
     assert effects.tokens.tolist() == [2]
     assert effects.finished[0].generated == 3

@@ -79,7 +79,10 @@ class TierOracle(Oracle):
         blocks = self.found.pop(tier)
         self.silent |= {block.key for block in blocks}
         gone = {(tier, block.key) for block in blocks if block.key not in self.stores[tier]}
-        going = [*self.links[tier], *self.tiers._out]  # deletions that were decided meanwhile
+        going = [
+            *self.links[tier],
+            *self.tiers._transfers._decided,
+        ]  # deletions that were decided meanwhile
         self.doubtful |= gone | {
             (tier, key)
             for move in going
@@ -117,7 +120,7 @@ class TierOracle(Oracle):
             good.append(not (skipped or full or content is None))
             if good[-1]:
                 store[key] = content
-        return self.core.landed(move.number, good)
+        return self.core.on_transfer_done(move.number, good)
 
     def restore(self, name: str, missing: int) -> Effects:
         """End a load from tiers; its block number `missing` cannot be read, if there is one."""
@@ -163,9 +166,9 @@ class TierOracle(Oracle):
     def _check_told(self) -> None:
         """Check that the world knows what can be read, and of nothing that is gone."""
         told = set(self.told)
-        for stored, medium, keys, _ in self.tiers.events._told:  # not yet taken
-            named = {(medium, key) for key in keys}
-            told = told | named if stored else told - named
+        for event in self.tiers.events._pending:  # not yet taken
+            named = {(event.medium, key) for key in event.keys}
+            told = told | named if event.stored else told - named
         media, there = self.tiers.events.media, set()
         for tier, medium in enumerate(media):
             keys = {block.key for block in self.tiers.tiers[tier].blocks()}
@@ -188,7 +191,7 @@ class TierOracle(Oracle):
                 expected = [history[: i + 1] for i in range(len(history) - size, len(history))]
                 assert content == expected, "a store has something else under this key"
             for block in self.tiers.tiers[tier].blocks():
-                coming = block.key in self.tiers._coming[tier]
+                coming = block.key in self.tiers._incoming[tier]
                 there = block.key in store or (tier, block.key) in self.doubtful
                 assert coming or there, "a tier counts on what its store has not"
 

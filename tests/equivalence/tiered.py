@@ -131,7 +131,7 @@ class TieredSide(Side):
         good[at] = self.stores[move.target].put(
             BlockRecords.of(move.blocks).take(at), data, rows[at]
         )
-        self.core.landed(move.number, good.tolist())
+        self.core.on_transfer_done(move.number, good.tolist())
 
     def _read(self, load: Load, fails: bool) -> None:
         count = self._random.randrange(len(load.blocks)) if fails else len(load.blocks)

@@ -34,19 +34,21 @@ OFFERS = st.lists(st.builds(EvictionCurve, LOSSES, st.sampled_from(["a", "b", ""
 
 
 def loss(offers: list[EvictionCurve], counts: tuple[int, ...]) -> float:
-    return sum(float(o.losses[:n].sum()) for o, n in zip(offers, counts, strict=True))
+    return sum(float(o.lost_returns[:n].sum()) for o, n in zip(offers, counts, strict=True))
 
 
 def choices(
     offers: list[EvictionCurve], blocks: int, ceiling: float, spare: dict[str, int]
 ) -> list:
     found = []
-    for counts in itertools.product(*(range(len(o.losses) + 1) for o in offers)):
+    for counts in itertools.product(*(range(len(o.lost_returns) + 1) for o in offers)):
         if sum(counts) != blocks:
             continue
         taken = {t: sum(n for o, n in zip(offers, counts, strict=True) if o.tenant == t)
                  for t in spare}  # fmt: skip
-        dear = any((o.losses[:n] > ceiling).any() for o, n in zip(offers, counts, strict=True))
+        dear = any(
+            (o.lost_returns[:n] > ceiling).any() for o, n in zip(offers, counts, strict=True)
+        )
         if not dear and all(taken[t] <= spare[t] for t in spare):
             found.append(counts)
     return found
@@ -73,7 +75,7 @@ def test_no_choice_of_as_many_blocks_loses_less(
 
 @given(OFFERS, st.integers(0, 6), st.integers(0, 6))
 def test_a_cut_is_exact_or_is_not_made(offers: list[EvictionCurve], least: int, more: int) -> None:
-    total = sum(len(offer.losses) for offer in offers)
+    total = sum(len(offer.lost_returns) for offer in offers)
     chosen = cheapest_evictions(offers, least, least + more)
     if total < least:
         assert chosen is None
@@ -155,12 +157,12 @@ def test_steps_at_once_are_as_good_as_one_by_one(price: float, used: float, step
 
 
 def test_the_price_of_cuts_settles_within_ten_of_them_after_a_change_of_load() -> None:
-    portfolio = MemoryPrice(100, 0.1, by_price=False)
+    memory_price = MemoryPrice(100, 0.1, by_price=False)
     for marginal in (0.02, 1.7, 0.3):
         for _ in range(10):
-            portfolio.note(marginal)
-            portfolio.step(100, 1)
-        assert portfolio.price == pytest.approx(marginal, rel=0.06)
+            memory_price.note(marginal)
+            memory_price.step(100, 1)
+        assert memory_price.price == pytest.approx(marginal, rel=0.06)
 
 
 def test_the_outlook_is_the_dearest_of_what_goes_before_curves_are_renewed() -> None:
@@ -175,23 +177,23 @@ def test_the_outlook_is_the_dearest_of_what_goes_before_curves_are_renewed() -> 
 
 def test_the_cuts_of_one_plan_are_one_and_the_last_of_them_counts() -> None:
     apart, alone = (MemoryPrice(100, 0.1, by_price=False) for _ in range(2))
-    for portfolio, cuts in ((apart, (0.1, 0.2, 0.8)), (alone, (0.8,))):
-        portfolio.note(0.5)
-        portfolio.step(100, 1)
+    for memory_price, cuts in ((apart, (0.1, 0.2, 0.8)), (alone, (0.8,))):
+        memory_price.note(0.5)
+        memory_price.step(100, 1)
         for each in cuts:
-            portfolio.note(0.01, each)
-        portfolio.step(100, 1)
+            memory_price.note(0.01, each)
+        memory_price.step(100, 1)
     assert apart.price == alone.price == pytest.approx(math.sqrt(0.5 * 0.8))
 
 
 def test_the_price_stands_while_requests_will_need_what_is_free() -> None:
-    portfolio = MemoryPrice(100, 0.1, by_price=False)
-    portfolio.note(0.5)
-    portfolio.step(100, 1)
-    portfolio.step(90, 1, ahead=10)
-    assert portfolio.price == 0.5
-    portfolio.step(80, 1, ahead=10)
-    assert portfolio.price < 0.5
+    memory_price = MemoryPrice(100, 0.1, by_price=False)
+    memory_price.note(0.5)
+    memory_price.step(100, 1)
+    memory_price.step(90, 1, ahead=10)
+    assert memory_price.price == 0.5
+    memory_price.step(80, 1, ahead=10)
+    assert memory_price.price < 0.5
 
 
 def test_small_changes_of_the_marginal_return_leave_the_price_alone() -> None:
@@ -201,10 +203,10 @@ def test_small_changes_of_the_marginal_return_leave_the_price_alone() -> None:
 
 
 def test_a_loss_that_nobody_knows_says_nothing_of_the_price() -> None:
-    portfolio = MemoryPrice(100, 0.1, by_price=False)
-    portfolio.note(0.5)
-    portfolio.note(math.inf)
-    assert portfolio.price == 0.5
+    memory_price = MemoryPrice(100, 0.1, by_price=False)
+    memory_price.note(0.5)
+    memory_price.note(math.inf)
+    assert memory_price.price == 0.5
 
 
 @given(

@@ -17,16 +17,16 @@ def chain(session: int, blocks: int) -> BlockHashes:
 def play(returns: SessionReturns, pause: float, times: int, now: int = 0) -> int:
     """A session that pauses so many times, so many seconds each."""
     for i in range(times):
-        returns.left(chain(0, i + 1), NEVER, now)
+        returns.on_turn_end(chain(0, i + 1), NEVER, now)
         now += round(pause * SECOND)
-        returns.came(chain(0, i + 2), now)
+        returns.on_request(chain(0, i + 2), now)
     return now
 
 
 def test_nobody_is_due_before_enough_pauses_were_seen() -> None:
     returns = SessionReturns()
     now = play(returns, 1.0, 7)
-    returns.left(chain(1, 3), NEVER, now)
+    returns.on_turn_end(chain(1, 3), NEVER, now)
     assert returns.next() is None
     assert returns.due(NEVER - 1) == []
 
@@ -34,7 +34,7 @@ def test_nobody_is_due_before_enough_pauses_were_seen() -> None:
 def test_a_session_is_due_shortly_before_most_pauses_are_over() -> None:
     returns = SessionReturns()
     now = play(returns, 1.0, 20)
-    returns.left(chain(1, 3), NEVER, now)
+    returns.on_turn_end(chain(1, 3), NEVER, now)
     due = returns.next()
     assert due is not None
     assert 0.5 <= (due - now) / SECOND <= 1.0
@@ -47,30 +47,30 @@ def test_a_session_is_due_shortly_before_most_pauses_are_over() -> None:
 def test_who_has_come_back_is_not_due() -> None:
     returns = SessionReturns()
     now = play(returns, 1.0, 20)
-    returns.left(chain(1, 3), NEVER, now)
-    returns.came(chain(1, 5), now + SECOND // 10)
+    returns.on_turn_end(chain(1, 3), NEVER, now)
+    returns.on_request(chain(1, 5), now + SECOND // 10)
     assert returns.due(now + SECOND) == []
     assert returns.away == 0
 
 
 def test_another_session_with_the_same_beginning_is_not_it() -> None:
     returns = SessionReturns()
-    returns.left(chain(1, 3), NEVER, 0)
-    returns.came(chain(1, 2), SECOND)
+    returns.on_turn_end(chain(1, 3), NEVER, 0)
+    returns.on_request(chain(1, 2), SECOND)
     assert returns.away == 1
 
 
 def test_what_has_expired_is_not_brought_back() -> None:
     returns = SessionReturns()
     now = play(returns, 1.0, 20)
-    returns.left(chain(1, 3), now + SECOND // 2, now)
+    returns.on_turn_end(chain(1, 3), now + SECOND // 2, now)
     assert returns.due(now + SECOND) == []
 
 
 def test_who_is_late_is_given_up() -> None:
     returns = SessionReturns()
     now = play(returns, 1.0, 20)
-    returns.left(chain(1, 3), NEVER, now)
+    returns.on_turn_end(chain(1, 3), NEVER, now)
     assert returns.due(now + 100 * SECOND) == []
 
 
@@ -78,9 +78,9 @@ def test_where_few_come_back_nobody_is_due() -> None:
     returns = SessionReturns()
     now = play(returns, 1.0, 20)
     for session in range(5000):
-        returns.left(chain(2 + session, 1), NEVER, now)
+        returns.on_turn_end(chain(2 + session, 1), NEVER, now)
     assert returns.away <= 4096
-    returns.left(chain(9999, 1), NEVER, now)
+    returns.on_turn_end(chain(9999, 1), NEVER, now)
     assert all(pause.hashes[0, 0] != 10_000 for pause in returns.due(now + SECOND))
 
 
@@ -88,5 +88,5 @@ def test_where_few_come_back_nobody_is_due() -> None:
 def test_pauses_of_any_length_are_counted(pause: float) -> None:
     returns = SessionReturns()
     now = play(returns, pause, 12)
-    returns.left(chain(1, 1), NEVER, now)
+    returns.on_turn_end(chain(1, 1), NEVER, now)
     assert returns.next() is not None

@@ -123,7 +123,7 @@ def test_epochs_of_different_tenures_do_not_all_end_at_once() -> None:
 @given(tenures, tenures, st.integers(0, 4))
 @example(Tenure(), Tenure(), 0)
 def test_an_artifact_is_had_under_its_tenure_alone(one: Tenure, other: Tenure, now: int) -> None:
-    sealed = Tenured.seal("42", one, b"question")
+    sealed = Tenured.wrap("42", one, b"question")
     assert sealed.open(one, now) == (None if one.expiry <= now else "42")
     if one != other:
         assert sealed.open(other, now) is None
@@ -133,5 +133,5 @@ def test_an_artifact_is_had_under_its_tenure_alone(one: Tenure, other: Tenure, n
 
 def test_keys_are_of_tenure_and_content() -> None:
     tenure = Tenure(tenant="t", purpose=Purpose.TOOL)
-    assert tenure.key(b"a") == Tenured.seal(1, tenure, b"a").key != tenure.key(b"b")
+    assert tenure.key(b"a") == Tenured.wrap(1, tenure, b"a").key != tenure.key(b"b")
     assert len({replace(tenure, purpose=each).key(b"a") for each in Purpose}) == len(Purpose)

@@ -169,7 +169,7 @@ class Wrapped:
         self.held: dict[bytes, Tenured[str]] = {}
 
     def store(self, tenure: Tenure, hashes: BlockHashes) -> None:
-        sealed = Tenured.seal("answer", tenure, b"question")
+        sealed = Tenured.wrap("answer", tenure, b"question")
         self.held[sealed.key] = sealed
 
     def hits(self, tenure: Tenure, hashes: BlockHashes, now: int) -> int:

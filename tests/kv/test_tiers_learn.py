@@ -21,15 +21,15 @@ def test_policies_value_blocks_by_what_was_measured() -> None:
         [Tier(1000, kind) for kind in kinds], 10, speeds=[TierSpeed(0.0, 0.02), TierSpeed()]
     )
     tiers.learn(RecomputeCost(base=0.5, slope=0.1))
-    assert kinds[0].setting.worth == RecomputeCost(0.5, 0.1, 0.002)  # type: ignore[attr-defined]
-    assert kinds[1].setting.worth == RecomputeCost(0.5, 0.1)  # type: ignore[attr-defined]
+    assert kinds[0].setting.recompute_cost == RecomputeCost(0.5, 0.1, 0.002)  # type: ignore[attr-defined]
+    assert kinds[1].setting.recompute_cost == RecomputeCost(0.5, 0.1)  # type: ignore[attr-defined]
     tiers.learn(
         RecomputeCost(base=0.6)
     )  # a little more: it counts for restores, not for what is held
-    assert tiers.worth == RecomputeCost(0.6)
-    assert kinds[1].setting.worth == RecomputeCost(0.5, 0.1)  # type: ignore[attr-defined]
+    assert tiers.recompute_cost == RecomputeCost(0.6)
+    assert kinds[1].setting.recompute_cost == RecomputeCost(0.5, 0.1)  # type: ignore[attr-defined]
     tiers.learn(RecomputeCost(base=1.0))
-    assert kinds[1].setting.worth == RecomputeCost(1.0)  # type: ignore[attr-defined]
+    assert kinds[1].setting.recompute_cost == RecomputeCost(1.0)  # type: ignore[attr-defined]
 
 
 class Refuses(BaseEviction):

@@ -101,13 +101,13 @@ def test_sealed_hashes_continue_the_prompt_s_chain(executor: TorchExecutor) -> N
     prompt = list(range(3, 43))
     executor.add("a", prompt, greedy(60), SEED)
     result = executor.execute(plan([(0, 0, 40)], ["a"]))
-    assert not result.sealed
+    assert not result.full_block_hashes
     sealed = []
     at = 40
     for repeat in (3, 20, 30):
         result = executor.execute(plan([(0, at, 1)], [], repeat=repeat))
         at += result.steps
-        sealed += [*result.sealed.get(0, [])]
+        sealed += [*result.full_block_hashes.get(0, [])]
     whole = chain(executor.tokens("a")[:at], 16, SEED)
     assert len(whole) == at // 16
     assert np.array_equal(sealed, whole[2:])
@@ -121,8 +121,8 @@ def test_hashes_that_the_core_was_not_told_are_sealed_when_they_are_full(
     executor.add("a", prompt, greedy(), SEED, hashes=known[:1])
     executor.add("b", prompt, greedy(), b"")
     result = executor.execute(plan([(0, 0, 50), (1, 0, 50)], ["a", "b"]))
-    assert list(result.sealed) == [0]
-    assert np.array_equal(result.sealed[0], known[1:])
+    assert list(result.full_block_hashes) == [0]
+    assert np.array_equal(result.full_block_hashes[0], known[1:])
 
 
 def test_a_sequence_with_evicted_entries_seals_nothing(executor: TorchExecutor) -> None:
@@ -130,7 +130,7 @@ def test_a_sequence_with_evicted_entries_seals_nothing(executor: TorchExecutor) 
     executor.execute(plan([(0, 0, 31)], ["a"]))
     evicted = plan([(0, 31, 1)], [])
     evicted.kv_lens[:] = 15
-    assert not executor.execute(evicted).sealed
+    assert not executor.execute(evicted).full_block_hashes
 
 
 def test_a_chunk_that_does_not_sample_yields_no_token(executor: TorchExecutor) -> None:

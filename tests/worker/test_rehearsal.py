@@ -51,7 +51,7 @@ def check_empty(core: EngineCore) -> None:
     assert (core.running, core.waiting, core.held, core.cached_blocks) == (0, 0, 0, 0)
     assert core.free_blocks == core.config.blocks
     assert (core.prefix_hits, core.preemptions, core.swaps) == (0, 0, 0)
-    assert (core.entries_given, core.entries_revived, core.missing_entries) == (0, 0, 0)
+    assert (core.entries_evicted, core.entries_recomputed, core.missing_entries) == (0, 0, 0)
     assert core.abort("rehearsed-prompt").events == []
     assert not core.schedule(0)
 

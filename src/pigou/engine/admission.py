@@ -80,7 +80,7 @@ def admit(state: EngineState, seq: Sequence, builder: ScheduleBuilder) -> bool:
     return True
 
 
-def fits_beside(state: EngineState, seq: Sequence) -> bool:
+def fits_with_growth(state: EngineState, seq: Sequence) -> bool:
     """Whether a waiting sequence fits, and will compute, if each row grows by a block."""
     if seq.remote_tokens or not state.rows.free:
         return False

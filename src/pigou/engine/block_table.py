@@ -41,8 +41,8 @@ class Rows:
 
     def __init__(self, config: EngineConfig) -> None:
         count = config.max_seqs
-        longest = -(-config.max_model_len // config.block_size)
-        self.tables: Ints = np.zeros((count, longest), dtype=np.int32)
+        max_blocks = -(-config.max_model_len // config.block_size)
+        self.tables: Ints = np.zeros((count, max_blocks), dtype=np.int32)
         self.columns: Ints = np.zeros((COLUMNS, count), dtype=np.int32)
         self.computed: Ints = self.columns[COMPUTED]
         self.length: Ints = self.columns[LENGTH]

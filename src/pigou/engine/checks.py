@@ -170,11 +170,11 @@ def _check_compacted(state: EngineState, row: int, entries: int) -> None:
 
 def _check_queue(state: EngineState) -> None:
     for seq in state.sequences.values():
-        waits = seq.state is SequenceState.WAITING
-        _require(waits == (seq in state.queue), "who waits is in the queue", seq)
-        _require(waits == (seq.row < 0), "who waits has no row", seq)
-        _require(waits or not len(seq.host_blocks), "who runs has nothing on the host", seq)
-        if waits and seq.dropped:
+        is_waiting = seq.state is SequenceState.WAITING
+        _require(is_waiting == (seq in state.queue), "who waits is in the queue", seq)
+        _require(is_waiting == (seq.row < 0), "who waits has no row", seq)
+        _require(is_waiting or not len(seq.host_blocks), "who runs has nothing on the host", seq)
+        if is_waiting and seq.dropped:
             held = -(-(seq.computed - seq.dropped) // state.config.block_size)
             _require(len(seq.host_blocks) == held, "what is left of who waits is on the host", seq)
     if len(state.queue) + state.rows.used != len(state.sequences):
@@ -186,5 +186,5 @@ def _check_queue(state: EngineState) -> None:
 
 def _require(holds: bool | np.bool_, law: str, where: int | Sequence) -> None:
     if not holds:
-        place = f"row {where}" if isinstance(where, int) else f"request {where.request.id!r}"
-        raise IntegrityError(f"{law}: not so for {place}")
+        subject = f"row {where}" if isinstance(where, int) else f"request {where.request.id!r}"
+        raise IntegrityError(f"{law}: not so for {subject}")

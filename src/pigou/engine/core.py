@@ -17,6 +17,7 @@ from pigou.engine.checks import (
     check_result,
     check_state,
 )
+from pigou.engine.eviction_scores import check_scores
 from pigou.engine.output_processing import OutputProcessor, truncate
 from pigou.engine.plan import Effects, Plan, Result
 from pigou.engine.preemption import Rates
@@ -24,7 +25,6 @@ from pigou.engine.schedule_builder import NO_LOOKAHEAD
 from pigou.engine.scheduler import Scheduler
 from pigou.engine.sequence import Sequence, SequenceState, leading_hashes, order_key
 from pigou.engine.state import EngineState
-from pigou.engine.token_eviction import check_scores
 from pigou.events import AllBlocksCleared
 from pigou.kv.tiers import Tiers
 from pigou.request import NEVER, FinishReason, Ints, Request, no_hashes
@@ -169,7 +169,7 @@ class EngineCore:
                 return self._state.flush(Effects())
             raise OutOfTurn("this is not the plan that was scheduled last")
         check_result(plan, result)
-        if result.losses or result.gains:
+        if result.lost_returns or result.regained_returns:
             check_scores(plan, result)
         self._plan = None
         ahead, self._ahead = self._ahead, NO_LOOKAHEAD
@@ -192,7 +192,7 @@ class EngineCore:
         finish_load(self._state, request, int(tokens), failed)
         return self._state.flush(Effects())
 
-    def landed(self, move: int, good: Items[bool]) -> Effects:
+    def on_transfer_done(self, move: int, good: Items[bool]) -> Effects:
         """Say that a plan's move has ended.
 
         Every `Move` that has a number is answered once.
@@ -372,7 +372,7 @@ class EngineCore:
     def price(self) -> float:
         """Return that a block of entries has to earn to stay; 0 where none are evicted."""
         scores = self._state.scores
-        return scores.portfolio.price if scores is not None else 0.0
+        return scores.memory_price.price if scores is not None else 0.0
 
     @property
     def missing_entries(self) -> int:
@@ -380,12 +380,12 @@ class EngineCore:
         return int(self._state.rows.dropped.sum())
 
     @property
-    def entries_given(self) -> int:
+    def entries_evicted(self) -> int:
         """Cache entries that were evicted since the start."""
         return self._state.counters.evicted_tokens
 
     @property
-    def entries_revived(self) -> int:
+    def entries_recomputed(self) -> int:
         """Of those, entries that were recomputed."""
         return self._state.counters.recomputed_tokens
 

@@ -1,4 +1,4 @@
-"""KV offload: where the engine's blocks meet the tiers beyond the device."""
+"""KV offload connector: offers the engine's blocks to the tiers, and loads them from there."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pigou.request import BlockHashes, Ints
 _MAX_PENDING = 4096
 #: Prefix of the name under which blocks are loaded that no request has asked for.
 RETURN = "return:"
-#: A chain is offered when its tail is so many times its own length from being handed out: the copy
-#: goes from its beginning on, and must be there before the tail is.
+#: A chain is due when its tail is so many times its own length from being handed out: the copy
+#: begins at its head, and must end before the tail is handed out.
 _AHEAD = 2
 #: Free blocks that are looked at for it, at most: links copy faster than prompts take blocks.
-_MAX_REACH = 2048
+_MAX_DISTANCE = 2048
 #: Free blocks that later steps of a plan may take while chains are deferred, at most.
 _MAX_LOOKAHEAD = 512
 
@@ -54,9 +54,9 @@ class DeferredOffload:
         self._pool = pool
         self._left: dict[int, OffloadCandidate] = {}
         self._owner: Ints = np.full(pool.blocks, -1, dtype=np.int32)
-        #: How near to being handed out each block makes its chain due; 0 where none is deferred.
-        self._reach: Ints = np.zeros(pool.blocks, dtype=np.int32)
-        self._max_reach = 0
+        #: Distance from being handed out at which a block's chain is due; 0: none is deferred.
+        self._distance: Ints = np.zeros(pool.blocks, dtype=np.int32)
+        self._max_distance = 0
         self._number = 0
 
     def add(self, left: OffloadCandidate, blocks: Ints) -> None:
@@ -66,9 +66,9 @@ class DeferredOffload:
         """
         before = self._owner[blocks]
         self._owner[blocks] = self._number
-        reach = min(_AHEAD * len(blocks), _MAX_REACH)
-        self._reach[blocks] = reach
-        self._max_reach = max(self._max_reach, reach)
+        distance = min(_AHEAD * len(blocks), _MAX_DISTANCE)
+        self._distance[blocks] = distance
+        self._max_distance = max(self._max_distance, distance)
         self._left[self._number] = left
         self._number += 1
         for number in np.unique(before).tolist():
@@ -83,35 +83,35 @@ class DeferredOffload:
         """
         if not self._left:
             return len(self._owner)
-        front = self._pool.peek(min(self._pool.free, self._max_reach + _MAX_LOOKAHEAD))
-        reach = self._reach[front]
-        far = np.arange(len(front)) - reach
-        return int(far[reach > 0].min(initial=_MAX_LOOKAHEAD))
+        front = self._pool.peek(min(self._pool.free, self._max_distance + _MAX_LOOKAHEAD))
+        distance = self._distance[front]
+        far = np.arange(len(front)) - distance
+        return int(far[distance > 0].min(initial=_MAX_LOOKAHEAD))
 
     def due(self) -> list[OffloadCandidate]:
         """Return the chains that are due, and defer them no longer."""
         candidates: list[OffloadCandidate] = []
         if not self._left:
             return candidates
-        front = self._pool.peek(min(self._max_reach, self._pool.free))
-        near = self._reach[front] > np.arange(len(front))
+        front = self._pool.peek(min(self._max_distance, self._pool.free))
+        near = self._distance[front] > np.arange(len(front))
         for number in dict.fromkeys(self._owner[front[near]].tolist()):
             blocks = np.flatnonzero(self._owner == number)
             self._owner[blocks] = -1
-            self._reach[blocks] = 0
+            self._distance[blocks] = 0
             left = self._left.pop(number, None)
             if left is not None:
                 candidates.append(left)
         if not self._left:
-            self._max_reach = 0
+            self._max_distance = 0
         return candidates
 
     def clear(self) -> None:
         """Forget all chains."""
         self._left.clear()
         self._owner[:] = -1
-        self._reach[:] = 0
-        self._max_reach = 0
+        self._distance[:] = 0
+        self._max_distance = 0
 
 
 class PinnedCopy(NamedTuple):
@@ -243,11 +243,11 @@ class KVOffloadConnector:
     def session_left(self, seq: Sequence, cached: int) -> None:
         """Note that a sequence has ended; its session may return."""
         if cached and self.tiers.recall:
-            self._returns.left(seq.hashes[:cached], seq.request.expiry, self.now)
+            self._returns.on_turn_end(seq.hashes[:cached], seq.request.expiry, self.now)
 
     def session_back(self, hashes: BlockHashes, now: int) -> None:
         """Note a request with these blocks: a session may have returned."""
-        self._returns.came(hashes, now)
+        self._returns.on_request(hashes, now)
 
     def next_return(self) -> int | None:
         """Return when the next session is due, nanoseconds since 1970; None when none is."""

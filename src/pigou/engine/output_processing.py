@@ -8,6 +8,7 @@ import numpy as np
 
 from pigou.engine import output_processing_kernels as kernels
 from pigou.engine.block_table import append_wanted
+from pigou.engine.eviction_scores import take_scores
 from pigou.engine.plan import Effects, Finished, Plan, Result
 from pigou.engine.schedule_builder import Lookahead
 from pigou.engine.scheduler_kernels import (
@@ -21,7 +22,6 @@ from pigou.engine.scheduler_kernels import (
 )
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState
 from pigou.engine.state import EngineState
-from pigou.engine.token_eviction import take_scores
 from pigou.request import FinishReason
 
 
@@ -42,16 +42,16 @@ class OutputProcessor:
             steps = np.full(len(plan.rows), result.steps, dtype=np.int32)
             for finish in result.finished:
                 steps[finish.entry] = finish.steps
-        later = bool(result.sealed)
-        ends, full, gone, orphans = kernels.process_steps(
+        has_new_hashes = bool(result.full_block_hashes)
+        ended_count, full, gone, orphans = kernels.process_steps(
             plan.rows, plan.counts, plan.samples, steps, result.steps,
             rows.columns, rows.tables, state.config.block_size, state.pool.arrays,
-            0 if later else ahead.count, work,
+            0 if has_new_hashes else ahead.count, work,
         )  # fmt: skip
         tokens = work[TOKENS, : len(plan.rows)].copy()
-        if full or later:
+        if full or has_new_hashes:
             entries = work[FULL, :full].tolist()
-            if later and state.config.prefix_caching:
+            if has_new_hashes and state.config.prefix_caching:
                 entries = sorted({*entries, *self._add_hashes(plan, result)})
             if len(entries) == 1:
                 self._cache_one(plan, ahead, result.steps, entries[0])
@@ -60,8 +60,8 @@ class OutputProcessor:
         elif gone or orphans:
             self._claimed(gone, orphans)
         finished: list[Finished] = []
-        if ends or result.finished:
-            ended = work[ENDED, :ends].tolist()
+        if ended_count or result.finished:
+            ended = work[ENDED, :ended_count].tolist()
             reasons = dict.fromkeys(ended, FinishReason.LENGTH)
             if result.finished:
                 reasons.update({finish.entry: finish.reason for finish in result.finished})
@@ -85,10 +85,10 @@ class OutputProcessor:
         entries = set()
         for entry, row in enumerate(plan.rows.tolist()):
             seq = rows.owner[row]
-            if seq is None or row not in result.sealed:
+            if seq is None or row not in result.full_block_hashes:
                 continue
             full = rows.computed.item(row) // self._state.config.block_size
-            seq.add_hashes(result.sealed[row], full)
+            seq.add_hashes(result.full_block_hashes[row], full)
             if rows.compacted[row]:
                 continue  # for when it is computed again, whole
             rows.known[row] = len(seq.hashes)
@@ -131,23 +131,23 @@ class OutputProcessor:
     ) -> list[tuple[int, int, int]]:
         """List (step, entry, end of the range) of the blocks to cache, in order."""
         rows, size = self._state.rows, self._state.config.block_size
-        ends: dict[tuple[int, int], int] = {}
+        cache_points: dict[tuple[int, int], int] = {}
         for entry in entries:
             row = plan.rows[entry]
             stop = min(rows.known.item(row), rows.computed.item(row) // size)
             if plan.repeat == 1:
-                ends[0, entry] = stop
+                cache_points[0, entry] = stop
                 continue
             start, count = plan.starts.item(entry), plan.counts.item(entry)
             if count > 1 and len(entries) == 1 and not ahead.count:
-                ends[0, entry] = stop  # nothing happens in between
+                cache_points[0, entry] = stop  # nothing happens in between
                 continue
             block = rows.cached.item(row)
             while block < stop:
                 full_at = max(-(-((block + 1) * size - start) // count) - 1, 0)
                 block = max(block + 1, min(stop, (start + (full_at + 1) * count) // size))
-                ends[full_at, entry] = block
-        return [(step, entry, stop) for (step, entry), stop in sorted(ends.items())]
+                cache_points[full_at, entry] = block
+        return [(step, entry, stop) for (step, entry), stop in sorted(cache_points.items())]
 
     def _claim(self, ahead: Lookahead, start: int, step: int) -> int:
         """Take the lookahead's blocks from index `start` on that were written to up to `step`.

@@ -67,7 +67,7 @@ def advance(
     known, cached = columns[KNOWN], columns[CACHED]
     steps_done, tokens = work[STEPS_DONE], work[TOKENS]
     ended, full_entries = work[ENDED], work[FULL]
-    ends = 0
+    ended_count = 0
     full = 0
     for i in range(rows.shape[0]):
         row = rows[i]
@@ -82,12 +82,12 @@ def advance(
             length[row] += mine
             tokens[i] = mine
         if length[row] >= limit[row]:
-            ended[ends] = i
-            ends += 1
+            ended[ended_count] = i
+            ended_count += 1
         if min(known[row], computed[row] // block_size) > cached[row]:
             full_entries[full] = i
             full += 1
-    return ends, full
+    return ended_count, full
 
 
 @bare_kernel_over("engine", "kv")
@@ -120,9 +120,9 @@ def process_steps(
     Returns:
         How many entries ended, how many have blocks to cache; hashes removed; orphans.
     """
-    ends, full = advance(rows, counts, samples, steps, done, columns, block_size, work)
+    ended_count, full = advance(rows, counts, samples, steps, done, columns, block_size, work)
     if full > 0 or wanted == 0:
-        return ends, full, 0, 0
+        return ended_count, full, 0, 0
     meta, keys, _, pool_counts, removed = pool
     stop = 0
     while stop < wanted and work[NEED_STEP, stop] < done:
@@ -132,7 +132,7 @@ def process_steps(
         tables, columns[BLOCKS], work[NEED_ROW, :stop], work[NEED_STEP, :stop],
         work[NEED_BLOCK, :stop], work[STEPS_DONE], work[ORPHAN],
     )  # fmt: skip
-    return ends, full, gone, others
+    return ended_count, full, gone, others
 
 
 @inlined

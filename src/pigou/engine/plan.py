@@ -1,4 +1,4 @@
-"""What passes between an EngineCore and whoever drives it: Plan, Result, Effects."""
+"""Plan, Result and Effects: the interface between EngineCore, executor and driver."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Compaction(msgspec.Struct, frozen=True):
-    """Cache entries that a row gives up for good, so that its last blocks come free.
+    """Cache entries that a row evicts for good, so that its last blocks come free.
 
     Which entries go is the executor's choice, in each layer and KV head for itself, and as many in
-    each; those that are left close up. It knows them from the row's last appraisal
-    (`Plan.appraised`), if there was none it chooses now.
+    each; those that are left close up. It knows them from the row's last scores
+    (`Plan.to_score`); if there were none it chooses now.
 
     Attributes:
         row: the row of the batch.
@@ -86,8 +86,8 @@ class Compaction(msgspec.Struct, frozen=True):
     blocks: Ints
 
 
-class Revival(msgspec.Struct, frozen=True):
-    """Entries that a row gave up, and that are computed again, behind those it has.
+class Recomputation(msgspec.Struct, frozen=True):
+    """Entries that a row gave up, and that are recomputed, behind those it has.
 
     Which tokens come back is the executor's choice: those of the highest return.
 
@@ -108,7 +108,7 @@ class Plan(msgspec.Struct):
     """The same batch, computed for up to `repeat` steps.
 
     A plan that has entries is applied before the next is scheduled. Before the first step come
-    `compactions`, then `swap_out`, `copies` and `swap_in`, then `revivals`.
+    `compactions`, then `swap_out`, `copies` and `swap_in`, then `recomputations`.
 
     Entry i computes `counts[i]` tokens of the sequence in row `rows[i]`, from position
     `starts[i]` on, against `kv_lens[i]` tokens already in the cache; its block ids are
@@ -135,10 +135,10 @@ class Plan(msgspec.Struct):
         moves: blocks to be copied to or between tiers, and to be deleted there, in order and off
             the step's path; those with a number are answered with `EngineCore.landed`.
         compactions: entries to be given up, in order.
-        revivals: entries to be computed again.
-        appraised: rows of whose entries `Result.losses` is to tell the worth: the row, the first
-            entry that may go (a multiple of the block size: the blocks before it are shared), and
-            the most blocks of entries that are of interest, shape (k, 3).
+        recomputations: entries to be computed again.
+        to_score: rows whose entries `Result.lost_returns` is to score, shape (k, 3): the row; the
+            first entry that may go (a multiple of the block size: the blocks before it are
+            shared); the maximum of blocks of entries that are of interest.
     """
 
     rows: Ints
@@ -156,8 +156,8 @@ class Plan(msgspec.Struct):
     loads: list[Load] = msgspec.field(default_factory=list)
     moves: list[Move] = msgspec.field(default_factory=list)
     compactions: list[Compaction] = msgspec.field(default_factory=list)
-    revivals: list[Revival] = msgspec.field(default_factory=list)
-    appraised: Ints = _NO_TRIPLES
+    recomputations: list[Recomputation] = msgspec.field(default_factory=list)
+    to_score: Ints = _NO_TRIPLES
 
     @property
     def tokens(self) -> int:
@@ -176,7 +176,7 @@ class Finish(msgspec.Struct, frozen=True):
         entry: its index in the plan.
         reason: why.
         steps: of the plan's steps, how many count for it (at least 1); what was computed beyond
-            is truncated before a block is sealed.
+            is truncated before a block is hashed.
     """
 
     entry: int
@@ -185,29 +185,29 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct):
-    """What an executor did with a plan.
+    """What an executor computed of a plan.
 
     Attributes:
         steps: steps done, 1 to `plan.repeat`.
         finished: sequences that ended early.
-        sealed: per row, hashes of the blocks beyond those the core knows that became full,
-            shape (blocks, 2). The core knows `Request.hashes` and what was sealed before, also
-            after a preemption. A row left out, or fewer hashes, leaves those blocks unshared.
+        full_block_hashes: per row, hashes of the blocks that became full, beyond those that the
+            core knows, shape (blocks, 2). The core knows `Request.hashes` and what it got before,
+            also after a preemption. A row left out, or fewer hashes, leaves blocks unshared.
         durations: of each step, in nanoseconds, shape (steps,); empty where nobody timed them.
-        losses: for the rows that were to be appraised, the return that is lost with each further
-            block of entries that the row gives up (those of least return first), after the plan's
-            last step, shape (blocks that it can give up,), ascending.
-        gains: for the same rows, the return that comes back with each further block of tokens
-            computed again, shape (blocks that it gave up,), descending; a row left out can revive
-            nothing.
+        lost_returns: for the rows that were to be scored, the return lost with each further block
+            of entries that the row gives up (those of least return first), after the plan's last
+            step, shape (blocks that it can give up,), ascending.
+        regained_returns: for the same rows, the return regained with each further block of tokens
+            that is recomputed, shape (blocks that it gave up,), descending; a row left out can
+            recompute nothing.
     """
 
     steps: int = 1
     finished: list[Finish] = msgspec.field(default_factory=list)
-    sealed: dict[int, BlockHashes] = msgspec.field(default_factory=dict)
+    full_block_hashes: dict[int, BlockHashes] = msgspec.field(default_factory=dict)
     durations: Nanos = _NO_TIMES
-    losses: dict[int, NDArray[np.float64]] = msgspec.field(default_factory=dict)
-    gains: dict[int, NDArray[np.float64]] = msgspec.field(default_factory=dict)
+    lost_returns: dict[int, NDArray[np.float64]] = msgspec.field(default_factory=dict)
+    regained_returns: dict[int, NDArray[np.float64]] = msgspec.field(default_factory=dict)
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -234,7 +234,7 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Effects(msgspec.Struct):
-    """What follows for the world from one call.
+    """What follows for callers from one call.
 
     Attributes:
         tokens: per plan entry, tokens that count as sampled, shape (n,).

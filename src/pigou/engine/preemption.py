@@ -15,7 +15,7 @@ from pigou.request import SECOND
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was measured on the machine.
+    """Measured speeds of the machine.
 
     Attributes:
         prefill: tokens computed in a second.
@@ -64,8 +64,8 @@ def cheaper(
     return "swap" if moved < again else "recompute"
 
 
-#: Steps of fewer tokens tell nothing of the speed at which a prompt is computed.
-_LEAST = 32
+#: Steps of fewer tokens say nothing about the speed of prefill.
+_MIN_TOKENS = 32
 #: Weight of the newest step in the mean.
 _NEW = 0.1
 
@@ -86,7 +86,7 @@ class RateMeter:
 
     def observe(self, tokens: int, duration: int) -> Rates | None:
         """Take in a step of `tokens` in `duration` nanoseconds; return new rates, if any."""
-        if tokens < _LEAST or duration <= 0:
+        if tokens < _MIN_TOKENS or duration <= 0:
             return None
         rate = tokens * SECOND / duration
         self._prefill += (rate - self._prefill) * (_NEW if self._prefill else 1.0)
@@ -134,6 +134,6 @@ def _swaps(state: EngineState, seq: Sequence, computed: int, used: int) -> bool:
     size = state.config.block_size
     cached = min(int(state.rows.cached[seq.row]), computed // size)
     shared = state.prefix.match(seq.hashes, cached).blocks
-    alone = np.flatnonzero(state.pool.refs(shared) < 2)
-    hits = int(alone[0]) if len(alone) else len(shared)
+    unshared = np.flatnonzero(state.pool.refs(shared) < 2)
+    hits = int(unshared[0]) if len(unshared) else len(shared)
     return cheaper(computed, used, state.rates, hits * size, hits) == "swap"

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pigou.engine.plan import Load, Plan, Revival, Started
+from pigou.engine.plan import Load, Plan, Recomputation, Started
 from pigou.engine.scheduler_kernels import (
     ENTRY_COUNT,
     ENTRY_ROW,
@@ -110,7 +110,7 @@ class ScheduleBuilder(msgspec.Struct):
         decodes: entries, the first ones, that decode.
         top_priority: of the first prompt, which those of a higher number yield to; None before.
         steady: whether the next step would be the same, if no sequence ended.
-        started, preempted, loads, revivals: as in `Plan`.
+        started, preempted, loads, recomputations: as in `Plan`.
         evictions: what rows give up.
         swap_out, copies, swap_in: pairs of blocks as in `Plan`, in pieces of shape (m, 2).
     """
@@ -124,7 +124,7 @@ class ScheduleBuilder(msgspec.Struct):
     preempted: list[str] = msgspec.field(default_factory=list)
     loads: list[Load] = msgspec.field(default_factory=list)
     evictions: dict[int, RowEviction] = msgspec.field(default_factory=dict)
-    revivals: list[Revival] = msgspec.field(default_factory=list)
+    recomputations: list[Recomputation] = msgspec.field(default_factory=list)
     swap_out: list[Ints] = msgspec.field(default_factory=list)
     copies: list[Ints] = msgspec.field(default_factory=list)
     swap_in: list[Ints] = msgspec.field(default_factory=list)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from pigou.engine import scheduler_kernels as kernels
-from pigou.engine.admission import admit, fits_beside
+from pigou.engine.admission import admit, fits_with_growth
 from pigou.engine.chunked_prefill import continue_prefills, prefill_room, still_prefilling
 from pigou.engine.plan import Plan
 from pigou.engine.preemption import preempt_last
@@ -111,7 +111,7 @@ class Scheduler:
         head = state.queue.head()
         if head is not None and head is not state.blocked:
             first = min(priorities, default=last)
-            if head.request.priority < first and fits_beside(state, head):
+            if head.request.priority < first and fits_with_growth(state, head):
                 priorities.append(head.request.priority)
         highest = min(priorities, default=last)
         return highest if highest < last else None

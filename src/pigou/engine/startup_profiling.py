@@ -144,8 +144,8 @@ def _cache_generated_blocks() -> None:
     fresh = np.arange(1, 33, dtype=np.uint64).reshape(2, 8, 2)
     while core.running or core.waiting:
         plan = core.schedule(0)
-        sealed = {row: fresh[row] for row in plan.rows.tolist()}
-        core.apply(plan, Result(steps=plan.repeat, sealed=sealed))
+        hashes = {row: fresh[row] for row in plan.rows.tolist()}
+        core.apply(plan, Result(steps=plan.repeat, full_block_hashes=hashes))
 
 
 def _evict_tokens() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from pigou.config import EngineConfig
 from pigou.engine.block_table import Rows, remove_row
+from pigou.engine.eviction_scores import EvictionScores
 from pigou.engine.kv_offload import KVOffloadConnector
 from pigou.engine.plan import Effects, Finished, Started
 from pigou.engine.scheduler_kernels import WORK_ROWS
 from pigou.engine.sequence import NO_BLOCKS, Sequence, SequenceState, WaitingQueue
-from pigou.engine.token_eviction import EvictionScores
 from pigou.events import BlockRemoved, BlockStored, KVEvent
 from pigou.kv.block_pool import BlockPool, HostPool
 from pigou.kv.prefix_cache import PrefixCache

@@ -294,13 +294,13 @@ def cache_full_blocks(
         high, low = hashes[i, HIGH], hashes[i, LOW]
         if high == 0 and low == 0:
             break
-        other, place = probe(keys, slots, high, low)
+        other, slot = probe(keys, slots, high, low)
         if other >= 0:
             break
         block = table[i]
         keys[block, HIGH] = high
         keys[block, LOW] = low
-        slots[place] = block
+        slots[slot] = block
         adopt(meta, parent, block)
         parent = block
         i += 1
@@ -355,10 +355,10 @@ def release_chain(meta: Ints, counts: Counts, table: Ints) -> int:
     while first > 0:
         block = table[first - 1]
         child = meta[block, CHILD]
-        alone = child < 0
+        is_last_child = child < 0
         if first < table.shape[0] and child == table[first]:
-            alone = meta[child, ELDER] < 0 and meta[child, YOUNGER] < 0
-        if meta[block, REFS] != 1 or not alone:
+            is_last_child = meta[child, ELDER] < 0 and meta[child, YOUNGER] < 0
+        if meta[block, REFS] != 1 or not is_last_child:
             break
         first -= 1
     for i in range(first - 1, -1, -1):

@@ -100,14 +100,14 @@ def _write_stripes(
     builder: Any, sums: Any, source: Any, target: Any, key: Any, count: Any, *, stores: bool
 ) -> None:
     def at(address: Any, step: int, index: Any) -> Any:
-        place = builder.add(address, builder.mul(index, ir.Constant(_INDEX, step)))
-        return builder.inttoptr(place, _LANES.as_pointer())
+        lane_address = builder.add(address, builder.mul(index, ir.Constant(_INDEX, step)))
+        return builder.inttoptr(lane_address, _LANES.as_pointer())
 
     low, half = ir.Constant(_LANES, [0xFFFFFFFF] * 8), ir.Constant(_LANES, [32] * 8)
     pairs = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
-    place = builder.inttoptr(sums, _LANES.as_pointer())
+    sums_pointer = builder.inttoptr(sums, _LANES.as_pointer())
     held = cgutils.alloca_once_value(  # type: ignore[no-untyped-call]
-        builder, builder.load(place, align=8)
+        builder, builder.load(sums_pointer, align=8)
     )
     with cgutils.for_range(builder, count) as loop:
         data = builder.load(at(source, _STRIPE, loop.index), align=1)
@@ -117,7 +117,7 @@ def _write_stripes(
         product = builder.mul(builder.and_(keyed, low), builder.lshr(keyed, half))
         more = builder.add(product, builder.shuffle_vector(data, data, pairs))
         builder.store(builder.add(builder.load(held), more), held)
-    builder.store(builder.load(held), place, align=8)
+    builder.store(builder.load(held), sums_pointer, align=8)
 
 
 _read_stripes = _stripes(stores=False)
@@ -146,17 +146,17 @@ def _add(sums: Any, source: Any, target: Any, key: Any, count: Any) -> None:
 def _digest(sums: Any, source: Any, target: Any, size: Any, key: Any) -> Any:
     """Digest the bytes at one address; copy them to another, if that is not 0."""
     sums[:] = _START
-    place = sums.ctypes.data
+    sums_address = sums.ctypes.data
     shift = target - source if target else 0
     at, last = source, source + size - _STRIPE
     while at + _BLOCK < source + size:
-        _add(place, at, at + shift if target else 0, key, 16)
+        _add(sums_address, at, at + shift if target else 0, key, 16)
         for lane in range(8):
             mixed = sums[lane] ^ (sums[lane] >> np.uint64(47)) ^ _SCRAMBLE[lane]
             sums[lane] = mixed * _SCRAMBLER
         at += _BLOCK
-    _add(place, at, at + shift if target else 0, key, (source + size - 1 - at) // _STRIPE)
-    _add(place, last, last + shift if target else 0, key + 121, 1)
+    _add(sums_address, at, at + shift if target else 0, key, (source + size - 1 - at) // _STRIPE)
+    _add(sums_address, last, last + shift if target else 0, key + 121, 1)
     total = np.uint64(size) * _LENGTH
     for lane in range(0, 8, 2):
         total += _fold(sums[lane] ^ _MERGE[lane], sums[lane + 1] ^ _MERGE[lane + 1])

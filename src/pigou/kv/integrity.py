@@ -123,10 +123,10 @@ def _rank(meta: Ints) -> Ints:
     queue = len(meta) - 1
     rank: Ints = np.full(queue, -1, dtype=np.int32)
     at = int(meta[queue, NEXT])
-    place = 0
+    position = 0
     while at != queue:
-        rank[at] = place
-        place += 1
+        rank[at] = position
+        position += 1
         at = int(meta[at, NEXT])
     return rank
 
@@ -134,7 +134,7 @@ def _rank(meta: Ints) -> Ints:
 def check_tier(
     number: int,
     tier: Tier,
-    coming: Set[bytes],
+    incoming: Set[bytes],
     leaving: Set[bytes],
     staging: int,
     under: Collection[Move],
@@ -147,7 +147,7 @@ def check_tier(
     Args:
         number: of the tier.
         tier: its blocks.
-        coming: keys that have not arrived.
+        incoming: keys that have not arrived.
         leaving: keys that the tier evicted, and that are still read; it may hold them again.
         staging: how many those may be.
         under: moves that are under way.
@@ -158,7 +158,7 @@ def check_tier(
     tier.check()
     sent = [key for move in under if move.target == number for key in move.keys]
     ensure(len(sent) == len(set(sent)), f"tier {number} is sent a block twice")
-    ensure(coming == set(sent), f"tier {number} waits for what is not on its way")
+    ensure(incoming == set(sent), f"tier {number} waits for what is not on its way")
     read = {key for move in under if move.source == number for key in move.keys}
     ensure(leaving <= read, f"tier {number} keeps what nobody reads any more")
     ensure(

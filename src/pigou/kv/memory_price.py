@@ -1,4 +1,4 @@
-"""What a block of cache entries has to earn to stay: the price of memory, and who pays it.
+"""The price of memory: the return that a block of cache entries must have to stay.
 
 Source: seed token-pd (Token-PD), section 4. Its price `mu` is per byte and its cost `c` the bytes
 of a token; here prices are per block, and a block costs 1, so that `mu c` is the price itself.
@@ -73,24 +73,24 @@ def excess(returns: Floats, variances: Floats, risk: float, price: float) -> Flo
         risk: lambda; negative where uncertainty is worth keeping (eviction is for good).
         price: of keeping one of them.
     """
-    found: Floats = returns - risk * variances - price
-    return found
+    excess_returns: Floats = returns - risk * variances - price
+    return excess_returns
 
 
 def admits(returns: Floats, variances: Floats, risk: float, price: float) -> NDArray[np.bool_]:
     """Return which entries stay at a price: those with g >= 0 (Token-PD, Eq. 4)."""
-    found: NDArray[np.bool_] = excess(returns, variances, risk, price) >= 0.0
-    return found
+    admitted: NDArray[np.bool_] = excess(returns, variances, risk, price) >= 0.0
+    return admitted
 
 
-def blocks_below(losses: Floats, price: float) -> int:
+def blocks_below(ascending: Floats, price: float) -> int:
     """Return how many blocks of an ascending curve earn less than the price."""
-    return int(losses.searchsorted(price, side="left"))
+    return int(ascending.searchsorted(price, side="left"))
 
 
-def blocks_above(gains: Floats, price: float) -> int:
+def blocks_above(descending: Floats, price: float) -> int:
     """Return how many blocks of a descending curve earn more than the price."""
-    return int((-gains).searchsorted(-price, side="left"))
+    return int((-descending).searchsorted(-price, side="left"))
 
 
 #: Share of the distance to a cut's marginal return that the price goes at once: what is left of it
@@ -169,44 +169,44 @@ Flags = NDArray[np.bool_]
 
 
 def utility(
-    returns: Floats, variances: Floats, kept: Flags, there: Flags, risk: float, penalty: float
+    returns: Floats, variances: Floats, in_cache: Flags, exists: Flags, risk: float, penalty: float
 ) -> Floats:
     """Return each step's utility: x (R - risk sigma^2) - (1 - x) penalty, summed over tokens.
 
     Args:
         returns: realised, (T, n).
         variances: of the returns, (T, n).
-        kept: tokens in the cache, (T, n).
-        there: tokens that exist, (T, n).
+        in_cache: tokens in the cache, (T, n).
+        exists: tokens that exist, (T, n).
         risk: lambda.
         penalty: delta, of computing a token again.
 
     Returns:
         Shape (T,), in the unit of the returns.
     """
-    earned = np.where(kept & there, returns - risk * variances, 0.0)
-    missed = (there & ~kept).sum(axis=1) * penalty
-    found: Floats = earned.sum(axis=1) - missed
-    return found
+    earned = np.where(in_cache & exists, returns - risk * variances, 0.0)
+    missed = (exists & ~in_cache).sum(axis=1) * penalty
+    utilities: Floats = earned.sum(axis=1) - missed
+    return utilities
 
 
 def optimum(
-    returns: Floats, variances: Floats, there: Flags, budget: int, risk: float, penalty: float
+    returns: Floats, variances: Floats, exists: Flags, budget: int, risk: float, penalty: float
 ) -> Floats:
-    """Return the best utility of each step for whoever knows the returns: the top `budget`.
+    """Return the best utility of each step with known returns: the top `budget`.
 
     Args are those of `utility`; `budget` is in tokens. Nothing is kept that costs more than it
     spares, R - risk sigma^2 + penalty < 0.
     """
-    worth = np.where(there, returns - risk * variances + penalty, -np.inf)
-    count = min(budget, worth.shape[1])
-    best = np.sort(worth, axis=1)[:, ::-1][:, :count]
-    found: Floats = np.maximum(best, 0.0).sum(axis=1) - there.sum(axis=1) * penalty
-    return found
+    values = np.where(exists, returns - risk * variances + penalty, -np.inf)
+    count = min(budget, values.shape[1])
+    best = np.sort(values, axis=1)[:, ::-1][:, :count]
+    utilities: Floats = np.maximum(best, 0.0).sum(axis=1) - exists.sum(axis=1) * penalty
+    return utilities
 
 
 def by_price(
-    returns: Floats, there: Flags, budget: int, rate: float, capped: bool = False
+    returns: Floats, exists: Flags, budget: int, rate: float, capped: bool = False
 ) -> tuple[Flags, Floats]:
     """Play Token-PD's rule where its bound is proved (appendix A), and return what it keeps.
 
@@ -216,7 +216,7 @@ def by_price(
 
     Args:
         returns: realised, (T, n).
-        there: tokens that exist, (T, n).
+        exists: tokens that exist, (T, n).
         budget: tokens that may be kept, above 0.
         rate: learning rate, above 0.
         capped: whether no more than the budget is kept in any step, those of the highest returns.
@@ -225,27 +225,27 @@ def by_price(
         What is kept, and by how many tokens what earns its price exceeds the budget, of shapes
         (T, n) and (T,); 0 as long as there was no price.
     """
-    kept, beyond, price = there.copy(), np.zeros(len(returns)), 0.0
+    in_cache, excess_tokens, price = exists.copy(), np.zeros(len(returns)), 0.0
     for t in range(len(returns)):
-        tokens = np.flatnonzero(there[t])
-        worth = returns[t, tokens]
+        tokens = np.flatnonzero(exists[t])
+        values = returns[t, tokens]
         if not price and len(tokens) > budget:
-            price = max(float(np.partition(worth, -budget - 1)[-budget - 1]), FLOOR)
+            price = max(float(np.partition(values, -budget - 1)[-budget - 1]), FLOOR)
         if not price:
             continue
-        kept[t, tokens] = admits(worth, np.zeros_like(worth), 0.0, price)
-        wanted = int(kept[t].sum())
+        in_cache[t, tokens] = admits(values, np.zeros_like(values), 0.0, price)
+        wanted = int(in_cache[t].sum())
         if capped and wanted > budget:
-            kept[t, tokens[np.argsort(-worth, kind="stable")[budget:]]] = False
-        beyond[t] = wanted - budget
+            in_cache[t, tokens[np.argsort(-values, kind="stable")[budget:]]] = False
+        excess_tokens[t] = wanted - budget
         price = exponentiated_price(price, wanted, budget, rate)
-    return kept, beyond
+    return in_cache, excess_tokens
 
 
 def regret(optimal: Floats, realised: Floats) -> Floats:
     """Return the cumulative regret after each step, both of shape (T,)."""
-    found: Floats = np.cumsum(optimal - realised)
-    return found
+    cumulative: Floats = np.cumsum(optimal - realised)
+    return cumulative
 
 
 def growth(cumulative: Floats, begin: int = 1) -> float:

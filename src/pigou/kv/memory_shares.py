@@ -1,4 +1,4 @@
-"""The cut: which requests give up how many blocks, so that memory is never exceeded.
+"""Eviction across requests: which give up how many blocks, so that memory is never exceeded.
 
 Source: seed token-pd (Token-PD), section 3: a knapsack of tokens of equal size over all requests,
 whose optimum is a threshold on their returns. Its price meets the budget on average only; here
@@ -23,16 +23,16 @@ class EvictionCurve(NamedTuple):
     """What one request can give up.
 
     Attributes:
-        losses: return that is lost with each further block, ascending, shape (blocks,).
+        lost_returns: return that is lost with each further block, ascending, shape (blocks,).
         tenant: whose it is.
     """
 
-    losses: Floats
+    lost_returns: Floats
     tenant: str = ""
 
 
 class EvictionChoice(NamedTuple):
-    """Who gives up how much.
+    """How many blocks each request gives up.
 
     Attributes:
         counts: blocks of each offer, shape (offers,).
@@ -50,8 +50,8 @@ class EvictionChoice(NamedTuple):
 
 def cheapest_evictions(
     offers: Sequence[EvictionCurve],
-    least: int,
-    most: int,
+    min_blocks: int,
+    max_blocks: int,
     ceiling: float = math.inf,
     evictable_by_tenant: Mapping[str, int] | None = None,
 ) -> EvictionChoice | None:
@@ -63,30 +63,30 @@ def cheapest_evictions(
 
     Args:
         offers: one for each request.
-        least: blocks that are needed.
-        most: blocks that are taken where there are so many, at least `least`.
+        min_blocks: blocks that are needed.
+        max_blocks: blocks that are taken where there are so many, at least `min_blocks`.
         ceiling: highest loss of a block that is accepted.
         evictable_by_tenant: most blocks that may be taken from all requests of a tenant together;
             no limit for tenants left out.
 
     Returns:
-        The cut, or None where fewer than `least` blocks can be had.
+        The cut, or None where fewer than `min_blocks` blocks can be had.
     """
     left = dict(evictable_by_tenant or {})
     counts: Ints = np.zeros(len(offers), dtype=np.int32)
     # Of equal losses, the one with more to give goes first; then the first offer.
     heap = [
-        (float(offer.losses[0]), -len(offer.losses), i)
+        (float(offer.lost_returns[0]), -len(offer.lost_returns), i)
         for i, offer in enumerate(offers)
-        if len(offer.losses)
+        if len(offer.lost_returns)
     ]
     heapify(heap)
     done, marginal = 0, -math.inf
-    while heap and done < most:
+    while heap and done < max_blocks:
         loss, _, i = heap[0]
         if loss > ceiling:
             break
-        losses, tenant = offers[i]
+        lost_returns, tenant = offers[i]
         if left.get(tenant, 1) <= 0:
             heappop(heap)
             continue
@@ -95,15 +95,15 @@ def cheapest_evictions(
         counts[i] += 1
         done += 1
         marginal = max(marginal, loss)
-        rest = len(losses) - int(counts[i])
+        rest = len(lost_returns) - int(counts[i])
         if rest:
-            heapreplace(heap, (float(losses[counts[i]]), -rest, i))
+            heapreplace(heap, (float(lost_returns[counts[i]]), -rest, i))
         else:
             heappop(heap)
-    return EvictionChoice(counts, marginal) if done >= least else None
+    return EvictionChoice(counts, marginal) if done >= min_blocks else None
 
 
-def marginal_ahead(offers: Sequence[EvictionCurve], counts: Ints, each: float) -> float:
+def marginal_ahead(offers: Sequence[EvictionCurve], counts: Ints, growth_blocks: float) -> float:
     """Return what the dearest block earns that will have to go before curves are renewed.
 
     Requests grow, and their curves are renewed once in a while: until then each will have to give
@@ -113,17 +113,21 @@ def marginal_ahead(offers: Sequence[EvictionCurve], counts: Ints, each: float) -
     Args:
         offers: before a cut; curves that nobody knows (infinite) are left out.
         counts: blocks of each that the cut takes, shape (offers,).
-        each: blocks that a request grows by until its curve is renewed.
+        growth_blocks: that a request grows by until its curve is renewed.
 
     Returns:
         -inf where no block is left.
     """
-    curves = [o.losses[n:] for o, n in zip(offers, counts.tolist(), strict=True) if len(o.losses)]
+    curves = [
+        o.lost_returns[n:]
+        for o, n in zip(offers, counts.tolist(), strict=True)
+        if len(o.lost_returns)
+    ]
     known = [curve for curve in curves if len(curve) and math.isfinite(curve[0])]
     if not known:
         return -math.inf
     rest = np.concatenate(known)
-    last = min(math.ceil(each * len(known)), len(rest)) - 1
+    last = min(math.ceil(growth_blocks * len(known)), len(rest)) - 1
     return float(np.partition(rest, last)[last])
 
 

@@ -1,4 +1,4 @@
-"""Moves between tiers, and how fast blocks come back."""
+"""KV offload: moves between tiers and their queue, speeds of tiers, and the recompute cost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TierSpeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Blocks to be copied from one place to another, or to be deleted.
+    """Blocks to be copied from one tier to another, or to be deleted.
 
     Attributes:
         number: under which it is answered; -1 for deletions, which are not.
@@ -54,6 +54,51 @@ class Move:
     keys: Sequence[bytes]
     blocks: Sequence[Block] = ()
     device: Ints = field(default_factory=lambda: NO_BLOCKS)
+
+
+class MoveQueue:
+    """Moves that were decided: the driver takes them, makes them, and answers each.
+
+    Attributes:
+        under_way: moves that were not answered yet, by number.
+    """
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self.under_way: dict[int, Move] = {}
+        self._decided: list[Move] = []
+        self._number = 0
+
+    def add(
+        self, source: int, target: int, blocks: Sequence[Block], device: Ints = NO_BLOCKS
+    ) -> Move:
+        """Add a move of blocks, and return it; `device` as in `Move`."""
+        keys = [block.key for block in blocks]
+        move = Move(self._number, source, target, keys, blocks, device)
+        self._number += 1
+        self.under_way[move.number] = move
+        self._decided.append(move)
+        return move
+
+    def delete(self, tier: int, keys: Sequence[bytes]) -> None:
+        """Add the deletion of a tier's blocks."""
+        self._decided.append(Move(-1, tier, NOWHERE, list(keys)))
+
+    def drain(self) -> list[Move]:
+        """Return the moves that were decided since the last call, in order."""
+        decided, self._decided = self._decided, []
+        return decided
+
+    def end(self, number: int) -> Move:
+        """Take the answer of a move in; return the move.
+
+        Raises:
+            ValueError: no such move is under way.
+        """
+        move = self.under_way.pop(number, None)
+        if move is None:
+            raise ValueError(f"move {number} has landed, and is not under way")
+        return move
 
 
 @dataclass(slots=True)
@@ -85,23 +130,26 @@ def staging_of(rooms: Sequence[int]) -> list[int]:
 
 
 def blocks_worth_loading(
-    found: Sequence[int], first: int, speeds: Sequence[TierSpeed], worth: RecomputeCost | None
+    tiers: Sequence[int],
+    first: int,
+    speeds: Sequence[TierSpeed],
+    recompute_cost: RecomputeCost | None,
 ) -> int:
     """Return how many blocks of a sequence save most time if they are read, not computed.
 
     Args:
-        found: the tier that each lies in, from index `first` of the sequence on.
+        tiers: the tier that each lies in, from index `first` of the sequence on.
         first: index of the first.
         speeds: of reading from each tier; its latency is paid once.
-        worth: what computing a block takes; None where nobody knows: all are read.
+        recompute_cost: what computing a block takes; None where nobody knows: all are read.
     """
-    if worth is None:
-        return len(found)
+    if recompute_cost is None:
+        return len(tiers)
     saved = best = 0.0
     count = 0
     seen: set[int] = set()
-    for i, tier in enumerate(found):
-        saved += worth.recompute(first + i) - speeds[tier].block
+    for i, tier in enumerate(tiers):
+        saved += recompute_cost.recompute(first + i) - speeds[tier].block
         saved -= 0.0 if tier in seen else speeds[tier].latency
         seen.add(tier)
         if saved > best:
@@ -144,30 +192,30 @@ class RecomputeCost:
 
 
 def path_down(
-    here: Tier, below: Tier, coming: Set[bytes], block: Block, gone: Mapping[bytes, Block]
+    source: Tier, target: Tier, incoming: Set[bytes], block: Block, gone: Mapping[bytes, Block]
 ) -> list[Block]:
-    """Return what must go down for a block to be of use there; nothing if it cannot be had.
+    """Return the blocks that must go down for `block` to be of use there; none if it cannot.
 
     What has not arrived itself cannot be sent on.
 
     Args:
-        here: the tier that has the block.
-        below: the one that it goes to.
-        coming: keys that have not arrived here.
+        source: the tier that has the block.
+        target: the one that it goes to.
+        incoming: keys that have not arrived in `source`.
         block: which.
-        gone: by key, blocks that `here` does not hold any more, though their bytes are there.
+        gone: by key, blocks that `source` does not hold any more, though their bytes are there.
 
     Returns:
         Blocks of one chain that are not below, from the first of them to `block`.
     """
     path: list[Block] = []
     at: Block | None = block
-    while at is not None and at.key not in below:
-        if at.key in coming:
+    while at is not None and at.key not in target:
+        if at.key in incoming:
             return []
         path.append(at)
-        if at.parent == ROOT or at.parent in below:
+        if at.parent == ROOT or at.parent in target:
             return path[::-1]
-        entry = here.entry(at.parent)
+        entry = source.entry(at.parent)
         at = gone.get(at.parent) or (entry.block if entry is not None else None)
     return []

@@ -1,7 +1,7 @@
-"""When sessions come back: an agent's session pauses while its tool works, and then goes on.
+"""Predicts when sessions return: an agent's session pauses while its tool works.
 
-A session is known by the last block that it left. When a request comes whose prompt goes on
-from there, it has returned; the time between is one of its pauses. Pauses are counted in bins that
+A session is known by the last block that it left. It returns with a request whose prompt
+continues from there; the time between is one of its pauses. Pauses are counted in bins that
 grow by half, with counts that fade, so that the prediction follows what sessions do now.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 from pigou.kv.block import keys_of
 from pigou.request import SECOND, BlockHashes
 
-#: Sessions that are waited for at most; of more, the oldest are forgotten.
-_MOST = 4096
+#: Maximum of sessions that are awaited; of more, the oldest are forgotten.
+_MAX_SESSIONS = 4096
 #: Pauses in bins of 10 ms * 1.5^k.
 _BINS, _FIRST, _GROWTH = 48, 0.01, 1.5
 #: What a count is worth after each further pause.
@@ -29,8 +29,8 @@ class SessionPause:
     """A session that is away.
 
     Attributes:
-        hashes: what it left, shape (n, 2).
-        expiry: until when that is valid, nanoseconds.
+        hashes: of the blocks that it left, shape (n, 2).
+        expiry: until when these are valid, nanoseconds.
         since: when it left, nanoseconds.
     """
 
@@ -40,10 +40,10 @@ class SessionPause:
 
 
 class SessionReturns:
-    """Learns pauses, and tells which sessions are due."""
+    """Learns the distribution of pauses, and predicts which sessions are due."""
 
     def __init__(
-        self, early: float = 0.2, late: float = 0.9, likely: float = 0.5, least: float = 8.0
+        self, early: float = 0.2, late: float = 0.9, likely: float = 0.5, min_pauses: float = 8.0
     ) -> None:
         """Begin without knowing anything.
 
@@ -51,9 +51,9 @@ class SessionReturns:
             early: a session is due when this share of pauses is over, 0 to 1.
             late: and no more when this share is.
             likely: share of sessions that must come back at all, for any to be due.
-            least: pauses that must have been seen before anything is predicted.
+            min_pauses: that must have been seen before anything is predicted.
         """
-        self.least = least
+        self.min_pauses = min_pauses
         self._early, self._late, self._likely = early, late, likely
         self._away: OrderedDict[bytes, SessionPause] = OrderedDict()
         self._due: list[tuple[int, int, bytes]] = []  # when, who left when, key
@@ -65,7 +65,7 @@ class SessionReturns:
         """Sessions that are waited for."""
         return len(self._away)
 
-    def left(self, hashes: BlockHashes, expiry: int, now: int) -> None:
+    def on_turn_end(self, hashes: BlockHashes, expiry: int, now: int) -> None:
         """Note that a session ended a turn, and left these blocks, shape (n, 2), at least one."""
         key = keys_of(hashes[-1:])[0]
         self._away.pop(key, None)
@@ -73,11 +73,11 @@ class SessionReturns:
         when = self._quantile(self._early)
         if when is not None and self._likely_back():
             heapq.heappush(self._due, (now + when, now, key))
-        if len(self._away) > _MOST:
+        if len(self._away) > _MAX_SESSIONS:
             self._away.popitem(last=False)
             self._lost = self._lost * _FADE + 1.0
 
-    def came(self, hashes: BlockHashes, now: int) -> None:
+    def on_request(self, hashes: BlockHashes, now: int) -> None:
         """Note a request with these blocks, shape (n, 2); it may be a session that returns."""
         for key in reversed(keys_of(hashes)):
             pause = self._away.pop(key, None)
@@ -87,13 +87,13 @@ class SessionReturns:
 
     def due(self, now: int) -> list[SessionPause]:
         """Return the sessions that are about to come back, each once."""
-        found = []
+        due_pauses = []
         over = self._quantile(self._late, 1)
         while (due := self.next()) is not None and due <= now:
             pause = self._away[heapq.heappop(self._due)[2]]
             if over is not None and now - pause.since <= over and pause.expiry > now:
-                found.append(pause)
-        return found
+                due_pauses.append(pause)
+        return due_pauses
 
     def next(self) -> int | None:
         """Return when the next session is due, nanoseconds; None when nobody is."""
@@ -127,10 +127,10 @@ class SessionReturns:
             edge: 0 for the lower one, 1 for the upper.
         """
         total = float(self._bins.sum())
-        if total < self.least:
+        if total < self.min_pauses:
             return None
-        which = int(np.searchsorted(self._bins.cumsum(), share * total))
-        return round(_FIRST * _GROWTH ** (min(which, _BINS - 1) + edge) * SECOND)
+        bin_index = int(np.searchsorted(self._bins.cumsum(), share * total))
+        return round(_FIRST * _GROWTH ** (min(bin_index, _BINS - 1) + edge) * SECOND)
 
 
 def _bin(nanos: int) -> int:

@@ -112,9 +112,9 @@ class Tenure:
         return replace(timeless, expiry=now - (now - phase) % ttl + ttl)
 
     def _parts(self) -> Iterator[bytes]:
-        for each in fields(self):
-            yield each.name.encode()
-            value = getattr(self, each.name)
+        for tenure_field in fields(self):
+            yield tenure_field.name.encode()
+            value = getattr(self, tenure_field.name)
             match value:
                 case str():
                     yield b"t" + _text(value)
@@ -123,12 +123,14 @@ class Tenure:
                 case frozenset():
                     yield b"s" + b"".join(_sized(item) for item in sorted(map(_text, value)))
                 case _:
-                    raise TypeError(f"{each.name} is {value!r}; it must be {each.type}")
+                    raise TypeError(
+                        f"{tenure_field.name} is {value!r}; it must be {tenure_field.type}"
+                    )
 
 
 @dataclass(frozen=True, slots=True)
 class Tenured(Generic[T]):
-    """A cached artifact in its wrapper: it is had by `open` alone.
+    """A cached artifact with its tenure: only `open` returns it.
 
     For caches above the engine (answers, tool results, retrieved passages). A match of tokens,
     or of meaning, finds an entry; whether it may be used is the tenure's to say.
@@ -143,7 +145,7 @@ class Tenured(Generic[T]):
     _artifact: T = field(repr=False)
 
     @classmethod
-    def seal(cls, artifact: T, tenure: Tenure, content: bytes) -> Tenured[T]:
+    def wrap(cls, artifact: T, tenure: Tenure, content: bytes) -> Tenured[T]:
         """Wrap what was made of `content` under a tenure."""
         return cls(tenure, tenure.key(content), artifact)
 
@@ -163,9 +165,9 @@ def salt_expiry(salt: str) -> int:
     """
     if not salt.startswith(_MARK):
         return NEVER
-    found = _SALT.fullmatch(salt)
-    expiry = int(found[1] or NEVER) if found else 0
-    if found is None or expiry > NEVER:
+    match = _SALT.fullmatch(salt)
+    expiry = int(match[1] or NEVER) if match else 0
+    if match is None or expiry > NEVER:
         raise ValueError(
             f"it begins with {_MARK!r}, so it must be {_MARK}DIGEST or {_MARK}DIGEST:EXPIRY: 64 "
             "hexadecimal digits, and nanoseconds since 1970"

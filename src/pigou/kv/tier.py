@@ -25,7 +25,7 @@ class Admission(NamedTuple):
 
 
 class Tier:
-    """Which blocks one tier holds. It moves no bytes: whoever drives it does, and asks first.
+    """Which blocks one tier holds. It moves no bytes: its driver does, and asks first.
 
     Keys are `bytes` of length 16 (`pigou.kv.block.keys_of` makes them from hashes). Chains are
     given from their beginning on: a list of keys or blocks is a run of one chain, parent before
@@ -128,16 +128,16 @@ class Tier:
             entry = entry.up
 
     def use(self, blocks: Sequence[Block], now: int) -> int:
-        """Note that a chain is used, whoever holds it; return how many leading blocks are held."""
+        """Note that a chain is used, in any tier; return how many leading blocks are held here."""
         keys = [block.key for block in blocks]
-        found = self.find(keys, now)
-        self.hit(keys[:found], now)
-        missed = [block for block in blocks[found:] if block.key not in self._held]
+        count = self.find(keys, now)
+        self.hit(keys[:count], now)
+        missed = [block for block in blocks[count:] if block.key not in self._held]
         if missed:
-            self.policy.asked(missed, now)
-        return found
+            self.policy.on_miss(missed, now)
+        return count
 
-    # --- coming in ----------------------------------------------------------------------------
+    # --- admission ----------------------------------------------------------------------------
 
     def admit(self, blocks: Sequence[Block], now: int, used: bool = True) -> Admission:
         """Take in blocks of one chain, parent before child, as far as the policy wants them.
@@ -150,19 +150,19 @@ class Tier:
         Args:
             blocks: which.
             now: nanoseconds.
-            used: whether this is a use of them; if not, `use` has told of the last one.
+            used: whether this is a use of them; if not, `use` has noted the last one.
         """
-        offered = [block for block in blocks if block.key not in self._held]
-        if used and offered:
-            self.policy.asked(offered, now)
-        answers = self.policy.admits(offered, now) if offered else []
-        wanted = {block.key for block, answer in zip(offered, answers, strict=True) if answer}
+        candidates = [block for block in blocks if block.key not in self._held]
+        if used and candidates:
+            self.policy.on_miss(candidates, now)
+        answers = self.policy.admits(candidates, now) if candidates else []
+        wanted = {block.key for block, answer in zip(candidates, answers, strict=True) if answer}
         if not wanted:
             return Admission([], [])
-        kept = self._guarded(blocks)
+        guarded = self._guarded(blocks)
         taken: list[Entry] = []
         evicted: list[Block] = []
-        for block in offered:
+        for block in candidates:
             if block.key in wanted and self._may_hold(block, now):
                 if not self._make_room(block, now, evicted):
                     break
@@ -172,7 +172,7 @@ class Tier:
         for entry in reversed(taken):
             entry.pins -= 1
             self.policy.insert(entry, now)
-        for entry in kept:
+        for entry in guarded:
             entry.pins -= 1
             if entry.free:
                 self.policy.freed(entry, now)
@@ -181,10 +181,10 @@ class Tier:
     def _guarded(self, blocks: Sequence[Block]) -> list[Entry]:
         """Pin what newcomers stand on: the parent of the first, and those that are held."""
         keys = (blocks[0].parent, *(block.key for block in blocks))
-        kept = [entry for key in keys if (entry := self._held.get(key)) is not None]
-        for entry in kept:
+        guarded = [entry for key in keys if (entry := self._held.get(key)) is not None]
+        for entry in guarded:
             entry.pins += 1
-        return kept
+        return guarded
 
     def _may_hold(self, block: Block, now: int) -> bool:
         if block.expiry <= now or block.size > self.cap_bytes or block.key in self._doomed:
@@ -243,8 +243,8 @@ class Tier:
         for key in keys:
             entry = self._held.get(key)
             if entry is not None:
-                for each in self._subtree(entry):
-                    self._forget(each, freed, now)
+                for descendant in self._subtree(entry):
+                    self._forget(descendant, freed, now)
         return freed
 
     def expire(self, now: int) -> list[bytes]:
@@ -259,13 +259,13 @@ class Tier:
 
     def _subtree(self, top: Entry) -> list[Entry]:
         """A block and its held descendants, each child before its parent."""
-        found = [top]
-        for entry in found:  # which grows meanwhile
+        entries = [top]
+        for entry in entries:  # which grows meanwhile
             child = entry.down
             while child is not None:
-                found.append(child)
+                entries.append(child)
                 child = child.right
-        return found[::-1]
+        return entries[::-1]
 
     def _forget(self, entry: Entry, freed: list[bytes], now: int) -> None:
         self._unlink(entry, False, now)
@@ -376,8 +376,8 @@ class Tier:
 
 
 def _row(first: Entry | None) -> list[Entry]:
-    found = []
+    entries = []
     while first is not None:
-        found.append(first)
+        entries.append(first)
         first = first.right
-    return found
+    return entries

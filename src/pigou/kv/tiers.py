@@ -1,4 +1,4 @@
-"""Tiers beyond the device: what goes down, what comes back, and what is dropped.
+"""Tiers beyond the device: which blocks are stored, loaded, moved and dropped.
 
 `Tiers` decides, and does no I/O. Whoever drives the engine makes the moves, each on the queue of
 its link, and answers them with `on_transfer_done`.
@@ -20,9 +20,8 @@ from pigou.kv.block import ROOT, Block, chain_of, keys_of
 from pigou.kv.integrity import check_tier
 from pigou.kv.offload import (
     DEVICE,
-    NO_BLOCKS,
-    NOWHERE,
     Move,
+    MoveQueue,
     RecomputeCost,
     TierCounts,
     TierSpeed,
@@ -33,7 +32,7 @@ from pigou.kv.tier import Tier
 from pigou.kv.tier_events import TierEvents
 from pigou.request import BlockHashes, Ints
 
-#: Share of a block's worth that a change must exceed for policies to be told.
+#: Relative change of the recompute cost from which on policies value blocks anew.
 _CHANGED = 0.25
 
 
@@ -43,9 +42,9 @@ class Tiers:
     Attributes:
         tiers: the blocks of each.
         speeds: of reading from each, as measured; set by the driver.
-        worth: what computing a block takes, as measured (`learn`); while None, every load pays.
+        recompute_cost: of a block, as measured (`learn`); while None, every load pays.
         counts: of each tier.
-        copies: device blocks that may be under copy at once.
+        copies: device blocks that may be copied at once.
         recall: whether blocks of sessions that may return are loaded before a request asks.
         events: KV events, for whoever publishes them.
     """
@@ -75,33 +74,31 @@ class Tiers:
         self.tiers = list(tiers)
         self.speeds = list(speeds) if speeds is not None else [TierSpeed() for _ in tiers]
         self.copies = copies
-        self.worth: RecomputeCost | None = None
+        self.recompute_cost: RecomputeCost | None = None
         self.counts = [TierCounts() for _ in tiers]
-        self._base_told = 0.0
+        self._learned_base_s = 0.0
         self._bytes = block_bytes
         self._staging = list(staging) if staging is not None else [0 for _ in tiers]
-        self._coming: list[set[bytes]] = [set() for _ in tiers]
+        self._incoming: list[set[bytes]] = [set() for _ in tiers]
         self._leaving: list[set[bytes]] = [set() for _ in tiers]
-        self.events = TierEvents(self.tiers, self._coming, self._leaving, media)
-        self._under: dict[int, Move] = {}
-        #: By move, blocks that stay at its source.
-        self._kept_at_source: dict[int, list[bytes]] = {}
+        self.events = TierEvents(self.tiers, self._incoming, self._leaving, media)
+        self._transfers = MoveQueue()
+        #: By move, blocks that stay at its source, pinned.
+        self._pinned_at_source: dict[int, list[bytes]] = {}
         self._reading: dict[str, list[tuple[int, bytes]]] = {}
-        self._out: list[Move] = []
-        self._number = 0
 
-    def learn(self, worth: RecomputeCost) -> None:
-        """Take in what computing a block takes, as measured.
+    def learn(self, cost: RecomputeCost) -> None:
+        """Take in the measured cost of recomputing a block.
 
         Policies value blocks anew where it has changed by more than a quarter.
         """
-        self.worth = worth
-        if abs(worth.base - self._base_told) <= _CHANGED * self._base_told:
+        self.recompute_cost = cost
+        if abs(cost.base - self._learned_base_s) <= _CHANGED * self._learned_base_s:
             return
-        self._base_told = worth.base
+        self._learned_base_s = cost.base
         for tier, speed in zip(self.tiers, self.speeds, strict=True):
             back = speed.block / self._bytes if math.isfinite(speed.block) else 0.0
-            tier.policy.learn(RecomputeCost(worth.base, worth.slope, back))
+            tier.policy.learn(RecomputeCost(cost.base, cost.slope, back))
 
     # --- from and to the device -----------------------------------------------------------------
 
@@ -154,7 +151,7 @@ class Tiers:
         if not taken:
             return None
         self._expect(0, rest[:taken])
-        return self._move(DEVICE, 0, rest[:taken], device[first : first + taken].copy())
+        return self._transfers.add(DEVICE, 0, rest[:taken], device[first : first + taken].copy())
 
     def _chain(
         self, hashes: BlockHashes, keys: Sequence[bytes], start: int, stop: int, expiry: int
@@ -178,7 +175,7 @@ class Tiers:
             if tier is None:
                 break
             tiers.append(tier)
-        count = blocks_worth_loading(tiers, first, self.speeds, self.worth)
+        count = blocks_worth_loading(tiers, first, self.speeds, self.recompute_cost)
         return np.array(tiers[:count], dtype=np.int32)
 
     def readable(self, tier: int, key: bytes, now: int) -> bool:
@@ -186,7 +183,7 @@ class Tiers:
         if self.speeds[tier].block == math.inf:  # its store is down
             return False
         entry = self.tiers[tier].entry(key)
-        return entry is not None and key not in self._coming[tier] and entry.block.expiry > now
+        return entry is not None and key not in self._incoming[tier] and entry.block.expiry > now
 
     def begin_load(self, request: str, hashes: BlockHashes, tiers: Ints, now: int) -> None:
         """Note that a request's blocks are read from these tiers, shape (n,)."""
@@ -198,19 +195,19 @@ class Tiers:
         self._reading[request] = reading
 
     def end_load(
-        self, request: str, good: int, now: int, failed: bool = False, asked: bool = True
+        self, request: str, good: int, now: int, failed: bool = False, requested: bool = True
     ) -> None:
         """Note that a request's load has ended: `good` blocks came, and the next is lost.
 
         Where the load `failed`, the others may still be there. A request without a load changes
-        nothing. Blocks that no request has `asked` for yet count as recalled.
+        nothing. Blocks that no request has `requested` yet count as recalled.
         """
         reading = self._reading.pop(request, [])
         for number, key in reading:
             self._unpin(number, [key], now)
         for number, key in reading[:good]:
-            self.counts[number].restored += asked
-            self.counts[number].recalled += not asked
+            self.counts[number].restored += requested
+            self.counts[number].recalled += not requested
             self.events.arrived(number, [key])
         if good < len(reading) and not failed:
             number, key = reading[good]
@@ -220,8 +217,7 @@ class Tiers:
 
     def drain(self) -> list[Move]:
         """Return the moves that were decided since the last call, in order."""
-        out, self._out = self._out, []
-        return out
+        return self._transfers.drain()
 
     def on_transfer_done(self, number: int, good: Sequence[bool], now: int) -> Move:
         """Note that a move has ended, and which of its blocks arrived; return it.
@@ -229,13 +225,11 @@ class Tiers:
         Raises:
             ValueError: no such move is under way.
         """
-        move = self._under.pop(number, None)
-        if move is None:
-            raise ValueError(f"move {number} has landed, and is not under way")
+        move = self._transfers.end(number)
         target = move.target
-        self._coming[target].difference_update(move.keys)
+        self._incoming[target].difference_update(move.keys)
         self._unpin(target, move.keys, now)
-        lost = [key for key, came in zip(move.keys, good, strict=True) if not came]
+        lost = [key for key, arrived in zip(move.keys, good, strict=True) if not arrived]
         self.counts[target].stored += len(move.keys) - len(lost)
         self.lose(target, lost, now)
         self.events.arrived(target, move.keys)
@@ -247,9 +241,9 @@ class Tiers:
 
     def lose(self, tier: int, keys: Iterable[bytes], now: int) -> None:
         """Note that a tier does not have these blocks any more."""
-        there = [key for key in keys if key in self.tiers[tier]]
-        self.counts[tier].lost += len(there)
-        self._delete(tier, self.tiers[tier].drop(there, now))
+        held = [key for key in keys if key in self.tiers[tier]]
+        self.counts[tier].lost += len(held)
+        self._delete(tier, self.tiers[tier].drop(held, now))
 
     def expire(self, now: int) -> None:
         """Delete what is no longer valid, everywhere."""
@@ -271,17 +265,18 @@ class Tiers:
         Returns:
             How many blocks can be hit again.
         """
-        here = self.tiers[tier]
+        holder = self.tiers[tier]
         # What goes for one of these is deleted, so that it is none of them itself.
-        new = {block.key: block for block in blocks if block.key not in here}
+        new = {block.key: block for block in blocks if block.key not in holder}
         for block in sorted(new.values(), key=lambda block: block.depth):
             if not self._admit(tier, [block], now):
-                self._out.append(Move(-1, tier, NOWHERE, [block.key]))
-        return len(here)
+                self._transfers.delete(tier, [block.key])
+        return len(holder)
 
     def copies_under(self) -> dict[int, int]:
         """Return how many device blocks each move under way reads, by its number."""
-        return {n: len(move.keys) for n, move in self._under.items() if move.source == DEVICE}
+        moves = self._transfers.under_way.values()
+        return {move.number: len(move.keys) for move in moves if move.source == DEVICE}
 
     def check(self) -> None:
         """Check the laws of every tier, and of the moves under way.
@@ -289,9 +284,10 @@ class Tiers:
         Raises:
             IntegrityError: names the first that does not hold.
         """
-        parts = zip(self.tiers, self._coming, self._leaving, self._staging, strict=True)
-        for number, (tier, coming, leaving, staging) in enumerate(parts):
-            check_tier(number, tier, coming, leaving, staging, list(self._under.values()))
+        moves = self._transfers.under_way.values()
+        parts = zip(self.tiers, self._incoming, self._leaving, self._staging, strict=True)
+        for number, (tier, incoming, leaving, staging) in enumerate(parts):
+            check_tier(number, tier, incoming, leaving, staging, moves)
 
     # --- decisions ------------------------------------------------------------------------------
 
@@ -303,10 +299,7 @@ class Tiers:
         return None
 
     def _admit(self, tier: int, blocks: Sequence[Block], now: int) -> int:
-        """Offer consecutive blocks to a tier; return how many it took.
-
-        Those that it evicts for them go further down.
-        """
+        """Offer a run of blocks to a tier, and what it evicts to the next; return how many stay."""
         admitted, evicted = self.tiers[tier].admit(blocks, now)
         self.counts[tier].evicted += len(evicted)
         if evicted:
@@ -330,8 +323,8 @@ class Tiers:
         """Copy blocks to the next tier while it has room for them."""
         below = self.tiers[tier + 1]
         room = (below.cap_bytes - below.used_bytes) // self._bytes
-        here = [block for block in blocks if block.key in self.tiers[tier]]
-        self._send_down(tier, here, {}, room, now)
+        held = [block for block in blocks if block.key in self.tiers[tier]]
+        self._send_down(tier, held, {}, room, now)
 
     def _send_down(
         self, tier: int, blocks: Iterable[Block], gone: dict[bytes, Block], room: int, now: int
@@ -350,21 +343,21 @@ class Tiers:
         Returns:
             Blocks that go down in one move, by key.
         """
-        here, below = self.tiers[tier], self.tiers[tier + 1]
+        source, below = self.tiers[tier], self.tiers[tier + 1]
         going: dict[bytes, Block] = {}
-        offered: set[bytes] = set()
+        seen: set[bytes] = set()
         for block in sorted(blocks, key=lambda block: -block.depth):
             if room < 1:
                 break
-            if block.key in offered:
+            if block.key in seen:
                 continue
-            path = path_down(here, below, self._coming[tier], block, gone)
+            path = path_down(source, below, self._incoming[tier], block, gone)
             if gone:
                 count = sum(step.key in gone for step in path)
                 path = path[: len(path) - max(0, count - room)]
             else:
                 path = path[:room]
-            offered.update(step.key for step in path)
+            seen.update(step.key for step in path)
             taken = path[: self._admit(tier + 1, path, now)] if path else path
             self._expect(tier + 1, taken)
             going.update((step.key, step) for step in taken)
@@ -372,30 +365,22 @@ class Tiers:
         if going:
             stay = [key for key in going if key not in gone]
             self.tiers[tier].pin(stay)
-            self._kept_at_source[self._move(tier, tier + 1, list(going.values())).number] = stay
+            move = self._transfers.add(tier, tier + 1, list(going.values()))
+            self._pinned_at_source[move.number] = stay
         return going
 
     def _expect(self, tier: int, blocks: Sequence[Block]) -> None:
         """Note that blocks are on their way to a tier: they are neither read nor evicted."""
         keys = [block.key for block in blocks]
         self.tiers[tier].pin(keys)
-        self._coming[tier].update(keys)
+        self._incoming[tier].update(keys)
 
     # --- what was decided -----------------------------------------------------------------------
-
-    def _move(
-        self, source: int, target: int, blocks: Sequence[Block], device: Ints = NO_BLOCKS
-    ) -> Move:
-        move = Move(self._number, source, target, [b.key for b in blocks], blocks, device)
-        self._number += 1
-        self._under[move.number] = move
-        self._out.append(move)
-        return move
 
     def _left(self, move: Move, now: int) -> None:
         """Free what a move between tiers read."""
         source = move.source
-        self._unpin(source, self._kept_at_source.pop(move.number), now)
+        self._unpin(source, self._pinned_at_source.pop(move.number), now)
         left = [key for key in move.keys if key in self._leaving[source]]
         self._leaving[source].difference_update(left)
         self._delete(source, [key for key in left if key not in self.tiers[source]])
@@ -410,5 +395,5 @@ class Tiers:
         if leaving:
             keys = [key for key in keys if key not in leaving]
         if keys:
-            self._out.append(Move(-1, tier, NOWHERE, list(keys)))
+            self._transfers.delete(tier, keys)
             self.events.gone(tier, keys)

@@ -187,11 +187,11 @@ class TorchExecutor:
             on_step: called after each step; the plan is broken off when it returns False.
 
         Returns:
-            Steps done, who ended, hashes of the blocks that became full, durations, and what the
-            appraised rows' entries are worth.
+            Steps done, who ended, hashes of the blocks that became full, durations, and the
+            scores of rows that were to be scored.
 
         Raises:
-            ValueError: a compaction or revival does not fit the row.
+            ValueError: a compaction or recomputation does not fit the row.
         """
         for started in plan.started:
             self._rows[started.row] = self._sequences[started.request]
@@ -199,9 +199,9 @@ class TorchExecutor:
             with torch.inference_mode():
                 self.evictor.begin_plan(plan, self._rows)
         self.cache.move(plan.swap_out, plan.copies, plan.swap_in)
-        if self._recomputation is not None and plan.revivals:
+        if self._recomputation is not None and plan.recomputations:
             self._recomputation(
-                plan.revivals, {r.row: self._rows[r.row].buffer for r in plan.revivals}
+                plan.recomputations, {r.row: self._rows[r.row].buffer for r in plan.recomputations}
             )
         if not plan:
             return Result()
@@ -211,12 +211,12 @@ class TorchExecutor:
         result = Result(
             steps=steps,
             finished=[Finish(entry, reason, steps) for entry, reason in ended.items()],
-            sealed=self._cache_full_blocks(plan, sequences, steps),
+            full_block_hashes=self._cache_full_blocks(plan, sequences, steps),
             durations=np.array(durations, dtype=np.int64),
         )
         if self.evictor is not None:
             with torch.inference_mode():
-                result.losses, result.gains = self.evictor.end_plan(plan, steps)
+                result.lost_returns, result.regained_returns = self.evictor.end_plan(plan, steps)
         return result
 
     def _steps(

@@ -61,7 +61,7 @@ def build_tiers(
     media = [Medium.HOST if config.name == "host" else Medium.STORAGE for config in configs]
     copies = max(1, blocks // _COPIES)
     made = Tiers(tiers, block_bytes, staging, speeds, copies, media)
-    made.worth = recompute_cost
+    made.recompute_cost = recompute_cost
     return made
 
 
@@ -117,7 +117,7 @@ class TierLinks:
             if move.target == NOWHERE:
                 continue
             good = [True] * len(move.keys)
-            call = partial(self._core.landed, move.number, good)
+            call = partial(self._core.on_transfer_done, move.number, good)
             at = self._take(self._down, move.target, len(good), now)
             self._at(at, partial(self._call_core, partial(_ignoring, call)))
 

@@ -169,7 +169,7 @@ class Gauges:
         self.preemptions_total, self.swaps_total = core.preemptions, core.swaps
         if core.config.eviction is not None:
             self.price, self.missing = core.price, core.missing_entries
-            self.given_total, self.revived_total = core.entries_given, core.entries_revived
+            self.given_total, self.revived_total = core.entries_evicted, core.entries_recomputed
         return self
 
 

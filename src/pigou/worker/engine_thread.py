@@ -161,7 +161,7 @@ class EngineThread:
                 tokens = blocks * self._core.config.block_size
                 self._take(self._core.loaded(request, tokens, failed))
             case OffloadDone(move, good):
-                self._take(self._core.landed(move, good))
+                self._take(self._core.on_transfer_done(move, good))
             case Recovered(tier, blocks):
                 assert self.tiers is not None
                 self.tiers.recovered(tier, blocks)

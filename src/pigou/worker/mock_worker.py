@@ -168,7 +168,9 @@ class MockBackend:
         self._ended = step_ends_ns[steps - 1]
         self._steps += steps
         sealed = self._cache_full_blocks(plan, steps)
-        return Result(steps=steps, finished=finished, sealed=sealed, durations=durations[:steps])
+        return Result(
+            steps=steps, finished=finished, full_block_hashes=sealed, durations=durations[:steps]
+        )
 
     def _begin(self) -> int:
         now = time.monotonic_ns()

@@ -79,7 +79,7 @@ class Bench:
         self.tokens[row], self.computed[row], self.entries[row] = tokens, cached, cached
         self.run([], started=[Started(f"r{row}", row, cached)])
 
-    def run(self, spans: list[tuple[int, int]], appraised: Ints | None = None, **changes: object):
+    def run(self, spans: list[tuple[int, int]], to_score: Ints | None = None, **changes: object):
         """Compute so many of each row's next tokens in one step, without sampling."""
         rows = np.array([row for row, _ in spans], dtype=np.int32)
         counts = np.array([count for _, count in spans], dtype=np.int32)
@@ -91,8 +91,8 @@ class Bench:
             samples=np.ones(len(spans), dtype=np.bool_),
             **changes,  # type: ignore[arg-type]
         )
-        if appraised is not None:
-            plan.appraised = appraised
+        if to_score is not None:
+            plan.to_score = to_score
         taken: list[Tensor] = []
         plain = self.executor.model.logits
 

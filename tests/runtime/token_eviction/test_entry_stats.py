@@ -78,8 +78,8 @@ def test_snapkv_s_windows_follow_one_another(plain: bool, loaded: Find) -> None:
     before, last = mass(model, tokens[:70], 50, 66), mass(model, tokens[:70], 66, 70)
     assert torch.allclose(field(b, 0, "before"), before, atol=1e-5, rtol=1e-5)
     assert torch.allclose(field(b, 0, "mass"), last, atol=1e-5, rtol=1e-5)
-    result = b.run([(0, 1)], appraised=np.array([[0, 0, 2]], dtype=np.int32))
-    assert len(result.losses[0]) == 2
+    result = b.run([(0, 1)], to_score=np.array([[0, 0, 2]], dtype=np.int32))
+    assert len(result.lost_returns[0]) == 2
 
 
 @PATHS

@@ -62,7 +62,7 @@ class Burst:
         core.check_integrity()
         self.counts["plans"] += 1
         self.counts["compactions"] += len(plan.compactions)
-        self.counts["revivals"] += len(plan.revivals)
+        self.counts["revivals"] += len(plan.recomputations)
         self.counts["swaps"] += len(plan.swap_out) > 0
         gone = set(plan.preempted)
         self.rows = {row: request for row, request in self.rows.items() if request not in gone}

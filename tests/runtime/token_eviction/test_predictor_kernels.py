@@ -33,8 +33,8 @@ def predicted(b: Bench, drops: list[int]) -> list[np.ndarray]:
     found = []
     for drop in drops:
         most = (b.entries[0] - 20) // SIZE
-        result = b.run([(0, 1)], appraised=np.array([[0, 5, most]], dtype=np.int32))
-        found.append(result.losses[0])
+        result = b.run([(0, 1)], to_score=np.array([[0, 5, most]], dtype=np.int32))
+        found.append(result.lost_returns[0])
         b.run([(0, 21)], compactions=[b.compaction(0, drop, first=5)])
     return found
 
@@ -55,7 +55,7 @@ def test_what_may_go_is_summed_up_and_of_the_recent_whole_blocks_alone(dtype: st
     b = bench(load(bundled_path(), dtype), "pigou")
     policy, cache = b.evictor.policy, b.executor.cache
     predicted(b, [32, 32])  # in each head, other entries lie in a slot now
-    b.run([(0, 1)], appraised=np.array([[0, 0, 2]], dtype=np.int32))
+    b.run([(0, 1)], to_score=np.array([[0, 0, 2]], dtype=np.int32))
     end = b.computed[0]
     data = b.evictor.stats.collect(b.tables[0], b.entries[0])
     positions, content = data.view(np.int32)[:, :, 0], data[:, :, -2:].swapaxes(2, 3)

@@ -10,7 +10,7 @@ import torch
 from masked import SIZE, Bench, attend_in_full, bench, near, random_tokens
 from torch import Tensor
 
-from pigou.engine.plan import Revival
+from pigou.engine.plan import Recomputation
 from pigou.runtime import load as loading
 from pigou.runtime.load import LoadedModel
 from pigou.runtime.token_eviction.policy import CacheEntries, Returns, TokenPolicy
@@ -39,10 +39,10 @@ def spoken(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def revival(b: Bench, row: int, count: int) -> Revival:
+def revival(b: Bench, row: int, count: int) -> Recomputation:
     entries = b.entries[row]
     b.entries[row] += count
-    return Revival(row, entries, count, b.tables[row, : -(-b.entries[row] // SIZE)].copy())
+    return Recomputation(row, entries, count, b.tables[row, : -(-b.entries[row] // SIZE)].copy())
 
 
 @pytest.mark.usefixtures("spoken")
@@ -54,10 +54,10 @@ def test_all_that_was_given_up_comes_back(plain: bool, loaded: Find) -> None:
         b.start(row, random_tokens(120, seed=row))
     b.run([(0, 100), (1, 80)])
     b.run([(0, 1)], compactions=[b.compaction(0, 48), b.compaction(1, 32)])
-    b.run([(1, 1)], revivals=[revival(b, 1, 32), revival(b, 0, 47)])
+    b.run([(1, 1)], recomputations=[revival(b, 1, 32), revival(b, 0, 47)])
     full, _ = attend_in_full(model, b.tokens[1][:81])
     assert near(b.logits[1], full[-1])
-    b.run([(0, 1)], revivals=[revival(b, 0, 1)])
+    b.run([(0, 1)], recomputations=[revival(b, 0, 1)])
     assert b.kept(0)[0][0] == set(range(102))
     full, _ = attend_in_full(model, b.tokens[0][:100])
     said = b.evictor.stats.collect(b.tables[0], b.entries[0])[0, 0]
@@ -73,7 +73,7 @@ def test_a_token_comes_back_as_those_before_it_make_it(loaded: Find) -> None:
     b.run([(0, 100)])
     b.run([], compactions=[b.compaction(0, 48)])
     before = b.kept(0)[0][0]
-    b.run([], revivals=[revival(b, 0, 5)])
+    b.run([], recomputations=[revival(b, 0, 5)])
     after = b.kept(0)[0][0]
     assert len(after) == 57
     # The worth of what came back is at least that of what is still away.
@@ -91,13 +91,13 @@ def test_gains_are_what_was_given_up_with_blocks_of_tokens(loaded: Find) -> None
     b.start(0, random_tokens(120))
     b.run([(0, 100)])
     ask = np.array([[0, 0, 4]], dtype=np.int32)
-    losses = b.run([(0, 1)], appraised=ask).losses[0]
+    losses = b.run([(0, 1)], to_score=ask).lost_returns[0]
     assert len(losses) == 4
     assert (np.diff(losses) >= 0).all()
-    gains = b.run([(0, 1)], appraised=ask, compactions=[b.compaction(0, 48)]).gains[0]
+    gains = b.run([(0, 1)], to_score=ask, compactions=[b.compaction(0, 48)]).regained_returns[0]
     assert np.allclose(gains, losses[2::-1], rtol=1e-5)
     with pytest.raises(ValueError, match="49 tokens are to come back; 48 were given up"):
-        b.run([], revivals=[revival(b, 0, 49)])
+        b.run([], recomputations=[revival(b, 0, 49)])
 
 
 @pytest.mark.parametrize("policy", ["h2o", "fifo"])

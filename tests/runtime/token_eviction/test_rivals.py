@@ -24,9 +24,9 @@ def test_losses_ascend_and_the_same_course_gives_the_same_victims(
         b = bench(loaded("llama"), policy)
         b.start(0, random_tokens(120))
         b.run([(0, 90)])
-        result = b.run([(0, 1)], appraised=np.array([[0, 16, 3]], dtype=np.int32))
-        assert result.losses[0].shape == (3,)
-        assert (np.diff(result.losses[0]) >= 0).all()
+        result = b.run([(0, 1)], to_score=np.array([[0, 16, 3]], dtype=np.int32))
+        assert result.lost_returns[0].shape == (3,)
+        assert (np.diff(result.lost_returns[0]) >= 0).all()
         b.run([(0, 1)], compactions=[b.compaction(0, 32, first=16)])
         left.append(b.kept(0))
         assert all(head >= set(range(16)) for layer in left[-1] for head in layer)
@@ -53,7 +53,7 @@ def test_fifo_compares_requests_by_time_and_streaming_by_length(loaded: Find) ->
         b.start(1, random_tokens(120))
         b.run([(1, 110)])
         ask = np.array([[0, 0, 1], [1, 0, 1]], dtype=np.int32)
-        found[policy] = b.run([(0, 1), (1, 1)], appraised=ask).losses
+        found[policy] = b.run([(0, 1), (1, 1)], to_score=ask).lost_returns
     assert found["fifo"][0] < found["fifo"][1]
     assert found["streaming"][0] > found["streaming"][1]
 

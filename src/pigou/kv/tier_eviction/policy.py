@@ -1,4 +1,4 @@
-"""What an eviction policy is told and answers, and how it is found by name."""
+"""The interface of a tier eviction policy, and how one is found by name."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class TierSetting:
 
     Attributes:
         cap_bytes: bytes that the tier may hold.
-        worth: seconds that a block saves.
+        recompute_cost: seconds that a hit of a block saves.
         seed: of whatever it draws.
     """
 
     cap_bytes: int
-    worth: RecomputeCost = field(default_factory=RecomputeCost)
+    recompute_cost: RecomputeCost = field(default_factory=RecomputeCost)
     seed: int = 0
 
 
@@ -38,7 +38,7 @@ class EvictionPolicy(Protocol):
     """The order in which the blocks of one tier go.
 
     It is made as `Policy(setting, params)`, where `params` is of the type in its class attribute
-    `Params`. A tier calls it so: `asked` with blocks that are used and that it does not hold;
+    `Params`. A tier calls it so: `on_miss` with blocks that are used and that it does not hold;
     `admits` with those that it is offered and does not hold; then, for each one that it takes,
     `victim` until there is room; at last `insert` for all that were taken, the last of the chain
     first. Only a block that is `Entry.free` may be a victim.
@@ -57,11 +57,11 @@ class EvictionPolicy(Protocol):
     #: where nothing above does that.
     above: Callable[[bytes], bool] | None
 
-    def learn(self, worth: RecomputeCost) -> None:
-        """Take another worth of a block from now on: it was measured anew."""
+    def learn(self, cost: RecomputeCost) -> None:
+        """Take another recompute cost from now on: it was measured anew."""
         ...
 
-    def asked(self, blocks: Sequence[Block], now: int) -> None:
+    def on_miss(self, blocks: Sequence[Block], now: int) -> None:
         """Take note of a use of blocks that are not held, a run of one chain."""
         ...
 
@@ -118,8 +118,8 @@ def make(
         given = msgspec.convert(values, kind.Params, strict=False)
         policy: EvictionPolicy = kind(setting, given)
     except (msgspec.ValidationError, ValueError) as error:
-        told = wrong(error, kind.Params, values)
-        raise ConfigError(f"eviction policy {name or kind.__name__}: {told}") from None
+        reason = wrong(error, kind.Params, values)
+        raise ConfigError(f"eviction policy {name or kind.__name__}: {reason}") from None
     return policy
 
 
@@ -135,11 +135,11 @@ class BaseEviction:
     def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:
         self.setting = setting
 
-    def learn(self, worth: RecomputeCost) -> None:
-        """Take another worth of a block from now on."""
-        self.setting = replace(self.setting, worth=worth)
+    def learn(self, cost: RecomputeCost) -> None:
+        """Take another recompute cost from now on."""
+        self.setting = replace(self.setting, recompute_cost=cost)
 
-    def asked(self, blocks: Sequence[Block], now: int) -> None:
+    def on_miss(self, blocks: Sequence[Block], now: int) -> None:
         """Do nothing."""
 
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:

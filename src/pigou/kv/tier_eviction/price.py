@@ -79,19 +79,19 @@ class PriceEviction(BaseEviction):
         self.reuse = ReuseModel(params.sample, params.prior, params.decay, params.followed)
         #: Of blocks that are not held: uses, and when the last one was.
         self._uses: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        #: Of the blocks offered last: uses, when the last one was, and value.
-        self._offered: dict[bytes, tuple[int, int, float]] = {}
+        #: Of the blocks offered last: uses, time of the last use, and value.
+        self._candidates: dict[bytes, tuple[int, int, float]] = {}
         self._heap: list[tuple[float, int, Entry]] = []
         self._number = count()
         self._held = self._used = self._evicted = 0
         self._built = (-1, -_REBUILD)
 
-    def learn(self, worth: RecomputeCost) -> None:
-        """Take another worth of a block from now on; what is held is valued anew."""
-        super().learn(worth)
+    def learn(self, cost: RecomputeCost) -> None:
+        """Take another recompute cost from now on; held blocks are valued anew."""
+        super().learn(cost)
         self._built = (-1, -_REBUILD)
 
-    # --- worth --------------------------------------------------------------------------------
+    # --- values -------------------------------------------------------------------------------
 
     def value(self, uses: int, age: int, depth: int, size: int) -> float:
         """Return what a block earns, in seconds for each byte and second.
@@ -102,19 +102,19 @@ class PriceEviction(BaseEviction):
             depth: of the last block of its chain.
             size: bytes.
         """
-        worth = self.setting.worth
-        saved = worth.base + 0.5 * worth.slope * depth - worth.restore * size
+        cost = self.setting.recompute_cost
+        saved = cost.base + 0.5 * cost.slope * depth - cost.restore * size
         return self.reuse.rates[use_class(uses)][age_bin(age)] * max(saved, 0.0) / size
 
-    def _now_worth(self, entry: Entry, now: int) -> float:
+    def _present_value(self, entry: Entry, now: int) -> float:
         block = entry.block
         if self.above is not None and self.above(block.key):
             return 0.0
         return self.value(entry.uses + entry.mark, now - entry.last, block.depth, block.size)
 
-    # --- coming in ----------------------------------------------------------------------------
+    # --- admission ----------------------------------------------------------------------------
 
-    def asked(self, blocks: Sequence[Block], now: int) -> None:
+    def on_miss(self, blocks: Sequence[Block], now: int) -> None:
         """Learn from a use, and remember it."""
         uses_of, mask = self._uses, self.reuse.mask
         for block in blocks:
@@ -128,44 +128,44 @@ class PriceEviction(BaseEviction):
 
     def admits(self, blocks: Sequence[Block], now: int) -> list[bool]:
         """Return which of the offered blocks pay the price, and more than what would go."""
-        self._value_offered(blocks, now)
+        self._value_candidates(blocks, now)
         size = sum(block.size for block in blocks)
         room = self.setting.cap_bytes - self._used
         if size <= room:
             self._move(-room)
             return [True] * len(blocks)
         cheapest = self._cheapest(now)
-        values = [value for _, _, value in self._offered.values()]
+        values = [value for _, _, value in self._candidates.values()]
         if cheapest is None:
             return [room > 0] * len(blocks)
         self._bid(max(values), cheapest.rank, size)
-        least = max(self.price, cheapest.rank * self.params.margin)
-        return [room > 0 or value > least for value in values]
+        min_value = max(self.price, cheapest.rank * self.params.margin)
+        return [room > 0 or value > min_value for value in values]
 
-    def _value_offered(self, blocks: Sequence[Block], now: int) -> None:
+    def _value_candidates(self, blocks: Sequence[Block], now: int) -> None:
         """Value blocks of one chain; most of them have the same uses."""
         deepest = blocks[-1].depth
-        offered = self._offered = {}
-        before, worth = (0, 0, 0), 0.0
+        candidates = self._candidates = {}
+        before, value = (0, 0, 0), 0.0
         for block in blocks:
             uses, last = self._uses.get(block[0], (1, now))
             if before != (uses, last, block.size):
                 before = uses, last, block.size
-                worth = self.value(uses, now - last, deepest, block.size)
-            offered[block[0]] = uses, last, worth
+                value = self.value(uses, now - last, deepest, block.size)
+            candidates[block[0]] = uses, last, value
 
     def _remember(self, key: bytes, uses: int, last: int) -> None:
         self._uses[key] = uses, last
         if len(self._uses) > self.params.remembered:
             self._uses.popitem(last=False)
 
-    def _bid(self, offered: float, cheapest: float, size: int) -> None:
-        """Move the price by what is asked for at it."""
+    def _bid(self, best: float, cheapest: float, size: int) -> None:
+        """Move the price by the demand at it."""
         if self.price == 0.0:
             self.price = cheapest
         if cheapest < self.price:
             self._move(-size)
-        elif offered >= self.price:
+        elif best >= self.price:
             self._move(size)
 
     def _move(self, excess: int) -> None:
@@ -179,7 +179,7 @@ class PriceEviction(BaseEviction):
         entry = self._cheapest(now)
         if entry is None:
             return None
-        value = self._offered[newcomer.key][2]
+        value = self._candidates[newcomer.key][2]
         return entry if value > entry.rank * self.params.margin else None
 
     def _cheapest(self, now: int) -> Entry | None:
@@ -194,7 +194,7 @@ class PriceEviction(BaseEviction):
             if entry.rank != rank or not entry.free:
                 heapq.heappop(heap)
                 continue
-            value = self._now_worth(entry, now)
+            value = self._present_value(entry, now)
             if value <= rank:
                 entry.rank = value
                 heap[0] = (value, next(self._number), entry)
@@ -208,21 +208,21 @@ class PriceEviction(BaseEviction):
         entries = {id(entry): entry for _, _, entry in self._heap if entry.free}
         self._heap = []
         for entry in entries.values():
-            entry.rank = self._now_worth(entry, now)
+            entry.rank = self._present_value(entry, now)
             self._heap.append((entry.rank, next(self._number), entry))
         heapq.heapify(self._heap)
         self._evicted = 0
         self._built = self.reuse.version, now
 
     def _push(self, entry: Entry, now: int) -> None:
-        entry.rank = self._now_worth(entry, now)
+        entry.rank = self._present_value(entry, now)
         heapq.heappush(self._heap, (entry.rank, next(self._number), entry))
 
     # --- notes --------------------------------------------------------------------------------
 
     def insert(self, entry: Entry, now: int) -> None:
         """Rank it, with the uses that are remembered of it."""
-        entry.mark, entry.last, _ = self._offered[entry.block.key]
+        entry.mark, entry.last, _ = self._candidates[entry.block.key]
         self._uses.pop(entry.block.key, None)
         self._held += 1
         self._used += entry.block.size

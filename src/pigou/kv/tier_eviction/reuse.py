@@ -99,9 +99,9 @@ class ReuseModel:
         if before is not None and now - before[0] < AT_ONCE:
             uses = before[1]
         elif before is not None:
-            place = use_class(before[1]), age_bin(now - before[0])
-            self._reused[place] += 1
-            self._ended[place] += 1
+            cell = use_class(before[1]), age_bin(now - before[0])
+            self._reused[cell] += 1
+            self._ended[cell] += 1
             uses = before[1] + 1
         self._seen[key] = (now, uses)
         if len(self._seen) > self._limit:

@@ -138,7 +138,7 @@ class Evictor:
         """Count entries after a plan's steps, and score them.
 
         Returns:
-            Lost and regained returns by row (`Result.losses`, `Result.gains`).
+            Lost and regained returns by row (`Result.lost_returns`, `Result.regained_returns`).
         """
         done = plan.counts + (steps - 1)
         self.entries[plan.rows] = plan.kv_lens + done
@@ -146,7 +146,7 @@ class Evictor:
         lost_returns, regained_returns = {}, {}
         requests = [
             RankRequest(row, self.tables[row], first, max_blocks * self.size)
-            for row, first, max_blocks in plan.appraised.tolist()
+            for row, first, max_blocks in plan.to_score.tolist()
         ]
         for (row, *_), ranking in zip(requests, self._rank(requests), strict=True):
             self._rankings[row] = ranking

@@ -59,25 +59,27 @@ class TokenRecomputation:
         self._attention = _EarlierOnly(model.config, cache, none, 1)
         self._attention.turns = turns
 
-    def __call__(self, revivals: Items[plans.Revival], tokens: Mapping[int, Ints]) -> None:
+    def __call__(
+        self, recomputations: Items[plans.Recomputation], tokens: Mapping[int, Ints]
+    ) -> None:
         """Compute tokens of some rows again, at once.
 
         Args:
-            revivals: of a plan.
+            recomputations: of a plan.
             tokens: ids by row.
 
         Raises:
             ValueError: more are to come back than were given up.
         """
         evictor = self._evictor
-        max_blocks = max(len(revival.blocks) for revival in revivals)
-        tables = np.zeros((len(revivals), max_blocks), dtype=np.int32)
+        max_blocks = max(len(recomputation.blocks) for recomputation in recomputations)
+        tables = np.zeros((len(recomputations), max_blocks), dtype=np.int32)
         chunks: list[PromptChunk] = []
         locations: list[Ints] = []
         entry_positions: list[Ints] = []
         ids: list[Ints] = []
         first = 0
-        for row, task in enumerate(revivals):
+        for row, task in enumerate(recomputations):
             tables[row, : len(task.blocks)] = task.blocks
             positions = evictor.add_recomputed(task.row, task.entries, task.count, task.blocks)
             entries = task.entries + task.count

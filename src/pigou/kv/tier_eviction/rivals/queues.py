@@ -31,14 +31,14 @@ class SieveEviction(BaseEviction):
     def __init__(self, setting: TierSetting, params: msgspec.Struct | None = None) -> None:
         super().__init__(setting, params)
         #: From the oldest to the hand, and from the hand to the youngest.
-        self._behind: Queue = OrderedDict()
+        self._passed: Queue = OrderedDict()
         self._ahead: Queue = OrderedDict()
 
     def victim(self, newcomer: Block, now: int) -> Entry | None:
         """Move the hand to the first free block that is not marked."""
-        for _ in range(2 * (len(self._behind) + len(self._ahead)) + 1):
+        for _ in range(2 * (len(self._passed) + len(self._ahead)) + 1):
             if not self._ahead:
-                self._ahead, self._behind = self._behind, self._ahead
+                self._ahead, self._passed = self._passed, self._ahead
             if not self._ahead:
                 return None
             entry = oldest(self._ahead)
@@ -47,13 +47,13 @@ class SieveEviction(BaseEviction):
             if entry.free:
                 entry.mark = 0
             del self._ahead[entry.block.key]
-            self._behind[entry.block.key] = entry
+            self._passed[entry.block.key] = entry
         return None
 
     def insert(self, entry: Entry, now: int) -> None:
         """Put it at the queue's young end; a hand that had come there begins anew."""
         if not self._ahead:
-            self._ahead, self._behind = self._behind, self._ahead
+            self._ahead, self._passed = self._passed, self._ahead
         self._ahead[entry.block.key] = entry
 
     def hit(self, entry: Entry, now: int) -> None:
@@ -63,7 +63,7 @@ class SieveEviction(BaseEviction):
     def remove(self, entry: Entry, evicted: bool, now: int) -> None:
         """Take it out of the queue."""
         key = entry.block.key
-        (self._ahead if key in self._ahead else self._behind).pop(key)
+        (self._ahead if key in self._ahead else self._passed).pop(key)
 
 
 class S3FifoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +90,7 @@ class S3FifoEviction(BaseEviction):
 
     Params = S3FifoParams
     paths = True
-    _MOST = 3
+    _MAX_USES = 3
 
     def __init__(self, setting: TierSetting, params: S3FifoParams) -> None:
         super().__init__(setting, params)
@@ -132,7 +132,7 @@ class S3FifoEviction(BaseEviction):
 
     def _of_main(self) -> Entry | None:
         """Give used ones another round, up to the first that was not."""
-        for _ in range((self._MOST + 1) * len(self._main)):
+        for _ in range((self._MAX_USES + 1) * len(self._main)):
             entry = oldest(self._main)
             if entry.free and entry.mark == 0:
                 return entry
@@ -154,7 +154,7 @@ class S3FifoEviction(BaseEviction):
 
     def hit(self, entry: Entry, now: int) -> None:
         """Count the use."""
-        entry.mark = min(entry.mark + 1, self._MOST)
+        entry.mark = min(entry.mark + 1, self._MAX_USES)
 
     def remove(self, entry: Entry, evicted: bool, now: int) -> None:
         """Take it out of its queue; what goes on probation is remembered."""

@@ -85,7 +85,7 @@ class GdsfEviction(RankedEviction):
     def _density(self, block: Block) -> float:
         if self._cost == "bytes":
             return 1.0
-        cost = 1.0 if self._cost == "unit" else self.setting.worth.saved(block)
+        cost = 1.0 if self._cost == "unit" else self.setting.recompute_cost.saved(block)
         return cost / block.size
 
 
@@ -171,7 +171,7 @@ class KvbmEviction(LruEviction):
         if not (params.step_s > 0 and params.entries > 0 and params.least > 0):
             raise ValueError(f"{params}: all must be above 0")
         self._step = int(params.step_s * SECOND)
-        self._entries, self._least = params.entries, params.least
+        self._entries, self._min_count = params.entries, params.least
         self._counts: dict[bytes, int] = {}
         self._decayed: int | None = None
         #: Offered at the instant `_last`.
@@ -184,18 +184,18 @@ class KvbmEviction(LruEviction):
         if now != self._last:
             self._fresh.clear()
             self._last = now
-        return [self._offered(block) for block in blocks]
+        return [self._count_offer(block) for block in blocks]
 
-    def _offered(self, block: Block) -> bool:
+    def _count_offer(self, block: Block) -> bool:
         count = self._counts.get(block.key, 0)
         if block.key in self._fresh:
-            return count >= self._least
+            return count >= self._min_count
         self._fresh.add(block.key)
         count = min(2 * count, 1 << 62) if count else 1
         self._counts[block.key] = count
         while len(self._counts) > self._entries:
             self._less()
-        return count >= self._least
+        return count >= self._min_count
 
     def _decay(self, now: int) -> None:
         if self._decayed is None:
@@ -222,11 +222,11 @@ class RandomEviction(BaseEviction):
     def victim(self, newcomer: Block, now: int) -> Entry | None:
         """Draw until a free one is drawn; those that are not leave the list."""
         while self._free:
-            place = self._generator.randrange(len(self._free))
-            entry = self._free[place]
+            index = self._generator.randrange(len(self._free))
+            entry = self._free[index]
             if entry.free:
                 return entry
-            self._free[place] = self._free[-1]
+            self._free[index] = self._free[-1]
             self._free.pop()
             entry.mark = 0
         return None
