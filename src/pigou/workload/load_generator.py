@@ -17,7 +17,7 @@ class LoadGenerator:
     """One run of load.
 
     Attributes:
-        offered: requests that were meant to be sent by now.
+        offered_requests: requests that were meant to be sent by now.
         inflight: of those, how many are on their way.
         failed: how many failed.
         outcomes: of those that ended.

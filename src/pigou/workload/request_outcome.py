@@ -60,7 +60,7 @@ class SentRequest:
     Attributes:
         intended: when it was meant to be sent.
         sent: when the client began to send it.
-        asked: output tokens asked for.
+        asked_tokens: output tokens asked for.
         result: the stream, or why there is none.
     """
 

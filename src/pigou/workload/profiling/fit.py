@@ -27,7 +27,7 @@ class FitError:
         what: was seen.
         count: of measurements.
         median: of the errors' sizes.
-        most: of them.
+        largest: of them.
     """
 
     what: str

@@ -46,7 +46,7 @@ class Measurements:
 
     Attributes:
         decodes: steps in which nothing else is done.
-        beside: what prompts add to the steps of a running stream.
+        prefill_mixed: what prompts add to the steps of a running stream.
         prefill_alone: steps of prompts in which nobody decodes.
         first: from the send of a request to its first token, where there is no other.
         rhythm: by how many decode, seconds that each step of a plan takes more than their mean.
