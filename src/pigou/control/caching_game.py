@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pigou.control.latency_model.estimates import Estimates
 from pigou.control.prefix_index import Overlaps
+from pigou.control.prefix_index.holder_table import RUN
 from pigou.games.replication import ReplicationGame
 from pigou.request import BlockKeys
 
@@ -226,7 +227,7 @@ def _held(
 
     Only what follows what is held counts: without the blocks before it, no prompt can use it.
     """
-    seen = [look(branch.keys[: branch.end]).rows[:3] for branch in branches]
+    seen = [look(branch.keys[: branch.end]).rows[:RUN] for branch in branches]
     runs = np.cumsum(np.stack(seen, axis=-1), axis=0)  # (tiers, workers, branches)
     start, end = _spans(branches)
     parts = np.clip((runs - start) / (end - start), 0.0, 1.0)

@@ -11,6 +11,7 @@ from pigou.control.latency_model.estimates import Estimates
 from pigou.control.latency_model.model import LatencyModel
 from pigou.control.messages import Choice
 from pigou.control.prefix_index import Overlaps, PrefixIndex
+from pigou.control.prefix_index.holder_table import ON_DEVICE, ON_HOST, ON_STORAGE, RUN
 from pigou.control.price_of_anarchy import PoAEstimator, PoASnapshot, RequestTimes
 from pigou.control.regimes.parameters import E2ESample
 from pigou.control.regimes.routing_controllers import Controller, Static
@@ -203,10 +204,10 @@ class RequestTracker:
             columns.running,
             columns.waiting,
             columns.kv_usage,
-            held[3],
-            held[0],
-            held[1],
-            held[2],
+            held[RUN],
+            held[ON_DEVICE],
+            held[ON_HOST],
+            held[ON_STORAGE],
             index.recomputed_share(ids),
             columns.block_size,
             columns.blocks,

@@ -195,7 +195,7 @@ class OnlineFit:
         return float(self._sums[WEIGHT])
 
     def observe(self, n: float, seconds: float, weight: float = 1.0, held: float = 0.0) -> None:
-        """Take in that a request took ``seconds`` while ``n`` shared the worker, itself counted.
+        """Add that a request took ``seconds`` while ``n`` shared the worker, itself counted.
 
         ``weight``, above 0 and at most 1, is how much it tells beside a sure observation: the
         variance of that by its own. It makes others forgotten by as much less. ``held`` is what all
@@ -208,7 +208,7 @@ class OnlineFit:
     def observe_all(
         self, n: Floats, seconds: Floats, weights: Floats, held: Floats | None = None
     ) -> None:
-        """Take in several observations, one after the other, as `observe` does; (n,) each."""
+        """Add several observations, one after the other, as `observe` does; (n,) each."""
         held = np.zeros(len(n)) if held is None else held
         if held.any() and not self._holds:
             raise ValueError("held is not 0: give `doubling` where requests hold something")

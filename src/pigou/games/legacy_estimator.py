@@ -44,7 +44,7 @@ class LegacyEstimator:
         self._overlaps: deque[Floats | None] = deque(maxlen=window)
 
     def observe(self, seconds: float, overlaps: ArrayLike | None = None) -> None:
-        """Take in a completion: its end-to-end latency, and its overlap with each worker (0..1)."""
+        """Add a completion: its end-to-end latency, and its overlap with each worker (0..1)."""
         row = None if overlaps is None else np.asarray(overlaps, dtype=np.float64)
         if row is not None and row.shape != (self.workers,):
             raise ValueError(f"overlaps have shape {row.shape}: give ({self.workers},)")

@@ -119,7 +119,7 @@ def add(
     poles: PoleArrays, n: float, held: float, seconds: float, weight: float, keep: float,
     fit: FitArrays,
 ) -> None:  # fmt: skip
-    """Take one observation into the sums of every pole; those before count `keep` times as much.
+    """Add one observation to the sums of every pole; those before count `keep` times as much.
 
     Args:
         poles: of the fit.
@@ -249,7 +249,7 @@ def minimise_all(
 
 @bare_kernel
 def is_pole_better(line: float, best: float, count: int) -> bool:
-    """Whether a pole's three parameters gain as much as Schwarz's criterion asks of them.
+    """Whether a pole gains as much as Schwarz's criterion asks of its three parameters.
 
     Args:
         line: weighted squared error of the straight line.
@@ -330,7 +330,7 @@ def follow(
     poles: PoleArrays, n: float, held: float, seconds: float, sure: float, keep: float,
     prior: float, fit: FitArrays,
 ) -> None:  # fmt: skip
-    """Take one observation into an online fit.
+    """Add one observation to an online fit.
 
     The law that residuals are taken from is solved anew often at first, then every 16th time.
 
@@ -374,12 +374,12 @@ def follow_all(
     poles: PoleArrays, n: Floats, held: Floats, seconds: Floats, sure: Floats, keep: float,
     prior: float, fit: FitArrays,
 ) -> int:  # fmt: skip
-    """Take several observations into an online fit, as `follow` takes one; (n,) each.
+    """Add several observations to an online fit, as `follow` adds one; (n,) each.
 
     Nothing may be held where the fit's `cross` is empty.
 
     Returns:
-        Index of the first that is none; nothing was taken in from there on. -1 where all are.
+        Index of the first invalid one; none was added from there on. -1 where all are valid.
     """
     for i in range(n.shape[0]):
         good = n[i] >= 0.0 and seconds[i] > 0.0 and held[i] >= 0.0

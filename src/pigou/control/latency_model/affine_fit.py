@@ -72,7 +72,7 @@ class AffineFit:
         return pair / self._sums.item(SLOPE) if pair > 0.0 else 0.0
 
     def observe(self, size: float, seconds: float, pairs: float = 0.0) -> None:
-        """Take in that something of this size took so many seconds, above 0."""
+        """Add that something of this size took so many seconds, above 0."""
         add_observation(
             (self._gram, self._moment, self._sums, self._scratch), self._keep, self.observed == 0,
             size, seconds, pairs,
@@ -85,7 +85,7 @@ def add_observation(
     arrays: tuple[Numbers, Numbers, Numbers, Numbers], keep: float, first: bool, size: float,
     seconds: float, pairs: float,
 ) -> None:  # fmt: skip
-    """Take in an observation, and fit the law anew.
+    """Add an observation, and fit the law anew.
 
     Args:
         arrays: gram (3, 3) and moment (3,), sums of least squares over size, 1 and pairs; `sums`

@@ -260,7 +260,7 @@ def itl_s(law: ItlLaw, n: float) -> float:
 
 @bare_kernel
 def prefill_s(law: PrefillLaw, prompts: int, tokens: float, pairs: float) -> float:
-    """Return the seconds that prompts take where nobody streams."""
+    """Return the seconds that prompts take without streams."""
     return law.base * prompts + law.token * tokens + law.pair * pairs
 
 

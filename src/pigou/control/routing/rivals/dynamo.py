@@ -84,7 +84,7 @@ def aggregated_costs(
         costs[PREFILL, i] = scale * max(left, 0.0)
         costs[DECODE, i] = float(blocks)
         costs[REQUESTS, i] = request_weight * float(decode_requests[w])
-        # In the order of the rows, as whoever adds them up again does: sums must be the same.
+        # In the order of the rows, so that later sums of the parts are the same.
         costs[TOTAL, i] = costs[PREFILL, i] + costs[DECODE, i] + costs[REQUESTS, i]
     return True
 

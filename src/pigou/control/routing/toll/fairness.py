@@ -1,4 +1,4 @@
-"""What seconds of slow streams count for more than others'; compiled."""
+"""Fairness: the extra weight of seconds of slow streams; compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pigou.control.routing.toll.columns import (
     WorkerLoad,
 )
 
-#: What a second counts at most.
+#: Largest weight of a second.
 _MAX_WEIGHT = 3.0
 
 
@@ -65,7 +65,7 @@ def fairness_terms(
     Args:
         request_s: seconds that requests take there (`write_request_times`).
         added_s: by which the next one makes them longer.
-        mean_s: of the fleet; infinite where nobody streams.
+        mean_s: of the fleet; infinite without streams.
         power: as of `second_weight`.
     """
     whole_s, own_s = request_s + added_s, 0.0
@@ -80,7 +80,7 @@ def write_request_times(
 ) -> float:
     """Write how long mean requests take on each decode worker; return the mean over all streams.
 
-    `Toll` has the formula (T_d). The mean is infinite where nobody streams: nobody is slower.
+    `Toll` has the formula (T_d). The mean is infinite without streams: then none is slow.
 
     Args:
         table: `Estimates.table`.

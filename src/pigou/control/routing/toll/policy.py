@@ -26,7 +26,7 @@ class TollParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         toll: share of the tolls that is charged; 0 is the selfish choice.
         overlap_weight: share of its cached prefix that a request counts on.
         fairness: how much more seconds count of streams that are slower than the fleet's mean, by
-            how much they are, to this power; 0 is the least mean time, whoever pays for it.
+            how much they are, to this power; 0 is the least mean time, however unequal.
         host_restore: seconds that a token from host memory takes, as a share of those to compute
             it; workers tell no rates. Above 1 makes no sense: they compute what is quicker so.
         storage_restore: the same for disk and object storage.
@@ -68,10 +68,10 @@ class Toll:
                   from 1 to (T_d + N (f_d(n + 1, K + t + N / 2) - f_d(n, K))) / T of h(r) - 1
 
     with f_d(n, K) = f_d(n) + context_token_d (K - context_mean n) for the K tokens that the streams
-    of d hold, f_d(n) being for n that hold as much as most: a step reads the keys and values of all
-    of them. h_p and g_p are tokens of the prefix that p has only in host memory, and only in
-    storage: they come back beside the steps, and delay nobody else. U_p are uncached tokens of the
-    prompts there, and V_p pairs of them with a token before (the attention of long prompts); z =
+    of d hold, f_d(n) being for n that hold the mean: a step reads the keys and values of all of
+    them. h_p and g_p are tokens of the prefix that p has only in host memory, and only in storage:
+    they come back beside the steps, and delay nobody else. U_p are uncached tokens of the prompts
+    there, and V_p pairs of them with a token before (the attention of long prompts); z =
     interference_base_d + interference_token_d u, pairs counted as the tokens that they take as long
     as, and Z_d the same of all prompts that wait at d; w = z where p = d and n > 0, s elsewhere;
     m_p the mean of s and c_p its variance by m_p^2; rho_p = Lambda_p m_p; v half the sum of c_p and
@@ -88,53 +88,53 @@ class Toll:
     prices"; Georgiou 2026, Eq. 7 gives the game). The queue's is Naor's ("The Regulation of Queue
     Size by Levying Tolls", Econometrica 1969), whose customers choose as prompts do here, between a
     queue and another way of known price: it counts those who come to p before its queue is shorter
-    than this prompt found it, each delayed by w; whoever would find it longer goes the other way.
+    than this prompt found it, each delayed by w; those who would find it longer go the other way.
     Those delays are of first tokens, and count with the tail (below): for sizes that is 4/3 in the
     mean, and for waits what seconds of theirs do, which are w (for the last who is delayed) to Q_p
     + w (for the next). His queue is M/M/1, where v is 1; others are like it with v prompts for one
     (the diffusion limit, in which only v tells them apart; Kingman 1962). G_p is the most that it
-    can be where p does nothing else: whoever routes the next prompt may send that the other way,
-    and all is as if this one had not come. It loses g = D - m_p less the wait it would have found,
-    Q_p - 1 / Lambda_p, for a prompt of mean length; D is the least of T_w + z'_w n - x_w (below).
-    That is G_p where rho_p < 1. Where more would come than p computes, a second in which it is idle
-    loses g / m_p; without this prompt it would be idle for exp(-Lambda_p Q_p) / Lambda_p until the
-    next, and what that loses is taken off. Lambda_p is who would come: the prompts of the whole
-    fleet, shared out among the workers that do nothing else, and of those the share that would
-    rather wait than go the other way. That is the mean, over waits from 0 to Q_p, of the share of
-    the prompts of late (`RecentPrompts`) that would have waited for longer (`patience_s`): Naor's
-    customers are all alike, these are not. For other workers it is those that were sent there of
-    late. The stall's: where streams run, chunks of a prompt are mixed with them and take z from
-    each of the n. `PrefillInterference` learns z, which is less than s where weights are read for
-    the streams anyway. Remote or local prefill is decided by these sums alone. Memory's is what a
-    block there is worth to those who come back (`RecentEvictions`), each second of computing it
-    again at what a second costs everybody here and now; it is 0 while nothing that is evicted
+    can be where p does nothing else: the next prompt may be sent the other way, and all is as if
+    this one had not come. It loses g = D - m_p less the wait it would have found, Q_p - 1 /
+    Lambda_p, for a prompt of mean length; D is the least of T_w + z'_w n - x_w (below). That is G_p
+    where rho_p < 1. Where more would come than p computes, a second in which it is idle loses g /
+    m_p; without this prompt it would be idle for exp(-Lambda_p Q_p) / Lambda_p until the next, and
+    what that loses is taken off. Lambda_p is who would come: the prompts of the whole fleet, shared
+    out among the workers that do nothing else, and of those the share that would rather wait than
+    go the other way. That is the mean, over waits from 0 to Q_p, of the share of the recent prompts
+    (`RecentPrompts`) that would have waited for longer (`patience_s`): Naor's customers are all
+    alike, these are not. For other workers it is those that were recently sent there. The stall's:
+    where streams run, chunks of a prompt are mixed with them and take z from each of the n.
+    `PrefillInterference` learns z, which is less than s where weights are read for the streams
+    anyway. Remote or local prefill is decided by these sums alone. Memory's is what a block there
+    is worth to those who come back (`Ghosts` of the prefix index), each second of computing it
+    again at what a second costs all requests there now; it is 0 while nothing that is evicted
     returns.
 
-    The place's is the rent of the place with the least stall, which the next prompt cannot have: a
-    prompt like most would go there, and now takes the next best (A') or comes beside this one,
-    whichever is cheaper. Without it a prompt waits behind another for as long as there is one
-    stream fewer to stall, though the next prompt stalls that stream then. z' is z of a prompt of
-    mean length, T_w when w would have computed that, and F when the prefill workers would have
-    (infinity without any), where it would go rather than stall for longer. It is the externality
-    of taking something scarce, as Vickrey ("Counterspeculation, Auctions, and Competitive Sealed
-    Tenders", 1961) prices it: the loss of whoever would have had it, one arrival ahead.
+    The slot's (`toll_place`) is the rent of the stream slot with the least stall, which the next
+    prompt cannot have: a mean prompt would go there, and now takes the next best (A') or comes
+    beside this one, whichever is cheaper. Without it a prompt waits behind another for as long as
+    there is one stream fewer to stall, though the next prompt stalls that stream then. z' is z of a
+    prompt of mean length, T_w when w would have computed that, and F when the prefill workers would
+    have (infinity without any), where it would go rather than stall for longer. It is the
+    externality of taking something scarce, as Vickrey ("Counterspeculation, Auctions, and
+    Competitive Sealed Tenders", 1961) prices it: the loss of the next who would have had it.
 
     With the tail the sum is the mean time, and a third of the longest time to the first token of
     ten requests, as expected: a mean distorted towards its tail (the dual power transform; Wang,
     "Premium Calculation by Transforming the Layer Premium Density", ASTIN Bulletin 1996). The one
     with the longest prompt is taken for the last of them. A prompt of rank R, from 0 for the
-    shortest of late to 1 for the longest, is the longest of ten with the density 10 R^9. Those as
-    long as each other share their places out evenly (`rank_weight`): where prompts are alike they
-    count alike, a third more than other seconds. A long wait makes a request the last of ten as
-    well. Waits are exponential in heavy traffic, with a mean in proportion to m_p and to the spread
-    of gaps and services (Kingman 1962), and each second of one counts by how likely the longest of
-    ten such waits ends there. The scale is that of what comes, and not of how long prompts waited
-    of late: prices change that, and each time they made it shorter a shorter wait would be taken
-    for a long one.
+    shortest recent one to 1 for the longest, is the longest of ten with the density 10 R^9. Those
+    as long as each other share their ranks (`rank_weight`): where prompts are alike they count
+    alike, a third more than other seconds. A long wait makes a request the last of ten as well.
+    Waits are exponential in heavy traffic, with a mean in proportion to m_p and to the spread of
+    gaps and services (Kingman 1962), and each second of one counts by how likely the longest of ten
+    such waits ends there. The scale is that of what comes, and not of how long prompts waited of
+    late: prices change that, and each time they made it shorter a shorter wait would be taken for a
+    long one.
 
     Slow streams count for more. A second on decode worker d, of its streams' or of this one's own,
-    counts h(r) = min(3, max(1, r^k)), r = T_d / T and k = `fairness`. T_d is how long a request
-    like most takes there, Q + m_d + N f_d(n, K) + Z_d with Q the mean of the decode workers' queues
+    counts h(r) = min(3, max(1, r^k)), r = T_d / T and k = `fairness`. T_d is how long a mean
+    request takes there, Q + m_d + N f_d(n, K) + Z_d with Q the mean of the decode workers' queues
     Q_d, and T the mean of T_d over all streams. That is fairness of degree k + 2 (Mo and Walrand,
     "Fair End-to-End Window-Based Congestion Control", IEEE/ACM Transactions on Networking 2000; the
     sum of times has degree 2, and the slowest alone has infinity), towards those that are slower

@@ -66,7 +66,7 @@ def slot_rent(
 ) -> tuple[int, float, float]:
     """Return the decode worker with the least stall, and what the next prompt loses with it.
 
-    `Toll` has the formula. Without two decode workers it is nobody's (-1), and 0. The third result
+    `Toll` has the formula. Without two decode workers it is -1, and 0. The third result
     is what the next prompt costs, itself and the streams, where no prefill worker computes it, less
     what bringing it from there would.
 
@@ -116,7 +116,7 @@ def _write_queues(
     table: Numbers, load_arrays: LoadArrays, under_way: UnderWayArrays, now_ns: int,
     patience: Numbers, output: float, queues: Numbers,
 ) -> tuple[int, float, float]:  # fmt: skip
-    """Write all rows of `queues`; return the place with a rent, that rent, and a mean request.
+    """Write all rows of `queues`; return the slot with a rent, that rent, and a mean request.
 
     Arguments are those of `price`, the results a row of workers (-1 for none) and seconds.
     """
@@ -239,7 +239,7 @@ def price(
             memory_toll, toll * rent_s if decoder == best else 0.0,
             rank * ttft_s + queues[WAIT_TAIL_S, computer] + slow_s,
         )  # fmt: skip
-        # In the order of the rows, as whoever adds them up again does: sums must be the same.
+        # In the order of the rows, so that later sums of the parts are the same.
         total = 0.0
         for row in range(_PARTS):
             costs[row, i] = parts[row]

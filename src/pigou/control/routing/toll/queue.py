@@ -30,7 +30,7 @@ from pigou.control.routing.toll.tail import wait_tail
 #: Variances that are taken for none at all would make some tolls infinite.
 _MIN_CV2 = 0.05
 _MAX_POWER = 50.0
-#: What a second counts by which others' first tokens are delayed, their waits left out: their sizes
+#: Weight of a second by which others' first tokens are delayed, their waits left out: their sizes
 #: add a third in the mean (`rank_weight`).
 _MEAN_WEIGHT = 4.0 / 3.0
 
@@ -42,8 +42,8 @@ def write_waits(
 ) -> None:  # fmt: skip
     """Write the seconds of all prompts that each worker has to compute, by its law.
 
-    The first is under way, and as far as the time since it began. It is not taken for done before
-    it is told to be, and takes nothing from those behind it when it is late.
+    The first has run since it began. It counts as running until its end is told; when it is late,
+    it takes nothing off the prompts behind it.
 
     Args:
         table: `Estimates.table`.
@@ -109,7 +109,7 @@ def joining_share(wait_s: float, patience: Numbers) -> float:
     Args:
         wait_s: seconds of the queue.
         patience: seconds that recent prompts would have waited rather than go the other way,
-            (prompts,). Without any, everybody joins.
+            (prompts,). Without any, all join.
     """
     if wait_s <= 0.0 or len(patience) == 0:
         return 1.0
@@ -156,16 +156,16 @@ def write_queue_tolls(
     """
     workers = prefills.shape[0]
     arrivals, mean = table[ARRIVALS], table[MEAN_PREFILL]
-    everybody, apart = 0.0, 0
+    total_rate, prefill_only = 0.0, 0
     for w in range(workers):
-        everybody += arrivals[w]
-        apart += prefills[w] and not decodes[w]
+        total_rate += arrivals[w]
+        prefill_only += prefills[w] and not decodes[w]
     for w in range(workers):
         mean_s, wait_s = max(mean[w], 1e-9), queues[WAIT_S, w]
-        fleet_rate, rate, limit_s = everybody, arrivals[w], math.inf
+        fleet_rate, rate, limit_s = total_rate, arrivals[w], math.inf
         if prefills[w] and not decodes[w]:
             fleet_rate = table[FLEET_ARRIVALS, w]
-            rate = fleet_rate / apart * joining_share(wait_s, patience)
+            rate = fleet_rate / prefill_only * joining_share(wait_s, patience)
             limit_s = toll_limit(wait_s, mean_s, rate, local_s - mean[w])
         queues[TOLL_LIMIT_S, w] = limit_s
         queues[DELAYED_PROMPTS, w] = delayed_at(

@@ -21,8 +21,7 @@ from pigou.control.routing.toll.columns import (
 
 #: The longest of so many requests is what the tail is about.
 _REQUESTS = 10.0
-#: Prompts that are remembered: what most are like is known by then, and what they were like before
-#: is forgotten.
+#: Prompts that are remembered: enough to know their sizes, few enough to forget old ones.
 _REMEMBERED = 128
 
 
@@ -37,7 +36,7 @@ class RecentPrompts:
 
     @property
     def sizes(self) -> Numbers:
-        """Tokens that nobody had cached, shape (prompts,), in no order."""
+        """Uncached tokens of each, shape (prompts,), in no order."""
         return self._sizes.values
 
     @property
@@ -49,7 +48,7 @@ class RecentPrompts:
         return self._patience.values
 
     def record(self, size: float, patience: float) -> None:
-        """Take in a prompt; `patience` is NaN for one without a choice."""
+        """Add a prompt; `patience` is NaN for one without a choice."""
         self._sizes.push(size)
         if not math.isnan(patience):
             self._patience.push(patience)
@@ -71,7 +70,7 @@ class _Ring:
 
 @bare_kernel_over("control/routing/toll", "control/latency_model")
 def rank_weight(size: float, sizes: Numbers) -> float:
-    """Return how much more a second counts that a prompt of this size waits: 10 R^9 / 3.
+    """Return the extra weight of a second that a prompt of this size waits: 10 R^9 / 3.
 
     R is its rank among recent prompts, from 0 (the shortest) to 1. Prompts of one size share their
     ranks: the mean over them is (u^10 - b^10) / (3 (u - b)). b is the share that is shorter, u the
