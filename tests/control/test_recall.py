@@ -89,9 +89,9 @@ class Driver:
         return Counter(self.at.values())
 
 
-def all_down(workers: int, requests: int) -> Driver:
+def all_down(workers: int, requests: int, **options: object) -> Driver:
     """Return a driver whose workers have all died, and then requests came, at 2 s."""
-    driver = Driver(workers)
+    driver = Driver(workers, **options)  # type: ignore[arg-type]
     for number in range(workers):
         driver.up(number, 0)
     for number in range(workers):
@@ -119,6 +119,19 @@ def test_workers_that_come_back_one_after_another_share_the_queue(
             driver.tick(now)
     assert sorted(driver.shares().values()) == [40, 40, 40]
     assert not driver.shed
+
+
+@pytest.mark.parametrize("workers", [3, 8, 16])
+def test_workers_without_a_limit_of_streams_share_as_others_do(workers: int) -> None:
+    """Their limit is 2^60, of which the sum over eight is beyond 64 bits."""
+    driver = all_down(workers, requests=10 * workers, max_inflight=2**60)
+    driver.up(0, 3 * SECOND)
+    assert driver.shares() == {"w0": 10}
+    for number in range(1, workers):
+        driver.up(number, 3 * SECOND)
+    assert sorted(driver.shares().values()) == [10] * workers
+    driver.up(0, 4 * SECOND)
+    assert sorted(driver.shares().values()) == [10] * workers
 
 
 def test_a_worker_that_never_comes_back_keeps_nobody_waiting_for_long() -> None:

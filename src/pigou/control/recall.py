@@ -86,7 +86,7 @@ def to_move(
     for pool, held in stages:
         if not pool[own]:
             continue
-        total, whole = int(held[pool].sum()), int(max_streams[pool].sum())
+        total, whole = int(held[pool].sum()), sum(max_streams[pool].tolist())
         for row in np.flatnonzero(pool).tolist():
             share = math.ceil(total * int(max_streams[row]) / whole)
             excess = int(held[row]) - share
@@ -153,8 +153,10 @@ class ReturningWorkers:
         expected = sum(self.away(now).values())
         if not expected:
             return None
-        whole = int(max_streams.sum()) + expected
-        shares: NDArray[np.int64] = np.ceil(requests * max_streams / whole).astype(np.int64)
+        whole = sum(max_streams.tolist()) + expected  # of Python's integers: none overflows
+        shares: NDArray[np.int64] = np.ceil(
+            requests * max_streams.astype(np.float64) / whole
+        ).astype(np.int64)
         return shares
 
     def _forget(self, now: int) -> None:

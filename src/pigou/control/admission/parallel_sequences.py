@@ -60,7 +60,7 @@ def max_per_request(
     if limit:
         return limit
     sequences = max_per_worker(known, capacity.max_streams(state, UNLIMITED))
-    return int(sequences[state.columns.decodes].sum())
+    return sum(sequences[state.columns.decodes].tolist())
 
 
 def has_capacity(
