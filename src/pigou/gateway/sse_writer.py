@@ -16,7 +16,7 @@ from pigou.wire.errors import TYPES, APIError, error_body
 from pigou.wire.sse import DONE, frame
 
 #: Bytes that may wait for a slow client before its worker is not read any further.
-_HIGH_WATER = 256 * 1024
+HIGH_WATER = 256 * 1024
 _LOOK_S = 0.01
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
@@ -83,9 +83,9 @@ class SSEWriter:
         if transport is None or transport.is_closing():
             return False
         transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return bool(transport.get_write_buffer_size() < _HIGH_WATER)
+        return bool(transport.get_write_buffer_size() < HIGH_WATER)
 
-    async def drain(self, max_waiting_bytes: int = _HIGH_WATER) -> None:
+    async def drain(self, max_waiting_bytes: int = HIGH_WATER) -> None:
         """Wait until fewer than `max_waiting_bytes` wait for the client.
 
         Raises:

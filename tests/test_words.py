@@ -1,0 +1,100 @@
+"""The project speaks the field's language: words that its identifiers do not use.
+
+docs/glossary.md has the words that they use instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src" / "pigou"
+
+#: No identifier has one of these as a part (`seat_count`, `LongestSeat`).
+_PARTS = """
+    alike among appraise assessment attend audit awake beside beyond came coming desk dialect
+    foresight found handed harvest harvested landed lately least lend lender lenders lent most
+    mould moulds mover outlet pilot rehearsal rehearse rerun rested revive scene seat seated seats
+    settlement slowness speller splice tally tiering told transcript twin twins unread usual vacate
+    withdraw
+"""
+PARTS = frozenset(_PARTS.split())
+#: No identifier is one of these.
+_WHOLE = """
+    alone asked behind each earlier ends facts grant gains here hold joined kept later leading
+    longest losses nearest offered place plain reach seal shelf stated team there waited waits
+    weigh which whose worth
+"""
+WHOLE = frozenset(_WHOLE.split())
+#: Names of the field, and names of options and keys of files that users hold on to.
+ALLOWED = frozenset({"least_loaded", "LeastLoaded"})
+KEYS = frozenset(
+    {
+        ("config.py", "least"), ("control/saturation/cusum_detector.py", "least_scale"),
+        ("kv/tier_eviction/rivals/ranked.py", "least"), ("request.py", "hold"),
+        ("sim/network.py", "ends"), ("sim/timing_measured.py", "alone"),
+        ("worker/config.py", "eviction_least"), ("worker/config.py", "rehearse"),
+        ("workload/workload_spec.py", "hold"),
+    }
+)  # fmt: skip
+
+
+def parts(identifier: str) -> list[str]:
+    return [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)]
+
+
+def forbidden(identifier: str) -> bool:
+    if identifier in ALLOWED:
+        return False
+    return identifier.strip("_").lower() in WHOLE or not PARTS.isdisjoint(parts(identifier))
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the names that a module defines or assigns, with their lines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name, node.lineno
+            case ast.ClassDef(name=name):
+                yield name, node.lineno
+            case ast.arg(arg=name):
+                yield name, node.lineno
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name, node.lineno
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name, node.lineno
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(SRC))
+
+
+@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=name)
+def test_identifiers_are_words_of_the_field(path: Path) -> None:
+    assert not forbidden(path.stem)
+    words = identifiers(ast.parse(path.read_text()))
+    bad = {word: line for word, line in words if forbidden(word) and (name(path), word) not in KEYS}
+    assert not bad, "see docs/glossary.md for the word"
+
+
+def test_every_exempted_key_is_still_there() -> None:
+    for file, key in KEYS:
+        assert key in {word for word, _ in identifiers(ast.parse((SRC / file).read_text()))}
+
+
+@pytest.mark.parametrize(
+    ("identifier", "is_forbidden"),
+    [
+        ("found", True), ("_Seats", True), ("MOST_TENANTS", True), ("longest", True),
+        ("longest_prefix", False), ("least_loaded", False), ("max_tenants", False),
+        ("foundation", False), ("placement", False),
+    ],
+)  # fmt: skip
+def test_a_word_is_found_as_a_part_and_never_inside_another(
+    identifier: str, is_forbidden: bool
+) -> None:
+    assert forbidden(identifier) == is_forbidden
