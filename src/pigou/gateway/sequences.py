@@ -19,8 +19,7 @@ import msgspec
 from pigou.control.messages import Choice, GroupEnded
 from pigou.gateway.gateway_request import GatewayRequest
 from pigou.gateway.plane_driver import PlaneDriver
-from pigou.gateway.sse_writer import HIGH_WATER
-from pigou.gateway.sse_writer import SSEWriter
+from pigou.gateway.sse_writer import HIGH_WATER, SSEWriter
 from pigou.wire.errors import bad_request
 from pigou.wire.sse import DONE, DONE_PAYLOAD, Reader, frame
 
