@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pigou.request import Ints
 from pigou.runtime.batch import PromptChunk, StepBatch
-from pigou.runtime.kv_cache import KVCache
+from pigou.runtime.kv_cache import KEYS, VALUES, KVCache
 from pigou.runtime.model_config import ModelConfig
 from pigou.runtime.rotary_embedding import rotary_table, rotate
 from pigou.runtime.tensor_io import upload
@@ -239,8 +239,8 @@ class PagedAttention:
         both = self._gathered[: 2 * half].view(wide)
         torch.index_select(self.cache.data[:, layer], 0, past.blocks, out=both)
         shape = (past.sequences, blocks // past.sequences, config.kv_heads)
-        keys = both[:, 0].view(*shape, config.head_dim, size).permute(0, 2, 1, 4, 3)
-        values = both[:, 1].view(*shape, size, config.head_dim).permute(0, 2, 1, 3, 4)
+        keys = both[:, KEYS].view(*shape, config.head_dim, size).permute(0, 2, 1, 4, 3)
+        values = both[:, VALUES].view(*shape, size, config.head_dim).permute(0, 2, 1, 3, 4)
         flat = (past.sequences, config.kv_heads, -1, config.head_dim)
         return keys.reshape(flat), values.reshape(flat)
 

@@ -19,6 +19,8 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 #: Halves of a layer's block: the third axis of `KVCache.data`.
 KEYS, VALUES = 0, 1
+#: Columns of moves: of blocks in a plan, or of entries in a row.
+SOURCE, TARGET = 0, 1
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -143,13 +145,13 @@ def move_blocks(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in
         queue_moves(raw, host, swap_out, copies, swap_in)
         return
     if len(swap_out):
-        rows = raw[_index(swap_out[:, 0], raw.device)]
-        host[_index(swap_out[:, 1], cpu)] = rows.to(cpu)
+        rows = raw[_index(swap_out[:, SOURCE], raw.device)]
+        host[_index(swap_out[:, TARGET], cpu)] = rows.to(cpu)
     if len(copies):
-        raw[_index(copies[:, 1], raw.device)] = raw[_index(copies[:, 0], raw.device)]
+        raw[_index(copies[:, TARGET], raw.device)] = raw[_index(copies[:, SOURCE], raw.device)]
     if len(swap_in):
-        rows = host[_index(swap_in[:, 0], cpu)]
-        raw[_index(swap_in[:, 1], raw.device)] = rows.to(raw.device)
+        rows = host[_index(swap_in[:, SOURCE], cpu)]
+        raw[_index(swap_in[:, TARGET], raw.device)] = rows.to(raw.device)
 
 
 def queue_moves(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in: Ints) -> None:
@@ -157,7 +159,7 @@ def queue_moves(raw: Tensor, host: Tensor, swap_out: Ints, copies: Ints, swap_in
     for source, target in swap_out.tolist():
         host[target].copy_(raw[source], non_blocking=True)
     if len(copies):
-        raw[_index(copies[:, 1], raw.device)] = raw[_index(copies[:, 0], raw.device)]
+        raw[_index(copies[:, TARGET], raw.device)] = raw[_index(copies[:, SOURCE], raw.device)]
     for source, target in swap_in.tolist():
         raw[target].copy_(host[source], non_blocking=True)
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pigou.compiled import kernel
 from pigou.request import Ints
 from pigou.runtime.batch import POSITION, ROW, SLOT
+from pigou.runtime.kv_cache import SOURCE, TARGET
 from pigou.runtime.simd import LANES, accumulate
 
 Floats = NDArray[np.float32]
@@ -23,8 +24,6 @@ Floats = NDArray[np.float32]
 POSITION_LINE = 0
 FIRST_FIELD_LINE = MASS_LINE = 1
 AFTER_MASS_LINE = 2
-#: Columns of a move of `pair_holes`.
-SOURCE, TARGET = 0, 1
 #: Bytes of a float32.
 _FLOAT_BYTES = 4
 

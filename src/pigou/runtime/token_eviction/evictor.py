@@ -14,7 +14,7 @@ from pigou.config import EvictionConfig
 from pigou.engine.plan import Compaction, Load, Plan, Started
 from pigou.request import Ints
 from pigou.runtime.batch import StepBatch
-from pigou.runtime.kv_cache import KEYS, VALUES, KVCache
+from pigou.runtime.kv_cache import KEYS, TARGET, VALUES, KVCache
 from pigou.runtime.simd import LANES
 from pigou.runtime.tensor_io import stored
 from pigou.runtime.token_eviction import entry_stats_kernels
@@ -209,7 +209,7 @@ class Evictor:
 
     def _start(self, started: Started, owner: Owner, plan: Plan) -> None:
         """Take up a row; its own entries begin where blocks stop that others may have."""
-        row, swapped = started.row, plan.swap_in[:, 1]
+        row, swapped = started.row, plan.swap_in[:, TARGET]
         own = self._loading.pop(started.request, started.computed)
         back = np.isin(self.tables[row, : -(-started.computed // self.size)], swapped)
         if back.any():

@@ -158,8 +158,8 @@ class PaperModel:
         A token's logits are those of the step that stores its keys and values.
         """
         hidden = torch.relu(torch.addmm(self.bias, logits.float(), self.into))
-        both = torch.addmm(self.last, hidden, self.out)
-        return both[:, 0].sigmoid(), both[:, 1].clamp(-40.0, 0.0).exp()
+        mean, log_variance = torch.addmm(self.last, hidden, self.out).unbind(-1)
+        return mean.sigmoid(), log_variance.clamp(-40.0, 0.0).exp()
 
     def save(self, path: Path) -> None:
         """Write the weights as an npz archive, in half precision."""
@@ -187,6 +187,8 @@ def read_weights(path: Path, kind: type[Any]) -> dict[str, Tensor]:
 #: Trained on the bundled model and two of random weights; `tools/train_returns.py generic` trains
 #: it on any number.
 GENERIC = Path(__file__).with_name("generic.npz")
+#: Columns of `GenericReturns.birth`: logarithms of the norms of key and value.
+KEY_NORM, VALUE_NORM = 0, 1
 
 
 def relative(now: Tensor) -> Tensor:
@@ -233,9 +235,9 @@ class GenericReturns:
         """Score entries, of which those of one layer and head are compared with each other."""
         now = features(content, masses, age).mT
         hidden = F.silu(relative(now) @ self.value_in + self.value_bias)
-        out = hidden @ self.value_out + self.value_last
-        size = content[..., 1].mean(-1, keepdim=True)
-        return out[..., 0] + POWER * size, out[..., 1].clamp(*LOG_SIGMA_BOUNDS).exp()
+        mean, log_sigma = (hidden @ self.value_out + self.value_last).unbind(-1)
+        size = content[..., VALUE_NORM].mean(-1, keepdim=True)
+        return mean + POWER * size, log_sigma.clamp(*LOG_SIGMA_BOUNDS).exp()
 
     def save(self, path: Path) -> None:
         """Write the weights as an npz archive."""
