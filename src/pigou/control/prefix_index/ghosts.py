@@ -53,11 +53,13 @@ class Ghosts:
 
     Attributes:
         arrays: fields of `GhostArrays`; the kernels of events write them.
+        capacity: blocks that it has room for.
     """
 
     def __init__(self) -> None:
         blocks: Words = np.zeros((0, 2), dtype=np.uint64)
         self.arrays: GhostTuple = blocks, np.zeros((2, _WORKERS))
+        self.capacity = 0
         self._zeros: Rates = np.zeros(0)
 
     @property
@@ -76,10 +78,9 @@ class Ghosts:
 
     def reserve(self, held: int) -> None:
         """Make room before evictions; all workers hold so many blocks."""
-        blocks, counts = self.arrays
-        if held > len(blocks):
-            size = max(_MIN_BLOCKS, 1 << (held - 1).bit_length())
-            self.arrays = np.zeros((size, 2), dtype=np.uint64), counts
+        if held > self.capacity:
+            self.capacity = max(_MIN_BLOCKS, 1 << (held - 1).bit_length())
+            self.arrays = np.zeros((self.capacity, 2), dtype=np.uint64), self.arrays[1]
 
     def recomputed_share(self, workers: NDArray[np.int64]) -> Rates:
         """Return blocks computed again for each that was stored, 0 to 1, (workers,).

@@ -291,8 +291,10 @@ class PrefixIndex:
         media = TIER_BITS.get(medium, STORAGE_BIT)
         if media == DEVICE_BIT:
             self._removed += len(hashes)
-        self._ghosts.reserve(self._blocks)
-        self._blocks += cache.remove(self._table, self._ghosts, hashes, media)
+        ghosts = self._ghosts
+        if self._blocks > ghosts.capacity:
+            ghosts.reserve(self._blocks)
+        self._blocks += cache.remove(self._table, ghosts, hashes, media)
 
     def _clear(self, cache: WorkerCache, entries: WorkerEntries) -> None:
         self._change(cache, entries, entries.clear())
