@@ -79,8 +79,11 @@ def test_the_openai_client_runs_a_whole_loop_of_tools(
         assert answer.choices[0].message.content
 
 
-def stream_of_calls(fleet: Fleet, kill_at: int | None) -> tuple[str, list[Any]]:
-    """Follow a stream of calls; kill the decode workers after some of its chunks."""
+def stream_of_calls(fleet: Fleet, kill_at: int | None) -> tuple[str, list[Any]] | None:
+    """Follow a stream of calls; kill its decode worker after some of its chunks.
+
+    None is returned where the stream had ended before its worker could be killed.
+    """
     words = {"type": "string", "minLength": 700, "maxLength": 800}
     parameters = {"type": "object", "properties": {"words": words}, "required": ["words"]}
     tools = [{"type": "function", "function": {"name": "say", "parameters": parameters}}]
@@ -109,14 +112,18 @@ def stream_of_calls(fleet: Fleet, kill_at: int | None) -> tuple[str, list[Any]]:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
     if kill_at is not None:
-        assert len(pids) == 1, "the stream had ended before its worker could be killed"
+        assert len(pids) <= 1
+        if not pids:
+            return None
         fleet.recovered(pids)
     return finish, calls
 
 
 def test_a_stream_of_calls_survives_the_death_of_its_worker(real: Fleet) -> None:
     whole = stream_of_calls(real, None)
+    assert whole is not None
     assert whole[0] == "tool_calls"
     assert len(json.loads(whole[1][0]["function"]["arguments"])["words"]) >= 700
     for kill_at in (1, 3, 12):
-        assert stream_of_calls(real, kill_at) == whole
+        tries = (stream_of_calls(real, kill_at) for _ in range(8))
+        assert next((calls for calls in tries if calls is not None), None) == whole
