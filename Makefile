@@ -19,7 +19,7 @@ gpu: $(VENV)/.serve
 	$(BIN)/python -m pigou.gpu_check $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "$(FAST)" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "$(FAST)" $(ARGS)
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
