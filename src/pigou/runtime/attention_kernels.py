@@ -10,7 +10,7 @@ change in simd.py the cached kernels must be removed.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,35 +42,14 @@ QUERY_NORM, KEY_NORM = 0, 1
 _FLOAT_BYTES = 4
 
 
-class HeadRotation(NamedTuple):
-    """What query and key heads go through before attention: a norm and a rotation.
-
-    Attributes:
-        norms: weights of the query heads' norm and of the key heads', shape (2, head_dim), or
-            (2, 0) for none.
-        eps: of these norms.
-        turns: cosines and sines by position, shape (positions, head_dim).
-    """
-
-    norms: Stored
-    eps: float
-    turns: Floats
-
-
-class PagedLayer(NamedTuple):
-    """One layer of the cache, and where a step's tokens are in it.
-
-    Attributes:
-        locations: position, slot and row of the batch of each token, shape (3, at least tokens).
-        tables: block ids by row of the batch, shape (rows, blocks).
-        kv: the layer, shape (blocks, 2, kv_heads, head_dim * block_size).
-        block_size: tokens in a block.
-    """
-
-    locations: Ints
-    tables: Ints
-    kv: Stored
-    block_size: int
+#: Norm and rotation of query and key heads: weights of both norms, shape (2, head_dim), or (2, 0)
+#: for none; their eps; cosines and sines by position, shape (positions, head_dim). It is a plain
+#: tuple, as are the next ones, since numba takes those several times faster than named ones.
+HeadRotation: TypeAlias = tuple[Stored, float, Floats]
+#: One layer of the cache, and where a step's tokens are in it: position, slot and row of the batch
+#: of each token, shape (3, at least tokens); block ids by row of the batch, shape (rows, blocks);
+#: `kv`; tokens in a block.
+PagedLayer: TypeAlias = tuple[Ints, Ints, Stored, int]
 
 
 @fast
@@ -217,7 +196,7 @@ def add_mass(
         entries: that it has.
         block_size: tokens in a block.
     """
-    numbers, layer = target.numbers, target.layer
+    numbers, layer, _ = target
     start, stride = (own + block_size - 1) // block_size, scores.shape[1]
     for slot in range(own, min(start * block_size, entries)):
         block, offset = table[slot // block_size], slot % block_size
@@ -270,7 +249,8 @@ def decode(
         scores = scratch[: queries * stride].reshape(queries, stride)
         attention_probabilities(query, kv, table, head, slot + 1, slot + 1, block_size, scores)
         if mass is not None:
-            own = mass.owns[locations[ROW, token]]
+            _, _, owns = mass
+            own = owns[locations[ROW, token]]
             add_mass(scores, group, mass, head, table, own, slot + 1, block_size)
         weighted_values(scores, kv, table, head, slot + 1, block_size, result)
         for j in range(group):

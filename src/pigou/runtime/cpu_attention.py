@@ -62,8 +62,8 @@ class CPUAttention(PagedAttention):
         norms, eps = self._no_norm, 0.0
         if norm is not None:
             norms, eps = self._norm(layer, norm), norm.eps
-        rotation = kernels.HeadRotation(norms, eps, self._table)
-        cached = kernels.PagedLayer(batch.locations, self.tables, kv, size)
+        rotation = (norms, eps, self._table)
+        cached = (batch.locations, self.tables, kv, size)
         if batch.singles:
             tasks = (0, batch.singles * config.kv_heads)
             mass = None if self.watch is None else self.watch.target(layer)

@@ -296,7 +296,7 @@ class AttentionMassTracker:
     def target(self, layer: int) -> MassTarget:
         """Return where `attention_kernels.decode` adds to."""
         assert isinstance(self.stats, CPUEntryStats)
-        return MassTarget(self.stats.array, layer, self.owns)
+        return self.stats.array, layer, self.owns
 
     def absorb(
         self, layer: int, sums: Floats, tiles: Ints, folds: np.ndarray, tables: Ints

@@ -6,7 +6,7 @@ is the same memory as int32, whose first line of a head holds positions.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,18 +28,9 @@ AFTER_MASS_LINE = 2
 _FLOAT_BYTES = 4
 
 
-class MassTarget(NamedTuple):
-    """Where the probabilities that entries receive are added up.
-
-    Attributes:
-        numbers: side data of the entries (`EntryStats.numbers`).
-        layer: of the model.
-        owns: first entry that is not shared, by row of the batch, shape (rows,).
-    """
-
-    numbers: Floats
-    layer: int
-    owns: Ints
+#: Where the probabilities that entries receive are added up: `numbers`, the layer of the model,
+#: and the first entry that is not shared, by row of the batch, shape (rows,).
+MassTarget: TypeAlias = tuple[Floats, int, Ints]
 
 
 @kernel
