@@ -174,7 +174,13 @@ def _met(window: Sequence[Prompt], row: dict[str, int], fleet: CachingFleet) -> 
     tokens = np.array([prompt.tokens for prompt in window]) - blocks[:, 1] * fleet.block_size
     known = fleet.estimates
     bare = known.prefill_base[rows] + known.prefill_token[rows] * np.maximum(tokens, 1.0)
-    return float(weights @ bare), float(weights @ (bare + _computing(fleet, rows, *blocks.T)))
+    missed = bare + _computing(fleet, rows, *blocks.T)
+    return _weighted_sum(weights, bare), _weighted_sum(weights, missed)
+
+
+def _weighted_sum(weights: Floats, seconds: Floats) -> float:
+    """Return the sum of products, in an order that does not depend on the machine's BLAS."""
+    return float((weights * seconds).sum())
 
 
 def _new(branches: Sequence[Branch], row: dict[str, int], fleet: CachingFleet) -> float:
@@ -183,8 +189,8 @@ def _new(branches: Sequence[Branch], row: dict[str, int], fleet: CachingFleet) -
         return 0.0
     firsts = [branch.first for branch in branches if branch.first]
     rows = np.array([row[worker] for worker, _ in firsts])
-    weights = [weight for _, weight in firsts]
-    return float(weights @ _computing(fleet, rows, *_spans(branches)))
+    weights = np.array([weight for _, weight in firsts])
+    return _weighted_sum(weights, _computing(fleet, rows, *_spans(branches)))
 
 
 def _demand(branches: Sequence[Branch], row: dict[str, int]) -> Floats:
