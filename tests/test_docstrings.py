@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import itertools
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("src", "benchmarks", "tools")
@@ -89,6 +95,50 @@ def test_a_docstring_lists_attributes_that_the_class_has() -> None:
         if name not in own[cls.name].union(*(own.get(base, set()) for base in bases(cls)))
     ]
     assert wrong == []
+
+
+def example(node: ast.ClassDef) -> str:
+    """Return the code of the `Example:` of a class's docstring; empty without one."""
+    _, _, after = (ast.get_docstring(node) or "").partition("Example:\n")
+    lines = itertools.takewhile(lambda line: not line or line.startswith(" "), after.split("\n"))
+    return textwrap.dedent("\n".join(lines))
+
+
+EXAMPLES = {
+    node.name: (path, example(node))
+    for path, tree in modules()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ClassDef) and example(node)
+}
+
+
+def test_classes_that_others_build_on_have_an_example() -> None:
+    assert EXAMPLES.keys() >= {
+        "AdmissionController", "BlockPool", "ControlPlane", "Detokenizer", "EngineCore",
+        "GatewayServer", "LatencyModel", "LoadGenerator", "PoAEstimator", "PrefixCache",
+        "PrefixIndex", "RequestLifecycle", "Simulation", "Supervisor", "Suspicion", "Tenure",
+        "Tier", "Tiers",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_code(name: str) -> None:
+    compile(EXAMPLES[name][1], name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["AdmissionController", "BlockPool", "ControlPlane", "Detokenizer", "LatencyModel",
+     "PoAEstimator", "PrefixIndex", "RequestLifecycle", "Suspicion", "Tenure"],
+)  # fmt: skip
+def test_an_example_that_needs_nothing_else_runs(name: str) -> None:
+    path, code = EXAMPLES[name]
+    module = ".".join(path.with_suffix("").parts[1:])
+    names: dict[str, Any] = {"now": 0}
+    for nouns in ("request", "events", "config", "control.messages", "lifecycle.messages", module):
+        full = nouns if nouns == module else f"pigou.{nouns}"
+        names |= vars(importlib.import_module(full))
+    exec(code, names)
 
 
 def test_listed_names_are_read_from_their_section_alone() -> None:

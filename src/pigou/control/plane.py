@@ -61,6 +61,13 @@ class ControlPlane:
     by a later call. A routed one weighs on its workers until `Ended`, or until it is submitted
     again because its worker failed: then it goes before new requests, and is never shed for lack
     of space. All calls take `now` in nanoseconds, which must not fall.
+
+    Example:
+        plane = ControlPlane(ControlConfig(policy="least-loaded"))
+        plane.observe(WorkerUp(Worker("w0", "http://127.0.0.1:8001")), now=0)
+        route = plane.submit(Request("r1", prompt=700, max_tokens=64), now=1)
+        assert route.choice.decode == "w0"
+        plane.observe(Ended("r1", FinishReason.STOP), now=2)
     """
 
     def __init__(self, config: ControlConfig, policy: RoutingPolicy | None = None) -> None:

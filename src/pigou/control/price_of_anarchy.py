@@ -101,6 +101,12 @@ class PoAEstimator:
     Laws are of stretch against load. Stretch is a stage's seconds over those that its work would
     take on an idle worker of median speed. So requests of unequal size can be compared, and a
     slow worker shows in its law.
+
+    Example:
+        estimator = PoAEstimator()
+        times = RequestTimes(0, 1, 2, 3, "", "w0", uncached=9, pairs=36, generated=4)
+        estimator.ended(times)
+        assert "1 requests ended" in estimator.unknown(now=4)
     """
 
     def __init__(self) -> None:

@@ -33,11 +33,10 @@ from pigou.request import NEVER, FinishReason, Ints, Request, no_hashes
 class EngineCore:
     """Continuous batching over paged, shared blocks; a state machine without a clock.
 
-    ```
-    core.add(Request("a", prompt=700, max_tokens=64, hashes=hashes))
-    plan = core.schedule(now)                             # what to compute, for some steps
-    effects = core.apply(plan, executor.execute(plan))    # tokens, ended requests, KV events
-    ```
+    Example:
+        core.add(Request("a", prompt=700, max_tokens=64, hashes=hashes))
+        plan = core.schedule(now)                             # what to compute, for some steps
+        effects = core.apply(plan, executor.execute(plan))    # tokens, ended requests, KV events
 
     `schedule` and `apply` alternate; all other calls may come at any moment, also between the two.
     A plan without entries need not be applied.

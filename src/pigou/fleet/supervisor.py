@@ -20,7 +20,12 @@ _ATTACH_S = 15.0
 
 
 class Supervisor:
-    """Runs the members of a fleet; every one in a task of its own."""
+    """Runs the members of a fleet; every one in a task of its own.
+
+    Example:
+        supervisor = Supervisor(plane_driver, [LocalWorker(id="w0", role=Role.BOTH)])
+        await supervisor.start()
+    """
 
     def __init__(
         self,

@@ -27,6 +27,12 @@ class BlockPool:
     queue from its tail to its head, and a hit takes blocks out of the queue.
 
     Arrays are described in `pigou.kv.block_pool_kernels`; `PrefixCache` works on the same ones.
+
+    Example:
+        pool = BlockPool(8)
+        table = np.empty(3, dtype=np.int32)
+        pool.allocate(table)  # one reference to each of three blocks
+        assert pool.free == 5
     """
 
     def __init__(self, blocks: int) -> None:

@@ -41,11 +41,10 @@ class NewlyCached(NamedTuple):
 class PrefixCache:
     """Hash to block, over the blocks of a pool. A block's parent is always cached, too.
 
-    ```
-    cache = PrefixCache(BlockPool(1024))
-    cache.cache_full_blocks(table, hashes, 0, len(hashes))  # once the blocks are computed
-    blocks, idle = cache.match(hashes, len(hashes))         # the next request with this prefix
-    ```
+    Example:
+        cache = PrefixCache(BlockPool(1024))
+        cache.cache_full_blocks(table, hashes, 0, len(hashes))  # once the blocks are computed
+        blocks, idle = cache.match(hashes, len(hashes))         # the next request with this prefix
     """
 
     def __init__(self, pool: BlockPool) -> None:

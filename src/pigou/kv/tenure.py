@@ -38,6 +38,10 @@ class Tenure:
     fields are those of the Tenure Principle (seed `throughput-mechanics`); the token ids, or
     whatever else the artifact was made of, join them in the cache key.
 
+    Example:
+        alice, bob = Tenure(tenant="alice"), Tenure(tenant="bob")
+        assert alice.encode() != bob.encode()  # no block of one is ever a hit of the other
+
     Attributes:
         tenant: whose request it is.
         cache_salt: the request's own `cache_salt`.

@@ -31,13 +31,13 @@ class Tier:
     given from their beginning on: a list of keys or blocks is a run of one chain, parent before
     child. `now` is in nanoseconds of the epoch, and never falls.
 
-    ```
-    n = tier.find(keys, now)                      # leading keys that are held and not expired
-    tier.hit(keys[:n], now)                       # they are used
-    admitted, evicted = tier.admit(blocks, now)   # blocks: those from keys[n] on, say
-    tier.pin(admitted) ... tier.unpin(admitted)   # while they are written
-    tier.drop(keys); tier.expire(now)             # for any other reason
-    ```
+    Example:
+        n = tier.find(keys, now)                      # leading keys that are held and not expired
+        tier.hit(keys[:n], now)                       # they are used
+        admitted, evicted = tier.admit(blocks, now)   # blocks: those from keys[n] on, say
+        tier.pin(admitted)                            # until they are written
+        tier.unpin(admitted)
+        tier.drop(keys); tier.expire(now)             # for any other reason
 
     Laws, which `check` verifies:
 

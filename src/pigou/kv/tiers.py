@@ -39,6 +39,11 @@ _CHANGED = 0.25
 class Tiers:
     """The tiers of one worker, from the nearest to the farthest.
 
+    Example:
+        tiers = Tiers([Tier(2**30, policy)], block_bytes=2**16)
+        loads = tiers.restorable(hashes, first=0, now=now)  # tier of each block that can come back
+        moves = tiers.drain()  # copies to make; `on_transfer_done` tells how they went
+
     Attributes:
         tiers: the blocks of each.
         speeds: of reading from each, as measured; set by the driver.
@@ -52,14 +57,10 @@ class Tiers:
     recall = True
 
     def __init__(
-        self,
-        tiers: Sequence[Tier],
-        block_bytes: int,
-        staging: Sequence[int] | None = None,
-        speeds: Sequence[TierSpeed] | None = None,
-        copies: int = 512,
+        self, tiers: Sequence[Tier], block_bytes: int, staging: Sequence[int] | None = None,
+        speeds: Sequence[TierSpeed] | None = None, copies: int = 512,
         media: Sequence[Medium] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Begin with these tiers, empty.
 
         Args:

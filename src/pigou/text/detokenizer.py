@@ -17,6 +17,12 @@ class Detokenizer:
     The text is a function of the token sequence alone: however the tokens are cut into calls,
     the concatenated texts are the same. A stream that continues elsewhere feeds its tokens so
     far, drops the text, and goes on.
+
+    Example:
+        words = Vocabulary((b"caf", b"\\xc3", b"\\xa9"), frozenset())
+        stream = Detokenizer(words)
+        assert stream.feed([0, 1]) == "caf"  # half a character is kept back
+        assert stream.feed([2]) == "é"
     """
 
     __slots__ = ("_hidden", "_pending", "_start", "_strip", "_texts", "_vocabulary", "_window")

@@ -16,6 +16,11 @@ Send = Callable[[PromptJob, int], Awaitable[SentRequest]]
 class LoadGenerator:
     """One run of load.
 
+    Example:
+        load = LoadGenerator(send)  # `send` asks one prompt, and returns what came of it
+        await load.closed(iter(jobs), slots=32)
+        print(load.offered_requests, load.failed)
+
     Attributes:
         offered_requests: requests that were meant to be sent by now.
         inflight: of those, how many are on their way.

@@ -43,6 +43,10 @@ class AdmissionController:
     It chooses no workers. The control plane takes a request through `arrive`, `enqueue`, `is_next`
     and `conclude`, and routes the queue's next ones; so calls go one way.
 
+    Example:
+        admission = AdmissionController(ControlConfig(admission={"order": "fair"}))
+        assert not admission.queue
+
     Attributes:
         activity: which tenants share the fleet.
         queue: requests that wait.

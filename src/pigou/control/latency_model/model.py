@@ -83,6 +83,7 @@ class LatencyModel:
     subtracted (`PrefillInterference`).
     Remote KV fetch: what a prompt took beyond computing (`FetchFit`).
 
+    Example:
         model = LatencyModel()
         model.add_worker()
         model.prompt_sent(0, now)

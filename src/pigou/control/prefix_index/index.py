@@ -43,6 +43,7 @@ class PrefixIndex:
     one worker. A block whose tokens are hidden, or whose parent the worker does not hold, is
     counted and never matched.
 
+    Example:
         index = PrefixIndex()
         index.apply("w0", [Stored((7, 8), None, tuple(range(32)), 16)])
         index.overlaps(("w0", "w1"), chain(range(32), 16)).run  # [2, 0]
