@@ -19,7 +19,7 @@ from benchmarks.token_pd.optimum import (
 )
 from benchmarks.token_pd.paper_tables import markdown
 from benchmarks.token_pd.record import Recorder, future_shares, lay_out
-from benchmarks.token_pd.run import BLOCK, EvictionContext, Run
+from benchmarks.token_pd.run import BLOCK, Run, Setting
 from pigou.kv.memory_price import by_price, growth, optimum, regret, utility
 from pigou.models import bundled_path
 from pigou.report.figure import Axis, Chart, ChartLine
@@ -99,7 +99,7 @@ def course(
     """Record one policy's run and set it beside the optima."""
     recorder = Recorder()
     budget = args.blocks * args.streams
-    run = Run(model, EvictionContext(policy, args.streams, budget, block=args.block), recorder)
+    run = Run(model, Setting(policy, args.streams, budget, block=args.block), recorder)
     figures, done = run(arrivals(items, args.rate, args.fan, args.seed))
     print(f"{policy}: {figures.steps} steps, perplexity {figures.perplexity:.3f}, "
           f"given up {figures.dropped}, {figures.at_once:.1f} at once (most {figures.most}), "
@@ -163,7 +163,7 @@ def settle(model: LoadedModel, policy: str, texts: Texts, args: argparse.Namespa
     """Double the load at once, and thereby exceed the budget; time the price, and back again."""
     half = args.streams // 2
     budget = half * ((PROMPT + CHANGE) // BLOCK + 2)
-    setting, cells = EvictionContext(policy, args.streams, budget, block=args.block), [policy]
+    setting, cells = Setting(policy, args.streams, budget, block=args.block), [policy]
     for early, late in ((OUTPUT, CHANGE), (CHANGE, 0)):
         prices = _changed(model, setting, texts, args, early, late)
         found = settling(prices, CHANGE, WINDOW)
@@ -174,7 +174,7 @@ def settle(model: LoadedModel, policy: str, texts: Texts, args: argparse.Namespa
 
 
 def _changed(
-    model: LoadedModel, setting: EvictionContext, texts: Texts, args: argparse.Namespace,
+    model: LoadedModel, setting: Setting, texts: Texts, args: argparse.Namespace,
     early: int, late: int,
 ) -> list[float]:  # fmt: skip
     """Return the price by step where one half has other times than the other.

@@ -37,7 +37,7 @@ Watch = Callable[[LocalEngine, Plan], None]
 
 
 @dataclass(frozen=True)
-class EvictionContext:
+class Setting:
     """What a run is made with.
 
     Attributes:
@@ -134,9 +134,7 @@ class Figures:
 class Run:
     """Drives an engine through arrivals."""
 
-    def __init__(
-        self, model: LoadedModel, setting: EvictionContext, watch: Watch | None = None
-    ) -> None:
+    def __init__(self, model: LoadedModel, setting: Setting, watch: Watch | None = None) -> None:
         self.setting = setting
         self.engine = LocalEngine(model, setting.engine())
         if CONSTANT in setting.params:
@@ -238,7 +236,7 @@ def block_bytes(engine: LocalEngine) -> int:
 
 def blocks_for(model: LoadedModel, policy: str, blocks: int) -> int:
     """Return the blocks that a policy has for the bytes of so many blocks of keys and values."""
-    engine = LocalEngine(model, EvictionContext(policy, 1, 64).engine())
+    engine = LocalEngine(model, Setting(policy, 1, 64).engine())
     return blocks * int(engine.cache.layout.block_bytes) // block_bytes(engine)
 
 
@@ -263,7 +261,7 @@ def exact(done: list[Served]) -> float:
 
 def serve(
     model: LoadedModel,
-    setting: EvictionContext,
+    setting: Setting,
     arrivals: list[Arrival],
     watch: Watch | None = None,
 ) -> Figures:
@@ -272,7 +270,7 @@ def serve(
 
 
 def serve_in_turns(
-    model: LoadedModel, settings: Sequence[EvictionContext], coming: list[Arrival]
+    model: LoadedModel, settings: Sequence[Setting], coming: list[Arrival]
 ) -> list[Figures]:
     """Run settings side by side, each on its own clock: who is furthest behind does a step.
 

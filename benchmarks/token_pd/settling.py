@@ -67,12 +67,12 @@ def prices(policy: str, streams: int, seed: int, dtype: str) -> list[float]:
     """Return the price after each step of a run."""
     from benchmarks.token_pd.load import Arrival, Item, Texts
     from benchmarks.token_pd.record import Recorder
-    from benchmarks.token_pd.run import BLOCK, EvictionContext, Run, Served
+    from benchmarks.token_pd.run import BLOCK, Run, Served, Setting
     from pigou.config import EngineConfig
     from pigou.models import bundled_path
     from pigou.runtime.load import load
 
-    class Wide(EvictionContext):
+    class Wide(Setting):
         """A setting in whose steps all who come at once have room."""
 
         def engine(self) -> EngineConfig:

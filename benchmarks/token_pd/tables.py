@@ -24,7 +24,7 @@ from pigou.runtime.resources import prepare_environment, set_threads
 
 if TYPE_CHECKING:
     from benchmarks.token_pd.load import Arrival, Item
-    from benchmarks.token_pd.run import EvictionContext, Figures
+    from benchmarks.token_pd.run import Figures, Setting
     from pigou.runtime.load import LoadedModel
 
 POLICIES = ("full", "fifo", "lru", "h2o", "paper", "paper-lossy", "pigou")
@@ -57,11 +57,11 @@ class Bench:
         count = max(round(self.args.requests * streams), 4)
         return make_items(self.texts, count, fan, self.args.seed)
 
-    def run(self, setting: EvictionContext, coming: list[Arrival]) -> Figures:
+    def run(self, setting: Setting, coming: list[Arrival]) -> Figures:
         """Run one setting, print its line, and keep its figures; look them up where they are."""
         return self.turns([setting], coming)[0]
 
-    def turns(self, settings: list[EvictionContext], coming: list[Arrival]) -> list[Figures]:
+    def turns(self, settings: list[Setting], coming: list[Arrival]) -> list[Figures]:
         """Run settings that are not kept yet in turns; return the figures of all."""
         from benchmarks.token_pd.run import Figures, serve_in_turns
 
@@ -79,7 +79,7 @@ class Bench:
                         file.write(line + "\n")
         return [Figures(**kept[key]) for key in told]
 
-    def _told(self, setting: EvictionContext, coming: list[Arrival]) -> str:
+    def _told(self, setting: Setting, coming: list[Arrival]) -> str:
         """Return all that decides a run, as JSON."""
         args = self.args
         return json.dumps({
@@ -91,30 +91,30 @@ class Bench:
 
     def setting(
         self, policy: str, streams: int, blocks: int, params: dict[str, float] | None = None
-    ) -> EvictionContext:
+    ) -> Setting:
         """Return a setting whose budget has the bytes of so many blocks, side data included."""
-        from benchmarks.token_pd.run import EvictionContext, blocks_for
+        from benchmarks.token_pd.run import Setting, blocks_for
 
         if policy not in self._shares:
             self._shares[policy] = blocks_for(self.model, policy, 1 << 20) / (1 << 20)
         held = int(blocks * self._shares[policy])
-        return EvictionContext(policy, streams, held, params or {}, self.args.block)
+        return Setting(policy, streams, held, params or {}, self.args.block)
 
-    def full(self, streams: int, items: list[Item]) -> EvictionContext:
+    def full(self, streams: int, items: list[Item]) -> Setting:
         """Return a setting whose cache holds everything."""
-        from benchmarks.token_pd.run import EvictionContext, plenty
+        from benchmarks.token_pd.run import Setting, plenty
 
         blocks = max(plenty(items, streams), round(MOST * self.args.scale * streams))
-        return EvictionContext("none", streams, blocks, block=self.args.block)
+        return Setting("none", streams, blocks, block=self.args.block)
 
     def _warm_up(self) -> None:
         """Compile everything that runs, where it counts for nobody."""
         from benchmarks.token_pd.load import arrivals, make_items
-        from benchmarks.token_pd.run import EvictionContext, serve
+        from benchmarks.token_pd.run import Setting, serve
 
         items = make_items(self.texts, 6, 2, 1)
         for policy in {"none", *self.args.policies} - {"full"}:
-            setting = EvictionContext(policy, 6, round(40 * self.args.scale), block=self.args.block)
+            setting = Setting(policy, 6, round(40 * self.args.scale), block=self.args.block)
             serve(self.model, setting, arrivals(items, float("inf"), 1, 0))
 
 

@@ -14,10 +14,11 @@ from pigou.config import EngineConfig
 from pigou.engine.plan import Load, Plan
 from pigou.engine.preemption import Rates
 from pigou.kv.block import keys_of
+from pigou.kv.offload import DEVICE, NOWHERE, Move
 from pigou.kv.tier import Tier
 from pigou.kv.tier_eviction.lru import LruEviction
 from pigou.kv.tier_eviction.policy import TierSetting
-from pigou.kv.tiers import DEVICE, NOWHERE, Move, Tiers
+from pigou.kv.tiers import Tiers
 from pigou.runtime.kv_offload.disk_store import DiskStore
 from pigou.runtime.kv_offload.host_store import HostStore
 from pigou.runtime.kv_offload.records import BlockRecords, hashes_of
