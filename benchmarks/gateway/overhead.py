@@ -47,14 +47,14 @@ class Way:
     chunks_per_cpu_s: dict[str, list[float]] = field(default_factory=dict)
 
 
-def request_bytes(url: str, tokens: int, chunks: int, pause_ms: float) -> bytes:
+def request_bytes(url: str, tokens: int, chunks: int, pause_s: float) -> bytes:
     """Return a streamed request with a prompt of about so many tokens, 4 characters each."""
     body = json.dumps(
         {
             "model": "stub",
             "prompt": "word" * tokens,
             "max_tokens": chunks,
-            "temperature": pause_ms,
+            "temperature": pause_s,  # the stub's, between chunks
             "stream": True,
         }
     ).encode()
@@ -89,6 +89,8 @@ class HTTPConnection:
             kept = seen[-_KEPT:]
             count += (kept + data).count(_MARK) - kept.count(_MARK)
             seen = kept + data if first else seen + data
+            if not first and not seen.startswith(b"HTTP/1.1 200"[: len(seen)]):
+                raise ConnectionError(f"refused: {seen[:400]!r}")
             if not first and b"data: {" in seen:
                 first = time.perf_counter() - start
         if b"data: [DONE]" not in seen:
@@ -119,13 +121,13 @@ async def measure_ttft(ways: Sequence[Way], rounds: int) -> None:
 
 async def measure_chunks(ways: Sequence[Way], mode: str, streams: int, rounds: int) -> None:
     """Run many streams at once through each way in turn; note chunks per CPU-second."""
-    pause, chunks = {"paced": (20.0, 300), "flood": (0.0, 1500)}[mode]
+    pause_s, chunks = {"paced": (0.02, 300), "flood": (0.0, 1500)}[mode]
     for _ in range(rounds):
         for way in ways:
             if not way.pid:
                 continue
             lines = [await HTTPConnection.open(way.url) for _ in range(streams)]
-            request = request_bytes(way.url, 128, chunks, pause)
+            request = request_bytes(way.url, 128, chunks, pause_s)
             before = cpu_seconds(way.pid)
             found = await asyncio.gather(*(line.ask(request) for line in lines))
             spent = cpu_seconds(way.pid) - before

@@ -1,7 +1,7 @@
 """A worker that answers at once and computes nothing: what is in front of it is what is measured.
 
 Run as `python -m benchmarks.lib.stub_worker PORT`. It speaks HTTP/1.1 on raw sockets. A stream has
-`max_tokens` chunks; `temperature` in the request is read as milliseconds between two of them
+`max_tokens` chunks; `temperature` in the request is read as seconds between two of them
 (0: as fast as they go).
 """
 
@@ -115,7 +115,7 @@ class Connection(asyncio.Protocol):
         wants = bool(body.get("return_token_ids"))
         ids = "[1234]" if wants else "null"
         prompt_ids = prompt_json(tokens) if wants else "null"
-        count, pause = int(body["max_tokens"]), float(body.get("temperature") or 0) / 1000
+        count, pause = int(body["max_tokens"]), float(body.get("temperature") or 0)
         middle = sse("null", "null", ids)
         transport.write(_HEAD + sse("null", prompt_ids, ids))
         due = asyncio.get_running_loop().time()
