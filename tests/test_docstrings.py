@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.lib.source_tree import ROOT, parsed
 
-ROOT = Path(__file__).parents[1]
 ROOMS = ("src", "benchmarks", "tools")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -22,7 +22,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 def modules() -> Iterator[tuple[Path, ast.Module]]:
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
-            yield path.relative_to(ROOT), ast.parse(path.read_text())
+            yield path.relative_to(ROOT), parsed(path)
 
 
 def listed(node: Definition | ast.ClassDef, section: str) -> list[str]:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-SRC = Path(__file__).parents[1] / "src" / "pigou"
+from tests.lib.source_tree import SRC, modules, name, parsed
 
 #: First part of the module's name within pigou -> floor.
 FLOORS = {
@@ -28,17 +27,13 @@ IMPURE_MODULES = {"asyncio", "socket", "socketserver", "time", "zmq", "aiohttp",
 NEIGHBOURS = {("worker", "runtime"), ("worker", "sim"), ("fleet", "workload")}
 
 
-def modules() -> list[Path]:
-    return sorted(SRC.rglob("*.py"))
-
-
 def room(path: Path) -> str:
     return path.relative_to(SRC).with_suffix("").parts[0]
 
 
 def imports(path: Path) -> Iterator[str]:
     """Absolute names of everything that the module imports, at any depth."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -46,29 +41,29 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
+@pytest.mark.parametrize("path", modules(), ids=name)
 def test_nothing_imports_upwards(path: Path) -> None:
     here = room(path)
     if here == "__init__":
         return
     assert here in FLOORS, f"{here} stands on no floor: add it to FLOORS"
-    for name in imports(path):
-        parts = name.split(".")
+    for imported in imports(path):
+        parts = imported.split(".")
         if parts[0] != "pigou" or len(parts) == 1 or parts[1].startswith("__"):
             continue
         there = parts[1]
         below = FLOORS[there] < FLOORS[here] or there == here
         same = FLOORS[there] == FLOORS[here] and (FLOORS[here] < 4 or (here, there) in NEIGHBOURS)
-        assert below or same, f"{here} (floor {FLOORS[here]}) imports {name}"
+        assert below or same, f"{here} (floor {FLOORS[here]}) imports {imported}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
+@pytest.mark.parametrize("path", modules(), ids=name)
 def test_only_the_runtime_imports_torch(path: Path) -> None:
     if room(path) != "runtime":
         assert not [n for n in imports(path) if n.split(".")[0] == "torch"]
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
+@pytest.mark.parametrize("path", modules(), ids=name)
 def test_pure_cores_have_no_clock_and_no_io(path: Path) -> None:
     if room(path) in PURE:
         assert not [n for n in imports(path) if n.split(".")[0] in IMPURE_MODULES]

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.lib.source_tree import ROOT, modules, name, parsed
 
-ROOT = Path(__file__).parents[1]
-SRC = ROOT / "src" / "pigou"
 MAX_LINES = 400
 MAX_PARAMETERS = 12
 #: Concept of docs/internals/architecture.md -> words of which each is in its path.
@@ -40,14 +39,6 @@ CONCEPTS = {
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def modules() -> list[Path]:
-    return sorted(SRC.rglob("*.py"))
-
-
-def name(path: Path) -> str:
-    return str(path.relative_to(SRC))
-
-
 def functions(tree: ast.AST) -> Iterator[Function]:
     return (node for node in ast.walk(tree) if isinstance(node, Function))
 
@@ -67,7 +58,7 @@ def test_no_file_is_a_heap() -> None:
 def test_every_class_has_a_name_of_its_own() -> None:
     owners: dict[str, list[str]] = defaultdict(list)
     for path in modules():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef):
                 owners[node.name].append(name(path))
     shared = {cls: paths for cls, paths in owners.items() if len(paths) > 1}
@@ -76,14 +67,14 @@ def test_every_class_has_a_name_of_its_own() -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=name)
 def test_functions_have_at_most_twelve_parameters(path: Path) -> None:
-    for function in functions(ast.parse(path.read_text())):
+    for function in functions(parsed(path)):
         count = parameters(function)
         assert count <= MAX_PARAMETERS, f"{function.name} has {count}: group them"
 
 
 @pytest.mark.parametrize("path", modules(), ids=name)
 def test_private_names_stay_in_their_module(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pigou"):
             private = [a.name for a in node.names if re.match(r"_[^_]", a.name)]
             assert not private, f"{node.module}: {private} is imported: make it public"

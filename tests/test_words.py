@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-SRC = Path(__file__).parents[1] / "src" / "pigou"
+from tests.lib.source_tree import SRC, modules, name, parsed
 
 #: No identifier has one of these as a part (`seat_count`, `LongestSeat`).
 _PARTS = """
@@ -69,21 +68,17 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
-def name(path: Path) -> str:
-    return str(path.relative_to(SRC))
-
-
-@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=name)
+@pytest.mark.parametrize("path", modules(), ids=name)
 def test_identifiers_are_words_of_the_field(path: Path) -> None:
     assert not forbidden(path.stem)
-    words = identifiers(ast.parse(path.read_text()))
+    words = identifiers(parsed(path))
     bad = {word: line for word, line in words if forbidden(word) and (name(path), word) not in KEYS}
     assert not bad, "see docs/glossary.md for the word"
 
 
 def test_every_exempted_key_is_still_there() -> None:
     for file, key in KEYS:
-        assert key in {word for word, _ in identifiers(ast.parse((SRC / file).read_text()))}
+        assert key in {word for word, _ in identifiers(parsed(SRC / file))}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,26 @@
+"""The project's modules, parsed once in a process for all tests that read them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "pigou"
+
+
+def modules() -> list[Path]:
+    """Return the files of the package, in order."""
+    return sorted(SRC.rglob("*.py"))
+
+
+def name(path: Path) -> str:
+    """Return a file's path within the package, as an id of a test."""
+    return str(path.relative_to(SRC))
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
