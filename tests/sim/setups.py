@@ -18,6 +18,7 @@ from pigou.sim.fleet_config import (
     WorkerGroup,
     read_fleet,
 )
+from pigou.sim.request_run import RequestRun
 from pigou.sim.result import SimulationResult
 from pigou.sim.setup import Setup
 from pigou.sim.simulation import UNLIMITED, Simulation
@@ -68,6 +69,18 @@ def figures(result: SimulationResult) -> str:
     document = result.document()
     del document["wall_s"], document["peak_rss_mb"]
     return json.dumps(document)
+
+
+def check_times(request: RequestRun) -> None:
+    """A request that is done has all its tokens, and its times are in order."""
+    assert request.output_tokens == request.spec.output_tokens
+    assert (
+        request.intended_ns
+        <= request.sent_ns
+        <= request.first_token_ns
+        <= request.last_token_ns
+        == request.ended_ns
+    )
 
 
 def differences(one: SimulationResult, other: SimulationResult) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from setups import closed_loop, differences, figures, open_loop, run, simulation
+from setups import check_times, closed_loop, differences, figures, open_loop, run, simulation
 
 from pigou.request import Role
 from pigou.sim.client import ClientConfig
@@ -96,14 +96,7 @@ def test_many_steps_at_once_equal_single_ones_and_conserve_requests(
     assert all(request.outcome is not RunOutcome.PENDING for request in result.runs)
     assert len({request.number for request in result.runs}) == 40
     for request in result.done:
-        assert request.output_tokens == request.spec.output_tokens
-        assert (
-            request.intended_ns
-            <= request.sent_ns
-            <= request.first_token_ns
-            <= request.last_token_ns
-            == request.ended_ns
-        )
+        check_times(request)
 
 
 @pytest.mark.parametrize("fleet", ["2xboth", "1p+2d"])
