@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -64,6 +63,22 @@ def overdue(state: FleetState, before: int) -> Iterator[tuple[RoutedRequest, str
                 yield routed, worker
 
 
+def fair_shares(
+    requests: int, max_streams: NDArray[np.int64], others: int = 0
+) -> NDArray[np.int64]:
+    """Return how many requests each worker may have, rounded up, (workers,).
+
+    Args:
+        requests: to share out.
+        max_streams: that each worker runs at once, (workers,); 2^60 for no limit.
+        others: streams of workers that are not among them, and get their share too.
+    """
+    whole = sum(max_streams.tolist()) + others  # of Python's integers: none overflows
+    shares = np.ceil(requests * max_streams.astype(np.float64) / whole)
+    counts: NDArray[np.int64] = shares.astype(np.int64)
+    return counts
+
+
 def to_move(
     state: FleetState, max_streams: NDArray[np.int64], new: str
 ) -> list[tuple[RoutedRequest, str]]:
@@ -86,9 +101,9 @@ def to_move(
     for pool, held in stages:
         if not pool[own]:
             continue
-        total, whole = int(held[pool].sum()), sum(max_streams[pool].tolist())
-        for row in np.flatnonzero(pool).tolist():
-            share = math.ceil(total * int(max_streams[row]) / whole)
+        rows = np.flatnonzero(pool)
+        shares = fair_shares(int(held[pool].sum()), max_streams[rows])
+        for row, share in zip(rows.tolist(), shares.tolist(), strict=True):
             excess = int(held[row]) - share
             if row == own or excess <= 0:
                 continue
@@ -153,11 +168,7 @@ class ReturningWorkers:
         expected = sum(self.away(now).values())
         if not expected:
             return None
-        whole = sum(max_streams.tolist()) + expected  # of Python's integers: none overflows
-        shares: NDArray[np.int64] = np.ceil(
-            requests * max_streams.astype(np.float64) / whole
-        ).astype(np.int64)
-        return shares
+        return fair_shares(requests, max_streams, expected)
 
     def _forget(self, now: int) -> None:
         for worker, (_, when) in list(self._away.items()):
