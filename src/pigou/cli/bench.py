@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from pigou.cli.config_options import config_command
 from pigou.cli.fleet_token import fleet_token
 from pigou.cli.option_values import check_json
+from pigou.cli.progress import measuring_bar, stop_on_signals
 from pigou.request import SECOND
 from pigou.workload.bench_config import BenchConfig
 
@@ -67,13 +66,9 @@ def _run(config: BenchConfig) -> BenchResult | None:
     from pigou.workload.bench import bench as run_bench
 
     async def main() -> BenchResult | None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        with suppress(NotImplementedError):  # not on every platform: Ctrl-C then prints nothing
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, stop.set)
-        with _progress() as progress:
-            return await run_bench(config, stop, _watcher(config, progress))
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with measuring_bar(*columns) as progress:
+            return await run_bench(config, stop_on_signals(), _watcher(config, progress))
 
     with asyncio.Runner(loop_factory=_loop) as runner:
         return runner.run(main())
@@ -85,16 +80,6 @@ def _loop() -> asyncio.AbstractEventLoop:
     except ImportError:  # not on every platform
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    # Few refreshes: they take time from the streams that are measured.
-    return Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True,
-        refresh_per_second=2,
-    )  # fmt: skip
 
 
 def _watcher(config: BenchConfig, progress: Progress) -> Callable[[LoadGenerator], None] | None:

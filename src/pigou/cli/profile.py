@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pigou.cli.config_options import config_command
 from pigou.cli.fleet_token import fleet_token
+from pigou.cli.progress import measuring_bar, stop_on_signals
 from pigou.config import ConfigError
 from pigou.workload.profiling.profile_config import ProfileConfig
 
@@ -59,14 +58,9 @@ def profile(
 def _run(config: ProfileConfig) -> ProfileReport:
     from pigou.workload.profiling.profile import profile as run_profile
 
-    console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
                TimeElapsedColumn())  # fmt: skip
-    # Few refreshes: they take time from what is measured.
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True,
-        refresh_per_second=2,
-    ) as progress:  # fmt: skip
+    with measuring_bar(*columns) as progress:
         task = progress.add_task("getting ready", total=None)
 
         shown_at = 0.0
@@ -80,12 +74,7 @@ def _run(config: ProfileConfig) -> ProfileReport:
                 typer.echo(f"{done} of {total}: {what}{left}", err=True)
 
         async def main() -> ProfileReport:
-            stop = asyncio.Event()
-            loop = asyncio.get_running_loop()
-            with suppress(NotImplementedError, ValueError, RuntimeError):  # no main thread
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    loop.add_signal_handler(number, stop.set)
-            return await run_profile(config, watch, stop)
+            return await run_profile(config, watch, stop_on_signals())
 
         return asyncio.run(main())
 
