@@ -61,6 +61,7 @@ class FleetMember(ABC):
         self._plane_driver = plane_driver
         self._config = config
         self._secret = secret
+        self._backoff = Backoff(config)
         self._row = WorkerRow(id=id, url="", role=role.value, state="starting", kind=self.kind)
 
     def row(self) -> WorkerRow:
@@ -70,6 +71,15 @@ class FleetMember(ABC):
     @abstractmethod
     async def run(self) -> None:
         """Keep the worker going until cancelled."""
+
+    def _never_up(self, why: str) -> bool:
+        """Give up where the first start failed; return whether it did."""
+        if self.ready.is_set():
+            return False
+        self.failed = why
+        self._say("stopped", why)
+        self.ready.set()
+        return True
 
     async def serve(
         self,
@@ -219,7 +229,6 @@ class LocalMember(FleetMember):
     ) -> None:
         super().__init__(spec.id, spec.role, plane_driver, config, arbiter, secret)
         self._spec = spec
-        self._backoff = Backoff(config)
 
     async def run(self) -> None:
         """Start the process again and again until cancelled; a first start must succeed."""
@@ -228,19 +237,13 @@ class LocalMember(FleetMember):
             try:
                 why = await self._live()
             except (FleetError, ProbeFailed, OSError) as error:
-                if not self.ready.is_set():
-                    self.failed = str(error)
-                    self._say("stopped", self.failed)
-                    self.ready.set()
-                    return
                 why = str(error)
+                if self._never_up(why):
+                    return
             except Exception as error:
                 self._plane_driver.background.failed(self.id, error)
                 why = f"{type(error).__name__}: {error}"
-                if not self.ready.is_set():
-                    self.failed = why
-                    self._say("stopped", why)
-                    self.ready.set()
+                if self._never_up(why):
                     return
             wait = self._backoff.failed(time.monotonic() - began)
             self._say("backoff", f"{why}; starts again in {wait:g} s")
@@ -298,7 +301,6 @@ class AttachedMember(FleetMember):
         super().__init__(spec.id, spec.role, plane_driver, config, arbiter, secret)
         self._spec = spec
         self._row.url = spec.url
-        self._backoff = Backoff(config)
 
     async def run(self) -> None:
         """Use the server while it is there, until cancelled."""
@@ -313,9 +315,7 @@ class AttachedMember(FleetMember):
                 why = str(error)
             except FleetError as error:
                 self.failed = why = str(error)
-                if not self.ready.is_set():
-                    self._say("stopped", why)
-                    self.ready.set()
+                if self._never_up(why):
                     return
             except Exception as error:
                 self._plane_driver.background.failed(self.id, error)
