@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import msgspec
 from pigou.config import ConfigError
 from pigou.gateway.gateway_request import BodyFields
 from pigou.gateway.request_tenure import digest
-from pigou.text.chat_template import ChatError, ChatTemplate
+from pigou.text.chat_template import ChatError, ChatTemplate, parse_call
 from pigou.text.model_files import find_tokenizer
 from pigou.text.tokenizer import Tokenizer, TokenizerError
 from pigou.wire.errors import APIError
@@ -156,16 +155,7 @@ def _parsed(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
-
-
-def _parsed_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments, str):
-        return call
     try:
-        parsed = json.loads(arguments or "{}")
+        return {**message, "tool_calls": [parse_call(call) for call in calls]}
     except ValueError as error:
         raise NotTokenizable(f"tool_calls: {error}") from error
-    return {**call, "function": {**function, "arguments": parsed}}

@@ -220,7 +220,7 @@ class ChatTemplate:
         if "content" in result:
             result["content"] = self._content(result["content"])
         if isinstance(result.get("tool_calls"), list) and not self.needs.text_arguments:
-            result["tool_calls"] = [_parsed_call(call) for call in result["tool_calls"]]
+            result["tool_calls"] = [_with_object(call) for call in result["tool_calls"]]
         reasoning = next((result[key] for key in _REASONING if key in result), None)
         if reasoning is not None:
             result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
@@ -246,19 +246,27 @@ def _text(part: dict[str, Any]) -> str:
     return text
 
 
-def _parsed_call(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, where they are JSON of one."""
+def parse_call(call: Any) -> Any:
+    """Return a tool call with its arguments parsed, where they are a string; "" stands for {}.
+
+    Raises:
+        ValueError: they are not JSON.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments, str):
         return call
+    return {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
+
+
+def _with_object(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, where they are JSON of one."""
     try:
-        parsed = json.loads(arguments or "{}")
+        parsed = parse_call(call)
     except ValueError:
         return call
-    if not isinstance(parsed, dict):
-        return call
-    return {**call, "function": {**function, "arguments": parsed}}
+    fits = parsed is call or isinstance(parsed["function"]["arguments"], dict)
+    return parsed if fits else call
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:
