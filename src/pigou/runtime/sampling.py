@@ -227,11 +227,6 @@ def report(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[RankedLogpro
     ]
 
 
-def as_tokens(tokens: list[int], device: torch.device) -> Tensor:
-    """Return token ids as int64 on a device."""
-    return torch.tensor(tokens, dtype=torch.int64, device=device)
-
-
 MakeSampler = Callable[[list[TokenSequence], Ops, torch.device], Sampler]
 
 
