@@ -16,7 +16,7 @@ from pigou.config_option import option
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-#: Options of whoever writes logs.
+#: Options of a process that writes logs.
 LogFormatOption = Annotated[LogFormat, option("Of the lines on stderr.", "Logs", choices=True)]
 LogLevelOption = Annotated[LogLevel, option("Least level of them.", "Logs", choices=True)]
 AccessLogOption = Annotated[

@@ -51,7 +51,7 @@ class Tiers:
         counts: of each tier.
         copies: device blocks that may be copied at once.
         recall: whether blocks of sessions that may return are loaded before a request asks.
-        events: KV events, for whoever publishes them.
+        events: KV events, for their publisher.
     """
 
     recall = True
