@@ -1,0 +1,9 @@
+"""The planner: how many workers each pool has. Windows in, actions out; no clock, no I/O.
+
+- ``messages``: what a planner observes and returns
+- ``objectives``: objectives, budgets and times that it is given
+- ``planner``: the protocol, and how a planner is found by name
+- ``performance``: latency of a pool by its load, and replicas for a load
+- ``rivals``: other systems' planners, from their published rules
+- ``price``: Pigou's own, which prices a GPU-second
+"""

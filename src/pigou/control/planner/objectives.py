@@ -1,0 +1,184 @@
+"""What a planner is told to reach, and within what: objectives, classes, budgets, times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pigou.config import ConfigError, wrong
+
+_INF = float("inf")
+
+
+class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A service level objective: a share of *offered* requests is inside both latencies.
+
+    Attributes:
+        ttft_s: seconds to the first token, above 0; infinity for no objective.
+        itl_s: seconds between tokens, the mean of a request, above 0; infinity for no objective.
+        percentile: per cent of the offered requests that shall be inside both, 0 to under 100.
+    """
+
+    ttft_s: float = _INF
+    itl_s: float = _INF
+    percentile: float = 95.0
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "itl_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not 0 <= self.percentile < 100:
+            raise ValueError(f"percentile is {self.percentile}; it must be from 0 to under 100")
+
+    @property
+    def share(self) -> float:
+        """Share of requests that shall be inside, 0 to under 1."""
+        return self.percentile / 100.0
+
+    def attained(self, ttft_s: float | None, itl_s: float | None) -> bool:
+        """Whether a request is inside both.
+
+        Args:
+            ttft_s: its seconds to the first token; None where it had none: it is outside.
+            itl_s: its mean seconds between tokens; None where it has one token only.
+        """
+        if ttft_s is None or not ttft_s <= self.ttft_s:
+            return False
+        return itl_s is None or itl_s <= self.itl_s
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Read `ttft=0.5,itl=0.03[,percentile=95]`, in seconds and per cent.
+
+        Raises:
+            ConfigError: a key is not known, is given twice, or its value does not fit.
+        """
+        keys = {"ttft": "ttft_s", "itl": "itl_s", "percentile": "percentile"}
+        values: dict[str, Any] = {}
+        for item in text.split(","):
+            key, equals, value = item.partition("=")
+            field = keys.get(key.strip())
+            if field is None or not equals:
+                raise ConfigError(f"slo has {item!r}; give ttft=S,itl=S[,percentile=P]")
+            if field in values:
+                raise ConfigError(f"slo gives {key.strip()} twice")
+            values[field] = value.strip()
+        try:
+            return msgspec.convert(values, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"slo: {wrong(error, cls, values)}") from None
+
+
+class WorkloadClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A class of requests with an objective of its own.
+
+    A request belongs to the first class of which it fits all that are given.
+
+    Attributes:
+        name: of the class; "" for the class of everybody else.
+        slo: of its requests.
+        weight: what a second of its delay counts for, above 0.
+        header: `name=value` of an HTTP header, the name in small letters; "" for any.
+        key: id of the API key; "" for any.
+        model: that is asked for; "" for any.
+        min_prompt_tokens, max_prompt_tokens: range of prompts, both ends counted.
+    """
+
+    name: str = ""
+    slo: Slo = msgspec.field(default_factory=Slo)
+    weight: float = 1.0
+    header: str = ""
+    key: str = ""
+    model: str = ""
+    min_prompt_tokens: int = 0
+    max_prompt_tokens: int = 2**62
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < _INF:
+            raise ValueError(f"weight is {self.weight}; it must be finite and above 0")
+        if self.header and "=" not in self.header:
+            raise ValueError(f"header is {self.header!r}; give name=value")
+        if not 0 <= self.min_prompt_tokens <= self.max_prompt_tokens:
+            raise ValueError("give 0 <= min_prompt_tokens <= max_prompt_tokens")
+
+    def matches(self, headers: Mapping[str, str], key: str, model: str, prompt_tokens: int) -> bool:
+        """Whether a request belongs here; names of headers are in small letters."""
+        if self.header:
+            name, _, value = self.header.partition("=")
+            if headers.get(name) != value:
+                return False
+        if (self.key and self.key != key) or (self.model and self.model != model):
+            return False
+        return self.min_prompt_tokens <= prompt_tokens <= self.max_prompt_tokens
+
+
+class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of the fleet. GPUs of starting and of draining workers count.
+
+    Attributes:
+        max_gpus: of all pools together; None for no limit.
+        pool_gpus: most of one pool, by its name.
+        model_gpus: most of one model's pools together, by the model.
+        min_workers: fewest that a pool keeps, starting ones counted.
+        pool_min_workers: the same by the pool's name; others have `min_workers`.
+    """
+
+    max_gpus: int | None = None
+    pool_gpus: dict[str, int] = {}
+    model_gpus: dict[str, int] = {}
+    min_workers: int = 1
+    pool_min_workers: dict[str, int] = {}
+
+    def __post_init__(self) -> None:
+        limits = {"max_gpus": self.max_gpus, "min_workers": self.min_workers}
+        limits |= {f"pool_gpus of {pool!r}": gpus for pool, gpus in self.pool_gpus.items()}
+        limits |= {f"model_gpus of {model!r}": gpus for model, gpus in self.model_gpus.items()}
+        limits |= {f"pool_min_workers of {k!r}": v for k, v in self.pool_min_workers.items()}
+        for name, value in limits.items():
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must be at least 0")
+
+    def min_of(self, pool: str) -> int:
+        """Return the fewest workers that a pool keeps."""
+        return self.pool_min_workers.get(pool, self.min_workers)
+
+
+class ProvisioningTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds that changes of a fleet take; at least 0.
+
+    Attributes:
+        start_up_s: from an order to a worker that is ready.
+        warm_up_s: after that, in which its speed is not representative.
+        drain_s: that a worker takes to end its streams.
+        flip_s: that a change of role takes, its drain counted; infinity where none can.
+        give_up_s: after an order, when a worker that did not start counts as one that cannot;
+            None for three times `start_up_s`, at least 30.
+    """
+
+    start_up_s: float = 100.0
+    warm_up_s: float = 10.0
+    drain_s: float = 10.0
+    flip_s: float = _INF
+    give_up_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("start_up_s", "warm_up_s", "drain_s"):
+            if not 0 <= getattr(self, name) < _INF:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be finite, at least 0")
+        if not self.flip_s >= 0:
+            raise ValueError(f"flip_s is {self.flip_s}; it must be at least 0")
+        if self.give_up_s is not None and not self.give_up_s >= 0:
+            raise ValueError(f"give_up_s is {self.give_up_s}; it must be at least 0")
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds for which a starting worker counts as supply."""
+        return max(3.0 * self.start_up_s, 30.0) if self.give_up_s is None else self.give_up_s
+
+    @property
+    def can_flip(self) -> bool:
+        """Whether a worker can change its role."""
+        return math.isfinite(self.flip_s)
