@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pigou.request import SECOND
-from pigou.sim.workload import renewal_times
+from pigou.sim.arrival_rate import renewal_times
 
 
 def gaps(rate: float, cv: float, seed: int, count: int) -> np.ndarray:

@@ -9,7 +9,8 @@ import pytest
 
 from pigou.cli import main
 from pigou.config import ConfigError
-from pigou.sim.workload import MAX_SECONDS, MAX_TOKENS
+from pigou.sim.arrival_rate import MAX_SECONDS
+from pigou.sim.workload import MAX_TOKENS
 from pigou.workload.trace_formats import read_trace
 
 OWN = {"arrival_s": 0.0, "input": 9, "output": 1}

@@ -14,9 +14,10 @@ import msgspec
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
+from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.request_run import RequestRun, RunOutcome
 from pigou.sim.virtual_clock import EPOCH, Clock, Phase
-from pigou.sim.workload import MAX_SECONDS, ClosedLoop, OpenLoop, RequestSession, RequestSpec
+from pigou.sim.workload import ClosedLoop, OpenLoop, RequestSession, RequestSpec
 
 #: Keys of the events of users, apart from those of requests.
 _USERS = 2**40

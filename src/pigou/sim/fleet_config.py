@@ -10,9 +10,9 @@ import msgspec
 
 from pigou.config import ConfigError, wrong
 from pigou.request import Role
+from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.network import LinkConfig
 from pigou.sim.setup import TierConfig
-from pigou.sim.workload import MAX_SECONDS
 from pigou.yaml_file import read_yaml
 
 _PART = re.compile(r"(\d+)(x?)(p|d|both|prefill|decode)")

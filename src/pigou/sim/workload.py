@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -15,12 +14,10 @@ from numpy.typing import NDArray
 from pigou.compiled import kernel
 from pigou.config import ConfigError
 from pigou.request import SECOND, BlockHashes
+from pigou.sim.arrival_rate import MAX_CV, MAX_SECONDS, MIN_CV, RateSchedule, renewal_times
 
 #: Of a request's prompt, and of its answer.
 MAX_TOKENS = 2**24
-#: Until the last arrival, and of a wait. Time passes for the control plane ten times a second, of
-#: idle days as well: a day takes seconds, a year the better part of an hour.
-MAX_SECONDS = 366 * 86400
 #: Of a closed loop.
 _MAX_USERS = 1_000_000
 
@@ -77,10 +74,12 @@ class OpenLoop:
     Attributes:
         sessions: in the order of their starts.
         concurrency: sessions at once, where starts do not count; 0 where they do.
+        rate: that the starts were drawn from; None where they were not drawn.
     """
 
     sessions: Sequence[RequestSession]
     concurrency: int = 0
+    rate: RateSchedule | None = None
 
     def __post_init__(self) -> None:
         """Refuse a workload without requests, or with what would never end."""
@@ -210,27 +209,32 @@ class ClosedLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def renewal(
-    lengths: RequestLengths, rate: float, cv: float, count: int, seconds: float, seed: int
-) -> OpenLoop:
-    """Return requests whose gaps are independent and Gamma distributed.
+    lengths: RequestLengths, rate: float | RateSchedule, cv: float, count: int, seconds: float,
+    seed: int,
+) -> OpenLoop:  # fmt: skip
+    """Return requests whose gaps are independent and Gamma distributed (`renewal_times`).
 
     Args:
         lengths: of what is asked for.
-        rate: requests a second, above 0.
+        rate: requests a second, above 0, or a schedule of them.
         cv: standard deviation of a gap over its mean; 1 is Poisson, 0 a metronome.
         count: requests at most; 0 takes all those of `seconds`.
-        seconds: in which they are sent; 0 takes `count` of them.
+        seconds: in which they are sent; 0 takes `count` of them. A schedule that ends needs
+            neither.
         seed: of lengths and gaps.
 
     Raises:
         ConfigError: a value is out of its range.
     """
-    if not 1 / MAX_SECONDS < rate < float("inf") or (cv and not MIN_CV <= cv <= MAX_CV):
+    known = isinstance(rate, RateSchedule) or 1 / MAX_SECONDS < rate < float("inf")
+    if not known or (cv and not MIN_CV <= cv <= MAX_CV):
         raise ConfigError(
             f"rate is {rate} and cv {cv}; rate must be above 0 (one in a year), cv 0 or "
             f"{MIN_CV:g} to {MAX_CV:g}"
         )
-    if count < 0 or not 0.0 <= seconds <= MAX_SECONDS or not (count or seconds):
+    schedule = RateSchedule.of(rate)
+    finite = count or seconds or schedule.is_finite
+    if count < 0 or not 0.0 <= seconds <= MAX_SECONDS or not finite:
         raise ConfigError(
             f"n is {count} and hold {seconds} s; say how many requests: n=COUNT or hold=SECONDS, "
             f"up to {MAX_SECONDS} (a year)"
@@ -242,46 +246,7 @@ def renewal(
         if (count and len(sessions) == count) or (seconds and start >= seconds * SECOND):
             break
         sessions.append(RequestSession(start, (lengths.sample(rng),)))
-    return OpenLoop(tuple(sessions))
-
-
-_CHUNK = 1024
-#: Variations of gaps: a burst is about cv^2 requests at once, then nothing for as many.
-MIN_CV, MAX_CV = 1e-6, 1e3
-#: Nanoseconds; later times are no integers of 64 bits.
-_FAR = 2.0**62
-
-
-def renewal_times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
-    """Yield intended send times, nanoseconds from the start, without end and never falling.
-
-    The gaps, that before the first request included, are independent and Gamma distributed with
-    mean 1/rate and coefficient of variation `cv`: shape 1/cv^2, scale cv^2/rate. A cv of 1 is
-    Poisson (exponential gaps), less is smoother, more is burstier, and 0 is a metronome.
-
-    Args:
-        rate: requests per second, above 0.
-        cv: standard deviation of a gap over its mean: 0, or `MIN_CV` to `MAX_CV`.
-        rng: the only source of randomness; the same generator state gives the same times.
-
-    Raises:
-        ValueError: rate or cv is out of its range.
-    """
-    if not (math.isfinite(rate) and rate > 0):
-        raise ValueError(f"rate is {rate}; it must be above 0 requests per second")
-    if cv and not MIN_CV <= cv <= MAX_CV:
-        raise ValueError(f"cv is {cv}; it must be 0, or {MIN_CV:g} to {MAX_CV:g}")
-    return _times(rate, cv, rng)
-
-
-def _times(rate: float, cv: float, rng: np.random.Generator) -> Iterator[int]:
-    mean = SECOND / rate
-    last = 0.0
-    while True:
-        gaps = rng.gamma(1 / cv**2, mean * cv**2, _CHUNK) if cv else np.full(_CHUNK, mean)
-        times = last + np.cumsum(gaps)
-        last = float(times[-1])
-        yield from np.minimum(times, _FAR).round().astype(np.int64).tolist()
+    return OpenLoop(tuple(sessions), rate=schedule)
 
 
 #: Scope of prompts that no other shares; scopes of workloads are other numbers.

@@ -16,7 +16,7 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
-from pigou.sim.workload import renewal_times
+from pigou.sim.arrival_rate import renewal_times
 from pigou.workload.api_flavour import ApiFlavour
 from pigou.workload.bench_config import BenchConfig
 from pigou.workload.bench_summary import Summary, summarize

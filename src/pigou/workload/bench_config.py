@@ -130,7 +130,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
-        from pigou.sim.workload import MAX_CV, MIN_CV  # here, as it loads compiled kernels
+        from pigou.sim.arrival_rate import MAX_CV, MIN_CV  # here, as it loads compiled kernels
 
         if self.cv and not MIN_CV <= self.cv <= MAX_CV:
             raise ConfigError(

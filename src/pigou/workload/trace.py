@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pigou.config import ConfigError
-from pigou.sim.workload import MAX_SECONDS, MAX_TOKENS
+from pigou.sim.arrival_rate import MAX_SECONDS
+from pigou.sim.workload import MAX_TOKENS
 
 #: Block ids are below.
 _IDS = 2**63

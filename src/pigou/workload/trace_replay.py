@@ -10,7 +10,7 @@ import numpy as np
 
 from pigou.config import ConfigError
 from pigou.request import SECOND
-from pigou.sim.workload import renewal_times
+from pigou.sim.arrival_rate import renewal_times
 from pigou.workload.bench_config import BenchConfig
 from pigou.workload.load_generator import LoadGenerator
 from pigou.workload.prompts import PromptJob

@@ -14,18 +14,22 @@ import numpy as np
 
 from pigou.config import ConfigError, wrong
 from pigou.request import SECOND
-from pigou.sim.client import ClientConfig
-from pigou.sim.workload import (
+from pigou.sim.arrival_rate import (
     MAX_CV,
     MAX_SECONDS,
     MIN_CV,
+    RateSchedule,
+    read_rate,
+    renewal_times,
+)
+from pigou.sim.client import ClientConfig
+from pigou.sim.workload import (
     ClosedLoop,
     OpenLoop,
     RequestLengths,
     RequestSession,
     RequestSpec,
     renewal,
-    renewal_times,
 )
 from pigou.workload.trace import Trace
 from pigou.workload.trace_formats import read_trace
@@ -52,7 +56,7 @@ class _Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class _Arrivals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keys of `poisson:` and `gamma:`."""
 
-    rate: float
+    rate: str
     cv: float = 1.0
     n: int = 0
     hold: float = 0.0
@@ -65,7 +69,7 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     scale: float = 1.0
     sessions: int = 0
     C: int = 0
-    rate: float = 0.0
+    rate: str = ""
     cv: float = 1.0
 
     def __post_init__(self) -> None:
@@ -75,7 +79,7 @@ class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.cv and not MIN_CV <= self.cv <= MAX_CV:
             raise ConfigError(f"cv is {self.cv}; it must be 0, or {MIN_CV:g} to {MAX_CV:g}")
-        for name in ("sessions", "C", "rate"):
+        for name in ("sessions", "C"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.C and self.rate:
@@ -95,7 +99,8 @@ def read_workload_spec(text: str, seed: int = 0) -> WorkloadSpec:
 
     Args:
         text: `closed:C=128,in=128,out=256,templates=5,ramp=30,hold=120`;
-            `poisson:rate=5,in=512,out=64:256,hold=600`, `gamma:rate=5,cv=2,...,n=1000`;
+            `poisson:rate=5,in=512,out=64:256,hold=600`, `gamma:rate=5,cv=2,...,n=1000`, where
+            `rate=5@0/15@120` is 15 requests a second from second 120 on;
             or a trace, alone or with keys: `trace.jsonl.zst,speed=2,sessions=1000`. The client's
             keys can stand in all of them: `pool=100,barging=0.9`.
         seed: of lengths, gaps and templates.
@@ -113,9 +118,8 @@ def read_workload_spec(text: str, seed: int = 0) -> WorkloadSpec:
         if kind == "poisson" and "cv" in values:
             raise ConfigError("workload: gaps of poisson have cv 1; write gamma: for others")
         shape = _convert(values, _Arrivals, (*_LENGTHS, *_CLIENT))
-        return WorkloadSpec(
-            renewal(lengths, shape.rate, shape.cv, shape.n, shape.hold, seed), client
-        )
+        rate = read_rate(shape.rate)
+        return WorkloadSpec(renewal(lengths, rate, shape.cv, shape.n, shape.hold, seed), client)
     path, _, rest = (text, "", "") if Path(text).exists() else text.partition(",")
     values = _keys(rest)
     client = _client(values)
@@ -152,14 +156,21 @@ def _open(trace: Trace, options: _Trace, seed: int) -> OpenLoop:
     if options.sessions:
         trace = replace(trace, sessions=trace.sessions[: options.sessions])
     loop = from_trace(trace, options.C)
-    if options.rate:
-        times = renewal_times(options.rate, options.cv, np.random.default_rng(seed))
-        starts = islice(times, len(loop.sessions))
-        moved = [
-            replace(session, start_ns=at) for session, at in zip(loop.sessions, starts, strict=True)
-        ]
-        loop = OpenLoop(tuple(moved))
+    rate = read_rate(options.rate) if options.rate else 0.0
+    if rate:
+        return _moved(loop, rate, options.cv, seed)
     return loop
+
+
+def _moved(loop: OpenLoop, rate: float | RateSchedule, cv: float, seed: int) -> OpenLoop:
+    """Return the sessions with other starts; those after the end of a schedule are left out."""
+    schedule = RateSchedule.of(rate)
+    times = renewal_times(rate, cv, np.random.default_rng(seed))
+    starts = islice(times, len(loop.sessions))
+    moved = [
+        replace(session, start_ns=at) for session, at in zip(loop.sessions, starts, strict=False)
+    ]
+    return OpenLoop(tuple(moved), rate=schedule)
 
 
 def _closed(values: dict[str, str], lengths: RequestLengths) -> ClosedLoop:
