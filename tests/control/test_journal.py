@@ -42,6 +42,7 @@ from pigou.control.messages import (
     Tick,
     Tokens,
     WorkerDown,
+    WorkerDraining,
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
@@ -57,6 +58,7 @@ SAMPLES: dict[type, Recorded] = {
     type(each): each
     for each in (
         WorkerUp(Worker("w", "", Role.DECODE, 32, 100, 8, False, layout="tcp:1")),
+        WorkerDraining("w"),
         WorkerDown("w"),
         PrefillDone("r", False),
         ReadFailed("r"),

@@ -39,6 +39,7 @@ from pigou.control.messages import (
     Tick,
     Tokens,
     WorkerDown,
+    WorkerDraining,
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
@@ -51,8 +52,8 @@ VERSION = 2
 
 #: What a journal holds of each call; of KV events, only those without tokens.
 Recorded: TypeAlias = (
-    Submit | Tokens | Tick | WorkerUp | WorkerDown | PrefillDone | ReadFailed | FirstToken | Ended
-    | GroupEnded | CacheKeyed | CacheLost | LoadReport | Assessed
+    Submit | Tokens | Tick | WorkerUp | WorkerDraining | WorkerDown | PrefillDone | ReadFailed
+    | FirstToken | Ended | GroupEnded | CacheKeyed | CacheLost | LoadReport | Assessed
 )  # fmt: skip
 
 _T = TypeVar("_T")

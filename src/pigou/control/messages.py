@@ -122,6 +122,16 @@ class WorkerUp(Message, frozen=True):
     worker: Worker
 
 
+class WorkerDraining(Message, frozen=True):
+    """A worker is to go, or to change its role: nothing new is sent to it, what it has stays.
+
+    It is drained once nothing weighs on it (`FleetState.is_drained`). `WorkerUp` ends the drain;
+    a `WorkerDown` after it means that the worker is not expected back.
+    """
+
+    worker: str
+
+
 class WorkerDown(Message, frozen=True):
     """A worker is gone: nothing more is sent to it, its load and cache are forgotten."""
 
@@ -206,6 +216,7 @@ class Assessed(Message, frozen=True):
 
 Observation: TypeAlias = (
     WorkerUp
+    | WorkerDraining
     | WorkerDown
     | PrefillDone
     | ReadFailed

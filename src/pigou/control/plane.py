@@ -34,11 +34,12 @@ from pigou.control.messages import (
     Route,
     Shed,
     WorkerDown,
+    WorkerDraining,
     WorkerUp,
 )
 from pigou.control.prefix_index import PrefixIndex
 from pigou.control.price_of_anarchy import PoAEstimate, PoASnapshot
-from pigou.control.recall import REPORT_HOLDS, ReturningWorkers, overdue, to_move
+from pigou.control.recall import REPORT_HOLDS, ReturningWorkers, hand_over, overdue, to_move
 from pigou.control.regimes.routing_controllers import StaticConfig, controller, controller_config
 from pigou.control.request_tracker import RequestTracker
 from pigou.control.router import Router
@@ -187,6 +188,7 @@ class ControlPlane:
             return self._first_token(observation.request, now)
         if type(observation) is Ended:
             return self._ended(observation.request, now)
+        decisions: Sequence[Decision] = ()
         match observation:
             case PrefillDone(request, well):
                 worker = self._computes(request)
@@ -196,6 +198,9 @@ class ControlPlane:
                 self.tracker.read_failed(request, now)
             case WorkerUp(worker):
                 return self._up(worker, now)
+            case WorkerDraining(worker):
+                self.state.drain(worker)
+                decisions = hand_over(self.state, worker)
             case WorkerDown(worker):
                 self._expect_back(worker, now)
                 self._reported.pop(worker, None)
@@ -213,7 +218,7 @@ class ControlPlane:
             case Assessed(poa):
                 self._assessing = False
                 self._poa = poa or self._poa
-        return ()
+        return decisions
 
     def slot(self, request: str) -> int:
         """Return the number under which `on_tokens` takes a request's tokens; -1 without one.
@@ -323,9 +328,9 @@ class ControlPlane:
         return [*routes, *(Recall(routed.request.id, other) for routed, other in moves)]
 
     def _expect_back(self, worker: str, now: int) -> None:
-        """A worker went down: note how many streams it ran at once."""
+        """A worker went down: note how many streams it ran at once, unless it was drained."""
         row = self.state.row.get(worker)
-        if row is not None:
+        if row is not None and worker not in self.state.draining:
             decodes = bool(self.state.columns.decodes[row])
             self.returning.down(worker, int(self._max_streams()[row]) if decodes else 0, now)
 

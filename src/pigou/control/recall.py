@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from pigou.control.messages import Recall
 from pigou.control.state import FleetState
 from pigou.control.stream_slots import RoutedRequest
 from pigou.request import SECOND
@@ -117,6 +118,22 @@ def to_move(
             ]
             moves += [(routed, worker) for routed in movable[-excess:]]
     return moves
+
+
+def hand_over(state: FleetState, draining: str) -> list[Recall]:
+    """Recall the requests that wait inside a draining worker, where others can take them.
+
+    The worker keeps its streams, and the prompt that it computes now.
+    """
+    if draining not in state.row or not state.columns.decodes.any():
+        return []
+    waiting = set(map(id, waiting_inside(state, draining)))
+    return [
+        Recall(routed.request.id, draining)
+        for routed in without_tokens(state, draining)[1:]
+        if not routed.prefill_done_at
+        and (routed.prefill_worker == draining or id(routed) in waiting)
+    ]
 
 
 class ReturningWorkers:

@@ -147,6 +147,7 @@ class FleetState:
         limited: whether any of them says how many streams it runs at once.
         sized: whether any of them says how many blocks it has.
         has_fetch_sources: whether any two of them can read from each other's caches.
+        draining: ids of those that get nothing more.
         background: prompts to be computed that others overtake.
         over_expected_tokens: output tokens that were not expected, on all workers.
         row: of a worker by its id; rows change when a worker goes.
@@ -162,6 +163,7 @@ class FleetState:
         self._layouts: dict[str, int] = {}
         self.block_sizes: frozenset[int] = frozenset()
         self.limited = self.sized = self.has_fetch_sources = False
+        self.draining: set[str] = set()
         self.background = self.over_expected_tokens = 0
         self.row: dict[str, int] = {}
         self.requests: dict[str, RoutedRequest] = {}
@@ -182,17 +184,27 @@ class FleetState:
                 column = getattr(self.columns, name)
                 setattr(self.columns, name, np.append(column, column.dtype.type(0)))
         self.workers[row] = worker
-        roles = worker.role.prefills, worker.role.decodes
-        if (self.columns.prefills[row], self.columns.decodes[row]) != roles:
-            # New arrays: caches that depend on them see that roles have changed.
-            self.columns.prefills = self.columns.prefills.copy()
-            self.columns.decodes = self.columns.decodes.copy()
-            self.columns.prefills[row], self.columns.decodes[row] = roles
+        self.draining.discard(worker.id)
+        self._set_roles(row, worker.role.prefills, worker.role.decodes)
         self.columns.block_size[row] = worker.block_size
         self.columns.blocks[row] = worker.blocks
         self.columns.max_seqs[row] = worker.max_seqs
         self.columns.layout[row] = self._number(worker.layout)
         self._name()
+
+    def drain(self, worker: str) -> None:
+        """Take a worker for one of no role: nothing more is sent to it. An unknown one is none."""
+        row = self.row.get(worker)
+        if row is not None:
+            self.draining.add(worker)
+            self._set_roles(row, False, False)
+
+    def _set_roles(self, row: int, prefills: bool, decodes: bool) -> None:
+        if (self.columns.prefills[row], self.columns.decodes[row]) != (prefills, decodes):
+            # New arrays: caches that depend on them see that roles have changed.
+            self.columns.prefills = self.columns.prefills.copy()
+            self.columns.decodes = self.columns.decodes.copy()
+            self.columns.prefills[row], self.columns.decodes[row] = prefills, decodes
 
     def _number(self, layout: str) -> int:
         """Return a number of its own for each layout; 0 for none."""
@@ -211,6 +223,7 @@ class FleetState:
                 routed.decode = None
             if routed.prefill == worker:
                 routed.prefill = None
+        self.draining.discard(worker)
         self.slots.down(row)
         self.backlog.down(row)
         self.background -= int(self.columns.background_requests[row])
@@ -345,6 +358,11 @@ class FleetState:
         if row is None:
             return dict.fromkeys(LOADS, 0)
         return {name: getattr(self.columns, name)[row].item() for name in LOADS}
+
+    def is_drained(self, worker: str) -> bool:
+        """Whether no request weighs on a worker; true of an unknown one."""
+        figures = self.figures(worker)
+        return not (figures["prefill_requests"] or figures["decode_requests"])
 
     def _charge_prefill(self, routed: RoutedRequest, sign: int) -> None:
         if routed.prefill is not None:
