@@ -31,6 +31,7 @@ EXTRAS = {
     "worker": ("torch", "safetensors", "llguidance", "obstore"),
     "report": ("matplotlib", "plotly"),
     "traces": ("zstandard",),
+    "forecast": ("pmdarima", "statsmodels"),
 }
 
 

@@ -1,0 +1,1 @@
+"""Load predictors: what a series of loads will be, and how far off that may be."""

@@ -1,0 +1,107 @@
+"""Predictors by automatic ARIMA: ours, and Dynamo's as it ships; fitted by pmdarima."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pigou.control.planner.predictors.fitted import FittedParams, FittedPredictor
+from pigou.control.planner.predictors.predictor import MAX_LOAD, PredictorParams
+
+
+class AutoArima(FittedPredictor):
+    """ARIMA(p, d, q) of least AIC, by the stepwise search of Hyndman and Khandakar (2008).
+
+    The search runs again every `refit` intervals; in between the model takes in each load, and
+    its weights follow (`pmdarima.ARIMA.update`).
+    """
+
+    Params: ClassVar[type[PredictorParams]] = FittedParams
+
+    def __init__(self, params: FittedParams | None = None) -> None:
+        super().__init__(params)
+        self._model: Any = None
+
+    @property
+    def order(self) -> tuple[int, int, int] | None:
+        """p, d and q as fitted; None before."""
+        return None if self._model is None else self._model.order
+
+    def _fit(self, loads: Sequence[float]) -> None:
+        self._model = self._search([self._scaled(load) for load in loads])
+
+    @staticmethod
+    def _search(data: Sequence[float]) -> Any:
+        import pmdarima
+
+        array = np.asarray(data, dtype=np.float64)
+        return pmdarima.auto_arima(array, suppress_warnings=True, error_action="ignore")
+
+    def _append(self, loads: Sequence[float]) -> None:
+        self._model.update(np.array([self._scaled(loads[-1])]))
+
+    def _ahead(self, steps: int) -> list[float]:
+        return [self._unscaled(float(mean)) for mean in self._model.predict(n_periods=steps)]
+
+    def _scaled(self, load: float) -> float:
+        return load
+
+    def _unscaled(self, mean: float) -> float:
+        return mean
+
+
+class DynamoArimaParams(FittedParams, frozen=True, kw_only=True):
+    """Parameters of `DynamoArima`, as in `dynamo.planner` 1.6.1.
+
+    Attributes:
+        min_points: values before which the last one is the forecast.
+        history: last values that the model is fitted to.
+        refit: intervals after which it is fitted anew; Dynamo never does.
+        log1p: whether the model is one of log(1 + load) from the start.
+    """
+
+    min_points: int = 5
+    history: int = 1_000_000
+    refit: int = 0
+    log1p: bool = False
+
+
+class DynamoArima(AutoArima):
+    """`ARIMAPredictor` of Dynamo 1.6.1, core/load/predictors.py, its default.
+
+    The order is searched once, on the first five values, and kept for good. An order (0, d, 0)
+    makes it a model of log(1 + load). Zeros before the first request are skipped, and an interval
+    without metrics is none.
+    """
+
+    Params: ClassVar[type[PredictorParams]] = DynamoArimaParams
+
+    params: DynamoArimaParams
+
+    def __init__(self, params: DynamoArimaParams | None = None) -> None:
+        super().__init__(params)
+        self._log = self.params.log1p
+
+    def observe(self, value: float | None) -> None:
+        """Take in the load of one interval, None for a hole; a first zero counts as none."""
+        super().observe(None if value == 0 and not self._ready else value)
+
+    def _skip(self) -> None:
+        pass
+
+    def _fit(self, loads: Sequence[float]) -> None:
+        self._log = self.params.log1p
+        super()._fit(loads)
+        p, _, q = self._model.order
+        if p == 0 and q == 0 and not self._log:
+            self._log = True
+            super()._fit(loads)
+
+    def _scaled(self, load: float) -> float:
+        return math.log1p(load) if self._log else load
+
+    def _unscaled(self, mean: float) -> float:
+        return math.expm1(min(mean, math.log(MAX_LOAD))) if self._log else mean

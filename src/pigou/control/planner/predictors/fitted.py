@@ -1,0 +1,118 @@
+"""Predictors that a library fits: when, on what history, and what serves when it fails."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+from pigou.control.planner.predictors.calibrated import HORIZONS, CalibratedPredictor
+from pigou.control.planner.predictors.predictor import MAX_LOAD, PredictorParams, check_counts
+from pigou.imports import require
+
+EXTRA = "forecast"
+#: What the libraries raise where numbers do not suit them.
+_FAILURES = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class FittedParams(PredictorParams, frozen=True, kw_only=True):
+    """Parameters of predictors with a fitted model.
+
+    Attributes:
+        min_points: values before which the last one is the forecast.
+        history: last values that a model is fitted to.
+        refit: intervals after which it is fitted anew; 0 for never.
+    """
+
+    min_points: int = 12
+    history: int = 240
+    refit: int = 24
+
+    def __post_init__(self) -> None:
+        """Refuse histories that no model fits."""
+        super().__post_init__()
+        check_counts(self, 5, "min_points", "history")
+        check_counts(self, 0, "refit")
+
+
+class FittedPredictor(CalibratedPredictor):
+    """A model of the last loads, fitted anew now and then.
+
+    A hole is filled with the forecast of it, which tells the model nothing. A constant history is
+    forecast as it is. Where the library fails, or a forecast is no number, the last value serves.
+
+    Attributes:
+        failures: times that the library failed.
+    """
+
+    params: FittedParams
+
+    def __init__(self, params: FittedParams | None = None) -> None:
+        require(EXTRA, f"load predictor {type(self).__name__}")
+        super().__init__(params)
+        self.failures = 0
+        self._loads: list[float] = []
+        self._age = -1
+        self._path: list[float] = []
+
+    def _update(self, load: float) -> None:
+        self._loads.append(load)
+        self._refresh()
+
+    def _skip(self) -> None:
+        self._loads.append(self._mean(1))
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Bring the model up to the last load, and forecast as far as `HORIZONS` goes."""
+        self._path = []
+        if len(self._loads) < self.params.min_points or len(set(self._loads)) == 1:
+            self._age = -1
+            return
+        stale = self._age < 0 or 0 < self.params.refit <= self._age
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                if stale:
+                    del self._loads[: -self.params.history]
+                    self._fit(self._loads)
+                    self._age = 0
+                else:
+                    self._append(self._loads)
+                self._age += 1
+            except _FAILURES:
+                self.failures += 1
+                self._age = -1
+                return
+        self._path = self._bounded_path(HORIZONS[-1])
+
+    def _bounded_path(self, steps: int) -> list[float]:
+        """Return the means of the next `steps` intervals; none where one is no number."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                path = self._ahead(steps)
+            except _FAILURES:
+                path = [math.nan]
+        if not all(math.isfinite(mean) for mean in path):
+            self.failures += 1
+            return []
+        return [min(max(mean, 0.0), MAX_LOAD) for mean in path]
+
+    def _mean(self, steps: int) -> float:
+        if steps > len(self._path) > 0:
+            path = self._bounded_path(steps) or self._path
+            return path[-1]
+        return self._path[steps - 1] if self._path else self._loads[-1]
+
+    def _fit(self, loads: Sequence[float]) -> None:
+        """Fit a model to the last loads."""
+        raise NotImplementedError
+
+    def _append(self, loads: Sequence[float]) -> None:
+        """Take in the last of the loads, which is the only new one."""
+        raise NotImplementedError
+
+    def _ahead(self, steps: int) -> list[float]:
+        """Return the means of the next `steps` intervals."""
+        raise NotImplementedError

@@ -1,0 +1,75 @@
+"""Predictor of level, damped trend and season by Holt and Winters, fitted by statsmodels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pigou.config import ConfigError
+from pigou.control.planner.predictors.fitted import FittedParams, FittedPredictor
+from pigou.control.planner.predictors.predictor import PredictorParams, check_counts
+
+#: Seasons that a history needs for a seasonal model.
+_SEASONS = 2
+
+
+class HoltWintersParams(FittedParams, frozen=True, kw_only=True):
+    """Parameters of `HoltWinters`.
+
+    Attributes:
+        season: intervals of a season, at least 2; 0 for a model without one. The history must
+            hold two seasons.
+    """
+
+    season: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a season that the history cannot show, and histories without a first state."""
+        super().__post_init__()
+        check_counts(self, 10, "min_points", "history")
+        if self.season and not 2 <= self.season <= self.history // _SEASONS:
+            raise ConfigError(
+                f"season is {self.season}; it must be 0, or from 2 to half of history "
+                f"({self.history})"
+            )
+
+
+class HoltWinters(FittedPredictor):
+    """Exponential smoothing with a damped additive trend, and an additive season if asked.
+
+    y(t + h) = level + (phi + ... + phi^h) trend + season(t + h), Holt 1957, Winters 1960, damped
+    by Gardner and McKenzie 1985; smoothing weights and first states have maximum likelihood
+    (statsmodels' `ETSModel`). Between fits the same weights go on. There is no season until two
+    of them were seen.
+    """
+
+    Params: ClassVar[type[PredictorParams]] = HoltWintersParams
+
+    params: HoltWintersParams
+
+    def __init__(self, params: HoltWintersParams | None = None) -> None:
+        super().__init__(params)
+        self._weights: Any = None
+        self._result: Any = None
+        self._season = 0
+
+    def _fit(self, loads: Sequence[float]) -> None:
+        season = self.params.season
+        self._season = season if len(loads) >= _SEASONS * season else 0
+        self._result = self._model(loads).fit(disp=False)
+        self._weights = self._result.params
+
+    def _append(self, loads: Sequence[float]) -> None:
+        self._result = self._model(loads).smooth(self._weights)
+
+    def _model(self, loads: Sequence[float]) -> Any:
+        from statsmodels.tsa.exponential_smoothing.ets import ETSModel
+
+        seasonal = {"seasonal": "add", "seasonal_periods": self._season} if self._season else {}
+        data = np.asarray(loads, dtype=np.float64)
+        return ETSModel(data, error="add", trend="add", damped_trend=True, **seasonal)
+
+    def _ahead(self, steps: int) -> list[float]:
+        return [float(mean) for mean in self._result.forecast(steps)]

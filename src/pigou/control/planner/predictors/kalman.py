@@ -1,0 +1,164 @@
+"""Predictors of a level with a trend, by a Kalman filter: ours, and Dynamo's as it ships."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from pigou.control.planner.predictors.calibrated import CalibratedPredictor
+from pigou.control.planner.predictors.predictor import (
+    MAX_LOAD,
+    PredictorParams,
+    check_counts,
+    check_positive,
+)
+
+
+class KalmanParams(PredictorParams, frozen=True, kw_only=True):
+    """Parameters of `Kalman`; the defaults are Dynamo's.
+
+    Attributes:
+        level_variance: of the level's step in an interval, in squared units of the load.
+        trend_variance: of the trend's step.
+        load_variance: of a load about the level.
+        floor: whether forecasts below 0 are 0; Dynamo's were not before its issue 14493.
+    """
+
+    level_variance: float = 1.0
+    trend_variance: float = 0.1
+    load_variance: float = 10.0
+    floor: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse variances that are none."""
+        super().__post_init__()
+        check_positive(self, "level_variance", "trend_variance", "load_variance")
+
+
+class LocalLinearTrend:
+    """Kalman filter of a level and its trend, F = [[1, 1], [0, 1]], H = [1, 0].
+
+    Q = diag(level_variance, trend_variance), R = load_variance, P(0) = 1000 I. The first value is
+    the first level. Symmetric P is kept as three numbers, and updated in Joseph's form.
+
+    Attributes:
+        level, trend: the state, per interval.
+    """
+
+    def __init__(self, level_variance: float, trend_variance: float, load_variance: float) -> None:
+        self._variances = level_variance, trend_variance, load_variance
+        self._p = (1000.0, 0.0, 1000.0)
+        self.level = 0.0
+        self.trend = 0.0
+
+    def start(self, value: float) -> None:
+        """Set the first level."""
+        self.level = value
+
+    def advance(self) -> None:
+        """Let an interval pass: x = F x, P = F P F' + Q."""
+        p00, p01, p11 = self._p
+        level_variance, trend_variance, _ = self._variances
+        self.level += self.trend
+        self._p = (p00 + 2.0 * p01 + p11 + level_variance, p01 + p11, p11 + trend_variance)
+
+    def update(self, value: float) -> None:
+        """Take in a value: x += K (value - level), P = (I - K H) P (I - K H)' + K R K'."""
+        p00, p01, p11 = self._p
+        noise = self._variances[2]
+        gain = p00 / (p00 + noise)
+        slope = p01 / (p00 + noise)
+        off = value - self.level
+        self.level += gain * off
+        self.trend += slope * off
+        left = 1.0 - gain
+        self._p = (
+            left * left * p00 + gain * gain * noise,
+            left * (p01 - slope * p00) + gain * slope * noise,
+            p11 - 2.0 * slope * p01 + slope * slope * (p00 + noise),
+        )
+
+
+class Kalman(CalibratedPredictor):
+    """Local linear trend: y(t + h) = level + h trend (Harvey 1989, section 2.3.1).
+
+    After a step it is three intervals late and overshoots by 16% with these variances; after a
+    fall to 0 the state goes below 0, which `floor` cuts off. In a hole the level goes on by the
+    trend, which halves, so a gap of any length moves it by at most twice the trend.
+    """
+
+    Params: ClassVar[type[PredictorParams]] = KalmanParams
+
+    def __init__(self, params: KalmanParams | None = None) -> None:
+        super().__init__(params)
+        own = self.params
+        self._filter = LocalLinearTrend(own.level_variance, own.trend_variance, own.load_variance)
+        self._values = 0
+
+    def _update(self, load: float) -> None:
+        if self._values:
+            self._filter.advance()
+            self._filter.update(load)
+        else:
+            self._filter.start(load)
+        self._values += 1
+
+    def _skip(self) -> None:
+        self._filter.advance()
+        self._filter.trend *= 0.5
+
+    def _mean(self, steps: int) -> float:
+        return self._filter.level + steps * self._filter.trend
+
+    def _bounded(self, steps: int) -> float:
+        if self.params.floor:
+            return super()._bounded(steps)
+        return min(max(self._mean(steps), -MAX_LOAD), MAX_LOAD)
+
+
+class DynamoKalmanParams(KalmanParams, frozen=True, kw_only=True):
+    """Parameters of `DynamoKalman`, as in `dynamo.planner` 1.6.1.
+
+    Attributes:
+        min_points: values before which the last one is the forecast.
+        log1p: whether the filter works on log(1 + load).
+    """
+
+    min_points: int = 5
+    log1p: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a negative count."""
+        super().__post_init__()
+        check_counts(self, 0, "min_points")
+
+
+class DynamoKalman(Kalman):
+    """`KalmanPredictor` of Dynamo 1.6.1, core/load/predictors.py.
+
+    Zeros before the first request are skipped. The last value is the forecast until `min_points`
+    values were seen. An interval without metrics is none: Dynamo drops it, and the trend stays.
+    """
+
+    Params: ClassVar[type[PredictorParams]] = DynamoKalmanParams
+
+    def __init__(self, params: DynamoKalmanParams | None = None) -> None:
+        super().__init__(params)
+        self._last = 0.0
+
+    def observe(self, value: float | None) -> None:
+        """Take in the load of one interval, None for a hole; a first zero counts as none."""
+        super().observe(None if value == 0 and not self._ready else value)
+
+    def _update(self, load: float) -> None:
+        self._last = load
+        super()._update(math.log1p(load) if self.params.log1p else load)
+
+    def _skip(self) -> None:
+        pass
+
+    def _mean(self, steps: int) -> float:
+        if self._values < self.params.min_points:
+            return self._last
+        mean = super()._mean(steps)
+        return math.expm1(min(mean, math.log(MAX_LOAD))) if self.params.log1p else mean
