@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +13,19 @@ from pigou.games.queueing import (
     closed_knee,
     erlang_b,
     erlang_c,
+    lognormal_quantile,
+    max_utilisation,
+    mdc_tail,
+    mdc_wait_quantile,
     mgc_wait,
+    mgc_wait_quantile,
+    min_servers,
     mm1ps_response,
     mmc_wait,
     mmc_wait_quantile,
     power_knee,
+    response_quantile,
+    shared_occupancy,
     wait_knee,
 )
 
@@ -106,3 +115,129 @@ def test_an_unstable_queue_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"give|stable"):
             call()
+
+
+# --- deterministic and general service -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("utilisation", "mean", "quantiles"),
+    [
+        (0.3, 0.214, (0.0, 0.838, 1.071, 1.891)),
+        (0.5, 0.5, (0.0, 1.516, 2.051, 3.336)),
+        (0.7, 1.167, (0.730, 3.077, 4.103, 6.485)),
+        (0.8, 2.0, (1.276, 5.012, 6.620, 10.356)),
+        (0.9, 4.5, (3.013, 10.783, 14.129, 21.898)),
+    ],
+)
+def test_waits_of_m_d_1_are_as_in_the_table(
+    utilisation: float, mean: float, quantiles: tuple[float, ...]
+) -> None:
+    """The table was computed by Erlang's sum with 80 digits."""
+    assert mgc_wait(1, utilisation, 0.0) == pytest.approx(mean, abs=5e-4)
+    for share, wait in zip((0.5, 0.9, 0.95, 0.99), quantiles, strict=True):
+        assert mdc_wait_quantile(1, utilisation, share) == pytest.approx(wait, abs=5e-4)
+        assert mgc_wait_quantile(1, utilisation, share, 0.0) == pytest.approx(wait, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("limit", "mean", "p95", "p99"),
+    [
+        (1.5, 0.500, 0.093, 0.020), (2, 0.667, 0.287, 0.135), (3, 0.800, 0.492, 0.320),
+        (5, 0.889, 0.694, 0.561), (10, 0.947, 0.848, 0.773),
+    ],
+)  # fmt: skip
+def test_the_highest_load_that_keeps_a_limit_is_as_in_the_table(
+    limit: float, mean: float, p95: float, p99: float
+) -> None:
+    assert wait_knee(1, limit - 1.0, 0.0) == pytest.approx(mean, abs=5e-4)
+    assert max_utilisation(1, limit, 0.95) == pytest.approx(p95, abs=5e-4)
+    assert max_utilisation(1, limit, 0.99) == pytest.approx(p99, abs=5e-4)
+
+
+def test_three_times_the_bare_prefill_takes_twice_the_servers_of_the_mean() -> None:
+    assert 1.0 / max_utilisation(1, 3.0, 0.95) == pytest.approx(2.0, abs=0.04)
+
+
+def simulated_waits(servers: int, rate: float, services: np.ndarray, seed: int) -> np.ndarray:
+    """Waits of Poisson arrivals, first come first served."""
+    gaps = np.random.default_rng(seed).exponential(1.0 / rate, len(services))
+    free, now, waits = [0.0] * servers, 0.0, np.empty(len(services))
+    for index, (gap, service) in enumerate(zip(gaps, services, strict=True)):
+        now += gap
+        first = free.index(min(free))
+        waits[index] = max(free[first] - now, 0.0)
+        free[first] = max(free[first], now) + service
+    return waits[len(waits) // 10 :]
+
+
+@pytest.mark.parametrize(("servers", "utilisation"), [(2, 0.8), (5, 0.9), (12, 0.85)])
+def test_waits_of_m_d_c_are_those_of_a_simulated_queue(servers: int, utilisation: float) -> None:
+    waits = simulated_waits(servers, servers * utilisation, np.ones(200_000), 1)
+    for share in (0.9, 0.95, 0.99):
+        exact = mdc_wait_quantile(servers, utilisation, share)
+        assert exact == pytest.approx(np.quantile(waits, share), rel=0.08)
+        assert mgc_wait_quantile(servers, utilisation, share, 0.0) == pytest.approx(exact, rel=2e-3)
+
+
+@pytest.mark.parametrize(("servers", "utilisation", "scv"), [(1, 0.7, 0.5), (4, 0.85, 0.4)])
+def test_responses_of_m_g_c_are_near_those_of_a_simulated_queue(
+    servers: int, utilisation: float, scv: float
+) -> None:
+    spread = math.log1p(scv)
+    draws = np.random.default_rng(2).lognormal(-spread / 2, math.sqrt(spread), 200_000)
+    waits = simulated_waits(servers, servers * utilisation, draws, 3)
+    response = np.quantile(waits + draws[len(draws) - len(waits) :], 0.95)
+    assert response_quantile(servers, utilisation, 0.95, scv) == pytest.approx(response, rel=0.06)
+
+
+def test_the_tail_of_m_d_1_has_its_known_constant() -> None:
+    constant, rate = mdc_tail(1, 0.5)
+    assert math.exp(rate) == pytest.approx(1 + rate / 0.5, rel=1e-9)  # sigma = e^(rho (sigma - 1))
+    assert constant == pytest.approx(0.661, abs=5e-4)
+    assert mdc_tail(3, 0.0) == (0.0, math.inf)
+
+
+@given(st.integers(1, 40), st.floats(0.05, 0.95), st.floats(0, 3), st.floats(0.5, 0.99))
+@settings(deadline=None, max_examples=50)
+def test_waits_fall_with_servers_and_rise_with_load_and_variance(
+    servers: int, utilisation: float, scv: float, share: float
+) -> None:
+    wait = mgc_wait_quantile(servers, utilisation, share, scv)
+    assert mgc_wait_quantile(servers + 1, utilisation, share, scv) <= wait + 1e-6
+    assert mgc_wait_quantile(servers, min(utilisation + 0.02, 0.99), share, scv) >= wait - 1e-6
+
+
+@given(st.floats(0, 60), st.floats(1.3, 20), st.sampled_from([0.0, 0.4]), st.floats(0.5, 0.99))
+@settings(deadline=None, max_examples=60)
+def test_the_fewest_servers_keep_the_limit_and_one_less_does_not(
+    erlangs: float, limit: float, scv: float, share: float
+) -> None:
+    servers = min_servers(erlangs, limit, share, scv)
+    if servers is None:
+        assert lognormal_quantile(scv, share) > limit - 1e-6
+        return
+    assert response_quantile(servers, erlangs / servers, share, scv) <= limit
+    if servers > max(1, math.ceil(erlangs)):
+        assert response_quantile(servers - 1, erlangs / (servers - 1), share, scv) > limit
+
+
+def test_a_shared_server_of_constant_rate_is_m_m_1() -> None:
+    shares = shared_occupancy(0.5, np.ones(200))
+    assert shares[:4] == pytest.approx([0.5, 0.25, 0.125, 0.0625])
+    crowd = shared_occupancy(3.0, np.arange(1.0, 60.0))  # M/G/inf: Poisson
+    assert crowd[:3] == pytest.approx([math.exp(-3), 3 * math.exp(-3), 4.5 * math.exp(-3)])
+
+
+def test_queues_without_meaning_are_refused() -> None:
+    for call in (
+        lambda: mdc_wait_quantile(1, 1.0, 0.5),
+        lambda: mdc_wait_quantile(1, 0.5, 1.0),
+        lambda: mgc_wait_quantile(1, 0.5, 0.5, -1),
+        lambda: min_servers(math.nan, 2, 0.9),
+        lambda: lognormal_quantile(0.1, 1.0),
+    ):
+        with pytest.raises(ValueError, match=r"give|stable"):
+            call()
+    assert response_quantile(1, 1.5, 0.9) == math.inf
+    assert min_servers(3.0, 0.9, 0.9) is None

@@ -2,13 +2,25 @@
 
 ``utilisation`` is always a server's: arrival rate times mean service time, over the number of
 servers. Times are in units of ``service``, the mean service time, in seconds.
+``scv`` is a squared coefficient of variation: variance over squared mean.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
+import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import brentq
+from scipy.special import gammaln, lambertw, ndtri
+
+from pigou.games import Floats
+
+#: Share of probability that the exact M/D/c distribution may leave out, as exponent of e.
+_TAIL = 40.0
+#: Services up to which Erlang's alternating sum is taken for M/D/1; it loses no digits there.
+_ERLANG_SERVICES = 4.0
 
 
 def erlang_b(servers: int, erlangs: float) -> float:
@@ -43,8 +55,7 @@ def mmc_wait_quantile(
 
     P(wait > t) = C exp(-c (1 - utilisation) t / service).
     """
-    if not 0 <= quantile < 1:
-        raise ValueError(f"quantile is {quantile}: give a number from 0 up to, not at, 1")
+    _check_quantile(quantile)
     wait_probability = erlang_c(servers, utilisation)
     if 1.0 - quantile >= wait_probability:
         return 0.0
@@ -107,6 +118,254 @@ def closed_knee(throughput: float, response: float, think: float = 0.0) -> float
     if not (throughput > 0 and response > 0 and think >= 0):
         raise ValueError("give throughput > 0, response > 0 and think >= 0")
     return throughput * (response + think)
+
+
+# --- deterministic service -------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def mdc_tail(servers: int, utilisation: float) -> tuple[float, float]:
+    """Return (A, theta) of the M/D/c wait's tail: P(W > t) ~ A exp(-theta t / service).
+
+    | symbol | meaning |
+    |---|---|
+    | rho | utilisation |
+    | z_k | the roots of z^c = exp(c rho (z - 1)) inside the unit circle, but 1 (Lambert's W) |
+    | sigma | its root above 1 |
+
+    theta = c rho (sigma - 1), A = (1 - rho) / (rho sigma - 1) prod_k (1 - z_k/sigma) / (1 - z_k):
+    the residue at sigma of the queue's generating function (Crommelin 1932; Janssen and van
+    Leeuwaarden, "Back to the roots of the M/D/s queue", 2008). (0, inf) with no load.
+    """
+    _check(servers, utilisation)
+    if utilisation < 1e-12:
+        return 0.0, math.inf
+    sigma = _outer_root(utilisation)
+    inner = _inner_roots(servers, utilisation)
+    product = float(np.prod(np.abs(1.0 - inner / sigma) / np.abs(1.0 - inner)))
+    constant = (1.0 - utilisation) / (utilisation * sigma - 1.0) * product
+    return constant, servers * utilisation * (sigma - 1.0)
+
+
+def mdc_wait_quantile(
+    servers: int, utilisation: float, quantile: float, service: float = 1.0
+) -> float:
+    """Return the wait that a share ``quantile`` of arrivals to an M/D/c queue stays within.
+
+    Exact: the queue's distribution from its generating function (`mdc_tail`), the wait from that
+    by Franx, "A simple solution for the M/D/c waiting time distribution" (2001): sums of positive
+    terms, where Erlang's formula for one server cancels. Milliseconds of computing.
+    """
+    _check_quantile(quantile)
+    below = np.cumsum(_mdc_counts(servers, utilisation))[servers:]  # P(at most m wait), m = 0..
+    if quantile <= _mdc_wait_cdf(servers, utilisation, 0.0, below):
+        return 0.0
+    constant, rate = mdc_tail(servers, utilisation)
+    high = 1.0 + max(math.log(max(constant, 1.0) / (1.0 - quantile)), 0.0) / rate
+    while _mdc_wait_cdf(servers, utilisation, high, below) < quantile:
+        high *= 2.0
+    excess = lambda t: _mdc_wait_cdf(servers, utilisation, t, below) - quantile  # noqa: E731
+    return service * float(brentq(excess, 0.0, high, xtol=1e-10))
+
+
+def _outer_root(utilisation: float) -> float:
+    return float(-lambertw(-utilisation * math.exp(-utilisation), -1).real / utilisation)
+
+
+def _inner_roots(servers: int, utilisation: float) -> NDArray[np.complex128]:
+    turns = np.exp(2j * np.pi * np.arange(1, servers) / servers)
+    roots: NDArray[np.complex128] = (
+        -lambertw(-utilisation * math.exp(-utilisation) * turns) / utilisation
+    )
+    return roots
+
+
+def _mdc_counts(servers: int, utilisation: float) -> Floats:
+    """Return P(n in the M/D/c system), shape (numbers,), from its generating function's FFT.
+
+    P(z) = e^y (c - a) (z - 1) prod_k ((z - z_k) / (1 - z_k)) / (z^c - e^y), y = a (z - 1).
+    """
+    _check(servers, utilisation)
+    if utilisation < 1e-12:
+        return np.eye(1, servers + 2)[0]
+    erlangs = servers * utilisation
+    count = servers + _TAIL / math.log(_outer_root(utilisation)) + 8.0 * math.sqrt(servers) + 64.0
+    points = 1 << math.ceil(math.log2(count))
+    z = np.exp(2j * np.pi * np.arange(1, points) / points)
+    bracket = np.exp(erlangs * (z - 1.0))
+    values = bracket * (servers - erlangs) * (z - 1.0) / (z**servers - bracket)
+    for root in _inner_roots(servers, utilisation):
+        values *= (z - root) / (1.0 - root)
+    counts: Floats = np.fft.fft(np.concatenate(([1.0], values))).real / points
+    return np.maximum(counts, 0.0)
+
+
+def _mdc_wait_cdf(servers: int, utilisation: float, t: float, below: Floats) -> float:
+    """Return P(W <= t services): sum_j P(at most kc-1-j wait) Poisson(j; a (k - t)), k > t."""
+    k = math.floor(t) + 1
+    j = np.arange(k * servers)
+    mean = servers * utilisation * (k - t)
+    log_poisson = j * math.log(mean) - mean - gammaln(j + 1.0) if mean > 0 else np.log(j == 0)
+    index = np.minimum(k * servers - 1 - j, len(below) - 1)
+    return float(np.exp(log_poisson) @ below[index])
+
+
+# --- general service -------------------------------------------------------------------------
+
+
+def mgc_wait_quantile(
+    servers: int, utilisation: float, quantile: float, scv: float, arrival_scv: float = 1.0
+) -> float:
+    """Return the wait, in services, that a share ``quantile`` of arrivals stays within.
+
+    | symbol | meaning |
+    |---|---|
+    | s, a | squared coefficients of variation of service times and of gaps between arrivals |
+    | d, m | the same quantile of M/D/c, by its tail, and of M/M/c |
+
+    (1 - s) d + s m for s <= 1 (Tijms, "A First Course in Stochastic Models", 2003, 9.6), and
+    (1 + s) / 2 m beyond (Kingman's heavy traffic); times (a + s) / (1 + s) (Allen and Cunneen).
+    """
+    _check_quantile(quantile)
+    if not (scv >= 0 and arrival_scv >= 0):
+        raise ValueError(f"scv={scv}, arrival_scv={arrival_scv}: give numbers of 0 or more")
+    markov = mmc_wait_quantile(servers, utilisation, quantile) if scv > 0 else 0.0
+    if scv >= 1.0:
+        wait = 0.5 * (1.0 + scv) * markov
+    else:
+        wait = (1.0 - scv) * _fixed_quantile(servers, utilisation, quantile) + scv * markov
+    return wait * (arrival_scv + scv) / (1.0 + scv)
+
+
+def _fixed_quantile(servers: int, utilisation: float, quantile: float) -> float:
+    """Return a quantile of the M/D/c wait, in services, by its tail; exact for one server."""
+    constant, rate = mdc_tail(servers, utilisation)
+    wait = math.log(constant / (1.0 - quantile)) / rate if constant > 1.0 - quantile else 0.0
+    if servers > 1 or wait >= _ERLANG_SERVICES:  # the tail is exact to five digits there
+        return wait
+    if quantile <= 1.0 - utilisation:
+        return 0.0
+    excess = lambda t: _md1_wait_cdf(utilisation, t) - quantile  # noqa: E731
+    return float(brentq(excess, 0.0, _ERLANG_SERVICES + 2.0, xtol=1e-10))
+
+
+def _md1_wait_cdf(utilisation: float, t: float) -> float:
+    """Return (1 - rho) sum_k (-rho (t - k))^k / k! e^(rho (t - k)): Erlang's, for short waits."""
+    total = 0.0
+    for k in range(math.floor(t) + 1):
+        x = utilisation * (t - k)
+        total += (-x) ** k / math.factorial(k) * math.exp(x)
+    return (1.0 - utilisation) * total
+
+
+def lognormal_quantile(scv: float, quantile: float) -> float:
+    """Return the quantile of a lognormal time of mean 1 and this variance."""
+    _check_quantile(quantile)
+    if quantile <= 0.0:
+        return 0.0 if scv > 0 else 1.0
+    log_variance = math.log1p(scv)
+    return math.exp(math.sqrt(log_variance) * float(ndtri(quantile)) - 0.5 * log_variance)
+
+
+@functools.lru_cache(maxsize=65536)
+def response_quantile(
+    servers: int, utilisation: float, quantile: float, scv: float = 0.0, arrival_scv: float = 1.0
+) -> float:
+    """Return wait plus service, in mean services, that a share ``quantile`` stays within.
+
+    W + 1 + sqrt((w - W)^2 + (x - 1)^2), with W the mean wait, and w and x the quantiles of wait
+    and service (lognormal): deviations of independent times add by their squares. Exact for M/D/1.
+    Infinity from utilisation 1 on.
+    """
+    if utilisation >= 1.0:
+        return math.inf
+    wait = mgc_wait_quantile(servers, utilisation, quantile, scv, arrival_scv)
+    if scv <= 0.0:
+        return wait + 1.0
+    factor = (arrival_scv + scv) / (1.0 + scv)
+    mean = factor * mgc_wait(servers, utilisation, scv)
+    return mean + 1.0 + _signed_norm(wait - mean, lognormal_quantile(scv, quantile) - 1.0)
+
+
+def _signed_norm(one: float, other: float) -> float:
+    square = one * abs(one) + other * abs(other)
+    return math.copysign(math.sqrt(abs(square)), square)
+
+
+@functools.lru_cache(maxsize=65536)
+def max_utilisation(
+    servers: int, limit: float, quantile: float, scv: float = 0.0, arrival_scv: float = 1.0
+) -> float:
+    """Return the highest utilisation at which a share ``quantile`` is done within ``limit``.
+
+    ``limit`` is in mean services, wait and service together; 0.0 where no load keeps it.
+    """
+    top = 1.0 - 1e-6
+    if not response_quantile(servers, 1e-9, quantile, scv, arrival_scv) <= limit:
+        return 0.0
+    if response_quantile(servers, top, quantile, scv, arrival_scv) <= limit:
+        return top
+    excess = lambda u: response_quantile(servers, u, quantile, scv, arrival_scv) - limit  # noqa: E731
+    return float(brentq(excess, 1e-9, top, xtol=1e-7))
+
+
+def min_servers(
+    erlangs: float, limit: float, quantile: float, scv: float = 0.0, arrival_scv: float = 1.0
+) -> int | None:
+    """Return the fewest servers with which a share ``quantile`` is done within ``limit``.
+
+    Args:
+        erlangs: arrival rate times mean service.
+        limit: of wait and service together, in mean services.
+        quantile: share that stays within it, 0 to under 1.
+        scv, arrival_scv: squared coefficients of variation of service times and arrivals.
+
+    Returns:
+        None where no number of servers keeps the limit: service alone takes longer.
+    """
+    if not (0 <= erlangs < math.inf):
+        raise ValueError(f"erlangs is {erlangs}: give a finite number of 0 or more")
+    if not response_quantile(1, 1e-9, quantile, scv, arrival_scv) <= limit:
+        return None
+
+    def suffices(servers: int) -> bool:
+        utilisation = erlangs / servers
+        return response_quantile(servers, utilisation, quantile, scv, arrival_scv) <= limit
+
+    low = max(math.floor(erlangs), 0)  # too few, or 0
+    step, high = 1, low + 1
+    while not suffices(high):
+        low, step = high, 2 * step
+        high += step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high
+
+
+# --- shared servers --------------------------------------------------------------------------
+
+
+def shared_occupancy(arrival_rate: float, departure_rates: Floats) -> Floats:
+    """Return P(n in the system) where its rate depends on n, shape (numbers + 1,).
+
+    p_n ~ prod_i arrival_rate / departure_rates[i - 1]: state-dependent M/G/n with its servers
+    shared, for every distribution of work (Cohen 1979; Cheah and Smith 1994 with a limit). The
+    last number is a limit: arrivals beyond it are lost.
+
+    Args:
+        arrival_rate: a second, above 0.
+        departure_rates: a second, with 1, 2, ... in the system, shape (numbers,).
+    """
+    logs = np.concatenate(([0.0], np.cumsum(math.log(arrival_rate) - np.log(departure_rates))))
+    weights = np.exp(logs - logs.max())
+    shares: Floats = weights / weights.sum()
+    return shares
+
+
+def _check_quantile(quantile: float) -> None:
+    if not 0 <= quantile < 1:
+        raise ValueError(f"quantile is {quantile}: give a number from 0 up to, not at, 1")
 
 
 def _check(servers: int, utilisation: float) -> None:
