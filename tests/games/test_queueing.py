@@ -177,7 +177,7 @@ def test_waits_of_m_d_c_are_those_of_a_simulated_queue(servers: int, utilisation
     for share in (0.9, 0.95, 0.99):
         exact = mdc_wait_quantile(servers, utilisation, share)
         assert exact == pytest.approx(np.quantile(waits, share), rel=0.08)
-        assert mgc_wait_quantile(servers, utilisation, share, 0.0) == pytest.approx(exact, rel=2e-3)
+        assert mgc_wait_quantile(servers, utilisation, share, 0.0) == pytest.approx(exact, rel=5e-3)
 
 
 @pytest.mark.parametrize(("servers", "utilisation", "scv"), [(1, 0.7, 0.5), (4, 0.85, 0.4)])

@@ -187,7 +187,7 @@ def _mdc_counts(servers: int, utilisation: float) -> Floats:
     """
     _check(servers, utilisation)
     if utilisation < 1e-12:
-        return np.eye(1, servers + 2)[0]
+        return np.concatenate(([1.0], np.zeros(servers + 1)))
     erlangs = servers * utilisation
     count = servers + _TAIL / math.log(_outer_root(utilisation)) + 8.0 * math.sqrt(servers) + 64.0
     points = 1 << math.ceil(math.log2(count))
