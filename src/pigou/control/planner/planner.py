@@ -11,6 +11,7 @@ import msgspec
 from pigou.config import ConfigError, named, wrong
 from pigou.control.planner.messages import PlannerDecision, PlannerWindow
 from pigou.control.planner.objectives import Budget, ProvisioningTimes, Slo, WorkloadClass
+from pigou.control.planner.performance.model import PerformanceModel
 
 GROUP = "pigou.planner"
 
@@ -24,6 +25,8 @@ class PlannerSetup:
         classes: with objectives of their own.
         budget: limits of the fleet.
         times: that changes take.
+        performance: of each pool by its name, as measured; a planner that needs one learns it
+            where it is absent, or refuses.
         seed: of the planner's random draws, for one that has any.
     """
 
@@ -31,6 +34,7 @@ class PlannerSetup:
     classes: tuple[WorkloadClass, ...] = ()
     budget: Budget = field(default_factory=Budget)
     times: ProvisioningTimes = field(default_factory=ProvisioningTimes)
+    performance: Mapping[str, PerformanceModel] = field(default_factory=dict)
     seed: int = 0
 
     def class_of(self, workload: str, model: str = "") -> WorkloadClass:

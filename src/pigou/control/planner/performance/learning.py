@@ -1,0 +1,309 @@
+"""Speeds learned while serving, and what observations say of a model, kept apart by cause."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
+from pigou.control.planner.objectives import ProvisioningTimes
+from pigou.control.planner.performance.model import PerformanceModel
+from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
+from pigou.games import Floats
+from pigou.games.latency import LatencyLaw
+from pigou.request import SECOND, Role
+
+#: Factors outside of these bounds are faults of the metrics, not of a model.
+MIN_FACTOR, MAX_FACTOR = 0.25, 4.0
+#: Samples further from the fit than this share of it count for less (Huber 1964).
+_HUBER = 0.25
+#: Samples after which a fit is taken instead of its prior.
+MIN_SAMPLES = 5
+#: Utilisation from which on waits say nothing of a stationary queue, and one below which they are
+#: too short to say anything.
+_MAX_BUSY, _MIN_BUSY = 0.9, 0.2
+
+
+def is_warm(worker: WorkerWindow, window: PlannerWindow, times: ProvisioningTimes) -> bool:
+    """Whether a worker was ready, and past its warm-up, for all of a window.
+
+    The first passes of a new worker are slow. Such samples are left out of every fit: they made a
+    planner ask for many more workers than it needed.
+    """
+    if worker.state is not WorkerState.READY:
+        return False
+    age_s = (window.now_ns - worker.since_ns) / SECOND
+    return age_s >= times.warm_up_s + window.seconds
+
+
+class AffineRegression:
+    """y = x . theta with theta >= 0, by least squares of relative residuals that are forgotten.
+
+    Args:
+        prior: theta before anything was seen; it counts for a tenth of a sample, so that what the
+            samples do not tell apart stays as it is.
+        half_life_s: after which a sample counts for half.
+    """
+
+    def __init__(self, prior: Floats, half_life_s: float) -> None:
+        self._prior = np.asarray(prior, dtype=np.float64)
+        self._half_life_s = half_life_s
+        self._moments = np.zeros((len(self._prior) + 1,) * 2)
+        self._theta = self._prior
+        self.samples = 0.0
+
+    @property
+    def theta(self) -> Floats:
+        """The coefficients, shape of the prior."""
+        return self._theta
+
+    def forget(self, seconds: float) -> None:
+        """Let so many seconds pass."""
+        kept_share = 0.5 ** (seconds / self._half_life_s)
+        self._moments *= kept_share
+        self.samples *= kept_share
+
+    def add(self, x: Floats, y: float) -> None:
+        """Add a sample with y > 0; shape of x as of the prior."""
+        weight = 1.0
+        if self.samples >= MIN_SAMPLES:
+            deviation = abs(float(x @ self._theta) / y - 1.0)
+            weight = min(1.0, _HUBER / max(deviation, 1e-12))
+        row = np.append(x, y) / y
+        self._moments += weight * np.outer(row, row)
+        self.samples += 1.0
+
+    def solve(self) -> None:
+        """Fit the coefficients to the samples."""
+        scale = np.where(self._prior > 0, self._prior, 1.0)
+        size = len(self._prior)
+        units = np.append(scale, 1.0)
+        moments = self._moments * np.outer(units, units)
+        anchor = np.column_stack((np.eye(size), self._prior / scale))
+        moments = moments + 0.1 / size * anchor.T @ anchor * min(1.0, moments[-1, -1] + 1e-9)
+        values, vectors = np.linalg.eigh(moments)
+        root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+        solution, _ = nnls(root[:, :size], root[:, size])
+        self._theta = solution * scale
+
+
+class SpeedLearner:
+    """The performance model of one pool, learned from its windows.
+
+    Prefill: seconds of a worker's prompts = base prompts + token tokens + pair pairs. Decode: ITL =
+    b + a n + e h, with n the streams of a worker and h the tokens that they hold.
+
+    Args:
+        prior: the model before anything was seen; its limits stay.
+        times: how long a new worker's samples are left out.
+        half_life_s: after which a sample counts for half.
+    """
+
+    def __init__(
+        self, prior: PerformanceModel, times: ProvisioningTimes, half_life_s: float = 600.0
+    ) -> None:
+        self._prior = prior
+        self._times = times
+        base = prior.prefill.seconds(0.0, 0.0)
+        token = max((prior.prefill.seconds(1000.0, 1000.0) - base) / 1000.0, 1e-9)
+        self._prefill = AffineRegression(np.array([base, token, 1e-12]), half_life_s)
+        one, many = prior.decode.itl_s(1.0, 1000.0), prior.decode.itl_s(33.0, 1000.0)
+        slope = max((many - one) / 32.0, 1e-9)
+        held = max((prior.decode.itl_s(32.0, 2000.0) - prior.decode.itl_s(32.0, 1000.0)) / 32e3, 0)
+        self._decode = AffineRegression(
+            np.array([max(one - slope, 1e-6), max(slope - 1e3 * held, 1e-9), max(held, 1e-12)]),
+            half_life_s,
+        )
+
+    def observe(self, window: PlannerWindow, pool: PoolWindow) -> None:
+        """Add what one window showed of the pool; workers that are not warm are left out."""
+        self._prefill.forget(window.seconds)
+        self._decode.forget(window.seconds)
+        for worker in pool.workers:
+            if is_warm(worker, window, self._times):
+                self._add_prefill(worker)
+                self._add_decode(worker)
+        self._prefill.solve()
+        self._decode.solve()
+
+    def _add_prefill(self, worker: WorkerWindow) -> None:
+        prompts, tokens, seconds = worker.computed_prompts, worker.computed_tokens, worker.prefill_s
+        if not prompts or tokens is None or not _positive(seconds) or not _positive(tokens):
+            return
+        pairs = worker.computed_pairs
+        if pairs is None:  # equal prompts, nothing cached
+            pairs = 0.5 * tokens * tokens / prompts
+        assert seconds is not None
+        self._prefill.add(np.array([float(prompts), tokens, pairs]), seconds)
+
+    def _add_decode(self, worker: WorkerWindow) -> None:
+        streams, held, itl_s = worker.mean_running, worker.mean_held_tokens, worker.itl_s
+        if not _positive(streams) or held is None or not _positive(itl_s):
+            return
+        assert streams is not None
+        assert itl_s is not None
+        self._decode.add(np.array([1.0, max(streams, 1.0), held]), itl_s)
+
+    @property
+    def model(self) -> PerformanceModel:
+        """The model as learned; parts that were not seen often enough are the prior's."""
+        prefill, decode = self._prior.prefill, self._prior.decode
+        if self._prefill.samples >= MIN_SAMPLES:
+            prefill = PrefillLine(*(float(value) for value in self._prefill.theta))
+        if self._decode.samples >= MIN_SAMPLES:
+            base, stream, held = (float(value) for value in self._decode.theta)
+            decode = DecodeLaw(LatencyLaw(stream, base), held)
+        prior = self._prior
+        return PerformanceModel(
+            prefill, decode, prior.kv_tokens, prior.max_seqs, prior.chunk_tokens,
+            prior.overhead_s, prior.transfer_token_s, pooled=prior.pooled,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TtftCauses:
+    """Observed over expected mean TTFT, as a product of three causes.
+
+    Attributes:
+        hits: seconds of prefill with the hits that there were, over those that were expected.
+        speed: observed over predicted seconds of the same tokens.
+        queueing: observed over predicted waits.
+    """
+
+    hits: float = 1.0
+    speed: float = 1.0
+    queueing: float = 1.0
+
+
+class Corrections:
+    """Observed over predicted speeds and waits of one pool, each apart.
+
+    A correction factor that mixes the causes adds workers for a slow GPU and removes them for
+    prefix hits, or the other way round. Each factor here moves by its own evidence:
+
+    - hits are measured, and shorten the prompts that the model is asked about;
+    - speed is the seconds of warm workers over what the model says of the same work;
+    - queueing is the mean wait over that of the model, where the pool is settled.
+
+    A factor closes a loop with the lag of a start-up: it moves by a gain of at most
+    pi / 4 / (start-up time) a second, half of where an integrator with that lag would be unstable.
+    """
+
+    def __init__(self, times: ProvisioningTimes, gain_per_s: float = 0.005) -> None:
+        self._times = times
+        lag_s = max(times.start_up_s, 1.0)
+        self._gain_per_s = min(gain_per_s, 0.25 * math.pi / lag_s)
+        self._log_prefill = self._log_decode = self._log_wait = 0.0
+        self._settled_ns = 0
+        self._workers: frozenset[str] = frozenset()
+
+    @property
+    def prefill_factor(self) -> float:
+        """Observed over predicted seconds of prompts."""
+        return math.exp(self._log_prefill)
+
+    @property
+    def decode_factor(self) -> float:
+        """Observed over predicted seconds between tokens."""
+        return math.exp(self._log_decode)
+
+    @property
+    def wait_factor(self) -> float:
+        """Observed over predicted waits."""
+        return math.exp(self._log_wait)
+
+    def causes(self, model: PerformanceModel, mix: RequestMix, expected_hits: float) -> TtftCauses:
+        """Return why TTFT is not as expected with a share of hits."""
+        computed = model.prefill.seconds(mix.computed, mix.isl)
+        expected = model.prefill.seconds(mix.isl * (1.0 - expected_hits), mix.isl)
+        hits = computed / expected if expected > 0 else 1.0
+        return TtftCauses(hits, self.prefill_factor, self.wait_factor)
+
+    def observe(
+        self, window: PlannerWindow, pool: PoolWindow, model: PerformanceModel, mix: RequestMix,
+        rps: float | None, mean_ttft_s: float | None,
+    ) -> None:  # fmt: skip
+        """Compare one window with the model.
+
+        Args:
+            window, pool: what was observed.
+            model: without corrections.
+            mix: what the requests of the window were like, hits counted.
+            rps: requests a second to the pool; None where not known.
+            mean_ttft_s: mean TTFT of the window; None where not known.
+        """
+        step = 1.0 - math.exp(-self._gain_per_s * window.seconds)
+        warm = [worker for worker in pool.workers if is_warm(worker, window, self._times)]
+        self._log_prefill += step * _log_change(self._log_prefill, _prefill_ratios(warm, model))
+        self._log_decode += step * _log_change(self._log_decode, _decode_ratios(warm, model))
+        if not self._is_settled(window, pool) or rps is None or not _positive(mean_ttft_s):
+            return
+        assert mean_ttft_s is not None
+        own = model.corrected(self.prefill_factor, self.decode_factor, 1.0)
+        latency = own.latency(pool.role, rps, len(warm), mix, 0.5)
+        if not (pool.role.prefills and _MIN_BUSY <= latency.utilisation <= _MAX_BUSY):
+            return
+        without_wait = own.latency(pool.role, 0.0, len(warm), mix, 0.5).mean_ttft_s
+        waited, expected = mean_ttft_s - without_wait, latency.mean_ttft_s - without_wait
+        if expected > 0:
+            ratio = max(waited, 0.0) / expected
+            self._log_wait += step * _log_change(self._log_wait, [max(ratio, MIN_FACTOR)])
+
+    def _is_settled(self, window: PlannerWindow, pool: PoolWindow) -> bool:
+        """Whether the pool has had the same warm workers for a start-up time."""
+        workers = frozenset(w.id for w in pool.workers if is_warm(w, window, self._times))
+        if workers != self._workers or len(workers) != len(pool.workers):
+            self._workers, self._settled_ns = workers, window.now_ns
+        settled_s = (window.now_ns - self._settled_ns) / SECOND
+        return bool(workers) and settled_s >= min(self._times.start_up_s, 60.0)
+
+
+def _prefill_ratios(workers: list[WorkerWindow], model: PerformanceModel) -> list[float]:
+    ratios = []
+    for worker in workers:
+        prompts, tokens, seconds = worker.computed_prompts, worker.computed_tokens, worker.prefill_s
+        if not prompts or not _positive(tokens) or not _positive(seconds):
+            continue
+        assert tokens is not None
+        assert seconds is not None
+        mean = tokens / prompts
+        prompt = mean
+        if worker.computed_pairs:
+            prompt = worker.computed_pairs / tokens + 0.5 * mean
+        ratios.append(seconds / (prompts * model.prefill.seconds(mean, prompt)))
+    return ratios
+
+
+def _decode_ratios(workers: list[WorkerWindow], model: PerformanceModel) -> list[float]:
+    ratios = []
+    for worker in workers:
+        streams, held, itl_s = worker.mean_running, worker.mean_held_tokens, worker.itl_s
+        if not _positive(streams) or not _positive(itl_s) or held is None:
+            continue
+        assert streams is not None
+        assert itl_s is not None
+        ratios.append(itl_s / model.decode.itl_s(max(streams, 1.0), held / max(streams, 1.0)))
+    return ratios
+
+
+def _log_change(log_factor: float, ratios: list[float]) -> float:
+    """Return how far the median ratio lies from a factor, as a logarithm; 0 without ratios."""
+    if not ratios:
+        return 0.0
+    ratio = min(max(float(np.median(ratios)), MIN_FACTOR), MAX_FACTOR)
+    return math.log(ratio) - log_factor
+
+
+def _positive(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > 0
+
+
+def prior_model(role: Role = Role.BOTH) -> PerformanceModel:
+    """Return a model to learn from: the priors of the latency model, for any role."""
+    line = PrefillLine(0.005, 1e-4)
+    law = DecodeLaw(LatencyLaw(0.0005, 0.02))
+    overhead = 0.0 if role is Role.BOTH else 0.005
+    return PerformanceModel(line, law, overhead_s=overhead)

@@ -1,0 +1,365 @@
+"""TTFT and ITL percentiles of a pool by its load and size, and the inverse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from scipy.special import ndtri
+
+from pigou.control.latency_model.estimates import Estimates
+from pigou.control.planner.objectives import Slo
+from pigou.control.planner.performance.speed import (
+    DecodeLaw,
+    DecodeSpeed,
+    DecodeTable,
+    PrefillLine,
+    PrefillSpeed,
+    PrefillTable,
+    RequestMix,
+    elasticity,
+    largest_batch,
+)
+from pigou.games.queueing import max_utilisation, mgc_wait, response_quantile
+from pigou.request import Role
+
+#: Deviation of a request's mean number of neighbours over that of their number at a moment: what
+#: is averaged over T while it forgets in T has a variance of 2 / e times as much.
+AVERAGING = math.sqrt(2.0 / math.e)
+#: Steps of what queueing results are cached by: of a limit, and of variances.
+_LIMIT_STEP, _SCV_STEP = 0.005, 0.05
+#: Utilisations from here on are overload: the queue grows without end.
+_FULL = 1.0 - 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLatency:
+    """What a pool does at a load.
+
+    Attributes:
+        ttft_s: at the percentile; infinity in overload.
+        itl_s: at the percentile; infinity in overload.
+        utilisation: share of time that its prefill, or share of the streams that its decode can
+            hold, is in use: the larger.
+        mean_ttft_s: in the mean; infinity in overload.
+    """
+
+    ttft_s: float
+    itl_s: float
+    utilisation: float
+    mean_ttft_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PerformanceModel:
+    """Latency of a pool of equal workers by its load.
+
+    | symbol | meaning |
+    |---|---|
+    | c | workers |
+    | lambda | requests a second to the pool |
+    | D | mean seconds of a prompt's uncached tokens on one worker |
+    | n | streams of one worker, mean lambda osl ITL(n) / c (Little) |
+    | q | share of requests that shall be inside |
+
+    Prefill: one queue before c servers (the router sends a prompt where it is computed first):
+    M/G/c with mean service D, its q-quantile (`pigou.games.queueing.response_quantile`).
+    Decode: all streams share the pool, a station whose rate depends on their number. Their number
+    N deviates by sqrt(N / (1 - e)), e the elasticity of ITL (linear noise; it is the variance of
+    `shared_occupancy`), a request's mean over its life by `AVERAGING` as much.
+    A worker that does both: prompts are computed in chunks, in steps that decode too, so ITL grows
+    by 1 / (1 - lambda D / c), and a prompt of k chunks takes D + k ITL(n).
+
+    Attributes:
+        prefill: seconds of prompts.
+        decode: seconds between tokens.
+        kv_tokens: that one worker can hold.
+        max_seqs: most streams of one worker.
+        chunk_tokens: most prompt tokens of one step, of a worker that does both.
+        overhead_s: of TTFT apart from queue and prefill: KV transfer, network, first decode step.
+        transfer_token_s: of TTFT for each token of the prompt that is sent to a decode worker.
+        prefill_factor, decode_factor: observed over predicted seconds.
+        wait_factor: observed over predicted waits.
+        pooled: False where the router sends prompts anywhere: c queues of one server each.
+    """
+
+    prefill: PrefillSpeed
+    decode: DecodeSpeed
+    kv_tokens: float = math.inf
+    max_seqs: int = 256
+    chunk_tokens: int = 2048
+    overhead_s: float = 0.0
+    transfer_token_s: float = 0.0
+    prefill_factor: float = 1.0
+    decode_factor: float = 1.0
+    wait_factor: float = 1.0
+    pooled: bool = True
+
+    @classmethod
+    def from_points(
+        cls,
+        prefill: Iterable[tuple[float, float]],
+        decode: Iterable[tuple[float, float, float]],
+        kv_tokens: float = math.inf,
+        max_seqs: int = 256,
+    ) -> PerformanceModel:
+        """Make a model of measured points.
+
+        Args:
+            prefill: (prompt tokens, seconds alone), at least one.
+            decode: (streams, tokens that each holds, seconds between tokens), at least one.
+            kv_tokens, max_seqs: limits of one worker.
+        """
+        table = PrefillTable(tuple(sorted(prefill)))
+        return cls(table, DecodeTable.of(decode), kv_tokens, max_seqs)
+
+    @classmethod
+    def from_estimates(
+        cls, estimates: Estimates, row: int, kv_tokens: float = math.inf, max_seqs: int = 256
+    ) -> PerformanceModel:
+        """Make a model of one worker's laws, as the latency model learned them."""
+        line = PrefillLine(
+            float(estimates.prefill_base[row]),
+            float(estimates.prefill_token[row]),
+            float(estimates.prefill_pair[row]),
+        )
+        law = DecodeLaw(
+            estimates.law(row),
+            float(estimates.context_token[row]),
+            float(estimates.mean_context[row]),
+        )
+        return cls(
+            line, law, kv_tokens, max_seqs,
+            overhead_s=float(estimates.transfer_base[row]),
+            transfer_token_s=float(estimates.transfer_token[row]),
+        )  # fmt: skip
+
+    def corrected(
+        self, prefill_factor: float, decode_factor: float, wait_factor: float
+    ) -> PerformanceModel:
+        """Return the model with other factors."""
+        return replace(
+            self,
+            prefill_factor=prefill_factor,
+            decode_factor=decode_factor,
+            wait_factor=wait_factor,
+        )
+
+    # --- one worker ------------------------------------------------------------------------
+
+    def service_s(self, mix: RequestMix) -> float:
+        """Return the mean seconds of a prompt's uncached tokens on one worker."""
+        return self.prefill_factor * self.prefill.seconds(mix.computed, mix.isl)
+
+    def service_scv(self, mix: RequestMix) -> float:
+        """Return the squared coefficient of variation of `service_s`, by its slope in length."""
+        mean = self.service_s(mix)
+        if mix.isl_scv <= 0 or mean <= 0:
+            return 0.0
+        longer = self.service_s(replace(mix, isl=1.01 * mix.isl))
+        return mix.isl_scv * ((longer - mean) / (0.01 * mean)) ** 2
+
+    def itl_at(self, streams: float, mix: RequestMix) -> float:
+        """Return the seconds between tokens of so many streams on one worker."""
+        return self.decode_factor * self.decode.itl_s(max(streams, 1.0), mix.context)
+
+    def max_streams(self, mix: RequestMix) -> float:
+        """Return how many streams one worker can hold."""
+        return max(min(float(self.max_seqs), self.kv_tokens / mix.context), 1.0)
+
+    def batch(self, mix: RequestMix, itl_s: float) -> float:
+        """Return the most streams of one worker with an ITL within `itl_s`; 0.0 for none."""
+        return largest_batch(
+            self.decode, mix.context, itl_s / self.decode_factor, self.max_streams(mix)
+        )
+
+    # --- latency by load -------------------------------------------------------------------
+
+    def latency(
+        self, role: Role, rps: float, workers: int, mix: RequestMix, share: float
+    ) -> PoolLatency:
+        """Return what a pool of so many workers does at a load; what it has no part in is 0."""
+        if rps <= 0:
+            service = self.service_s(mix) + self._overhead(mix) if role.prefills else 0.0
+            itl = self.itl_at(1.0, mix) if role.decodes else 0.0
+            return PoolLatency(service, itl, 0.0, service)
+        if workers < 1:
+            return PoolLatency(math.inf, math.inf, math.inf, math.inf)
+        if role is Role.PREFILL:
+            return self._prefill_latency(rps, workers, mix, share, self.service_s(mix))
+        streams = self.streams(role, rps, workers, mix)
+        if math.isinf(streams):
+            return PoolLatency(math.inf, math.inf, math.inf, math.inf)
+        itl = self._itl_quantile(role, rps, workers, mix, streams, share)
+        busy = streams / self.max_streams(mix)
+        if role is Role.DECODE:
+            return PoolLatency(0.0, itl, busy)
+        service = self._chunked_s(mix, streams)
+        prompts = self._prefill_latency(rps, workers, mix, share, service)
+        return PoolLatency(prompts.ttft_s, itl, max(prompts.utilisation, busy), prompts.mean_ttft_s)
+
+    def _prefill_latency(
+        self, rps: float, workers: int, mix: RequestMix, share: float, service: float
+    ) -> PoolLatency:
+        utilisation = rps * service / workers
+        if utilisation >= _FULL:
+            return PoolLatency(math.inf, 0.0, utilisation, math.inf)
+        servers = workers if self.pooled else 1
+        scv, arrival_scv = self._variances(mix)
+        overhead = self._overhead(mix)
+        ttft = service * response_quantile(servers, utilisation, share, scv, arrival_scv) + overhead
+        wait = 0.5 * (arrival_scv + scv) * mgc_wait(servers, utilisation, 1.0)
+        return PoolLatency(ttft, 0.0, utilisation, service * (1.0 + wait) + overhead)
+
+    def streams(self, role: Role, rps: float, workers: int, mix: RequestMix) -> float:
+        """Return the mean streams of one worker; infinity where it cannot hold the load.
+
+        The least n with n >= lambda osl ITL(n) / (c (1 - rho)), rho the share of its time that
+        prompts take.
+        """
+        rho = rps * self.service_s(mix) / workers if role is Role.BOTH else 0.0
+        if rho >= _FULL:
+            return math.inf
+        demand = rps * mix.osl / (workers * (1.0 - rho))
+        most = self.max_streams(mix)
+        if most < demand * self.itl_at(most, mix):
+            peak = self.batch(mix, math.inf)
+            if peak < demand * self.itl_at(peak, mix):
+                return math.inf
+            most = peak
+        low, high = 0.0, most
+        for _ in range(40):
+            middle = 0.5 * (low + high)
+            enough = middle >= demand * self.itl_at(middle, mix)
+            low, high = (low, middle) if enough else (middle, high)
+        return high
+
+    def _itl_quantile(
+        self, role: Role, rps: float, workers: int, mix: RequestMix, streams: float, share: float
+    ) -> float:
+        more = streams + self._deviations(share) * self._stream_deviation(streams, workers, mix)
+        if role is Role.DECODE:
+            return self.itl_at(more, mix)
+        rate, service = rps / workers, self.service_s(mix)
+        itl = self.itl_at(more, mix) / (1.0 - rate * service)
+        prompts = rate * mix.osl * itl  # computed during a request's life
+        return itl + self._deviations(share) * math.sqrt(prompts) * service / mix.osl
+
+    # --- the inverse -----------------------------------------------------------------------
+
+    def limit_rps(self, role: Role, workers: int, mix: RequestMix, slo: Slo, share: float) -> float:
+        """Return the most requests a second of which a share is inside the objective.
+
+        A pool is held to its own part of it: prefill to TTFT, decode to ITL, `both` to both.
+        """
+        if workers < 1:
+            return 0.0
+        if role is Role.PREFILL:
+            return self._prefill_limit(workers, mix, slo.ttft_s, share, self.service_s(mix))
+        if role is Role.DECODE:
+            return self._decode_limit(workers, mix, slo.itl_s, share)
+        low, high = 0.0, workers / self.service_s(mix)
+        for _ in range(16):
+            middle = 0.5 * (low + high)
+            inside = self._both_inside(middle, workers, mix, slo, share)
+            low, high = (middle, high) if inside else (low, middle)
+        return low
+
+    def _both_inside(
+        self, rps: float, workers: int, mix: RequestMix, slo: Slo, share: float
+    ) -> bool:
+        """Whether a worker that does both keeps both objectives."""
+        streams = self.streams(Role.BOTH, rps, workers, mix)
+        if math.isinf(streams):
+            return False
+        if self._itl_quantile(Role.BOTH, rps, workers, mix, streams, share) > slo.itl_s:
+            return False
+        service = self._chunked_s(mix, streams)
+        return rps <= self._prefill_limit(workers, mix, slo.ttft_s, share, service)
+
+    def _chunked_s(self, mix: RequestMix, streams: float) -> float:
+        """Return the seconds of a prompt in chunks, in steps that decode too."""
+        chunks = math.ceil(mix.computed / self.chunk_tokens)
+        return self.service_s(mix) + chunks * self.itl_at(streams, mix)
+
+    def workers_for(
+        self, role: Role, rps: float, mix: RequestMix, slo: Slo, share: float
+    ) -> int | None:
+        """Return the fewest workers that keep the objective; None where no number does."""
+        if rps <= 0:
+            return 0
+        if self.limit_rps(role, 1, mix, slo, share) <= 0:
+            many = self.limit_rps(role, 64, mix, slo, share)
+            if many <= 0:
+                return None
+        high = 1
+        while self.limit_rps(role, high, mix, slo, share) < rps:
+            high *= 2
+        low = high // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            enough = self.limit_rps(role, middle, mix, slo, share) >= rps
+            low, high = (low, middle) if enough else (middle, high)
+        return high
+
+    def _prefill_limit(
+        self, workers: int, mix: RequestMix, ttft_s: float, share: float, service: float
+    ) -> float:
+        limit = (ttft_s - self._overhead(mix)) / service
+        scv, arrival_scv = self._variances(mix)
+        if math.isinf(limit):
+            limit = 1e3
+        limit = _floor(min(limit, 1e3), _LIMIT_STEP)
+        servers = workers if self.pooled else 1
+        return workers / service * max_utilisation(servers, limit, share, scv, arrival_scv)
+
+    def _decode_limit(self, workers: int, mix: RequestMix, itl_s: float, share: float) -> float:
+        most = self.batch(mix, itl_s)
+        if most <= 0.0:
+            return 0.0
+        deviations = self._deviations(share)
+        low, high = 0.0, most
+        for _ in range(30):
+            middle = 0.5 * (low + high)
+            above = middle + deviations * self._stream_deviation(middle, workers, mix)
+            low, high = (middle, high) if above <= most else (low, middle)
+        return workers * low / (mix.osl * self.itl_at(low, mix))
+
+    # --- parts -----------------------------------------------------------------------------
+
+    def _overhead(self, mix: RequestMix) -> float:
+        return self.overhead_s + self.transfer_token_s * mix.isl
+
+    def _variances(self, mix: RequestMix) -> tuple[float, float]:
+        """Return the variances of service and arrivals, the latter so that waits are as seen."""
+        scv = _floor(self.service_scv(mix) + 0.5 * _SCV_STEP, _SCV_STEP)
+        arrival = self.wait_factor * (mix.arrival_scv + scv) - scv
+        return scv, max(_floor(arrival + 0.5 * _SCV_STEP, _SCV_STEP), 0.0)
+
+    def _deviations(self, share: float) -> float:
+        return AVERAGING * max(float(ndtri(share)), 0.0) if share > 0.5 else 0.0
+
+    def _stream_deviation(self, streams: float, workers: int, mix: RequestMix) -> float:
+        """Return the standard deviation of the streams of one worker in a balanced pool."""
+        if streams <= 0:
+            return 0.0
+        left = max(1.0 - elasticity(self.decode, max(streams, 1.0), mix.context), 0.05)
+        return math.sqrt(streams / (workers * left))
+
+
+def _floor(value: float, step: float) -> float:
+    """Return a multiple of a step, relative for values above 1."""
+    if value <= 1.0:
+        return math.floor(value / step) * step
+    return math.exp(math.floor(math.log(value) / step) * step)
+
+
+def joint_share(slo: Slo) -> float:
+    """Return the share that each of two objectives keeps, so that both keep the percentile.
+
+    1 - (1 - p) / 2 (Bonferroni); p itself where only one of them is finite.
+    """
+    if math.isinf(slo.ttft_s) or math.isinf(slo.itl_s):
+        return slo.share
+    return 0.5 * (1.0 + slo.share)

@@ -1,0 +1,192 @@
+"""Speeds of one worker: seconds of a prompt, and seconds between tokens of its streams."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pigou.games.latency import LatencyLaw
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMix:
+    """What the requests of a model are like.
+
+    Attributes:
+        isl: mean prompt tokens, above 0.
+        osl: mean output tokens, at least 1.
+        hit_rate: share of prompt tokens that is cached; it shortens prefill, not what decode holds.
+        isl_scv: variance of prompt tokens over the squared mean.
+        arrival_scv: variance of gaps between arrivals over the squared mean; 1 for Poisson.
+    """
+
+    isl: float
+    osl: float
+    hit_rate: float = 0.0
+    isl_scv: float = 0.0
+    arrival_scv: float = 1.0
+
+    @property
+    def computed(self) -> float:
+        """Mean tokens of a prompt that are not cached."""
+        return self.isl * (1.0 - self.hit_rate)
+
+    @property
+    def context(self) -> float:
+        """Mean tokens that a stream holds while it decodes: isl + osl / 2."""
+        return self.isl + 0.5 * self.osl
+
+
+class PrefillSpeed(Protocol):
+    """Seconds that a worker takes for a prompt alone."""
+
+    def seconds(self, tokens: float, prompt: float) -> float:
+        """Return the seconds of a prompt of which `tokens` are not cached."""
+        ...
+
+
+class DecodeSpeed(Protocol):
+    """Seconds between tokens of a worker's streams."""
+
+    def itl_s(self, streams: float, context: float) -> float:
+        """Return them with so many streams that hold `context` tokens each; rising in both."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLine:
+    """base_s + token_s u + pair_s u (c + u / 2), u uncached tokens after c cached ones."""
+
+    base_s: float
+    token_s: float
+    pair_s: float = 0.0
+
+    def seconds(self, tokens: float, prompt: float) -> float:
+        """Return the seconds of a prompt."""
+        pairs = tokens * max(prompt - 0.5 * tokens, 0.0)
+        return self.base_s + self.token_s * tokens + self.pair_s * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTable:
+    """Measured (prompt tokens, seconds), nothing cached; straight lines between and beyond.
+
+    A prompt with c cached tokens takes the seconds of its u uncached ones as if they were alone.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        _check_rising(self.points, "prefill points")
+
+    def seconds(self, tokens: float, prompt: float) -> float:  # noqa: ARG002
+        """Return the seconds of a prompt."""
+        return interpolate(self.points, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLaw:
+    """law(n) + context_token_s n (context - mean_context).
+
+    Attributes:
+        law: seconds between tokens of n streams that hold `mean_context` tokens each.
+        context_token_s: seconds by which each token that streams hold makes a step longer.
+        mean_context: tokens that a stream held where the law was learned.
+    """
+
+    law: LatencyLaw
+    context_token_s: float = 0.0
+    mean_context: float = 0.0
+
+    def itl_s(self, streams: float, context: float) -> float:
+        """Return the seconds between tokens, at least a tenth of the law's."""
+        base = self.law(float(streams))
+        return max(
+            base + self.context_token_s * streams * (context - self.mean_context), 0.1 * base
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTable:
+    """Measured (context, points (streams, seconds)); straight lines between and beyond."""
+
+    rows: tuple[tuple[float, tuple[tuple[float, float], ...]], ...]
+
+    def __post_init__(self) -> None:
+        _check_rising([(context, 0.0) for context, _ in self.rows], "contexts of decode points")
+        for _, points in self.rows:
+            _check_rising(points, "decode points")
+
+    @classmethod
+    def of(cls, points: Iterable[tuple[float, float, float]]) -> DecodeTable:
+        """Make a table of (streams, context, seconds) in any order."""
+        rows: dict[float, list[tuple[float, float]]] = {}
+        for streams, context, seconds in points:
+            rows.setdefault(context, []).append((streams, seconds))
+        return cls(tuple((context, tuple(sorted(rows[context]))) for context in sorted(rows)))
+
+    def itl_s(self, streams: float, context: float) -> float:
+        """Return the seconds between tokens."""
+        column = [(at, interpolate(points, streams)) for at, points in self.rows]
+        return interpolate(column, context)
+
+
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Return y at x on straight lines through points (x, y); the last line goes on.
+
+    Below the first point y is its y, and never below 0; beyond the last it never falls.
+    """
+    xs = [at for at, _ in points]
+    index = bisect.bisect_right(xs, x)
+    if index == 0 or len(points) == 1:
+        return points[0][1]
+    beyond = index == len(points)
+    (x0, y0), (x1, y1) = points[index - 1 - beyond], points[index - beyond]
+    slope = (y1 - y0) / (x1 - x0)
+    if beyond:
+        return y1 + max(slope, 0.0) * (x - x1)
+    return y0 + slope * (x - x0)
+
+
+def largest_batch(speed: DecodeSpeed, context: float, itl_s: float, most_streams: float) -> float:
+    """Return the most streams, up to a limit, whose ITL is within `itl_s`; 0.0 for not even one.
+
+    Streams beyond the number of greatest throughput n / ITL(n) are of no use, and not counted.
+    """
+    if speed.itl_s(1.0, context) > itl_s:
+        return 0.0
+    high = max(most_streams, 1.0)
+    if speed.itl_s(high, context) > itl_s:
+        low = 1.0
+        for _ in range(40):
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if speed.itl_s(middle, context) <= itl_s else (low, middle)
+        high = low
+    if elasticity(speed, high, context) <= 1.0:
+        return high
+    low = 1.0
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if elasticity(speed, middle, context) <= 1.0 else (low, middle)
+    return low
+
+
+def elasticity(speed: DecodeSpeed, streams: float, context: float) -> float:
+    """Return n ITL'(n) / ITL(n): per cent that ITL rises with one per cent more streams."""
+    step = 1e-3 * max(streams, 1e-3)
+    rise = speed.itl_s(streams + step, context) - speed.itl_s(streams - step, context)
+    return streams * rise / (2.0 * step) / speed.itl_s(streams, context)
+
+
+def _check_rising(points: Sequence[tuple[float, float]], what: str) -> None:
+    if not points:
+        raise ValueError(f"{what}: give at least one")
+    if not all(math.isfinite(x) and math.isfinite(y) and y >= 0 for x, y in points):
+        raise ValueError(f"{what}: give finite numbers, seconds of 0 or more")
+    if not np.all(np.diff([x for x, _ in points]) > 0):
+        raise ValueError(f"{what}: give each once, rising")

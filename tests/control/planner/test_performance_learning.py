@@ -1,0 +1,180 @@
+"""A model that is learned while serving, and corrections kept apart by cause."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pigou.control.planner.messages import PlannerWindow, PoolWindow, WorkerState, WorkerWindow
+from pigou.control.planner.objectives import ProvisioningTimes, Slo
+from pigou.control.planner.performance.learning import (
+    Corrections,
+    SpeedLearner,
+    prior_model,
+)
+from pigou.control.planner.performance.model import PerformanceModel
+from pigou.control.planner.performance.speed import DecodeLaw, PrefillLine, RequestMix
+from pigou.games.latency import LatencyLaw
+from pigou.request import SECOND, Role
+
+TIMES = ProvisioningTimes(start_up_s=100, warm_up_s=30)
+TRUTH = PerformanceModel(PrefillLine(0.02, 2e-4, 1e-9), DecodeLaw(LatencyLaw(0.0004, 0.012), 2e-8))
+MIX = RequestMix(2000, 200)
+
+
+def worker(
+    rng: np.random.Generator, name: str, factor: float = 1.0, since_ns: int = -(10**12)
+) -> WorkerWindow:
+    prompts = int(rng.integers(2, 8))
+    tokens = float(rng.uniform(500, 4000)) * prompts
+    streams = float(rng.uniform(4, 60))
+    mean = tokens / prompts
+    return WorkerWindow(
+        id=name,
+        since_ns=since_ns,
+        computed_prompts=prompts,
+        computed_tokens=tokens,
+        prefill_s=factor * prompts * TRUTH.prefill.seconds(mean, mean) * rng.uniform(0.95, 1.05),
+        mean_running=streams,
+        mean_held_tokens=streams * 2100,
+        itl_s=factor * TRUTH.decode.itl_s(streams, 2100) * rng.uniform(0.97, 1.03),
+    )
+
+
+def window(now_s: float, *workers: WorkerWindow) -> PlannerWindow:
+    pool = PoolWindow(name="p", role=Role.BOTH, workers=workers)
+    return PlannerWindow(now_ns=int(now_s * SECOND), seconds=5.0, pools=(pool,))
+
+
+def test_speeds_are_learned_from_windows() -> None:
+    rng = np.random.default_rng(0)
+    learner = SpeedLearner(prior_model(), TIMES)
+    for step in range(40):
+        seen = window(5.0 * step, worker(rng, "a"), worker(rng, "b"))
+        learner.observe(seen, seen.pools[0])
+    for tokens in (800.0, 3000.0):
+        assert learner.model.prefill.seconds(tokens, tokens) == pytest.approx(
+            TRUTH.prefill.seconds(tokens, tokens), rel=0.06
+        )
+    for streams in (8.0, 48.0):
+        assert learner.model.decode.itl_s(streams, 2100) == pytest.approx(
+            TRUTH.decode.itl_s(streams, 2100), rel=0.05
+        )
+
+
+def test_slow_first_passes_of_a_new_worker_change_nothing() -> None:
+    """The anchor's V3 (dynamo 12430): five samples at three times the time when a worker joins."""
+    slo = Slo(ttft_s=2.0, itl_s=0.04)
+    wanted = []
+    for joins in (False, True):
+        rng = np.random.default_rng(1)
+        learner = SpeedLearner(prior_model(), TIMES)
+        corrections = Corrections(TIMES)
+        for step in range(30):
+            workers = [worker(rng, "a"), worker(rng, "b")]
+            if joins and step >= 25:
+                cold = np.random.default_rng(2)
+                workers.append(worker(cold, "new", 3.0, since_ns=int(5.0 * 24 * SECOND)))
+            seen = window(5.0 * step, *workers)
+            learner.observe(seen, seen.pools[0])
+            corrections.observe(seen, seen.pools[0], TRUTH, MIX, None, None)
+        model = learner.model
+        factors = (corrections.prefill_factor, corrections.decode_factor)
+        counts = [model.workers_for(role, 40.0, MIX, slo, 0.95) for role in Role]
+        wanted.append((counts, factors))
+    assert wanted[0] == wanted[1]
+
+
+def test_a_sample_that_is_far_from_the_fit_counts_for_less() -> None:
+    rng = np.random.default_rng(3)
+    learner = SpeedLearner(prior_model(), TIMES)
+    for step in range(40):
+        seen = window(5.0 * step, worker(rng, "a", 10.0 if step == 39 else 1.0))
+        learner.observe(seen, seen.pools[0])
+    expected = TRUTH.prefill.seconds(2000, 2000)
+    assert learner.model.prefill.seconds(2000, 2000) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("value", [None, 0.0, math.nan, math.inf])
+def test_a_hole_in_the_metrics_is_not_a_sample(value: float | None) -> None:
+    learner = SpeedLearner(prior_model(), TIMES)
+    corrections = Corrections(TIMES)
+    empty = WorkerWindow(
+        id="a", since_ns=-(10**12), computed_prompts=3, computed_tokens=value, prefill_s=value,
+        mean_running=value, mean_held_tokens=value, itl_s=value,
+    )  # fmt: skip
+    seen = window(5.0, empty)
+    for _ in range(20):
+        learner.observe(seen, seen.pools[0])
+        corrections.observe(seen, seen.pools[0], TRUTH, MIX, 1.0, value)
+    assert learner.model.prefill is not None
+    assert corrections.prefill_factor == corrections.decode_factor == 1.0
+
+
+def observed(corrections: Corrections, speed: float, wait: float, steps: int = 400) -> None:
+    """Show a settled pool of four workers that is slower, and waits longer, than the model says."""
+    rps, mix = 6.0, MIX
+    slower = TRUTH.corrected(speed, speed, 1.0)
+    latency = slower.latency(Role.PREFILL, rps, 4, mix, 0.5)
+    bare = slower.latency(Role.PREFILL, 0.0, 4, mix, 0.5).mean_ttft_s
+    ttft = bare + wait * (latency.mean_ttft_s - bare)
+    for step in range(steps):
+        workers = tuple(
+            WorkerWindow(
+                id=name, since_ns=-(10**12), computed_prompts=5, computed_tokens=10_000.0,
+                prefill_s=speed * 5 * TRUTH.prefill.seconds(2000, 2000),
+            )
+            for name in "abcd"
+        )  # fmt: skip
+        pool = PoolWindow(name="p", role=Role.PREFILL, workers=workers)
+        seen = PlannerWindow(now_ns=int(5.0 * step * SECOND), seconds=5.0, pools=(pool,))
+        corrections.observe(seen, pool, TRUTH, mix, rps, ttft)
+
+
+@pytest.mark.parametrize(("speed", "wait"), [(1.0, 1.0), (1.3, 1.0), (1.0, 2.0), (1.2, 0.5)])
+def test_each_cause_is_corrected_by_its_own_factor(speed: float, wait: float) -> None:
+    corrections = Corrections(TIMES)
+    observed(corrections, speed, wait)
+    assert corrections.prefill_factor == pytest.approx(speed, rel=0.02)
+    assert corrections.wait_factor == pytest.approx(wait, rel=0.1)
+    causes = corrections.causes(TRUTH, RequestMix(2000, 200, hit_rate=0.5), expected_hits=0.0)
+    assert causes.hits == pytest.approx(
+        TRUTH.prefill.seconds(1000, 2000) / TRUTH.prefill.seconds(2000, 2000)
+    )
+
+
+def test_queueing_adds_prefill_workers() -> None:
+    """Dynamo's min(1, c_p) never does."""
+    slower = TRUTH.corrected(1.0, 1.0, 2.0)
+    slo = Slo(ttft_s=1.5)
+    with_waits = slower.workers_for(Role.PREFILL, 20.0, MIX, slo, 0.95)
+    without = TRUTH.workers_for(Role.PREFILL, 20.0, MIX, slo, 0.95)
+    assert with_waits is not None
+    assert without is not None
+    assert with_waits > without
+
+
+def test_a_factor_moves_no_faster_than_the_lag_allows() -> None:
+    times = ProvisioningTimes(start_up_s=500, warm_up_s=0)
+    corrections = Corrections(times, gain_per_s=1.0)
+    observed(corrections, 1.5, 1.0, steps=1)
+    bound = 0.25 * math.pi / 500 * 5.0
+    assert 0 < math.log(corrections.prefill_factor) <= bound * math.log(1.5) + 1e-12
+
+
+def test_a_pool_that_changes_says_nothing_of_waits() -> None:
+    corrections = Corrections(TIMES)
+    pool = PoolWindow(
+        name="p",
+        role=Role.PREFILL,
+        workers=(
+            WorkerWindow(id="a", since_ns=-(10**12)),
+            WorkerWindow(id="b", state=WorkerState.STARTING),
+        ),
+    )
+    for step in range(100):
+        seen = PlannerWindow(now_ns=int(5.0 * step * SECOND), seconds=5.0, pools=(pool,))
+        corrections.observe(seen, pool, TRUTH, MIX, 1.0, 30.0)
+    assert corrections.wait_factor == 1.0
