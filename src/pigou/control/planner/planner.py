@@ -48,12 +48,12 @@ class PlannerSetup:
 class Planner(Protocol):
     """A state machine that says how many workers each pool should have.
 
-    It is made as `Name(setup, params)`. `params_type` is a frozen `msgspec.Struct` with defaults;
+    It is made as `Name(setup, params)`. `Params` is a frozen `msgspec.Struct` with defaults;
     a planner honours each of its parameters, and refuses others.
     """
 
     name: ClassVar[str]
-    params_type: ClassVar[type[msgspec.Struct]]
+    Params: ClassVar[type[msgspec.Struct]]
 
     def observe(self, window: PlannerWindow) -> None:
         """Note what one interval showed. Intervals come in order and do not overlap."""
@@ -83,14 +83,14 @@ def load(
     """
     kind = named(GROUP, name, "planner")
     values = dict(params or {})
-    known = kind.params_type.__struct_fields__
+    known = kind.Params.__struct_fields__
     for key in values:
         if key not in known:
             names = ", ".join(sorted(known)) or "none"
             raise ConfigError(f"{key} is no parameter of planner {name}; it has: {names}")
     try:
-        own = msgspec.convert(values, kind.params_type, strict=False)
+        own = msgspec.convert(values, kind.Params, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"planner {name}: {wrong(error, kind.params_type, values)}") from None
+        raise ConfigError(f"planner {name}: {wrong(error, kind.Params, values)}") from None
     planner: Planner = kind(setup or PlannerSetup(), own)
     return planner

@@ -62,9 +62,9 @@ class AffineRegression:
 
     def forget(self, seconds: float) -> None:
         """Let so many seconds pass."""
-        kept_share = 0.5 ** (seconds / self._half_life_s)
-        self._moments *= kept_share
-        self.samples *= kept_share
+        decay = 0.5 ** (seconds / self._half_life_s)
+        self._moments *= decay
+        self.samples *= decay
 
     def add(self, x: Floats, y: float) -> None:
         """Add a sample with y > 0; shape of x as of the prior."""

@@ -222,13 +222,13 @@ class PerformanceModel:
         if rho >= _FULL:
             return math.inf
         demand = rps * mix.osl / (workers * (1.0 - rho))
-        most = self.max_streams(mix)
-        if most < demand * self.itl_at(most, mix):
+        limit = self.max_streams(mix)
+        if limit < demand * self.itl_at(limit, mix):
             peak = self.batch(mix, math.inf)
             if peak < demand * self.itl_at(peak, mix):
                 return math.inf
-            most = peak
-        low, high = 0.0, most
+            limit = peak
+        low, high = 0.0, limit
         for _ in range(40):
             middle = 0.5 * (low + high)
             enough = middle >= demand * self.itl_at(middle, mix)
@@ -315,15 +315,15 @@ class PerformanceModel:
         return workers / service * max_utilisation(servers, limit, share, scv, arrival_scv)
 
     def _decode_limit(self, workers: int, mix: RequestMix, itl_s: float, share: float) -> float:
-        most = self.batch(mix, itl_s)
-        if most <= 0.0:
+        limit = self.batch(mix, itl_s)
+        if limit <= 0.0:
             return 0.0
         deviations = self._deviations(share)
-        low, high = 0.0, most
+        low, high = 0.0, limit
         for _ in range(30):
             middle = 0.5 * (low + high)
             above = middle + deviations * self._stream_deviation(middle, workers, mix)
-            low, high = (middle, high) if above <= most else (low, middle)
+            low, high = (middle, high) if above <= limit else (low, middle)
         return workers * low / (mix.osl * self.itl_at(low, mix))
 
     # --- parts -----------------------------------------------------------------------------

@@ -145,22 +145,22 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     index = bisect.bisect_right(xs, x)
     if index == 0 or len(points) == 1:
         return points[0][1]
-    beyond = index == len(points)
-    (x0, y0), (x1, y1) = points[index - 1 - beyond], points[index - beyond]
+    is_after = index == len(points)
+    (x0, y0), (x1, y1) = points[index - 1 - is_after], points[index - is_after]
     slope = (y1 - y0) / (x1 - x0)
-    if beyond:
+    if is_after:
         return y1 + max(slope, 0.0) * (x - x1)
     return y0 + slope * (x - x0)
 
 
-def largest_batch(speed: DecodeSpeed, context: float, itl_s: float, most_streams: float) -> float:
+def largest_batch(speed: DecodeSpeed, context: float, itl_s: float, max_streams: float) -> float:
     """Return the most streams, up to a limit, whose ITL is within `itl_s`; 0.0 for not even one.
 
     Streams beyond the number of greatest throughput n / ITL(n) are of no use, and not counted.
     """
     if speed.itl_s(1.0, context) > itl_s:
         return 0.0
-    high = max(most_streams, 1.0)
+    high = max(max_streams, 1.0)
     if speed.itl_s(high, context) > itl_s:
         low = 1.0
         for _ in range(40):
