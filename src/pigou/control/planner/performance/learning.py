@@ -247,9 +247,9 @@ class Corrections:
         if not (pool.role.prefills and _MIN_BUSY <= latency.utilisation <= _MAX_BUSY):
             return
         without_wait = own.latency(pool.role, 0.0, len(warm), mix, 0.5).mean_ttft_s
-        waited, expected = mean_ttft_s - without_wait, latency.mean_ttft_s - without_wait
-        if expected > 0:
-            ratio = max(waited, 0.0) / expected
+        seen_s, expected_s = mean_ttft_s - without_wait, latency.mean_ttft_s - without_wait
+        if expected_s > 0:
+            ratio = max(seen_s, 0.0) / expected_s
             self._log_wait += step * _log_change(self._log_wait, [max(ratio, MIN_FACTOR)])
 
     def _is_settled(self, window: PlannerWindow, pool: PoolWindow) -> bool:
