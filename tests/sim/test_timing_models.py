@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timing_tables import write_tables
 
+from pigou.config import ConfigError
 from pigou.sim.architecture import PRESETS
 from pigou.sim.gpus import GPUS
 from pigou.sim.timing import StepShape, Timing
+from pigou.sim.timing_models import build_timing
 from pigou.sim.timing_profile import profile
 from pigou.sim.timing_roofline import roofline
 
@@ -88,3 +90,13 @@ def test_several_short_prompts_take_no_more_attention_than_one_long(
     one = timing.durations(batch([(chunk * parts, 0)]), 1)[0]
     several = timing.durations(batch([(chunk, 0)] * parts), 1)[0]
     assert several <= one + 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("law:9b", "340b"), ("law:itl_a=0", "itl_a"), ("law:340b,x=1", "x"), ("magic", "roofline"),
+     ("roofline", "--model"), ("profile", "folder")],
+)  # fmt: skip
+def test_a_timing_that_cannot_be_had_is_refused(text: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        build_timing(text, "", "", 1)

@@ -1,3 +1,5 @@
+"""Renewal processes: mean, variation, order and limits of their arrival times."""
+
 from __future__ import annotations
 
 from itertools import islice, pairwise

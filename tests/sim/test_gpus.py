@@ -1,0 +1,36 @@
+"""GPUs by the names that their drivers give them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pigou.config import ConfigError
+from pigou.sim.gpus import GPUS, gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+    ],
+)
+def test_a_device_is_found_by_what_its_driver_calls_it(name: str, key: str) -> None:
+    assert gpu(name) is GPUS[key]
+
+
+@pytest.mark.parametrize(
+    "name", ["RTX 4090 D", "RTX 4090 Laptop GPU", "H20", "H100 96GB", "B300", "A100X", "A1000", ""]
+)
+def test_a_device_is_never_taken_for_its_neighbour(name: str) -> None:
+    with pytest.raises(ConfigError, match="gpu is"):
+        gpu(name)
