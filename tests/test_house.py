@@ -80,6 +80,15 @@ def test_private_names_stay_in_their_module(path: Path) -> None:
             assert not private, f"{node.module}: {private} is imported: make it public"
 
 
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """Modules of tests are imported by their base names: two of one name cannot be collected."""
+    owners: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        owners[path.name].append(str(path.relative_to(ROOT)))
+    shared = {base: paths for base, paths in owners.items() if len(paths) > 1}
+    assert not shared
+
+
 def test_twenty_concepts_are_where_their_names_say() -> None:
     page = (ROOT / "docs" / "internals" / "architecture.md").read_text()
     rows = dict(re.findall(r"^\| ([\w ]+) \| `(src/[^`]+)` \|$", page, re.M))
