@@ -91,9 +91,8 @@ class Dispatcher:
         """
         self.shed = 0
         self._plane, self._clock = plane, clock
-        self._workers, self._overhead_ns = workers, overhead_ns
-        self._assess = assess
-        self._leg_ns = leg_ns
+        self._workers, self._assess = workers, assess
+        self._overhead_ns, self._leg_ns = overhead_ns, leg_ns
         self._lagging = {} if lagging is None else lagging
         self._attempts: dict[str, Attempt] = {}
         self._attempt_of: dict[RequestRun, Attempt] = {}
@@ -109,6 +108,11 @@ class Dispatcher:
     def inflight(self) -> int:
         """Attempts under way, queued ones included."""
         return len(self._attempts)
+
+    def legs_on(self, worker: str) -> list[Leg]:
+        """Return the legs that run on a worker, or are on their way there."""
+        legs = [attempt.leg for attempt in self._attempts.values()]
+        return [leg for leg in legs if leg is not None and leg.worker == worker]
 
     # --- the client's side --------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -17,14 +18,16 @@ from pigou.control.messages import (
     CacheLost,
     LoadReport,
     WorkerDown,
+    WorkerDraining,
     WorkerUp,
 )
 from pigou.control.plane import ControlPlane
+from pigou.control.planner.messages import WorkerState
 from pigou.control.price_of_anarchy import PoAEstimate
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.engine.plan import Finished, Load
 from pigou.events import KVEvent
-from pigou.request import SECOND, Worker
+from pigou.request import SECOND, Role, Worker
 from pigou.sim.dispatch import Dispatcher
 from pigou.sim.fleet_config import FleetConfig
 from pigou.sim.network import Network
@@ -96,7 +99,7 @@ class SimulatedFleet:
         )  # fmt: skip
         for group, spec in zip(config.workers, specs, strict=True):
             for _ in range(group.count):
-                self._add_worker(spec)
+                self._begin_life(self.add_worker(spec))
         clock.at(EPOCH + TICK, Phase.TICK, -2, self._tick)
         if config.signals.report_every_ms:
             self._report_every = max(1, round(config.signals.report_every_ms * _MS))
@@ -120,7 +123,8 @@ class SimulatedFleet:
 
     # --- workers ------------------------------------------------------------------------------
 
-    def _add_worker(self, spec: WorkerSpec) -> None:
+    def add_worker(self, spec: WorkerSpec) -> FleetWorker:
+        """Add a worker that has not started."""
         group, engine = spec.group, spec.engine
         number = len(self.workers)
         name = f"{group.role.value}-{number}"
@@ -136,18 +140,25 @@ class SimulatedFleet:
             layout=spec.layout,
             rehearsed=spec.rehearsed,
         )
-        worker = self._by_name[name] = FleetWorker(number, info, spec)
+        worker = FleetWorker(number, info, spec, since_ns=self._clock.now)
+        self._by_name[name] = worker
         self.workers.append(worker)
         self.dispatcher.add_slots(engine.max_seqs)
-        clock = self._clock
+        return worker
+
+    def _begin_life(self, worker: FleetWorker) -> None:
+        """Let a worker of the configuration start, fail and be slow at its times."""
+        spec, number = worker.spec, worker.number
+        group = spec.group
         if group.starts:
-            self._at_fault(group.starts, number, lambda now: self._start(worker, now))
+            self._at_fault(group.starts, number, lambda now: self.start(worker, now))
         else:
-            self._start(worker, clock.now)
+            self.start(worker, self._clock.now)
         for outage in group.fails:
-            self._at_fault(outage.start, number, lambda now: self._die(worker, now))
-            if outage.end < float("inf"):
-                self._at_fault(outage.end, number, lambda now: self._start(worker, now))
+            back = outage.end < float("inf")
+            self._at_fault(outage.start, number, lambda now, b=back: self._die(worker, b, now))
+            if back:
+                self._at_fault(outage.end, number, lambda now: self.start(worker, now))
         for slow in group.slow:
             slowed = Slowed(spec.timing, slow.factor)
             self._at_fault(slow.start, number, lambda now, to=slowed: self._retime(worker, to, now))
@@ -157,10 +168,11 @@ class SimulatedFleet:
     def _at_fault(self, seconds: float, number: int, event: object) -> None:
         self._clock.at(EPOCH + round(seconds * SECOND), Phase.FAULT, number, event)  # type: ignore[arg-type]
 
-    def _start(self, worker: FleetWorker, now: int) -> None:
-        """A worker is ready, with an empty cache."""
-        if worker.sim is not None:
+    def start(self, worker: FleetWorker, now: int) -> None:
+        """A worker is ready, with an empty cache, unless it is, or is gone for good."""
+        if worker.sim is not None or worker.state is None:
             return
+        worker.enter(WorkerState.READY, now)
         spec, signals = worker.spec, self._config.signals
         late = signals.event_loss or signals.event_delay_ms  # when events are sent off matters
         worker.sim = SimWorker(
@@ -174,13 +186,39 @@ class SimulatedFleet:
         worker.registered = True
         self.dispatcher.observe(WorkerUp(worker.info), now)
 
-    def _die(self, worker: FleetWorker, now: int) -> None:
+    def remove(self, worker: FleetWorker, now: int) -> None:
+        """A worker goes at once, for good; what runs there goes elsewhere."""
+        if worker.registered:  # so that it is not expected back
+            self.dispatcher.observe(WorkerDraining(worker.name), now)
+        legs = self._end_life(worker)
+        worker.enter(None, now)
+        self._notice_death(worker, now)
+        for leg in legs:
+            self.dispatcher.broken(leg, now)
+
+    def relabel(self, worker: FleetWorker, role: Role, now: int) -> None:
+        """A worker serves in another role from now on, and keeps what it runs."""
+        worker.info = replace(worker.info, role=role)
+        worker.enter(WorkerState.READY, now)
+        worker.epoch += 1
+        self.dispatcher.observe(WorkerUp(worker.info), now)
+
+    def _end_life(self, worker: FleetWorker) -> list[Leg]:
+        """End the core of a worker; return its legs."""
         if worker.sim is None:
-            return
+            return []
         legs = worker.sim.die()
         worker.past_totals = worker.totals
         worker.sim = None
         worker.held_ids.clear()
+        return legs
+
+    def _die(self, worker: FleetWorker, comes_back: bool, now: int) -> None:
+        """A worker dies: for a time, or for good."""
+        if worker.sim is None:
+            return
+        legs = self._end_life(worker)
+        worker.enter(WorkerState.STARTING if comes_back else None, now)
         detect = round(self._config.detect_ms * _MS)
         if detect:
             self._clock.at(

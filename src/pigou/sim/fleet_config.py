@@ -12,6 +12,7 @@ from pigou.config import ConfigError, wrong
 from pigou.request import Role
 from pigou.sim.arrival_rate import MAX_SECONDS
 from pigou.sim.network import LinkConfig
+from pigou.sim.scaling_config import RoleFlipConfig, StartUpConfig
 from pigou.sim.setup import TierConfig
 from pigou.yaml_file import read_yaml
 
@@ -165,6 +166,9 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         detect_ms: milliseconds after which the control plane knows that a worker died. Until
             then requests are sent there, fail at once, and go elsewhere.
         lease_s: seconds for which a prompt's blocks are kept for a worker that does not ask.
+        start_up: of workers that a planner adds.
+        flip: of a worker that changes its role.
+        drain_s: seconds after which streams of a draining worker migrate; 0 for never.
     """
 
     workers: tuple[WorkerGroup, ...]
@@ -174,6 +178,9 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     leg_ms: float = 0.0
     detect_ms: float = 0.0
     lease_s: float = 30.0
+    start_up: StartUpConfig = StartUpConfig()
+    flip: RoleFlipConfig = RoleFlipConfig()
+    drain_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse fleets that cannot decode, or that no memory holds."""
@@ -184,7 +191,8 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(f"fleet: there are {count:,} workers; give at most {_MAX_WORKERS:,}")
         for name in ("overhead_ms", "leg_ms", "detect_ms"):
             _check_wait(name, getattr(self, name) or 0.0, 1000)
-        _check_wait("lease_s", self.lease_s, 1)
+        for name in ("lease_s", "drain_s"):
+            _check_wait(name, getattr(self, name), 1)
 
 
 def read_fleet(text: str) -> FleetConfig:

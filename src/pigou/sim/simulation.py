@@ -18,6 +18,7 @@ from pigou.engine import startup_profiling
 from pigou.sim.client import ClientConfig, SimulatedClient
 from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
+from pigou.sim.membership import Membership
 from pigou.sim.result import SimulationResult
 from pigou.sim.setup import Setup
 from pigou.sim.tiers import recompute_cost_of
@@ -48,6 +49,7 @@ class Simulation:
 
     Attributes:
         fleet: that serves.
+        membership: changes the fleet.
         client: that sends.
         clock: of both.
     """
@@ -83,6 +85,7 @@ class Simulation:
             fleet, specs, control, self.clock, policy=policy, seed=seed, stepwise=stepwise,
             assess_every=assess_every,
         )  # fmt: skip
+        self.membership = Membership(self.fleet, fleet, specs, self.clock, seed)
         self.client = SimulatedClient(workload, client, self.fleet.dispatcher, self.clock, seed)
 
     def run(self, watch: Callable[[Simulation], None] | None = None) -> SimulationResult:
@@ -167,7 +170,7 @@ def _worker_specs(
         layout = f"tp{tp}" if reads and group.prefix_caching else ""
         rehearses = not vllm if setup.rehearses is None else setup.rehearses
         rehearsed = measure_speeds(built.timing, engine) if rehearses else ()
-        specs.append(replace(spec, layout=layout, rehearsed=rehearsed))
+        specs.append(replace(spec, layout=layout, rehearsed=rehearsed, gpus=tp))
     return specs, overhead_s
 
 

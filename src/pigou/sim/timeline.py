@@ -23,6 +23,10 @@ WORKER = ("running", "waiting", "kv_usage", "toll")
 _LAST = 2**50
 
 
+def _columns(workers: int) -> list[tuple[str, type[np.float32], tuple[int]]]:
+    return [(name, np.float32, (workers,)) for name in WORKER]
+
+
 class Timeline:
     """Takes a sample every `period` of virtual time.
 
@@ -31,7 +35,6 @@ class Timeline:
 
     Attributes:
         period: nanoseconds between two samples.
-        workers: names, in the order of the arrays.
     """
 
     def __init__(
@@ -52,14 +55,18 @@ class Timeline:
                 f"period {period} and most {max_samples} must be positive, and most even"
             )
         self.period = period
-        self.workers = tuple(worker.name for worker in simulation.fleet.workers)
         self._simulation, self._count = simulation, 0
-        self._row = {name: row for row, name in enumerate(self.workers)}
+        self._row: dict[str, int] = {}
         self._time = np.zeros(max_samples, dtype=np.int64)
         self._fleet = np.full(max_samples, np.nan, dtype=[(name, np.float64) for name in FLEET])
-        per_worker = (np.float32, len(self.workers))
-        self._worker = np.full(max_samples, np.nan, dtype=[(name, *per_worker) for name in WORKER])
+        self._worker = np.full(max_samples, np.nan, dtype=_columns(0))
         simulation.clock.at(EPOCH, Phase.PLAN, _LAST, self._sample)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Names of the workers that were there so far, in the order of the arrays."""
+        self._add_workers()
+        return tuple(self._row)
 
     @property
     def times(self) -> NDArray[np.float64]:
@@ -98,6 +105,7 @@ class Timeline:
 
     def _sample_workers(self, row: int, now: int) -> tuple[float, float]:
         """Sample the workers' loads; return all requests that run, and all that wait."""
+        self._add_workers()
         columns = [self._worker[name][row] for name in WORKER]
         for column in columns:
             column[:] = np.nan
@@ -132,6 +140,18 @@ class Timeline:
                 "poa_legacy": status.poa.legacy,
             }
         return sample
+
+    def _add_workers(self) -> None:
+        """Give columns to the workers that have joined since."""
+        workers = self._simulation.fleet.workers
+        known = len(self._row)
+        if len(workers) == known:
+            return
+        self._row |= {worker.name: row for row, worker in enumerate(workers)}
+        wider = np.full(len(self._worker), np.nan, dtype=_columns(len(workers)))
+        for name in WORKER:
+            wider[name][:, :known] = self._worker[name]
+        self._worker = wider
 
     def _thin(self) -> None:
         """Drop every second sample; those that stay are even multiples of the period."""

@@ -46,7 +46,7 @@ class SimWorker:
         name: its id in the fleet.
         core: plans its steps.
         steps: computed so far.
-        busy_ns: time that they took.
+        busy_ns, prefill_ns: time of all of them, and of those that compute chunks of prompts.
     """
 
     def __init__(
@@ -57,10 +57,8 @@ class SimWorker:
         """Start with nothing to do.
 
         Args:
-            number: its index in the fleet.
-            name: its id in the fleet.
-            config: of its core.
-            timing: of its steps.
+            number, name: its index and its id in the fleet.
+            config, timing: of its core, and of its steps.
             clock: virtual.
             listener: receives what happens here.
             itl: counts the gaps between the tokens of streams.
@@ -75,10 +73,10 @@ class SimWorker:
         self.number, self.name = number, name
         self.core = EngineCore(config, tiers=tiers)
         self._links = (
-            None if tiers is None else TierLinks(self.core, tiers, number, clock, self._call_core)
+            None if tiers is None else TierLinks(self.core, tiers, number, clock, self.call_core)
         )
         self.timing, self._varies = timing, varies(timing)
-        self.steps, self.busy_ns = 0, 0
+        self.steps = self.busy_ns = self.prefill_ns = 0
         self._clock, self._listener = clock, listener
         self._stepwise, self._ahead = stepwise, int(ahead)
         self._lagging = lagging
@@ -161,7 +159,8 @@ class SimWorker:
             passed = self.passed()
             if passed and self._end_times.item(passed - 1) == now:
                 self._end_step, passed = passed, 0
-                self._end_now(now)
+                self._apply(now)
+                self._plan_next(now)
         if self._plan is not None:
             wait = passed + 1 + self._ahead
         elif self._ahead and not self._idle:
@@ -232,12 +231,16 @@ class SimWorker:
         side: Literal["left", "right"] = "right" if inclusive else "left"
         return int(self._end_times[: self._end_step].searchsorted(self._clock.now, side))
 
+    def progress(self) -> tuple[int, int]:
+        """Return the steps computed by now, and their time in nanoseconds."""
+        steps = self.passed()
+        end_ns: int = self._end_times.item(steps - 1) if steps else self._begin_ns
+        return self.steps + steps, self.busy_ns + end_ns - self._begin_ns
+
     def close(self) -> None:
         """At the end of the run: count the steps of the plan under way that have ended."""
-        steps = self.passed()
-        if self._plan is not None and steps:
-            self.steps += steps
-            self.busy_ns += self._end_times.item(steps - 1) - self._begin_ns
+        if self.passed():
+            self.steps, self.busy_ns = self.progress()
             self._count_passed(self._yield_rows)
 
     def catch_up(self) -> None:
@@ -285,9 +288,8 @@ class SimWorker:
                 self._plan_next(now)
             return
         repeat = 1 if self._stepwise else min(plan.repeat, MAX_STEPS)
-        chunks, yield_rows = repeat > 1 and plan.counts.item(-1) > 1, plan.rows
-        if chunks:
-            yield_rows = yield_rows[:-1]
+        chunks = repeat > 1 and plan.counts.item(-1) > 1
+        yield_rows = plan.rows[:-1] if chunks else plan.rows
         if repeat > 1:
             uncut = self._lagging is None if chunks else bool(plan.started)
             if uncut or self._streams.awaits_first(yield_rows):
@@ -318,11 +320,6 @@ class SimWorker:
         end_ns = self._end_times.item(steps - 1)
         self._clock.at(end_ns, _STEP, self.number, partial(self._plan_ended, version))
 
-    def _end_now(self, now: int) -> None:
-        """End the plan under way after `_end_step` steps."""
-        self._apply(now)
-        self._plan_next(now)
-
     def _plan_ended(self, version: int, now: int) -> None:
         """End the plan under way by itself, unless it has ended in another way."""
         if version != self._version:
@@ -342,6 +339,8 @@ class SimWorker:
         effects = self.core.apply(plan, Result(steps=steps))
         self.steps += steps
         self.busy_ns += now - self._begin_ns
+        if plan.counts.item(-1) > 1:
+            self.prefill_ns += now - self._begin_ns
         self._events += effects.events
         if self._events and (
             effects.finished or plan.preempted or plan.started or max(plan.counts.tolist()) > 1
@@ -370,7 +369,7 @@ class SimWorker:
         step = self._end_times.item(0) - self._begin_ns
         return step // 2 + self._ahead * step
 
-    def _call_core(self, call: Callable[[int], Effects], now: int) -> None:
+    def call_core(self, call: Callable[[int], Effects], now: int) -> None:
         """Call the core between two steps."""
         self._between_steps(lambda at: self._add_events(call(at)), now)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pigou.config import EngineConfig
+from pigou.control.planner.messages import WorkerState
 from pigou.engine.startup_profiling import (
     CONTEXT_TOKENS,
     DECODE_STEPS,
@@ -16,11 +18,12 @@ from pigou.engine.startup_profiling import (
 from pigou.events import KVEvent
 from pigou.kv.offload import RecomputeCost
 from pigou.kv.tiers import Tiers
-from pigou.request import SECOND, Rehearsed, Worker
+from pigou.request import SECOND, Rehearsed, Role, Worker
 from pigou.sim.fleet_config import WorkerGroup
 from pigou.sim.setup import TierConfig
 from pigou.sim.tiers import build_tiers
 from pigou.sim.timing import StepShape, Timing
+from pigou.sim.virtual_clock import EPOCH
 from pigou.sim.worker import SimWorker
 
 
@@ -39,6 +42,7 @@ class WorkerSpec:
         ahead: whether a step is planned when the one before begins.
         layout: of its cache, for workers that may read it; "" for none.
         rehearsed: speeds that it measures before it is ready.
+        gpus: of each worker.
     """
 
     group: WorkerGroup
@@ -51,6 +55,7 @@ class WorkerSpec:
     recall: bool = True
     layout: str = ""
     rehearsed: tuple[Rehearsed, ...] = ()
+    gpus: int = 1
 
     def make_tiers(self) -> Tiers | None:
         """Return new, empty tiers of one worker; None where it has none."""
@@ -67,6 +72,8 @@ class WorkerSpec:
 class FleetWorker:
     """One worker over its lives: after each death it starts again with an empty cache.
 
+    Times before `since_ns` are counted in `gpu_ns`.
+
     Attributes:
         number: its index in the fleet.
         info: as the control plane knows it.
@@ -76,6 +83,12 @@ class FleetWorker:
         missed_events: KV events that were lost since the last that arrived.
         past_totals: `totals` of its earlier lives.
         held_ids: ids under which it holds blocks for others.
+        pool: name of the pool that it is in.
+        state: of its life; None once it is gone for good.
+        since_ns: when that state began.
+        gpu_ns: nanoseconds of its GPUs by role and state, added up over them.
+        failed_starts: in a row.
+        epoch: how often its role has changed.
     """
 
     number: int
@@ -86,6 +99,24 @@ class FleetWorker:
     missed_events: list[KVEvent] = field(default_factory=list)
     past_totals: tuple[int, int, int, int] = (0, 0, 0, 0)
     held_ids: set[str] = field(default_factory=set)
+    pool: str = ""
+    state: WorkerState | None = WorkerState.STARTING
+    since_ns: int = EPOCH
+    gpu_ns: Counter[tuple[Role, WorkerState]] = field(default_factory=Counter)
+    failed_starts: int = 0
+    epoch: int = 0
+
+    def enter(self, state: WorkerState | None, now: int) -> None:
+        """Count the time of its state until now, and begin another one."""
+        self.gpu_ns = self.gpu_ns_until(now)
+        self.state, self.since_ns = state, now
+
+    def gpu_ns_until(self, now: int) -> Counter[tuple[Role, WorkerState]]:
+        """Return `gpu_ns` with the time of its state until now."""
+        times = self.gpu_ns.copy()
+        if self.state is not None:
+            times[self.info.role, self.state] += (now - self.since_ns) * self.spec.gpus
+        return times
 
     @property
     def name(self) -> str:
