@@ -1,0 +1,1 @@
+"""Other systems' planners, rebuilt from their published rules: one file a system."""

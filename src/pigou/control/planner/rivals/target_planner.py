@@ -1,0 +1,212 @@
+"""What rivals have in common: a wanted number of workers for each pool, carried out in a budget."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import ClassVar
+
+import msgspec
+
+from pigou.control.planner.messages import (
+    Action,
+    AddWorkers,
+    DrainWorker,
+    PlannerDecision,
+    PlannerWindow,
+    PoolPlan,
+    PoolWindow,
+    RemoveWorker,
+    WorkerState,
+    WorkerWindow,
+)
+from pigou.control.planner.objectives import Budget
+from pigou.control.planner.planner import PlannerSetup
+from pigou.request import SECOND, Role
+
+#: Of an interval, that a tick may be early.
+_EARLY = 0.01
+
+
+class WindowHistory:
+    """The windows of the last seconds.
+
+    Args:
+        seconds: that are kept; at least one window is.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._ns = int(seconds * SECOND)
+        self._windows: deque[PlannerWindow] = deque()
+
+    def __iter__(self) -> Iterator[PlannerWindow]:
+        return iter(self._windows)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def add(self, window: PlannerWindow) -> None:
+        """Add the newest window; those that began before the span are dropped."""
+        self._windows.append(window)
+        while len(self._windows) > 1 and self._windows[0].now_ns <= window.now_ns - self._ns:
+            self._windows.popleft()
+
+    def mean(self, value: Callable[[PlannerWindow], float | None]) -> float | None:
+        """Return the mean of a value over the windows, by their seconds; None without one."""
+        pairs = [(value(window), window.seconds) for window in self._windows]
+        known = [(v, seconds) for v, seconds in pairs if v is not None and math.isfinite(v)]
+        total = sum(seconds for _, seconds in known)
+        return sum(v * seconds for v, seconds in known) / total if total > 0 else None
+
+
+class TargetPlanner:
+    """A planner that wants a number of workers of each pool.
+
+    It is carried out as a controller of replicas does: surplus workers go first (starting ones,
+    then the youngest), then workers are added in the order of the pools as the budget allows. What
+    it does not allow is dropped (Dynamo's global planner accepts or rejects). GPUs of starting and
+    draining workers count. A subclass says `_targets`.
+
+    Attributes:
+        interval_s: seconds between two decisions; ticks between them return nothing.
+    """
+
+    name: ClassVar[str]
+    Params: ClassVar[type[msgspec.Struct]]
+    interval_s: float = 0.0
+
+    def __init__(self, setup: PlannerSetup) -> None:
+        self.setup = setup
+        self._window: PlannerWindow | None = None
+        self._decided_ns: int | None = None
+
+    def observe(self, window: PlannerWindow) -> None:
+        """Note what one interval showed."""
+        self._window = window
+
+    def _targets(self, window: PlannerWindow, now_ns: int) -> tuple[dict[str, int], list[str]]:
+        """Return the workers that pools shall have, by name (others stay), and reasons."""
+        raise NotImplementedError
+
+    def tick(self, now_ns: int) -> PlannerDecision:
+        """Return what to do now."""
+        window, self._window = self._window, None
+        if window is None or not self._is_due(now_ns):
+            self._window = window
+            return PlannerDecision(now_ns=now_ns, planner=self.name)
+        self._decided_ns = now_ns
+        targets, reasons = self._targets(window, now_ns)
+        actions, refusals = carry_out(window, targets, self.setup.budget)
+        plans = tuple(
+            PoolPlan(
+                pool=pool.name,
+                ready=pool.ready,
+                pending=pool.starting,
+                wanted=targets.get(pool.name, supply(pool)),
+            )
+            for pool in window.pools
+        )
+        return PlannerDecision(
+            now_ns=now_ns,
+            planner=self.name,
+            actions=actions,
+            pools=plans,
+            reasons=(*reasons, *refusals),
+        )
+
+    def _is_due(self, now_ns: int) -> bool:
+        if self._decided_ns is None:
+            return True
+        return now_ns - self._decided_ns >= (1.0 - _EARLY) * self.interval_s * SECOND
+
+
+def supply(pool: PoolWindow) -> int:
+    """Return the workers that serve or are on their way."""
+    return pool.ready + pool.starting
+
+
+def carry_out(
+    window: PlannerWindow, targets: Mapping[str, int], budget: Budget
+) -> tuple[tuple[Action, ...], list[str]]:
+    """Return the actions that bring pools to their targets, and what the budget refused.
+
+    Args:
+        window: pools as they are.
+        targets: workers by pool; a pool that is not there stays as it is.
+        budget: never exceeded, and nothing is removed below its minimum.
+    """
+    actions: list[Action] = []
+    reasons: list[str] = []
+    used = {pool.name: pool.used_gpus for pool in window.pools}
+    changed = [pool for pool in window.pools if pool.name in targets]
+    for pool in changed:
+        surplus = supply(pool) - max(targets[pool.name], budget.min_of(pool.name))
+        for worker in victims(pool)[: max(surplus, 0)]:
+            if worker.state is WorkerState.STARTING:
+                actions.append(RemoveWorker(worker.id))
+                used[pool.name] -= pool.gpus
+            else:
+                actions.append(DrainWorker(worker.id))
+    for pool in changed:
+        wanted = max(targets[pool.name], budget.min_of(pool.name)) - supply(pool)
+        room = free_gpus(window.pools, used, pool, budget) // pool.gpus
+        count = min(wanted, room)
+        if wanted > max(count, 0):
+            reasons.append(f"{pool.name}: the budget has no GPUs for {wanted - max(count, 0)} more")
+        if count > 0:
+            actions.append(AddWorkers(pool.name, count))
+            used[pool.name] += count * pool.gpus
+    return tuple(actions), reasons
+
+
+def victims(pool: PoolWindow) -> list[WorkerWindow]:
+    """Return the workers that go first, as a ReplicaSet picks them: not ready, then youngest."""
+    ready = sorted(pool.in_state(WorkerState.READY), key=lambda w: (-w.since_ns, w.id))
+    starting = sorted(pool.in_state(WorkerState.STARTING), key=lambda w: (-w.since_ns, w.id))
+    return [*starting, *ready]
+
+
+def free_gpus(
+    pools: Iterable[PoolWindow], used: Mapping[str, int], pool: PoolWindow, budget: Budget
+) -> int:
+    """Return the GPUs that a pool may still take, by the budget of all, its model and its own.
+
+    Args:
+        pools: all of them.
+        used: GPUs of each, by name, in all states.
+        pool: that wants more.
+        budget: limits.
+    """
+    limits = [2**31]
+    if budget.max_gpus is not None:
+        limits.append(budget.max_gpus - sum(used.values()))
+    if pool.model in budget.model_gpus:
+        own = sum(used[other.name] for other in pools if other.model == pool.model)
+        limits.append(budget.model_gpus[pool.model] - own)
+    if pool.name in budget.pool_gpus:
+        limits.append(budget.pool_gpus[pool.name] - used[pool.name])
+    return max(min(limits), 0)
+
+
+def known_mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None without one."""
+    numbers = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def requests_of(worker: WorkerWindow) -> float | None:
+    """Return the requests that run or wait on a worker; None where neither is known."""
+    if worker.running is None and worker.waiting is None:
+        return None
+    return float((worker.running or 0) + (worker.waiting or 0))
+
+
+def prefill_and_decode(
+    window: PlannerWindow, model: str
+) -> tuple[PoolWindow | None, PoolWindow | None]:
+    """Return the pools of a model that prefill and decode; a pool that does both decodes."""
+    own = [pool for pool in window.pools if pool.model == model]
+    prefill = next((pool for pool in own if pool.role is Role.PREFILL), None)
+    decode = next((pool for pool in own if pool.role is not Role.PREFILL), None)
+    return prefill, decode
