@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
 from pathlib import Path
@@ -17,6 +18,9 @@ from hypothesis import settings
 settings.register_profile("pigou", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("pigou")
+
+# Nothing that is made while tests are collected is garbage worth looking for.
+gc.disable()
 
 #: Control tokens of the tokenizer of `model_folder`; their ids are 0 to 3.
 SPECIAL = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
@@ -83,6 +87,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(here)
         group = "fleets" if path.parts[0] in FLEETS else str(path)
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_finish() -> None:
+    """Leave a million objects of imported modules and collected tests out of later collections.
+
+    With them, each `gc.collect` of a test would take a second.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
