@@ -140,6 +140,19 @@ def test_the_rates_interval_covers_the_rate() -> None:
         assert inside >= 0.87 * 300
 
 
+@given(st.lists(st.floats(10, 14), min_size=1, max_size=50), st.floats(5, 200))
+def test_without_a_change_the_rate_is_a_weighted_mean(
+    counts: list[float], half_life_s: float
+) -> None:
+    predictor = ArrivalRate(ArrivalParams(half_life_s=half_life_s))
+    for count in counts:
+        predictor.observe(count)
+    assert predictor.alarms == 0
+    last = counts[-predictor.params.bins :]
+    weights = 0.5 ** (predictor.params.bin_s / half_life_s * np.arange(len(last)))[::-1]
+    assert predictor.rate.mean == pytest.approx(np.average(last, weights=weights) / 5)
+
+
 def test_holes_change_nothing_and_silence_does() -> None:
     predictor = ArrivalRate()
     for _ in range(20):

@@ -25,19 +25,21 @@ class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
 
     Attributes:
         bin_s: seconds of one bin, which is the interval of `observe`; best from 1 to 5.
-        bins: last bins that the rate is a mean over, as long as it does not change.
+        bins: last bins that a change is looked for in.
+        half_life_s: seconds after which a bin counts half in the mean.
         false_alarm_s: seconds between false alarms on Poisson arrivals of any constant rate; their
             mean is at least this.
     """
 
     bin_s: float = 5.0
     bins: int = 36
-    false_alarm_s: float = 14_400.0
+    half_life_s: float = 30.0
+    false_alarm_s: float = 3600.0
 
     def __post_init__(self) -> None:
         """Refuse a test that would always, or never, find a change."""
         super().__post_init__()
-        check_positive(self, "bin_s", "false_alarm_s")
+        check_positive(self, "bin_s", "half_life_s", "false_alarm_s")
         check_counts(self, 2, "bins")
         if self.false_alarm_s < self.bin_s:
             raise ConfigError(
@@ -46,7 +48,7 @@ class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
 
 
 class ArrivalRate(CalibratedPredictor):
-    """Mean count since the last change, which a likelihood ratio finds.
+    """Weighted mean of the counts since the last change, which a likelihood ratio finds.
 
     A window of bins is split after each of its bins: n0 arrivals in the b older ones, n1 in the a
     newer ones, N = n0 + n1. The generalised likelihood ratio of two Poisson rates against one is
@@ -76,7 +78,9 @@ class ArrivalRate(CalibratedPredictor):
         own = self.params
         self._threshold = math.log(2.0 * (own.bins - 1) * own.false_alarm_s / own.bin_s)
         self._counts: list[float] = []
-        self._total = 0.0
+        self._mean_count = 0.0
+        self._effective_bins = 0.0
+        self._keep = 0.5 ** (own.bin_s / own.half_life_s)
         self._dispersion = Dispersion()
         self.alarms = 0
 
@@ -99,12 +103,12 @@ class ArrivalRate(CalibratedPredictor):
         """
         if not self._counts:
             return Forecast(0.0, 0.0, 0.0)
-        seconds = len(self._counts) * self.params.bin_s
-        spread = self.dispersion
+        spread, bins = self.dispersion, self._effective_bins
+        total, seconds = self._mean_count * bins, bins * self.params.bin_s
         width = NormalDist().inv_cdf(0.5 + self.params.coverage / 2.0) * math.sqrt(spread) / 2.0
-        low = max(math.sqrt(self._total) - width, 0.0) ** 2
-        high = (math.sqrt(self._total + spread) + width) ** 2
-        return Forecast(self._total / seconds, low / seconds, high / seconds)
+        low = max(math.sqrt(total) - width, 0.0) ** 2
+        high = (math.sqrt(total + spread) + width) ** 2
+        return Forecast(self._mean_count / self.params.bin_s, low / seconds, high / seconds)
 
     def _update(self, load: float) -> None:
         self._dispersion.observe(load)
@@ -115,7 +119,17 @@ class ArrivalRate(CalibratedPredictor):
         if start:
             del self._counts[:start]
             self.alarms += 1
-        self._total = math.fsum(self._counts)
+        self._average()
+
+    def _average(self) -> None:
+        """Set the mean, and the number of equal bins whose mean would scatter as much."""
+        weight = squares = total = 0.0
+        for count in self._counts:
+            weight = weight * self._keep + 1.0
+            squares = squares * self._keep**2 + 1.0
+            total += (count - total) / weight
+        self._mean_count = total
+        self._effective_bins = weight**2 / squares
 
     def _change(self) -> int:
         """Return the bin that a new rate began with, 0 where it did not change."""
@@ -131,7 +145,7 @@ class ArrivalRate(CalibratedPredictor):
         return best
 
     def _mean(self, steps: int) -> float:  # noqa: ARG002 (the same at every horizon)
-        return self._total / len(self._counts)
+        return self._mean_count
 
 
 class Dispersion:
