@@ -24,7 +24,9 @@ def row(parameter: inspect.Parameter, names: Sequence[str]) -> str:
         names = [parameter.name.upper()]
     shown = ", ".join(f"`{name}`" for name in names)
     text = " ".join((getattr(info, "help", "") or "").split()).replace("|", "\\|")
-    return f"| {shown} | {values(kind)} | {default(parameter.default)} | {text} |"
+    otherwise = default(parameter.default)
+    value = f"{values(kind)} ({otherwise})" if otherwise else values(kind)
+    return f"| {shown} | {value} | {text} |"
 
 
 def values(kind: Any) -> str:
@@ -59,7 +61,7 @@ def page(name: str, parser: Any) -> str:
     lines = [f"## pigou {name}", "", inspect.getdoc(command) or "", ""]
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     if parameters:
-        lines += ["| option | value | default | what it does |", "|---|---|---|---|"]
+        lines += ["| option | value (default) | what it does |", "|---|---|---|"]
         known = {each.name: [*each.opts, *each.secondary_opts] for each in parser.params}
         lines += [*(row(each, known[each.name]) for each in parameters if each.name in known), ""]
     return "\n".join(lines)

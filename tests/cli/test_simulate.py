@@ -373,3 +373,29 @@ def test_a_fleet_file_that_is_not_understood_is_refused_in_one_line(
     assert str(path) in done.output
     assert words in done.output
     assert done.output.count("\n") == 1
+
+
+def test_an_objective_adds_its_attainment_and_a_planner_its_figures(tmp_path: Path) -> None:
+    workload = "poisson:rate=5@0/20@5,in=64,out=8:32,hold=10"
+    found = simulate(tmp_path, workload, "--slo", "ttft=1,itl=0.1,percentile=90")
+    assert found["slo"] == {"ttft_s": 1.0, "itl_s": 0.1, "percentile": 90.0, "attained": 1.0}
+    assert "planner" not in found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--slo", "ttft=x"], "--slo is 'ttft=x'"),
+        (["--planner", "nobody"], "planner is 'nobody'; it must be one of"),
+        (["--max-workers", "4"], "--max-workers is 4, and no planner starts any; give --planner"),
+        (["--start-up", "4"], "--start-up is 4.0, and no planner starts a worker; give --planner"),
+        (["--planner-interval", "0"], "--planner-interval is 0.0; it must be 0.1 to"),
+    ],
+)
+def test_objectives_and_planners_that_cannot_be_are_refused(
+    options: list[str], message: str
+) -> None:
+    argv = ["simulate", "--workload", "poisson:rate=5,n=3", "--timing", LAW, "--blocks", "100"]
+    done = CliRunner().invoke(APP, [*argv, *options])
+    assert done.exit_code == 2, done.output
+    assert message in done.output

@@ -19,6 +19,7 @@ from pigou.config import ConfigError, ControlConfig
 from pigou.config_option import Option
 from pigou.imports import require
 from pigou.request import SECOND, Role
+from pigou.sim.scaling_config import ScalingConfig
 from pigou.sim.setup import Setup
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def simulate(
     ],
     setup: Setup,
     control: Annotated[ControlConfig, _CONTROL],
+    scaling: ScalingConfig,
     fleet: Annotated[
         str, typer.Option(help="4xboth, 1p+2d, or a YAML file.", rich_help_panel="Fleet")
     ] = "1xboth",
@@ -110,7 +112,9 @@ def simulate(
     try:
         what, members = read_workload_spec(workload, seed), read_fleet(fleet)
         _check_link(members, setup.model)
-        simulation = Simulation(what.workload, members, setup, control, what.client, seed=seed)
+        simulation = Simulation(
+            what.workload, members, setup, control, what.client, seed=seed, scaling=scaling
+        )
         reporter = Reporter(report, simulation) if report else None
     except ConfigError as error:
         if not str(error).startswith("fleet: "):
@@ -135,6 +139,8 @@ def simulate(
         run = {"workload": workload, "fleet": fleet, "policy": policy, "seed": seed}
         groups = {"run": run, "workers": setup, "control": control, "client": what.client,
                   "fleet": members}  # fmt: skip
+        if scaling != ScalingConfig():
+            groups["scaling"] = scaling
         reporter.write(result, document, f"{policy} on {fleet}", groups)
     _show(document)  # last, so that the files are there whoever reads along, and for how long
 
@@ -203,6 +209,15 @@ def _show(document: dict[str, Any]) -> None:
         table.add_row(name.removesuffix("_s"), *(_figure(figures[figure]) for figure in _FIGURES))
     console.print(table)
     parts = {name: _figure(value) for name, value in document["poa"].items()}
+    if "slo" in document:
+        console.print("inside the objective: {attained:.1%} of offered".format_map(document["slo"]))
+    if "planner" in document:
+        console.print(
+            "planner {name}: {gpu_hours:.2f} GPU-hours, {moves} moves, {reversals} reversals, "
+            "settled in {settle_s:.0f} s, {peak_workers} workers at most".format_map(
+                document["planner"]
+            )
+        )
     console.print("price of anarchy: " + ", ".join(f"{k} {v}" for k, v in parts.items()))
 
 

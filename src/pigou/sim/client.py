@@ -135,6 +135,10 @@ class SimulatedClient:
             starts = ((EPOCH + one.start_ns, number) for number, one in enumerate(all_sessions))
             self._schedule_session(iter(sorted(starts)), all_sessions)
 
+    def is_open(self, run: RequestRun) -> bool:
+        """Whether a request has not ended, further attempts counted."""
+        return run in self._sender
+
     # --- users --------------------------------------------------------------------------------
 
     def _add_user(self, specs: Iterator[RequestSpec], at: int) -> None:

@@ -84,20 +84,19 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
 
     slo: Annotated[
-        str, option("Objective of requests: ttft=S,itl=S[,percentile=P], in seconds.", "Planner")
+        str, option("Objective: ttft=S,itl=S[,percentile=P], in seconds.", "Planner")
     ] = ""
     planner: Annotated[
         dict[str, Any],
         option(
-            "NAME[,parameter=value]...: price, dynamo-load, dynamo-sla, dynamo, apa, kpa, wva, "
-            "ray, hpa-qps, hpa-cpu, heteroscale, static; none changes nothing.",
+            "price, static, dynamo, ... (NAME[,parameter=value]...); none changes nothing.",
             "Planner",
             form="named",
             key="planner",
         ),
     ] = msgspec.field(default_factory=lambda: {"planner": NO_PLANNER})
     max_workers: Annotated[
-        int, option("Workers at once, starting and draining ones too; 0 for no limit.", "Planner")
+        int, option("Workers at once, in all states; 0 for no limit.", "Planner")
     ] = 0
     start_up: Annotated[
         float | None,
@@ -121,11 +120,11 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
         if not self.plans and self.max_workers:
             raise ConfigError(
-                f"max_workers is {self.max_workers}, and no planner starts any; give planner too"
+                f"max_workers is {self.max_workers}, and no planner starts any; give --planner too"
             )
         if not self.plans and self.start_up is not None:
             raise ConfigError(
-                f"start_up is {self.start_up}, and no planner starts a worker; give planner too"
+                f"start_up is {self.start_up}, and no planner starts a worker; give --planner too"
             )
 
     @property
@@ -140,7 +139,10 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Raises:
             ConfigError: it is not understood.
         """
-        return Slo.parse(self.slo) if self.slo else None
+        try:
+            return Slo.parse(self.slo) if self.slo else None
+        except ConfigError as error:
+            raise ConfigError(f"slo is {self.slo!r}: {error}") from None
 
 
 def _check_seconds(name: str, value: float) -> None:

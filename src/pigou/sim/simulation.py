@@ -13,6 +13,9 @@ import msgspec
 
 from pigou.config import ConfigError, ControlConfig, EngineConfig
 from pigou.control import prefix_index
+from pigou.control.planner.objectives import Slo
+from pigou.control.planner.planner import Planner, PlannerSetup
+from pigou.control.planner.planner import load as load_planner
 from pigou.control.routing.policy import RoutingPolicy
 from pigou.engine import startup_profiling
 from pigou.sim.client import ClientConfig, SimulatedClient
@@ -20,11 +23,15 @@ from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.membership import Membership
 from pigou.sim.result import SimulationResult
+from pigou.sim.scaling import Scaling, budget_of, times_of, with_start_up
+from pigou.sim.scaling_config import ScalingConfig
+from pigou.sim.scaling_summary import OfferedRate
 from pigou.sim.setup import Setup
 from pigou.sim.tiers import recompute_cost_of
 from pigou.sim.timing import Timing
 from pigou.sim.timing_models import build_timing, capacity, kv_bytes
 from pigou.sim.virtual_clock import EPOCH, Clock
+from pigou.sim.window_meter import WindowMeter
 from pigou.sim.worker import MAX_STEPS
 from pigou.sim.worker_spec import FleetWorker, WorkerSpec, measure_speeds
 from pigou.sim.workload import ClosedLoop, OpenLoop, RequestLengths, renewal
@@ -52,14 +59,17 @@ class Simulation:
         membership: changes the fleet.
         client: that sends.
         clock: of both.
+        slo: objective of the requests; None without one.
+        scaling: what the planner does; None without one.
     """
 
     def __init__(
         self, workload: OpenLoop | ClosedLoop, fleet: FleetConfig, setup: Setup,
         control: ControlConfig, client: ClientConfig, *, seed: int = 0,
         policy: RoutingPolicy | None = None, stepwise: bool = False, assess_every: float = 60.0,
+        scaling: ScalingConfig | None = None, planner: Planner | None = None,
     ) -> None:  # fmt: skip
-        """Make the fleet and its client.
+        """Make the fleet, its client and its planner.
 
         Args:
             workload: what is asked for.
@@ -71,11 +81,16 @@ class Simulation:
             policy: used instead of the one that `control` names.
             stepwise: plan one step at a time; the results are the same, and take longer.
             assess_every: seconds between two computations of the Price of Anarchy.
+            scaling: objective and planner; None for neither.
+            planner: used instead of the one that `scaling` names.
 
         Raises:
             ConfigError: a value is refused, or a model, GPU or table is not known.
         """
         self.clock = Clock()
+        scaling = scaling or ScalingConfig()
+        self.slo = scaling.objective
+        fleet = with_start_up(fleet, scaling)
         if control.queue_timeout >= UNLIMITED and not client.timeout:
             _check_end(fleet)
         specs, overhead_s = _worker_specs(fleet, setup, workload.max_tokens)
@@ -87,6 +102,26 @@ class Simulation:
         )  # fmt: skip
         self.membership = Membership(self.fleet, fleet, specs, self.clock, seed)
         self.client = SimulatedClient(workload, client, self.fleet.dispatcher, self.clock, seed)
+        self.scaling: Scaling | None = None
+        if scaling.plans or planner is not None:
+            planner = planner or self._planner(scaling, fleet, seed)
+            rate = workload.rate if isinstance(workload, OpenLoop) else None
+            meter = WindowMeter(self.fleet, self.membership, self.client, self.slo, setup.model)
+            self.scaling = Scaling(
+                planner, self.membership, meter, self.clock, scaling,
+                OfferedRate(rate, self.client),
+            )  # fmt: skip
+
+    def _planner(self, scaling: ScalingConfig, fleet: FleetConfig, seed: int) -> Planner:
+        """Return the planner that the configuration names."""
+        params = dict(scaling.planner)
+        made = PlannerSetup(
+            slo=self.slo or Slo(),
+            budget=budget_of(scaling, self.membership),
+            times=times_of(fleet, self.membership),
+            seed=seed,
+        )
+        return load_planner(params.pop("planner"), made, params)
 
     def run(self, watch: Callable[[Simulation], None] | None = None) -> SimulationResult:
         """Run until the client is done; `watch` is called now and then."""
@@ -114,6 +149,8 @@ class Simulation:
             shed=fleet.dispatcher.shed,
             transfers=(fleet.network.transfers, fleet.network.bytes),
             reads=(fetches.count, fetches.tokens, fetches.failed),
+            slo=self.slo,
+            planner=None if self.scaling is None else self.scaling.summary(clock.now),
         )
 
     def _run(self, watch: Callable[[Simulation], None] | None) -> None:

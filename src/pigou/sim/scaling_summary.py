@@ -1,0 +1,102 @@
+"""How a planner changed a fleet: moves that it took back, and the time until it rested."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pigou.control.planner.messages import WorkerState
+from pigou.request import SECOND
+from pigou.sim.arrival_rate import RateSchedule
+from pigou.sim.client import SimulatedClient
+from pigou.sim.membership import MembershipChange
+from pigou.sim.virtual_clock import EPOCH
+
+#: A move may undo the one before where the arrival rate has changed by more than this share.
+DEADBAND = 0.1
+#: Nanoseconds over which arrivals are counted where their rate is not known.
+_COUNTED_NS = 60 * SECOND
+
+
+class ScalingMove(NamedTuple):
+    """A worker that joins (+1) or leaves (-1) a pool by a decision; a flip is both."""
+
+    at_ns: int
+    worker: str
+    pool: str
+    sign: int
+
+
+class OfferedRate:
+    """The arrival rate of a workload: that of its schedule, or as counted in the last minute."""
+
+    def __init__(self, schedule: RateSchedule | None, client: SimulatedClient) -> None:
+        """Take a schedule; None counts the client's requests instead."""
+        self._schedule, self._client = schedule, client
+
+    @property
+    def changes_ns(self) -> tuple[int, ...]:
+        """Times at which the rate changes, the beginning included."""
+        changes = () if self._schedule is None else self._schedule.changes
+        times = {EPOCH + round(second * SECOND) for second in changes}
+        return tuple(sorted(times | {EPOCH}))
+
+    def at(self, now: int) -> float:
+        """Return the requests a second at a time that has passed."""
+        if self._schedule is not None:
+            return self._schedule.at((now - EPOCH) / SECOND)
+        begin = max(EPOCH, now - _COUNTED_NS)
+        times = [run.intended_ns for run in self._client.runs]  # in this order
+        count = bisect_right(times, now) - bisect_right(times, begin)
+        return count * SECOND / max(now - begin, 1)
+
+
+def reversals(moves: Sequence[ScalingMove], arrivals: OfferedRate) -> int:
+    """Return how often a move undid the last one of its pool though the load had not changed.
+
+    A worker less after a worker more counts unless the arrival rate has fallen by more than
+    `DEADBAND` in between; a worker more after one less, unless it has risen by so much.
+    """
+    count = 0
+    last: dict[str, ScalingMove] = {}
+    for move in moves:
+        before = last.get(move.pool)
+        last[move.pool] = move
+        if before is None or before.sign == move.sign:
+            continue
+        old, new = arrivals.at(before.at_ns), arrivals.at(move.at_ns)
+        follows = new > old * (1 + DEADBAND) if move.sign > 0 else new < old * (1 - DEADBAND)
+        count += not follows
+    return count
+
+
+def settle_seconds(
+    moves: Sequence[ScalingMove], changes: Sequence[MembershipChange], load_ns: Sequence[int],
+    end_ns: int,
+) -> float:  # fmt: skip
+    """Return the longest time from a change of the load until the fleet rests.
+
+    A fleet rests after the last move that was decided before the next change of the load, once
+    the worker serves, or is gone.
+
+    Args:
+        moves: in order.
+        changes: of the workers.
+        load_ns: times at which the load changed, ascending.
+        end_ns: of the run.
+    """
+    final = (WorkerState.READY, None)
+    settled_ns = {
+        move: next(
+            (c.at_ns for c in changes
+             if c.worker == move.worker and c.at_ns >= move.at_ns and c.state in final),
+            end_ns,
+        )
+        for move in moves
+    }  # fmt: skip
+    max_ns = 0
+    for move, at_ns in settled_ns.items():
+        before = [time for time in load_ns if time <= move.at_ns]
+        max_ns = max(max_ns, at_ns - before[-1])
+    return max_ns / SECOND
