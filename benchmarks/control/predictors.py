@@ -195,8 +195,9 @@ def main() -> None:
     for arrivals, chosen in all_arrivals(options.traces):
         marked = replace(arrivals, name=arrivals.name + " *" * chosen)
         for interval in dict.fromkeys(interval for interval, _ in SETTINGS):
-            slow = SLOW if options.slow and interval == 180 else ()
-            for name in options.only or (*NAMES, *slow):
+            for name in options.only or (*NAMES, *(SLOW if options.slow else ())):
+                if name in SLOW and interval < 180:
+                    continue
                 try:
                     for one in rows(marked, interval, (name,)):
                         print(line(one), flush=True)
