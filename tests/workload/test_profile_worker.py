@@ -21,7 +21,7 @@ import pytest
 from tests.workload.stub import Behaviour, Stub
 
 from pigou.cli import main
-from pigou.cli.fleet_token import fleet_token
+from pigou.cli.measurement import fleet_token
 from pigou.sim.timing_measured import WorkerProfile, seconds_at
 from pigou.wire.fleet_secret import VARIABLE
 from pigou.workload.profiling.profile_config import ProfileConfig

@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pigou.cli.config_options import config_command
-from pigou.cli.fleet_token import fleet_token
+from pigou.cli.measurement import fleet_token, measuring_bar, stop_on_signals
 from pigou.cli.option_values import check_json
-from pigou.cli.progress import measuring_bar, stop_on_signals
 from pigou.request import SECOND
 from pigou.workload.bench_config import BenchConfig
 

@@ -14,8 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from pigou.cli.config_options import config_command
-from pigou.cli.fleet_token import fleet_token
-from pigou.cli.progress import measuring_bar, stop_on_signals
+from pigou.cli.measurement import fleet_token, measuring_bar, stop_on_signals
 from pigou.config import ConfigError
 from pigou.workload.profiling.profile_config import ProfileConfig
 

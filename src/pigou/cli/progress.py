@@ -1,18 +1,14 @@
-"""Progress on stderr: stages of a start, bars of what is measured, and how both are stopped."""
+"""Progress on stderr: the stages of a start."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import sys
 import time
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import Progress, ProgressColumn
 from rich.spinner import Spinner
 from rich.table import Table
 
@@ -21,32 +17,6 @@ READY = "ready"
 _COMPILING = "compiling kernel"
 #: Of the kernels that are compiled, plain lines show one in so many.
 _EVERY = 10
-
-
-def measuring_bar(*columns: ProgressColumn) -> Progress:
-    """Return a bar on stderr, disabled where that is no terminal.
-
-    It has few refreshes: they take time from what is measured.
-    """
-    console = Console(stderr=True)
-    return Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True,
-        refresh_per_second=2,
-    )  # fmt: skip
-
-
-def stop_on_signals() -> asyncio.Event:
-    """Return an event that Ctrl-C or SIGTERM sets; call it within the event loop.
-
-    Where signals have no handlers (a platform without them, or not the main thread), nothing
-    sets it.
-    """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    with suppress(NotImplementedError, ValueError, RuntimeError):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 class StageProgress:
