@@ -234,7 +234,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         controller: what sets temperature and overlap weight while it runs: `controller` is its
             name, the rest its parameters (`pigou.control.regimes.routing_controllers`); `static`
             leaves them alone.
-        max_decisions: decisions that are kept for whoever asks why.
+        max_decisions: decisions that are kept for the status API.
         index: limits of the prefix index.
         admission: who of the waiting goes next: `order` is its name, as registered under
             `pigou.admission`, the rest its parameters.

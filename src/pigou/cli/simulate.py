@@ -142,7 +142,7 @@ def simulate(
         if scaling != ScalingConfig():
             groups["scaling"] = scaling
         reporter.write(result, document, f"{policy} on {fleet}", groups)
-    _show(document)  # last, so that the files are there whoever reads along, and for how long
+    _show(document)  # last: the files are written even where the pipe is closed
 
 
 def _without_limits(control: ControlConfig) -> ControlConfig:

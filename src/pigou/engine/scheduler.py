@@ -168,9 +168,9 @@ class Scheduler:
         """Make the plan, and extend it until something must change, to at most `max_steps`.
 
         It goes on while all entries decode, or while one more computes equal chunks of its prompt,
-        which has all its blocks. Nobody can be admitted in between: whoever waits lacks a row, the
-        budget or blocks, and that only changes when a sequence ends. The plan also ends before a
-        chain is due to be offered to the tiers.
+        which has all its blocks. Nothing can be admitted in between: a waiting sequence lacks a
+        row, the budget or blocks, which only changes when a sequence ends. The plan also ends
+        before a chain is due to be offered to the tiers.
         """
         state, rows, pool, size = self._state, self._state.rows, self._state.pool, self._batch.size
         chunks = state.config.repeat_chunks and builder.budget == 0

@@ -1,8 +1,9 @@
 """The caching game of a fleet: objects of any size, copies that can be parts, links alike.
 
-Definition 2 and Eq. 6 of Georgiou 2026 where an access costs a node the same from whoever else
-holds a copy. There the optimum is a flow of least cost from nodes to objects (Korupolu, Plaxton and
-Rajaraman, *Placement Algorithms for Hierarchical Cooperative Caching*, SODA 1999, one level).
+Definition 2 and Eq. 6 of Georgiou 2026 where an access costs a node the same from any other
+holder of a copy. There the optimum is a flow of least cost from nodes to objects (Korupolu,
+Plaxton and Rajaraman, *Placement Algorithms for Hierarchical Cooperative Caching*, SODA 1999, one
+level).
 """
 
 from __future__ import annotations

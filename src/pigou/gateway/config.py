@@ -33,7 +33,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         keepalive: seconds for which an idle connection is kept.
         allowed_hosts: names by which a gateway on a loopback address may be called, besides
             loopback ones; elsewhere, the only ones, if there are any.
-        api_keys_file: hashed keys; without it, whoever reaches the port is served.
+        api_keys_file: hashed keys; without it, every client is served.
         journal: file to which all that decisions depend on is appended, plain; None writes none.
         release: manifest of what is released together with the fleet (prompts, policies,
             applications): another one voids all that is cached; empty for none.

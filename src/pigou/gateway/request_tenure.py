@@ -303,8 +303,8 @@ class KeyPolicy(msgspec.Struct, frozen=True, kw_only=True):
             raise _forbidden(field, value, f"at most {max_ttl_s} seconds from now")
 
 
-#: Everything may be set: without keys, and with keys of which nothing is said. Whoever has such a
-#: key may use all that is cached for its tenant.
+#: Everything may be set: without keys, and with keys that name no policy. Such a key may use all
+#: that is cached for its tenant.
 OPEN_POLICY = KeyPolicy(may=TenureChoices(**dict.fromkeys((*TEXTS, *SETS), (ANY,)), ttl=MAX_TTL_S))
 
 

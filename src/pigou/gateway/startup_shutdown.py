@@ -59,7 +59,7 @@ class Startup:
 
 
 _LOOK_S = 0.02
-#: Seconds after which a client may try again, at whoever takes this gateway's place.
+#: Seconds after which a client may try again, at the gateway that replaces this one.
 _SHUTDOWN_RETRY_AFTER_S = 1
 
 

@@ -65,7 +65,7 @@ class FleetStatus:
     `tokens_per_second` is measured between two looks at least half a second apart.
 
     Attributes:
-        rows: what whoever runs the fleet says of its workers.
+        rows: what the supervisor of the fleet says of its workers.
     """
 
     def __init__(self, plane_driver: PlaneDriver, rows: Rows) -> None:

@@ -336,7 +336,7 @@ async def fetch_kv(
 
     Args:
         source: who is asked.
-        body: of the request, as whoever computes it is sent it.
+        body: of the request, as the worker that computes it gets it.
         request_id: as its legs have it.
         fetch: what is expected of it.
         tenant: whose request it is.

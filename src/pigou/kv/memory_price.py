@@ -2,7 +2,7 @@
 
 Source: seed token-pd (Token-PD), section 4. Its price `mu` is per byte and its cost `c` the bytes
 of a token; here prices are per block, and a block costs 1, so that `mu c` is the price itself.
-Returns are in the unit of whoever predicts them.
+Returns are in the unit of their prediction.
 """
 
 from __future__ import annotations

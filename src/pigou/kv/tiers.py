@@ -1,7 +1,7 @@
 """Tiers beyond the device: which blocks are stored, loaded, moved and dropped.
 
-`Tiers` decides, and does no I/O. Whoever drives the engine makes the moves, each on the queue of
-its link, and answers them with `on_transfer_done`.
+`Tiers` decides, and does no I/O. The engine's driver makes the moves, each on the queue of its
+link, and answers them with `on_transfer_done`.
 
 A tier is filled by the one above it, the first by the device. A block goes down together with those
 before it that are not there yet: so all that is left after a restart can be hit. While a tier has

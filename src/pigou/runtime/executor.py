@@ -147,7 +147,7 @@ class TorchExecutor:
     def truncate(self, request: str, tokens: int) -> None:
         """Take back the last tokens of a request that has a row, and their cache entries.
 
-        Whoever calls this tells the core too (`EngineCore.truncate`), between two plans.
+        The caller tells the core too (`EngineCore.truncate`), between two plans.
 
         Raises:
             ValueError: it generated fewer, has a grammar or no row, or their entries were moved.

@@ -23,7 +23,7 @@ from pigou.config import ConfigError
 VARIABLE = "PIGOU_FLEET_SECRET"
 #: Environment variable with the number of a file descriptor that the secret can be read from.
 DESCRIPTOR = "PIGOU_FLEET_SECRET_FD"
-#: Header in which whoever is asked for a proof gets a nonce, and that of the answer.
+#: Headers of a proof of the secret: the client's nonce, and the server's answer to it.
 NONCE = "x-pigou-fleet-nonce"
 PROOF = "x-pigou-fleet-proof"
 #: Header in which a gateway tells a worker whose request it sends; it counts with the secret alone.

@@ -132,8 +132,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     Attributes:
         messages: as in the OpenAI API; further keys of a message reach the chat template.
-        prompt_token_ids: the rendered and tokenized messages; whoever sends it (a gateway)
-            spares the worker both.
+        prompt_token_ids: the rendered and tokenized messages; a gateway that sends them spares
+            the worker both.
     """
 
     messages: list[dict[str, Any]]

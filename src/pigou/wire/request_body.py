@@ -160,7 +160,7 @@ class FairThreadPool:
 
     def _done(self, job: asyncio.Future[_T]) -> None:
         if not job.cancelled():
-            job.exception()  # whoever waited may have left
+            job.exception()  # the waiting request may have been cancelled
         self._give_back()
 
     def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:

@@ -1,4 +1,4 @@
-"""Who may speak to a worker: whoever shows the fleet secret, where there is one."""
+"""Authentication of a worker's clients by the fleet secret, where there is one."""
 
 from __future__ import annotations
 

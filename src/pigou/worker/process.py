@@ -57,7 +57,7 @@ class WorkerServer:
         Args:
             config: of the worker.
             parts: built for it.
-            secret: what whoever speaks to it must know; None lets everybody in.
+            secret: of the fleet, which clients must show; None lets every client in.
         """
         self._secret = secret
         self._config = config

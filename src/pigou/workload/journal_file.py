@@ -41,7 +41,7 @@ def is_journal(first: bytes) -> bool:
     """Whether a file with this first line is a journal."""
     try:
         return decode_head(first) is not None
-    except JournalError:  # of another version, or broken: whoever reads it says so
+    except JournalError:  # of another version, or broken: reading it raises the error
         return True
 
 

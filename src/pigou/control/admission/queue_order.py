@@ -1,4 +1,4 @@
-"""Queue orders: their protocol, how they are found by name, and all but the fair ones."""
+"""Queue orders: their protocol, their registry, and all but the fair ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a routing policy sees and returns, and how it is found by name."""
+"""The interface of routing policies, and their registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a tier eviction policy, and how one is found by name."""
+"""The interface of tier eviction policies, and their registry."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """KVOffloader: moves blocks between the device, host memory and the other stores, off the step's
 path.
 
-How it is used (the decider is `kv/tiers.py`, whoever runs the core calls this):
+How it is used (`kv/tiers.py` decides, the engine's driver calls this):
 
 *Down.* `copy_out(blocks, done)` copies device blocks into staging rows of the host arena, soon and
 fast, while the core may hand the blocks out again: `done(copy)` says when it was read, and only the

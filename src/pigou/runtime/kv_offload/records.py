@@ -31,8 +31,8 @@ class BlockRecords:
         parents: keys of the blocks before, shape (n, 2); (0, 0) for the first of a sequence.
         depths: blocks before it in its sequence, shape (n,), int32.
         expiries: when a block becomes void, nanoseconds since 1970, shape (n,); `NEVER` is never.
-        tenures: digests of the tenures, shape (n, 32), for whoever looks into a store; zeros where
-            they are not known.
+        tenures: digests of the tenures, shape (n, 32), for inspection of a store; zeros where they
+            are not known.
     """
 
     keys: BlockHashes

@@ -92,8 +92,8 @@ class Store(Protocol):
             entries: of the blocks.
             data: where their bytes are, C-contiguous, shape (any, block_bytes).
             rows: rows of `data` that hold them, shape (n,).
-            sums: their checksums where the caller has them, shape (n,); whoever reads the block
-                later compares its bytes to them.
+            sums: their checksums where the caller has them, shape (n,); a later reader of the
+                block compares its bytes to them.
 
         Returns:
             Which are in the store now, shape (n,); False: no room, or void.

@@ -1,4 +1,4 @@
-"""What a policy of token eviction is told and answers, and how it is found by name."""
+"""The interface of token eviction policies, and their registry."""
 
 from __future__ import annotations
 

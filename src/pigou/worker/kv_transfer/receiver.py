@@ -184,7 +184,7 @@ class Receiver:
             return TransferResult("", 0, 0, error.reason, error.detail)
         try:
             return self._puller.pull(ticket, pull.first, pull.dest, lambda: pull.cancelled)
-        except Exception as error:  # whoever waits for the blocks must be answered
+        except Exception as error:  # the caller that waits for the blocks must be answered
             log.exception("a pull of request %s failed", ticket.remote_request_id)
             return TransferResult(ticket.remote_request_id, 0, 0, TransferReason.STORE, repr(error))
 

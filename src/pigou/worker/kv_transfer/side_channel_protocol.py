@@ -236,7 +236,7 @@ class SideChannelLink:
             raise _failure(error) from error
 
     def close(self) -> None:
-        """Close the connection, waking whoever waits for it."""
+        """Close the connection, and wake the thread that waits for it."""
         with suppress(OSError):  # the peer was faster
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

@@ -23,7 +23,7 @@ _WITHIN = 2.0**20
 
 
 class Fifo(TokenPolicy):
-    """What was stored first goes first, whoever's it is: the step of an entry, then its position.
+    """First in, first out over all sequences: by the step of an entry, then its position.
 
     Whole tokens go. This is the paper's FIFO, beside sinks and recent tokens.
     """
