@@ -48,7 +48,7 @@ class RulePlanner:
     """Decides by a function of the window; keeps the windows."""
 
     name: ClassVar[str] = "rule"
-    params_type: ClassVar[type[msgspec.Struct]] = NoParams
+    Params: ClassVar[type[msgspec.Struct]] = NoParams
 
     def __init__(self, rule: Rule = lambda _: ()) -> None:
         self.rule = rule

@@ -22,6 +22,7 @@ from pigou.sim.client import ClientConfig, SimulatedClient
 from pigou.sim.fleet import SimulatedFleet
 from pigou.sim.fleet_config import FleetConfig, WorkerGroup
 from pigou.sim.membership import Membership
+from pigou.sim.pool_performance import measure_performance
 from pigou.sim.result import SimulationResult
 from pigou.sim.scaling import Scaling, budget_of, times_of, with_start_up
 from pigou.sim.scaling_config import ScalingConfig
@@ -119,6 +120,10 @@ class Simulation:
             slo=self.slo or Slo(),
             budget=budget_of(scaling, self.membership),
             times=times_of(fleet, self.membership),
+            performance={
+                pool.name: measure_performance(pool.spec, pool.role, fleet)
+                for pool in self.membership.pools.values()
+            },
             seed=seed,
         )
         return load_planner(params.pop("planner"), made, params)

@@ -1,0 +1,87 @@
+"""What a pool's workers do at a load, measured on their timing model: what a planner is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pigou.control.planner.performance.model import PerformanceModel
+from pigou.request import SECOND, Role
+from pigou.sim.fleet_config import FleetConfig
+from pigou.sim.timing import StepShape, Timing
+from pigou.sim.worker_spec import WorkerSpec
+
+#: Fewest tokens of a measured prompt, or of a measured context.
+_MIN_TOKENS = 64
+#: Points of prompts; streams and contexts double from one to the next.
+_PROMPT_POINTS = 16
+
+
+def measure_performance(spec: WorkerSpec, role: Role, fleet: FleetConfig) -> PerformanceModel:
+    """Return the performance model of a pool, as a profile of one of its workers would give it.
+
+    Prompts are measured alone, streams without prompts. What a request takes besides (legs, the
+    transfer of its KV, the first step of its decode worker) is added to TTFT.
+
+    Args:
+        spec: of its workers.
+        role: of its workers.
+        fleet: with the link and the latencies.
+    """
+    engine, timing = spec.engine, spec.timing
+    max_tokens = max(engine.max_model_len, _MIN_TOKENS + 1)
+    prompts = np.unique(np.geomspace(_MIN_TOKENS, max_tokens, _PROMPT_POINTS).round().astype(int))
+    prefill = [
+        (float(n), _prompt_s(timing, n, engine.max_batched_tokens)) for n in prompts.tolist()
+    ]
+    contexts = _doubling(_MIN_TOKENS, max_tokens)
+    kv_tokens = engine.blocks * engine.block_size
+    decode = [
+        (float(streams), float(context), _step_s(timing, streams, context))
+        for context in contexts
+        for streams in _doubling(1, engine.max_seqs)
+    ]
+    model = PerformanceModel.from_points(prefill, decode, float(kv_tokens), engine.max_seqs)
+    link, legs = fleet.link, 2 if role is Role.PREFILL else 1
+    overhead_s = ((fleet.overhead_ms or 0.0) + legs * fleet.leg_ms) / 1000
+    transfer_token_s = 0.0
+    if role is Role.PREFILL:
+        overhead_s += link.latency_us * 1e-6 + _step_s(timing, 1, _MIN_TOKENS)
+        transfer_token_s = spec.kv_bytes * link.nanos_per_byte / SECOND
+    return replace(
+        model,
+        chunk_tokens=engine.max_batched_tokens,
+        overhead_s=overhead_s,
+        transfer_token_s=transfer_token_s,
+    )
+
+
+def _doubling(low: int, high: int) -> list[int]:
+    """Return low, 2 low, 4 low ... below `high`, and `high`."""
+    values = [low]
+    while 2 * values[-1] < high:
+        values.append(2 * values[-1])
+    return values if values[-1] == high else [*values, high]
+
+
+def _prompt_s(timing: Timing, tokens: int, chunk_tokens: int) -> float:
+    """Return the seconds of a prompt alone, in chunks."""
+    nanos, done = 0, 0
+    while done < tokens:
+        chunk = min(chunk_tokens, tokens - done)
+        shape = StepShape(
+            np.array([chunk], np.int32), np.array([done], np.int32),
+            np.array([done + chunk == tokens]),
+        )  # fmt: skip
+        nanos += int(timing.durations(shape, 1)[0])
+        done += chunk
+    return nanos / SECOND
+
+
+def _step_s(timing: Timing, streams: int, context: int) -> float:
+    """Return the seconds of a step in which streams decode a token each."""
+    shape = StepShape(
+        np.ones(streams, np.int32), np.full(streams, context, np.int32), np.ones(streams, np.bool_)
+    )
+    return int(timing.durations(shape, 1)[0]) / SECOND
