@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,8 @@ def joined(chunks: list[Any]) -> Any:
                     assert piece["id"]
                     assert piece["type"] == "function"
                     assert piece["function"]["name"]
-                    calls.append({k: v for k, v in piece.items() if k != "index"})
+                    # Copied: arguments are added, and the chunks are joined more than once.
+                    calls.append(deepcopy({k: v for k, v in piece.items() if k != "index"}))
                 else:
                     assert set(piece) == {"index", "function"}
                     said = calls[piece["index"]]["function"]
@@ -130,11 +133,16 @@ def test_a_stream_of_calls_goes_on_elsewhere_from_any_token(real: Worker) -> Non
     prompt = next(c["prompt_token_ids"] for c in chunks if c.get("prompt_token_ids"))
     told = [c for c in chunks if c["choices"] and c["choices"][0].get("token_ids")]
     whole = joined(chunks)
-    for cut in range(1, len(told), 5):
+
+    def resumed(cut: int) -> dict[str, Any]:
         tokens = [token for c in told[:cut] for token in c["choices"][0]["token_ids"]]
         body = fields | {"prompt_token_ids": prompt + tokens, "resume_tokens": len(tokens)}
-        rest = real.post("/v1/chat/completions", body).chunks
-        assert joined([*told[:cut], *rest]) == whole
+        return joined([*told[:cut], *real.post("/v1/chat/completions", body).chunks])
+
+    cuts = range(1, len(told), 5)
+    with ThreadPoolExecutor(8) as pool:
+        for cut, reply in zip(cuts, pool.map(resumed, cuts), strict=True):
+            assert reply == whole, cut
 
 
 def test_tools_may_be_used_of_the_models_own_accord(real: Worker) -> None:
