@@ -176,6 +176,35 @@ def test_the_unit_is_requests_a_second_whatever_the_bin() -> None:
         assert predictor.forecast().mean == pytest.approx(8 * bin_s)
 
 
+def test_bins_of_any_length_give_the_same_rate_and_no_more_alarms() -> None:
+    rng = np.random.default_rng(10)
+    predictor = ArrivalRate(ArrivalParams(bins=20, false_alarm_s=500.0))
+    rates = []
+    for seconds in rng.uniform(0.5, 12, 3000):
+        predictor.observe_bin(float(rng.poisson(6 * seconds)), seconds)
+        rates.append(predictor.rate.mean)
+    assert predictor.alarms <= 30
+    assert np.mean(rates[50:]) == pytest.approx(6, rel=0.02)
+    assert predictor.dispersion == pytest.approx(1, abs=0.6)
+    assert predictor.forecast().mean == pytest.approx(5 * predictor.rate.mean)
+    before = predictor.rate
+    predictor.observe_bin(None, 3.0)
+    assert predictor.rate == before
+    for seconds in (0.0, -1.0, 1e-4, 1e5, math.inf, math.nan):
+        with pytest.raises(ValueError, match="seconds"):
+            predictor.observe_bin(1.0, seconds)
+
+
+@given(st.lists(st.floats(0, 500), min_size=1, max_size=50))
+def test_bins_of_the_set_length_are_those_of_observe(counts: list[float]) -> None:
+    one, other = ArrivalRate(), ArrivalRate()
+    for count in counts:
+        one.observe(count)
+        other.observe_bin(count, 5.0)
+    assert one.rate == other.rate
+    assert one.forecast() == other.forecast()
+
+
 @given(st.lists(st.integers(0, 1000), min_size=2, max_size=100))
 def test_a_step_is_no_dispersion(counts: list[int]) -> None:
     assume(any(counts))

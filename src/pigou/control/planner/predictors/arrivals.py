@@ -18,13 +18,15 @@ from pigou.control.planner.predictors.predictor import (
 #: Bins after which the dispersion has half forgotten one, and how far one counts at most.
 _DISPERSION_HALF_LIFE = 100.0
 _MAX_TERM = 9.0
+#: Seconds of the shortest and the longest bin.
+_MIN_BIN_S, _MAX_BIN_S = 0.001, 86_400.0
 
 
 class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
     """Parameters of `ArrivalRate`.
 
     Attributes:
-        bin_s: seconds of one bin, which is the interval of `observe`; best from 1 to 5.
+        bin_s: seconds of one bin, the interval of `observe` and `forecast`; best from 1 to 5.
         bins: last bins that a change is looked for in.
         half_life_s: seconds after which a bin counts half in the mean.
         false_alarm_s: seconds between false alarms on Poisson arrivals of any constant rate; their
@@ -39,8 +41,10 @@ class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Refuse a test that would always, or never, find a change."""
         super().__post_init__()
-        check_positive(self, "bin_s", "half_life_s", "false_alarm_s")
+        check_positive(self, "half_life_s", "false_alarm_s")
         check_counts(self, 2, "bins")
+        if not _MIN_BIN_S <= self.bin_s <= _MAX_BIN_S:
+            raise ConfigError(f"bin_s is {self.bin_s}; it must be from 0.001 to 86400")
         if self.false_alarm_s < self.bin_s:
             raise ConfigError(
                 f"false_alarm_s is {self.false_alarm_s}; it must be at least bin_s ({self.bin_s})"
@@ -50,8 +54,8 @@ class ArrivalParams(PredictorParams, frozen=True, kw_only=True):
 class ArrivalRate(CalibratedPredictor):
     """Weighted mean of the counts since the last change, which a likelihood ratio finds.
 
-    A window of bins is split after each of its bins: n0 arrivals in the b older ones, n1 in the a
-    newer ones, N = n0 + n1. The generalised likelihood ratio of two Poisson rates against one is
+    A window of bins is split after each of its bins: n0 arrivals in the b older seconds, n1 in the
+    a newer ones, N = n0 + n1. The generalised likelihood ratio of two Poisson rates against one is
 
         G = n1 log(n1 / a) + n0 log(n0 / b) - N log(N / (a + b)) = N KL(n1 / N, a / (a + b))
 
@@ -78,9 +82,10 @@ class ArrivalRate(CalibratedPredictor):
         own = self.params
         self._threshold = math.log(2.0 * (own.bins - 1) * own.false_alarm_s / own.bin_s)
         self._counts: list[float] = []
-        self._mean_count = 0.0
-        self._effective_bins = 0.0
-        self._keep = 0.5 ** (own.bin_s / own.half_life_s)
+        self._seconds: list[float] = []
+        self._next_s = own.bin_s
+        self._rate = 0.0
+        self._effective_s = 0.0
         self._dispersion = Dispersion()
         self.alarms = 0
 
@@ -103,57 +108,77 @@ class ArrivalRate(CalibratedPredictor):
         """
         if not self._counts:
             return Forecast(0.0, 0.0, 0.0)
-        spread, bins = self.dispersion, self._effective_bins
-        total, seconds = self._mean_count * bins, bins * self.params.bin_s
+        spread, seconds = self.dispersion, self._effective_s
+        total = self._rate * seconds
         width = NormalDist().inv_cdf(0.5 + self.params.coverage / 2.0) * math.sqrt(spread) / 2.0
         low = max(math.sqrt(total) - width, 0.0) ** 2
         high = (math.sqrt(total + spread) + width) ** 2
-        return Forecast(self._mean_count / self.params.bin_s, low / seconds, high / seconds)
+        return Forecast(self._rate, low / seconds, high / seconds)
+
+    def observe_bin(self, count: float | None, seconds: float) -> None:
+        """Take in the arrivals of a bin of any length; None is a hole in the metrics.
+
+        Raises:
+            ValueError: `seconds` is under a millisecond, or over a day.
+        """
+        if not _MIN_BIN_S <= seconds <= _MAX_BIN_S:
+            raise ValueError(f"seconds is {seconds}; it must be from 0.001 to 86400")
+        self._next_s = seconds
+        self.observe(None if count is None else count * (self.params.bin_s / seconds))
+        self._next_s = self.params.bin_s
 
     def _update(self, load: float) -> None:
-        self._dispersion.observe(load)
-        self._counts.append(load)
-        if len(self._counts) > self.params.bins:
-            del self._counts[0]
-        start = self._change()
-        if start:
-            del self._counts[:start]
+        seconds = self._next_s
+        count = load * (seconds / self.params.bin_s)
+        self._dispersion.observe(count, seconds)
+        self._counts.append(count)
+        self._seconds.append(seconds)
+        start = max(len(self._counts) - self.params.bins, 0)
+        self._drop(start)
+        change = self._change()
+        if change:
+            self._drop(change)
             self.alarms += 1
         self._average()
 
+    def _drop(self, bins: int) -> None:
+        del self._counts[:bins]
+        del self._seconds[:bins]
+
     def _average(self) -> None:
-        """Set the mean, and the number of equal bins whose mean would scatter as much."""
-        weight = squares = total = 0.0
-        for count in self._counts:
-            weight = weight * self._keep + 1.0
-            squares = squares * self._keep**2 + 1.0
-            total += (count - total) / weight
-        self._mean_count = total
-        self._effective_bins = weight**2 / squares
+        """Set the rate, and the seconds whose plain mean would scatter as much."""
+        weight = squares = rate = 0.0
+        for count, seconds in zip(self._counts, self._seconds, strict=True):
+            keep = 0.5 ** (seconds / self.params.half_life_s)
+            weight = weight * keep + seconds
+            squares = squares * keep * keep + seconds
+            rate += (count - rate * seconds) / weight
+        self._rate = rate
+        self._effective_s = weight * weight / squares
 
     def _change(self) -> int:
         """Return the bin that a new rate began with, 0 where it did not change."""
-        counts, bins = self._counts, len(self._counts)
-        total = math.fsum(counts)
-        limit, best = self._threshold * self.dispersion, 0
-        older = 0.0
-        for split in range(1, bins):
-            older += counts[split - 1]
-            ratio = likelihood_ratio(max(total - older, 0.0), bins - split, older, split)
+        total, span = math.fsum(self._counts), math.fsum(self._seconds)
+        limit, change = self._threshold * self.dispersion, 0
+        older = seconds = 0.0
+        for split in range(1, len(self._counts)):
+            older += self._counts[split - 1]
+            seconds += self._seconds[split - 1]
+            ratio = likelihood_ratio(max(total - older, 0.0), span - seconds, older, seconds)
             if ratio >= limit:
-                limit, best = ratio, split
-        return best
+                limit, change = ratio, split
+        return change
 
     def _mean(self, steps: int) -> float:  # noqa: ARG002 (the same at every horizon)
-        return self._mean_count
+        return self._rate * self.params.bin_s
 
 
 class Dispersion:
     """Variance of counts over their mean, from differences of neighbours.
 
-    d = (n(t) - n(t - 1))^2 / (n(t) + n(t - 1)) has mean 1 for Poisson counts of one rate, and a
-    slow drift hardly moves it (von Neumann 1941). One d counts for at most nine times the mean
-    of earlier ones, so a step is no dispersion.
+    d = (n s' - n' s)^2 / (s s' (n + n')), of n arrivals in s seconds after n' in s', has mean 1 for
+    Poisson counts of one rate, and a slow drift hardly moves it (von Neumann 1941). One d counts
+    for at most nine times the mean of earlier ones, so a step is no dispersion.
 
     Attributes:
         value: exponentially weighted mean of d.
@@ -161,31 +186,32 @@ class Dispersion:
 
     def __init__(self) -> None:
         self.value = 1.0
-        self._last: float | None = None
+        self._last: tuple[float, float] | None = None
         self._share = 1.0 - 0.5 ** (1.0 / _DISPERSION_HALF_LIFE)
 
-    def observe(self, count: float) -> None:
+    def observe(self, count: float, seconds: float = 1.0) -> None:
         """Take in the count of a bin."""
-        last, self._last = self._last, count
-        if last is None or not count + last > 0.0:
+        last, self._last = self._last, (count, seconds)
+        if last is None or not count + last[0] > 0.0:
             return
-        term = (count - last) ** 2 / (count + last)
+        off = count * last[1] - last[0] * seconds
+        term = off * off / (seconds * last[1] * (count + last[0]))
         self.value += self._share * (min(term, _MAX_TERM * max(self.value, 1.0)) - self.value)
 
 
-def likelihood_ratio(newer: float, new_bins: int, older: float, old_bins: int) -> float:
+def likelihood_ratio(newer: float, new_s: float, older: float, old_s: float) -> float:
     """Return G, the log likelihood ratio of two Poisson rates against one, in nats.
 
     Args:
-        newer: arrivals in `new_bins` bins.
-        new_bins: at least 1.
-        older: arrivals in the `old_bins` bins before.
-        old_bins: at least 1.
+        newer: arrivals in the last `new_s` seconds.
+        new_s: above 0.
+        older: arrivals in the `old_s` seconds before.
+        old_s: above 0.
     """
-    total, bins = newer + older, new_bins + old_bins
+    total, span = newer + older, new_s + old_s
     ratio = 0.0
-    if newer > 0.0:
-        ratio += newer * math.log(newer * bins / (total * new_bins))
-    if older > 0.0:
-        ratio += older * math.log(older * bins / (total * old_bins))
+    for count, seconds in ((newer, new_s), (older, old_s)):
+        share = count / total if total > 0.0 else 0.0
+        if share > 0.0:
+            ratio += count * math.log(share * span / seconds)
     return max(ratio, 0.0)
